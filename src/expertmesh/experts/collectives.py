@@ -1,0 +1,55 @@
+"""The collectives of the expert layer under one name each, whatever the torch version calls them.
+
+torch 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor` to `*_single` and deprecated the old names;
+2.11 has only those. `to_host` is the one place where the expert layer waits for the device.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_to_all(
+    rows: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup, *, wait: bool = True
+) -> tuple[torch.Tensor, dist.Work | None]:
+    """Send `send[r]` consecutive rows of `rows` to rank r of `group` and receive `receive[r]` from it.
+
+    Every rank of `group` calls it; splits must match (gloo does not notice when a receiver expects too many rows),
+    which the count exchange before it guarantees. With `wait=False` the result is valid after `work.wait()`.
+    """
+    assert sum(send) == rows.shape[0], f"splits {send} do not cover {rows.shape[0]} rows"
+    received = rows.new_empty(sum(receive), *rows.shape[1:])
+    work = dist.all_to_all_single(received, rows.contiguous(), receive, send, group=group, async_op=not wait)
+    return received, work
+
+
+def all_to_all_even(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Exchange `blocks[r]` (one block for each rank of `group`) for the block that rank r has for this rank."""
+    received = torch.empty_like(blocks)
+    dist.all_to_all_single(received, blocks, group=group)
+    return received
+
+
+def all_gather(block: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Concatenate every rank's `block` (same shape on each) on dim 0."""
+    gathered = block.new_empty(block.shape[0] * group.size(), *block.shape[1:])
+    _all_gather(gathered, block.contiguous(), group=group)
+    return gathered
+
+
+def reduce_scatter(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum `blocks` over the ranks; this rank keeps its own part of dim 0."""
+    own = blocks.new_empty(blocks.shape[0] // group.size(), *blocks.shape[1:])
+    _reduce_scatter(own, blocks.contiguous(), group=group)
+    return own
+
+
+def to_host(counts: torch.Tensor) -> list[Any]:
+    """Read small integer counts on the host: waits for the device. The expert layer calls it once per forward."""
+    values: list[Any] = counts.tolist()
+    return values

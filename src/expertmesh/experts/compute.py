@@ -1,0 +1,202 @@
+"""The grouped MLP of routed experts with a lean backward. Maths only: one rank, its rows, its experts.
+
+Pairs are ordered by expert, so each projection is one grouped matrix product. Routing weights are applied before the
+down projection, so that expert outputs need not be saved for the router's gradient; gathered inputs and activations
+are recomputed in backward. Saved for backward are only the rows received and the pre-activations:
+R*H + P*2I elements against about P*(2H + 6I) in the plain form (arXiv 2512.14080 derives the same saving).
+
+    R rows, P pairs, H hidden, I intermediate, L experts on this rank; up weights are `[L, 2I, H]`, or `[L, H, 2I]`
+    in transposed families (2I is I when the experts are not gated), down weights `[L, H, I]` or `[L, I, H]`
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from expertmesh.experts.dispatch import LocalPairs
+from expertmesh.experts.segments import segment_sum
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+GroupedMm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class MlpForm:
+    """How one family's experts compute, whatever their sizes.
+
+    `activation` maps pre-activations `[P, 2I]` to `[P, I]` by the model's own code; `silu_gated` says that it is
+    `silu(gate) * up` with gate and up concatenated, whose derivative we have in closed form. `grouped` multiplies.
+    """
+
+    activation: Activation
+    silu_gated: bool
+    transposed: bool
+    grouped: GroupedMm
+
+
+def grouped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:
+    """Grouped matrix product by torch's kernel: `[P, k] x [L, k, n] -> [P, n]`, or `[m, P] x [P, n] -> [L, m, n]`."""
+    return F.grouped_mm(a, b, offs=end_L)
+
+
+def looped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:
+    """The same as `grouped_mm`, one expert at a time: the plain reference, and the way for fp64. Waits for the host."""
+    ends = end_L.tolist()
+    spans = list(zip([0, *ends[:-1]], ends, strict=True))
+    if b.dim() == 3:
+        out = a.new_empty(a.shape[0], b.shape[2])
+        for expert, (start, end) in enumerate(spans):
+            torch.mm(a[start:end], b[expert], out=out[start:end])
+        return out
+    out = a.new_empty(len(spans), a.shape[0], b.shape[1])
+    for expert, (start, end) in enumerate(spans):
+        torch.mm(a[:, start:end], b[start:end], out=out[expert])
+    return out
+
+
+def grouped_mm_refusal(dtype: torch.dtype, hidden: int, width: int) -> str | None:
+    """Why torch's grouped kernel cannot take these experts, or None. `width` is the intermediate size."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it has no {dtype} kernel"
+    odd = [size for size in (hidden, width) if size * dtype.itemsize % 16]
+    return f"rows of {odd[0]} {dtype} elements are not a multiple of 16 bytes" if odd else None
+
+
+def grouped_mlp(
+    rows_RH: torch.Tensor,
+    weight_P: torch.Tensor,
+    pairs: LocalPairs,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    form: MlpForm,
+) -> torch.Tensor:
+    """For each row the weighted sum of its experts' outputs, `[R, H]`; differentiable in rows, weights and parameters.
+
+    `rows_RH` and the parameters share one dtype; `weight_P` may be wider. Rows without pairs give zeros. Always gives
+    every parameter a gradient (zeros without tokens), so that FSDP2's reduce-scatter is never skipped on one rank.
+    """
+    out_RH: torch.Tensor = _GroupedMlp.apply(rows_RH, weight_P, up, down, up_bias, down_bias, pairs, form)
+    return out_RH
+
+
+class _GroupedMlp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_RH: torch.Tensor,
+        weight_P: torch.Tensor,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        up_bias: torch.Tensor | None,
+        down_bias: torch.Tensor | None,
+        pairs: LocalPairs,
+        form: MlpForm,
+    ) -> torch.Tensor:
+        end_L = pairs.expert_end_L
+        pre_P2I = form.grouped(rows_RH.index_select(0, pairs.row_P), _as_kn(up, form), end_L)
+        if up_bias is not None:
+            pre_P2I += _per_pair(up_bias, pairs)
+        act_PI = _activate(pre_P2I, form)
+        act_PI *= weight_P.unsqueeze(1)
+        out_PH = form.grouped(act_PI, _as_kn(down, form), end_L)
+        if down_bias is not None:
+            out_PH += _per_pair(down_bias, pairs) * weight_P.unsqueeze(1)
+        ctx.save_for_backward(rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias)
+        ctx.pairs, ctx.form = pairs, form
+        return segment_sum(out_PH, pairs.by_row)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out_RH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias = ctx.saved_tensors
+        pairs, form = ctx.pairs, ctx.form
+        row_P, end_L = pairs.row_P, pairs.expert_end_L
+        grad_down_bias = grad_up_bias = None
+
+        grad_out_PH = grad_out_RH.index_select(0, row_P)
+        grad_act_PI = form.grouped(grad_out_PH, _as_nk(down, form), end_L)  # with the routing weight still on it
+        act_PI, grad_pre_P2I, grad_weight_P = _activation_backward(pre_P2I, grad_act_PI, weight_P, form)
+        if down_bias is not None:
+            bias_PH = _per_pair(down_bias, pairs)
+            grad_weight_P = grad_weight_P + (grad_out_PH * bias_PH).sum(1, dtype=grad_weight_P.dtype)
+            grad_down_bias = _sum_per_expert(grad_out_PH * weight_P.unsqueeze(1), pairs, down_bias)
+        grad_down = _weight_gradient(act_PI, grad_out_PH, end_L, form)
+        del grad_out_PH, grad_act_PI, act_PI
+        if up_bias is not None:
+            grad_up_bias = _sum_per_expert(grad_pre_P2I, pairs, up_bias)
+        grad_up = _weight_gradient(rows_RH.index_select(0, row_P), grad_pre_P2I, end_L, form)
+        grad_rows_RH = segment_sum(form.grouped(grad_pre_P2I, _as_nk(up, form), end_L), pairs.by_row)
+        return grad_rows_RH, grad_weight_P, grad_up, grad_down, grad_up_bias, grad_down_bias, None, None
+
+
+def _as_kn(weight: torch.Tensor, form: MlpForm) -> torch.Tensor:
+    """`[L, in, out]`, for products from the input side."""
+    return weight if form.transposed else weight.transpose(1, 2)
+
+
+def _as_nk(weight: torch.Tensor, form: MlpForm) -> torch.Tensor:
+    """`[L, out, in]`, for products from the output side (backward)."""
+    return weight.transpose(1, 2) if form.transposed else weight
+
+
+def _weight_gradient(input_Pk: torch.Tensor, grad_Pn: torch.Tensor, end_L: torch.Tensor, form: MlpForm) -> torch.Tensor:
+    if form.transposed:
+        return form.grouped(input_Pk.t(), grad_Pn, end_L)
+    return form.grouped(grad_Pn.t(), input_Pk, end_L)
+
+
+def _activate(pre_P2I: torch.Tensor, form: MlpForm) -> torch.Tensor:
+    if form.silu_gated:
+        gate_PI, up_PI = pre_P2I.chunk(2, dim=1)
+        return F.silu(gate_PI).mul_(up_PI)
+    # The model's own code may return its argument or a view of it; what follows works in place.
+    return form.activation(pre_P2I).clone()
+
+
+def _activation_backward(
+    pre_P2I: torch.Tensor, grad_act_PI: torch.Tensor, weight_P: torch.Tensor, form: MlpForm
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """From d(weighted activation): the weighted activation again, d(pre-activation), d(routing weight)."""
+    weight_P1 = weight_P.unsqueeze(1).to(pre_P2I.dtype)
+    if form.silu_gated:
+        gate_PI, up_PI = pre_P2I.chunk(2, dim=1)
+        silu_PI = F.silu(gate_PI)
+        act_PI = silu_PI * up_PI
+        grad_weight_P = _dot(grad_act_PI, act_PI, weight_P.dtype)
+        act_PI *= weight_P1
+        grad_act_PI = grad_act_PI * weight_P1
+        grad_pre_P2I = torch.empty_like(pre_P2I)
+        grad_gate_PI, grad_up_PI = grad_pre_P2I.chunk(2, dim=1)
+        torch.mul(grad_act_PI, silu_PI, out=grad_up_PI)
+        torch.ops.aten.silu_backward.grad_input(grad_act_PI.mul_(up_PI), gate_PI, grad_input=grad_gate_PI)
+        return act_PI, grad_pre_P2I, grad_weight_P
+    with torch.enable_grad():
+        leaf_P2I = pre_P2I.detach().requires_grad_()
+        act_PI = form.activation(leaf_P2I)
+        (grad_pre_P2I,) = torch.autograd.grad(act_PI, leaf_P2I, grad_act_PI * weight_P1)
+    act_PI = act_PI.detach()
+    return act_PI * weight_P1, grad_pre_P2I, _dot(grad_act_PI, act_PI, weight_P.dtype)
+
+
+def _dot(a_PI: torch.Tensor, b_PI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.linalg.vecdot(a_PI, b_PI).to(dtype) if a_PI.dtype == dtype else (a_PI * b_PI).sum(1, dtype=dtype)
+
+
+def _expert_of_pair(pairs: LocalPairs) -> torch.Tensor:
+    place_P = torch.arange(pairs.row_P.shape[0], device=pairs.row_P.device, dtype=torch.int32)
+    return torch.searchsorted(pairs.expert_end_L, place_P, right=True)
+
+
+def _per_pair(bias_Ln: torch.Tensor, pairs: LocalPairs) -> torch.Tensor:
+    return bias_Ln.index_select(0, _expert_of_pair(pairs))
+
+
+def _sum_per_expert(grad_Pn: torch.Tensor, pairs: LocalPairs, bias_Ln: torch.Tensor) -> torch.Tensor:
+    """Sum the pairs of each expert in fp32 or wider; pairs are already ordered by expert."""
+    wide = grad_Pn if grad_Pn.dtype == torch.float64 else grad_Pn.float()
+    total_Ln = wide.new_zeros(bias_Ln.shape).index_add_(0, _expert_of_pair(pairs), wide)
+    return total_Ln.to(bias_Ln.dtype)

@@ -1,0 +1,306 @@
+"""Tokens to the ranks that hold their experts, and the results back. Communication only, no maths on tokens.
+
+A token travels **once** to each rank that holds any of its experts (de-duplicated dispatch), with its pairs: which
+row, which weight, ordered by expert. The expert rank sums a token's pairs before one row travels back (pre-reduced
+combine). Over uniform routing this sends R(1 - C(E-E/R, K)/C(E, K)) rows per token instead of K.
+
+Three interchangeable dispatchers: `LocalDispatcher` (ep = 1, no communication), `AllToAllDispatcher`, and
+`AllGatherDispatcher` (every rank sees every token; for tiny batches). A rank without tokens takes part in every
+collective like any other. Each dispatch waits for the host once, in forward; backward never waits.
+
+    T tokens here, H hidden, K top-k, E experts, D ranks of the EP group, L = E / D experts here
+    Q rows and S = T * K pairs sent, R rows and P pairs received
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from expertmesh.experts.collectives import (
+    all_gather,
+    all_to_all,
+    all_to_all_even,
+    reduce_scatter,
+    to_host,
+)
+from expertmesh.experts.segments import Segments, segment_sum, segments_of
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPairs:
+    """The pairs this rank computes, ordered by local expert.
+
+    `row_P`: the row of each pair, int64. `expert_end_L`: where each expert's pairs end, int32 (grouped_mm's offsets).
+    `by_row`: the same pairs grouped by row.
+    """
+
+    row_P: torch.Tensor
+    expert_end_L: torch.Tensor
+    by_row: Segments
+    num_rows: int
+
+
+class Dispatcher(Protocol):
+    """Moves tokens to expert ranks and back; both calls are differentiable and collective over the EP group."""
+
+    def dispatch(
+        self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, LocalPairs, Any]:
+        """Return `rows_RH`, the weight of each local pair `weight_P`, the pairs, and a ticket for `combine`."""
+        ...
+
+    def combine(self, rows_RH: torch.Tensor, ticket: Any) -> torch.Tensor:
+        """Return `out_TH`: for each token the sum of its rows, wherever they were computed."""
+        ...
+
+
+def count_pairs(index_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Tokens per expert on this rank, int64 `[E]`, without waiting for the device (as `bincount` would)."""
+    flat = index_TK.reshape(-1)
+    return flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+
+
+class LocalDispatcher:
+    """All experts are here: rows are the tokens themselves and nothing travels."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    def dispatch(
+        self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, LocalPairs, Any]:
+        flat = index_TK.reshape(-1)
+        order_P = torch.argsort(flat, stable=True)
+        row_P = order_P // index_TK.shape[1]
+        end_E = count_pairs(index_TK, self.num_experts).cumsum(0).to(torch.int32)
+        pairs = LocalPairs(row_P, end_E, segments_of(row_P, hidden_TH.shape[0]), hidden_TH.shape[0])
+        return hidden_TH, weight_TK.reshape(-1).index_select(0, order_P), pairs, None
+
+    def combine(self, rows_RH: torch.Tensor, ticket: Any) -> torch.Tensor:
+        return rows_RH
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """Who sends what to whom in one all-to-all dispatch; combine and backward travel it again.
+
+    Rows are sent ordered by rank, then token; pairs ordered by expert (so by rank too).
+    """
+
+    token_Q: torch.Tensor
+    rows_of_token: Segments
+    pair_S: torch.Tensor  # the pair sent in each place, as token * K + k
+    row_in_block_S: torch.Tensor  # its row, counted within the block of its rank
+    arrival_P: torch.Tensor  # the place at which each local pair, ordered by expert, arrives
+    block_start_P: torch.Tensor  # the first row of the block that the arriving pair belongs to
+    expert_end_L: torch.Tensor
+    rows_sent: list[int]
+    rows_received: list[int]
+    pairs_sent: list[int]
+    pairs_received: list[int]
+
+
+class AllToAllDispatcher:
+    """De-duplicated all-to-all dispatch with pre-reduced combine over `group`, the EP group."""
+
+    def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
+        self.num_experts = num_experts
+        self.group = group
+
+    def dispatch(
+        self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, LocalPairs, Any]:
+        """Three all-to-alls in forward (counts, rows, pairs), two in backward (rows, pair weights)."""
+        route = self._route(index_TK)
+        rows_RH, weight_P, row_P = _AllToAllDispatch.apply(hidden_TH, weight_TK, route, self.group)
+        by_row = segments_of(row_P, rows_RH.shape[0])
+        return rows_RH, weight_P, LocalPairs(row_P, route.expert_end_L, by_row, rows_RH.shape[0]), route
+
+    def combine(self, rows_RH: torch.Tensor, ticket: _Route) -> torch.Tensor:
+        """One all-to-all in forward, one in backward."""
+        out_TH: torch.Tensor = _AllToAllCombine.apply(rows_RH, ticket, self.group)
+        return out_TH
+
+    def _route(self, index_TK: torch.Tensor) -> _Route:
+        """Plan one dispatch. Issues the count exchange and the layer's one host synchronisation."""
+        ranks, tokens, top_k = self.group.size(), *index_TK.shape
+        experts_here = self.num_experts // ranks
+        expert_S, pair_S = torch.sort(index_TK.reshape(-1), stable=True)
+        token_S, rank_S = pair_S // top_k, expert_S // experts_here
+        # A cell is (rank, token). The cells in use, in order, are the rows to send: each token once to each rank.
+        cell_S = rank_S * tokens + token_S
+        used = cell_S.new_zeros(ranks * tokens).scatter_(0, cell_S, 1)
+        rows_D = used.view(ranks, tokens).sum(1)
+        row_S = used.cumsum(0).index_select(0, cell_S) - 1
+        row_in_block_S = row_S - (rows_D.cumsum(0) - rows_D).index_select(0, rank_S)
+
+        pairs_DL = count_pairs(index_TK, self.num_experts).view(ranks, experts_here)
+        sent = torch.cat([rows_D.unsqueeze(1), pairs_DL], dim=1)
+        received = all_to_all_even(sent, self.group)
+        rows_sent, rows_received, pairs_sent, pairs_received = to_host(
+            torch.stack([sent[:, 0], received[:, 0], sent[:, 1:].sum(1), received[:, 1:].sum(1)])
+        )
+
+        token_Q = token_S.new_empty(sum(rows_sent)).scatter_(0, row_S, token_S)
+        arrival_P, source_P = _arrivals(received[:, 1:], sum(pairs_received))
+        block_start_D = received[:, 0].cumsum(0) - received[:, 0]
+        return _Route(
+            token_Q=token_Q,
+            rows_of_token=segments_of(token_Q, tokens),
+            pair_S=pair_S,
+            row_in_block_S=row_in_block_S,
+            arrival_P=arrival_P,
+            block_start_P=block_start_D.index_select(0, source_P),
+            expert_end_L=received[:, 1:].sum(0).cumsum(0).to(torch.int32),
+            rows_sent=rows_sent,
+            rows_received=rows_received,
+            pairs_sent=pairs_sent,
+            pairs_received=pairs_received,
+        )
+
+
+def _arrivals(pairs_DL: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pairs arrive ordered by (source rank, expert); we want them by (expert, source rank).
+
+    `pairs_DL`: pairs from each rank for each local expert; `total`: their sum. Returns, for each pair in our order,
+    where it arrives and which rank sent it. Blocks move as wholes, so no sort is needed.
+    """
+    ranks, experts_here = pairs_DL.shape
+    arrives_DL = (pairs_DL.reshape(-1).cumsum(0)).view(ranks, experts_here) - pairs_DL
+    pairs_LD = pairs_DL.t().reshape(-1)
+    wanted_LD = pairs_LD.cumsum(0) - pairs_LD
+    shift_LD = arrives_DL.t().reshape(-1) - wanted_LD
+    block_P = torch.repeat_interleave(pairs_LD, output_size=total)
+    arrival_P = torch.arange(total, device=pairs_DL.device) + shift_LD.index_select(0, block_P)
+    return arrival_P, block_P % ranks
+
+
+class _AllToAllDispatch(torch.autograd.Function):
+    """(hidden_TH, weight_TK) -> (rows_RH, weight_P, row_P); the pairs' outputs are ordered by local expert."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TH: torch.Tensor, weight_TK: torch.Tensor, route: _Route, group: dist.ProcessGroup
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.route, ctx.group = route, group
+        ctx.tokens, ctx.top_k, ctx.weight_dtype = hidden_TH.shape[0], weight_TK.shape[1], weight_TK.dtype
+        rows_QH = hidden_TH.index_select(0, route.token_Q)
+        rows_RH, work = all_to_all(rows_QH, route.rows_sent, route.rows_received, group, wait=False)
+        # While the rows travel: one message for both facts of a pair, its weight as bits beside its row number.
+        weight_S = _exact(weight_TK.reshape(-1).index_select(0, route.pair_S))
+        bits = torch.int64 if weight_S.dtype == torch.float64 else torch.int32
+        pair_S2 = torch.stack([route.row_in_block_S.to(bits), weight_S.view(bits)], dim=1)
+        pair_P2, _ = all_to_all(pair_S2, route.pairs_sent, route.pairs_received, group)
+        pair_P2 = pair_P2.index_select(0, route.arrival_P)
+        row_P = pair_P2[:, 0].long() + route.block_start_P
+        weight_P = pair_P2[:, 1].contiguous().view(weight_S.dtype).to(weight_TK.dtype)
+        ctx.mark_non_differentiable(row_P)
+        if work is not None:
+            work.wait()
+        return rows_RH, weight_P, row_P
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_rows_RH: torch.Tensor, grad_weight_P: torch.Tensor, grad_row_P: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        route, group = ctx.route, ctx.group
+        # Every rank travels both ways back, whatever its own tokens need: a skipped collective hangs the others.
+        grad_rows_QH, work = all_to_all(grad_rows_RH, route.rows_received, route.rows_sent, group, wait=False)
+        grad_arrived_P = torch.empty_like(grad_weight_P).index_copy_(0, route.arrival_P, grad_weight_P)
+        grad_weight_S, _ = all_to_all(_exact(grad_arrived_P), route.pairs_received, route.pairs_sent, group)
+        grad_weight = torch.empty_like(grad_weight_S).index_copy_(0, route.pair_S, grad_weight_S)
+        if work is not None:
+            work.wait()
+        grad_hidden_TH = segment_sum(grad_rows_QH, route.rows_of_token)
+        return grad_hidden_TH, grad_weight.view(ctx.tokens, ctx.top_k).to(ctx.weight_dtype), None, None
+
+
+class _AllToAllCombine(torch.autograd.Function):
+    """rows_RH -> out_TH: rows travel back and each token sums what it receives."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RH: torch.Tensor, route: _Route, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.route, ctx.group = route, group
+        rows_QH, _ = all_to_all(rows_RH, route.rows_received, route.rows_sent, group)
+        return segment_sum(rows_QH, route.rows_of_token)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        route, group = ctx.route, ctx.group
+        grad_rows_QH = grad_out_TH.index_select(0, route.token_Q)
+        grad_rows_RH, _ = all_to_all(grad_rows_QH, route.rows_sent, route.rows_received, group)
+        return grad_rows_RH, None, None
+
+
+def _exact(weight: torch.Tensor) -> torch.Tensor:
+    """Routing weights travel in at least fp32, which holds bf16 and fp16 exactly."""
+    return weight if weight.dtype == torch.float64 else weight.float()
+
+
+class AllGatherDispatcher:
+    """Every rank of `group` receives every token and computes the pairs of its own experts.
+
+    Sends D rows per token instead of E[D] and as many collectives as the all-to-all has; worth it only when the
+    batch is so small that uneven splits cost more than the bytes, and as an independent check of the other.
+    """
+
+    def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
+        self.num_experts = num_experts
+        self.group = group
+
+    def dispatch(
+        self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, LocalPairs, Any]:
+        """All-gathers in forward: counts, expert ids, weights, rows; reduce-scatters in backward: weights, rows."""
+        group, (tokens, top_k) = self.group, index_TK.shape
+        experts_here = self.num_experts // group.size()
+        first = group.rank() * experts_here
+        counts = torch.cat([index_TK.new_full((1,), tokens), count_pairs(index_TK, self.num_experts)])
+        counts_DE = all_gather(counts.unsqueeze(0), group)
+        pairs_L = counts_DE[:, 1 + first : 1 + first + experts_here].sum(0)
+        *tokens_D, total = to_host(torch.cat([counts_DE[:, 0], pairs_L.sum().unsqueeze(0)]))
+
+        padding = max(tokens_D) - tokens
+        # A padded token chooses expert E, which no rank holds.
+        index_NK = all_gather(_padded(index_TK, padding, self.num_experts), group)
+        weight_NK = _AllGather.apply(_padded(weight_TK, padding), group)
+        rows_RH = _AllGather.apply(_padded(hidden_TH, padding), group)
+        local = index_NK.reshape(-1) - first
+        local = torch.where((local >= 0) & (local < experts_here), local, experts_here)
+        pair_P = torch.argsort(local, stable=True)[:total]
+        row_P = pair_P // top_k
+        pairs = LocalPairs(row_P, pairs_L.cumsum(0).to(torch.int32), segments_of(row_P, len(rows_RH)), len(rows_RH))
+        return rows_RH, weight_NK.reshape(-1).index_select(0, pair_P), pairs, tokens
+
+    def combine(self, rows_RH: torch.Tensor, ticket: int) -> torch.Tensor:
+        """One reduce-scatter in forward, one all-gather in backward."""
+        own: torch.Tensor = _ReduceScatter.apply(rows_RH, self.group)
+        return own[:ticket]
+
+
+def _padded(tensor: torch.Tensor, rows: int, value: int = 0) -> torch.Tensor:
+    return torch.nn.functional.pad(tensor, (0, 0, 0, rows), value=value)
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, block: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return all_gather(block, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return reduce_scatter(_exact(grad), ctx.group).to(grad.dtype), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return reduce_scatter(_exact(blocks), group).to(blocks.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return all_gather(grad, ctx.group), None

@@ -1,0 +1,112 @@
+"""From a name or a model in memory to a sharded model: what the trainer and the Python interface both call.
+
+`load_model` builds the model on meta, shards it, then lets each rank read its own byte ranges; `parallelize` shards a
+model that is already in memory. Neither ever gathers a whole model.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from expertmesh.config import MoeConfig, PrecisionConfig
+from expertmesh.config.errors import InputError
+from expertmesh.mesh import Mesh
+from expertmesh.parallel.checkpointing import checkpoint_blocks
+from expertmesh.parallel.fsdp import shard
+from expertmesh.weights.load import LoadReport, fill
+from expertmesh.weights.skeleton import build_meta_model, materialize, read_model_config
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    precision: PrecisionConfig | None = None,
+    moe: MoeConfig | None = None,
+    activation_checkpointing: bool = False,
+) -> nn.Module:
+    """Shard a model that is in memory, in place, and return it.
+
+    Every rank must hold the same weights and call it; a difference raises `IntegrityError` (checked by one all-gather
+    of a checksum per parameter). Each rank keeps its own slices, so memory falls to one share. Without `precision`,
+    parameters keep their dtype and everything runs in it.
+    """
+    if precision is None:
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        precision = PrecisionConfig(params=dtype, compute=dtype, reduce=dtype)  # type: ignore[arg-type]
+    shard(model, mesh, precision, moe or MoeConfig())
+    if activation_checkpointing:
+        checkpoint_blocks(model)
+    return model
+
+
+def load_model(
+    name_or_path: str | Path,
+    mesh: Mesh,
+    *,
+    precision: PrecisionConfig | None = None,
+    moe: MoeConfig | None = None,
+    lora: None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    attention: str = "auto",
+    activation_checkpointing: bool = False,
+) -> Any:
+    """Load a Hugging Face MoE checkpoint sharded over `mesh`; each rank reads only the bytes it owns.
+
+    Every rank calls it. Returns the family's own `transformers` model class with FSDP2 applied, in training mode.
+    Raises `InputError` before any weight is read for what is not supported, `IntegrityError` when the files do not
+    fill the model exactly once.
+    """
+    if lora is not None:
+        raise InputError("lora: adapters are not available yet; pass lora=None")
+    config, directory = read_model_config(str(name_or_path), revision=revision, trust_remote_code=trust_remote_code)
+    model, _ = prepare_model(
+        config,
+        directory,
+        mesh,
+        precision=precision or PrecisionConfig(),
+        moe=moe or MoeConfig(),
+        attention=attention,
+        trust_remote_code=trust_remote_code,
+        activation_checkpointing=activation_checkpointing,
+    )
+    load_weights(model, directory, mesh)
+    return model
+
+
+def prepare_model(
+    config: PreTrainedConfig,
+    directory: Path,
+    mesh: Mesh,
+    *,
+    precision: PrecisionConfig,
+    moe: MoeConfig,
+    attention: str = "auto",
+    trust_remote_code: bool = False,
+    activation_checkpointing: bool = False,
+) -> tuple[Any, dict[str, str]]:
+    """Build the model on meta and shard it: everything about it is known, nothing is allocated, no file is read.
+
+    Returns it with what `moe.dispatch` and `moe.compute` became. Every rank calls it.
+    """
+    model = build_meta_model(
+        config,
+        getattr(torch, precision.params),
+        directory=directory,
+        attention=None if attention == "auto" else attention,
+        trust_remote_code=trust_remote_code,
+    )
+    resolved = shard(model, mesh, precision, moe)
+    if activation_checkpointing:
+        checkpoint_blocks(model)
+    return model.train(), resolved
+
+
+def load_weights(model: nn.Module, directory: Path, mesh: Mesh) -> LoadReport:
+    """Allocate the shards of a prepared model and fill them from `directory`. Every rank calls it."""
+    materialize(model, mesh.device)
+    return fill(model, directory)

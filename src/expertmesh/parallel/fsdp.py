@@ -1,0 +1,165 @@
+"""Shard a Hugging Face MoE model: routed experts over ep and efsdp, everything else over fsdp, by FSDP2.
+
+Every parameter becomes a DTensor with one global identity, so that no tool can take one rank's experts for all of
+them. Works on a model on meta (the usual way: `load_model` then fills the shards) and on a model in memory. All
+reductions are sums: the loss is divided by the target tokens of the whole step, so gradients are right for every
+layout and every accumulation count by construction.
+"""
+
+import itertools
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from expertmesh.anatomy import Anatomy, ExpertsSpec, describe
+from expertmesh.config import MoeConfig, PrecisionConfig
+from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.experts.layer import install
+from expertmesh.mesh import Layout, Mesh, attach_mesh
+
+
+def shard(model: nn.Module, mesh: Mesh, precision: PrecisionConfig, moe: MoeConfig) -> dict[str, str]:
+    """Shard `model` in place over `mesh`. Every rank calls it with the same model.
+
+    A model in memory is first checked to be the same on every rank (one all-gather of a checksum per parameter);
+    each rank then keeps its own slices. No weights travel. Returns how dispatch and compute were resolved.
+    """
+    anatomy = describe(model)
+    master, compute, reduce = (getattr(torch, name) for name in (precision.params, precision.compute, precision.reduce))
+    _refuse_mixed_dtypes(model, master)
+    for spec in anatomy.experts:
+        expert_shard_dim(spec, mesh.layout)
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    if not on_meta:
+        _check_equal_on_every_rank(model)
+        model.to(mesh.device)
+    if moe.router == "frozen":
+        for name in anatomy.routers:
+            model.get_submodule(name).requires_grad_(False)
+
+    resolved = install(model, anatomy, mesh, dispatch=moe.dispatch, compute=moe.compute, dtype=compute)
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if compute == master else compute,
+        reduce_dtype=None if reduce == compute else reduce,
+        cast_forward_inputs=False,  # the model's own code decides what runs in fp32, as it does unsharded
+    )
+    placed = _place_experts(model, anatomy, mesh, policy)
+    _place_dense(model, anatomy, mesh, policy, placed)
+    attach_mesh(model, mesh)
+    return resolved
+
+
+def _place_experts(model: nn.Module, anatomy: Anatomy, mesh: Mesh, policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
+    """Make each expert parameter a DTensor over ep; shard the slice over efsdp. Returns all expert parameters."""
+    placed = set()
+    for spec in anatomy.experts:
+        experts = model.get_submodule(spec.name)
+        for name in spec.parameters:
+            whole = experts.get_parameter(name)
+            local = nn.Parameter(_own_slice(whole, mesh.expert["ep"]), requires_grad=whole.requires_grad)
+            setattr(experts, name, local)
+            placed.add(local)
+        if mesh.expert_shard.size() > 1:
+            placement = Shard(expert_shard_dim(spec, mesh.layout))
+            fully_shard(
+                experts, mesh=mesh.expert_shard, mp_policy=policy, shard_placement_fn=partial(_always, placement)
+            )
+            _sum_gradients(experts)
+            placed |= set(experts.parameters())
+        # With one rank there is nothing to gather or reduce; FSDP2 would copy parameters and gradients all the same.
+    return placed
+
+
+def _always(placement: Shard, parameter: nn.Parameter) -> Shard:
+    return placement
+
+
+def _place_dense(
+    model: nn.Module, anatomy: Anatomy, mesh: Mesh, policy: MixedPrecisionPolicy, experts: set[nn.Parameter]
+) -> None:
+    """One FSDP2 group per block, one for the input embedding (unless tied), one for what is left at the root."""
+    blocks = [model.get_submodule(name) for name in anatomy.blocks]
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    tied = head is not None and head.weight is embedding.weight
+    for module in [*blocks, *([] if tied else [embedding])]:
+        fully_shard(module, mesh=mesh.dense_shard, mp_policy=policy, ignored_params=experts)
+        _sum_gradients(module)
+    fully_shard(model, mesh=mesh.dense_shard, mp_policy=policy, ignored_params=experts)
+    _sum_gradients(model)
+    _prefetch(model, anatomy)
+
+
+def _prefetch(model: nn.Module, anatomy: Anatomy) -> None:
+    """Gather the next block while this one computes; the dispatch's host wait defeats FSDP2's implicit prefetch."""
+    units = []
+    for block in anatomy.blocks:
+        inside = [spec.name for spec in anatomy.experts if spec.name.startswith(f"{block}.")]
+        modules = [model.get_submodule(name) for name in (block, *inside)]
+        units.append([cast(FSDPModule, module) for module in modules if isinstance(module, FSDPModule)])
+    for unit, following in itertools.pairwise(units):
+        unit[0].set_modules_to_forward_prefetch(following)
+        following[0].set_modules_to_backward_prefetch(list(unit))
+
+
+def _own_slice(whole: torch.Tensor, ep: DeviceMesh) -> DTensor:
+    """This rank's experts of a full `[E, ...]` tensor, as the DTensor whose global value is `whole`."""
+    per_rank = whole.shape[0] // ep.size()
+    local = whole.detach()[ep.get_local_rank() * per_rank :][:per_rank].clone()
+    return DTensor.from_local(local, ep, [Shard(0)], run_check=False)
+
+
+def expert_shard_dim(spec: ExpertsSpec, layout: Layout) -> int:
+    """The dim over which efsdp shards a rank's experts: 0 if it divides them, else a later one, else refused."""
+    efsdp, here = layout.efsdp, spec.num_experts // layout.ep
+    width = spec.intermediate_size * (2 if spec.gated else 1)
+    dims = (spec.hidden_size, width) if spec.transposed else (width, spec.hidden_size)
+    down = (spec.intermediate_size, spec.hidden_size) if spec.transposed else (spec.hidden_size, spec.intermediate_size)
+    if here % efsdp == 0:
+        return 0
+    for dim in (1, 2):
+        if not spec.biased and dims[dim - 1] % efsdp == 0 and down[dim - 1] % efsdp == 0:
+            return dim
+    raise InputError(
+        f"parallel: efsdp {efsdp} divides neither the {here} experts a rank holds of {spec.name} at ep {layout.ep} "
+        f"nor its sizes {dims[0]} x {dims[1]}; choose a larger ep so that efsdp = fsdp * cp * tp / ep becomes smaller"
+    )
+
+
+def _sum_gradients(module: nn.Module) -> None:
+    """Reduce by sums only. Factor 1 is safe on every backend: gloo has no PREMUL_SUM, NCCL zeroes bf16 with it
+    (pytorch/pytorch#190747), and with a single rank any other factor is applied twice.
+    """
+    unit = cast(FSDPModule, module)
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
+
+
+def _refuse_mixed_dtypes(model: nn.Module, master: torch.dtype) -> None:
+    odd = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.dtype != master}
+    if odd:
+        name, dtype = next(iter(odd.items()))
+        raise InputError(
+            f"precision.params is {master}, but {name} is {dtype} ({len(odd)} such parameters); "
+            f"convert the model with model.to({master}) first or change precision.params"
+        )
+
+
+def _check_equal_on_every_rank(model: nn.Module) -> None:
+    """Sharding takes each slice from its own rank's copy, so the copies must agree."""
+    sums = torch.stack([parameter.detach().double().sum().cpu() for parameter in model.parameters()])
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, sums.tolist())
+    for rank, other in enumerate(gathered):
+        if other != gathered[0]:
+            differing = [a == b for a, b in zip(other, gathered[0], strict=True)].index(False)
+            name = [name for name, _ in model.named_parameters()][differing]
+            raise IntegrityError(
+                f"parallelize: {name} on rank {rank} differs from rank 0's; every rank must hold the same weights "
+                "(same seed or same checkpoint) before sharding"
+            )

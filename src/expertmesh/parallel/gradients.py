@@ -1,0 +1,53 @@
+"""One gradient norm over both views, and clipping by it.
+
+Dense and expert parameters live on different meshes, so `torch.nn.utils.clip_grad_norm_` refuses them or sees only
+its own rank's share. Here every rank sums its own shards of both kinds; the ranks of one shard group together hold
+every parameter exactly once, so one all-reduce gives the norm of the whole model, the same number on every rank.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from expertmesh.mesh import mesh_of
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float | None, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale all gradients so that their joint norm is at most `max_norm`; return the norm before clipping.
+
+    `model` is one that was parallelized; gradients must be complete (after the last backward of the step). `norm_type`
+    is any p > 0 or infinity. With `max_norm=None` the norm is only measured. Every rank must call it: one all-reduce
+    of one number over the shard group. Returns a 0-dim fp32 tensor (fp64 for fp64 gradients). A non-finite norm is
+    returned as it is and scales nothing, so that the caller can skip the step.
+    """
+    gradients = [_local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    total = global_norm(gradients, norm_type, model)
+    if max_norm is not None and gradients:
+        # The same rule as torch.nn.utils.clip_grad_norm_, without waiting for the device to decide.
+        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        scale = torch.where(total.isfinite(), scale, torch.ones_like(scale))
+        torch._foreach_mul_(gradients, [scale.to(gradient.dtype) for gradient in gradients])
+    return total
+
+
+def global_norm(gradients: list[torch.Tensor], norm_type: float, model: nn.Module) -> torch.Tensor:
+    """The p-norm of all ranks' shards together. Collective over the shard group (one all-reduce)."""
+    mesh = mesh_of(model)
+    dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
+    filled = [gradient for gradient in gradients if gradient.numel()]
+    norms = [norm.to(dtype) for norm in torch._foreach_norm(filled, norm_type, dtype=dtype)] if filled else []
+    local = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=mesh.device)
+    if math.isinf(norm_type):
+        total = local.max()
+        dist.all_reduce(total, dist.ReduceOp.MAX, group=mesh.shard_group)
+        return total
+    total = local.pow(norm_type).sum()
+    dist.all_reduce(total, dist.ReduceOp.SUM, group=mesh.shard_group)
+    return total.pow(1.0 / norm_type)
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

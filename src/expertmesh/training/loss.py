@@ -1,0 +1,160 @@
+"""The causal language-model loss: a sum over targets divided by the targets of the whole optimizer step.
+
+Dividing by the global count is what makes every gradient right for every layout, every accumulation count and
+uneven batches: shares add up, and FSDP2 reduces by sums. The full logits never exist: the model's own head runs on
+chunks of target tokens, gradients of a chunk are taken at once, and the chunk's logits are dropped.
+
+    B rows, S positions, N target tokens here, C tokens of a chunk, H hidden, V vocabulary
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from expertmesh.config.errors import InputError
+
+IGNORED = -100
+
+
+def causal_lm_loss(
+    model: nn.Module, batch: Mapping[str, torch.Tensor], *, target_tokens: int | torch.Tensor, chunk_tokens: int = 1024
+) -> torch.Tensor:
+    """This rank's share of the step's loss; the step's loss is the sum of all shares. 0-dim, fp32 (fp64 in fp64).
+
+    `batch`: `input_ids` and `labels` `[B, S]` int64 (labels aligned with the inputs, -100 where there is no target;
+    the shift happens here) and what else the model's forward takes (`attention_mask` or `position_ids`).
+    `target_tokens`: targets of the whole optimizer step, over all data ranks and micro-batches. Every rank calls it
+    as often as the others, with targets or without: the model's forward and backward are collective. Waits for the
+    host once, to find the targets.
+    """
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    hidden_BSH, empty_logits = _run_base(model, inputs)
+    target_N, place_N = _targets(batch["labels"].to(hidden_BSH.device))
+    hidden_NH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1]).index_select(0, place_N)
+    total = _HeadLoss.apply(hidden_NH, target_N, model, chunk_tokens, *_head_parameters(model))
+    # The root's output joins the graph (adding zero, from zero logits), so that FSDP2's root hook runs in backward.
+    loss: torch.Tensor = (total + empty_logits.sum().to(total.dtype)) / target_tokens
+    if not torch.is_grad_enabled() and isinstance(model, FSDPModule):
+        model.reshard()  # without a backward nobody else frees the root's gathered parameters
+    return loss
+
+
+def count_targets(labels: torch.Tensor) -> int:
+    """Targets in `labels` `[B, S]` after the shift: the first position of a row predicts nothing."""
+    return int((labels[:, 1:] != IGNORED).sum())
+
+
+def _targets(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target tokens and the flat positions that predict them."""
+    following = F.pad(labels[:, 1:], (0, 1), value=IGNORED).reshape(-1)
+    place_N = (following != IGNORED).nonzero().squeeze(1)
+    return following.index_select(0, place_N), place_N
+
+
+def _run_base(model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the model through its root (FSDP2's hooks live there) but its head on no token; return the hidden states."""
+    captured: list[Any] = []
+    base = model.get_submodule(_base_name(model))
+    hook = base.register_forward_hook(lambda module, args, output: captured.append(output))
+    try:
+        none = torch.zeros(0, dtype=torch.int64, device=inputs["input_ids"].device)
+        output = model(**inputs, use_cache=False, logits_to_keep=none)
+    finally:
+        hook.remove()
+    assert len(captured) == 1, f"{type(model).__name__} ran its base model {len(captured)} times"
+    return captured[0].last_hidden_state, output.logits
+
+
+def _base_name(model: nn.Module) -> str:
+    name = getattr(model, "base_model_prefix", "")
+    if not name or name not in model._modules:
+        raise InputError(f"{type(model).__name__} has no base model under a head; only causal language models train")
+    return str(name)
+
+
+def _head_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Everything outside the base model, and the output embedding even when it is tied into the base."""
+    prefix = f"{_base_name(model)}."
+    outside = [parameter for name, parameter in model.named_parameters() if not name.startswith(prefix)]
+    get_head: Any = model.get_output_embeddings
+    head = get_head()
+    return list(dict.fromkeys([*outside, *(head.parameters() if head is not None else [])]))
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Summed cross-entropy over target tokens; gradients are computed chunk by chunk in forward and kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: torch.Tensor,
+        target_N: torch.Tensor,
+        model: nn.Module,
+        chunk: int,
+        *parameters: nn.Parameter,
+    ) -> torch.Tensor:
+        wanted = [parameter for parameter in parameters if parameter.requires_grad]
+        needs_gradient = any(ctx.needs_input_grad)
+        wide = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
+        total = torch.zeros((), dtype=wide, device=hidden_NH.device)
+        grad_hidden_NH = torch.zeros_like(hidden_NH) if needs_gradient else None
+        # Chunks are summed in fp32: in bf16 each addition would round the head's gradient again.
+        sums = [torch.zeros_like(parameter, dtype=wide) for parameter in wanted] if needs_gradient else []
+        for start in range(0, hidden_NH.shape[0], chunk):
+            part = slice(start, start + chunk)
+            with torch.set_grad_enabled(needs_gradient):
+                hidden_CH = hidden_NH[part].detach().requires_grad_(needs_gradient)
+                logits_CV = head_logits(model, hidden_CH)
+                loss = F.cross_entropy(logits_CV.to(wide), target_N[part], reduction="sum")
+                total += loss.detach()
+            if grad_hidden_NH is not None:
+                grad_hidden, *grads = torch.autograd.grad(loss, [hidden_CH, *wanted])
+                grad_hidden_NH[part] = grad_hidden
+                for accumulated, grad in zip(sums, grads, strict=True):
+                    accumulated += grad
+        ctx.save_for_backward(grad_hidden_NH, *(s.to(p.dtype) for s, p in zip(sums, wanted, strict=True)))
+        ctx.wanted = [parameter.requires_grad for parameter in parameters]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_hidden_NH, *sums = ctx.saved_tensors
+        scaled = iter([s * grad_total.to(s.dtype) for s in sums])
+        of_parameters = [next(scaled) if wanted else None for wanted in ctx.wanted]
+        return grad_hidden_NH * grad_total.to(grad_hidden_NH.dtype), None, None, None, *of_parameters
+
+
+def head_logits(model: nn.Module, hidden_CH: torch.Tensor) -> torch.Tensor:
+    """Logits `[C, V]` by the model's own forward code after its base model, so scales, caps and biases are exact."""
+    with _base_returning(model, hidden_CH.unsqueeze(0)):
+        logits: torch.Tensor = model.forward(inputs_embeds=hidden_CH.unsqueeze(0), use_cache=False).logits
+    return logits.squeeze(0)
+
+
+class _Returns(nn.Module):
+    """Stands in for a base model whose hidden states are known."""
+
+    def __init__(self, hidden_1CH: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden_1CH = hidden_1CH
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        from transformers.modeling_outputs import MoeModelOutputWithPast
+
+        return MoeModelOutputWithPast(last_hidden_state=self.hidden_1CH)
+
+
+@contextmanager
+def _base_returning(model: nn.Module, hidden_1CH: torch.Tensor) -> Iterator[None]:
+    name = _base_name(model)
+    base = model._modules[name]
+    model._modules[name] = _Returns(hidden_1CH)
+    try:
+        yield
+    finally:
+        model._modules[name] = base

@@ -1,0 +1,44 @@
+"""The optimizer and the learning rate over optimizer steps. Plain torch optimizers on DTensor parameters."""
+
+import math
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from expertmesh.config import OptimConfig, ScheduleConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW (fused) or SGD over the trainable parameters. No communication: every rank updates its own shards."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if config.name == "sgd":
+        return torch.optim.SGD(trainable, lr=config.learning_rate, weight_decay=config.weight_decay)
+    return torch.optim.AdamW(
+        trainable,
+        lr=config.learning_rate,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def build_schedule(optimizer: torch.optim.Optimizer, config: ScheduleConfig, total_steps: int) -> LambdaLR:
+    """Call `.step()` once per optimizer step, after it."""
+    return LambdaLR(optimizer, lambda step: learning_rate_factor(config, step, total_steps))
+
+
+def learning_rate_factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
+    """The share of the peak learning rate at optimizer step `step`, counted from 0.
+
+    Warm-up lasts `ceil(warmup_ratio * total_steps)` steps and rises linearly; its last step has the full rate, so the
+    first step is never lost to a rate of zero.
+    """
+    warmup = math.ceil(config.warmup_ratio * total_steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    if config.name == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    return 0.5 * (1 + math.cos(math.pi * progress)) if config.name == "cosine" else 1.0 - progress

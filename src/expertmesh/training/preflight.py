@@ -1,0 +1,145 @@
+"""What can be refused without ranks, weights or data: model, layout, batches, tokenizer, output directory.
+
+The launcher calls it once before it starts ranks, so that a mistake costs seconds and is said once; `train` calls it
+again in each rank (a job started by torchrun has no launcher of ours). Reads config.json and file headers at most.
+"""
+
+import importlib.util
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from expertmesh.anatomy import Anatomy, describe
+from expertmesh.config import Config, dump_config, load_config
+from expertmesh.config.errors import InputError
+from expertmesh.data import load_tokenizer
+from expertmesh.data.loader import accumulation_of
+from expertmesh.mesh import Layout, resolve_layout
+from expertmesh.parallel.fsdp import expert_shard_dim
+from expertmesh.weights.skeleton import build_meta_model, read_model_config
+
+# What mixes positions other than attention; packed samples would leak into each other through it.
+_RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "short_conv")
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What preflight found out, for whoever goes on."""
+
+    model_config: PreTrainedConfig
+    directory: Path
+    anatomy: Anatomy
+    layout: Layout
+
+    @property
+    def vocab_size(self) -> int:
+        """Embeddings of the model."""
+        return int(self.model_config.get_text_config().vocab_size)
+
+
+def preflight(config: Config, world_size: int) -> Checked:
+    """Raise `InputError` (or `SecurityError`) for whatever cannot work; no communication, no side effect."""
+    refuse_output_dir(config)
+    _refuse_local_paths(config)
+    model_config, directory = read_model_config(
+        config.model.name_or_path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+    )
+    _refuse_attention(config)
+    model = build_meta_model(
+        model_config,
+        getattr(torch, config.precision.params),
+        attention=None if config.model.attention == "auto" else config.model.attention,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    anatomy = describe(model)
+    layout = resolve_layout(config.parallel, world_size, anatomy.num_experts)
+    for spec in anatomy.experts:
+        expert_shard_dim(spec, layout)
+    accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
+    if config.data.packing and (reason := packing_refusal(model)):
+        raise InputError(f"data.packing: {reason}; set data.packing to false")
+    _refuse_auxiliary_loss(config, model_config)
+    _refuse_head(model)
+    load_tokenizer(config.model)
+    return Checked(model_config, directory, anatomy, layout)
+
+
+def refuse_output_dir(config: Config) -> None:
+    """A directory that holds another run, or anything else, is never written into.
+
+    The same configuration may start again in the directory of a run that did not finish; without checkpoints it
+    starts from the beginning.
+    """
+    directory = Path(config.output_dir)
+    if directory.exists() and not directory.is_dir():
+        raise InputError(f"output_dir {directory} is a file; choose another directory")
+    if not directory.exists() or not any(directory.iterdir()):
+        return
+    written = directory / "config.yaml"
+    if not written.is_file():
+        raise InputError(f"output_dir {directory} is not empty and holds no run of ours; choose another directory")
+    if dump_config(load_config(written)) != dump_config(config):
+        raise InputError(f"output_dir {directory} holds a run with another configuration; choose another directory")
+    if (directory / "model").exists():
+        raise InputError(f"output_dir {directory} holds this run already, finished; choose another directory")
+
+
+def packing_refusal(model: nn.Module) -> str | None:
+    """Why attention cannot be kept inside each packed sample, or None if it can.
+
+    transformers' mask functions keep it inside when position ids restart; layers that carry a state along the
+    sequence do not know about samples, and neither does a model with mask code of its own.
+    """
+    config: Any = model.config
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    recurrent = sorted(kind for kind in kinds if any(name in kind for name in _RECURRENT_LAYERS))
+    carries = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Conv1d)
+        or {"A_log", "dt_bias"} & {leaf for leaf, _ in module.named_parameters(recurse=False)}
+    ]
+    if recurrent or carries:
+        what = f"{recurrent[0]} layers" if recurrent else carries[0]
+        return f"{config.model_type} carries state along the sequence ({what}), so samples packed together would mix"
+    if "masking_utils" not in inspect.getsource(inspect.getmodule(type(model)) or type(model)):
+        return f"{config.model_type} builds attention masks by code of its own, which may not separate packed samples"
+    return None
+
+
+def _refuse_local_paths(config: Config) -> None:
+    for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        for index, source in enumerate(sources):
+            looks_local = source.path.startswith((".", "/", "~")) or Path(source.path).suffix in (
+                ".json",
+                ".jsonl",
+                ".parquet",
+            )
+            if looks_local and not Path(source.path).exists():
+                raise InputError(f"{key}.{index}.path: {source.path} does not exist; correct the path")
+
+
+def _refuse_attention(config: Config) -> None:
+    if config.model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        raise InputError("model.attention: flash_attention_2 needs the flash-attn package; install it or use sdpa")
+
+
+def _refuse_auxiliary_loss(config: Config, model_config: PreTrainedConfig) -> None:
+    """The model's own auxiliary loss is per process; until it is exact over the global batch it must be off."""
+    text = model_config.get_text_config()
+    wanted = getattr(text, "output_router_logits", False) and getattr(text, "router_aux_loss_coef", 0.0)
+    if config.moe.aux_loss_coef == "from_model" and wanted:
+        raise InputError(
+            f"moe.aux_loss_coef: from_model means {text.router_aux_loss_coef} for this model, and the auxiliary loss "
+            "is not available yet; set moe.aux_loss_coef to 0.0 to train without it"
+        )
+
+
+def _refuse_head(model: nn.Module) -> None:
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise InputError(f"{type(model).__name__} cannot compute logits of chosen tokens only (logits_to_keep)")

@@ -1,0 +1,137 @@
+"""Dispatch and combine on real ranks: the result, the gradients, and exactly what is sent."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from expertmesh.experts import collectives, dispatch
+from expertmesh.experts.dispatch import AllGatherDispatcher, AllToAllDispatcher, Dispatcher, LocalDispatcher
+from tests.support.ranks import run_ranks
+
+EXPERTS, HIDDEN, TOP_K = 8, 6, 3
+Routing = Callable[[int, int], torch.Tensor]
+
+
+def _spread(tokens: int, rank: int) -> torch.Tensor:
+    return torch.rand(tokens, EXPERTS).topk(TOP_K).indices
+
+
+def _to_first_experts(tokens: int, rank: int) -> torch.Tensor:
+    """Every token wants experts 0, 1, 2: with 4 ranks of 2 experts, ranks 2 and 3 receive nothing."""
+    return torch.arange(TOP_K).expand(tokens, TOP_K).contiguous()
+
+
+ROUTINGS = {"spread": _spread, "two ranks without a token": _to_first_experts}
+TOKENS = [7, 0, 5, 12]  # on rank 1 no token at all
+
+
+def _inputs(rank: int, routing: Routing) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(rank)
+    tokens = TOKENS[rank]
+    index = routing(tokens, rank)
+    return torch.randn(tokens, HIDDEN), index, torch.rand(tokens, TOP_K)
+
+
+def _experts_on(rows: torch.Tensor, weight_P: torch.Tensor, pairs: Any, first: int) -> torch.Tensor:
+    """Expert e multiplies by e + 1; plain autograd, so that only the dispatcher is under test."""
+    ends = pairs.expert_end_L.tolist()
+    expert_P = torch.tensor([sum(place >= end for end in ends) for place in range(len(weight_P))])
+    out_PH = rows[pairs.row_P] * (weight_P * (expert_P + first + 1)).unsqueeze(1)
+    return torch.zeros(len(rows), HIDDEN).index_add(0, pairs.row_P, out_PH)
+
+
+def _through(dispatcher: Dispatcher, inputs: tuple[torch.Tensor, ...], first: int) -> list[torch.Tensor]:
+    hidden, index, weight = inputs[0].clone().requires_grad_(), inputs[1], inputs[2].clone().requires_grad_()
+    rows, weight_P, pairs, ticket = dispatcher.dispatch(hidden, index, weight)
+    out = dispatcher.combine(_experts_on(rows, weight_P, pairs, first), ticket)
+    weighting = torch.arange(out.numel(), dtype=torch.float32).view_as(out) / 10
+    return [out.detach(), *torch.autograd.grad((out * weighting).sum(), [hidden, weight])]
+
+
+def _compare_with_local(kind: type, routing: Routing) -> float:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    inputs = _inputs(rank, routing)
+    got = _through(kind(EXPERTS, group), inputs, rank * EXPERTS // group.size())
+    expected = _through(LocalDispatcher(EXPERTS), inputs, 0)
+    return max([float((a - b).abs().max()) for a, b in zip(got, expected, strict=True) if a.numel()], default=0.0)
+
+
+@pytest.mark.parametrize("kind", [AllToAllDispatcher, AllGatherDispatcher])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_results_and_gradients_equal_a_single_process(kind: type, routing: str) -> None:
+    assert max(run_ranks(_compare_with_local, 4, kind, ROUTINGS[routing])) <= 1e-5
+
+
+class _Traffic(TorchDispatchMode):
+    """Rows and dtypes of each all-to-all, and operations whose result size waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[tuple[int, ...], torch.dtype]] = []
+        self.waits: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name == "c10d::alltoall_base_":
+            self.sent.append((tuple(args[1].shape), args[1].dtype))
+        if name in ("aten::nonzero", "aten::_local_scalar_dense", "aten::masked_select", "aten::unique_dim"):
+            self.waits.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _count_traffic(routing: Routing) -> dict[str, Any]:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    hidden, index, weight = _inputs(rank, routing)
+    hidden.requires_grad_(), weight.requires_grad_()
+    dispatcher = AllToAllDispatcher(EXPERTS, group)
+    with mock.patch.object(dispatch, "to_host", wraps=collectives.to_host) as to_host:
+        with _Traffic() as forward:
+            rows, weight_P, _, route = dispatcher.dispatch(hidden, index, weight)
+            out = dispatcher.combine(rows * 1, route)
+        in_forward = to_host.call_count
+        with _Traffic() as backward:
+            (out.sum() + weight_P.sum()).backward()
+    owner = index // (EXPERTS // group.size())
+    distinct = sum(len(set(row)) for row in owner.tolist())
+    return {
+        "distinct": distinct,
+        "pairs": index.numel(),
+        "received": len(rows),
+        "computed": len(weight_P),
+        "forward": forward.sent,
+        "backward": backward.sent,
+        "host": (in_forward, to_host.call_count - in_forward),
+        "waits": forward.waits + backward.waits,
+    }
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_each_token_travels_once_to_each_rank_that_holds_its_experts(routing: str) -> None:
+    for counts in run_ranks(_count_traffic, 4, ROUTINGS[routing]):
+        _, (rows, _), (pairs, _), (returned, _) = counts["forward"]
+        assert rows == (counts["distinct"], HIDDEN)
+        assert pairs == (counts["pairs"], 2)
+        assert returned == (counts["received"], HIDDEN)
+        # Backward travels the same ways in reverse, with one number for each pair computed here.
+        sizes = sorted(shape for shape, _ in counts["backward"])
+        assert sizes == sorted([(counts["distinct"], HIDDEN), (counts["received"], HIDDEN), (counts["computed"],)])
+
+
+def test_one_wait_for_the_host_in_forward_and_none_in_backward() -> None:
+    for counts in run_ranks(_count_traffic, 4, _spread):
+        assert counts["host"] == (1, 0)
+        assert counts["waits"] == []
+
+
+def test_rows_sent_follow_the_formula_for_uniform_routing() -> None:
+    """E[D] = R (1 - C(E - E/R, K) / C(E, K)): 3.66 of 8 rows a token for 64 experts on 4 ranks, top-8."""
+    torch.manual_seed(0)
+    index = torch.rand(4000, 64).topk(8).indices
+    rows = sum(len(set(row)) for row in (index // 16).tolist()) / len(index)
+    assert rows == pytest.approx(4 * (1 - math.comb(48, 8) / math.comb(64, 8)), rel=0.01)

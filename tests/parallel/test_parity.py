@@ -1,0 +1,116 @@
+"""The sharded job computes what the unsharded Hugging Face model computes: loss, norm, every gradient, weights.
+
+Real gloo ranks, different rows on every data rank, very uneven target counts, padded micro-batches, accumulation,
+clipping, AdamW. The planted bugs at the end show that each of these comparisons can fail.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import expertmesh as em
+from expertmesh.experts import dispatch
+from expertmesh.mesh import Mesh
+from expertmesh.parallel import gradients
+from tests.support.ranks import run_ranks
+from tests.support.reference import Distance, reference, train_sharded
+
+FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3"]
+# (world size, ep, replicate, rows of a micro-batch); the accumulation count follows from 8 rows a step
+LAYOUTS = [(1, 1, 1, 1), (2, 1, 1, 2), (2, 2, 1, 1), (4, 2, 1, 2), (4, 4, 1, 1), (4, 2, 2, 1), (4, 1, 2, 2)]
+TOLERANCE = 1e-5
+
+
+def _run(
+    family: str, layout: tuple[int, int, int, int], dtype: torch.dtype = torch.float32, **options: Any
+) -> Distance:
+    world, ep, replicate, micro_batch = layout
+    expected = reference(family, dtype)
+    parallel = em.ParallelConfig(ep=ep, replicate=replicate)
+    distances = run_ranks(lambda: train_sharded(expected, parallel, micro_batch, **options), world)
+    return max(distances, key=lambda distance: distance.gradient[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda n: "world{}-ep{}-replicate{}-micro{}".format(*n))
+def test_every_gradient_and_the_weights_after_four_steps_equal_the_unsharded_model(
+    family: str, layout: tuple[int, int, int, int]
+) -> None:
+    _run(family, layout).check(TOLERANCE)
+
+
+def test_eight_ranks_in_two_expert_groups_equal_the_unsharded_model() -> None:
+    _run("qwen3_moe", (8, 4, 1, 1)).check(TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", [(2, 2, 1, 2), (4, 2, 1, 1)])
+def test_in_double_precision_nothing_is_left_but_the_last_digits(layout: tuple[int, int, int, int]) -> None:
+    _run("qwen3_moe", layout, torch.float64).check(1e-10)
+
+
+@pytest.mark.parametrize("option", [{"dispatch": "all_gather"}, {"compute": "loop"}])
+def test_the_other_dispatcher_and_backend_give_the_same_result(option: dict[str, Any]) -> None:
+    _run("deepseek_v3", (4, 2, 1, 1), moe=em.MoeConfig(**option)).check(TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 1, 1), (4, 2, 1, 1)])
+def test_checkpointed_blocks_give_the_same_result(layout: tuple[int, int, int, int]) -> None:
+    _run("deepseek_v3", layout, activation_checkpointing=True).check(TOLERANCE)
+
+
+def _double_expert_gradients(model: nn.Module, mesh: Mesh) -> None:
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.register_hook(lambda gradient: gradient * 2)
+
+
+def _swap_two_experts(model: nn.Module, mesh: Mesh) -> None:
+    if mesh.rank == 1:
+        local = model.model.layers[1].mlp.experts.down_proj.data.to_local()
+        local[[0, 1]] = local[[1, 0]]
+
+
+def _broadcast_rank_0(model: nn.Module, mesh: Mesh) -> None:
+    """huggingface/transformers 45662: every rank ends up with slices of rank 0's experts."""
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            dist.broadcast(parameter.data.to_local(), src=0)
+
+
+def _drop_router_gradient(model: nn.Module, mesh: Mesh) -> None:
+    backward = dispatch._AllToAllDispatch.backward
+
+    def without_weights(ctx: Any, *grads: torch.Tensor) -> Any:
+        hidden, weight, *rest = backward(ctx, *grads)
+        return hidden, torch.zeros_like(weight), *rest
+
+    mock.patch.object(dispatch._AllToAllDispatch, "backward", staticmethod(without_weights)).start()
+
+
+def _local_norm(model: nn.Module, mesh: Mesh) -> None:
+    silent = SimpleNamespace(all_reduce=lambda *args, **kwargs: None, ReduceOp=dist.ReduceOp)
+    mock.patch.object(gradients, "dist", silent).start()
+
+
+@pytest.mark.parametrize(
+    ("bug", "shows_in"),
+    [
+        (_double_expert_gradients, "expert_ratio"),
+        (_swap_two_experts, "loss"),
+        (_broadcast_rank_0, "loss"),
+        (_drop_router_gradient, "gradient"),
+        (_local_norm, "norm"),
+    ],
+)
+def test_a_planted_bug_turns_the_comparison_red(bug: Callable[[nn.Module, Mesh], None], shows_in: str) -> None:
+    distance = _run("qwen3_moe", (2, 2, 1, 1), tamper=bug)
+    with pytest.raises(AssertionError):
+        distance.check(TOLERANCE)
+    found = getattr(distance, shows_in)
+    assert abs(found - 1 if shows_in == "expert_ratio" else found[0] if isinstance(found, tuple) else found) > 1e-3

@@ -1,0 +1,169 @@
+"""The reference of every proof: the unsharded Hugging Face model in one process, row by row, plain torch.
+
+`Reference` is computed once in the test process and inherited by the forked ranks; `train_sharded` runs the same
+steps on a sharded copy, each data rank on rows of its own, and returns how far everything is from the reference.
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import expertmesh as em
+from expertmesh.mesh import Mesh
+from tests.support.models import tiny_model
+
+STEPS, ROWS, VOCABULARY, MAX_NORM = 4, 8, 96, 0.5
+OPTIM: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-6}
+Row = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What the unsharded model gave: per step loss and norm, the first step's gradients, the final weights."""
+
+    model: nn.Module
+    rows: list[list[Row]]
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+
+
+@functools.cache
+def reference(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Reference:
+    """Train `family` for `STEPS` clipped AdamW steps on one process; `changes` go into the model's config."""
+    initial = tiny_model(family, dtype=dtype, **changes)
+    model = copy.deepcopy(initial)
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIM)
+    rows = [_rows(step) for step in range(STEPS)]
+    losses, norms, gradients = [], [], {}
+    for step_rows in rows:
+        total = sum(int((labels[1:] != -100).sum()) for _, labels in step_rows)
+        loss = torch.zeros((), dtype=dtype)
+        for ids, labels in step_rows:
+            logits = model(input_ids=ids[None], use_cache=False).logits[0]
+            share = F.cross_entropy(logits[:-1].to(dtype), labels[1:], reduction="sum", ignore_index=-100) / total
+            share.backward()
+            loss += share.detach()
+        losses.append(float(loss))
+        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return Reference(initial, rows, losses, norms, gradients, weights)
+
+
+def _rows(step: int) -> list[Row]:
+    """Rows of different lengths, with very different numbers of targets; one has a single target."""
+    generator = torch.Generator().manual_seed(step)
+    rows = []
+    for row in range(ROWS):
+        ids = torch.randint(VOCABULARY, (9 + 2 * row,), generator=generator)
+        labels = ids.clone()
+        labels[: 2 + row] = -100
+        if row == 3:
+            labels[:-1] = -100
+        rows.append((ids, labels))
+    return rows
+
+
+def padded(rows: list[Row]) -> dict[str, torch.Tensor]:
+    """A right-padded micro-batch."""
+    length = max(len(ids) for ids, _ in rows)
+    return {
+        "input_ids": torch.stack([F.pad(ids, (0, length - len(ids))) for ids, _ in rows]),
+        "labels": torch.stack([F.pad(labels, (0, length - len(labels)), value=-100) for _, labels in rows]),
+        "attention_mask": torch.stack([F.pad(torch.ones_like(ids), (0, length - len(ids))) for ids, _ in rows]),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far a sharded run was from the reference; relative errors, the worst tensor named."""
+
+    loss: float
+    norm: float
+    gradient: tuple[float, str]
+    weight: tuple[float, str]
+    expert_ratio: float
+    replicas_equal: bool
+
+    def check(self, tolerance: float) -> None:
+        assert self.loss <= tolerance, self
+        assert self.norm <= tolerance, self
+        assert self.gradient[0] <= tolerance, self
+        assert self.weight[0] <= tolerance, self
+        assert abs(self.expert_ratio - 1) <= 1e-3, self
+        assert self.replicas_equal, self
+
+
+def train_sharded(
+    expected: Reference,
+    parallel: em.ParallelConfig,
+    micro_batch: int = 1,
+    moe: em.MoeConfig | None = None,
+    tamper: Callable[[nn.Module, Mesh], None] | None = None,
+    **options: Any,
+) -> Distance:
+    """Run the reference's steps sharded; every rank calls it. `tamper` plants a bug after sharding."""
+    model = copy.deepcopy(expected.model)
+    mesh = em.init_mesh(parallel, num_experts=8)
+    em.parallelize(model, mesh, moe=moe, **options)
+    if tamper is not None:
+        tamper(model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIM, fused=True)
+    losses, norms, gradients = [], [], {}
+    for step_rows in expected.rows:
+        total = sum(int((labels[1:] != -100).sum()) for _, labels in step_rows)
+        mine = step_rows[mesh.data_rank :: mesh.layout.data_ranks]
+        loss = torch.zeros((), dtype=torch.float64)
+        for start in range(0, len(mine), micro_batch):
+            batch = padded(mine[start : start + micro_batch])
+            share = em.causal_lm_loss(model, batch, target_tokens=total, chunk_tokens=16)
+            share.backward()
+            loss += share.detach()
+        dist.all_reduce(loss)
+        losses.append(float(loss))
+        gradients = gradients or {name: _full(p.grad) for name, p in model.named_parameters()}
+        norms.append(float(em.clip_grad_norm_(model, MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: _full(parameter.detach()) for name, parameter in model.named_parameters()}
+    experts = [name for name in gradients if ".experts." in name]
+    joint = [torch.cat([part[name].flatten() for name in experts]).norm() for part in (gradients, expected.gradients)]
+    return Distance(
+        loss=max(abs(a / b - 1) for a, b in zip(losses, expected.losses, strict=True)),
+        norm=max(abs(a / b - 1) for a, b in zip(norms, expected.norms, strict=True)),
+        gradient=_worst(gradients, expected.gradients),
+        weight=_worst(weights, expected.weights),
+        expert_ratio=float(joint[0] / joint[1]),
+        replicas_equal=_equal_on_every_rank(weights),
+    )
+
+
+def _full(tensor: Any) -> torch.Tensor:
+    full: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.clone()
+
+
+def _worst(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
+    assert got.keys() == expected.keys()
+    errors = [(float((got[n] - expected[n]).norm() / expected[n].norm().clamp_min(1e-12)), n) for n in got]
+    return max(errors)
+
+
+def _equal_on_every_rank(weights: dict[str, torch.Tensor]) -> bool:
+    sums = torch.stack([weight.double().sum() for weight in weights.values()])
+    low, high = sums.clone(), sums.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN)
+    dist.all_reduce(high, dist.ReduceOp.MAX)
+    return bool((low == high).all())
