@@ -6,7 +6,7 @@ steps on a sharded copy, each data rank on rows of its own, and returns how far 
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +38,22 @@ class Reference:
 
 
 @functools.cache
-def reference(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Reference:
-    """Train `family` for `STEPS` clipped AdamW steps on one process; `changes` go into the model's config."""
-    initial = tiny_model(family, dtype=dtype, **changes)
+def reference(
+    family: str,
+    dtype: torch.dtype = torch.float32,
+    prepare: Callable[[nn.Module], None] | None = None,
+    confined: Collection[int] = (),
+) -> Reference:
+    """Train `family` for `STEPS` clipped AdamW steps on one process.
+
+    `prepare` changes the model first. Rows whose number modulo 4 is in `confined` use the lower half of the vocabulary.
+    """
+    initial = tiny_model(family, dtype=dtype)
+    if prepare is not None:
+        prepare(initial)
     model = copy.deepcopy(initial)
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIM)
-    rows = [_rows(step) for step in range(STEPS)]
+    rows = [_rows(step, confined) for step in range(STEPS)]
     losses, norms, gradients = [], [], {}
     for step_rows in rows:
         total = sum(int((labels[1:] != -100).sum()) for _, labels in step_rows)
@@ -62,12 +72,13 @@ def reference(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -
     return Reference(initial, rows, losses, norms, gradients, weights)
 
 
-def _rows(step: int) -> list[Row]:
+def _rows(step: int, confined: Collection[int]) -> list[Row]:
     """Rows of different lengths, with very different numbers of targets; one has a single target."""
     generator = torch.Generator().manual_seed(step)
     rows = []
     for row in range(ROWS):
-        ids = torch.randint(VOCABULARY, (9 + 2 * row,), generator=generator)
+        highest = VOCABULARY // 2 if row % 4 in confined else VOCABULARY
+        ids = torch.randint(highest, (9 + 2 * row,), generator=generator)
         labels = ids.clone()
         labels[: 2 + row] = -100
         if row == 3:

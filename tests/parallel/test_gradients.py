@@ -1,0 +1,57 @@
+"""One norm over both views, for every p, and clipping by it."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+import expertmesh as em
+from expertmesh.config.errors import InputError
+from tests.support.models import tiny_model
+from tests.support.ranks import run_ranks
+
+MODEL = tiny_model("qwen3_moe")
+
+
+def _norm_of_known_gradients(norm_type: float, max_norm: float) -> tuple[float, float]:
+    """Give every parameter its own value as gradient; return the norm and the clipped gradients' norm."""
+    model = copy.deepcopy(MODEL)
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=2), num_experts=8))
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    before = float(em.clip_grad_norm_(model, max_norm, norm_type))
+    return before, float(em.clip_grad_norm_(model, None, norm_type))
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf])
+def test_the_norm_equals_the_unsharded_one_and_clipping_reaches_the_limit(norm_type: float) -> None:
+    values = [parameter.detach().clone() for parameter in MODEL.parameters()]
+    expected = float(torch.nn.utils.get_total_norm(values, norm_type))
+    for before, after in run_ranks(_norm_of_known_gradients, 4, norm_type, expected / 3):
+        assert before == pytest.approx(expected, rel=1e-5)
+        assert after == pytest.approx(expected / 3, rel=1e-5)
+
+
+def _clip_a_gradient_that_is_not_finite() -> tuple[bool, bool]:
+    model = copy.deepcopy(MODEL)
+    mesh = em.init_mesh(em.ParallelConfig(ep=2), num_experts=8)
+    em.parallelize(model, mesh)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    if mesh.rank == 1:
+        next(model.parameters()).grad.to_local()[0, 0] = math.nan
+    norm = em.clip_grad_norm_(model, 1.0)
+    untouched = all(bool((p.grad.to_local().nan_to_num(1.0) == 1).all()) for p in model.parameters())
+    return bool(norm.isnan()), untouched
+
+
+def test_a_norm_that_is_not_finite_is_seen_by_every_rank_and_scales_nothing() -> None:
+    assert run_ranks(_clip_a_gradient_that_is_not_finite, 2) == [(True, True), (True, True)]
+
+
+def test_a_model_that_was_never_parallelized_is_refused() -> None:
+    model = copy.deepcopy(MODEL)
+    next(model.parameters()).grad = torch.ones_like(next(model.parameters()))
+    with pytest.raises(InputError, match="not parallelized"):
+        em.clip_grad_norm_(model, 1.0)

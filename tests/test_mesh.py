@@ -1,0 +1,138 @@
+"""Both views of the ranks against rank lists worked out by hand, and every impossible combination by its sentence."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from expertmesh.config import ParallelConfig
+from expertmesh.config.errors import InputError
+from expertmesh.mesh import DENSE_AXES, EXPERT_AXES, Layout, init_mesh, resolve_layout, set_timeout
+from tests.support.ranks import RankFailed, run_ranks
+
+BY_HAND: list[tuple[Layout, dict[str, list[list[int]]]]] = [
+    (
+        Layout(fsdp=4, ep=2),
+        {"fsdp": [[0, 1, 2, 3]], "ep": [[0, 1], [2, 3]], "efsdp": [[0, 2], [1, 3]]},
+    ),
+    (
+        Layout(replicate=2, fsdp=4, ep=2),
+        {
+            "replicate": [[0, 4], [1, 5], [2, 6], [3, 7]],
+            "fsdp": [[0, 1, 2, 3], [4, 5, 6, 7]],
+            "ep": [[0, 1], [2, 3], [4, 5], [6, 7]],
+            "efsdp": [[0, 2], [1, 3], [4, 6], [5, 7]],
+        },
+    ),
+    (
+        Layout(fsdp=2, tp=2, ep=4),
+        {"fsdp": [[0, 2], [1, 3]], "tp": [[0, 1], [2, 3]], "ep": [[0, 1, 2, 3]], "efsdp": [[0], [1], [2], [3]]},
+    ),
+    (
+        Layout(pp=2, fsdp=2, cp=2, ep=2),
+        {
+            "pp": [[0, 4], [1, 5], [2, 6], [3, 7]],
+            "fsdp": [[0, 2], [1, 3], [4, 6], [5, 7]],
+            "cp": [[0, 1], [2, 3], [4, 5], [6, 7]],
+            "ep": [[0, 1], [2, 3], [4, 5], [6, 7]],
+            "efsdp": [[0, 2], [1, 3], [4, 6], [5, 7]],
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "groups"), BY_HAND)
+def test_groups_are_those_worked_out_by_hand(layout: Layout, groups: dict[str, list[list[int]]]) -> None:
+    assert {axis: layout.groups(axis) for axis in groups} == groups
+
+
+@pytest.mark.parametrize(("layout", "groups"), BY_HAND)
+def test_axes_of_one_view_partition_the_world(layout: Layout, groups: dict[str, list[list[int]]]) -> None:
+    for axis in (*DENSE_AXES, *EXPERT_AXES):
+        ranks = [rank for group in layout.groups(axis) for rank in group]
+        assert sorted(ranks) == list(range(layout.world_size))
+
+
+def test_data_ranks_count_replicas_and_fsdp_but_not_tp_or_cp() -> None:
+    layout = Layout(replicate=2, fsdp=2, cp=1, tp=2, ep=2)
+    assert [layout.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "experts", "expected"),
+    [
+        ({}, 8, 64, Layout(fsdp=8, ep=8)),
+        ({}, 6, 64, Layout(fsdp=6, ep=2)),
+        ({}, 16, 64, Layout(fsdp=16, ep=8)),  # ep stays inside a node of 8
+        ({"replicate": 2}, 8, 64, Layout(replicate=2, fsdp=4, ep=4)),
+        ({"ep": 2}, 4, None, Layout(fsdp=4, ep=2)),
+        ({}, 1, 8, Layout()),
+    ],
+)
+def test_auto_fills_in_what_the_ranks_allow(
+    parallel: dict[str, Any], world: int, experts: int | None, expected: Layout
+) -> None:
+    assert resolve_layout(ParallelConfig(**parallel), world, experts) == expected
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "experts", "sentence"),
+    [
+        ({"ep": 3}, 4, 8, "ep 3 does not divide fsdp * cp * tp = 4 ranks; valid values: 1, 2, 4"),
+        ({"ep": 4}, 4, 6, "ep 4 does not divide the model's 6 experts; valid values: 1, 2"),
+        ({"replicate": 3}, 4, 8, "replicate 3 = 3 does not divide the world size 4"),
+        ({"fsdp": 2}, 4, 8, "fsdp 2 * 1 = 2, but the job has 4 ranks"),
+        ({}, 4, None, "auto needs the number of experts"),
+    ],
+)
+def test_impossible_layouts_are_refused_with_the_numbers(
+    parallel: dict[str, Any], world: int, experts: int | None, sentence: str
+) -> None:
+    with pytest.raises(InputError) as refusal:
+        resolve_layout(ParallelConfig(**parallel), world, experts)
+    assert sentence in str(refusal.value)
+
+
+def test_the_table_names_both_views() -> None:
+    table = Layout(replicate=2, fsdp=4, ep=2).table()
+    assert "dense   replicate      2  0 4" in table
+    assert "expert  efsdp          2  0 2" in table
+
+
+@pytest.mark.parametrize("world", [8, 512, 4096])
+def test_meshes_of_any_size_are_built_and_agree_with_the_arithmetic(world: int) -> None:
+    rank = world // 2 + 3
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        mesh = init_mesh(ParallelConfig(ep=4, replicate=2), num_experts=64, device=torch.device("cpu"))
+        for axis, view in (
+            ("fsdp", mesh.dense),
+            ("replicate", mesh.dense),
+            ("ep", mesh.expert),
+            ("efsdp", mesh.expert),
+        ):
+            mine = next(group for group in mesh.layout.groups(axis) if rank in group)
+            assert dist.get_process_group_ranks(view.get_group(axis)) == mine
+        assert mesh.data_rank == rank
+    finally:
+        dist.destroy_process_group()
+
+
+def _wait_for_a_rank_that_does_not_come(axis: str) -> float:
+    mesh = init_mesh(ParallelConfig(ep=2), num_experts=8)
+    group = mesh.expert.get_group(axis) if axis == "ep" else mesh.dense.get_group(axis)
+    set_timeout(mesh, 1)
+    started = time.monotonic()
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1), group=group)
+    time.sleep(4)
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("axis", ["fsdp", "ep"])
+def test_the_timeout_reaches_every_group(axis: str) -> None:
+    with pytest.raises(RankFailed, match="imed out"):
+        run_ranks(_wait_for_a_rank_that_does_not_come, 2, axis, timeout=30)
