@@ -5,11 +5,10 @@ model that is already in memory. Neither ever gathers a whole model.
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
@@ -54,7 +53,7 @@ def load_model(
     trust_remote_code: bool = False,
     attention: str = "auto",
     activation_checkpointing: bool = False,
-) -> Any:
+) -> PreTrainedModel:
     """Load a Hugging Face MoE checkpoint sharded over `mesh`; each rank reads only the bytes it owns.
 
     Every rank calls it. Returns the family's own `transformers` model class with FSDP2 applied, in training mode.
@@ -88,7 +87,7 @@ def prepare_model(
     attention: str = "auto",
     trust_remote_code: bool = False,
     activation_checkpointing: bool = False,
-) -> tuple[Any, dict[str, str]]:
+) -> tuple[PreTrainedModel, dict[str, str]]:
     """Build the model on meta and shard it: everything about it is known, nothing is allocated, no file is read.
 
     Returns it with what `moe.dispatch` and `moe.compute` became. Every rank calls it.
@@ -103,10 +102,11 @@ def prepare_model(
     resolved = shard(model, mesh, precision, moe)
     if activation_checkpointing:
         checkpoint_blocks(model)
-    return model.train(), resolved
+    model.train()
+    return model, resolved
 
 
-def load_weights(model: nn.Module, directory: Path, mesh: Mesh) -> LoadReport:
+def load_weights(model: PreTrainedModel, directory: Path, mesh: Mesh) -> LoadReport:
     """Allocate the shards of a prepared model and fill them from `directory`. Every rank calls it."""
     materialize(model, mesh.device)
     return fill(model, directory)

@@ -91,7 +91,7 @@ def install(
     backends: dict[str, int] = {}
     for spec in anatomy.experts:
         experts: Any = model.get_submodule(spec.name)
-        backend = _choose_backend(spec, compute, dtype)
+        backend = choose_backend(spec, compute, dtype)
         form = MlpForm(
             activation=experts._apply_gate if spec.gated else experts.act_fn,
             silu_gated=is_silu_gated(experts, spec),
@@ -125,7 +125,8 @@ def _dispatcher(name: DispatchName, spec: ExpertsSpec, mesh: Mesh) -> Dispatcher
     return kind(spec.num_experts, mesh.ep_group)
 
 
-def _choose_backend(spec: ExpertsSpec, compute: ComputeName, dtype: torch.dtype) -> str:
+def choose_backend(spec: ExpertsSpec, compute: ComputeName, dtype: torch.dtype) -> str:
+    """What `moe.compute` means for these experts in `dtype`; `InputError` when what was asked for cannot run."""
     width = 2 * spec.intermediate_size if spec.gated else spec.intermediate_size
     refusal = grouped_mm_refusal(dtype, spec.hidden_size, spec.intermediate_size) or grouped_mm_refusal(
         dtype, spec.hidden_size, width

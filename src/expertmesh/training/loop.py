@@ -91,7 +91,7 @@ class TrainingLoop:
             if isinstance(self.model, FSDPModule) and self.mesh.layout.replicate > 1:
                 self.model.set_requires_all_reduce(index == last)  # between replicas once per step is enough
             loss = causal_lm_loss(self.model, self._on_device(batch), target_tokens=step.target_tokens)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             share = share + loss.detach()
         grad_norm = clip_grad_norm_(self.model, self.config.optim.max_grad_norm)
 
@@ -109,6 +109,7 @@ class TrainingLoop:
         norm = float(grad_norm)
         finite = bool(share.isfinite()) and (bool(grad_norm.isfinite()) or gradients_are_finite(self.model))
         facts = [float(share), float(peak_memory(self.mesh.device)), float(finite)]
+        assert dist.group.WORLD is not None
         gathered = all_gather(torch.tensor([facts], dtype=torch.float64), dist.group.WORLD).tolist()
         shared_rows = self.mesh.layout.cp * self.mesh.layout.tp
         losses = [row[0] / shared_rows for row in gathered]

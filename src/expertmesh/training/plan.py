@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from expertmesh.anatomy import Anatomy
 from expertmesh.config import Config
@@ -17,7 +18,7 @@ def plan_lines(
     config: Config,
     checked: Checked,
     mesh: Mesh,
-    model: nn.Module,
+    model: PreTrainedModel,
     resolved: dict[str, str],
     reports: Sequence[DataReport],
     batches: TrainingBatches,

@@ -19,6 +19,7 @@ from expertmesh.config import Config, dump_config, load_config
 from expertmesh.config.errors import InputError
 from expertmesh.data import load_tokenizer
 from expertmesh.data.loader import accumulation_of
+from expertmesh.experts.layer import choose_backend
 from expertmesh.mesh import Layout, resolve_layout
 from expertmesh.parallel.fsdp import expert_shard_dim
 from expertmesh.weights.skeleton import build_meta_model, read_model_config
@@ -60,6 +61,7 @@ def preflight(config: Config, world_size: int) -> Checked:
     layout = resolve_layout(config.parallel, world_size, anatomy.num_experts)
     for spec in anatomy.experts:
         expert_shard_dim(spec, layout)
+        choose_backend(spec, config.moe.compute, getattr(torch, config.precision.compute))
     accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
     if config.data.packing and (reason := packing_refusal(model)):
         raise InputError(f"data.packing: {reason}; set data.packing to false")

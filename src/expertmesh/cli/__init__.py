@@ -1,0 +1,1 @@
+"""The command line: verbs, ranks and exit codes. Nothing here computes."""

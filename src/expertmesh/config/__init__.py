@@ -1,0 +1,54 @@
+"""What a user may say: typed sections, YAML in and out, overrides, and the errors a user can cause.
+
+It imports neither torch nor transformers nor anything else of expertmesh, so a bad configuration is refused
+before anything heavy is loaded.
+"""
+
+from expertmesh.config.errors import (
+    DistributedFailure,
+    ExpertmeshError,
+    InputError,
+    IntegrityError,
+    SecurityError,
+)
+from expertmesh.config.files import dump_config, load_config
+from expertmesh.config.root import Config
+from expertmesh.config.schema import json_schema
+from expertmesh.config.sections import (
+    CheckpointConfig,
+    DataConfig,
+    DataSource,
+    DistributedConfig,
+    LogConfig,
+    ModelConfig,
+    MoeConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "DataSource",
+    "DistributedConfig",
+    "DistributedFailure",
+    "ExpertmeshError",
+    "InputError",
+    "IntegrityError",
+    "LogConfig",
+    "ModelConfig",
+    "MoeConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "ScheduleConfig",
+    "SecurityError",
+    "TrainConfig",
+    "dump_config",
+    "json_schema",
+    "load_config",
+]

@@ -1,0 +1,71 @@
+"""`train.max_steps=10` on the command line: one dotted key, and a value that is read as YAML.
+
+`data.train.0.path=x` reaches into a list; the position behind the last item appends. Sections on the way are
+created. Given twice, the later one wins, so that a script's own overrides can be followed by the caller's.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+from expertmesh.config.errors import InputError
+from expertmesh.config.yaml_text import Path, dotted, parse_yaml
+
+Container = dict[str, Any] | list[Any]
+
+
+def apply_override(values: dict[str, Any], override: str) -> Path:
+    """Set one `dotted.key=value` inside `values`; returns the path of the outermost value that is new."""
+    key_text, equals, text = override.partition("=")
+    parts = key_text.split(".")
+    if not equals or not all(parts):
+        raise InputError(
+            f"override {override!r} is not of the form key=value; write for example train.max_steps=10"
+        )
+    value = parse_yaml(text, f"override {override!r}").value
+    container: Container = values
+    path: Path = ()
+    new: Path = ()
+    for part, following in pairwise(parts):
+        key = _key_in(container, part, path, override)
+        path = (*path, key)
+        inner = _get(container, key)
+        if inner is None:
+            inner = [] if following.isdigit() else {}
+            _put(container, key, inner)
+            new = new or path
+        if not isinstance(inner, dict | list):
+            here = ".".join(str(key) for key in path)
+            raise InputError(
+                f"override {override!r}: {here} is {inner!r}, which has no keys; set {here} itself"
+            )
+        container = inner
+    key = _key_in(container, parts[-1], path, override)
+    _put(container, key, value)
+    return new or (*path, key)
+
+
+def _key_in(container: Container, part: str, path: Path, override: str) -> str | int:
+    """`part` as a key or position of `container`; `InputError` where a list has no such position."""
+    if isinstance(container, dict):
+        return part
+    if not part.isdigit() or int(part) > len(container):
+        raise InputError(
+            f"override {override!r}: {dotted(path)} is a list of {len(container)}, counted from 0, and "
+            f"{part} is not in it; use a smaller number, or {len(container)} to append"
+        )
+    return int(part)
+
+
+def _get(container: Container, key: str | int) -> Any:
+    if isinstance(container, dict):
+        return container.get(str(key))
+    assert isinstance(key, int)
+    return container[key] if key < len(container) else None
+
+
+def _put(container: Container, key: str | int, value: Any) -> None:
+    if isinstance(container, dict):
+        container[str(key)] = value
+    else:
+        assert isinstance(key, int)
+        container[key : key + 1] = [value]

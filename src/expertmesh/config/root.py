@@ -1,0 +1,63 @@
+"""The whole configuration: all sections together, and the rules that span several of them."""
+
+from typing import Self
+
+from pydantic import Field, field_validator, model_validator
+
+from expertmesh.config.base import Section, refuse
+from expertmesh.config.sections import (
+    CheckpointConfig,
+    DataConfig,
+    DistributedConfig,
+    LogConfig,
+    ModelConfig,
+    MoeConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+
+
+class Config(Section):
+    """Everything `expertmesh train` needs to know. Each section says itself what it is about."""
+
+    model: ModelConfig
+    precision: PrecisionConfig = PrecisionConfig()
+    data: DataConfig
+    lora: None = None
+    """Low-rank adapters; only null (full fine-tuning) in this version."""
+    optim: OptimConfig = OptimConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    moe: MoeConfig = MoeConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    distributed: DistributedConfig = DistributedConfig()
+    log: LogConfig = LogConfig()
+    output_dir: str = Field(min_length=1)
+    """Directory of the results; created if it does not exist."""
+
+    @field_validator("lora", mode="before")
+    @classmethod
+    def _no_lora(cls, value: object) -> object:
+        if value is not None:
+            raise ValueError("adapters are not available yet; set lora to null for full fine-tuning")
+        return value
+
+    @model_validator(mode="after")
+    def _combine(self) -> Self:
+        problems = []
+        if self.train.eval_every_steps is not None and not self.data.eval:
+            problems.append(
+                f"train.eval_every_steps is {self.train.eval_every_steps}, but data.eval is empty; name data "
+                "there or set train.eval_every_steps to null"
+            )
+        if self.model.attention == "flash_attention_2" and self.precision.compute != "bfloat16":
+            problems.append(
+                f"model.attention is flash_attention_2, which cannot compute in {self.precision.compute}; "
+                "set precision.compute to bfloat16 or model.attention to sdpa"
+            )
+        refuse(problems)
+        return self

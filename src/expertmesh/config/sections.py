@@ -1,0 +1,323 @@
+"""What a user may say: one typed, frozen class per section of the configuration file.
+
+The docstring under a field is its documentation and its description in the JSON schema. Keys whose feature
+this version does not have are accepted only at the value that means "off". Nothing here imports torch, reads
+the model or knows the number of ranks: what depends on those is checked where they are known.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, field_validator, model_serializer, model_validator
+
+from expertmesh.config.base import Listed, Section, not_available, refuse
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Dtype = Literal["float32", "bfloat16", "float64"]
+DataFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+BYTES_OF = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+class ModelConfig(Section):
+    """The model to train."""
+
+    section: ClassVar[str] = "model"
+
+    name_or_path: str = Field(min_length=1)
+    """Hugging Face hub id or local directory of the model, with its tokenizer."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub; null takes the default branch."""
+    trust_remote_code: bool = False
+    """Whether Python code that the model brings along may run on this machine."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = "auto"
+    """Attention implementation of transformers; auto takes transformers' own choice for the model."""
+
+
+class PrecisionConfig(Section):
+    """The dtypes of training. float64 is for proofs and must then be given three times."""
+
+    section: ClassVar[str] = "precision"
+
+    params: Dtype = "float32"
+    """Dtype of the parameters that the optimizer updates (master weights)."""
+    compute: Dtype = "bfloat16"
+    """Dtype in which forward and backward run; not wider than params."""
+    reduce: Dtype = "float32"
+    """Dtype in which gradients are reduced over ranks."""
+
+    @field_validator("params", "compute", "reduce", mode="before")
+    @classmethod
+    def _no_float16(cls, value: object) -> object:
+        if value in ("float16", "fp16", "half"):
+            raise ValueError("float16 needs loss scaling, which is not supported; use bfloat16 or float32")
+        return value
+
+    @model_validator(mode="after")
+    def _combine(self) -> Self:
+        problems = []
+        names = (self.params, self.compute, self.reduce)
+        if "float64" in names and names != ("float64", "float64", "float64"):
+            problems.append(
+                f"precision.params, compute and reduce are {', '.join(names)}, but float64 cannot be mixed "
+                "with other dtypes; set all three to float64"
+            )
+        elif BYTES_OF[self.compute] > BYTES_OF[self.params]:
+            problems.append(
+                f"precision.compute is {self.compute}, which is wider than precision.params ({self.params}); "
+                f"set precision.params to {self.compute} or precision.compute to {self.params}"
+            )
+        refuse(problems)
+        return self
+
+
+class DataSource(Section):
+    """One source of samples."""
+
+    path: str = Field(min_length=1)
+    """File (JSON, JSONL, Parquet), directory of such files, or hub id of a data set."""
+    format: DataFormat = "auto"
+    """Layout of a row; auto detects it from the first rows and prints what it found."""
+
+
+class DataConfig(Section):
+    """Samples, and how they become token sequences."""
+
+    section: ClassVar[str] = "data"
+
+    train: Listed[DataSource] = Field(min_length=1)
+    """Sources to train on, read one after the other."""
+    eval: Listed[DataSource] = ()
+    """Sources to evaluate on; empty for no evaluation."""
+    max_length: int = Field(default=4096, ge=2)
+    """Longest sequence, in tokens."""
+    on_overlong: Literal["cut", "drop", "stop"] = "cut"
+    """What to do with a sample longer than max_length; cut and dropped samples are counted and reported."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """What to do with a malformed row; skipped rows are counted and reported."""
+    packing: bool = True
+    """Fill each sequence with several samples; attention stays inside each of them."""
+    loss_on: Literal["assistant", "completion", "all"] = "assistant"
+    """Tokens that are targets: every assistant turn, the last turn only, or all tokens."""
+    shuffle: bool = True
+    """Shuffle samples anew in every epoch, by train.seed; false keeps the order of the sources."""
+
+
+class OptimConfig(Section):
+    """The optimizer."""
+
+    section: ClassVar[str] = "optim"
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """AdamW, or plain stochastic gradient descent (no momentum)."""
+    learning_rate: float = Field(default=1e-5, gt=0)
+    """Peak learning rate, reached at the end of the warm-up."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Weight decay: decoupled for adamw, an L2 term for sgd."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """Decay rates of AdamW's two moments; not for sgd."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's denominator term; not for sgd."""
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this global 2-norm; null does not clip."""
+
+    @field_validator("betas", mode="before")
+    @classmethod
+    def _as_tuple(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _combine(self) -> Self:
+        given = [key for key in ("betas", "eps") if key in self.model_fields_set]
+        if self.name == "sgd":
+            refuse([f"optim.{key} does nothing with optim.name sgd; remove it or use adamw" for key in given])
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_what_does_nothing(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
+        values = serialize(self)
+        return {k: v for k, v in values.items() if self.name == "adamw" or k not in ("betas", "eps")}
+
+
+class ScheduleConfig(Section):
+    """The learning rate over optimizer steps."""
+
+    section: ClassVar[str] = "schedule"
+
+    name: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up: to zero along a cosine or a line, or not at all."""
+    warmup_ratio: float = Field(default=0.03, ge=0, le=1)
+    """Share of all optimizer steps over which the learning rate rises linearly from zero."""
+
+
+class TrainConfig(Section):
+    """Batches, steps and memory of the training loop."""
+
+    section: ClassVar[str] = "train"
+
+    global_batch_size: PositiveInt = 64
+    """Sequences per optimizer step over the whole job; gradient accumulation follows and is printed."""
+    micro_batch_size: PositiveInt = 1
+    """Sequences per forward pass on one data rank."""
+    num_epochs: PositiveInt = 1
+    """Passes over the training data."""
+    max_steps: PositiveInt | None = None
+    """Stop after this many optimizer steps if the epochs have not ended before; null for no such limit."""
+    eval_every_steps: PositiveInt | None = None
+    """Evaluate on data.eval every this many optimizer steps and at the end; null: only at the end."""
+    seed: int = Field(default=42, ge=0, lt=2**63)
+    """Seed of everything random: shuffling and dropout."""
+    activation_checkpointing: Literal["auto", "none", "full"] = "auto"
+    """Recompute each block in backward instead of keeping its activations; auto decides and prints."""
+
+    @model_validator(mode="after")
+    def _combine(self) -> Self:
+        if self.global_batch_size % self.micro_batch_size:
+            refuse(
+                [
+                    f"train.global_batch_size ({self.global_batch_size}) must be a multiple of "
+                    f"train.micro_batch_size ({self.micro_batch_size}); change one of them"
+                ]
+            )
+        return self
+
+
+class ParallelConfig(Section):
+    """How ranks are laid out. World size = pp × replicate × fsdp × cp × tp; efsdp = fsdp × cp × tp / ep."""
+
+    section: ClassVar[str] = "parallel"
+
+    ep: PositiveInt | Literal["auto"] = "auto"
+    """Contiguous ranks that together hold all routed experts once; auto takes what model and ranks allow."""
+    fsdp: PositiveInt | Literal["auto"] = "auto"
+    """Ranks over which parameters are sharded; auto takes all that the other axes leave."""
+    replicate: PositiveInt = 1
+    """Copies of the sharded model (hybrid sharding)."""
+    tp: PositiveInt = 1
+    """Tensor parallelism; only 1 in this version."""
+    cp: PositiveInt = 1
+    """Context parallelism; only 1 in this version."""
+    pp: PositiveInt = 1
+    """Pipeline parallelism; only 1 in this version."""
+
+    @model_validator(mode="after")
+    def _combine(self) -> Self:
+        later = (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"))
+        problems = [
+            not_available(f"parallel.{axis}", getattr(self, axis), f"{name} parallelism is", "1")
+            for axis, name in later
+            if getattr(self, axis) > 1
+        ]
+        if isinstance(self.ep, int) and isinstance(self.fsdp, int) and self.fsdp % self.ep and not problems:
+            choices = ", ".join(str(n) for n in range(1, self.fsdp + 1) if self.fsdp % n == 0)
+            problems.append(
+                f"parallel.ep is {self.ep}, which does not divide parallel.fsdp ({self.fsdp}); "
+                f"set parallel.ep to auto or one of {choices}"
+            )
+        refuse(problems)
+        return self
+
+
+class MoeConfig(Section):
+    """Routers and routed experts."""
+
+    section: ClassVar[str] = "moe"
+
+    router: Literal["train", "frozen"] = "train"
+    """Whether router weights are trained."""
+    aux_loss_coef: float | Literal["from_model"] = "from_model"
+    """Factor of the load-balancing loss; from_model takes the model's own, 0.0 leaves the loss out."""
+    bias_update_rate: float = 0.0
+    """Step of bias-based load balancing; only 0.0 in this version."""
+    dispatch: Literal["auto", "all_to_all", "all_gather"] = "auto"
+    """How tokens travel to the ranks of their experts."""
+    compute: Literal["auto", "grouped_mm", "loop"] = "auto"
+    """How an expert rank multiplies: grouped matrix products, or expert after expert (the reference)."""
+
+    @model_validator(mode="after")
+    def _combine(self) -> Self:
+        problems = []
+        if self.aux_loss_coef not in ("from_model", 0.0):
+            off = "from_model (the model's own factor) or 0.0"
+            feature = "a factor of one's own is"
+            problems.append(not_available("moe.aux_loss_coef", self.aux_loss_coef, feature, off))
+        if self.bias_update_rate != 0.0:
+            feature = "bias-based load balancing is"
+            problems.append(not_available("moe.bias_update_rate", self.bias_update_rate, feature, "0.0"))
+        refuse(problems)
+        return self
+
+
+class CheckpointConfig(Section):
+    """Resumable checkpoints; this version has none, so every key has only its default."""
+
+    section: ClassVar[str] = "checkpoint"
+
+    every_steps: PositiveInt | None = None
+    """Save every this many optimizer steps; only null (never) in this version."""
+    keep_last: PositiveInt = 3
+    """How many of the newest checkpoints to keep; only 3 in this version."""
+    resume: str = "never"
+    """Where to resume from; only never in this version."""
+
+    @model_validator(mode="after")
+    def _combine(self) -> Self:
+        off: dict[str, tuple[object, str]] = {
+            "every_steps": (None, "null"),
+            "keep_last": (3, "3"),
+            "resume": ("never", "never"),
+        }
+        refuse(
+            [
+                not_available(f"checkpoint.{key}", getattr(self, key), "checkpoints are", shown)
+                for key, (value, shown) in off.items()
+                if getattr(self, key) != value
+            ]
+        )
+        return self
+
+
+class DistributedConfig(Section):
+    """How long ranks wait for each other."""
+
+    section: ClassVar[str] = "distributed"
+
+    timeout_seconds: PositiveInt = 600
+    """Longest time one collective may take before the job ends."""
+    first_step_timeout_seconds: PositiveInt = 1800
+    """The same up to the end of the first step, which also loads weights and warms up."""
+
+    @model_validator(mode="after")
+    def _combine(self) -> Self:
+        if self.first_step_timeout_seconds < self.timeout_seconds:
+            refuse(
+                [
+                    "distributed.first_step_timeout_seconds "
+                    f"({self.first_step_timeout_seconds}) must be at least "
+                    f"distributed.timeout_seconds ({self.timeout_seconds}); change one of them"
+                ]
+            )
+        return self
+
+
+class LogConfig(Section):
+    """What is reported, and how often."""
+
+    section: ClassVar[str] = "log"
+
+    every_steps: PositiveInt = 1
+    """Report every this many optimizer steps."""
+    report_to: Listed[Literal["jsonl", "tensorboard"]] = ("jsonl",)
+    """Where metrics go; jsonl (output_dir/metrics.jsonl) is always on, also when it is not named."""
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _later(cls, value: object) -> object:
+        for name in value if isinstance(value, list | tuple) else ():
+            if name in ("wandb", "trackio"):
+                raise ValueError(f"{name} is not available yet; use jsonl or tensorboard")
+        return value
+
+    @field_validator("report_to", mode="after")
+    @classmethod
+    def _jsonl_always(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(("jsonl", *value)))

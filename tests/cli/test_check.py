@@ -1,0 +1,99 @@
+"""`check` shows what training would see and exits 0, or refuses hopeless input with its line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen3MoeConfig
+
+from expertmesh.cli import check
+from expertmesh.config import Config
+from expertmesh.config.errors import InputError
+from tests.data import tokenizers_on_the_fly as on_the_fly
+from tests.data.tokenizers_on_the_fly import bpe_tokenizer
+
+QUESTION, ANSWER = "What is it?", "Nothing\x1b[31m special."
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model directory without weights, which `check` must not miss."""
+    directory = tmp_path / "model"
+    Qwen3MoeConfig(vocab_size=706).save_pretrained(directory)
+    bpe_tokenizer(on_the_fly.CHATML).save_pretrained(directory)
+    return directory
+
+
+def config_of(model: Path, data: Path, **changes: Any) -> Config:
+    defaults = {"train": [{"path": str(data)}], "max_length": 64}
+    return Config.model_validate(
+        {
+            "model": {"name_or_path": str(model)},
+            "data": {**defaults, **changes},
+            "train": {"global_batch_size": 2},
+            "output_dir": str(model.parent / "run"),
+        }
+    )
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), "utf-8")
+    return path
+
+
+def chat(answer: str = ANSWER) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": answer}]}
+
+
+def test_report_shows_samples_targets_and_every_row_that_is_lost(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    silent = {"messages": [{"role": "user", "content": "anyone?"}]}
+    data = write(tmp_path / "a.jsonl", [chat(), silent, "{", chat("word " * 80), chat()])
+    assert check.run(config_of(model, data, on_error="skip"), samples=2) == 0
+    out = capsys.readouterr().out
+    assert "<|im_start|>assistant\n[[Nothing\\x1b[31m special.<|im_end|>]]\n" in out
+    assert out.count("[[") == 2
+    assert f"sample {data}:1: " in out
+    assert f"{data}: format messages (detected), 5 rows in 1 file" in out
+    assert "cut to 64 tokens: 1" in out
+    assert f"no target token: 1 ({data}:2)" in out
+    assert f"{data}:3: the line is not JSON" in out
+    assert "3 samples in 2 rows of 64 tokens" in out
+    assert "global batch 2 rows: 1 steps in the first epoch, 1 in 1 epoch" in out
+    histogram = [line for line in out.splitlines() if "█" in line]
+    assert [int(line.split()[-1]) for line in histogram] == [1, 2, 1]
+
+
+def test_evaluation_data_is_reported_as_well(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write(tmp_path / "a.jsonl", [chat()])
+    held_out = write(tmp_path / "b.jsonl", [{"text": "some text"}])
+    check.run(config_of(model, data, eval=[{"path": str(held_out)}], packing=False))
+    out = capsys.readouterr().out
+    assert f"eval data\n{held_out}: format text" in out
+    assert "packing" not in out
+
+
+def test_suspicious_target_share_is_a_warning(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long_question = {"prompt": "why " * 2000, "completion": "so"}
+    check.run(config_of(model, write(tmp_path / "a.jsonl", [long_question]), max_length=8192))
+    assert "warning: 0% of all tokens are targets" in capsys.readouterr().out
+    all_answer = {"prompt": "", "completion": "so " * 500}
+    check.run(config_of(model, write(tmp_path / "b.jsonl", [all_answer]), max_length=8192))
+    assert "warning: 100% of all tokens are targets" in capsys.readouterr().out
+    check.run(config_of(model, write(tmp_path / "c.jsonl", [{"text": "so " * 500}]), max_length=8192))
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_hopeless_input_is_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"a\.jsonl:2: the line is not JSON"):
+        check.run(config_of(model, write(tmp_path / "a.jsonl", [chat(), "{"])))
+    good = write(tmp_path / "b.jsonl", [chat()])
+    (model / "tokenizer.json").write_text("{}")
+    with pytest.raises(InputError, match=r"tokenizer of .* cannot be loaded"):
+        check.run(config_of(model, good))

@@ -1,0 +1,210 @@
+"""`inspect`: its counts are the model's, its layouts are the possible ones, and it reads no weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+
+from expertmesh.cli import inspect
+from expertmesh.config.errors import InputError, IntegrityError, SecurityError
+from expertmesh.weights.files import Checkpoint
+from tests.support.models import tiny_config, tiny_model
+
+
+def meta_model(config: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.fixture
+def config_only(tmp_path: Path) -> Path:
+    tiny_config("deepseek_v3", num_hidden_layers=3, architectures=["DeepseekV3ForCausalLM"]).save_pretrained(
+        tmp_path
+    )
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    tiny_model("qwen3_moe", dtype=torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def test_counts_of_qwen3_30b_a3b_are_the_published_ones() -> None:
+    sizes = {"vocab_size": 151936, "hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+    config = Qwen3MoeConfig(**sizes, **heads, num_experts=128, num_experts_per_tok=8)
+    facts = inspect.examine(meta_model(config))
+    assert inspect.count_text(facts.total) == "30.53 B"
+    assert inspect.count_text(facts.active) == "3.353 B"
+    assert facts.expert == 48 * 128 * 3 * 2048 * 768
+    assert (facts.blocks, facts.moe_blocks) == (48, 48)
+
+
+def test_dense_layers_and_shared_experts_are_counted_apart() -> None:
+    facts = inspect.examine(meta_model(tiny_config("deepseek_v3", num_hidden_layers=3)))
+    assert (facts.blocks, facts.moe_blocks, facts.shared_experts) == (3, 2, 2)
+    assert facts.expert == 2 * 8 * 3 * 32 * 16
+    assert facts.active == facts.dense + facts.expert // 4
+
+
+def test_tied_embeddings_count_once() -> None:
+    tied, untied = (
+        inspect.examine(tiny_model("qwen3_moe", tie_word_embeddings=tie)).total for tie in (True, False)
+    )
+    assert untied - tied == 96 * 32
+
+
+@pytest.mark.parametrize(
+    ("config", "router"),
+    [
+        (tiny_config("qwen3_moe"), "softmax, weights renormalised"),
+        (tiny_config("mixtral"), "softmax"),
+        (
+            tiny_config("deepseek_v3"),
+            "sigmoid, 2 of 4 groups, correction bias, weights renormalised, scaled by 1.5",
+        ),
+        # Its shared expert has a sigmoid gate of its own, which is no router.
+        (Qwen2MoeConfig(num_hidden_layers=1, vocab_size=96), "softmax"),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_the_router_is_recognised_by_what_it_computes(config: Any, router: str) -> None:
+    assert str(inspect.examine(meta_model(config)).router) == router
+
+
+@pytest.mark.parametrize(
+    ("world_size", "experts", "expected"),
+    [(1, 8, [(1, 1)]), (4, 8, [(1, 4), (2, 2), (4, 1)]), (6, 8, [(1, 6), (2, 3)]), (3, 8, [(1, 3)])],
+)
+def test_layouts_divide_both_ranks_and_experts(
+    world_size: int, experts: int, expected: list[tuple[int, int]]
+) -> None:
+    config = tiny_config("qwen3_moe", num_experts=experts, hidden_size=48, moe_intermediate_size=24)
+    facts = inspect.examine(meta_model(config))
+    assert [(layout.ep, layout.efsdp) for layout in inspect.layouts(facts, world_size)] == expected
+
+
+def test_a_layout_whose_slices_cannot_be_sharded_is_left_out() -> None:
+    facts = inspect.examine(meta_model(tiny_config("qwen3_moe", num_experts=3)))
+    # Hidden 32 and width 16 split in halves, not in thirds; at ep 3 with 6 ranks two ranks halve one expert.
+    assert [(layout.ep, layout.efsdp) for layout in inspect.layouts(facts, 6)] == [(3, 2)]
+    assert inspect.layout_row(facts, inspect.layouts(facts, 6)[0])[3] == "1/2 of each"
+    assert inspect.layouts(facts, 9) == []
+
+
+def test_a_world_size_without_any_layout_is_said(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert inspect.run(str(checkpoint), world_size=7) == 0
+    assert "7 ranks: no layout" in capsys.readouterr().out
+
+
+def test_state_is_sixteen_bytes_per_parameter_over_all_ranks() -> None:
+    facts = inspect.examine(meta_model(tiny_config("qwen3_moe")))
+    dense, expert = facts.dense // 4, facts.expert // 4
+    parts = [inspect.bytes_text(16 * count) for count in (dense, expert, dense + expert)]
+    counts = f"{inspect.count_text(dense)} dense + {inspect.count_text(expert)} expert parameters each"
+    expected = f"4 ranks: {counts}, state {parts[0]} + {parts[1]} = {parts[2]}"
+    assert inspect.rank_text(facts, 4) == expected
+
+
+def test_a_larger_ep_gathers_fewer_experts_per_block() -> None:
+    facts = inspect.examine(meta_model(tiny_config("qwen3_moe")))
+    block = facts.largest_block_dense
+    assert [inspect.layout_row(facts, layout) for layout in inspect.layouts(facts, 4)] == [
+        ("1", "4", "8", "2", inspect.bytes_text(2 * (block + 8 * 3 * 32 * 16))),
+        ("2", "2", "4", "2", inspect.bytes_text(2 * (block + 4 * 3 * 32 * 16))),
+        ("4", "1", "2", "all", inspect.bytes_text(2 * (block + 2 * 3 * 32 * 16))),
+    ]
+
+
+def test_a_directory_with_a_config_alone_is_enough(
+    config_only: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert inspect.run(str(config_only)) == 0
+    text = capsys.readouterr().out
+    assert "deepseek_v3 (DeepseekV3ForCausalLM)" in text
+    assert "3: 2 MoE, 1 dense" in text
+    assert "no weight files here" in text
+    for title in ("1 rank:", "2 ranks:", "4 ranks:", "8 ranks:"):
+        assert any(line.startswith(title) for line in text.splitlines())
+
+
+def test_headers_give_dtype_and_bytes_on_disk_and_no_weight_is_read(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: object) -> None:
+        raise AssertionError("inspect read a weight")
+
+    monkeypatch.setattr(Checkpoint, "read", read)
+    assert inspect.run(str(checkpoint), world_size=2) == 0
+    text = capsys.readouterr().out
+    facts = inspect.examine(tiny_model("qwen3_moe"))
+    size = inspect.bytes_text(2 * facts.total)
+    assert f"{size} in 1 file (bfloat16 {size})" in text
+    assert "2 ranks" in text
+    assert "4 ranks" not in text
+
+
+def test_away_from_a_terminal_tables_are_aligned_text(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inspect.run(str(checkpoint), world_size=4)
+    lines = capsys.readouterr().out.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("4 ranks:"))
+    table = lines[start + 1 : start + 5]
+    assert len({len(line) for line in table}) == 1
+    assert table[0].split()[:2] == ["ep", "efsdp"]
+    assert all(line.isascii() for line in lines)
+
+
+def test_weights_that_are_not_all_here_are_reported_not_refused(
+    config_only: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (config_only / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    inspect.run(str(config_only), world_size=1)
+    assert "no weight files here" in capsys.readouterr().out
+    (config_only / weight_map["a"]).write_bytes(b"")
+    inspect.run(str(config_only), world_size=1)
+    assert "1 of 2 weight files" in capsys.readouterr().out
+
+
+def test_a_dense_model_is_refused_by_name(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 96, "intermediate_size": 32}
+    Qwen3Config(**sizes, architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="qwen3: no routed experts"):
+        inspect.run(str(tmp_path))
+
+
+@pytest.mark.parametrize("world_size", [0, -4])
+def test_a_job_without_ranks_is_refused(checkpoint: Path, world_size: int) -> None:
+    with pytest.raises(InputError, match="at least 1 rank"):
+        inspect.run(str(checkpoint), world_size=world_size)
+
+
+def test_a_damaged_weight_file_is_an_integrity_error(checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-100])
+    with pytest.raises(IntegrityError, match="ends inside tensor"):
+        inspect.run(str(tmp_path))
+
+
+def test_a_missing_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        inspect.run(str(tmp_path / "nothing"))
+
+
+def test_remote_code_is_refused_unless_allowed(tmp_path: Path) -> None:
+    config = {"model_type": "made_up", "auto_map": {"AutoConfig": "made_up.MadeUpConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "made_up.py").write_text("raise SystemExit('remote code ran')\n")
+    with pytest.raises(SecurityError, match="trust_remote_code"):
+        inspect.run(str(tmp_path))

@@ -1,0 +1,92 @@
+"""The sentences about unknown, missing and mistyped keys."""
+
+from pathlib import Path
+
+import pytest
+
+from expertmesh.config import InputError, load_config
+from tests.config.minimal import write
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(InputError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "advice"),
+    [
+        ("trian", "did you mean train?"),
+        ("train.max_step", "did you mean train.max_steps?"),
+        ("train.max-steps", "did you mean train.max_steps?"),
+        ("data.train.0.fromat", "did you mean data.train.0.format?"),
+        ("learning_rate", "it belongs under optim"),
+        ("train.warmup_ratio", "it belongs under schedule"),
+        ("train.name", "it belongs under optim or under schedule"),
+        ("data.format", "it belongs under data.train.0 or under data.eval.0"),
+        ("model.output_dir", "it belongs at the top level"),
+        ("lr", "did you mean optim.learning_rate?"),
+        ("train.learning_rte", "did you mean optim.learning_rate?"),
+        (
+            "train.gradient_accumulation_steps",
+            "it follows from train.global_batch_size, train.micro_batch_size",
+        ),
+        ("parallel.efsdp", "it follows from parallel.fsdp and parallel.ep; remove it"),
+        ("schedule.zzz", "the keys here are name, warmup_ratio"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_one_that_was_meant(
+    tmp_path: Path, key: str, advice: str
+) -> None:
+    message = refusal(write(tmp_path), f"{key}=1")
+    assert message.startswith(f"override '{key}=1': {key} is not a key of the configuration; {advice}")
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("parallel.ep=many", "parallel.ep must be an integer of at least 1 or auto, not 'many'"),
+        ("moe.aux_loss_coef=many", "moe.aux_loss_coef must be a number or from_model, not 'many'"),
+        ("optim.max_grad_norm=-1", "optim.max_grad_norm must be a number above 0 or null, not -1"),
+        ("schedule.name=cosin", "schedule.name must be one of cosine, linear, constant, not 'cosin'"),
+        (
+            "model.revision=1e5",
+            "model.revision must be text or null, not the number 100000.0; put it in quotes",
+        ),
+        ("schedule=[]", "schedule must be a section of keys (name, warmup_ratio), not []"),
+        (
+            "data.train=[]",
+            "data.train must be a list of one or more items, each a section of keys (path, format), not []",
+        ),
+        (
+            "optim.betas=[1, 2, 3]",
+            "optim.betas must be a list of 2 values, each a number of at least 0 and below 1, not [1, ",
+        ),
+        ("optim.betas=[0, 1]", "optim.betas.1 must be a number of at least 0 and below 1, not 1"),
+        ("precision.compute=fp16", "precision.compute is 'fp16', but float16 needs loss scaling"),
+    ],
+)
+def test_a_wrong_value_is_answered_with_what_the_key_accepts(
+    tmp_path: Path, override: str, sentence: str
+) -> None:
+    assert refusal(write(tmp_path), override).startswith(f"override {override!r}: {sentence}")
+
+
+def test_missing_keys_are_named_in_full(tmp_path: Path) -> None:
+    path = write(tmp_path, base="data: {train: [{format: text}]}\n")
+    assert refusal(path).splitlines() == [
+        f"{path}: model.name_or_path is missing; add it",
+        f"{path}:1: data.train.0.path is missing; add it",
+        f"{path}: output_dir is missing; add it",
+    ]
+
+
+def test_a_list_with_a_bad_item_is_not_also_called_too_short(tmp_path: Path) -> None:
+    assert refusal(write(tmp_path), "data.train=[3]") == (
+        "override 'data.train=[3]': data.train.0 must be a section of keys (path, format), not 3"
+    )
+
+
+def test_a_long_value_is_shown_cut(tmp_path: Path) -> None:
+    assert len(refusal(write(tmp_path), f"schedule.name={'x' * 5000}").partition("': ")[2]) < 200

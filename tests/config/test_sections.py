@@ -1,0 +1,156 @@
+"""What each section accepts and refuses, asked through the file as a user would."""
+
+from pathlib import Path
+
+import pytest
+
+from expertmesh.config import (
+    DataConfig,
+    DataSource,
+    InputError,
+    MoeConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    load_config,
+)
+from tests.config.minimal import write
+
+
+def refusal(tmp_path: Path, *overrides: str) -> str:
+    with pytest.raises(InputError) as caught:
+        load_config(write(tmp_path), overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.max_steps='10'",
+        "train.max_steps=10.0",
+        "train.max_steps=true",
+        "train.seed=-1",
+        "optim.learning_rate='1e-5'",
+        "optim.learning_rate=0",
+        "optim.learning_rate=.nan",
+        "optim.betas=0.9",
+        "optim.betas=[0.9, 0.95, 0.99]",
+        "optim.max_grad_norm=0",
+        "schedule.warmup_ratio=1.5",
+        "data.packing=yes",
+        "data.packing=1",
+        "data.max_length=1",
+        "data.train=[]",
+        "data.train=train.jsonl",
+        "data.train.0.format=csv",
+        "model.name_or_path=7",
+        "model.attention=flash",
+        "log.report_to=jsonl",
+        "log.report_to=[wandb]",
+        "parallel.ep=0",
+        "parallel.fsdp=all",
+        "precision.params=float16",
+        "precision.compute=fp8",
+        "output_dir=",
+        "train=",
+    ],
+)
+def test_a_value_of_another_kind_is_refused_and_named(tmp_path: Path, override: str) -> None:
+    key = override.partition("=")[0]
+    message = refusal(tmp_path, override)
+    assert message.startswith(f"override {override!r}: {key} ")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("override", "off"),
+    [
+        ("lora={r: 16}", "set lora to null"),
+        ("parallel.tp=2", "set parallel.tp to 1"),
+        ("parallel.cp=2", "set parallel.cp to 1"),
+        ("parallel.pp=2", "set parallel.pp to 1"),
+        ("checkpoint.every_steps=200", "set checkpoint.every_steps to null"),
+        ("checkpoint.keep_last=1", "set checkpoint.keep_last to 3"),
+        ("checkpoint.resume=auto", "set checkpoint.resume to never"),
+        ("moe.aux_loss_coef=0.001", "set moe.aux_loss_coef to from_model (the model's own factor) or 0.0"),
+        ("moe.bias_update_rate=0.001", "set moe.bias_update_rate to 0.0"),
+        ("log.report_to=[jsonl, trackio]", "use jsonl or tensorboard"),
+    ],
+)
+def test_what_is_not_built_yet_is_refused_with_the_value_that_turns_it_off(
+    tmp_path: Path, override: str, off: str
+) -> None:
+    message = refusal(tmp_path, override)
+    assert "not available yet" in message
+    assert message.endswith(off) or off in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["precision={params: bfloat16, compute: float32}"],
+            "precision.compute is float32, which is wider than",
+        ),
+        (
+            ["precision.params=float64"],
+            "precision.params, compute and reduce are float64, bfloat16, float32, but",
+        ),
+        (
+            ["train={global_batch_size: 6, micro_batch_size: 4}"],
+            "train.global_batch_size (6) must be a multiple of",
+        ),
+        (
+            ["train={global_batch_size: 2, micro_batch_size: 4}"],
+            "train.global_batch_size (2) must be a multiple of",
+        ),
+        (["optim={name: sgd, betas: [0.9, 0.95]}"], "optim.betas does nothing with optim.name sgd"),
+        (["optim={name: sgd, eps: 1e-8}"], "optim.eps does nothing with optim.name sgd"),
+        (["parallel={ep: 4, fsdp: 6}"], "set parallel.ep to auto or one of 1, 2, 3, 6"),
+        (
+            ["distributed.timeout_seconds=3600"],
+            "distributed.first_step_timeout_seconds (1800) must be at least",
+        ),
+        (["train.eval_every_steps=5"], "train.eval_every_steps is 5, but data.eval is empty"),
+        (
+            ["model.attention=flash_attention_2", "precision={params: float32, compute: float32}"],
+            "model.attention is flash_attention_2, which cannot compute in float32",
+        ),
+    ],
+)
+def test_impossible_combinations_are_refused(tmp_path: Path, overrides: list[str], sentence: str) -> None:
+    message = refusal(tmp_path, *overrides)
+    assert sentence in message
+    assert "\n" not in message
+
+
+def test_valid_choices_of_every_kind_are_accepted(tmp_path: Path) -> None:
+    overrides = [
+        "precision={params: float64, compute: float64, reduce: float64}",
+        "optim={name: sgd, max_grad_norm: null}",
+        "moe={aux_loss_coef: 0.0, router: frozen, dispatch: all_gather, compute: loop}",
+        "schedule={name: constant, warmup_ratio: 0}",
+        "parallel={ep: 2, fsdp: 4, replicate: 2}",
+        "data.eval.0.path=e.jsonl",
+        "train.eval_every_steps=2",
+    ]
+    config = load_config(write(tmp_path), overrides)
+    assert config.moe.aux_loss_coef == 0.0
+    assert config.parallel.fsdp == 4
+
+
+def test_sections_built_in_python_refuse_in_the_same_sentences() -> None:
+    with pytest.raises(InputError, match=r"^parallel\.tp is 2, but tensor parallelism is not available yet"):
+        ParallelConfig(tp=2)
+    with pytest.raises(InputError, match=r"^parallel\.ep must be an integer of at least 1 or auto, not '2'$"):
+        ParallelConfig(ep="2")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"^precision\.compute is float32, which is wider"):
+        PrecisionConfig(params="bfloat16", compute="float32")
+    with pytest.raises(InputError, match=r"^moe\.expert_compute is not a key .* did you mean"):
+        MoeConfig(expert_compute="loop")  # type: ignore[call-arg]
+
+
+def test_sections_built_in_python_take_lists_and_other_sections() -> None:
+    data = DataConfig(train=[DataSource(path="a")])  # type: ignore[arg-type]
+    assert data.train == (DataSource(path="a"),)
+    assert OptimConfig(name="sgd").betas == (0.9, 0.95)

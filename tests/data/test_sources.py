@@ -1,0 +1,151 @@
+"""Every row arrives with its position, in file order; damage is named by file and line or row."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from expertmesh.config.errors import InputError
+from expertmesh.data.sources import RawRow, read_source
+
+ROWS = [{"text": "one"}, {"text": "zwei ä"}, {"text": "three"}]
+
+
+def read(path: Path | str) -> list[RawRow]:
+    return list(read_source(str(path)))
+
+
+def write_lines(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return path
+
+
+def test_json_lines_are_counted_by_line_and_blank_lines_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('\ufeff{"text": "one"}\n\n{"text": "two"}\r\n{"text": "three"}', "utf-8")
+    rows = read(path)
+    assert [row.value for row in rows] == [{"text": "one"}, {"text": "two"}, {"text": "three"}]
+    assert [row.position for row in rows] == [f"{path}:1", f"{path}:3", f"{path}:4"]
+
+
+def test_json_file_may_hold_a_list_or_lines(tmp_path: Path) -> None:
+    as_list, as_lines = tmp_path / "list.json", tmp_path / "lines.json"
+    as_list.write_text(json.dumps(ROWS, indent=2), "utf-8")
+    write_lines(as_lines, ROWS)
+    assert [row.value for row in read(as_list)] == ROWS
+    assert [row.value for row in read(as_lines)] == ROWS
+    assert read(as_list)[2].position == f"{as_list}:row 3"
+    (tmp_path / "empty.json").write_text(" [ ] ")
+    assert read(tmp_path / "empty.json") == []
+
+
+def test_parquet_rows_are_counted_from_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    assert [row.value for row in read(path)] == ROWS
+    assert read(path)[1].position == f"{path}:row 2"
+
+
+def test_directory_is_read_file_by_file_in_sorted_order(tmp_path: Path) -> None:
+    write_lines(tmp_path / "b.jsonl", ROWS[1:])
+    write_lines(tmp_path / "a.jsonl", ROWS[:1])
+    (tmp_path / "README.md").write_text("not data")
+    assert [row.value for row in read(tmp_path)] == ROWS
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"text": "x"', "not JSON"),
+        (b'{"text": "x"} {"text": "y"}', "goes on after its JSON value ends, at column 14"),
+        (b'["text"]', "not a JSON object"),
+        (b'{"text": "x", "text": "y"}', "key 'text' appears twice"),
+        (b'{"text": {"a": 1, "a": 2}}', "key 'a' appears twice"),
+        (b'{"text": NaN}', "NaN is not JSON"),
+        (b'{"text": "\xff"}', "byte 11 of the line is not UTF-8"),
+        (b"[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_damaged_line_is_one_problem_row_and_the_others_are_read(
+    tmp_path: Path, line: bytes, problem: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "one"}\n' + line + b'\n{"text": "three"}\n')
+    first, damaged, third = read(path)
+    assert (first.value, third.value) == ({"text": "one"}, {"text": "three"})
+    assert damaged.value is None
+    assert damaged.position == f"{path}:2"
+    assert problem in (damaged.problem or "")
+
+
+def test_repeated_key_in_a_json_list_is_one_problem_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('[{"text": "one"}, {"text": 1, "text": 2}, {"text": "three"}]')
+    assert [row.problem is None for row in read(path)] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b'[{"text": "one"},\n {"text": }]', r"a\.json:row 2 \(line 2\): the row is not JSON"),
+        (b'[{"text": "one"}\n {"text": "two"}]', r"row 1 \(line 2\): ',' or '\]' must follow"),
+        (b'[{"text": "one"}', r"',' or '\]' must follow"),
+        (b'[{"text": "one"}] tail', "text follows the end of the list"),
+        (b'[{"text": "\xff"}]', r"a\.json is not UTF-8"),
+    ],
+)
+def test_damaged_json_list_names_row_and_line(tmp_path: Path, content: bytes, match: str) -> None:
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(InputError, match=match):
+        read(tmp_path / "a.json")
+
+
+def test_damaged_parquet_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(InputError, match=r"a\.parquet:row 1: not readable as Parquet"):
+        read(tmp_path / "a.parquet")
+
+
+def test_paths_that_hold_no_data_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"holds no \.jsonl, \.ndjson, \.json, \.parquet file"):
+        read(tmp_path)
+    (tmp_path / "a.csv").write_text("text\n")
+    with pytest.raises(InputError, match=r"ends in '\.csv', which is not one of"):
+        read(tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize("path", ["nowhere/train.jsonl", "./train", "/no/such/dir", "a/b/c", "train.parquet"])
+def test_missing_local_path_is_refused_without_asking_the_hub(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: pytest.fail("asked the hub"))
+    with pytest.raises(InputError, match=f"data path {path} does not exist"):
+        read(path)
+
+
+def test_hub_id_loads_the_named_split_and_train_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(name: str, split: str) -> datasets.Dataset:
+        asked.append((name, split))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert [row.value for row in read("org/name")] == ROWS
+    assert read("name:test")[2].position == "name:test:row 3"
+    assert asked == [("org/name", "train"), ("name", "test")]
+
+
+def test_hub_failure_says_that_the_path_is_not_local_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(name: str, split: str) -> datasets.Dataset:
+        raise ConnectionError("no route to the hub\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(
+        InputError, match=r"org/name is no local file.*split 'train'.*\(no route to the hub\)"
+    ):
+        read("org/name")

@@ -1,0 +1,64 @@
+"""bf16 compute over fp32 master weights: no further from the fp32 reference than the unsharded bf16 model itself."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import expertmesh as em
+from tests.support.models import tiny_model
+from tests.support.ranks import run_ranks
+
+FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3"]
+IDS = torch.randint(96, (4, 2, 32), generator=torch.Generator().manual_seed(0))  # one micro-batch for each data rank
+TARGETS = 4 * 2 * 31
+BF16 = em.PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
+
+
+def _gradients(model: nn.Module) -> torch.Tensor:
+    """All gradients of the unsharded model on the whole batch as one fp32 vector."""
+    for ids in IDS:
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+        (F.cross_entropy(logits.float(), ids[:, 1:].flatten(), reduction="sum") / TARGETS).backward()
+    return torch.cat([parameter.grad.float().flatten() for parameter in model.parameters()])
+
+
+def _sharded(model: nn.Module, ep: int) -> tuple[torch.Tensor, set[str], set[str]]:
+    model = copy.deepcopy(model)
+    mesh = em.init_mesh(em.ParallelConfig(ep=ep), num_experts=8)
+    em.parallelize(model, mesh, precision=BF16)
+    batch = {"input_ids": IDS[mesh.data_rank], "labels": IDS[mesh.data_rank]}
+    em.causal_lm_loss(model, batch, target_tokens=TARGETS).backward()
+    dtypes = {str(parameter.dtype) for parameter in model.parameters()}
+    grad_dtypes = {str(parameter.grad.dtype) for parameter in model.parameters()}
+    full = torch.cat([parameter.grad.full_tensor().flatten() for parameter in model.parameters()])
+    return full, dtypes, grad_dtypes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("ep", [4, 2])
+def test_bf16_error_is_at_most_one_and_a_half_times_the_unsharded_models(family: str, ep: int) -> None:
+    model = tiny_model(family, initializer_range=0.1)
+    exact = _gradients(copy.deepcopy(model))
+    unsharded = _gradients(copy.deepcopy(model).to(torch.bfloat16))
+    for got, dtypes, grad_dtypes in run_ranks(_sharded, 4, model, ep):
+        assert dtypes == grad_dtypes == {"torch.float32"}  # what the optimizer updates, and with what
+        assert (got - exact).norm() <= 1.5 * (unsharded - exact).norm()
+        assert (got - exact).norm() > 0  # it did compute in bf16
+
+
+def _parameters_in_memory(ep: int) -> int:
+    model = tiny_model("qwen3_moe")
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=ep), num_experts=8), precision=BF16)
+    held = torch.tensor(sum(parameter.to_local().numel() for parameter in model.parameters()))
+    dist.all_reduce(held)
+    return int(held)
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_every_parameter_is_held_exactly_once(ep: int) -> None:
+    total = sum(parameter.numel() for parameter in tiny_model("qwen3_moe").parameters())
+    assert run_ranks(_parameters_in_memory, 4, ep) == [total] * 4

@@ -1,0 +1,262 @@
+"""Reading safetensors by byte range: the library's values, only the bytes asked for, nothing trusted."""
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from expertmesh.config.errors import ExpertmeshError, InputError, IntegrityError, SecurityError
+from expertmesh.shards import extents, slices, volume
+from expertmesh.weights.files import MAX_GAP_BYTES, FileTensor, as_bytes, open_checkpoint, read_header
+
+
+def _tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    kinds = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+    tensors = {name: torch.randn(3, 4, 5).to(dtype) for name, dtype in kinds.items()}
+    tensors["f8"] = torch.randn(4, 4).to(torch.float8_e4m3fn)
+    tensors |= {
+        "i64": torch.arange(7),
+        "bool": torch.tensor([True, False, True]),
+        "u8": torch.arange(9).byte(),
+    }
+    return tensors | {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3)}
+
+
+def _raw(path: Path, header: Any, data: bytes = b"") -> Path:
+    """A safetensors file with this header, right or wrong."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def _entry(shape: list[int], start: int, stop: int, dtype: str = "U8") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+def test_values_of_every_dtype_and_box_equal_the_librarys(tmp_path: Path) -> None:
+    save_file(_tensors(), tmp_path / "model.safetensors")
+    reference = load_file(tmp_path / "model.safetensors")
+    choose = random.Random(0)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.tensors.keys() == reference.keys()
+        for name, whole in reference.items():
+            for _ in range(20):
+                ends = [sorted((choose.randint(0, size), choose.randint(0, size))) for size in whole.shape]
+                box = tuple((start, stop) for start, stop in ends)
+                out = torch.empty(extents(box), dtype=whole.dtype)
+                before = checkpoint.bytes_read
+                checkpoint.read(checkpoint.tensors[name], box, out)
+                expected = whole[slices(box)].clone(memory_format=torch.contiguous_format)
+                assert torch.equal(as_bytes(out), as_bytes(expected))
+                wanted = volume(box) * whole.element_size()
+                assert checkpoint.bytes_read - before >= wanted
+
+
+def test_contiguous_boxes_read_exactly_their_bytes_in_one_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"w": torch.randn(8, 6, 4)}, tmp_path / "model.safetensors")
+    calls: list[int] = []
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: calls.append(at) or preadv(fd, buffers, at))
+    with open_checkpoint(tmp_path) as checkpoint:
+        for box in (((2, 5), (0, 6), (0, 4)), ((3, 4), (1, 4), (0, 4)), ((3, 4), (2, 3), (1, 3))):
+            calls.clear()
+            before = checkpoint.bytes_read
+            checkpoint.read(checkpoint.tensors["w"], box, torch.empty(extents(box)))
+            assert checkpoint.bytes_read - before == volume(box) * 4
+            assert len(calls) == 1
+
+
+def test_one_element_is_read_into_a_tensor_with_any_strides(tmp_path: Path) -> None:
+    save_file({"w": torch.arange(20.0).reshape(4, 5)}, tmp_path / "model.safetensors")
+    out = torch.zeros(4, 5).t()
+    with open_checkpoint(tmp_path) as checkpoint:
+        checkpoint.read(checkpoint.tensors["w"], ((2, 3), (1, 2)), out[1:2, 2:3])
+    assert out[1, 2] == 11
+    assert out.sum() == 11
+
+
+def test_columns_far_apart_are_read_row_by_row_and_close_ones_with_their_gaps(tmp_path: Path) -> None:
+    far = torch.randn(5, 2 * MAX_GAP_BYTES)
+    close = torch.randn(6, 64)
+    save_file({"far": far, "close": close}, tmp_path / "model.safetensors")
+    with open_checkpoint(tmp_path) as checkpoint:
+        out = torch.empty(5, 3)
+        checkpoint.read(checkpoint.tensors["far"], ((0, 5), (7, 10)), out)
+        assert torch.equal(out, far[:, 7:10])
+        assert checkpoint.bytes_read == 5 * 3 * 4
+        out = torch.empty(6, 32)
+        checkpoint.read(checkpoint.tensors["close"], ((0, 6), (16, 48)), out)
+        assert torch.equal(out, close[:, 16:48])
+        assert checkpoint.bytes_read - 60 == 5 * 64 * 4 + 32 * 4
+
+
+def test_sharded_checkpoints_are_one_set_of_tensors_and_links_are_followed(tmp_path: Path) -> None:
+    blobs, directory = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    directory.mkdir()
+    save_file({"a": torch.ones(2)}, blobs / "one")
+    save_file({"b": torch.zeros(3)}, blobs / "two")
+    for name, blob in (("model-1.safetensors", "one"), ("model-2.safetensors", "two")):
+        (directory / name).symlink_to(blobs / blob)
+    weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with open_checkpoint(directory) as checkpoint:
+        assert sorted(checkpoint.tensors) == ["a", "b"]
+        assert checkpoint.total_bytes == 20
+        out = torch.empty(3)
+        checkpoint.read(checkpoint.tensors["b"], ((0, 3),), out)
+        assert torch.equal(out, torch.zeros(3))
+
+
+BAD_HEADERS: list[tuple[str, Any, bytes, type[ExpertmeshError], str]] = [
+    ("no JSON", b"{not json", b"", IntegrityError, "not JSON"),
+    ("nested", b"[" * 1_000_000, b"", IntegrityError, "not JSON"),
+    ("no object", [1], b"", IntegrityError, "not a JSON object"),
+    ("twice", b'{"w":{},"w":{}}', b"", IntegrityError, "w appears twice"),
+    ("no shape", {"w": {"dtype": "U8", "data_offsets": [0, 1]}}, b"1", IntegrityError, "tensor w"),
+    ("entry is a list", {"w": [1, 2]}, b"", IntegrityError, "tensor w"),
+    ("negative", {"w": _entry([-1], 0, 1)}, b"1", IntegrityError, "tensor w"),
+    ("float shape", {"w": _entry([1.0], 0, 1)}, b"1", IntegrityError, "tensor w"),  # type: ignore[list-item]
+    ("true", {"w": _entry([True], 0, 1)}, b"1", IntegrityError, "tensor w"),
+    ("unknown dtype", {"w": _entry([2], 0, 1, "F4")}, b"1", InputError, "unsupported dtype 'F4'"),
+    ("dtype is a list", {"w": {"dtype": [], "shape": [], "data_offsets": [0, 1]}}, b"1", IntegrityError, "w"),
+    ("wrong size", {"w": _entry([3], 0, 2)}, b"12", IntegrityError, "tensor w"),
+    ("huge shape", {"w": _entry([2**40, 2**40], 0, 2)}, b"12", IntegrityError, "tensor w"),
+    ("overlap", {"a": _entry([2], 0, 2), "b": _entry([2], 1, 3)}, b"123", IntegrityError, "a and b overlap"),
+    ("gap", {"a": _entry([1], 0, 1), "b": _entry([1], 2, 3)}, b"123", IntegrityError, "a and b overlap"),
+    ("late start", {"a": _entry([1], 1, 2)}, b"12", IntegrityError, "tensor a does not start"),
+    (
+        "truncated",
+        {"a": _entry([1], 0, 1), "b": _entry([9], 1, 10)},
+        b"123",
+        IntegrityError,
+        "inside tensor b",
+    ),
+    ("trailing", {"a": _entry([1], 0, 1)}, b"123", IntegrityError, "2 bytes after"),
+]
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "error", "words"),
+    [case[1:] for case in BAD_HEADERS],
+    ids=[case[0] for case in BAD_HEADERS],
+)
+def test_damaged_headers_are_refused_naming_file_and_tensor(
+    tmp_path: Path, header: Any, data: bytes, error: type[ExpertmeshError], words: str
+) -> None:
+    path = _raw(tmp_path / "model.safetensors", header, data)
+    with pytest.raises(error, match=words) as caught:
+        open_checkpoint(tmp_path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"123", (1 << 62).to_bytes(8, "little") + b"{}", (200_000_000).to_bytes(8, "little")]
+)
+def test_headers_longer_than_the_file_are_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(IntegrityError, match="damaged: header of"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_flipped_bit_in_a_header_is_refused_or_changes_nothing_that_is_used(tmp_path: Path) -> None:
+    save_file({"weight": torch.arange(6.0)}, tmp_path / "good.safetensors", metadata={"format": "pt"})
+    good = (tmp_path / "good.safetensors").read_bytes()
+    reference = {
+        name: (t.dtype, t.shape, t.offset) for name, t in read_header(tmp_path / "good.safetensors").items()
+    }
+    length = 8 + int.from_bytes(good[:8], "little")
+    for bit in range(8 * length):
+        flipped = bytearray(good)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path = tmp_path / "flipped.safetensors"
+        path.write_bytes(flipped)
+        try:
+            tensors = read_header(path)
+        except (IntegrityError, InputError):
+            continue
+        found = {name: (tensor.dtype, tensor.shape, tensor.offset) for name, tensor in tensors.items()}
+        # What is left are flips of the metadata, of the name (found when the plan is made) and between
+        # dtypes of one size (found by the model's kind of dtype where integers meet floats).
+        assert found == reference or "weight" not in found or found["weight"][0].itemsize == 4
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../model.safetensors",
+        "/etc/passwd",
+        "a/b.safetensors",
+        "..",
+        "",
+        "a\\b.safetensors",
+        "a.bin",
+        3,
+        None,
+    ],
+)
+def test_an_index_that_names_anything_but_files_beside_it_is_refused_for_security(
+    tmp_path: Path, name: Any
+) -> None:
+    save_file({"w": torch.ones(1)}, tmp_path.parent / "model.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(SecurityError, match="names the weights file") as caught:
+        open_checkpoint(tmp_path)
+    assert str(index) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": [1]}'])
+def test_an_index_without_a_weight_map_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(IntegrityError, match=r"model\.safetensors\.index\.json"):
+        open_checkpoint(tmp_path)
+
+
+def test_files_and_tensors_that_the_index_promises_must_be_there(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "one.safetensors"}}))
+    with pytest.raises(IntegrityError, match=r"one\.safetensors: no such file"):
+        open_checkpoint(tmp_path)
+    save_file({"other": torch.ones(1)}, tmp_path / "one.safetensors")
+    with pytest.raises(IntegrityError, match=r"says that w is in one\.safetensors"):
+        open_checkpoint(tmp_path)
+    save_file({"w": torch.ones(1)}, tmp_path / "one.safetensors")
+    save_file({"w": torch.ones(1), "v": torch.ones(1)}, tmp_path / "two.safetensors")
+    index.write_text(json.dumps({"weight_map": {"w": "one.safetensors", "v": "two.safetensors"}}))
+    with pytest.raises(IntegrityError, match=r"w is in both one\.safetensors and two\.safetensors"):
+        open_checkpoint(tmp_path)
+
+
+def test_pickles_are_refused_for_security_and_empty_directories_as_input(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such directory"):
+        open_checkpoint(tmp_path / "absent")
+    with pytest.raises(InputError, match="holds no weights"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(SecurityError, match=r"pytorch_model\.bin.*safetensors"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(SecurityError, match="only safetensors"):
+        open_checkpoint(tmp_path, "pytorch_model.bin")
+    save_file({"w": torch.ones(1)}, tmp_path / "special.safetensors")
+    assert list(open_checkpoint(tmp_path, "special.safetensors").tensors) == ["w"]
+
+
+def test_a_file_that_shrinks_after_its_header_was_read_names_the_tensor(tmp_path: Path) -> None:
+    save_file({"w": torch.randn(100)}, tmp_path / "model.safetensors")
+    with open_checkpoint(tmp_path) as checkpoint:
+        os.truncate(tmp_path / "model.safetensors", 200)
+        with pytest.raises(IntegrityError, match="ends inside tensor w"):
+            checkpoint.read(checkpoint.tensors["w"], ((0, 100),), torch.empty(100))
+
+
+def test_a_file_tensor_knows_its_bytes() -> None:
+    assert FileTensor("w", torch.bfloat16, (3, 5), Path("f"), 0).nbytes == 30
