@@ -1,5 +1,6 @@
 """`check` shows what training would see and exits 0, or refuses hopeless input with its line."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,17 @@ def test_report_shows_samples_targets_and_every_row_that_is_lost(
     assert "global batch 2 rows: 1 steps in the first epoch, 1 in 1 epoch" in out
     histogram = [line for line in out.splitlines() if "█" in line]
     assert [int(line.split()[-1]) for line in histogram] == [1, 2, 1]
+
+
+def test_targets_are_coloured_on_a_terminal(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = functools.partial(check.Console, force_terminal=True, color_system="standard")
+    monkeypatch.setattr(check, "Console", terminal)
+    check.run(config_of(model, write(tmp_path / "a.jsonl", [chat("Nothing.")])))
+    out = capsys.readouterr().out
+    assert "assistant\n\x1b[1;32mNothing.<|im_end|>\x1b[0m\n" in out
+    assert "[[" not in out
 
 
 def test_evaluation_data_is_reported_as_well(

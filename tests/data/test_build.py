@@ -84,6 +84,7 @@ def test_only_the_first_skipped_positions_are_kept(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [chat("a"), *["{"] * 50])
     _, report = build(path, on_error="skip")
     assert (report.skipped, len(report.skipped_at)) == (50, 20)
+    assert "skipped, malformed: 50, the first 20:" in report.lines()
 
 
 def test_unknown_keys_are_refused_with_the_formats(tmp_path: Path) -> None:

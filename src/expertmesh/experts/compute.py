@@ -77,8 +77,9 @@ def grouped_mlp(
 ) -> torch.Tensor:
     """For each row the weighted sum of its experts' outputs, `[R, H]`; differentiable in rows, weights and parameters.
 
-    `rows_RH` and the parameters share one dtype; `weight_P` may be wider. Rows without pairs give zeros. Always gives
-    every parameter a gradient (zeros without tokens), so that FSDP2's reduce-scatter is never skipped on one rank.
+    Computes in the dtype of `rows_RH`; parameters of another dtype (fp32 masters) are cast for each use, never kept in
+    both, and their gradients come back in their own. `weight_P` may be wider. Rows without pairs give zeros. Always
+    gives every parameter a gradient (zeros without tokens), so that FSDP2's reduce-scatter is never skipped on a rank.
     """
     out_RH: torch.Tensor = _GroupedMlp.apply(rows_RH, weight_P, up, down, up_bias, down_bias, pairs, form)
     return out_RH
@@ -97,15 +98,15 @@ class _GroupedMlp(torch.autograd.Function):
         pairs: LocalPairs,
         form: MlpForm,
     ) -> torch.Tensor:
-        end_L = pairs.expert_end_L
-        pre_P2I = form.grouped(rows_RH.index_select(0, pairs.row_P), _as_kn(up, form), end_L)
+        end_L, dtype = pairs.expert_end_L, rows_RH.dtype
+        pre_P2I = form.grouped(rows_RH.index_select(0, pairs.row_P), _as_kn(up.to(dtype), form), end_L)
         if up_bias is not None:
-            pre_P2I += _per_pair(up_bias, pairs)
+            pre_P2I += _per_pair(up_bias.to(dtype), pairs)
         act_PI = _activate(pre_P2I, form)
         act_PI *= weight_P.unsqueeze(1)
-        out_PH = form.grouped(act_PI, _as_kn(down, form), end_L)
+        out_PH = form.grouped(act_PI, _as_kn(down.to(dtype), form), end_L)
         if down_bias is not None:
-            out_PH += _per_pair(down_bias, pairs) * weight_P.unsqueeze(1)
+            out_PH += _per_pair(down_bias.to(dtype), pairs) * weight_P.unsqueeze(1)
         ctx.save_for_backward(rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias)
         ctx.pairs, ctx.form = pairs, form
         return segment_sum(out_PH, pairs.by_row)
@@ -114,22 +115,23 @@ class _GroupedMlp(torch.autograd.Function):
     def backward(ctx: Any, grad_out_RH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias = ctx.saved_tensors
         pairs, form = ctx.pairs, ctx.form
-        row_P, end_L = pairs.row_P, pairs.expert_end_L
+        row_P, end_L, dtype = pairs.row_P, pairs.expert_end_L, rows_RH.dtype
         grad_down_bias = grad_up_bias = None
 
         grad_out_PH = grad_out_RH.index_select(0, row_P)
-        grad_act_PI = form.grouped(grad_out_PH, _as_nk(down, form), end_L)  # with the routing weight still on it
+        # The gradient of the weighted activation; the routing weight is still on it.
+        grad_act_PI = form.grouped(grad_out_PH, _as_nk(down.to(dtype), form), end_L)
         act_PI, grad_pre_P2I, grad_weight_P = _activation_backward(pre_P2I, grad_act_PI, weight_P, form)
         if down_bias is not None:
-            bias_PH = _per_pair(down_bias, pairs)
+            bias_PH = _per_pair(down_bias.to(dtype), pairs)
             grad_weight_P = grad_weight_P + (grad_out_PH * bias_PH).sum(1, dtype=grad_weight_P.dtype)
             grad_down_bias = _sum_per_expert(grad_out_PH * weight_P.unsqueeze(1), pairs, down_bias)
-        grad_down = _weight_gradient(act_PI, grad_out_PH, end_L, form)
+        grad_down = _weight_gradient(act_PI, grad_out_PH, end_L, form).to(down.dtype)
         del grad_out_PH, grad_act_PI, act_PI
         if up_bias is not None:
             grad_up_bias = _sum_per_expert(grad_pre_P2I, pairs, up_bias)
-        grad_up = _weight_gradient(rows_RH.index_select(0, row_P), grad_pre_P2I, end_L, form)
-        grad_rows_RH = segment_sum(form.grouped(grad_pre_P2I, _as_nk(up, form), end_L), pairs.by_row)
+        grad_up = _weight_gradient(rows_RH.index_select(0, row_P), grad_pre_P2I, end_L, form).to(up.dtype)
+        grad_rows_RH = segment_sum(form.grouped(grad_pre_P2I, _as_nk(up.to(dtype), form), end_L), pairs.by_row)
         return grad_rows_RH, grad_weight_P, grad_up, grad_down, grad_up_bias, grad_down_bias, None, None
 
 

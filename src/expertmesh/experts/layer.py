@@ -54,7 +54,7 @@ class ExpertLayer:
         self._count(experts, index_TK)
         hidden_TH = hidden.reshape(-1, hidden.shape[-1]).to(self.dtype)
         rows_RH, weight_P, pairs, ticket = self.dispatcher.dispatch(hidden_TH, index_TK, weight_TK)
-        up, down, *biases = (self._local(experts, name) for name in self.spec.parameters)
+        up, down, *biases = (_local(experts.get_parameter(name)) for name in self.spec.parameters)
         up_bias, down_bias = biases or (None, None)
         out_RH = grouped_mlp(rows_RH, weight_P, pairs, up, down, up_bias, down_bias, self.form)
         out_TH = self.dispatcher.combine(out_RH, ticket).to(hidden.dtype)
@@ -71,12 +71,6 @@ class ExpertLayer:
             return
         load_E = count_pairs(index_TK, self.spec.num_experts)
         self.load_E = load_E if self.load_E is None else self.load_E + load_E
-
-    def _local(self, experts: nn.Module, name: str) -> torch.Tensor:
-        """This rank's experts, in the compute dtype. FSDP2 casts what it gathers; the rest is cast here."""
-        parameter = experts.get_parameter(name)
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        return local.to(self.dtype)
 
 
 def install(
@@ -110,6 +104,10 @@ def layer_of(experts: nn.Module) -> ExpertLayer:
     layer = experts._expertmesh_layer
     assert isinstance(layer, ExpertLayer)
     return layer
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _experts_forward(

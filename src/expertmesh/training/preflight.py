@@ -63,8 +63,8 @@ def preflight(config: Config, world_size: int) -> Checked:
         expert_shard_dim(spec, layout)
         choose_backend(spec, config.moe.compute, getattr(torch, config.precision.compute))
     accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
-    if config.data.packing and (reason := packing_refusal(model)):
-        raise InputError(f"data.packing: {reason}; set data.packing to false")
+    if config.data.packing:
+        _refuse_packing(config, model)
     _refuse_auxiliary_loss(config, model_config)
     _refuse_head(model)
     load_tokenizer(config.model)
@@ -112,6 +112,17 @@ def packing_refusal(model: nn.Module) -> str | None:
     if "masking_utils" not in inspect.getsource(inspect.getmodule(type(model)) or type(model)):
         return f"{config.model_type} builds attention masks by code of its own, which may not separate packed samples"
     return None
+
+
+def _refuse_packing(config: Config, model: nn.Module) -> None:
+    if reason := packing_refusal(model):
+        raise InputError(f"data.packing: {reason}; set data.packing to false")
+    if config.model.attention == "flash_attention_2" and config.train.micro_batch_size > 1:
+        # transformers derives sample borders from position ids only for a batch of one row.
+        raise InputError(
+            f"train.micro_batch_size {config.train.micro_batch_size}: flash_attention_2 separates packed samples only "
+            "at train.micro_batch_size 1; set that, or model.attention to sdpa"
+        )
 
 
 def _refuse_local_paths(config: Config) -> None:

@@ -1,0 +1,220 @@
+"""From `data.train` or `data.eval` to a `TokenizedDataset` and a `DataReport`.
+
+Read, detect the format, convert, render, tokenize, cut or drop, count: each row either becomes a sample or
+is counted under the reason why not. Every rank runs this over all rows (no collective is issued), which keeps
+every row reachable from every rank; data of billions of tokens should be tokenized elsewhere first.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+
+from expertmesh.config import DataConfig, DataSource
+from expertmesh.config.errors import InputError
+from expertmesh.data.encode import Encoded, Encoder
+from expertmesh.data.formats import FORMATS, MalformedRow, Record, convert, fitting_formats
+from expertmesh.data.report import POSITIONS_KEPT, DataReport, SourceReport, histogram_of
+from expertmesh.data.sources import RawRow, SourceFile, read_source
+from expertmesh.data.tokenized import TokenizedDataset, refuse_unknown_id
+
+_ROWS_PER_TOKENIZER_CALL = 512
+_ROWS_TRIED_FOR_A_FORMAT = 1000
+
+
+def build_dataset(
+    sources: Sequence[DataSource],
+    data_config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    model_vocab_size: int,
+) -> tuple[TokenizedDataset, DataReport]:
+    """Read and tokenize `sources` (`data.train` or `data.eval`) as `data_config` says.
+
+    `model_vocab_size` is the number of the model's embeddings. Raises `InputError` for data that cannot be
+    used: a malformed row under `on_error: stop`, a sample too long under `on_overlong: stop`, a token id
+    without an embedding, a chat template without a trustworthy mask, or a data set without a single target
+    token.
+    """
+    if not sources:
+        raise InputError("no data source is configured; name at least one file, directory or hub data set.")
+    builder = _Builder(data_config, tokenizer, model_vocab_size)
+    for source in sources:
+        builder.add(source)
+    return builder.finish()
+
+
+class _Builder:
+    def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+        self._config = config
+        self._encoder = Encoder(tokenizer, config.loss_on)
+        self._vocab_size = vocab_size
+        self._notes: list[str] = []
+        if len(tokenizer) > vocab_size:
+            self._notes.append(
+                f"the tokenizer knows {len(tokenizer):,} tokens but the model has {vocab_size:,} embeddings: "
+                "is it the model's own tokenizer?"
+            )
+        self._input_ids: list[npt.NDArray[np.int32]] = []
+        self._targets: list[npt.NDArray[np.bool_]] = []
+        self._file_of: list[int] = []
+        self._rows: list[int] = []
+        self._files: dict[SourceFile, int] = {}
+        self._sources: list[SourceReport] = []
+        self._lengths: list[int] = []
+        self._methods: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._skipped_at: list[str] = []
+        self._no_target_at: list[str] = []
+
+    def add(self, source: DataSource) -> None:
+        rows, files = 0, len(self._files)
+        also_fits: tuple[str, ...] = ()
+        raw_rows: Iterator[RawRow] = read_source(source.path)
+        format_name: str = source.format
+        if source.format == "auto":
+            format_name, also_fits, raw_rows = self._detect(raw_rows, source.path)
+        while chunk := list(islice(raw_rows, _ROWS_PER_TOKENIZER_CALL)):
+            rows += len(chunk)
+            self._add_chunk(chunk, format_name)
+        self._sources.append(
+            SourceReport(
+                path=source.path,
+                format=format_name,
+                detected=source.format == "auto",
+                also_fits=also_fits,
+                files=len(self._files) - files,
+                rows=rows,
+            )
+        )
+        self._counts["rows"] += rows
+
+    def _detect(self, raw_rows: Iterator[RawRow], path: str) -> tuple[str, tuple[str, ...], Iterator[RawRow]]:
+        """The format of the first usable row, what else would fit, and all rows again."""
+        seen: list[RawRow] = []
+        for raw in islice(raw_rows, _ROWS_TRIED_FOR_A_FORMAT):
+            seen.append(raw)
+            fits = fitting_formats(raw.value) if raw.value is not None else ()
+            if fits:
+                return fits[0], fits[1:], chain(seen, raw_rows)
+            if self._config.on_error == "stop":
+                keys = ", ".join(map(str, raw.value or ())) or "none"
+                raise InputError(
+                    f"{raw.position}: "
+                    + (raw.problem or f"the row's keys ({keys}) fit none of the formats {', '.join(FORMATS)}")
+                    + (
+                        "; correct the row, or set data.on_error: skip."
+                        if raw.problem
+                        else "; rename the keys."
+                    )
+                )
+        if not seen:
+            raise InputError(f"the data source {path} holds no row; name a source that does.")
+        raise InputError(
+            f"none of the first {len(seen):,} rows of {path} fits one of the formats {', '.join(FORMATS)}; "
+            "rename the rows' keys or correct the path."
+        )
+
+    def _add_chunk(self, chunk: Sequence[RawRow], format_name: str) -> None:
+        usable: list[tuple[RawRow, Record]] = []
+        for raw in chunk:
+            self._files.setdefault(raw.file, len(self._files))
+            if raw.value is None:
+                self._skip(raw, raw.problem or "")
+                continue
+            try:
+                usable.append((raw, convert(raw.value, format_name)))
+            except MalformedRow as error:
+                self._skip(raw, str(error))
+        results = self._encoder.encode([record for _, record in usable])
+        for (raw, _), result in zip(usable, results, strict=True):
+            if isinstance(result, Encoded):
+                self._add_sample(raw, result)
+            else:
+                self._skip(raw, str(result))
+
+    def _skip(self, raw: RawRow, reason: str) -> None:
+        message = f"{raw.position}: {reason}"
+        if self._config.on_error == "stop":
+            raise InputError(
+                f"{message}; correct the row, or set data.on_error: skip to leave such rows out."
+            )
+        self._counts["skipped"] += 1
+        _keep(self._skipped_at, message)
+
+    def _add_sample(self, raw: RawRow, encoded: Encoded) -> None:
+        length, limit = len(encoded.input_ids), self._config.max_length
+        input_ids, targets = encoded.input_ids, encoded.targets
+        if length and int(input_ids.max()) >= self._vocab_size:
+            refuse_unknown_id(raw.position, int(input_ids.max()), self._vocab_size)
+        self._lengths.append(length)
+        if length > limit:
+            if self._config.on_overlong == "stop":
+                raise InputError(
+                    f"{raw.position}: the sample has {length:,} tokens, more than data.max_length "
+                    f"{limit:,}; raise data.max_length, or set data.on_overlong to cut or drop."
+                )
+            if self._config.on_overlong == "drop":
+                self._counts["dropped"] += 1
+                return
+            input_ids, targets = input_ids[:limit], targets[:limit]
+        # The first token is never a target (see TokenizedDataset), so it alone is none.
+        if not targets[1:].any():
+            self._counts["no_target"] += 1
+            self._counts["no_target_after_cut"] += bool(encoded.targets[1:].any())
+            _keep(self._no_target_at, raw.position)
+            return
+        self._counts["cut"] += length > limit
+        self._counts["open_ended"] += encoded.open_ended
+        self._methods[encoded.method] += 1
+        self._input_ids.append(input_ids)
+        self._targets.append(targets)
+        self._file_of.append(self._files[raw.file])
+        self._rows.append(raw.number)
+
+    def finish(self) -> tuple[TokenizedDataset, DataReport]:
+        counts = self._counts
+        if not self._input_ids:
+            first = next(iter((*self._skipped_at, *self._no_target_at)), None)
+            raise InputError(
+                f"the data has no target token at all: of {counts['rows']:,} rows {counts['skipped']:,} are "
+                f"malformed, {counts['dropped']:,} too long and {counts['no_target']:,} without a target "
+                f"under data.loss_on: {self._config.loss_on}"
+                + (f" (first: {first})" if first else "")
+                + "; correct the data or data.loss_on."
+            )
+        if counts["open_ended"]:
+            self._notes.append(
+                f"in {counts['open_ended']:,} samples the last answer ends without a special token, so "
+                "the model is not taught where to stop"
+            )
+        dataset = TokenizedDataset(
+            self._input_ids, self._targets, files=tuple(self._files), file_of=self._file_of, rows=self._rows
+        )
+        report = DataReport(
+            sources=tuple(self._sources),
+            max_length=self._config.max_length,
+            rows=counts["rows"],
+            samples=len(dataset),
+            skipped=counts["skipped"],
+            skipped_at=tuple(self._skipped_at),
+            cut=counts["cut"],
+            dropped=counts["dropped"],
+            no_target=counts["no_target"],
+            no_target_at=tuple(self._no_target_at),
+            no_target_after_cut=counts["no_target_after_cut"],
+            tokens=dataset.tokens,
+            target_tokens=dataset.target_tokens,
+            histogram=histogram_of(self._lengths, self._config.max_length),
+            methods=tuple(self._methods.most_common()),
+            notes=tuple(self._notes),
+        )
+        return dataset, report
+
+
+def _keep(positions: list[str], position: str) -> None:
+    if len(positions) < POSITIONS_KEPT:
+        positions.append(position)

@@ -1,0 +1,211 @@
+"""A conversation rendered by the tokenizer's own chat template, and which characters of it are targets.
+
+`loss_on: assistant` follows the template's `{% generation %}` marks where it has them. Without marks a turn's
+target is what the template adds after the generation prompt, up to the end of that turn ("prefix
+difference"); where the truncated conversation renders differently from the full one (Qwen3 and GPT-OSS
+strip thinking from earlier turns), the turn is located in the full rendering with two stand-in answers
+("stand-ins"). Every span is checked against the full text; one that cannot be proven is refused, so a mask
+is never silently all ones or all zeros. Templates run in transformers' jinja sandbox. Never tokenizes.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from expertmesh.config.errors import InputError
+from expertmesh.data.formats import Conversation, MalformedRow
+
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
+# Two answers that share no first and no last character, hold nothing a template might strip or parse, and are
+# unlikely to occur in data: what differs between their renderings is the answer's place, and nothing else.
+_STAND_INS = ("0stand0in0", "1stand1in1")
+
+GENERATION_MARKS = "generation marks"
+SOME_TURNS_MARKED = "generation marks on some assistant turns only"
+PREFIX_DIFFERENCE = "prefix difference"
+STAND_INS = "stand-ins"
+EVERY_TOKEN = "every token"
+
+_HINT = "so its targets cannot be found: use a template with {% generation %} marks"
+
+Messages = Sequence[Mapping[str, Any]]
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """The full text of one conversation, the character spans that are targets, and how they were found."""
+
+    text: str
+    spans: tuple[Span, ...]
+    method: str
+
+
+class ChatRenderer:
+    """Renders conversations with one tokenizer's chat template; `loss_on` is assistant, completion or all.
+
+    Raises `InputError` when the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str) -> None:
+        try:
+            self._template: str = tokenizer.get_chat_template()
+        except ValueError as error:
+            raise InputError(
+                f"the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no chat template, "
+                "which rows of format messages, sharegpt and alpaca need; put a chat_template.jinja into "
+                "the model directory, or use data of format prompt_completion or text."
+            ) from error
+        self._tokenizer = tokenizer
+        self._loss_on = loss_on
+        self._special_strings = special_strings(tokenizer)
+        self._marked = _GENERATION_MARK.search(self._template) is not None
+
+    def render(self, conversation: Conversation) -> Rendered:
+        """Render one conversation and find its targets.
+
+        Raises `MalformedRow` when the template refuses the conversation, or renders it so that its assistant
+        turns cannot be located.
+        """
+        messages = conversation.messages
+        if self._loss_on == "all":
+            text = self._render(messages)
+            return Rendered(text, ((0, len(text)),), EVERY_TOKEN)
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if self._loss_on == "completion":
+            turns = turns[-1:]
+        elif self._marked:
+            return self._render_marked(messages, [messages[i] for i in turns])
+        text = self._render(messages)
+        spans: list[Span] = []
+        method = PREFIX_DIFFERENCE
+        for turn in turns:
+            span = self._span_by_prefixes(messages, turn, text)
+            if span is None:
+                span, method = self._span_by_stand_ins(messages, turn, text), STAND_INS
+            if spans and span[0] < spans[-1][1]:
+                raise MalformedRow(f"the chat template reorders assistant message {turn + 1}, {_HINT}")
+            spans.append(span)
+        return Rendered(text, tuple(spans), method)
+
+    def _render(self, messages: Messages, *, generation_prompt: bool = False) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+            )
+        except (TemplateError, ValueError, TypeError) as error:
+            raise MalformedRow(f"the chat template refuses the conversation ({error})") from error
+        assert isinstance(text, str)
+        return text
+
+    def _render_marked(self, messages: Messages, assistant_turns: Messages) -> Rendered:
+        # `apply_chat_template(return_assistant_tokens_mask=True)` gives tokens only, and marks every token up
+        # to the end of the text when a span's last character has no token; so take the character spans from
+        # the renderer beneath it.
+        template_variables: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
+        try:
+            # annotated `-> str` upstream, but returns the texts and, for each, the spans of its marks
+            rendered: Any = render_jinja_template(
+                conversations=[[dict(message) for message in messages]],
+                chat_template=self._template,
+                return_assistant_tokens_mask=True,
+                **template_variables,
+            )
+        except (TemplateError, ValueError, TypeError) as error:
+            raise MalformedRow(f"the chat template refuses the conversation ({error})") from error
+        (text,), (spans_of_text,) = rendered
+        spans = tuple((start, end) for start, end in spans_of_text if end > start)
+        marked = "\n".join(text[start:end] for start, end in spans)
+        covered = [_visible(message) in marked for message in assistant_turns if _visible(message)]
+        if covered and not any(covered):
+            raise MalformedRow(
+                "the {% generation %} marks of the chat template cover the text of no assistant message; "
+                "repair or remove them"
+            )
+        return Rendered(text, spans, GENERATION_MARKS if all(covered) else SOME_TURNS_MARKED)
+
+    def _span_by_prefixes(self, messages: Messages, turn: int, text: str) -> Span | None:
+        """What rendering up to and including `turn` adds to its generation prompt, if both begin `text`."""
+        start = self._prompt_length(messages, turn, text)
+        until_turn = self._render_or_none(messages[: turn + 1])
+        if start is None or until_turn is None or not text.startswith(until_turn) or len(until_turn) < start:
+            return None
+        # A template that leaves out or rewrites the answer is for the stand-ins to judge.
+        return (start, len(until_turn)) if _visible(messages[turn]) in until_turn[start:] else None
+
+    def _prompt_length(self, messages: Messages, turn: int, text: str) -> int | None:
+        """Length of the rendering before `turn` with the generation prompt, or None if `text` has another."""
+        prompt = self._render_or_none(messages[:turn], generation_prompt=True)
+        return len(prompt) if prompt is not None and text.startswith(prompt) else None
+
+    def _render_or_none(self, messages: Messages, *, generation_prompt: bool = False) -> str | None:
+        """A beginning of a conversation may be something the template refuses although the whole is not."""
+        if not messages:
+            return None
+        try:
+            return self._render(messages, generation_prompt=generation_prompt)
+        except MalformedRow:
+            return None
+
+    def _span_by_stand_ins(self, messages: Messages, turn: int, text: str) -> Span:
+        """Locate `turn` in the full rendering: what no answer changes is not part of the answer."""
+        name = f"assistant message {turn + 1}"
+        first, second = (self._render(_with_answer(messages, turn, answer)) for answer in _STAND_INS)
+        if _STAND_INS[0] not in first:
+            raise MalformedRow(f"the chat template leaves out the text of {name}")
+        before, _, after = first.partition(_STAND_INS[0])
+        if second != before + _STAND_INS[1] + after:
+            raise MalformedRow(f"the chat template repeats or transforms the text of {name}, {_HINT}")
+        if not text.endswith(after):
+            raise MalformedRow(f"what the chat template writes after {name} depends on that message, {_HINT}")
+        end = len(text) - len(after)
+        start = self._prompt_length(messages, turn, text)
+        if start is None and text.startswith(before):
+            start = len(before)
+        if start is None or start > end:
+            raise MalformedRow(f"the chat template does not begin {name} with its generation prompt, {_HINT}")
+        return start, end + self._closing_length(messages, turn, after)
+
+    def _closing_length(self, messages: Messages, turn: int, after: str) -> int:
+        """How many characters at the start of `after` end the turn (`<|im_end|>`).
+
+        They are what the template puts behind the answer when the turn is the last one. Templates that end
+        the last turn with one special token and earlier turns with another (GPT-OSS) are recognised by that.
+        """
+        last = self._render(_with_answer(messages[: turn + 1], turn, _STAND_INS[0]))
+        closing = last[last.rindex(_STAND_INS[0]) + len(_STAND_INS[0]) :] if _STAND_INS[0] in last else None
+        if closing is not None and after.startswith(closing):
+            return len(closing)
+        if closing is not None and any(closing.startswith(special) for special in self._special_strings):
+            for special in self._special_strings:
+                if after.startswith(special):
+                    return len(special)
+        raise MalformedRow(
+            f"the chat template does not show where assistant message {turn + 1} ends, {_HINT}"
+        )
+
+
+def special_strings(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """The strings of the tokenizer's special tokens; longest first, as one may begin another."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return tuple(sorted(added | set(tokenizer.all_special_tokens), key=lambda text: (-len(text), text)))
+
+
+def _visible(message: Mapping[str, Any]) -> str:
+    """The part of an answer that every template shows: many strip white space and earlier turns' thinking."""
+    content: str = message["content"]
+    return content.rpartition("</think>")[2].strip()
+
+
+def _with_answer(messages: Messages, turn: int, answer: str) -> list[Mapping[str, Any]]:
+    """The messages with another answer, and no thinking, at `turn`."""
+    replaced = {key: value for key, value in messages[turn].items() if key not in _THINKING_KEYS}
+    return [*messages[:turn], {**replaced, "content": answer}, *messages[turn + 1 :]]

@@ -1,0 +1,172 @@
+"""Records to token ids with a target mask: the one place that calls the tokenizer.
+
+A token is a target when it covers at least one character of a target span; characters come from the fast
+tokenizer's offsets, or, for a tokenizer without offsets, from prefixes whose ids must be true prefixes.
+Chat text is tokenized as the template wrote it. `text` and `prompt_completion` rows get the special tokens
+the tokenizer adds by itself (usually a bos) and, if it has one, an eos at the end. Knows no files and no
+length limit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+
+from expertmesh.data.chat import (
+    EVERY_TOKEN,
+    PREFIX_DIFFERENCE,
+    STAND_INS,
+    ChatRenderer,
+    Rendered,
+    Span,
+    special_strings,
+)
+from expertmesh.data.formats import Conversation, MalformedRow, PlainText, PromptCompletion, Record
+
+COMPLETION = "completion"
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One sample: `input_ids` [S] int32 and `targets` [S] bool.
+
+    `method` tells how the targets were found; `open_ended` that the last answer has no end token.
+    """
+
+    input_ids: npt.NDArray[np.int32]
+    targets: npt.NDArray[np.bool_]
+    method: str
+    open_ended: bool
+
+
+class Encoder:
+    """Encodes records with one tokenizer; `loss_on` is `data.loss_on`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str) -> None:
+        self._tokenizer = tokenizer
+        self._loss_on = loss_on
+        self._renderer: ChatRenderer | None = None
+        self._eos: int | None = tokenizer.eos_token_id
+        ids = [tokenizer.convert_tokens_to_ids(text) for text in special_strings(tokenizer)]
+        self._special_ids = np.array([i for i in ids if i is not None], dtype=np.int64)
+
+    def encode(self, records: Sequence[Record]) -> list[Encoded | MalformedRow]:
+        """Encode records, in order; one that cannot be encoded comes back as the reason why.
+
+        The tokenizer is called once for all chat records and once for all others.
+        """
+        results: list[Encoded | MalformedRow | None] = [None] * len(records)
+        chats: list[tuple[int, Rendered]] = []
+        documents: list[tuple[int, Rendered]] = []
+        for index, record in enumerate(records):
+            if not isinstance(record, Conversation):
+                documents.append((index, self._document(record)))
+                continue
+            self._renderer = self._renderer or ChatRenderer(self._tokenizer, self._loss_on)
+            try:
+                chats.append((index, self._renderer.render(record)))
+            except MalformedRow as error:
+                results[index] = error
+        for group, plain in ((chats, False), (documents, True)):
+            texts = [rendered.text for _, rendered in group]
+            for (index, rendered), tokens in zip(group, self._tokenize(texts, plain), strict=True):
+                results[index] = self._mask(rendered, *tokens, plain=plain)
+        return [result for result in results if result is not None]
+
+    def _document(self, record: PlainText | PromptCompletion) -> Rendered:
+        if isinstance(record, PlainText):
+            return Rendered(record.text, ((0, len(record.text)),), EVERY_TOKEN)
+        text = record.prompt + record.completion
+        if self._loss_on == "all":
+            return Rendered(text, ((0, len(text)),), EVERY_TOKEN)
+        return Rendered(text, ((len(record.prompt), len(text)),), COMPLETION)
+
+    def _tokenize(self, texts: list[str], add_special_tokens: bool) -> list[tuple[list[int], Any]]:
+        """Ids and character offsets (None from a tokenizer that has none) of each text."""
+        if not texts:
+            return []
+        # verbose=False: the warning about texts longer than the model is ours to give, with numbers.
+        encoding = self._tokenizer(
+            texts,
+            add_special_tokens=add_special_tokens,
+            return_offsets_mapping=self._tokenizer.is_fast,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        offsets = encoding["offset_mapping"] if self._tokenizer.is_fast else [None] * len(texts)
+        return list(zip(encoding["input_ids"], offsets, strict=True))
+
+    def _mask(
+        self, rendered: Rendered, ids: list[int], offsets: Any, *, plain: bool
+    ) -> Encoded | MalformedRow:
+        input_ids = np.array(ids, dtype=np.int32)
+        if rendered.method == EVERY_TOKEN:
+            targets = np.ones(len(ids), dtype=np.bool_)
+        else:
+            try:
+                covered = self._covered(rendered, ids, offsets, plain)
+            except MalformedRow as error:
+                return error
+            targets = np.zeros(len(ids), dtype=np.bool_)
+            for tokens in covered:
+                trim = rendered.method in (PREFIX_DIFFERENCE, STAND_INS)
+                targets[self._without_trailing_space(tokens, ids) if trim else tokens] = True
+        if plain:
+            return self._closed(input_ids, targets, rendered.method)
+        # The last but one too: some marks include the line break after the end token.
+        last = np.flatnonzero(targets)[-2:]
+        open_ended = last.size > 0 and not np.isin(input_ids[last], self._special_ids).any()
+        return Encoded(input_ids, targets, rendered.method, bool(open_ended))
+
+    def _closed(
+        self, input_ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_], method: str
+    ) -> Encoded:
+        """End a document or completion with eos, and make it a target: so the model learns to stop."""
+        if self._eos is not None and (not input_ids.size or input_ids[-1] != self._eos):
+            input_ids = np.append(input_ids, np.int32(self._eos))
+            targets = np.append(targets, np.True_)
+        elif self._eos is not None:
+            targets[-1] = True
+        return Encoded(input_ids, targets, method, open_ended=self._eos is None)
+
+    def _covered(
+        self, rendered: Rendered, ids: list[int], offsets: Any, plain: bool
+    ) -> list[npt.NDArray[np.int64]]:
+        """For each span, the indices of the tokens that cover at least one of its characters."""
+        if offsets is None:
+            return [self._covered_by_prefixes(rendered.text, span, ids, plain) for span in rendered.spans]
+        own = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+        # Offsets leave out trimmed spaces and whatever the normalizer removed, and are (0, 0) for tokens that
+        # the tokenizer added: so a token reaches from where its predecessors ended to where it ends.
+        ends = np.maximum.accumulate(own[:, 1]) if len(own) else own[:, 1]
+        previous = np.concatenate(([0], ends[:-1]))[: len(ends)]
+        starts = np.where(own[:, 0] < own[:, 1], np.minimum(own[:, 0], previous), previous)
+        return [
+            np.flatnonzero((starts < end) & (ends > start) & (starts < ends)) for start, end in rendered.spans
+        ]
+
+    def _covered_by_prefixes(
+        self, text: str, span: Span, ids: list[int], plain: bool
+    ) -> npt.NDArray[np.int64]:
+        (to_start, _), (to_end, _) = self._tokenize([text[: span[0]], text[: span[1]]], plain)
+        if ids[: len(to_start)] != to_start or ids[: len(to_end)] != to_end:
+            raise MalformedRow(
+                "tokens reach across the border of an answer, and this tokenizer gives no offsets"
+            )
+        return np.arange(len(to_start), len(to_end))
+
+    def _without_trailing_space(self, tokens: npt.NDArray[np.int64], ids: list[int]) -> npt.NDArray[np.int64]:
+        """Drop what follows the turn's last special token when it is only white space.
+
+        ChatML ends a turn with `<|im_end|>` and a newline that belongs to the layout: generation stops before
+        it, and templates with generation marks leave it out as well.
+        """
+        special = np.flatnonzero(np.isin(np.array(ids, dtype=np.int64)[tokens], self._special_ids))
+        if not special.size:
+            return tokens
+        kept, rest = np.split(tokens, [special[-1] + 1])
+        text = str(self._tokenizer.decode([ids[token] for token in rest])) if rest.size else ""
+        return tokens if text.strip() else kept

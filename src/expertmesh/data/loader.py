@@ -1,0 +1,220 @@
+"""Which rows each optimizer step trains on, and the batches of one data rank.
+
+The order of an epoch depends on (seed, epoch) alone and the rows of a step on that order alone; the layout
+only decides which data rank holds which of them. Every row of an epoch is trained on exactly once, whatever
+the number of ranks. All ranks derive the same plan from the same data set: nothing here communicates.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from expertmesh.config.errors import InputError
+from expertmesh.data.packing import Batch, PackedRows, Row, pack, packed_batch, padded_batch
+from expertmesh.data.tokenized import IGNORE, TokenizedDataset
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer step as one data rank sees it.
+
+    `micro_batches` are this rank's, equally many on every rank. `rows`, `tokens` (without padding) and
+    `target_tokens` count the whole step over all data ranks and micro-batches: `target_tokens` is what
+    the summed loss is divided by, known here without a collective.
+    """
+
+    epoch: int
+    step_in_epoch: int
+    rows: int
+    tokens: int
+    target_tokens: int
+    micro_batches: tuple[Batch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one data rank takes of a list of rows."""
+
+    dataset: TokenizedDataset
+    micro_batch_size: int
+    data_rank: int
+    data_ranks: int
+    packing: bool
+    pad_token_id: int
+
+    def micro_batches(self, rows: Sequence[Row]) -> Iterator[Batch]:
+        """This rank's micro-batches of `rows`, which are dealt to the ranks in turn, so that no two ranks
+        differ by more than one row.
+
+        Ranks that run out of rows repeat the first one with every label -100: its loss and its gradients are
+        exactly zero, and the rank still takes part in every collective of its peers.
+        """
+        mine = rows[self.data_rank :: self.data_ranks]
+        for start in range(0, -(-len(rows) // self.data_ranks), self.micro_batch_size):
+            part = mine[start : start + self.micro_batch_size]
+            if part:
+                yield self._batch(part)
+            else:
+                batch = self._batch(rows[:1])
+                yield {**batch, "labels": torch.full_like(batch["labels"], IGNORE)}
+
+    def _batch(self, rows: Sequence[Row]) -> Batch:
+        assemble = packed_batch if self.packing else padded_batch
+        return assemble(self.dataset, rows, self.pad_token_id)
+
+
+class TrainingBatches:
+    """The optimizer steps of every epoch, for one data rank.
+
+    `global_batch_size` counts rows per step over the whole job (packed rows under `packing`). The last step
+    of an epoch holds what is left, with fewer micro-batches if that suffices. With `shuffle` and `packing`
+    off, step s holds samples s·G … s·G+G-1 in file order.
+
+    With `packing` and `shuffle` each epoch is packed anew after shuffling, so that its number of steps can
+    differ by a little: use `steps_in_epoch` and `total_steps` for schedules.
+    """
+
+    def __init__(
+        self,
+        dataset: TokenizedDataset,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_rank: int,
+        data_ranks: int,
+        packing: bool,
+        shuffle: bool,
+        seed: int,
+        pad_token_id: int,
+        max_length: int,
+    ) -> None:
+        if not len(dataset):
+            raise InputError(
+                "the training data has no sample, so there is no step to train; correct data.train."
+            )
+        assert 0 <= data_rank < data_ranks
+        self.accumulation = accumulation_of(global_batch_size, micro_batch_size, data_ranks)
+        self._share = _Share(dataset, micro_batch_size, data_rank, data_ranks, packing, pad_token_id)
+        self._dataset = dataset
+        self._global_batch_size = global_batch_size
+        self._packing = packing
+        self._shuffle = shuffle
+        self._seed = seed
+        self._max_length = max_length
+        self._plans: dict[int, PackedRows] = {}
+        self._steps: dict[int, int] = {}
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of epoch 0; of every epoch unless both `packing` and `shuffle` are on."""
+        return self.steps_in_epoch(0)
+
+    def steps_in_epoch(self, epoch: int) -> int:
+        """Steps of one epoch."""
+        if epoch not in self._steps:
+            fixed = not (self._packing and self._shuffle)
+            rows = self.plan(0 if fixed else epoch).rows
+            self._steps[epoch] = -(-len(rows) // self._global_batch_size)
+        return self._steps[epoch]
+
+    def total_steps(self, num_epochs: int) -> int:
+        """Steps of epochs 0 … `num_epochs`-1."""
+        return sum(self.steps_in_epoch(epoch) for epoch in range(num_epochs))
+
+    def plan(self, epoch: int) -> PackedRows:
+        """The rows of one epoch in training order, equal on every rank; `fill` tells how full they are."""
+        if epoch not in self._plans:
+            count = len(self._dataset)
+            order = np.arange(count)
+            if self._shuffle:
+                order = np.random.default_rng([self._seed, epoch]).permutation(count)
+            self._plans.clear()  # one epoch is in use at a time, and a plan holds an array per row
+            self._plans[epoch] = self._rows(order)
+        return self._plans[epoch]
+
+    def _rows(self, order: Row) -> PackedRows:
+        if self._packing:
+            return pack(self._dataset.lengths, order, self._max_length)
+        return _unpacked(self._dataset, order, self._max_length)
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Step]:
+        """The steps of one epoch from `start_step` (counted from 0) on; earlier rows are not touched."""
+        rows, size = self.plan(epoch).rows, self._global_batch_size
+        for step in range(start_step, self.steps_in_epoch(epoch)):
+            part = rows[step * size : (step + 1) * size]
+            samples = np.concatenate(part)
+            yield Step(
+                epoch=epoch,
+                step_in_epoch=step,
+                rows=len(part),
+                tokens=int(self._dataset.lengths[samples].sum()),
+                target_tokens=int(self._dataset.target_counts[samples].sum()),
+                micro_batches=tuple(self._share.micro_batches(part)),
+            )
+
+
+class EvaluationBatches:
+    """Every row of an evaluation set once, in file order, over all data ranks.
+
+    Iterating yields this rank's batches, equally many on every rank (a rank that runs out repeats a row
+    without targets). `target_tokens` is the total over all ranks, by which the summed loss is divided.
+    """
+
+    def __init__(
+        self,
+        dataset: TokenizedDataset,
+        *,
+        micro_batch_size: int,
+        data_rank: int,
+        data_ranks: int,
+        packing: bool,
+        pad_token_id: int,
+        max_length: int,
+    ) -> None:
+        if not len(dataset):
+            raise InputError("the evaluation data has no sample; correct data.eval, or leave it empty.")
+        assert 0 <= data_rank < data_ranks
+        assert micro_batch_size > 0
+        order = np.arange(len(dataset))
+        plan = pack(dataset.lengths, order, max_length) if packing else _unpacked(dataset, order, max_length)
+        self._rows = plan.rows
+        self._share = _Share(dataset, micro_batch_size, data_rank, data_ranks, packing, pad_token_id)
+        self.target_tokens = dataset.target_tokens
+
+    def __len__(self) -> int:
+        """Batches per rank."""
+        return -(-len(self._rows) // (self._share.data_ranks * self._share.micro_batch_size))
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._share.micro_batches(self._rows)
+
+
+def accumulation_of(global_batch_size: int, micro_batch_size: int, data_ranks: int) -> int:
+    """Micro-batches per optimizer step and rank; `InputError` with the nearest valid sizes if not whole."""
+    per_pass = micro_batch_size * data_ranks
+    if global_batch_size > 0 and global_batch_size % per_pass == 0:
+        return global_batch_size // per_pass
+    below, above = global_batch_size // per_pass * per_pass, (global_batch_size // per_pass + 1) * per_pass
+    nearest = f"{below} or {above}" if below > 0 else f"{above}"
+    raise InputError(
+        f"train.global_batch_size {global_batch_size} is not a multiple of train.micro_batch_size "
+        f"{micro_batch_size} × {data_ranks} data ranks = {per_pass}; the nearest valid "
+        f"train.global_batch_size is {nearest}."
+    )
+
+
+def padding_token_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
+    """An id to pad with: the pad token, else eos, else 0, skipping those that the model has no embedding for.
+
+    Padding carries no label and no other token attends to it, so the choice changes no result.
+    """
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((int(token_id) for token_id in known if token_id is not None and token_id < vocab_size), 0)
+
+
+def _unpacked(dataset: TokenizedDataset, order: Row, max_length: int) -> PackedRows:
+    fill = float(dataset.lengths.sum()) / (len(dataset) * max_length)
+    return PackedRows(tuple(order.reshape(-1, 1)), fill)

@@ -1,0 +1,110 @@
+"""What became of the rows: the counts that `train` and `check` print, so that no row is lost in silence."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+POSITIONS_KEPT = 20
+"""How many positions of each kind of rejected row are named; the counts are always complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReport:
+    """One entry of `data.train` or `data.eval`: the format its rows were read in and how that was decided."""
+
+    path: str
+    format: str
+    detected: bool
+    also_fits: tuple[str, ...]
+    files: int
+    rows: int
+
+    def line(self) -> str:
+        how = "detected" if self.detected else "configured"
+        also = (
+            f"; its rows also fit {', '.join(self.also_fits)}: set `format` to choose"
+            if self.also_fits
+            else ""
+        )
+        files = f"{self.files} file{'s' * (self.files != 1)}"
+        return f"{self.path}: format {self.format} ({how}{also}), {self.rows:,} rows in {files}"
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramBin:
+    """Samples of `above` < tokens <= `up_to`, before cutting; the last bin is open (`up_to` None)."""
+
+    above: int
+    up_to: int | None
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class DataReport:
+    """Counts of one data set.
+
+    `rows` = `samples` + `skipped` + `dropped` + `no_target`. `cut` counts samples shortened to `max_length`;
+    `no_target_after_cut` are those among `no_target` that cutting robbed of their targets. The `*_at` fields
+    name the first rows concerned. `methods` counts samples by how their targets were found.
+    """
+
+    sources: tuple[SourceReport, ...]
+    max_length: int
+    rows: int
+    samples: int
+    skipped: int
+    skipped_at: tuple[str, ...]
+    cut: int
+    dropped: int
+    no_target: int
+    no_target_at: tuple[str, ...]
+    no_target_after_cut: int
+    tokens: int
+    target_tokens: int
+    histogram: tuple[HistogramBin, ...]
+    methods: tuple[tuple[str, int], ...]
+    notes: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """The report for a terminal or a log, without markup; the histogram is left to `check`."""
+        share = self.target_tokens / self.tokens if self.tokens else 0.0
+        lines = [source.line() for source in self.sources]
+        lines.append(f"samples {self.samples:,} of {self.rows:,} rows, tokens {self.tokens:,}")
+        lines.append(f"target tokens {self.target_tokens:,} ({share:.1%})")
+        lines.append(
+            "targets found by " + ", ".join(f"{method}: {count:,}" for method, count in self.methods)
+        )
+        if self.cut:
+            lines.append(f"cut to {self.max_length:,} tokens: {self.cut:,}")
+        if self.dropped:
+            lines.append(f"dropped, longer than {self.max_length:,} tokens: {self.dropped:,}")
+        if self.skipped:
+            first = f", the first {len(self.skipped_at)}" if len(self.skipped_at) < self.skipped else ""
+            lines.append(f"skipped, malformed: {self.skipped:,}{first}:")
+            lines += [f"  {reason}" for reason in self.skipped_at]
+        if self.no_target:
+            cut = (
+                f", {self.no_target_after_cut:,} of them because of the cut"
+                if self.no_target_after_cut
+                else ""
+            )
+            lines.append(
+                f"left out, no target token: {self.no_target:,}{cut} "
+                f"({_listed(self.no_target_at, self.no_target)})"
+            )
+        return lines + [f"note: {note}" for note in self.notes]
+
+
+def histogram_of(lengths: Sequence[int], max_length: int, bins: int = 8) -> tuple[HistogramBin, ...]:
+    """`bins` bins of equal width up to `max_length`, and one for everything longer."""
+    edges = [max_length * i // bins for i in range(bins + 1)]
+    # A zero-length sample belongs to the first bin.
+    counts, _ = np.histogram(np.maximum(np.array(lengths), 1) - 1, bins=[*edges, np.inf])
+    uppers: list[int | None] = [*edges[1:], None]
+    return tuple(HistogramBin(low, high, int(n)) for low, high, n in zip(edges, uppers, counts, strict=True))
+
+
+def _listed(positions: tuple[str, ...], total: int) -> str:
+    more = total - len(positions)
+    return ", ".join(positions) + (f" and {more:,} more" if more else "")

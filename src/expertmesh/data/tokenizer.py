@@ -1,0 +1,41 @@
+"""The model's tokenizer, or one sentence why it cannot be had.
+
+`train`, `check` and the demo take it from here. Reads no weights, and runs no code that comes with a model
+unless `model.trust_remote_code` says so.
+"""
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from expertmesh.config import ModelConfig
+from expertmesh.config.errors import InputError, SecurityError
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of `model.name_or_path`; every rank may call it, no collective.
+
+    Raises `InputError` when there is none or it is damaged, `SecurityError` when it needs its own code and
+    `model.trust_remote_code` is off.
+    """
+    name = model.name_or_path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except Exception as error:  # transformers, the hub client and the Rust library share no base class
+        reason = " ".join(str(error).split())
+        if "trust_remote_code" in reason and not model.trust_remote_code:
+            raise SecurityError(
+                f"the tokenizer of {name} is Python code that the model brings along; read that code, and "
+                "set model.trust_remote_code: true if you trust it."
+            ) from error
+        raise InputError(
+            f"the tokenizer of {name} cannot be loaded ({reason[:200]}); check model.name_or_path and that "
+            "the tokenizer's files are there and whole."
+        ) from error
+    # Without any tokenizer file transformers makes an empty tokenizer for some families, without a word.
+    if len(tokenizer) <= len(tokenizer.added_tokens_decoder):
+        raise InputError(
+            f"the tokenizer of {name} has no vocabulary; put the model's tokenizer.json into its directory."
+        )
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
