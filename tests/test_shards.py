@@ -75,9 +75,7 @@ def _check(results: list[dict[str, Any]], shape: tuple[int, ...]) -> None:
     ("shape", "mesh_shape"),
     [((8, 3), (2,)), ((7, 3), (4,)), ((2, 3), (4,)), ((5,), (2,)), ((8, 3), (2, 2)), ((3, 2), (2, 2))],
 )
-def test_boxes_of_dense_shards_are_where_fsdp_put_them(
-    shape: tuple[int, ...], mesh_shape: tuple[int, ...]
-) -> None:
+def test_boxes_of_dense_shards_are_where_fsdp_put_them(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> None:
     world = mesh_shape[0] * mesh_shape[-1] if len(mesh_shape) == 2 else mesh_shape[0]
     _check(run_ranks(_dense, world, shape, mesh_shape), shape)
 

@@ -36,9 +36,7 @@ def refusal(path: Path, *overrides: str) -> str:
         ("schedule.zzz", "the keys here are name, warmup_ratio"),
     ],
 )
-def test_an_unknown_key_is_answered_with_the_one_that_was_meant(
-    tmp_path: Path, key: str, advice: str
-) -> None:
+def test_an_unknown_key_is_answered_with_the_one_that_was_meant(tmp_path: Path, key: str, advice: str) -> None:
     message = refusal(write(tmp_path), f"{key}=1")
     assert message.startswith(f"override '{key}=1': {key} is not a key of the configuration; {advice}")
 
@@ -67,9 +65,7 @@ def test_an_unknown_key_is_answered_with_the_one_that_was_meant(
         ("precision.compute=fp16", "precision.compute is 'fp16', but float16 needs loss scaling"),
     ],
 )
-def test_a_wrong_value_is_answered_with_what_the_key_accepts(
-    tmp_path: Path, override: str, sentence: str
-) -> None:
+def test_a_wrong_value_is_answered_with_what_the_key_accepts(tmp_path: Path, override: str, sentence: str) -> None:
     assert refusal(write(tmp_path), override).startswith(f"override {override!r}: {sentence}")
 
 

@@ -58,9 +58,7 @@ def test_a_dumped_config_names_no_key_that_does_nothing(tmp_path: Path) -> None:
 
 def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(tmp_path: Path) -> None:
     path = write(tmp_path, "train: {max_steps: 5}\n")
-    config = load_config(
-        path, ["train.max_steps=6", "train.max_steps=7", "data.train.0.path=b", "data.train.1.path=c"]
-    )
+    config = load_config(path, ["train.max_steps=6", "train.max_steps=7", "data.train.0.path=b", "data.train.1.path=c"])
     assert config.train.max_steps == 7
     assert [source.path for source in config.data.train] == ["b", "c"]
 
@@ -73,8 +71,7 @@ def test_every_problem_is_reported_at_once_each_with_its_place(tmp_path: Path) -
         f"{path}:6: train.max_steps must be an integer of at least 1 or null, not 'many'",
         f"{path}:9: optim.lr is not a key of the configuration; did you mean optim.learning_rate?",
         "override 'log.every_steps=0': log.every_steps must be an integer of at least 1, not 0",
-        "override 'parallel.tp=2': parallel.tp is 2, but tensor parallelism is not available yet; "
-        "set parallel.tp to 1",
+        "override 'parallel.tp=2': parallel.tp is 2, but tensor parallelism is not available yet; set parallel.tp to 1",
     }
 
 

@@ -21,9 +21,7 @@ from expertmesh.config.overrides import apply_override
         ("a.b=x=y", {"a": {"b": "x=y"}, "l": [{"p": "x"}]}, ("a", "b")),
     ],
 )
-def test_an_override_sets_what_it_names(
-    override: str, after: dict[str, Any], changed: tuple[Any, ...]
-) -> None:
+def test_an_override_sets_what_it_names(override: str, after: dict[str, Any], changed: tuple[Any, ...]) -> None:
     values: dict[str, Any] = {"a": {"b": 1}, "l": [{"p": "x"}]}
     assert apply_override(values, override) == changed
     assert values == after

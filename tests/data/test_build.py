@@ -38,9 +38,7 @@ def test_format_is_detected_per_source_and_echoed(tmp_path: Path) -> None:
     chats = write(tmp_path / "chat.jsonl", [{**chat("a"), "text": "flat"}])
     texts = write(tmp_path / "text.jsonl", [{"text": "running text"}])
     config = DataConfig(train=[DataSource(path=str(chats)), DataSource(path=str(texts), format="text")])
-    dataset, report = build_dataset(
-        config.train, config, bpe_tokenizer(on_the_fly.CHATML), model_vocab_size=VOCABULARY
-    )
+    dataset, report = build_dataset(config.train, config, bpe_tokenizer(on_the_fly.CHATML), model_vocab_size=VOCABULARY)
     assert [(s.format, s.detected, s.also_fits) for s in report.sources] == [
         ("messages", True, ("text",)),
         ("text", False, ()),
@@ -74,9 +72,7 @@ def test_malformed_rows_are_skipped_and_counted_when_asked(tmp_path: Path) -> No
     dataset, report = build(path, on_error="skip")
     assert (len(dataset), report.rows, report.skipped) == (1, 7, 6)
     assert dataset.position(0) == f"{path}:4"
-    assert [message.split(": ")[0].removeprefix(f"{path}:") for message in report.skipped_at] == list(
-        "123567"
-    )
+    assert [message.split(": ")[0].removeprefix(f"{path}:") for message in report.skipped_at] == list("123567")
     assert any("unknown role 'critic'" in line for line in report.lines())
 
 
@@ -110,9 +106,7 @@ def test_overlong_samples_are_cut_dropped_or_refused(tmp_path: Path) -> None:
     assert dataset.lengths.max() == 32
     dataset, report = build(path, max_length=32, on_overlong="drop")
     assert (len(dataset), report.dropped, report.cut) == (1, 2, 0)
-    with pytest.raises(
-        InputError, match=r"a\.jsonl:2: the sample has \d+ tokens, more than data\.max_length 32"
-    ):
+    with pytest.raises(InputError, match=r"a\.jsonl:2: the sample has \d+ tokens, more than data\.max_length 32"):
         build(path, max_length=32, on_overlong="stop")
 
 
@@ -145,9 +139,7 @@ def test_rows_add_up(tmp_path: Path) -> None:
 
 def test_data_without_any_target_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "anyone?"}]}] * 3)
-    with pytest.raises(
-        InputError, match=r"no target token at all: of 3 rows .*3 without a target.*a\.jsonl:1"
-    ):
+    with pytest.raises(InputError, match=r"no target token at all: of 3 rows .*3 without a target.*a\.jsonl:1"):
         build(path)
 
 

@@ -48,9 +48,7 @@ THINKING = (
 @pytest.mark.parametrize(
     ("template", "contents", "expected", "method"),
     [
-        pytest.param(
-            on_the_fly.CHATML, PLAIN, [PLAIN[1] + END, PLAIN[3] + END], "prefix difference", id="chatml"
-        ),
+        pytest.param(on_the_fly.CHATML, PLAIN, [PLAIN[1] + END, PLAIN[3] + END], "prefix difference", id="chatml"),
         pytest.param(
             on_the_fly.CHATML_WITH_MARKS,
             PLAIN,
@@ -161,9 +159,7 @@ def test_conversation_without_an_answer_has_no_target() -> None:
 
 
 def test_conversation_that_begins_with_the_assistant() -> None:
-    conversation = Conversation(
-        ({"role": "assistant", "content": "Hi."}, {"role": "user", "content": "Bye."})
-    )
+    conversation = Conversation(({"role": "assistant", "content": "Hi."}, {"role": "user", "content": "Bye."}))
     tokenizer = bpe_tokenizer(on_the_fly.CHATML)
     assert target_texts(tokenizer, encode(tokenizer, conversation)) == ["Hi." + END]
 
@@ -194,13 +190,8 @@ def test_missing_chat_template_names_the_tokenizer_and_the_mend() -> None:
 
 
 def test_marks_on_some_turns_only_are_told() -> None:
-    template = on_the_fly.CHATML_WITH_MARKS.replace(
-        "== 'assistant' %}{% gen", "== 'assistant' and loop.last %}{% gen"
-    )
-    assert (
-        encode(bpe_tokenizer(template), talk(*PLAIN)).method
-        == "generation marks on some assistant turns only"
-    )
+    template = on_the_fly.CHATML_WITH_MARKS.replace("== 'assistant' %}{% gen", "== 'assistant' and loop.last %}{% gen")
+    assert encode(bpe_tokenizer(template), talk(*PLAIN)).method == "generation marks on some assistant turns only"
 
 
 def test_prompt_is_no_target_and_the_completion_ends_with_eos() -> None:

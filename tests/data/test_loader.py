@@ -37,9 +37,7 @@ def batches(dataset: TokenizedDataset, rank: int = 0, ranks: int = 1, **changes:
     return TrainingBatches(dataset, data_rank=rank, data_ranks=ranks, **{**settings, **changes})
 
 
-def steps_of_all_ranks(
-    dataset: TokenizedDataset, epoch: int, ranks: int, **changes: Any
-) -> list[tuple[Step, ...]]:
+def steps_of_all_ranks(dataset: TokenizedDataset, epoch: int, ranks: int, **changes: Any) -> list[tuple[Step, ...]]:
     per_rank = [list(batches(dataset, rank, ranks, **changes).epoch(epoch)) for rank in range(ranks)]
     return list(zip(*per_rank, strict=True))
 

@@ -15,9 +15,7 @@ VOCABULARY = 96
 @pytest.fixture
 def dataset() -> TokenizedDataset:
     generator = np.random.default_rng(0)
-    ids = [
-        generator.integers(1, VOCABULARY, size=size).astype(np.int32) for size in (5, 9, 1, 7, 12, 3, 8, 4, 2)
-    ]
+    ids = [generator.integers(1, VOCABULARY, size=size).astype(np.int32) for size in (5, 9, 1, 7, 12, 3, 8, 4, 2)]
     return TokenizedDataset([*ids], [np.ones(len(row), dtype=np.bool_) for row in ids])
 
 
@@ -102,9 +100,7 @@ def test_unpacked_rows_have_the_logits_of_separate_rows(dataset: TokenizedDatase
     )
     for step in loader.epoch(0):
         (batch,) = step.micro_batches
-        logits = model(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
-        ).logits
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
         for row, length in enumerate(batch["attention_mask"].sum(1).tolist()):
             alone = model(input_ids=batch["input_ids"][row : row + 1, :length], use_cache=False).logits[0]
             torch.testing.assert_close(logits[row, :length], alone, rtol=1e-5, atol=1e-5)

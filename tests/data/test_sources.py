@@ -70,9 +70,7 @@ def test_directory_is_read_file_by_file_in_sorted_order(tmp_path: Path) -> None:
         (b"[" * 100_000, "nested too deeply"),
     ],
 )
-def test_damaged_line_is_one_problem_row_and_the_others_are_read(
-    tmp_path: Path, line: bytes, problem: str
-) -> None:
+def test_damaged_line_is_one_problem_row_and_the_others_are_read(tmp_path: Path, line: bytes, problem: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "one"}\n' + line + b'\n{"text": "three"}\n')
     first, damaged, third = read(path)
@@ -119,9 +117,7 @@ def test_paths_that_hold_no_data_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["nowhere/train.jsonl", "./train", "/no/such/dir", "a/b/c", "train.parquet"])
-def test_missing_local_path_is_refused_without_asking_the_hub(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_local_path_is_refused_without_asking_the_hub(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: pytest.fail("asked the hub"))
     with pytest.raises(InputError, match=f"data path {path} does not exist"):
         read(path)
@@ -145,7 +141,5 @@ def test_hub_failure_says_that_the_path_is_not_local_either(monkeypatch: pytest.
         raise ConnectionError("no route to the hub\nmore")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(
-        InputError, match=r"org/name is no local file.*split 'train'.*\(no route to the hub\)"
-    ):
+    with pytest.raises(InputError, match=r"org/name is no local file.*split 'train'.*\(no route to the hub\)"):
         read("org/name")

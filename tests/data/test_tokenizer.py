@@ -7,7 +7,7 @@ import pytest
 from transformers import DeepseekV3Config, Qwen3MoeConfig
 
 from expertmesh.config import ModelConfig
-from expertmesh.config.errors import InputError, SecurityError
+from expertmesh.config.errors import InputError
 from expertmesh.data import load_tokenizer
 from tests.data.tokenizers_on_the_fly import CHATML, bpe_tokenizer
 
@@ -40,6 +40,6 @@ def test_code_of_a_model_does_not_run_unless_trusted(tmp_path: Path) -> None:
     wanted = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["code.Own", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(wanted))
     DeepseekV3Config().save_pretrained(tmp_path)
-    with pytest.raises(SecurityError, match=r"model\.trust_remote_code: true if you trust it"):
+    with pytest.raises(InputError, match=r"model\.trust_remote_code: true if you trust it"):
         load_tokenizer(ModelConfig(name_or_path=str(tmp_path)))
     assert not ran.exists()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # imported lazily by DTensor; here once, instead of two seconds in every forked rank
 import torch.distributed as dist
 
 

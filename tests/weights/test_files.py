@@ -12,7 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from expertmesh.config.errors import ExpertmeshError, InputError, IntegrityError, SecurityError
 from expertmesh.shards import extents, slices, volume
-from expertmesh.weights.files import MAX_GAP_BYTES, FileTensor, as_bytes, open_checkpoint, read_header
+from expertmesh.weights.files import (
+    MAX_GAP_BYTES,
+    MAX_MERGED_ROW_BYTES,
+    FileTensor,
+    as_bytes,
+    open_checkpoint,
+    read_header,
+)
 
 
 def _tensors() -> dict[str, torch.Tensor]:
@@ -58,9 +65,7 @@ def test_values_of_every_dtype_and_box_equal_the_librarys(tmp_path: Path) -> Non
                 assert checkpoint.bytes_read - before >= wanted
 
 
-def test_contiguous_boxes_read_exactly_their_bytes_in_one_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_contiguous_boxes_read_exactly_their_bytes_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file({"w": torch.randn(8, 6, 4)}, tmp_path / "model.safetensors")
     calls: list[int] = []
     preadv = os.preadv
@@ -83,10 +88,11 @@ def test_one_element_is_read_into_a_tensor_with_any_strides(tmp_path: Path) -> N
     assert out.sum() == 11
 
 
-def test_columns_far_apart_are_read_row_by_row_and_close_ones_with_their_gaps(tmp_path: Path) -> None:
+def test_rows_are_read_one_by_one_but_short_close_ones_with_their_gaps(tmp_path: Path) -> None:
     far = torch.randn(5, 2 * MAX_GAP_BYTES)
     close = torch.randn(6, 64)
-    save_file({"far": far, "close": close}, tmp_path / "model.safetensors")
+    long = torch.randn(3, MAX_MERGED_ROW_BYTES)
+    save_file({"far": far, "close": close, "long": long}, tmp_path / "model.safetensors")
     with open_checkpoint(tmp_path) as checkpoint:
         out = torch.empty(5, 3)
         checkpoint.read(checkpoint.tensors["far"], ((0, 5), (7, 10)), out)
@@ -96,6 +102,11 @@ def test_columns_far_apart_are_read_row_by_row_and_close_ones_with_their_gaps(tm
         checkpoint.read(checkpoint.tensors["close"], ((0, 6), (16, 48)), out)
         assert torch.equal(out, close[:, 16:48])
         assert checkpoint.bytes_read - 60 == 5 * 64 * 4 + 32 * 4
+        before = checkpoint.bytes_read
+        out = torch.empty(3, MAX_MERGED_ROW_BYTES - 1)
+        checkpoint.read(checkpoint.tensors["long"], ((0, 3), (1, MAX_MERGED_ROW_BYTES)), out)
+        assert torch.equal(out, long[:, 1:])
+        assert checkpoint.bytes_read - before == out.nbytes
 
 
 def test_sharded_checkpoints_are_one_set_of_tensors_and_links_are_followed(tmp_path: Path) -> None:
@@ -170,9 +181,7 @@ def test_headers_longer_than_the_file_are_refused(tmp_path: Path, content: bytes
 def test_a_flipped_bit_in_a_header_is_refused_or_changes_nothing_that_is_used(tmp_path: Path) -> None:
     save_file({"weight": torch.arange(6.0)}, tmp_path / "good.safetensors", metadata={"format": "pt"})
     good = (tmp_path / "good.safetensors").read_bytes()
-    reference = {
-        name: (t.dtype, t.shape, t.offset) for name, t in read_header(tmp_path / "good.safetensors").items()
-    }
+    reference = {name: (t.dtype, t.shape, t.offset) for name, t in read_header(tmp_path / "good.safetensors").items()}
     length = 8 + int.from_bytes(good[:8], "little")
     for bit in range(8 * length):
         flipped = bytearray(good)
@@ -203,9 +212,7 @@ def test_a_flipped_bit_in_a_header_is_refused_or_changes_nothing_that_is_used(tm
         None,
     ],
 )
-def test_an_index_that_names_anything_but_files_beside_it_is_refused_for_security(
-    tmp_path: Path, name: Any
-) -> None:
+def test_an_index_that_names_anything_but_files_beside_it_is_refused_for_security(tmp_path: Path, name: Any) -> None:
     save_file({"w": torch.ones(1)}, tmp_path.parent / "model.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"w": name}}))

@@ -35,9 +35,7 @@ def run(config: Config, samples: int = 3) -> int:
     `data.on_error: stop`, data without any target.
     """
     model = config.model
-    model_config, _ = read_model_config(
-        model.name_or_path, model.revision, model.trust_remote_code, weights=False
-    )
+    model_config, _ = read_model_config(model.name_or_path, model.revision, model.trust_remote_code, weights=False)
     vocab_size = int(model_config.get_text_config().vocab_size)
     tokenizer = load_tokenizer(model)
     console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -54,9 +52,7 @@ def run(config: Config, samples: int = 3) -> int:
     return 0
 
 
-def _print_sample(
-    console: Console, dataset: TokenizedDataset, index: int, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def _print_sample(console: Console, dataset: TokenizedDataset, index: int, tokenizer: PreTrainedTokenizerBase) -> None:
     sample = dataset.sample(index)
     targets = (sample.labels != IGNORE).tolist()
     text = Text()

@@ -21,9 +21,7 @@ from expertmesh.config.errors import (
 )
 
 TRACEBACK_LINES = 20
-_BY_EXIT_CODE = {
-    error.exit_code: error for error in (InputError, IntegrityError, SecurityError, DistributedFailure)
-}
+_BY_EXIT_CODE = {error.exit_code: error for error in (InputError, IntegrityError, SecurityError, DistributedFailure)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +54,7 @@ def wait_for_peers(directory: Path, world_size: int, seconds: float) -> None:
         time.sleep(0.02)
 
 
-def root_cause(
-    failures: Sequence[RankFailure], exit_codes: Mapping[int, int], world_size: int
-) -> ExpertmeshError:
+def root_cause(failures: Sequence[RankFailure], exit_codes: Mapping[int, int], world_size: int) -> ExpertmeshError:
     """The error to report. `failures` are sorted by time; `exit_codes` are by rank, negative for a signal.
 
     In this order: the first sentence meant for the user; a rank that a signal killed without a word; the
@@ -75,18 +71,14 @@ def root_cause(
             return _silent_end(rank, code)
     for failure in failures:
         return _sentence(failure, failures, world_size)
-    blamed = min(
-        silent, key=lambda rank: (silent[rank] in consequences, silent[rank] == -signal.SIGTERM, rank)
-    )
+    blamed = min(silent, key=lambda rank: (silent[rank] in consequences, silent[rank] == -signal.SIGTERM, rank))
     return _silent_end(blamed, silent[blamed])
 
 
 def _sentence(failure: RankFailure, failures: Sequence[RankFailure], world_size: int) -> ExpertmeshError:
     if failure.traceback:
         tail = "\n".join(failure.traceback.rstrip().splitlines()[-TRACEBACK_LINES:])
-        end = (
-            f"rank {failure.rank} ended with exit code {failure.exit_code} by an unexpected {failure.message}"
-        )
+        end = f"rank {failure.rank} ended with exit code {failure.exit_code} by an unexpected {failure.message}"
         return DistributedFailure(f"{end}; the last lines of its traceback:\n{tail}")
     same = [f for f in failures if (f.exit_code, f.message) == (failure.exit_code, failure.message)]
     prefix = "" if len(same) == world_size else f"rank {failure.rank}: "

@@ -55,9 +55,7 @@ def check_job(nproc: int | None) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         text = os.environ.get(name, os.environ["WORLD_SIZE"])
         if not text.isdigit():
-            raise InputError(
-                f"the environment variable {name} is {text!r}, not a number; mend it or unset it"
-            )
+            raise InputError(f"the environment variable {name} is {text!r}, not a number; mend it or unset it")
         numbers[name] = int(text)
     if nproc not in (None, numbers["LOCAL_WORLD_SIZE"]):
         raise InputError(
@@ -72,9 +70,7 @@ def local_ranks(nproc: int | None) -> int:
 
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else None
     if devices is not None and nproc is not None and nproc > devices:
-        raise InputError(
-            f"--nproc is {nproc}, but this machine has {devices} accelerators; use {devices} or fewer"
-        )
+        raise InputError(f"--nproc is {nproc}, but this machine has {devices} accelerators; use {devices} or fewer")
     return nproc or devices or CPU_RANKS
 
 
@@ -102,9 +98,7 @@ def launch(config: Config, ranks: int, train: str = TRAIN) -> int:
     return 0
 
 
-def _run_agent(
-    config: Config, ranks: int, train: str, directory: Path, signals: list[signal.Signals]
-) -> None:
+def _run_agent(config: Config, ranks: int, train: str, directory: Path, signals: list[signal.Signals]) -> None:
     """Start the ranks under PyTorch's elastic agent and wait for all; the first failure ends the rest."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -102,16 +102,12 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="hub id or local directory")
     parser.add_argument("--world-size", metavar="N", type=_positive, help="show the layouts for N ranks")
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="let the model's own Python code run"
-    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="let the model's own Python code run")
 
 
 def _check_arguments(parser: argparse.ArgumentParser) -> None:
     _config_arguments(parser)
-    parser.add_argument(
-        "--samples", metavar="N", type=_positive, default=3, help="samples to show (default: 3)"
-    )
+    parser.add_argument("--samples", metavar="N", type=_positive, default=3, help="samples to show (default: 3)")
 
 
 def _positive(text: str) -> int:
@@ -140,7 +136,5 @@ def _check(options: argparse.Namespace) -> int:
 VERBS = {
     "train": Verb("fine-tune the model that a YAML file describes", _train_arguments, _train),
     "inspect": Verb("show what a model is made of and how it can be laid out", _inspect_arguments, _inspect),
-    "check": Verb(
-        "validate a YAML file, its data and its tokenizer without training", _check_arguments, _check
-    ),
+    "check": Verb("validate a YAML file, its data and its tokenizer without training", _check_arguments, _check),
 }

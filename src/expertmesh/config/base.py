@@ -42,9 +42,7 @@ class Section(BaseModel, metaclass=_RefusesInSentences):
     section: ClassVar[str] = ""
 
 
-Listed = Annotated[
-    tuple[T, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-]
+Listed = Annotated[tuple[T, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 """A list of the file, kept as a tuple: a frozen section must not hold something that can change."""
 
 

@@ -56,6 +56,4 @@ def _read(source: str) -> str:
     except UnicodeDecodeError as error:
         raise InputError(f"{source}: byte {error.start} is not UTF-8 text; save the file as UTF-8") from None
     except OSError as error:
-        raise InputError(
-            f"{source}: the configuration cannot be read ({error.strerror}); check the path"
-        ) from None
+        raise InputError(f"{source}: the configuration cannot be read ({error.strerror}); check the path") from None

@@ -18,9 +18,7 @@ def apply_override(values: dict[str, Any], override: str) -> Path:
     key_text, equals, text = override.partition("=")
     parts = key_text.split(".")
     if not equals or not all(parts):
-        raise InputError(
-            f"override {override!r} is not of the form key=value; write for example train.max_steps=10"
-        )
+        raise InputError(f"override {override!r} is not of the form key=value; write for example train.max_steps=10")
     value = parse_yaml(text, f"override {override!r}").value
     container: Container = values
     path: Path = ()
@@ -35,9 +33,7 @@ def apply_override(values: dict[str, Any], override: str) -> Path:
             new = new or path
         if not isinstance(inner, dict | list):
             here = ".".join(str(key) for key in path)
-            raise InputError(
-                f"override {override!r}: {here} is {inner!r}, which has no keys; set {here} itself"
-            )
+            raise InputError(f"override {override!r}: {here} is {inner!r}, which has no keys; set {here} itself")
         container = inner
     key = _key_in(container, parts[-1], path, override)
     _put(container, key, value)

@@ -33,9 +33,7 @@ class Document:
 _NULL = re.compile(r"~|null|Null|NULL|")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]{1,99}|0o[0-7]{1,99}|0x[0-9a-fA-F]{1,99}")  # Python refuses huge ones
-_FLOAT = re.compile(
-    r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
-)
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
 def parse_yaml(text: str, source: str) -> Document:
@@ -67,9 +65,7 @@ def _refuse_more_than_plain(event: yaml.Event, source: str) -> None:
         )
     tag = getattr(event, "tag", None)
     if tag is not None:
-        raise InputError(
-            f"{where}: the tag {tag} is refused, because only plain values are read; remove the tag"
-        )
+        raise InputError(f"{where}: the tag {tag} is refused, because only plain values are read; remove the tag")
 
 
 def _value(node: yaml.Node, path: Path, source: str, lines: dict[Path, int]) -> Any:
@@ -92,9 +88,7 @@ def _mapping(node: yaml.MappingNode, path: Path, source: str, lines: dict[Path, 
         here = (*path, key)
         if key in values:
             dotted = ".".join(str(part) for part in here)
-            raise InputError(
-                f"{source}:{line}: {dotted} is given twice (first on line {lines[here]}); remove one"
-            )
+            raise InputError(f"{source}:{line}: {dotted} is given twice (first on line {lines[here]}); remove one")
         lines[here] = line
         values[key] = _value(value_node, here, source, lines)
     return values
@@ -117,12 +111,8 @@ class _Dumper(yaml.SafeDumper):
     """Quotes text that either YAML 1.1 (PyYAML's own table) or 1.2 (below) would read as something else."""
 
 
-_Dumper.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(f"^(?:{_FLOAT.pattern})$"), list("-+.0123456789")
-)
-_Dumper.add_implicit_resolver(
-    "tag:yaml.org,2002:int", re.compile(f"^(?:{_INT.pattern})$"), list("-+0123456789")
-)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^(?:{_FLOAT.pattern})$"), list("-+.0123456789"))
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(f"^(?:{_INT.pattern})$"), list("-+0123456789"))
 
 
 def dump_yaml(value: Any) -> str:

@@ -105,11 +105,7 @@ class _Builder:
                 raise InputError(
                     f"{raw.position}: "
                     + (raw.problem or f"the row's keys ({keys}) fit none of the formats {', '.join(FORMATS)}")
-                    + (
-                        "; correct the row, or set data.on_error: skip."
-                        if raw.problem
-                        else "; rename the keys."
-                    )
+                    + ("; correct the row, or set data.on_error: skip." if raw.problem else "; rename the keys.")
                 )
         if not seen:
             raise InputError(f"the data source {path} holds no row; name a source that does.")
@@ -139,9 +135,7 @@ class _Builder:
     def _skip(self, raw: RawRow, reason: str) -> None:
         message = f"{raw.position}: {reason}"
         if self._config.on_error == "stop":
-            raise InputError(
-                f"{message}; correct the row, or set data.on_error: skip to leave such rows out."
-            )
+            raise InputError(f"{message}; correct the row, or set data.on_error: skip to leave such rows out.")
         self._counts["skipped"] += 1
         _keep(self._skipped_at, message)
 

@@ -188,9 +188,7 @@ class ChatRenderer:
             for special in self._special_strings:
                 if after.startswith(special):
                     return len(special)
-        raise MalformedRow(
-            f"the chat template does not show where assistant message {turn + 1} ends, {_HINT}"
-        )
+        raise MalformedRow(f"the chat template does not show where assistant message {turn + 1} ends, {_HINT}")
 
 
 def special_strings(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:

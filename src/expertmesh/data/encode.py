@@ -99,9 +99,7 @@ class Encoder:
         offsets = encoding["offset_mapping"] if self._tokenizer.is_fast else [None] * len(texts)
         return list(zip(encoding["input_ids"], offsets, strict=True))
 
-    def _mask(
-        self, rendered: Rendered, ids: list[int], offsets: Any, *, plain: bool
-    ) -> Encoded | MalformedRow:
+    def _mask(self, rendered: Rendered, ids: list[int], offsets: Any, *, plain: bool) -> Encoded | MalformedRow:
         input_ids = np.array(ids, dtype=np.int32)
         if rendered.method == EVERY_TOKEN:
             targets = np.ones(len(ids), dtype=np.bool_)
@@ -121,9 +119,7 @@ class Encoder:
         open_ended = last.size > 0 and not np.isin(input_ids[last], self._special_ids).any()
         return Encoded(input_ids, targets, rendered.method, bool(open_ended))
 
-    def _closed(
-        self, input_ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_], method: str
-    ) -> Encoded:
+    def _closed(self, input_ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_], method: str) -> Encoded:
         """End a document or completion with eos, and make it a target: so the model learns to stop."""
         if self._eos is not None and (not input_ids.size or input_ids[-1] != self._eos):
             input_ids = np.append(input_ids, np.int32(self._eos))
@@ -132,9 +128,7 @@ class Encoder:
             targets[-1] = True
         return Encoded(input_ids, targets, method, open_ended=self._eos is None)
 
-    def _covered(
-        self, rendered: Rendered, ids: list[int], offsets: Any, plain: bool
-    ) -> list[npt.NDArray[np.int64]]:
+    def _covered(self, rendered: Rendered, ids: list[int], offsets: Any, plain: bool) -> list[npt.NDArray[np.int64]]:
         """For each span, the indices of the tokens that cover at least one of its characters."""
         if offsets is None:
             return [self._covered_by_prefixes(rendered.text, span, ids, plain) for span in rendered.spans]
@@ -144,18 +138,12 @@ class Encoder:
         ends = np.maximum.accumulate(own[:, 1]) if len(own) else own[:, 1]
         previous = np.concatenate(([0], ends[:-1]))[: len(ends)]
         starts = np.where(own[:, 0] < own[:, 1], np.minimum(own[:, 0], previous), previous)
-        return [
-            np.flatnonzero((starts < end) & (ends > start) & (starts < ends)) for start, end in rendered.spans
-        ]
+        return [np.flatnonzero((starts < end) & (ends > start) & (starts < ends)) for start, end in rendered.spans]
 
-    def _covered_by_prefixes(
-        self, text: str, span: Span, ids: list[int], plain: bool
-    ) -> npt.NDArray[np.int64]:
+    def _covered_by_prefixes(self, text: str, span: Span, ids: list[int], plain: bool) -> npt.NDArray[np.int64]:
         (to_start, _), (to_end, _) = self._tokenize([text[: span[0]], text[: span[1]]], plain)
         if ids[: len(to_start)] != to_start or ids[: len(to_end)] != to_end:
-            raise MalformedRow(
-                "tokens reach across the border of an answer, and this tokenizer gives no offsets"
-            )
+            raise MalformedRow("tokens reach across the border of an answer, and this tokenizer gives no offsets")
         return np.arange(len(to_start), len(to_end))
 
     def _without_trailing_space(self, tokens: npt.NDArray[np.int64], ids: list[int]) -> npt.NDArray[np.int64]:

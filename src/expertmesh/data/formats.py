@@ -98,9 +98,7 @@ def _parse_sharegpt(row: Mapping[str, Any]) -> Conversation:
     return _conversation(row, "from", "value", _SHAREGPT_ROLES)
 
 
-def _conversation(
-    row: Mapping[str, Any], role_key: str, text_key: str, roles: Mapping[str, str]
-) -> Conversation:
+def _conversation(row: Mapping[str, Any], role_key: str, text_key: str, roles: Mapping[str, str]) -> Conversation:
     turns = _turns(row, role_key)
     if not turns:
         raise MalformedRow("the conversation has no message")
@@ -165,9 +163,7 @@ def _content(value: Any, where: str, key: str) -> str:
     for part in value:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text":
-            raise MalformedRow(
-                f"{where} has a content part of type {kind!r}, and only 'text' parts are supported"
-            )
+            raise MalformedRow(f"{where} has a content part of type {kind!r}, and only 'text' parts are supported")
         texts.append(_text(part.get("text"), f"a text part of {where}"))
     return "".join(texts)
 
@@ -193,9 +189,7 @@ def _refuse_unsupported_keys(item: Mapping[str, Any], where: str) -> None:
         return
     for key in _WEIGHT_KEYS:
         if item.get(key) not in (None, True, 1):
-            raise MalformedRow(
-                f"{where} has {key!r}: {item[key]!r}, and per-message weights are not supported"
-            )
+            raise MalformedRow(f"{where} has {key!r}: {item[key]!r}, and per-message weights are not supported")
 
 
 def _kind(value: Any) -> str:

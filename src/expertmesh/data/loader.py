@@ -92,9 +92,7 @@ class TrainingBatches:
         max_length: int,
     ) -> None:
         if not len(dataset):
-            raise InputError(
-                "the training data has no sample, so there is no step to train; correct data.train."
-            )
+            raise InputError("the training data has no sample, so there is no step to train; correct data.train.")
         assert 0 <= data_rank < data_ranks
         self.accumulation = accumulation_of(global_batch_size, micro_batch_size, data_ranks)
         self._share = _Share(dataset, micro_batch_size, data_rank, data_ranks, packing, pad_token_id)

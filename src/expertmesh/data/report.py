@@ -22,11 +22,7 @@ class SourceReport:
 
     def line(self) -> str:
         how = "detected" if self.detected else "configured"
-        also = (
-            f"; its rows also fit {', '.join(self.also_fits)}: set `format` to choose"
-            if self.also_fits
-            else ""
-        )
+        also = f"; its rows also fit {', '.join(self.also_fits)}: set `format` to choose" if self.also_fits else ""
         files = f"{self.files} file{'s' * (self.files != 1)}"
         return f"{self.path}: format {self.format} ({how}{also}), {self.rows:,} rows in {files}"
 
@@ -72,9 +68,7 @@ class DataReport:
         lines = [source.line() for source in self.sources]
         lines.append(f"samples {self.samples:,} of {self.rows:,} rows, tokens {self.tokens:,}")
         lines.append(f"target tokens {self.target_tokens:,} ({share:.1%})")
-        lines.append(
-            "targets found by " + ", ".join(f"{method}: {count:,}" for method, count in self.methods)
-        )
+        lines.append("targets found by " + ", ".join(f"{method}: {count:,}" for method, count in self.methods))
         if self.cut:
             lines.append(f"cut to {self.max_length:,} tokens: {self.cut:,}")
         if self.dropped:
@@ -84,14 +78,9 @@ class DataReport:
             lines.append(f"skipped, malformed: {self.skipped:,}{first}:")
             lines += [f"  {reason}" for reason in self.skipped_at]
         if self.no_target:
-            cut = (
-                f", {self.no_target_after_cut:,} of them because of the cut"
-                if self.no_target_after_cut
-                else ""
-            )
+            cut = f", {self.no_target_after_cut:,} of them because of the cut" if self.no_target_after_cut else ""
             lines.append(
-                f"left out, no target token: {self.no_target:,}{cut} "
-                f"({_listed(self.no_target_at, self.no_target)})"
+                f"left out, no target token: {self.no_target:,}{cut} ({_listed(self.no_target_at, self.no_target)})"
             )
         return lines + [f"note: {note}" for note in self.notes]
 

@@ -63,9 +63,7 @@ def read_source(path: str) -> Iterator[RawRow]:
 
 
 def _files_of(directory: Path, path: str) -> list[Path]:
-    files = sorted(
-        f for f in directory.iterdir() if f.is_file() and f.suffix in SUFFIXES and f.name[0] != "."
-    )
+    files = sorted(f for f in directory.iterdir() if f.is_file() and f.suffix in SUFFIXES and f.name[0] != ".")
     if not files:
         raise InputError(
             f"the data directory {path} holds no {', '.join(SUFFIXES)} file (sub-directories are not "
@@ -107,18 +105,14 @@ def _parse_line(source: SourceFile, number: int, line: bytes) -> RawRow:
     try:
         text = line.decode("utf-8").strip()
     except UnicodeDecodeError as error:
-        return RawRow(
-            source, number, None, f"byte {error.start + 1} of the line is not UTF-8 ({error.reason})"
-        )
+        return RawRow(source, number, None, f"byte {error.start + 1} of the line is not UTF-8 ({error.reason})")
     duplicates: list[str] = []
     try:
         value, end = _decoder(duplicates).raw_decode(text)
     except (ValueError, RecursionError) as error:
         return RawRow(source, number, None, f"the line is not JSON ({_json_reason(error)})")
     if end != len(text):
-        return RawRow(
-            source, number, None, f"the line goes on after its JSON value ends, at column {end + 1}"
-        )
+        return RawRow(source, number, None, f"the line goes on after its JSON value ends, at column {end + 1}")
     return _object_row(source, number, value, duplicates)
 
 
@@ -133,9 +127,7 @@ def _read_json(file: Path) -> Iterator[RawRow]:
     try:
         text = file.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"{file} is not UTF-8 ({error.reason} at byte {error.start + 1}); convert it."
-        ) from error
+        raise InputError(f"{file} is not UTF-8 ({error.reason} at byte {error.start + 1}); convert it.") from error
     yield from _list_rows(source, text)
 
 
@@ -151,9 +143,7 @@ def _list_rows(source: SourceFile, text: str) -> Iterator[RawRow]:
 
     def damaged(number: int, index: int, reason: str) -> InputError:
         line = text.count("\n", 0, index) + 1
-        return InputError(
-            f"{source.position(number)} (line {line}): {reason}; the rest of the file cannot be read."
-        )
+        return InputError(f"{source.position(number)} (line {line}): {reason}; the rest of the file cannot be read.")
 
     position, number = after_space(text.index("[") + 1), 1
     if text[position : position + 1] == "]":
@@ -238,9 +228,7 @@ def _read_hub(path: str) -> Iterator[RawRow]:
     split = match["split"] or "train"
     try:
         table = datasets.load_dataset(match["id"], split=split)
-    except (
-        Exception
-    ) as error:  # the hub client raises a dozen unrelated classes; every one becomes this sentence
+    except Exception as error:  # the hub client raises a dozen unrelated classes; every one becomes this sentence
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(
             f"the data path {path} is no local file or directory, and split {split!r} of the hub data set "

@@ -7,13 +7,13 @@ unless `model.trust_remote_code` says so.
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from expertmesh.config import ModelConfig
-from expertmesh.config.errors import InputError, SecurityError
+from expertmesh.config.errors import InputError
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer of `model.name_or_path`; every rank may call it, no collective.
 
-    Raises `InputError` when there is none or it is damaged, `SecurityError` when it needs its own code and
+    Raises `InputError` when there is none, when it is damaged, or when it needs its own code and
     `model.trust_remote_code` is off.
     """
     name = model.name_or_path
@@ -24,7 +24,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     except Exception as error:  # transformers, the hub client and the Rust library share no base class
         reason = " ".join(str(error).split())
         if "trust_remote_code" in reason and not model.trust_remote_code:
-            raise SecurityError(
+            raise InputError(
                 f"the tokenizer of {name} is Python code that the model brings along; read that code, and "
                 "set model.trust_remote_code: true if you trust it."
             ) from error

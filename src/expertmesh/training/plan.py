@@ -11,7 +11,6 @@ from expertmesh.config import Config
 from expertmesh.data import DataReport, TrainingBatches
 from expertmesh.mesh import Mesh
 from expertmesh.training.preflight import Checked
-from expertmesh.weights.load import bytes_to_read
 
 
 def plan_lines(
@@ -22,8 +21,9 @@ def plan_lines(
     resolved: dict[str, str],
     reports: Sequence[DataReport],
     batches: TrainingBatches,
-    total_steps: int,
     *,
+    total_steps: int,
+    bytes_to_load: int,
     checkpointing: bool,
 ) -> Iterator[str]:
     """The plan of this rank, line by line. `model` is sharded and may still be on meta. No communication."""
@@ -31,8 +31,7 @@ def plan_lines(
     yield f"model      {config.model.name_or_path}: {checked.model_config.model_type}, " + _experts_line(anatomy)
     yield from (f"           {line}" for line in layout.table().splitlines())
     dense, expert = local_parameters(model, anatomy)
-    to_load = _gib(bytes_to_read(model, checked.directory))
-    yield f"per rank   {dense:,} dense + {expert:,} expert parameters, {to_load} to load"
+    yield f"per rank   {dense:,} dense + {expert:,} expert parameters, {_gib(bytes_to_load)} to load"
     precision = config.precision
     yield f"precision  {precision.params} parameters, {precision.compute} compute, {precision.reduce} reduce"
     yield f"experts    dispatch {resolved['dispatch']}, compute {resolved['compute']}, router {config.moe.router}"

@@ -27,6 +27,7 @@ from expertmesh.training.optimizer import build_optimizer, build_schedule
 from expertmesh.training.plan import plan_lines
 from expertmesh.training.preflight import Checked, preflight
 from expertmesh.weights.agree import together
+from expertmesh.weights.load import bytes_to_read
 from expertmesh.weights.save import save_model
 
 
@@ -76,11 +77,22 @@ def train(config: Config) -> None:
     )
     reports = [training[1], *([evaluation[1]] if evaluation else [])]
     directory = Path(config.output_dir)
+    with together("reading the headers of the weights"):
+        to_load = bytes_to_read(model, checked.directory)
     if mesh.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         for line in plan_lines(
-            config, checked, mesh, model, resolved, reports, batches, total_steps, checkpointing=checkpointing
+            config,
+            checked,
+            mesh,
+            model,
+            resolved,
+            reports,
+            batches,
+            total_steps=total_steps,
+            bytes_to_load=to_load,
+            checkpointing=checkpointing,
         ):
             print(line, flush=True)
     load_weights(model, checked.directory, mesh)

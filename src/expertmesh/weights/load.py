@@ -1,0 +1,146 @@
+"""Fills an already sharded model from a Hugging Face directory: each rank reads only the bytes of its shards.
+
+Tensor by tensor, straight into the local shards, on whatever device they are, cast to the parameter's
+dtype. Beside the shards a rank holds at most one block of one tensor in host memory. Everything that can go
+wrong is raised on every rank with the same sentence. Never gathers, never broadcasts weights: a rank's
+experts cannot be overwritten by another rank's.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from expertmesh.config.errors import IntegrityError
+from expertmesh.shards import Box, local_box, local_tensor
+from expertmesh.weights.agree import together
+from expertmesh.weights.files import Checkpoint, FileTensor, open_checkpoint
+from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.mapping import LoadPlan, model_tensors, plan_load
+from expertmesh.weights.pieces import Leaf
+from expertmesh.weights.reading import bytes_needed, read_box
+
+_CHECKED_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What this rank did. Bytes are of tensor data; `local_bytes` those of its shards in the model's dtypes.
+
+    `experts` are (experts module, first, last + 1): the experts of each layer that this rank holds a part
+    of. `ignored` are the file tensors that the model's family declares unused.
+    """
+
+    tensors: int
+    bytes_read: int
+    checkpoint_bytes: int
+    local_bytes: int
+    experts: tuple[tuple[str, int, int], ...]
+    ignored: tuple[str, ...]
+
+
+def fill(model: PreTrainedModel, directory: str | Path) -> LoadReport:
+    """Give each parameter and persistent buffer of `model` its value from the safetensors of `directory`.
+
+    `model` may be plain or parallelised (FSDP2, expert-parallel DTensors); its local shards have to be
+    allocated. Every rank calls it. Tied tensors are read once. The model remembers the file layout, so that
+    saving restores it. Raises on all ranks alike: `InputError`, `SecurityError`, `IntegrityError` (see
+    `open_checkpoint` and `plan_load`), the last also for values that are not finite. Issues one small
+    all-reduce on the default group.
+    """
+    weights_file = getattr(model.config, "transformers_weights", None)
+    with together("loading weights"), open_checkpoint(directory, weights_file) as checkpoint:
+        report = fill_planned(model, checkpoint, plan_load(model, checkpoint))
+    return report
+
+
+def bytes_to_read(model: PreTrainedModel, directory: str | Path) -> int:
+    """How many bytes of tensor data `fill` will read on this rank, from headers; `model` may be on meta.
+
+    Raises what `fill` raises before it reads a weight; issues no collective, so call it on every rank or
+    inside `together`.
+    """
+    state = model_tensors(model)
+    with open_checkpoint(directory, getattr(model.config, "transformers_weights", None)) as checkpoint:
+        plan = plan_load(model, checkpoint)
+    sources = [*plan.tensors.items(), *plan.copies]
+    return sum(bytes_needed(lazy, local_box(state[name])) for name, lazy in sources)
+
+
+@torch.no_grad()
+def fill_planned(model: PreTrainedModel, checkpoint: Checkpoint, plan: LoadPlan) -> LoadReport:
+    """Carry out `plan` on this rank. Raises `IntegrityError`; issues no collective."""
+    state = model_tensors(model)
+
+    def fetch(leaf: Leaf, box: Box, out: Tensor) -> None:
+        assert isinstance(leaf, FileTensor)
+        checkpoint.read(leaf, box, out)
+
+    for name, lazy in plan.tensors.items():
+        box, local = local_box(state[name]), local_tensor(state[name])
+        assert not local.is_meta, f"{name} is still on meta; allocate the model's shards before filling them"
+        read_box(lazy, box, local, fetch)
+        _refuse_non_finite(name, lazy, box, local)
+    for name, lazy in plan.copies:
+        box, local = local_box(state[name]), local_tensor(state[name])
+        copy = torch.empty_like(local)
+        read_box(lazy, box, copy, fetch)
+        if not torch.equal(copy, local):
+            raise IntegrityError(
+                f"{_names(lazy)} differs from {_names(plan.tensors[name])}, but the config ties them; "
+                "set tie_word_embeddings to false in config.json if they are meant to differ"
+            )
+    # transformers' own convention: what was undone on loading is done again on saving.
+    model._weight_conversions = list(plan.conversions)  # type: ignore[assignment]
+    return LoadReport(
+        tensors=len(plan.tensors),
+        bytes_read=checkpoint.bytes_read,
+        checkpoint_bytes=checkpoint.total_bytes,
+        local_bytes=sum(local_tensor(state[name]).nbytes for name in plan.tensors),
+        experts=_experts_held(model, state),
+        ignored=plan.ignored,
+    )
+
+
+def _refuse_non_finite(name: str, lazy: LazyTensor, box: Box, local: Tensor) -> None:
+    if not local.is_floating_point() or local.numel() == 0:
+        return
+    # A sum is finite only if every term is: one pass, one wait for the device. A sum can overflow; see
+    # below.
+    wide = torch.promote_types(local.dtype, torch.float32)
+    parts = torch.split(local.reshape(-1), _CHECKED_ELEMENTS)
+    if bool(torch.stack([part.sum(dtype=wide) for part in parts]).sum().isfinite()):
+        return
+    for number, part in enumerate(parts):
+        if bool(part.isfinite().all()):
+            continue
+        first = number * _CHECKED_ELEMENTS + int(part.isfinite().logical_not().nonzero()[0])
+        offsets = torch.unravel_index(torch.tensor(first), local.shape)
+        index = [int(offset) + start for offset, (start, _) in zip(offsets, box, strict=True)]
+        raise IntegrityError(
+            f"{_names(lazy, index)} holds a value that is not finite in {local.dtype} "
+            f"(parameter {name} at {index}); the checkpoint is damaged or needs a wider dtype"
+        )
+
+
+def _names(lazy: LazyTensor, index: list[int] | None = None) -> str:
+    """The file tensor behind one element of `lazy`, or behind its first, with its file."""
+    index = index or [start for start, _ in lazy.pieces[0].dest]
+    for piece in lazy.pieces:
+        if all(start <= at < stop for at, (start, stop) in zip(index, piece.dest, strict=True)):
+            leaf = piece.leaf
+            return f"{leaf.path}: tensor {leaf.name}" if isinstance(leaf, FileTensor) else leaf.name
+    raise AssertionError(f"no piece of {lazy!r} holds {index}")
+
+
+def _experts_held(model: PreTrainedModel, state: dict[str, Tensor]) -> tuple[tuple[str, int, int], ...]:
+    """By transformers' experts interface: modules with `is_transposed` and 3-D weights, experts first."""
+    held = []
+    for prefix, module in model.named_modules():
+        if hasattr(module, "is_transposed"):
+            tensors = (state[f"{prefix}.{name}"] for name, _ in module.named_parameters(recurse=False))
+            boxes = [local_box(tensor) for tensor in tensors if tensor.dim() == 3]
+            held += [(prefix, *box[0]) for box in boxes[:1]]
+    return tuple(held)

@@ -1,0 +1,329 @@
+"""Which file tensors make which model tensors, and back, by transformers' own rules for the family.
+
+`plan_load` and `plan_save` run those rules (renames, and conversions such as stacking per-expert matrices)
+on lazy tensors, so the plans hold names, boxes and no values; every rank computes the same plan from the
+same model and headers, without communication. What `from_pretrained` would warn about is an error here:
+each tensor of the model is filled exactly once, from tensors that fit. Nothing in this file knows a family.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.weights.files import Checkpoint
+from expertmesh.weights.lazy import LazyTensor
+
+_LISTED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """Where the values of every parameter and persistent buffer come from.
+
+    `tensors` has one entry for each tensor of the model, under the first of its names if it is tied.
+    `copies` are further copies of tied tensors that the files hold: (name in `tensors`, the copy); they
+    have to be equal. `ignored` are the file tensors that the family itself declares unused. `conversions`
+    are the rules that applied.
+    """
+
+    tensors: dict[str, LazyTensor]
+    copies: tuple[tuple[str, LazyTensor], ...]
+    ignored: tuple[str, ...]
+    conversions: tuple[WeightTransform, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateTensor:
+    """A parameter or persistent buffer as a leaf; `tensor` is global in shape and may be a DTensor."""
+
+    name: str
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+
+@dataclass(slots=True)
+class _Group:
+    """The file tensors that make one target, by the pattern that matched; without a converter, just one."""
+
+    converter: WeightConverter | None
+    keys: dict[str, list[str]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Problems:
+    """What does not fit, by kind, for one error that names all of it."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    duplicated: list[str] = field(default_factory=list)
+    incomplete: list[str] = field(default_factory=list)
+    misshaped: list[str] = field(default_factory=list)
+    mistyped: list[str] = field(default_factory=list)
+
+    def refuse(self, model: nn.Module, checkpoint: Checkpoint) -> None:
+        kinds = ("missing", "unexpected", "duplicated", "incomplete", "misshaped", "mistyped")
+        found = [f"{len(names)} {kind} ({_listed(names)})" for kind in kinds if (names := getattr(self, kind))]
+        if found:
+            name = own_class(model).__name__
+            raise IntegrityError(f"{checkpoint.directory}: does not fit {name}: {'; '.join(found)}")
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by their state-dict names; tied ones under each of their names."""
+    state = model.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise InputError(f"{type(model).__name__}: state {name} is not a tensor, which is not supported")
+    return dict(state)
+
+
+def plan_load(model: PreTrainedModel, checkpoint: Checkpoint) -> LoadPlan:
+    """Work out where each tensor of `model` (on meta or not, sharded or not) comes from.
+
+    Raises `IntegrityError` naming what is missing, unexpected, duplicated, incomplete, misshaped or
+    mistyped, and `InputError` for quantised checkpoints. Reads nothing but the headers that `checkpoint`
+    already has.
+    """
+    _refuse_quantized(model, checkpoint)
+    state = model_tensors(model)
+    with own_classes(model):
+        conversions = get_model_conversion_mapping(model)
+    problems = _Problems()
+    groups, unexpected = _match(model, checkpoint, state, conversions, problems)
+    ignored, problems.unexpected = _split_ignored(model, unexpected)
+    filled, failed = _assemble(model, checkpoint, state, groups, problems)
+    tensors: dict[str, LazyTensor] = {}
+    copies: list[tuple[str, LazyTensor]] = []
+    for names in tied_names(state):
+        present = [name for name in names if name in filled]
+        if present:
+            tensors[names[0]] = filled[present[0]]
+            copies += [(names[0], filled[name]) for name in present[1:]]
+        elif not failed & set(names):
+            problems.missing.append(names[0])
+    problems.refuse(model, checkpoint)
+    return LoadPlan(tensors, tuple(copies), ignored, tuple(rule for rule in conversions if rule.was_used()))
+
+
+def plan_save(model: PreTrainedModel) -> dict[str, LazyTensor]:
+    """What to write, by file tensor name: in the layout that the weights were read from, or the family's own.
+
+    The keys and shapes are those of transformers' `save_pretrained`: tied tensors once, the family's ignore
+    list left out. The leaves are `StateTensor`s. Works on parallelised models; issues no collective.
+    """
+    state = model_tensors(model)
+    kept = _untied(model, state) - set(model._keys_to_ignore_on_save or ())
+    lazies = {name: LazyTensor.of(StateTensor(name, state[name])) for name in state if name in kept}
+    with own_classes(model), torch.no_grad():
+        saved: dict[str, Any] = revert_weight_conversion(model, dict(lazies))
+    before, after = (sum(tensor.numel() for tensor in each.values()) for each in (lazies, saved))
+    if before != after:
+        raise InputError(
+            f"{own_class(model).__name__}: transformers' own rules for saving it turn {before} values into "
+            f"{after}; saving would lose weights, so it is refused"
+        )
+    return saved
+
+
+def tied_names(state: dict[str, Tensor]) -> list[list[str]]:
+    """The names of each tensor, in state-dict order: lists of one, or of several for tied tensors."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), []).append(name)
+    return list(names.values())
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The module's class without the subclass that FSDP2 puts in front of it."""
+    kinds: Iterable[type] = type(module).__mro__
+    return next(kind for kind in kinds if issubclass(kind, nn.Module) and not issubclass(kind, FSDPModule))
+
+
+@contextmanager
+def own_classes(model: nn.Module) -> Iterator[None]:
+    """Give sharded modules their own classes back for a moment.
+
+    transformers finds conversion rules by class name and skips classes defined outside of transformers, and
+    FSDP2's `FSDPMixtralForCausalLM` is both: without this, a sharded model would have no rules and be saved
+    in another layout.
+    """
+    sharded = [(module, type(module)) for module in model.modules() if own_class(module) is not type(module)]
+    try:
+        for module, _ in sharded:
+            module.__class__ = own_class(module)
+        yield
+    finally:
+        for module, kind in sharded:
+            module.__class__ = kind
+
+
+def _match(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    state: dict[str, Tensor],
+    conversions: list[WeightTransform],
+    problems: _Problems,
+) -> tuple[dict[str, _Group], list[str]]:
+    """Sort the file tensors by the target they go into, as `from_pretrained` does; also those without one."""
+    renamings = [rule for rule in conversions if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in conversions if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix = model.base_model_prefix
+    groups: dict[str, _Group] = {}
+    unexpected: list[str] = []
+    # The order matters: converters stack what they collect in the order in which it comes.
+    for key in sorted(checkpoint.tensors, key=dot_natural_key):
+        target, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if target not in state and key in state:
+            target, pattern = rename_source_key(key, [], [], prefix, state)
+        if target not in state:
+            unexpected.append(key)
+            continue
+        if target not in groups:
+            groups[target] = _Group(None if pattern is None else deepcopy(by_pattern[pattern]))
+        group = groups[target]
+        known = [None] if group.converter is None else group.converter.source_patterns
+        if pattern not in known or (pattern is None and group.keys):
+            problems.duplicated.append(f"{target} from {key}")
+            continue
+        group.keys.setdefault(pattern or key, []).append(key)
+    return groups, unexpected
+
+
+def _assemble(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    state: dict[str, Tensor],
+    groups: dict[str, _Group],
+    problems: _Problems,
+) -> tuple[dict[str, LazyTensor], set[str]]:
+    """Run the conversions: what comes out, by name, and the targets that could not be made."""
+    filled: dict[str, LazyTensor] = {}
+    failed: set[str] = set()
+    for target, group in groups.items():
+        made = _convert(model, checkpoint, target, group, problems)
+        if not made:
+            failed.add(target)
+        for name, value in made.items():
+            if name not in state:
+                problems.unexpected.append(f"{name} from {next(iter(group.keys.values()))[0]}")
+            elif name in filled:
+                problems.duplicated.append(name)
+            elif value.shape != state[name].shape:
+                shapes = f"files {tuple(value.shape)}, model {tuple(state[name].shape)}"
+                problems.misshaped.append(f"{name}: {shapes}")
+            elif any(leaf.dtype.is_floating_point != state[name].is_floating_point() for leaf in value.leaves()):
+                problems.mistyped.append(f"{name}: files {value.dtype}, model {state[name].dtype}")
+            filled.setdefault(name, value)
+    return filled, failed
+
+
+def _convert(
+    model: PreTrainedModel, checkpoint: Checkpoint, target: str, group: _Group, problems: _Problems
+) -> dict[str, LazyTensor]:
+    if group.converter is None:
+        ((key,),) = group.keys.values()
+        return {target: LazyTensor.of(checkpoint.tensors[key])}
+    for pattern, keys in group.keys.items():
+        if "*" in pattern and (gap := _gap(keys)):
+            problems.incomplete.append(f"{target}: {gap}")
+            return {}
+        for key in keys:
+            lazy: Any = LazyTensor.of(checkpoint.tensors[key])
+            group.converter.add_tensor(target, key, pattern, lazy)
+    try:
+        with torch.no_grad():
+            made = group.converter.convert(target, model=model, config=model.config)
+    except Exception as error:
+        # Any failure of a conversion means that the files do not hold what the family's rule expects.
+        problems.incomplete.append(f"{target}: {error}")
+        return {}
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def _gap(keys: Sequence[str]) -> str | None:
+    """Why names that differ in one number (the expert) do not count from 0 without gaps; None if they do.
+
+    Stacking takes whatever is there in order: experts 0, 1, 2 and 4 would silently make a model of four.
+    """
+    split = [re.split(r"(?<=\.)(\d+)(?=\.|$)", key) for key in keys]
+    if len({len(parts) for parts in split}) > 1:
+        return None
+    varying = [place for place in range(len(split[0])) if len({parts[place] for parts in split}) > 1]
+    if len(varying) != 1:
+        return None
+    numbers = {int(parts[varying[0]]) for parts in split}
+    absent = sorted(set(range(max(numbers) + 1)) - numbers)
+    if not absent:
+        return None
+    first = [*split[0][: varying[0]], str(absent[0]), *split[0][varying[0] + 1 :]]
+    return f"the files hold {len(numbers)} of {max(numbers) + 1} experts, {''.join(first)} is not there"
+
+
+def _split_ignored(model: PreTrainedModel, unexpected: list[str]) -> tuple[tuple[str, ...], list[str]]:
+    """Set apart what `from_pretrained` would not complain about either."""
+    patterns = list(model._keys_to_ignore_on_load_unexpected or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    # Buffers that old checkpoints hold and that models compute today.
+    patterns += [r"rotary_emb\.inv_freq"] if any(name.endswith("rotary_emb.inv_freq") for name in buffers) else []
+    patterns += [r"(^|\.)position_ids$"] if any(name.endswith("position_ids") for name in buffers) else []
+    ignored = [key for key in unexpected if any(re.search(pattern, key) for pattern in patterns)]
+    return tuple(ignored), [key for key in unexpected if key not in set(ignored)]
+
+
+def _untied(model: PreTrainedModel, state: dict[str, Tensor]) -> set[str]:
+    """The names to save: of tied tensors, the one that the family does not declare as the copy."""
+    declared = [
+        f"{prefix}.{pattern}" if prefix else pattern
+        for prefix, module in model.named_modules()
+        for pattern in getattr(module, "_tied_weights_keys", None) or {}
+    ]
+    kept = set(state)
+    for names in tied_names(state):
+        copies = [name for name in sorted(names) if any(re.search(pattern, name) for pattern in declared)]
+        kept -= set(copies[: len(names) - 1])
+        left = [name for name in names if name in kept]
+        if len(left) > 1:
+            family = own_class(model).__name__
+            raise InputError(f"{family}: {_listed(left)} share one tensor without being declared as tied")
+    return kept
+
+
+def _refuse_quantized(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    settings = getattr(model.config, "quantization_config", None)
+    if settings is not None:
+        method = (settings if isinstance(settings, dict) else vars(settings)).get("quant_method")
+        raise InputError(
+            f"{checkpoint.directory}: weights are quantised ({method}), which is not supported; "
+            "take a bfloat16 or float32 copy of the model"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_LISTED])
+    return shown if len(names) <= _LISTED else f"{shown}, and {len(names) - _LISTED} more"

@@ -1,0 +1,119 @@
+"""Reads a box of a lazy tensor into memory that is already there, piece by piece; for load.py and save.py.
+
+Where the bytes come from is the caller's `Fetch` function: a checkpoint's files, or tensors gathered from
+other ranks. Nothing here holds more than one block of one piece beside the target, except where a
+conversion computes (see lazy.py). Never communicates.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from expertmesh.shards import Box, blocks, extents, full_box, intersect, slices, volume
+from expertmesh.weights.lazy import Call, Computed, LazyTensor, Reshaped, dim_groups, matching_dim
+from expertmesh.weights.pieces import Leaf, Piece
+
+# Copies that change dtype, device or order go through host memory in parts of at most this many elements.
+_BLOCK_ELEMENTS = 1 << 24
+
+# Fills a contiguous CPU tensor of the leaf's dtype with a box of the leaf, in row-major order.
+Fetch = Callable[[Leaf, Box, Tensor], None]
+
+
+def read_box(lazy: LazyTensor, box: Box, out: Tensor, fetch: Fetch) -> None:
+    """Fill `out`, which has the extents of `box`, with those elements of `lazy`, cast to the dtype of `out`.
+
+    `out` may be on any device and have any strides. Every element is written once, or an assertion fails.
+    """
+    _Reader(fetch).read(lazy, box, out)
+
+
+def bytes_needed(lazy: LazyTensor, box: Box) -> int:
+    """How many bytes of leaves `read_box` fetches for `box`."""
+    total = 0
+    for piece in lazy.pieces:
+        common = intersect(piece.dest, box)
+        if common is None:
+            continue
+        if isinstance(piece.leaf, Reshaped):
+            inner, _ = _widened(piece.leaf, piece.crop(common).source)
+            total += bytes_needed(piece.leaf.lazy, inner)
+        elif isinstance(piece.leaf, Computed):
+            total += sum(bytes_needed(each, full_box(each.shape)) for each in piece.leaf.inputs())
+        else:
+            total += volume(common) * piece.leaf.dtype.itemsize
+    return total
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Fetches boxes of any leaf; remembers evaluated calls for as long as one target is being read."""
+
+    fetch: Fetch
+    evaluated: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def leaf(self, leaf: Leaf, box: Box, out: Tensor) -> None:
+        if isinstance(leaf, Computed):
+            if id(leaf.call) not in self.evaluated:
+                self.evaluated[id(leaf.call)] = self._evaluate(leaf.call)
+            out.copy_(self.evaluated[id(leaf.call)][leaf.index][slices(box)])
+        elif isinstance(leaf, Reshaped):
+            self._reshaped(leaf, box, out)
+        else:
+            self.fetch(leaf, box, out)
+
+    def read(self, lazy: LazyTensor, box: Box, out: Tensor) -> None:
+        filled = 0
+        for piece in lazy.pieces:
+            common = intersect(piece.dest, box)
+            if common is not None:
+                self._piece(piece.crop(common), out[slices(common, box)])
+                filled += volume(common)
+        assert filled == volume(box), f"{lazy!r} supplies {filled} of the {volume(box)} elements of {box}"
+
+    def _piece(self, piece: Piece, target: Tensor) -> None:
+        same = target.dtype == piece.leaf.dtype and target.device.type == "cpu" and target.is_contiguous()
+        if same and piece.in_order:
+            self.leaf(piece.leaf, piece.source, target.view(extents(piece.source)))
+            return
+        # A computed or reshaped leaf would be evaluated anew for every part.
+        whole = isinstance(piece.leaf, (Computed, Reshaped))
+        for part in [piece.dest] if whole else blocks(piece.dest, _BLOCK_ELEMENTS):
+            cropped = piece.crop(part)
+            values = torch.empty(extents(cropped.source), dtype=piece.leaf.dtype)
+            self.leaf(piece.leaf, cropped.source, values)
+            target[slices(part, piece.dest)].copy_(cropped.arrange(values))
+
+    def _evaluate(self, call: Call) -> list[Tensor]:
+        def materialize(value: Any) -> Any:
+            return self.whole(value) if isinstance(value, LazyTensor) else value
+
+        args, kwargs = pytree.tree_map(materialize, (call.args, call.kwargs))
+        return [value for value in pytree.tree_leaves(call.func(*args, **kwargs)) if isinstance(value, Tensor)]
+
+    def _reshaped(self, leaf: Reshaped, box: Box, out: Tensor) -> None:
+        inner, outer = _widened(leaf, box)
+        values = torch.empty(extents(inner), dtype=leaf.dtype)
+        self.read(leaf.lazy, inner, values)
+        out.copy_(values.reshape(extents(outer))[slices(box, outer)])
+
+    def whole(self, lazy: LazyTensor) -> Tensor:
+        """All of `lazy` as a CPU tensor of its own dtype."""
+        out = torch.empty(tuple(lazy.shape), dtype=lazy.dtype)
+        self.read(lazy, full_box(lazy.shape), out)
+        return out
+
+
+def _widened(leaf: Reshaped, box: Box) -> tuple[Box, Box]:
+    """The smallest box around `box` that is a box in both shapes: of the inner tensor, and of the leaf."""
+    inner_shape = tuple(leaf.lazy.shape)
+    inner, outer = list(full_box(inner_shape)), list(full_box(leaf.shape))
+    for inner_dims, outer_dims in dim_groups(inner_shape, leaf.shape):
+        same = matching_dim(inner_shape, leaf.shape, inner_dims, outer_dims)
+        if same is not None:
+            inner[same[0]] = outer[same[1]] = box[same[1]]
+    return tuple(inner), tuple(outer)

@@ -1,0 +1,170 @@
+"""Builds the model that is going to be filled: on meta, with real values in the buffers that no file holds.
+
+Follows `from_pretrained`'s contract step by step: built under `torch.device("meta")` in the wanted dtype,
+tied, the family's fp32 exceptions applied, non-persistent buffers (rotary frequencies and the like)
+computed by the model's own `_init_weights`. Parameters stay on meta: nothing here takes memory that grows
+with the model.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import meta_device_safe_creation_ops
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from expertmesh.config.errors import InputError, SecurityError
+from expertmesh.weights.mapping import model_tensors, tied_names
+
+# What a model directory consists of, apart from code: weights, JSON, and the tokenizer's plain-text files.
+_DATA_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+
+
+def read_model_config(
+    name_or_path: str, revision: str | None = None, trust_remote_code: bool = False, *, weights: bool = True
+) -> tuple[PreTrainedConfig, Path]:
+    """The config of a local directory or a hub repository, and the local directory with its files.
+
+    Hub repositories are downloaded into the hub's cache: safetensors, JSON and tokenizer files only, Python
+    files only with `trust_remote_code`, and no weights with `weights=False`. Raises `InputError` for what
+    is missing or unreadable, `SecurityError` when the model needs its own code and `trust_remote_code` is
+    off. Every rank may call it; ranks of one machine share the cache.
+    """
+    directory = Path(name_or_path)
+    if not directory.is_dir():
+        directory = _download(name_or_path, revision, trust_remote_code, weights)
+    path = directory / "config.json"
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read as a model's config: {error}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: is not a JSON object")
+    _refuse_remote_code(path, content, trust_remote_code)
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        # Whatever a family's config class makes of wrong values.
+        raise InputError(f"{path}: is not a config that transformers understands: {error}") from error
+    assert isinstance(config, PreTrainedConfig)
+    return config, directory
+
+
+def build_meta_model(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    *,
+    directory: str | Path | None = None,
+    attention: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The causal language model of `config` with parameters and persistent buffers on meta.
+
+    Floating-point parameters are `dtype` (the master dtype), except what the family keeps in fp32 when
+    `dtype` is narrower; persistent buffers as `from_pretrained(dtype=dtype)` gives them. Non-persistent
+    buffers are on the CPU with their values. The generation config comes from `directory` if it has one.
+    `attention` is transformers' `attn_implementation`. Raises `InputError` for what transformers cannot
+    build, `SecurityError` for remote code.
+    """
+    _refuse_remote_code(Path(config.name_or_path or "") / "config.json", config.to_dict(), trust_remote_code)
+    options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+    try:
+        with torch.device("meta"), meta_device_safe_creation_ops():
+            model = AutoModelForCausalLM.from_config(
+                deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code, **options
+            )
+    except (ValueError, ImportError, AttributeError, TypeError) as error:
+        raise InputError(f"{config.model_type}: transformers cannot build a causal LM of it: {error}") from error
+    assert isinstance(model, PreTrainedModel)
+    _keep_in_fp32(model, dtype)
+    _compute_buffers(model)
+    if directory is not None and model.can_generate():
+        _read_generation_config(model, Path(directory) / "generation_config.json")
+    return model
+
+
+def materialize(model: nn.Module, device: torch.device | str) -> None:
+    """Allocate what is on meta, uninitialised, and move what has values. Works on sharded models.
+
+    Only this rank's shards are allocated. Unlike `to_empty` it keeps the buffers that `build_meta_model`
+    computed, and ties stay ties.
+    """
+    tied = [names for names in tied_names(model_tensors(model)) if len(names) > 1]
+
+    def move(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+    model._apply(move)
+    # Leaving meta makes plain parameters anew, one for each of their names.
+    for first, *others in tied:
+        for name in others:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, model_tensors(model)[first])
+
+
+def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Which tensors, by name, the family keeps in fp32 when the rest is `dtype`."""
+    patterns: set[str] = set()
+    if dtype in (torch.float16, torch.bfloat16):
+        patterns |= set(model._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        patterns |= set(model._keep_in_fp32_modules or ())
+    compiled = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
+    return lambda name: any(pattern.search(name) for pattern in compiled)
+
+
+def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    kept = kept_in_fp32(model, dtype)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and kept(name):
+            # On meta the dtype is all there is to change; ties and parameter identity stay.
+            tensor.data = tensor.data.to(torch.float32)
+
+
+def _compute_buffers(model: PreTrainedModel) -> None:
+    """Let the model initialise its non-persistent buffers, as `from_pretrained` does after loading."""
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        parent, _, leaf = name.rpartition(".")
+        empty = torch.empty_like(buffer, device="cpu")
+        model.get_submodule(parent).register_buffer(leaf, empty, persistent=False)
+    model.initialize_weights()
+
+
+def _read_generation_config(model: PreTrainedModel, path: Path) -> None:
+    if not path.exists():
+        return
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(path.parent)
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{path}: is not a generation config: {error}") from error
+
+
+def _refuse_remote_code(path: Path, content: dict[str, Any], trust_remote_code: bool) -> None:
+    remote = content.get("auto_map") or {}
+    if remote and content.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
+        code = ", ".join(sorted({str(reference) for reference in remote.values()}))
+        raise SecurityError(
+            f"{path}: the model brings its own code ({code}); read it, then set model.trust_remote_code to "
+            "true if you want it to run"
+        )
+
+
+def _download(name: str, revision: str | None, trust_remote_code: bool, weights: bool) -> Path:
+    patterns = [pattern for pattern in _DATA_FILES if weights or pattern != "*.safetensors"]
+    patterns += ["*.py"] if trust_remote_code else []
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        # Every error of the hub's client is one of these two.
+        where = f"{name} at revision {revision}" if revision else name
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"model {where}: no such directory, and not to be had from the hub: {reason}") from error

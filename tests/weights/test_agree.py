@@ -1,0 +1,69 @@
+"""An error on one rank is the same error on all of them, and the group can be used afterwards."""
+
+import pytest
+import torch.distributed as dist
+
+from expertmesh.config.errors import (
+    DistributedFailure,
+    InputError,
+    IntegrityError,
+    SecurityError,
+)
+from expertmesh.weights.agree import together
+from tests.support.ranks import run_ranks
+
+KINDS = {kind.__name__: kind for kind in (InputError, IntegrityError, SecurityError, DistributedFailure)}
+
+
+def _raise_on(ranks: dict[int, tuple[str, str]]) -> tuple[str, str] | None:
+    """Each rank in `ranks` raises its error inside; what came out, after using the group again."""
+    try:
+        with together("working"):
+            if dist.get_rank() in ranks:
+                kind, text = ranks[dist.get_rank()]
+                raise KINDS.get(kind, ValueError)(text)
+    except Exception as error:
+        caught: tuple[str, str] | None = (type(error).__name__, str(error))
+    else:
+        caught = None
+    dist.barrier()
+    return caught
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_of_ours_is_raised_as_it_is_on_every_rank(kind: str) -> None:
+    sentence = "file.yaml:3: 'ключ' is wrong; mend it"
+    assert run_ranks(_raise_on, 3, {1: (kind, sentence)}) == [(kind, sentence)] * 3
+
+
+def test_the_lowest_failing_rank_speaks_for_all() -> None:
+    ranks = {2: ("InputError", "second"), 1: ("IntegrityError", "first")}
+    results = run_ranks(_raise_on, 3, ranks)
+    assert results[0] == results[1] == ("IntegrityError", "first")
+    # A rank with an error of its own keeps it as the cause.
+    assert results[2] == ("IntegrityError", "first")
+
+
+def test_any_other_exception_names_its_rank_on_the_others() -> None:
+    results = run_ranks(_raise_on, 2, {1: ("ValueError", "bug")})
+    assert results[1] == ("ValueError", "bug")
+    assert results[0][0] == "DistributedFailure"
+    assert results[0][1].startswith("rank 1 failed while working: ValueError: bug")
+
+
+def test_long_sentences_arrive_cut_but_whole_enough_to_read() -> None:
+    results = run_ranks(_raise_on, 2, {0: ("InputError", "é" * 100_000)})
+    assert results[0][1] == "é" * 100_000
+    assert 1_000 < len(results[1][1]) < 100_000
+    assert set(results[1][1]) == {"é"}
+
+
+def test_without_errors_nothing_happens() -> None:
+    assert run_ranks(_raise_on, 2, {}) == [None, None]
+
+
+def test_without_a_process_group_errors_pass_through() -> None:
+    with pytest.raises(KeyError), together("working"):
+        raise KeyError("x")
+    with together("working"):
+        pass
