@@ -21,9 +21,7 @@ def meta_model(config: Any) -> Any:
 
 @pytest.fixture
 def config_only(tmp_path: Path) -> Path:
-    tiny_config("deepseek_v3", num_hidden_layers=3, architectures=["DeepseekV3ForCausalLM"]).save_pretrained(
-        tmp_path
-    )
+    tiny_config("deepseek_v3", num_hidden_layers=3, architectures=["DeepseekV3ForCausalLM"]).save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -53,9 +51,7 @@ def test_dense_layers_and_shared_experts_are_counted_apart() -> None:
 
 
 def test_tied_embeddings_count_once() -> None:
-    tied, untied = (
-        inspect.examine(tiny_model("qwen3_moe", tie_word_embeddings=tie)).total for tie in (True, False)
-    )
+    tied, untied = (inspect.examine(tiny_model("qwen3_moe", tie_word_embeddings=tie)).total for tie in (True, False))
     assert untied - tied == 96 * 32
 
 
@@ -81,9 +77,7 @@ def test_the_router_is_recognised_by_what_it_computes(config: Any, router: str) 
     ("world_size", "experts", "expected"),
     [(1, 8, [(1, 1)]), (4, 8, [(1, 4), (2, 2), (4, 1)]), (6, 8, [(1, 6), (2, 3)]), (3, 8, [(1, 3)])],
 )
-def test_layouts_divide_both_ranks_and_experts(
-    world_size: int, experts: int, expected: list[tuple[int, int]]
-) -> None:
+def test_layouts_divide_both_ranks_and_experts(world_size: int, experts: int, expected: list[tuple[int, int]]) -> None:
     config = tiny_config("qwen3_moe", num_experts=experts, hidden_size=48, moe_intermediate_size=24)
     facts = inspect.examine(meta_model(config))
     assert [(layout.ep, layout.efsdp) for layout in inspect.layouts(facts, world_size)] == expected
@@ -97,9 +91,7 @@ def test_a_layout_whose_slices_cannot_be_sharded_is_left_out() -> None:
     assert inspect.layouts(facts, 9) == []
 
 
-def test_a_world_size_without_any_layout_is_said(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_world_size_without_any_layout_is_said(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect.run(str(checkpoint), world_size=7) == 0
     assert "7 ranks: no layout" in capsys.readouterr().out
 
@@ -123,9 +115,7 @@ def test_a_larger_ep_gathers_fewer_experts_per_block() -> None:
     ]
 
 
-def test_a_directory_with_a_config_alone_is_enough(
-    config_only: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_with_a_config_alone_is_enough(config_only: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect.run(str(config_only)) == 0
     text = capsys.readouterr().out
     assert "deepseek_v3 (DeepseekV3ForCausalLM)" in text
@@ -151,9 +141,7 @@ def test_headers_give_dtype_and_bytes_on_disk_and_no_weight_is_read(
     assert "4 ranks" not in text
 
 
-def test_away_from_a_terminal_tables_are_aligned_text(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_away_from_a_terminal_tables_are_aligned_text(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inspect.run(str(checkpoint), world_size=4)
     lines = capsys.readouterr().out.splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("4 ranks:"))

@@ -159,14 +159,18 @@ class _Bar:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.progress = Progress(
-            BarColumn(bar_width=30), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
+            BarColumn(bar_width=16), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
         )
         self.task = self.progress.add_task("", total=total_steps)
         self.total = total_steps
         self.progress.start()
 
     def show(self, metrics: StepMetrics) -> None:
-        self.progress.update(self.task, completed=metrics.step, description=metrics.line(self.total).split("  ", 1)[1])
+        if metrics.skipped:
+            print(metrics.line(self.total))
+        text = f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s"
+        text += f"  {metrics.peak_memory_bytes / 2**30:.2f} GiB"
+        self.progress.update(self.task, completed=metrics.step, description=text)
 
     def write(self, row: dict[str, Any]) -> None:
         pass
