@@ -7,7 +7,6 @@ model that is already in memory. Neither ever gathers a whole model.
 from pathlib import Path
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from expertmesh.config import MoeConfig, PrecisionConfig
@@ -16,17 +15,17 @@ from expertmesh.mesh import Mesh
 from expertmesh.parallel.checkpointing import checkpoint_blocks
 from expertmesh.parallel.fsdp import shard
 from expertmesh.weights.load import LoadReport, fill
-from expertmesh.weights.skeleton import build_meta_model, materialize, read_model_config
+from expertmesh.weights.skeleton import build_meta_model, kept_in_fp32, materialize, read_model_config
 
 
 def parallelize(
-    model: nn.Module,
+    model: PreTrainedModel,
     mesh: Mesh,
     *,
     precision: PrecisionConfig | None = None,
     moe: MoeConfig | None = None,
     activation_checkpointing: bool = False,
-) -> nn.Module:
+) -> PreTrainedModel:
     """Shard a model that is in memory, in place, and return it.
 
     Every rank must hold the same weights and call it; a difference raises `IntegrityError` (checked by one all-gather
@@ -36,7 +35,8 @@ def parallelize(
     if precision is None:
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         precision = PrecisionConfig(params=dtype, compute=dtype, reduce=dtype)  # type: ignore[arg-type]
-    shard(model, mesh, precision, moe or MoeConfig())
+    kept = kept_in_fp32(model, getattr(torch, precision.compute))
+    shard(model, mesh, precision, moe or MoeConfig(), kept_in_fp32=kept)
     if activation_checkpointing:
         checkpoint_blocks(model)
     return model
@@ -99,7 +99,8 @@ def prepare_model(
         attention=None if attention == "auto" else attention,
         trust_remote_code=trust_remote_code,
     )
-    resolved = shard(model, mesh, precision, moe)
+    kept = kept_in_fp32(model, getattr(torch, precision.compute))
+    resolved = shard(model, mesh, precision, moe, kept_in_fp32=kept)
     if activation_checkpointing:
         checkpoint_blocks(model)
     model.train()

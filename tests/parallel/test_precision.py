@@ -1,6 +1,8 @@
 """bf16 compute over fp32 master weights: no further from the fp32 reference than the unsharded bf16 model itself."""
 
 import copy
+import functools
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import expertmesh as em
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
 
-FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3"]
+FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3", "ernie4_5_moe"]
 IDS = torch.randint(96, (4, 2, 32), generator=torch.Generator().manual_seed(0))  # one micro-batch for each data rank
 TARGETS = 4 * 2 * 31
 BF16 = em.PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
@@ -23,7 +25,7 @@ def _gradients(model: nn.Module) -> torch.Tensor:
     for ids in IDS:
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
         (F.cross_entropy(logits.float(), ids[:, 1:].flatten(), reduction="sum") / TARGETS).backward()
-    return torch.cat([parameter.grad.float().flatten() for parameter in model.parameters()])
+    return torch.cat([parameter.grad.float().flatten() for parameter in model.parameters() if parameter.requires_grad])
 
 
 def _sharded(model: nn.Module, ep: int) -> tuple[torch.Tensor, set[str], set[str]]:
@@ -33,8 +35,9 @@ def _sharded(model: nn.Module, ep: int) -> tuple[torch.Tensor, set[str], set[str
     batch = {"input_ids": IDS[mesh.data_rank], "labels": IDS[mesh.data_rank]}
     em.causal_lm_loss(model, batch, target_tokens=TARGETS).backward()
     dtypes = {str(parameter.dtype) for parameter in model.parameters()}
-    grad_dtypes = {str(parameter.grad.dtype) for parameter in model.parameters()}
-    full = torch.cat([parameter.grad.full_tensor().flatten() for parameter in model.parameters()])
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+    grad_dtypes = {str(gradient.dtype) for gradient in gradients}
+    full = torch.cat([gradient.full_tensor().flatten() for gradient in gradients])
     return full, dtypes, grad_dtypes
 
 
@@ -43,11 +46,38 @@ def _sharded(model: nn.Module, ep: int) -> tuple[torch.Tensor, set[str], set[str
 def test_bf16_error_is_at_most_one_and_a_half_times_the_unsharded_models(family: str, ep: int) -> None:
     model = tiny_model(family, initializer_range=0.1)
     exact = _gradients(copy.deepcopy(model))
-    unsharded = _gradients(copy.deepcopy(model).to(torch.bfloat16))
+    in_bf16 = copy.deepcopy(model).to(torch.bfloat16)
+    for name, parameter in in_bf16.named_parameters():
+        if family == "ernie4_5_moe" and name.endswith("gate.weight"):
+            parameter.data = model.get_parameter(name).data.clone()  # as from_pretrained keeps it
+    unsharded = _gradients(in_bf16)
     for got, dtypes, grad_dtypes in run_ranks(_sharded, 4, model, ep):
         assert dtypes == grad_dtypes == {"torch.float32"}  # what the optimizer updates, and with what
         assert (got - exact).norm() <= 1.5 * (unsharded - exact).norm()
         assert (got - exact).norm() > 0  # it did compute in bf16
+
+
+def _dtypes_in_forward() -> dict[str, torch.dtype]:
+    model = tiny_model("ernie4_5_moe")
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=1), num_experts=8), precision=BF16)
+    seen: dict[str, torch.dtype] = {}
+
+    def note(name: str, module: nn.Module, args: Any, out: Any) -> None:
+        seen[name] = module.weight.dtype
+
+    for name in ("model.layers.0.mlp.gate", "model.layers.0.self_attn.q_proj"):
+        model.get_submodule(name).register_forward_hook(functools.partial(note, name))
+    em.causal_lm_loss(model, {"input_ids": IDS[0], "labels": IDS[0]}, target_tokens=TARGETS).backward()
+    return seen
+
+
+def test_what_the_family_keeps_in_fp32_is_never_cast() -> None:
+    """ERNIE declares its router so; transformers keeps it in fp32 inside bf16 models."""
+    for seen in run_ranks(_dtypes_in_forward, 2):
+        assert seen == {
+            "model.layers.0.mlp.gate": torch.float32,
+            "model.layers.0.self_attn.q_proj": torch.bfloat16,
+        }
 
 
 def _parameters_in_memory(ep: int) -> int:

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Ernie4_5_MoeConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -29,6 +36,9 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     if family == "mixtral":
         sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 16}
         return MixtralConfig(**{**SIZES, **sizes, "router_jitter_noise": 0.0, **changes})
+    if family == "ernie4_5_moe":
+        sizes = {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 0}
+        return Ernie4_5_MoeConfig(**{**SIZES, **sizes, "intermediate_size": 48, **changes})
     if family == "deepseek_v3":
         sizes = {
             "n_routed_experts": 8,

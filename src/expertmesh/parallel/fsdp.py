@@ -7,6 +7,7 @@ layout and every accumulation count by construction.
 """
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -24,8 +25,12 @@ from expertmesh.experts.layer import install
 from expertmesh.mesh import Layout, Mesh, attach_mesh
 
 
-def shard(model: nn.Module, mesh: Mesh, precision: PrecisionConfig, moe: MoeConfig) -> dict[str, str]:
+def shard(
+    model: nn.Module, mesh: Mesh, precision: PrecisionConfig, moe: MoeConfig, *, kept_in_fp32: Callable[[str], bool]
+) -> dict[str, str]:
     """Shard `model` in place over `mesh`. Every rank calls it with the same model.
+
+    `kept_in_fp32` says by name which parameters the family computes with in fp32 whatever the compute dtype.
 
     A model in memory is first checked to be the same on every rank (one all-gather of a checksum per parameter);
     each rank then keeps its own slices. No weights travel. Returns how dispatch and compute were resolved.
@@ -49,8 +54,9 @@ def shard(model: nn.Module, mesh: Mesh, precision: PrecisionConfig, moe: MoeConf
         reduce_dtype=None if reduce == compute else reduce,
         cast_forward_inputs=False,  # the model's own code decides what runs in fp32, as it does unsharded
     )
+    exempt = _exempt_modules(model, anatomy, kept_in_fp32) if policy.param_dtype is not None else []
     placed = _place_experts(model, anatomy, mesh, policy)
-    _place_dense(model, anatomy, mesh, policy, placed)
+    _place_dense(model, anatomy, mesh, policy, placed, exempt)
     attach_mesh(model, mesh)
     return resolved
 
@@ -81,9 +87,22 @@ def _always(placement: Shard, parameter: nn.Parameter) -> Shard:
 
 
 def _place_dense(
-    model: nn.Module, anatomy: Anatomy, mesh: Mesh, policy: MixedPrecisionPolicy, experts: set[nn.Parameter]
+    model: nn.Module,
+    anatomy: Anatomy,
+    mesh: Mesh,
+    policy: MixedPrecisionPolicy,
+    experts: set[nn.Parameter],
+    exempt: list[str],
 ) -> None:
-    """One FSDP2 group per block, one for the input embedding (unless tied), one for what is left at the root."""
+    """One FSDP2 group per block, one for the input embedding (unless tied), one for what is left at the root.
+
+    The modules named in `exempt` are never cast; those of one block share a group.
+    """
+    for _, names in itertools.groupby(exempt, key=lambda name: next((b for b in anatomy.blocks if _in(name, b)), name)):
+        group = [model.get_submodule(name) for name in names]
+        uncast = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
+        fully_shard(group, mesh=mesh.dense_shard, mp_policy=uncast, ignored_params=experts)
+        _sum_gradients(group[0])
     blocks = [model.get_submodule(name) for name in anatomy.blocks]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     tied = head is not None and head.weight is embedding.weight
@@ -95,11 +114,34 @@ def _place_dense(
     _prefetch(model, anatomy)
 
 
+def _exempt_modules(model: nn.Module, anatomy: Anatomy, kept_in_fp32: Callable[[str], bool]) -> list[str]:
+    """Modules whose parameters must stay fp32 under a narrower compute dtype. FSDP2 casts whole groups, so they need
+    groups of their own; what cannot have one is refused by name.
+    """
+    names: list[str] = []
+    for name, module in model.named_modules():
+        own = [leaf for leaf, _ in module.named_parameters(prefix=name, recurse=False) if kept_in_fp32(leaf)]
+        if not own or any(_in(name, taken) for taken in names):
+            continue
+        mixed = not all(kept_in_fp32(leaf) for leaf, _ in module.named_parameters(prefix=name))
+        if mixed or any(spec.name == name for spec in anatomy.experts):
+            raise InputError(
+                f"precision.compute: {model.config.model_type} computes with {own[0]} in float32, and {name} holds "  # type: ignore[union-attr]
+                "parameters that it does not; set precision.compute to float32"
+            )
+        names.append(name)
+    return names
+
+
+def _in(name: str, parent: str) -> bool:
+    return name.startswith(f"{parent}.")
+
+
 def _prefetch(model: nn.Module, anatomy: Anatomy) -> None:
     """Gather the next block while this one computes; the dispatch's host wait defeats FSDP2's implicit prefetch."""
     units = []
     for block in anatomy.blocks:
-        inside = [spec.name for spec in anatomy.experts if spec.name.startswith(f"{block}.")]
+        inside = [spec.name for spec in anatomy.experts if _in(spec.name, block)]
         modules = [model.get_submodule(name) for name in (block, *inside)]
         units.append([cast(FSDPModule, module) for module in modules if isinstance(module, FSDPModule)])
     for unit, following in itertools.pairwise(units):
