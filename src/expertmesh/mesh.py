@@ -195,6 +195,9 @@ def current_device() -> torch.device:
         return torch.device("cpu")
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
+    several = torch.accelerator.device_count() > 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1
+    if several and "LOCAL_RANK" not in os.environ:
+        raise InputError("LOCAL_RANK is not set, so ranks cannot tell which device is theirs; let the launcher set it")
     device = torch.device(kind.type, int(os.environ.get("LOCAL_RANK", 0)))
     torch.accelerator.set_device_index(device.index)
     return device
@@ -213,7 +216,6 @@ def start_process_group(device: torch.device, timeout_seconds: float = 600) -> N
     dist.init_process_group(
         own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}",
         timeout=datetime.timedelta(seconds=timeout_seconds),
-        device_id=None if device.type == "cpu" else device,
     )
 
 

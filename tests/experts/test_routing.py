@@ -1,9 +1,10 @@
 """A recomputed block chooses the same experts, even when its scores would now say otherwise."""
 
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from expertmesh.experts.routing import is_recomputing, routing_contexts
+from expertmesh.experts.routing import confirm_choice, is_recomputing, routing_contexts
 
 
 def test_the_second_run_keeps_the_first_choice_and_follows_the_new_scores() -> None:
@@ -24,6 +25,21 @@ def test_the_second_run_keeps_the_first_choice_and_follows_the_new_scores() -> N
     assert torch.equal(values, torch.tensor([[-0.9, -0.5]]))
     assert (recomputing_first, recomputing_second) == (False, True)
     assert not is_recomputing()
+
+
+def test_a_router_that_decides_by_other_means_is_held_to_its_first_choice() -> None:
+    runs = 0
+
+    def router(scores: torch.Tensor) -> torch.Tensor:
+        nonlocal runs
+        runs += 1
+        index = torch.tensor([[runs]])
+        confirm_choice(index)
+        return torch.gather(scores, 1, index).square()
+
+    scores = torch.rand(1, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="chose other experts"):
+        checkpoint(router, scores, use_reentrant=False, context_fn=routing_contexts).sum().backward()
 
 
 def test_without_replay_the_choice_would_have_changed() -> None:

@@ -28,13 +28,21 @@ TOLERANCE = 1e-5
 
 
 def _run(
-    family: str, layout: tuple[int, int, int, int], dtype: torch.dtype = torch.float32, **options: Any
-) -> Distance:
+    family: str,
+    layout: tuple[int, int, int, int],
+    dtype: torch.dtype = torch.float32,
+    changes: dict[str, Any] | None = None,
+    **options: Any,
+) -> list[Distance]:
     world, ep, replicate, micro_batch = layout
-    expected = reference(family, dtype)
+    expected = reference(family, dtype, **(changes or {}))
     parallel = em.ParallelConfig(ep=ep, replicate=replicate)
-    distances = run_ranks(lambda: train_sharded(expected, parallel, micro_batch, **options), world)
-    return max(distances, key=lambda distance: distance.gradient[0])
+    return run_ranks(lambda: train_sharded(expected, parallel, micro_batch, **options), world)
+
+
+def _check(distances: list[Distance], tolerance: float = TOLERANCE) -> None:
+    for distance in distances:
+        distance.check(tolerance)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -42,26 +50,35 @@ def _run(
 def test_every_gradient_and_the_weights_after_four_steps_equal_the_unsharded_model(
     family: str, layout: tuple[int, int, int, int]
 ) -> None:
-    _run(family, layout).check(TOLERANCE)
+    _check(_run(family, layout))
 
 
 def test_eight_ranks_in_two_expert_groups_equal_the_unsharded_model() -> None:
-    _run("qwen3_moe", (8, 4, 1, 1)).check(TOLERANCE)
+    _check(_run("qwen3_moe", (8, 4, 1, 1)))
 
 
 @pytest.mark.parametrize("layout", [(2, 2, 1, 2), (4, 2, 1, 1)])
 def test_in_double_precision_nothing_is_left_but_the_last_digits(layout: tuple[int, int, int, int]) -> None:
-    _run("qwen3_moe", layout, torch.float64).check(1e-10)
+    _check(_run("qwen3_moe", layout, torch.float64), 1e-10)
 
 
 @pytest.mark.parametrize("option", [{"dispatch": "all_gather"}, {"compute": "loop"}])
 def test_the_other_dispatcher_and_backend_give_the_same_result(option: dict[str, Any]) -> None:
-    _run("deepseek_v3", (4, 2, 1, 1), moe=em.MoeConfig(**option)).check(TOLERANCE)
+    _check(_run("deepseek_v3", (4, 2, 1, 1), moe=em.MoeConfig(**option)))
 
 
-@pytest.mark.parametrize("layout", [(2, 1, 1, 1), (4, 2, 1, 1)])
+@pytest.mark.parametrize("layout", [(2, 1, 1, 1), (4, 2, 1, 1), (4, 1, 2, 1)])
 def test_checkpointed_blocks_give_the_same_result(layout: tuple[int, int, int, int]) -> None:
-    _run("deepseek_v3", layout, activation_checkpointing=True).check(TOLERANCE)
+    _check(_run("deepseek_v3", layout, activation_checkpointing=True))
+
+
+def test_experts_that_efsdp_does_not_divide_are_sharded_on_a_later_dim() -> None:
+    _check(_run("qwen3_moe", (4, 2, 1, 1), changes={"num_experts": 6}))
+
+
+@pytest.mark.parametrize("layout", [(2, 2, 1, 1), (4, 2, 2, 1)])
+def test_tied_embeddings_get_both_gradients(layout: tuple[int, int, int, int]) -> None:
+    _check(_run("qwen3_moe", layout, changes={"tie_word_embeddings": True}))
 
 
 def _double_expert_gradients(model: nn.Module, mesh: Mesh) -> None:
@@ -109,7 +126,7 @@ def _local_norm(model: nn.Module, mesh: Mesh) -> None:
     ],
 )
 def test_a_planted_bug_turns_the_comparison_red(bug: Callable[[nn.Module, Mesh], None], shows_in: str) -> None:
-    distance = _run("qwen3_moe", (2, 2, 1, 1), tamper=bug)
+    distance, _ = _run("qwen3_moe", (2, 2, 1, 1), tamper=bug)
     with pytest.raises(AssertionError):
         distance.check(TOLERANCE)
     found = getattr(distance, shows_in)

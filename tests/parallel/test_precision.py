@@ -20,25 +20,24 @@ TARGETS = 4 * 2 * 31
 BF16 = em.PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
 
 
-def _gradients(model: nn.Module) -> torch.Tensor:
-    """All gradients of the unsharded model on the whole batch as one fp32 vector."""
+def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All gradients of the unsharded model on the whole batch, in fp32."""
     for ids in IDS:
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
         (F.cross_entropy(logits.float(), ids[:, 1:].flatten(), reduction="sum") / TARGETS).backward()
-    return torch.cat([parameter.grad.float().flatten() for parameter in model.parameters() if parameter.requires_grad])
+    return {name: parameter.grad.float() for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _sharded(model: nn.Module, ep: int) -> tuple[torch.Tensor, set[str], set[str]]:
+def _sharded(model: nn.Module, ep: int) -> tuple[dict[str, torch.Tensor], set[str], set[str]]:
     model = copy.deepcopy(model)
     mesh = em.init_mesh(em.ParallelConfig(ep=ep), num_experts=8)
     em.parallelize(model, mesh, precision=BF16)
     batch = {"input_ids": IDS[mesh.data_rank], "labels": IDS[mesh.data_rank]}
     em.causal_lm_loss(model, batch, target_tokens=TARGETS).backward()
     dtypes = {str(parameter.dtype) for parameter in model.parameters()}
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
-    grad_dtypes = {str(gradient.dtype) for gradient in gradients}
-    full = torch.cat([gradient.full_tensor().flatten() for gradient in gradients])
-    return full, dtypes, grad_dtypes
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    grad_dtypes = {str(gradient.dtype) for gradient in gradients.values()}
+    return {name: gradient.full_tensor() for name, gradient in gradients.items()}, dtypes, grad_dtypes
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -53,8 +52,18 @@ def test_bf16_error_is_at_most_one_and_a_half_times_the_unsharded_models(family:
     unsharded = _gradients(in_bf16)
     for got, dtypes, grad_dtypes in run_ranks(_sharded, 4, model, ep):
         assert dtypes == grad_dtypes == {"torch.float32"}  # what the optimizer updates, and with what
-        assert (got - exact).norm() <= 1.5 * (unsharded - exact).norm()
-        assert (got - exact).norm() > 0  # it did compute in bf16
+        errors = {name: float((got[name] - exact[name]).norm() / exact[name].norm()) for name in exact}
+        theirs = {name: float((unsharded[name] - exact[name]).norm() / exact[name].norm()) for name in exact}
+        assert _joint(got, exact) <= 1.5 * _joint(unsharded, exact)
+        assert min(errors.values()) > 0  # it did compute in bf16
+        # Tensor by tensor the two errors are different draws of the same rounding; none may be out of line.
+        worst = max(errors, key=lambda name: errors[name] / theirs[name])
+        assert errors[worst] <= 4 * theirs[worst], (worst, errors[worst], theirs[worst])
+
+
+def _joint(got: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
+    """The error of all gradients together."""
+    return sum(float((got[name] - exact[name]).norm()) ** 2 for name in exact) ** 0.5
 
 
 def _dtypes_in_forward() -> dict[str, torch.dtype]:

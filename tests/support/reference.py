@@ -6,6 +6,7 @@ steps on a sharded copy, each data rank on rows of its own, and returns how far 
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -43,12 +44,14 @@ def reference(
     dtype: torch.dtype = torch.float32,
     prepare: Callable[[nn.Module], None] | None = None,
     confined: Collection[int] = (),
+    **changes: Any,
 ) -> Reference:
     """Train `family` for `STEPS` clipped AdamW steps on one process.
 
-    `prepare` changes the model first. Rows whose number modulo 4 is in `confined` use the lower half of the vocabulary.
+    `changes` go into the config, `prepare` changes the model. Rows whose number modulo 4 is in `confined` use the lower
+    half of the vocabulary.
     """
-    initial = tiny_model(family, dtype=dtype)
+    initial = tiny_model(family, dtype=dtype, **changes)
     if prepare is not None:
         prepare(initial)
     model = copy.deepcopy(initial)
@@ -127,7 +130,7 @@ def train_sharded(
 ) -> Distance:
     """Run the reference's steps sharded; every rank calls it. `tamper` plants a bug after sharding."""
     model = copy.deepcopy(expected.model)
-    mesh = em.init_mesh(parallel, num_experts=8)
+    mesh = em.init_mesh(parallel)
     em.parallelize(model, mesh, moe=moe, **options)
     if tamper is not None:
         tamper(model, mesh)
@@ -169,6 +172,7 @@ def _full(tensor: Any) -> torch.Tensor:
 def _worst(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
     assert got.keys() == expected.keys()
     errors = [(float((got[n] - expected[n]).norm() / expected[n].norm().clamp_min(1e-12)), n) for n in got]
+    assert all(math.isfinite(error) for error, _ in errors), errors  # max would pass over a NaN
     return max(errors)
 
 

@@ -1,6 +1,7 @@
 """The chunked loss equals the plain one in value and gradient, and never holds tokens times vocabulary."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from expertmesh.config.errors import InputError
 from expertmesh.training.loss import causal_lm_loss, count_targets, head_logits
 from tests.support.models import tiny_model
 
@@ -97,9 +99,14 @@ def test_the_head_is_the_models_own_code() -> None:
     assert not torch.allclose(head_logits(model, hidden), model.lm_head(hidden))
 
 
+def test_a_step_without_any_target_is_refused() -> None:
+    with pytest.raises(InputError, match="target_tokens is 0"):
+        causal_lm_loss(tiny_model("qwen3_moe"), _batch(), target_tokens=0)
+
+
 def test_without_gradients_only_the_value_is_computed() -> None:
     model, batch = tiny_model("qwen3_moe"), _batch()
-    with torch.no_grad():
+    with torch.no_grad(), mock.patch("torch.autograd.grad", side_effect=AssertionError("a gradient was computed")):
         loss = causal_lm_loss(model, batch, target_tokens=count_targets(batch["labels"]), chunk_tokens=8)
     expected = _plain(model, batch, count_targets(batch["labels"]))
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from expertmesh.experts.dispatch import LocalPairs
-from expertmesh.experts.segments import segment_sum
+from expertmesh.experts.segments import Segments, segment_sum
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 GroupedMm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -38,7 +38,10 @@ class MlpForm:
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:
-    """Grouped matrix product by torch's kernel: `[P, k] x [L, k, n] -> [P, n]`, or `[m, P] x [P, n] -> [L, m, n]`."""
+    """Grouped matrix product by torch's kernel: `[P, k] x [L, k, n] -> [P, n]`, or `[m, P] x [P, n] -> [L, m, n]`.
+
+    On CUDA torch has a kernel of its own for bf16; in fp32 it multiplies expert by expert and waits for the host.
+    """
     return F.grouped_mm(a, b, offs=end_L)
 
 
@@ -107,16 +110,18 @@ class _GroupedMlp(torch.autograd.Function):
         out_PH = form.grouped(act_PI, _as_kn(down.to(dtype), form), end_L)
         if down_bias is not None:
             out_PH += _per_pair(down_bias.to(dtype), pairs) * weight_P.unsqueeze(1)
-        ctx.save_for_backward(rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias)
-        ctx.pairs, ctx.form = pairs, form
+        # The index tensors too: attributes of ctx would outlive a checkpointed block's first run.
+        ctx.save_for_backward(rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias, *pairs.tensors())
+        ctx.form = form
         return segment_sum(out_PH, pairs.by_row)
 
     @staticmethod
     def backward(ctx: Any, grad_out_RH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias = ctx.saved_tensors
-        pairs, form = ctx.pairs, ctx.form
+        rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias, *indices = ctx.saved_tensors
+        pairs, form = LocalPairs.of(*indices), ctx.form
         row_P, end_L, dtype = pairs.row_P, pairs.expert_end_L, rows_RH.dtype
-        grad_down_bias = grad_up_bias = None
+        trains_up, trains_down = ctx.needs_input_grad[2:4]
+        grad_up = grad_down = grad_up_bias = grad_down_bias = None
 
         grad_out_PH = grad_out_RH.index_select(0, row_P)
         # The gradient of the weighted activation; the routing weight is still on it.
@@ -125,12 +130,14 @@ class _GroupedMlp(torch.autograd.Function):
         if down_bias is not None:
             bias_PH = _per_pair(down_bias.to(dtype), pairs)
             grad_weight_P = grad_weight_P + (grad_out_PH * bias_PH).sum(1, dtype=grad_weight_P.dtype)
-            grad_down_bias = _sum_per_expert(grad_out_PH * weight_P.unsqueeze(1), pairs, down_bias)
-        grad_down = _weight_gradient(act_PI, grad_out_PH, end_L, form).to(down.dtype)
+            grad_down_bias = _sum_per_expert(grad_out_PH * weight_P.unsqueeze(1), pairs, down_bias.dtype)
+        if trains_down:
+            grad_down = _weight_gradient(act_PI, grad_out_PH, end_L, form).to(down.dtype)
         del grad_out_PH, grad_act_PI, act_PI
         if up_bias is not None:
-            grad_up_bias = _sum_per_expert(grad_pre_P2I, pairs, up_bias)
-        grad_up = _weight_gradient(rows_RH.index_select(0, row_P), grad_pre_P2I, end_L, form).to(up.dtype)
+            grad_up_bias = _sum_per_expert(grad_pre_P2I, pairs, up_bias.dtype)
+        if trains_up:
+            grad_up = _weight_gradient(rows_RH.index_select(0, row_P), grad_pre_P2I, end_L, form).to(up.dtype)
         grad_rows_RH = segment_sum(form.grouped(grad_pre_P2I, _as_nk(up.to(dtype), form), end_L), pairs.by_row)
         return grad_rows_RH, grad_weight_P, grad_up, grad_down, grad_up_bias, grad_down_bias, None, None
 
@@ -163,14 +170,14 @@ def _activation_backward(
     pre_P2I: torch.Tensor, grad_act_PI: torch.Tensor, weight_P: torch.Tensor, form: MlpForm
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """From d(weighted activation): the weighted activation again, d(pre-activation), d(routing weight)."""
-    weight_P1 = weight_P.unsqueeze(1).to(pre_P2I.dtype)
+    weight_P1 = weight_P.unsqueeze(1)  # possibly wider than the rest: multiplied as it is, like in forward
     if form.silu_gated:
         gate_PI, up_PI = pre_P2I.chunk(2, dim=1)
         silu_PI = F.silu(gate_PI)
         act_PI = silu_PI * up_PI
-        grad_weight_P = _dot(grad_act_PI, act_PI, weight_P.dtype)
+        grad_weight_P = (grad_act_PI * act_PI).sum(1, dtype=weight_P.dtype)
         act_PI *= weight_P1
-        grad_act_PI = grad_act_PI * weight_P1
+        grad_act_PI = (grad_act_PI * weight_P1).to(pre_P2I.dtype)
         grad_pre_P2I = torch.empty_like(pre_P2I)
         grad_gate_PI, grad_up_PI = grad_pre_P2I.chunk(2, dim=1)
         torch.mul(grad_act_PI, silu_PI, out=grad_up_PI)
@@ -179,13 +186,10 @@ def _activation_backward(
     with torch.enable_grad():
         leaf_P2I = pre_P2I.detach().requires_grad_()
         act_PI = form.activation(leaf_P2I)
-        (grad_pre_P2I,) = torch.autograd.grad(act_PI, leaf_P2I, grad_act_PI * weight_P1)
+        (grad_pre_P2I,) = torch.autograd.grad(act_PI, leaf_P2I, (grad_act_PI * weight_P1).to(act_PI.dtype))
     act_PI = act_PI.detach()
-    return act_PI * weight_P1, grad_pre_P2I, _dot(grad_act_PI, act_PI, weight_P.dtype)
-
-
-def _dot(a_PI: torch.Tensor, b_PI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.linalg.vecdot(a_PI, b_PI).to(dtype) if a_PI.dtype == dtype else (a_PI * b_PI).sum(1, dtype=dtype)
+    grad_weight_P = (grad_act_PI * act_PI).sum(1, dtype=weight_P.dtype)
+    return (act_PI * weight_P1).to(pre_P2I.dtype), grad_pre_P2I, grad_weight_P
 
 
 def _expert_of_pair(pairs: LocalPairs) -> torch.Tensor:
@@ -197,8 +201,7 @@ def _per_pair(bias_Ln: torch.Tensor, pairs: LocalPairs) -> torch.Tensor:
     return bias_Ln.index_select(0, _expert_of_pair(pairs))
 
 
-def _sum_per_expert(grad_Pn: torch.Tensor, pairs: LocalPairs, bias_Ln: torch.Tensor) -> torch.Tensor:
-    """Sum the pairs of each expert in fp32 or wider; pairs are already ordered by expert."""
-    wide = grad_Pn if grad_Pn.dtype == torch.float64 else grad_Pn.float()
-    total_Ln = wide.new_zeros(bias_Ln.shape).index_add_(0, _expert_of_pair(pairs), wide)
-    return total_Ln.to(bias_Ln.dtype)
+def _sum_per_expert(grad_Pn: torch.Tensor, pairs: LocalPairs, dtype: torch.dtype) -> torch.Tensor:
+    """Sum the pairs of each expert, which are neighbours already."""
+    place_P = torch.arange(grad_Pn.shape[0], device=grad_Pn.device)
+    return segment_sum(grad_Pn, Segments(place_P, F.pad(pairs.expert_end_L.long(), (1, 0)))).to(dtype)

@@ -39,7 +39,16 @@ class LocalPairs:
     row_P: torch.Tensor
     expert_end_L: torch.Tensor
     by_row: Segments
-    num_rows: int
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What autograd has to save; `of` puts it together again."""
+        return self.row_P, self.expert_end_L, self.by_row.item_P, self.by_row.start_R1
+
+    @classmethod
+    def of(
+        cls, row_P: torch.Tensor, expert_end_L: torch.Tensor, item_P: torch.Tensor, start_R1: torch.Tensor
+    ) -> "LocalPairs":
+        return cls(row_P, expert_end_L, Segments(item_P, start_R1))
 
 
 class Dispatcher(Protocol):
@@ -75,7 +84,7 @@ class LocalDispatcher:
         order_P = torch.argsort(flat, stable=True)
         row_P = order_P // index_TK.shape[1]
         end_E = count_pairs(index_TK, self.num_experts).cumsum(0).to(torch.int32)
-        pairs = LocalPairs(row_P, end_E, segments_of(row_P, hidden_TH.shape[0]), hidden_TH.shape[0])
+        pairs = LocalPairs(row_P, end_E, segments_of(row_P, hidden_TH.shape[0]))
         return hidden_TH, weight_TK.reshape(-1).index_select(0, order_P), pairs, None
 
     def combine(self, rows_RH: torch.Tensor, ticket: Any) -> torch.Tensor:
@@ -96,6 +105,13 @@ class _Route:
     arrival_P: torch.Tensor  # the place at which each local pair, ordered by expert, arrives
     block_start_P: torch.Tensor  # the first row of the block that the arriving pair belongs to
     expert_end_L: torch.Tensor
+    splits: "_Splits"
+
+
+@dataclass(frozen=True, slots=True)
+class _Splits:
+    """Rows and pairs exchanged with each rank of the group, known on the host."""
+
     rows_sent: list[int]
     rows_received: list[int]
     pairs_sent: list[int]
@@ -116,7 +132,7 @@ class AllToAllDispatcher:
         route = self._route(index_TK)
         rows_RH, weight_P, row_P = _AllToAllDispatch.apply(hidden_TH, weight_TK, route, self.group)
         by_row = segments_of(row_P, rows_RH.shape[0])
-        return rows_RH, weight_P, LocalPairs(row_P, route.expert_end_L, by_row, rows_RH.shape[0]), route
+        return rows_RH, weight_P, LocalPairs(row_P, route.expert_end_L, by_row), route
 
     def combine(self, rows_RH: torch.Tensor, ticket: _Route) -> torch.Tensor:
         """One all-to-all in forward, one in backward."""
@@ -139,12 +155,11 @@ class AllToAllDispatcher:
         pairs_DL = count_pairs(index_TK, self.num_experts).view(ranks, experts_here)
         sent = torch.cat([rows_D.unsqueeze(1), pairs_DL], dim=1)
         received = all_to_all_even(sent, self.group)
-        rows_sent, rows_received, pairs_sent, pairs_received = to_host(
-            torch.stack([sent[:, 0], received[:, 0], sent[:, 1:].sum(1), received[:, 1:].sum(1)])
-        )
+        totals = torch.stack([sent[:, 0], received[:, 0], sent[:, 1:].sum(1), received[:, 1:].sum(1)])
+        splits = _Splits(*to_host(totals))
 
-        token_Q = token_S.new_empty(sum(rows_sent)).scatter_(0, row_S, token_S)
-        arrival_P, source_P = _arrivals(received[:, 1:], sum(pairs_received))
+        token_Q = token_S.new_empty(sum(splits.rows_sent)).scatter_(0, row_S, token_S)
+        arrival_P, source_P = _arrivals(received[:, 1:], sum(splits.pairs_received))
         block_start_D = received[:, 0].cumsum(0) - received[:, 0]
         return _Route(
             token_Q=token_Q,
@@ -154,10 +169,7 @@ class AllToAllDispatcher:
             arrival_P=arrival_P,
             block_start_P=block_start_D.index_select(0, source_P),
             expert_end_L=received[:, 1:].sum(0).cumsum(0).to(torch.int32),
-            rows_sent=rows_sent,
-            rows_received=rows_received,
-            pairs_sent=pairs_sent,
-            pairs_received=pairs_received,
+            splits=splits,
         )
 
 
@@ -184,15 +196,17 @@ class _AllToAllDispatch(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_TH: torch.Tensor, weight_TK: torch.Tensor, route: _Route, group: dist.ProcessGroup
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ctx.route, ctx.group = route, group
-        ctx.tokens, ctx.top_k, ctx.weight_dtype = hidden_TH.shape[0], weight_TK.shape[1], weight_TK.dtype
+        # Index tensors are saved like any other: as attributes they would outlive a checkpointed block's first run.
+        ctx.save_for_backward(route.arrival_P, route.pair_S, route.rows_of_token.item_P, route.rows_of_token.start_R1)
+        ctx.splits, ctx.group, ctx.weights = route.splits, group, (weight_TK.shape, weight_TK.dtype)
+        splits = route.splits
         rows_QH = hidden_TH.index_select(0, route.token_Q)
-        rows_RH, work = all_to_all(rows_QH, route.rows_sent, route.rows_received, group, wait=False)
+        rows_RH, work = all_to_all(rows_QH, splits.rows_sent, splits.rows_received, group, wait=False)
         # While the rows travel: one message for both facts of a pair, its weight as bits beside its row number.
         weight_S = _exact(weight_TK.reshape(-1).index_select(0, route.pair_S))
         bits = torch.int64 if weight_S.dtype == torch.float64 else torch.int32
         pair_S2 = torch.stack([route.row_in_block_S.to(bits), weight_S.view(bits)], dim=1)
-        pair_P2, _ = all_to_all(pair_S2, route.pairs_sent, route.pairs_received, group)
+        pair_P2, _ = all_to_all(pair_S2, splits.pairs_sent, splits.pairs_received, group)
         pair_P2 = pair_P2.index_select(0, route.arrival_P)
         row_P = pair_P2[:, 0].long() + route.block_start_P
         weight_P = pair_P2[:, 1].contiguous().view(weight_S.dtype).to(weight_TK.dtype)
@@ -205,16 +219,17 @@ class _AllToAllDispatch(torch.autograd.Function):
     def backward(
         ctx: Any, grad_rows_RH: torch.Tensor, grad_weight_P: torch.Tensor, grad_row_P: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        route, group = ctx.route, ctx.group
+        arrival_P, pair_S, *rows_of_token = ctx.saved_tensors
+        splits, group = ctx.splits, ctx.group
         # Every rank travels both ways back, whatever its own tokens need: a skipped collective hangs the others.
-        grad_rows_QH, work = all_to_all(grad_rows_RH, route.rows_received, route.rows_sent, group, wait=False)
-        grad_arrived_P = torch.empty_like(grad_weight_P).index_copy_(0, route.arrival_P, grad_weight_P)
-        grad_weight_S, _ = all_to_all(_exact(grad_arrived_P), route.pairs_received, route.pairs_sent, group)
-        grad_weight = torch.empty_like(grad_weight_S).index_copy_(0, route.pair_S, grad_weight_S)
+        grad_rows_QH, work = all_to_all(grad_rows_RH, splits.rows_received, splits.rows_sent, group, wait=False)
+        grad_arrived_P = torch.empty_like(grad_weight_P).index_copy_(0, arrival_P, grad_weight_P)
+        grad_weight_S, _ = all_to_all(_exact(grad_arrived_P), splits.pairs_received, splits.pairs_sent, group)
+        grad_weight = torch.empty_like(grad_weight_S).index_copy_(0, pair_S, grad_weight_S)
         if work is not None:
             work.wait()
-        grad_hidden_TH = segment_sum(grad_rows_QH, route.rows_of_token)
-        return grad_hidden_TH, grad_weight.view(ctx.tokens, ctx.top_k).to(ctx.weight_dtype), None, None
+        shape, dtype = ctx.weights
+        return segment_sum(grad_rows_QH, Segments(*rows_of_token)), grad_weight.view(shape).to(dtype), None, None
 
 
 class _AllToAllCombine(torch.autograd.Function):
@@ -222,15 +237,16 @@ class _AllToAllCombine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows_RH: torch.Tensor, route: _Route, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.route, ctx.group = route, group
-        rows_QH, _ = all_to_all(rows_RH, route.rows_received, route.rows_sent, group)
+        ctx.save_for_backward(route.token_Q)
+        ctx.splits, ctx.group = route.splits, group
+        rows_QH, _ = all_to_all(rows_RH, route.splits.rows_received, route.splits.rows_sent, group)
         return segment_sum(rows_QH, route.rows_of_token)
 
     @staticmethod
     def backward(ctx: Any, grad_out_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        route, group = ctx.route, ctx.group
-        grad_rows_QH = grad_out_TH.index_select(0, route.token_Q)
-        grad_rows_RH, _ = all_to_all(grad_rows_QH, route.rows_sent, route.rows_received, group)
+        (token_Q,) = ctx.saved_tensors
+        grad_rows_QH = grad_out_TH.index_select(0, token_Q)
+        grad_rows_RH, _ = all_to_all(grad_rows_QH, ctx.splits.rows_sent, ctx.splits.rows_received, ctx.group)
         return grad_rows_RH, None, None
 
 
@@ -271,7 +287,7 @@ class AllGatherDispatcher:
         local = torch.where((local >= 0) & (local < experts_here), local, experts_here)
         pair_P = torch.argsort(local, stable=True)[:total]
         row_P = pair_P // top_k
-        pairs = LocalPairs(row_P, pairs_L.cumsum(0).to(torch.int32), segments_of(row_P, len(rows_RH)), len(rows_RH))
+        pairs = LocalPairs(row_P, pairs_L.cumsum(0).to(torch.int32), segments_of(row_P, len(rows_RH)))
         return rows_RH, weight_NK.reshape(-1).index_select(0, pair_P), pairs, tokens
 
     def combine(self, rows_RH: torch.Tensor, ticket: int) -> torch.Tensor:

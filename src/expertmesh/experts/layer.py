@@ -22,7 +22,7 @@ from expertmesh.experts.dispatch import (
     LocalDispatcher,
     count_pairs,
 )
-from expertmesh.experts.routing import is_recomputing
+from expertmesh.experts.routing import confirm_choice, is_recomputing
 from expertmesh.mesh import Mesh
 
 IMPLEMENTATION = "expertmesh"
@@ -51,6 +51,7 @@ class ExpertLayer:
 
         Collective over the EP group (see the dispatcher); the parameters are unsharded by FSDP2 around this call.
         """
+        confirm_choice(index_TK)
         self._count(experts, index_TK)
         hidden_TH = hidden.reshape(-1, hidden.shape[-1]).to(self.dtype)
         rows_RH, weight_P, pairs, ticket = self.dispatcher.dispatch(hidden_TH, index_TK, weight_TK)

@@ -17,9 +17,15 @@ def checkpoint_blocks(model: nn.Module) -> None:
 
     Every rank calls it alike: a recomputed block repeats its dispatch, which is collective.
     """
-    enable: Any = getattr(model, "gradient_checkpointing_enable", None)
-    if enable is None or not getattr(model, "supports_gradient_checkpointing", False):
+    options = {"use_reentrant": False, "context_fn": routing_contexts}
+    if not getattr(model, "supports_gradient_checkpointing", False):
         raise InputError(
             f"train.activation_checkpointing: full is not supported by {type(model).__name__}; set it to none"
         )
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": routing_contexts})
+    # transformers renamed its hook and deprecated the old name in 5.23; 5.17 has only that.
+    enable: Any = getattr(model, "activation_checkpointing_enable", None)
+    if enable is not None:
+        enable(activation_checkpointing_kwargs=options)
+    else:
+        enable = model.gradient_checkpointing_enable
+        enable(gradient_checkpointing_kwargs=options)

@@ -6,6 +6,7 @@ reductions are sums: the loss is divided by the target tokens of the whole step,
 layout and every accumulation count by construction.
 """
 
+import hashlib
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -14,15 +15,15 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec, describe
+from expertmesh.anatomy import Anatomy, describe
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.experts.layer import install
-from expertmesh.mesh import Layout, Mesh, attach_mesh
+from expertmesh.mesh import Mesh, attach_mesh
+from expertmesh.parallel.refusals import expert_shard_dim, refuse_mixed_dtypes, refuse_model
 
 
 def shard(
@@ -37,13 +38,13 @@ def shard(
     """
     anatomy = describe(model)
     master, compute, reduce = (getattr(torch, name) for name in (precision.params, precision.compute, precision.reduce))
-    _refuse_mixed_dtypes(model, master)
+    refuse_model(model, anatomy, moe)
+    refuse_mixed_dtypes(model, master)
     for spec in anatomy.experts:
         expert_shard_dim(spec, mesh.layout)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if not on_meta:
         _check_equal_on_every_rank(model)
-        model.to(mesh.device)
     if moe.router == "frozen":
         for name in anatomy.routers:
             model.get_submodule(name).requires_grad_(False)
@@ -68,7 +69,7 @@ def _place_experts(model: nn.Module, anatomy: Anatomy, mesh: Mesh, policy: Mixed
         experts = model.get_submodule(spec.name)
         for name in spec.parameters:
             whole = experts.get_parameter(name)
-            local = nn.Parameter(_own_slice(whole, mesh.expert["ep"]), requires_grad=whole.requires_grad)
+            local = nn.Parameter(_own_slice(whole, mesh), requires_grad=whole.requires_grad)
             setattr(experts, name, local)
             placed.add(local)
         if mesh.expert_shard.size() > 1:
@@ -111,6 +112,7 @@ def _place_dense(
         _sum_gradients(module)
     fully_shard(model, mesh=mesh.dense_shard, mp_policy=policy, ignored_params=experts)
     _sum_gradients(model)
+    model.register_forward_hook(_reshard_without_backward)
     _prefetch(model, anatomy)
 
 
@@ -137,6 +139,14 @@ def _in(name: str, parent: str) -> bool:
     return name.startswith(f"{parent}.")
 
 
+def _reshard_without_backward(model: nn.Module, args: Any, output: Any) -> None:
+    """FSDP2 keeps the root's parameters gathered until backward. Without one (evaluation, generation) they would stay
+    plain tensors in the compute dtype, and an optimizer built or stepped then would miss the head.
+    """
+    if not torch.is_grad_enabled():
+        cast(FSDPModule, model).reshard()
+
+
 def _prefetch(model: nn.Module, anatomy: Anatomy) -> None:
     """Gather the next block while this one computes; the dispatch's host wait defeats FSDP2's implicit prefetch."""
     units = []
@@ -149,28 +159,14 @@ def _prefetch(model: nn.Module, anatomy: Anatomy) -> None:
         following[0].set_modules_to_backward_prefetch(list(unit))
 
 
-def _own_slice(whole: torch.Tensor, ep: DeviceMesh) -> DTensor:
+def _own_slice(whole: torch.Tensor, mesh: Mesh) -> DTensor:
     """This rank's experts of a full `[E, ...]` tensor, as the DTensor whose global value is `whole`."""
+    ep = mesh.expert["ep"]
     per_rank = whole.shape[0] // ep.size()
     local = whole.detach()[ep.get_local_rank() * per_rank :][:per_rank].clone()
+    # Only the slice goes to the device; FSDP2 moves the rest group by group.
+    local = local if local.is_meta else local.to(mesh.device)
     return DTensor.from_local(local, ep, [Shard(0)], run_check=False)
-
-
-def expert_shard_dim(spec: ExpertsSpec, layout: Layout) -> int:
-    """The dim over which efsdp shards a rank's experts: 0 if it divides them, else a later one, else refused."""
-    efsdp, here = layout.efsdp, spec.num_experts // layout.ep
-    width = spec.intermediate_size * (2 if spec.gated else 1)
-    dims = (spec.hidden_size, width) if spec.transposed else (width, spec.hidden_size)
-    down = (spec.intermediate_size, spec.hidden_size) if spec.transposed else (spec.hidden_size, spec.intermediate_size)
-    if here % efsdp == 0:
-        return 0
-    for dim in (1, 2):
-        if not spec.biased and dims[dim - 1] % efsdp == 0 and down[dim - 1] % efsdp == 0:
-            return dim
-    raise InputError(
-        f"parallel: efsdp {efsdp} divides neither the {here} experts a rank holds of {spec.name} at ep {layout.ep} "
-        f"nor its sizes {dims[0]} x {dims[1]}; choose a larger ep so that efsdp = fsdp * cp * tp / ep becomes smaller"
-    )
 
 
 def _sum_gradients(module: nn.Module) -> None:
@@ -182,26 +178,21 @@ def _sum_gradients(module: nn.Module) -> None:
     unit.set_force_sum_reduction_for_comms(True)
 
 
-def _refuse_mixed_dtypes(model: nn.Module, master: torch.dtype) -> None:
-    odd = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.dtype != master}
-    if odd:
-        name, dtype = next(iter(odd.items()))
-        raise InputError(
-            f"precision.params is {master}, but {name} is {dtype} ({len(odd)} such parameters); "
-            f"convert the model with model.to({master}) first or change precision.params"
-        )
-
-
 def _check_equal_on_every_rank(model: nn.Module) -> None:
-    """Sharding takes each slice from its own rank's copy, so the copies must agree."""
-    sums = torch.stack([parameter.detach().double().sum().cpu() for parameter in model.parameters()])
+    """Sharding takes each slice from its own rank's copy, so the copies must agree: every byte, and what trains."""
+    tensors = model.state_dict(keep_vars=True)
+    digests = [(name, _digest(tensor), tensor.requires_grad) for name, tensor in tensors.items()]
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, sums.tolist())
-    for rank, other in enumerate(gathered):
-        if other != gathered[0]:
-            differing = [a == b for a, b in zip(other, gathered[0], strict=True)].index(False)
-            name = [name for name, _ in model.named_parameters()][differing]
-            raise IntegrityError(
-                f"parallelize: {name} on rank {rank} differs from rank 0's; every rank must hold the same weights "
-                "(same seed or same checkpoint) before sharding"
-            )
+    dist.all_gather_object(gathered, digests)
+    for rank, others in enumerate(gathered):
+        for own, other in zip(gathered[0], others, strict=True):
+            if own != other:
+                raise IntegrityError(
+                    f"parallelize: {other[0]} on rank {rank} differs from rank 0's; every rank must hold the same "
+                    "weights (same seed or same checkpoint) before sharding"
+                )
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()

@@ -10,6 +10,7 @@ import math
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from expertmesh.mesh import mesh_of
@@ -23,13 +24,16 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None, norm_type: float =
     of one number over the shard group. Returns a 0-dim fp32 tensor (fp64 for fp64 gradients). A non-finite norm is
     returned as it is and scales nothing, so that the caller can skip the step.
     """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward without backward leaves the root's parameters gathered, and without gradients
     gradients = [_local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     total = global_norm(gradients, norm_type, model)
     if max_norm is not None and gradients:
         # The same rule as torch.nn.utils.clip_grad_norm_, without waiting for the device to decide.
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         scale = torch.where(total.isfinite(), scale, torch.ones_like(scale))
-        torch._foreach_mul_(gradients, [scale.to(gradient.dtype) for gradient in gradients])
+        torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
     return total
 
 

@@ -4,6 +4,7 @@ It knows a sharded model and batches; it does not know how either came to be. Ev
 of `train_step` is the same sequence of collectives on all of them.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class TrainingLoop:
     def run(self) -> None:
         """Train `total_steps` optimizer steps. Raises `IntegrityError` when losses stay non-finite."""
         guard, started, since = NonFiniteGuard(), time.monotonic(), time.monotonic()
-        tokens = 0
+        tokens = 0  # since the last report
         for done, step in enumerate(self._steps(), start=1):
             result = self._train_step(done, step, guard)
             tokens += step.tokens
@@ -71,8 +72,9 @@ class TrainingLoop:
                 tokens, since = 0, now
             every = self.config.train.eval_every_steps
             if self.eval_batches is not None and (done == self.total_steps or (every and done % every == 0)):
+                paused = time.monotonic()
                 self.reporter.evaluation(done, self.evaluate(self.eval_batches), self.eval_batches.target_tokens)
-                since = time.monotonic()
+                since += time.monotonic() - paused
 
     def _steps(self) -> Iterator[Step]:
         remaining = self.total_steps
@@ -84,7 +86,10 @@ class TrainingLoop:
                 remaining -= 1
 
     def _train_step(self, number: int, step: Step, guard: NonFiniteGuard) -> "_StepResult":
-        """One optimizer step: backward over all micro-batches, one norm, one decision, one update."""
+        """One optimizer step: backward over all micro-batches, one norm, one decision, one update.
+
+        A skipped step uses up its place in the schedule.
+        """
         share = torch.zeros((), dtype=torch.float64)
         last = len(step.micro_batches) - 1
         for index, batch in enumerate(step.micro_batches):
@@ -93,6 +98,7 @@ class TrainingLoop:
             loss = causal_lm_loss(self.model, self._on_device(batch), target_tokens=step.target_tokens)
             loss.backward()
             share = share + loss.detach()
+            del loss  # and with it what the graph still holds
         grad_norm = clip_grad_norm_(self.model, self.config.optim.max_grad_norm)
 
         losses, norms, memory, finite = self._exchange(share, grad_norm)
@@ -106,14 +112,17 @@ class TrainingLoop:
 
     def _exchange(self, share: torch.Tensor, grad_norm: torch.Tensor) -> tuple[list[float], float, int, list[bool]]:
         """Each rank's facts about the step, on every rank: one all-gather and one wait for the device."""
-        norm = float(grad_norm)
-        finite = bool(share.isfinite()) and (bool(grad_norm.isfinite()) or gradients_are_finite(self.model))
-        facts = [float(share), float(peak_memory(self.mesh.device)), float(finite)]
+        loss, norm = torch.stack([share.to(self.mesh.device), grad_norm.to(torch.float64)]).tolist()
+        finite = math.isfinite(loss) and (math.isfinite(norm) or gradients_are_finite(self.model))
+        facts = [loss, float(peak_memory(self.mesh.device)), float(finite)]
         assert dist.group.WORLD is not None
         gathered = all_gather(torch.tensor([facts], dtype=torch.float64), dist.group.WORLD).tolist()
-        shared_rows = self.mesh.layout.cp * self.mesh.layout.tp
-        losses = [row[0] / shared_rows for row in gathered]
-        return losses, norm, int(max(row[1] for row in gathered)), [bool(row[2]) for row in gathered]
+        return (
+            [row[0] for row in gathered],
+            norm,
+            int(max(row[1] for row in gathered)),
+            [bool(row[2]) for row in gathered],
+        )
 
     def _expert_load(self) -> list[dict[str, float | int]]:
         """Tokens per layer and expert since the last report, over all ranks (one all-reduce)."""

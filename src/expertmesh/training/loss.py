@@ -7,18 +7,22 @@ chunks of target tokens, gradients of a chunk are taken at once, and the chunk's
     B rows, S positions, N target tokens here, C tokens of a chunk, H hidden, V vocabulary
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.utils.generic import ModelOutput
 
 from expertmesh.config.errors import InputError
 
 IGNORED = -100
+BaseOutput = Callable[..., ModelOutput]
 
 
 def causal_lm_loss(
@@ -32,15 +36,23 @@ def causal_lm_loss(
     as often as the others, with targets or without: the model's forward and backward are collective. Waits for the
     host once, to find the targets.
     """
+    if isinstance(target_tokens, int) and target_tokens <= 0:
+        raise InputError(f"target_tokens is {target_tokens}: a step without any target has no loss; check the labels")
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    hidden_BSH, empty_logits = _run_base(model, inputs)
+    base, empty_logits = _run_base(model, inputs)
+    hidden_BSH = base["last_hidden_state"]
     target_N, place_N = _targets(batch["labels"].to(hidden_BSH.device))
     hidden_NH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1]).index_select(0, place_N)
-    total = _HeadLoss.apply(hidden_NH, target_N, model, chunk_tokens, *_head_parameters(model))
+    others = {key: value for key, value in base.items() if key != "last_hidden_state"}
+    output = partial(type(base), **others)
+    training = torch.is_grad_enabled()
+    if not training and isinstance(model, FSDPModule):
+        model.unshard()  # the root was resharded after its forward; the head runs after it
+    total = _HeadLoss.apply(hidden_NH, target_N, model, output, chunk_tokens, training, *_head_parameters(model))
     # The root's output joins the graph (adding zero, from zero logits), so that FSDP2's root hook runs in backward.
     loss: torch.Tensor = (total + empty_logits.sum().to(total.dtype)) / target_tokens
-    if not torch.is_grad_enabled() and isinstance(model, FSDPModule):
-        model.reshard()  # without a backward nobody else frees the root's gathered parameters
+    if not training and isinstance(model, FSDPModule):
+        model.reshard()
     return loss
 
 
@@ -56,8 +68,8 @@ def _targets(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return following.index_select(0, place_N), place_N
 
 
-def _run_base(model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the model through its root (FSDP2's hooks live there) but its head on no token; return the hidden states."""
+def _run_base(model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[ModelOutput, torch.Tensor]:
+    """Run the model through its root (FSDP2's hooks live there) but its head on no token; return the base's output."""
     captured: list[Any] = []
     base = model.get_submodule(_base_name(model))
     hook = base.register_forward_hook(lambda module, args, output: captured.append(output))
@@ -67,7 +79,8 @@ def _run_base(model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[torch.
     finally:
         hook.remove()
     assert len(captured) == 1, f"{type(model).__name__} ran its base model {len(captured)} times"
-    return captured[0].last_hidden_state, output.logits
+    assert output.logits.shape[1] == 0, f"{type(model).__name__} ignored logits_to_keep"
+    return captured[0], output.logits
 
 
 def _base_name(model: nn.Module) -> str:
@@ -95,30 +108,30 @@ class _HeadLoss(torch.autograd.Function):
         hidden_NH: torch.Tensor,
         target_N: torch.Tensor,
         model: nn.Module,
+        output: BaseOutput,
         chunk: int,
+        training: bool,
         *parameters: nn.Parameter,
     ) -> torch.Tensor:
         wanted = [parameter for parameter in parameters if parameter.requires_grad]
-        needs_gradient = any(ctx.needs_input_grad)
         wide = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
         total = torch.zeros((), dtype=wide, device=hidden_NH.device)
-        grad_hidden_NH = torch.zeros_like(hidden_NH) if needs_gradient else None
+        grad_hidden_NH = torch.zeros_like(hidden_NH) if training else None
         # Chunks are summed in fp32: in bf16 each addition would round the head's gradient again.
-        sums = [torch.zeros_like(parameter, dtype=wide) for parameter in wanted] if needs_gradient else []
+        sums = [torch.zeros_like(parameter, dtype=wide) for parameter in wanted] if training else []
         for start in range(0, hidden_NH.shape[0], chunk):
             part = slice(start, start + chunk)
-            with torch.set_grad_enabled(needs_gradient):
-                hidden_CH = hidden_NH[part].detach().requires_grad_(needs_gradient)
-                logits_CV = head_logits(model, hidden_CH)
+            with torch.set_grad_enabled(training):
+                hidden_CH = hidden_NH[part].detach().requires_grad_(training)
+                logits_CV = head_logits(model, hidden_CH, output)
                 loss = F.cross_entropy(logits_CV.to(wide), target_N[part], reduction="sum")
                 total += loss.detach()
             if grad_hidden_NH is not None:
-                grad_hidden, *grads = torch.autograd.grad(loss, [hidden_CH, *wanted])
-                grad_hidden_NH[part] = grad_hidden
-                for accumulated, grad in zip(sums, grads, strict=True):
-                    accumulated += grad
-        ctx.save_for_backward(grad_hidden_NH, *(s.to(p.dtype) for s, p in zip(sums, wanted, strict=True)))
-        ctx.wanted = [parameter.requires_grad for parameter in parameters]
+                grad_hidden_NH[part], *grads = torch.autograd.grad(loss, [hidden_CH, *wanted])
+                torch._foreach_add_(sums, grads)
+        if training:
+            ctx.save_for_backward(grad_hidden_NH, *(s.to(p.dtype) for s, p in zip(sums, wanted, strict=True)))
+            ctx.wanted = [parameter.requires_grad for parameter in parameters]
         return total
 
     @staticmethod
@@ -126,34 +139,35 @@ class _HeadLoss(torch.autograd.Function):
         grad_hidden_NH, *sums = ctx.saved_tensors
         scaled = iter([s * grad_total.to(s.dtype) for s in sums])
         of_parameters = [next(scaled) if wanted else None for wanted in ctx.wanted]
-        return grad_hidden_NH * grad_total.to(grad_hidden_NH.dtype), None, None, None, *of_parameters
+        return grad_hidden_NH * grad_total.to(grad_hidden_NH.dtype), None, None, None, None, None, *of_parameters
 
 
-def head_logits(model: nn.Module, hidden_CH: torch.Tensor) -> torch.Tensor:
-    """Logits `[C, V]` by the model's own forward code after its base model, so scales, caps and biases are exact."""
-    with _base_returning(model, hidden_CH.unsqueeze(0)):
+def head_logits(model: nn.Module, hidden_CH: torch.Tensor, output: BaseOutput = MoeModelOutputWithPast) -> torch.Tensor:
+    """Logits `[C, V]` by the model's own forward code after its base model, so scales, caps and biases are exact.
+
+    `output` makes the base model's output from hidden states `[1, C, H]`; families have output classes of their own.
+    """
+    with _base_returning(model, output(last_hidden_state=hidden_CH.unsqueeze(0))):
         logits: torch.Tensor = model.forward(inputs_embeds=hidden_CH.unsqueeze(0), use_cache=False).logits
     return logits.squeeze(0)
 
 
 class _Returns(nn.Module):
-    """Stands in for a base model whose hidden states are known."""
+    """Stands in for a base model whose output is known."""
 
-    def __init__(self, hidden_1CH: torch.Tensor) -> None:
+    def __init__(self, output: ModelOutput) -> None:
         super().__init__()
-        self.hidden_1CH = hidden_1CH
+        self.output = output
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        from transformers.modeling_outputs import MoeModelOutputWithPast
-
-        return MoeModelOutputWithPast(last_hidden_state=self.hidden_1CH)
+    def forward(self, *args: Any, **kwargs: Any) -> ModelOutput:
+        return self.output
 
 
 @contextmanager
-def _base_returning(model: nn.Module, hidden_1CH: torch.Tensor) -> Iterator[None]:
+def _base_returning(model: nn.Module, output: ModelOutput) -> Iterator[None]:
     name = _base_name(model)
     base = model._modules[name]
-    model._modules[name] = _Returns(hidden_1CH)
+    model._modules[name] = _Returns(output)
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ from expertmesh.data import load_tokenizer
 from expertmesh.data.loader import accumulation_of
 from expertmesh.experts.layer import choose_backend
 from expertmesh.mesh import Layout, resolve_layout
-from expertmesh.parallel.fsdp import expert_shard_dim
+from expertmesh.parallel.refusals import expert_shard_dim, refuse_model
 from expertmesh.weights.skeleton import build_meta_model, read_model_config
 
 # What mixes positions other than attention; packed samples would leak into each other through it.
@@ -65,8 +65,7 @@ def preflight(config: Config, world_size: int) -> Checked:
     accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
     if config.data.packing:
         _refuse_packing(config, model)
-    _refuse_auxiliary_loss(config, model_config)
-    _refuse_head(model)
+    refuse_model(model, anatomy, config.moe)
     load_tokenizer(config.model)
     return Checked(model_config, directory, anatomy, layout)
 
@@ -140,19 +139,3 @@ def _refuse_local_paths(config: Config) -> None:
 def _refuse_attention(config: Config) -> None:
     if config.model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         raise InputError("model.attention: flash_attention_2 needs the flash-attn package; install it or use sdpa")
-
-
-def _refuse_auxiliary_loss(config: Config, model_config: PreTrainedConfig) -> None:
-    """The model's own auxiliary loss is per process; until it is exact over the global batch it must be off."""
-    text = model_config.get_text_config()
-    wanted = getattr(text, "output_router_logits", False) and getattr(text, "router_aux_loss_coef", 0.0)
-    if config.moe.aux_loss_coef == "from_model" and wanted:
-        raise InputError(
-            f"moe.aux_loss_coef: from_model means {text.router_aux_loss_coef} for this model, and the auxiliary loss "
-            "is not available yet; set moe.aux_loss_coef to 0.0 to train without it"
-        )
-
-
-def _refuse_head(model: nn.Module) -> None:
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise InputError(f"{type(model).__name__} cannot compute logits of chosen tokens only (logits_to_keep)")
