@@ -1,0 +1,120 @@
+"""What is measured: the model's shape, the tokens of a step and the precision, shared by every system.
+
+`Case` travels as JSON from the launcher to the worker ranks, so that all of them build the same model from
+the same checkpoint and read the same tokens. The two named settings are the ones whose figures are published.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """One benchmark case.
+
+    `compute` is what forward and backward run in; parameters and reduced gradients are always float32.
+    `tokens` counts tokens per data rank and step, cut into sequences of `sequence` tokens.
+    """
+
+    tokens: int
+    compute: str
+    sequence: int = 512
+    ranks: int = 4
+    layers: int = 8
+    hidden: int = 512
+    experts: int = 64
+    top_k: int = 8
+    expert_width: int = 256
+    vocabulary: int = 4096
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 64
+    checkpoint: str = ""
+
+    def __post_init__(self) -> None:
+        if self.tokens % self.sequence and self.tokens > self.sequence:
+            raise ValueError(f"tokens={self.tokens} is not a multiple of sequence={self.sequence}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of forward and backward."""
+        dtype = getattr(torch, self.compute)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def tiny(self) -> Case:
+        """The same case in miniature: it pays for lazy imports before memory is measured."""
+        return dataclasses.replace(
+            self, tokens=16, sequence=16, layers=1, hidden=64, experts=8, top_k=2, expert_width=32,
+            vocabulary=64, heads=2, kv_heads=2, head_dim=32,
+        )  # fmt: skip
+
+    def to_json(self) -> str:
+        """This case as one line of JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        """The inverse of `to_json`."""
+        fields: dict[str, Any] = json.loads(text)
+        return cls(**fields)
+
+
+SETTINGS: dict[str, Case] = {
+    "fp32-512": Case(tokens=512, compute="float32"),
+    "bf16-2048": Case(tokens=2048, compute="bfloat16"),
+}
+
+
+def qwen3_moe_config(case: Case) -> PreTrainedConfig:
+    """The Qwen3-MoE configuration of `case`; the default shape has 212 million parameters."""
+    from transformers import Qwen3MoeConfig
+
+    sizes: dict[str, Any] = dict(
+        vocab_size=case.vocabulary,
+        hidden_size=case.hidden,
+        intermediate_size=2 * case.hidden,
+        moe_intermediate_size=case.expert_width,
+        num_hidden_layers=case.layers,
+        num_attention_heads=case.heads,
+        num_key_value_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        num_experts=case.experts,
+        num_experts_per_tok=case.top_k,
+        norm_topk_prob=True,
+        max_position_embeddings=max(2048, case.sequence),
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    return Qwen3MoeConfig(**sizes)
+
+
+def write_checkpoint(case: Case, directory: Path) -> Case:
+    """Write a random float32 checkpoint of `case` in the published layout; returns the case with its path.
+
+    Every system loads this one directory, so equal losses and gradient norms show that they compute the same
+    thing.
+    """
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(qwen3_moe_config(case), dtype=torch.float32)
+    model.save_pretrained(directory)
+    return dataclasses.replace(case, checkpoint=str(directory))
+
+
+def input_ids(case: Case, data_rank: int) -> torch.Tensor:
+    """The tokens [B, S] int64 of one data rank: different on every rank, the same for every system."""
+    generator = torch.Generator().manual_seed(1234 + data_rank)
+    sequence = min(case.sequence, case.tokens)
+    return torch.randint(0, case.vocabulary, (case.tokens // sequence, sequence), generator=generator)

@@ -1,0 +1,153 @@
+"""The systems that are measured against each other: one builder function each, all loading one checkpoint.
+
+A builder is called as `builder(case, size)` on every rank with the default process group up, and returns a
+`System`, or None on a rank that has nothing to do. To add a system, write a builder and enter it in
+`BUILDERS`; its name on the command line is the entry followed by its expert- or data-parallel size, e.g.
+`transformers_ep4`.
+
+What each system stores and computes in is written in its `note`, which is printed beside its figures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .case import Case, input_ids
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class System:
+    """One built system on one rank.
+
+    `step()` runs forward and backward over this rank's tokens and returns this rank's share of the global
+    mean loss: the sum of it over ranks is the mean over all target tokens of the step. `module` owns the
+    parameters.
+    """
+
+    module: nn.Module
+    step: Callable[[], torch.Tensor]
+    note: str
+
+
+Builder = Callable[[Case, int], System | None]
+
+
+def build(name: str, case: Case) -> System | None:
+    """Build the system called `name` (an entry of `BUILDERS` and a size) on this rank; collective."""
+    match = re.fullmatch(r"([a-z0-9_]+?)(\d*)", name)
+    if match is None or match[1] not in BUILDERS:
+        raise ValueError(f"unknown system {name!r}; known: {', '.join(sorted(BUILDERS))}, each followed by a size")
+    return BUILDERS[match[1]](case, int(match[2] or 1))
+
+
+def _transformers_step(model: nn.Module, ids_BS: torch.Tensor, share: float) -> Callable[[], torch.Tensor]:
+    """transformers' own loss, a mean over this rank's targets; all ranks have equally many."""
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = model(input_ids=ids_BS, labels=ids_BS, use_cache=False).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach() * share
+
+    return step
+
+
+def _transformers_sharded(case: Case, ep: int) -> System:
+    """transformers' native parallelism: `DistributedConfig(fsdp_size=world, ep_size=ep)`, grouped_mm."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    world = dist.get_world_size()
+    mixed = case.dtype is torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(
+        case.checkpoint,
+        dtype=torch.float32,
+        distributed_config=DistributedConfig(fsdp_size=world, ep_size=ep, fsdp_mixed_precision=mixed),
+        experts_implementation="grouped_mm",
+        attn_implementation="sdpa",
+    )
+    model.train()
+    note = "float32 parameters, " + (
+        "fsdp_mixed_precision: bfloat16 compute, float32 reduce" if mixed else "float32 compute and reduce"
+    )
+    return System(model, _transformers_step(model, input_ids(case, dist.get_rank()), 1 / world), note)
+
+
+def transformers_ep(case: Case, ep: int) -> System:
+    """transformers' native EP x FSDP2: K rows per token through the all-to-all."""
+    return _transformers_sharded(case, ep)
+
+
+def transformers_fsdp(case: Case, fsdp: int) -> System:
+    """transformers' native FSDP2 without expert parallelism: all experts gathered layer by layer."""
+    if fsdp != dist.get_world_size():
+        raise ValueError(f"transformers_fsdp{fsdp} needs {fsdp} ranks, there are {dist.get_world_size()}")
+    return _transformers_sharded(case, 1)
+
+
+def unsharded(case: Case, size: int) -> System | None:
+    """One process (rank 0) with the whole model and the batches of all ranks, one after the other."""
+    from transformers import AutoModelForCausalLM
+
+    if size != 1:
+        raise ValueError("`unsharded` takes no size")
+    if dist.get_rank() != 0:
+        return None
+    model = AutoModelForCausalLM.from_pretrained(
+        case.checkpoint, dtype=case.dtype, experts_implementation="grouped_mm", attn_implementation="sdpa"
+    )
+    model.train()
+    batches = [input_ids(case, rank) for rank in range(case.ranks)]
+
+    def step() -> torch.Tensor:
+        total = torch.zeros(())
+        for ids_BS in batches:
+            loss = model(input_ids=ids_BS, labels=ids_BS, use_cache=False).loss / len(batches)
+            loss.backward()
+            total += loss.detach().float()
+        return total
+
+    return System(model, step, f"{case.compute} parameters, gradients and compute; all ranks' tokens in one process")
+
+
+def expertmesh_ep(case: Case, ep: int) -> System:
+    """Ours: de-duplicated dispatch, lean backward, FSDP2 over all ranks. `expertmesh_ep1` is pure FSDP2."""
+    return _expertmesh(case, ep, "auto")
+
+
+def expertmesh_grouped_ep(case: Case, ep: int) -> System:
+    """The same with grouped matrix products, which `auto` takes on accelerators only."""
+    return _expertmesh(case, ep, "grouped_mm")
+
+
+def _expertmesh(case: Case, ep: int, compute: str) -> System:
+    import expertmesh as em
+
+    mesh = em.init_mesh(em.ParallelConfig(ep=ep))
+    precision = em.PrecisionConfig(params="float32", compute=case.compute, reduce="float32")  # type: ignore[arg-type]
+    moe = em.MoeConfig(compute=compute)  # type: ignore[arg-type]
+    model = em.load_model(case.checkpoint, mesh, precision=precision, moe=moe, attention="sdpa")
+    ids_BS = input_ids(case, dist.get_rank())
+    batch = {"input_ids": ids_BS, "labels": ids_BS}
+    targets = em.count_targets(ids_BS) * dist.get_world_size()
+
+    def step() -> torch.Tensor:
+        loss = em.causal_lm_loss(model, batch, target_tokens=targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    return System(model, step, f"float32 parameters, {case.compute} compute, float32 reduce")
+
+
+BUILDERS: dict[str, Builder] = {
+    "expertmesh_ep": expertmesh_ep,
+    "expertmesh_grouped_ep": expertmesh_grouped_ep,
+    "transformers_ep": transformers_ep,
+    "transformers_fsdp": transformers_fsdp,
+    "unsharded": unsharded,
+}

@@ -1,0 +1,327 @@
+"""`expertmesh inspect MODEL`: what a model is made of and how it can be laid out, before it is loaded.
+
+For someone who has a model and some GPUs: experts, routing, parameters, and for each world size the possible
+layouts with bytes per rank. Reads the configuration and the headers of weight files; never reads a weight and
+never starts a process group. Models that expertmesh cannot shard are refused here, by name, as `train` would
+refuse them.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from expertmesh.anatomy import Anatomy, ExpertsSpec, describe
+from expertmesh.config import ParallelConfig
+from expertmesh.config.errors import InputError
+from expertmesh.mesh import Layout, resolve_layout
+from expertmesh.parallel.refusals import expert_shard_dim
+from expertmesh.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint, read_index
+from expertmesh.weights.skeleton import build_meta_model, read_model_config
+
+DEFAULT_WORLD_SIZES = (1, 2, 4, 8)
+# What training keeps of each parameter: float32 weight, gradient and the two moments of AdamW.
+STATE_BYTES = 16
+# What forward and backward run in by default; sizes the parameters of one block while they are gathered.
+COMPUTE_BYTES = 2
+LEGEND = f"""\
+state: {STATE_BYTES} bytes per parameter (float32 weight, gradient and two AdamW moments)
+experts here: how many a rank computes; of these kept: its share, the rest is gathered for each use
+one block: parameters of the largest block as a rank computes with them, in bfloat16
+activations come on top"""
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """How tokens choose experts. `score` is None where the family's own code could not be followed."""
+
+    score: str | None
+    correction_bias: bool
+    groups: int | None
+    groups_kept: int | None
+    renormalized: bool | None
+    scaling: float | None
+
+    def __str__(self) -> str:
+        parts = [self.score or "not recognised (runs the model's own code all the same)"]
+        if self.groups and self.groups > 1:
+            parts.append(f"{self.groups_kept} of {self.groups} groups")
+        if self.correction_bias:
+            parts.append("correction bias")
+        if self.renormalized:
+            parts.append("weights renormalised")
+        if self.scaling not in (None, 1.0):
+            parts.append(f"scaled by {self.scaling:g}")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What `inspect` knows of a model. Counts are parameters; tied parameters count once."""
+
+    family: str
+    architecture: str
+    blocks: int
+    moe_blocks: int
+    experts: ExpertsSpec
+    router: Router
+    shared_experts: int
+    vocabulary: int
+    total: int
+    expert: int
+    largest_block_dense: int
+    largest_block_expert: int
+
+    @property
+    def dense(self) -> int:
+        return self.total - self.expert
+
+    @property
+    def active(self) -> int | None:
+        """Parameters that one token meets: everything but the routed experts it was not sent to."""
+        experts, top_k = self.experts.num_experts, self.experts.top_k
+        return None if top_k is None else self.dense + self.expert * top_k // experts
+
+
+def run(model: str, world_size: int | None = None, trust_remote_code: bool = False) -> int:
+    """Print what `model` (directory or hub id) is, and its layouts for `world_size` (or 1, 2, 4, 8) ranks.
+
+    Returns 0. Raises `InputError` for a model that cannot be found, read or sharded, and for a world size
+    below 1.
+    """
+    if world_size is not None and world_size < 1:
+        raise InputError(f"--world-size {world_size}: a job has at least 1 rank")
+    config, directory = read_model_config(model, trust_remote_code=trust_remote_code, weights=False)
+    facts = examine(build_meta_model(config, torch.float32, trust_remote_code=trust_remote_code))
+    console = Console(file=sys.stdout, highlight=False, markup=False)
+    print_rows(console, model, None, [*describe_rows(facts), ("on disk", disk_text(directory))])
+    for size in (world_size,) if world_size else DEFAULT_WORLD_SIZES:
+        rows = [layout_row(facts, layout) for layout in layouts(facts, size)]
+        if rows:
+            print_rows(console, rank_text(facts, size), LAYOUT_COLUMNS, rows)
+        else:
+            console.print(f"{size} ranks: no layout, the experts cannot be sharded evenly over them\n")
+    console.print(LEGEND, soft_wrap=True)
+    return 0
+
+
+def disk_text(directory: Path) -> str:
+    """Size, number of files and dtypes of a directory's weights, from headers alone.
+
+    Weights need not be there, or not all of them; `IntegrityError` for a file that is there but damaged.
+    """
+    expected = {SINGLE_FILE} if (directory / SINGLE_FILE).exists() else set[str]()
+    if not expected and (directory / INDEX_FILE).exists():
+        expected = set(read_index(directory / INDEX_FILE).values())
+    missing = [name for name in expected if not (directory / name).exists()]
+    if not expected or len(missing) == len(expected):
+        return "no weight files here; counts are from the configuration"
+    if missing:
+        return f"{len(expected) - len(missing)} of {len(expected)} weight files, the others are not here"
+    with open_checkpoint(directory) as files:
+        by_dtype = Counter[str]()
+        for tensor in files.tensors.values():
+            by_dtype[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
+        total = bytes_text(files.total_bytes)
+    kinds = ", ".join(f"{dtype} {bytes_text(size)}" for dtype, size in by_dtype.most_common())
+    return f"{total} in {len(expected)} file{'s' if len(expected) > 1 else ''} ({kinds})"
+
+
+def examine(model: nn.Module) -> Facts:
+    """The facts of a model on meta. Raises `InputError`, naming the module, when it cannot be sharded."""
+    anatomy = describe(model)
+    config = model.config
+    text_config = config.get_text_config()  # type: ignore[union-attr, operator]
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    expert = {name: size for name, size in sizes.items() if anatomy.is_expert_parameter(name)}
+    spec = anatomy.experts[0]
+    in_block = [_inside(sizes, block) for block in anatomy.blocks]
+    experts_in_block = [_inside(expert, block) for block in anatomy.blocks]
+    return Facts(
+        family=config.model_type,  # type: ignore[union-attr, arg-type]
+        architecture=type(model).__name__,
+        blocks=len(anatomy.blocks),
+        moe_blocks=len({_block_of(anatomy, experts) for experts in anatomy.experts}),
+        experts=spec,
+        router=recognise_router(model, anatomy, text_config),
+        shared_experts=len({name.rpartition(".")[0] for name in anatomy.shared_experts}),
+        vocabulary=int(text_config.vocab_size),
+        total=sum(sizes.values()),
+        expert=sum(expert.values()),
+        largest_block_dense=max(a - b for a, b in zip(in_block, experts_in_block, strict=True)),
+        largest_block_expert=max(experts_in_block),
+    )
+
+
+def _inside(sizes: dict[str, int], module: str) -> int:
+    return sum(size for name, size in sizes.items() if name.startswith(f"{module}."))
+
+
+def _block_of(anatomy: Anatomy, experts: ExpertsSpec) -> str:
+    return next(block for block in anatomy.blocks if experts.name.startswith(f"{block}."))
+
+
+def recognise_router(model: nn.Module, anatomy: Anatomy, config: Any) -> Router:
+    """How the first MoE layer routes: score function from the operations it runs, the rest from names."""
+    spec = anatomy.experts[0]
+    parent = model.get_submodule(spec.name.rpartition(".")[0])
+    tensors = [*parent.named_parameters(), *parent.named_buffers()]
+    correction = any(
+        tensor.shape == (spec.num_experts,) and any(word in name for word in ("correction", "balance", "expert_bias"))
+        for name, tensor in tensors
+    )
+    groups, kept = (getattr(config, key, None) for key in ("n_group", "topk_group"))
+    scaling = getattr(config, "routed_scaling_factor", None)
+    return Router(
+        score=_score_function(parent, model.get_submodule(spec.name), spec),
+        correction_bias=correction,
+        groups=groups,
+        groups_kept=kept,
+        renormalized=getattr(config, "norm_topk_prob", None),
+        scaling=None if scaling is None else float(scaling),
+    )
+
+
+class _ReachedExperts(Exception):
+    """The MoE layer came to its experts: all routing is done."""
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the names of the operations that run under it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name.partition("::")[2])
+        return func(*args, **(kwargs or {}))
+
+
+def _score_function(layer: nn.Module, experts: nn.Module, spec: ExpertsSpec) -> str | None:
+    """`softmax` or `sigmoid`, whichever the layer applies on the way from its input to its experts.
+
+    None for a layer that cannot be called with hidden states alone: nothing but this word depends on it.
+    """
+
+    def stop(*_: object) -> None:
+        raise _ReachedExperts
+
+    handle = experts.register_forward_pre_hook(stop)
+    dtype = next(experts.parameters()).dtype
+    hidden_BTH = torch.empty(1, 2, spec.hidden_size, device="meta", dtype=dtype)
+    try:
+        with torch.no_grad(), _Operations() as operations:
+            layer(hidden_BTH)
+        return None
+    except _ReachedExperts:
+        scores = [name.strip("_") for name in operations.names if "softmax" in name or "sigmoid" in name]
+        return scores[0] if scores else None
+    except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError):
+        return None
+    finally:
+        handle.remove()
+
+
+def layouts(facts: Facts, world_size: int) -> list[Layout]:
+    """Every ep that divides both ranks and experts and leaves a slice that efsdp can shard; no other axes."""
+    experts = facts.experts.num_experts
+    sizes = [ep for ep in range(1, world_size + 1) if world_size % ep == 0 and experts % ep == 0]
+    found = [resolve_layout(ParallelConfig(ep=ep), world_size, experts) for ep in sizes]
+    return [layout for layout in found if _shard_text(facts.experts, layout)]
+
+
+def _shard_text(experts: ExpertsSpec, layout: Layout) -> str:
+    """How efsdp shards a rank's experts; empty when their sizes do not allow it."""
+    if layout.efsdp == 1:
+        return "all"
+    try:
+        dim = expert_shard_dim(experts, layout)
+    except InputError:
+        return ""
+    return f"1/{layout.efsdp} of each" if dim else str(experts.num_experts // layout.world_size)
+
+
+LAYOUT_COLUMNS = ("ep", "efsdp", "experts here", "of these kept", "one block")
+
+
+def layout_row(facts: Facts, layout: Layout) -> tuple[str, ...]:
+    """One layout as text, in the order of `LAYOUT_COLUMNS`; figures of one rank."""
+    block = COMPUTE_BYTES * (facts.largest_block_dense + facts.largest_block_expert // layout.ep)
+    here = facts.experts.num_experts // layout.ep
+    return str(layout.ep), str(layout.efsdp), str(here), _shard_text(facts.experts, layout), bytes_text(block)
+
+
+def rank_text(facts: Facts, world_size: int) -> str:
+    """What each of `world_size` ranks keeps, whatever the layout: parameters are sharded over all of them."""
+    dense, expert = -(-facts.dense // world_size), -(-facts.expert // world_size)
+    state = [bytes_text(STATE_BYTES * count) for count in (dense, expert, dense + expert)]
+    return (
+        f"{world_size} rank{'s' if world_size > 1 else ''}: {count_text(dense)} dense + {count_text(expert)} "
+        f"expert parameters each, state {state[0]} + {state[1]} = {state[2]}"
+    )
+
+
+def describe_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    """The model's facts as (label, text)."""
+    spec = facts.experts
+    yield "family", f"{facts.family} ({facts.architecture})"
+    yield "layers", f"{facts.blocks}: {facts.moe_blocks} MoE, {facts.blocks - facts.moe_blocks} dense"
+    yield "experts", f"{spec.num_experts} per layer, top-{spec.top_k or '?'}, width {spec.intermediate_size}"
+    yield "router", str(facts.router)
+    yield "shared experts", f"in {facts.shared_experts} layers" if facts.shared_experts else "none"
+    yield "hidden, vocabulary", f"{spec.hidden_size:,}, {facts.vocabulary:,}"
+    yield "parameters", count_text(facts.total)
+    yield (
+        "  active per token",
+        count_text(facts.active) if facts.active is not None else "unknown: the config has no top-k",
+    )
+    yield "  dense", count_text(facts.dense)
+    yield "  routed experts", f"{count_text(facts.expert)} ({100 * facts.expert / facts.total:.1f} %)"
+
+
+def count_text(count: int) -> str:
+    """A number of parameters, to four digits: `30.53 B`, `212.1 M`, `1,024`."""
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count:,}"
+
+
+def bytes_text(count: int) -> str:
+    """A number of bytes: `57.0 GiB`."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.1f} {unit}" if unit != "B" else f"{count} B"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def print_rows(console: Console, title: str, header: Sequence[str] | None, rows: Sequence[Sequence[str]]) -> None:
+    """A table under a title: drawn on a terminal, aligned text otherwise. No header: label and value."""
+    numeric = header is not None
+    if console.is_terminal:
+        table = Table(title=Text(title), title_justify="left", show_header=numeric)
+        for name in header or ("", ""):
+            table.add_column(name, justify="right" if numeric else "left")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        return
+    lines = [*([header] if header else []), *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    print(title, file=console.file)
+    for line in lines:
+        cells = [cell.rjust(w) if numeric else cell.ljust(w) for cell, w in zip(line, widths, strict=True)]
+        print("  " + "  ".join(cells).rstrip(), file=console.file)
+    print(file=console.file)
