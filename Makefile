@@ -6,7 +6,7 @@ STAMP := .venv/.expertmesh-installed
 # Tests fork many ranks on few cores; more threads than cores make them crawl.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup test lint demo schema clean
+.PHONY: setup test families lint demo schema clean
 
 setup: $(STAMP)
 
@@ -18,6 +18,10 @@ $(STAMP): pyproject.toml constraints/ci.txt
 
 test: setup
 	$(BIN)/python -m pytest
+
+# Every Mixture-of-Experts family of the installed transformers; rewrites docs/models.md. Some minutes.
+families: setup
+	$(BIN)/python -m tests.families
 
 lint: setup
 	$(BIN)/ruff check .

@@ -120,9 +120,9 @@ def expertmesh_ep(case: Case, ep: int) -> System:
     return _expertmesh(case, ep, "auto")
 
 
-def expertmesh_grouped_ep(case: Case, ep: int) -> System:
-    """The same with grouped matrix products, which `auto` takes on accelerators only."""
-    return _expertmesh(case, ep, "grouped_mm")
+def expertmesh_loop_ep(case: Case, ep: int) -> System:
+    """The same with `moe.compute: loop`, one expert after the other."""
+    return _expertmesh(case, ep, "loop")
 
 
 def _expertmesh(case: Case, ep: int, compute: str) -> System:
@@ -146,7 +146,7 @@ def _expertmesh(case: Case, ep: int, compute: str) -> System:
 
 BUILDERS: dict[str, Builder] = {
     "expertmesh_ep": expertmesh_ep,
-    "expertmesh_grouped_ep": expertmesh_grouped_ep,
+    "expertmesh_loop_ep": expertmesh_loop_ep,
     "transformers_ep": transformers_ep,
     "transformers_fsdp": transformers_fsdp,
     "unsharded": unsharded,

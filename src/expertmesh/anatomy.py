@@ -6,7 +6,7 @@ parameters and flags (gated, transposed, biased, ...). Everything here reads tha
 models on meta; and refuses by name what it does not recognise, so that nothing is sharded on a guess.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -18,7 +18,8 @@ class ExpertsSpec:
     """One experts module: where it is and how its parameters are laid out.
 
     `up` maps hidden to intermediate (gate and up fused when `gated`): `[E, 2I, H]`, or `[E, H, 2I]` when
-    `transposed`; `down` maps back: `[E, H, I]` or `[E, I, H]`. Biases are `[E, 2I]` and `[E, H]`.
+    `transposed`; `down` maps back: `[E, H, I]` or `[E, I, H]`. Biases are `[E, 2I]` and `[E, H]`. `post_norm`: each
+    expert's output passes the module's `post_expert_norm`, one for all experts, before the routing weight.
     """
 
     name: str
@@ -31,10 +32,11 @@ class ExpertsSpec:
     up: str
     down: str
     top_k: int | None
+    post_norm: bool = False
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of the module's own parameters, relative to it."""
+        """Names of the parameters that hold one slice per expert, relative to the module. A norm's are dense."""
         return (self.up, self.down, f"{self.up}_bias", f"{self.down}_bias") if self.biased else (self.up, self.down)
 
 
@@ -73,13 +75,16 @@ def describe(model: nn.Module) -> Anatomy:
     routers, shared = [], []
     for spec in specs:
         prefix = spec.name.rpartition(".")[0]
-        for child_name, child in model.get_submodule(prefix).named_children():
-            if _has_interface(child) or not any(True for _ in child.parameters()):
-                continue
-            if "shared" in child_name:
-                shared.append(f"{prefix}.{child_name}")
-            elif _scores_experts(child, spec):
-                routers.append(f"{prefix}.{child_name}")
+        children = {
+            f"{prefix}.{name}": child
+            for name, child in model.get_submodule(prefix).named_children()
+            if not _has_interface(child) and any(True for _ in child.parameters())
+        }
+        shared += [name for name in children if "shared" in name.rpartition(".")[2]]
+        others = {name: child for name, child in children.items() if name not in shared}
+        # By their class where that says so: some score in several steps, or score shared experts as well.
+        named = [name for name, child in others.items() if "router" in type(child).__name__.lower()]
+        routers += named or [name for name, child in others.items() if _scores_experts(child, spec)]
     return Anatomy(blocks, specs, tuple(routers), tuple(shared))
 
 
@@ -103,13 +108,13 @@ def experts_spec(name: str, module: nn.Module) -> ExpertsSpec:
         down=down,
         top_k=_top_k(module),
     )
+    post_norm = bool(getattr(module, "has_post_expert_norm", False))
     present = {parameter for parameter, _ in module.named_parameters()}
     present |= {buffer for buffer, _ in module.named_buffers()}
+    present -= {leaf for leaf in present if post_norm and leaf.startswith("post_expert_norm.")}
     if present != set(spec.parameters):
         odd = sorted(present ^ set(spec.parameters))
         raise InputError(f"{name}: experts with parameters {odd} beside {list(spec.parameters)} are not supported")
-    if getattr(module, "has_post_expert_norm", False):
-        raise InputError(f"{name}: experts followed by a norm inside the experts module are not supported")
     down_EHI = module.get_parameter(down)
     if down_EHI.dim() != 3:
         raise InputError(f"{name}.{down}: experts must be 3-D [experts, out, in], got shape {tuple(down_EHI.shape)}")
@@ -120,7 +125,9 @@ def experts_spec(name: str, module: nn.Module) -> ExpertsSpec:
     expected = (num_experts, hidden, width) if transposed else (num_experts, width, hidden)
     if tuple(module.get_parameter(up).shape) != expected:
         raise InputError(f"{name}.{up}: expected shape {expected}, got {tuple(module.get_parameter(up).shape)}")
-    return ExpertsSpec(name, num_experts, hidden, intermediate, gated, transposed, biased, up, down, spec.top_k)
+    return replace(
+        spec, num_experts=num_experts, hidden_size=hidden, intermediate_size=intermediate, post_norm=post_norm
+    )
 
 
 def _top_k(module: nn.Module) -> int | None:
@@ -152,4 +159,7 @@ def _why_no_experts(model: nn.Module) -> str:
         if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts":
             kind = type(module[0]).__name__ if len(module) else "nothing"
             return f"{name} is a list of {kind} modules, not transformers' fused experts interface; it is not supported"
+    for name, module in model.named_modules():
+        if "conv" not in name and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
+            return f"{name} ({type(module).__name__}) does not use transformers' experts interface; it is not supported"
     return "no routed experts found; only Mixture-of-Experts models with transformers' experts interface can be trained"

@@ -78,9 +78,7 @@ def test_targets_are_coloured_on_a_terminal(
     assert "[[" not in out
 
 
-def test_evaluation_data_is_reported_as_well(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluation_data_is_reported_as_well(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = write(tmp_path / "a.jsonl", [chat()])
     held_out = write(tmp_path / "b.jsonl", [{"text": "some text"}])
     check.run(config_of(model, data, eval=[{"path": str(held_out)}], packing=False))
@@ -89,9 +87,7 @@ def test_evaluation_data_is_reported_as_well(
     assert "packing" not in out
 
 
-def test_suspicious_target_share_is_a_warning(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_suspicious_target_share_is_a_warning(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     long_question = {"prompt": "why " * 2000, "completion": "so"}
     check.run(config_of(model, write(tmp_path / "a.jsonl", [long_question]), max_length=8192))
     assert "warning: 0% of all tokens are targets" in capsys.readouterr().out

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 from expertmesh.cli import inspect
-from expertmesh.config.errors import InputError, IntegrityError, SecurityError
+from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.weights.files import Checkpoint
 from tests.support.models import tiny_config, tiny_model
 
@@ -194,5 +194,5 @@ def test_remote_code_is_refused_unless_allowed(tmp_path: Path) -> None:
     config = {"model_type": "made_up", "auto_map": {"AutoConfig": "made_up.MadeUpConfig"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "made_up.py").write_text("raise SystemExit('remote code ran')\n")
-    with pytest.raises(SecurityError, match="trust_remote_code"):
+    with pytest.raises(InputError, match="trust_remote_code"):
         inspect.run(str(tmp_path))

@@ -27,9 +27,7 @@ from expertmesh.config import (
 ROOT = Path(__file__).parents[2]
 JOB = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 FAKE = "tests.cli.fake_training"
-CONFIG = Config(
-    model=ModelConfig(name_or_path="m"), data=DataConfig(train=(DataSource(path="d"),)), output_dir="out"
-)
+CONFIG = Config(model=ModelConfig(name_or_path="m"), data=DataConfig(train=(DataSource(path="d"),)), output_dir="out")
 LAUNCH_HANGING_RANKS = f"""
 import sys
 from expertmesh.cli.launch import launch
@@ -71,9 +69,7 @@ def test_an_error_of_one_rank_ends_the_others_and_names_the_rank(capfd: pytest.C
 
 
 def test_a_bug_on_one_rank_is_reported_with_its_traceback() -> None:
-    with pytest.raises(
-        DistributedFailure, match=r"(?s)^rank 1 .* ZeroDivisionError: a bug; .* in bug_on_rank_1"
-    ):
+    with pytest.raises(DistributedFailure, match=r"(?s)^rank 1 .* ZeroDivisionError: a bug; .* in bug_on_rank_1"):
         launch(CONFIG, 2, f"{FAKE}:bug_on_rank_1")
 
 
@@ -159,9 +155,7 @@ def start_hanging_job() -> tuple["subprocess.Popen[str]", list[int]]:
 
 def state() -> tuple[object, ...]:
     """What a launch changes in this process while it runs."""
-    environment = {
-        name: value for name, value in os.environ.items() if name not in (*JOB, "PYTEST_CURRENT_TEST")
-    }
+    environment = {name: value for name, value in os.environ.items() if name not in (*JOB, "PYTEST_CURRENT_TEST")}
     handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
     return environment, handlers, logging.root.manager.disable
 

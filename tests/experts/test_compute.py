@@ -8,8 +8,9 @@ from torch import nn
 from transformers.integrations.moe import grouped_mm_experts_forward, use_experts_implementation
 
 from expertmesh.anatomy import experts_spec
-from expertmesh.experts.compute import MlpForm, grouped_mlp, grouped_mm, grouped_mm_refusal, looped_mm
+from expertmesh.experts.compute import expert_mlp, grouped_mm_refusal
 from expertmesh.experts.dispatch import LocalDispatcher
+from expertmesh.experts.form import MlpForm
 from expertmesh.experts.layer import is_silu_gated
 
 
@@ -85,10 +86,10 @@ def _run(experts: nn.Module, inputs: list[torch.Tensor], *, lean: bool, loop: bo
             activation=experts._apply_gate if spec.gated else experts.act_fn,
             silu_gated=is_silu_gated(experts, spec),
             transposed=spec.transposed,
-            grouped=looped_mm if loop else grouped_mm,
+            per_expert=loop,
         )
         up, down, *biases = (experts.get_parameter(name) for name in spec.parameters)
-        out = grouped_mlp(rows, weight_P, pairs, up, down, *(biases or (None, None)), form)
+        out = expert_mlp(rows, weight_P, pairs, up, down, *(biases or (None, None)), form)
     else:
         out = experts.forward(hidden, index, weight)
     weighting = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)

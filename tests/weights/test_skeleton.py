@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from expertmesh.config.errors import InputError, SecurityError
+from expertmesh.config.errors import InputError
 from expertmesh.weights.skeleton import build_meta_model, kept_in_fp32, materialize, read_model_config
 from tests.weights.tiny import FAMILIES, deepseek_v3, qwen3_moe, random_model
 
@@ -155,7 +155,7 @@ def test_remote_code_is_not_run_without_the_flag(tmp_path: Path) -> None:
     auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "my_moe", "auto_map": auto_map}))
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    with pytest.raises(SecurityError, match=r"code\.Model.*trust_remote_code"):
+    with pytest.raises(InputError, match=r"code\.Model.*trust_remote_code"):
         read_model_config(str(tmp_path))
     assert not (tmp_path / "ran").exists()
 

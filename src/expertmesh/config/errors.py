@@ -26,7 +26,7 @@ class IntegrityError(ExpertmeshError):
 
 
 class SecurityError(ExpertmeshError):
-    """Refused because reading on would be unsafe: escaping paths, pickles, remote code without the flag."""
+    """Refused because reading on would be unsafe: paths that leave the checkpoint, pickles."""
 
     exit_code: ClassVar[int] = 4
 

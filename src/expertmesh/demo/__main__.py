@@ -113,7 +113,7 @@ def _hide_progress_bars() -> None:
     """transformers draws one for every file that it reads or writes; here those take milliseconds."""
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
 
 
 def fresh_run(root: Path) -> Path:

@@ -43,7 +43,7 @@ def write_checkpoint(directory: Path, tokenizer: PreTrainedTokenizerBase, max_le
         torch.manual_seed(SEED)
         model: Any = Qwen3MoeForCausalLM(config)
     model.to(torch.bfloat16)
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(
         do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     model.save_pretrained(directory)

@@ -4,37 +4,21 @@ Pairs are ordered by expert, so each projection is one grouped matrix product. R
 down projection, so that expert outputs need not be saved for the router's gradient; gathered inputs and activations
 are recomputed in backward. Saved for backward are only the rows received and the pre-activations:
 R*H + P*2I elements against about P*(2H + 6I) in the plain form (arXiv 2512.14080 derives the same saving).
+`moe.compute: loop` does the same one expert after the other (per_expert.py).
 
     R rows, P pairs, H hidden, I intermediate, L experts on this rank; up weights are `[L, 2I, H]`, or `[L, H, 2I]`
     in transposed families (2I is I when the experts are not gated), down weights `[L, H, I]` or `[L, I, H]`
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from expertmesh.experts.dispatch import LocalPairs
+from expertmesh.experts.form import MlpForm, activate, activation_backward
+from expertmesh.experts.per_expert import PerExpertMlp
 from expertmesh.experts.segments import Segments, segment_sum
-
-Activation = Callable[[torch.Tensor], torch.Tensor]
-GroupedMm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class MlpForm:
-    """How one family's experts compute, whatever their sizes.
-
-    `activation` maps pre-activations `[P, 2I]` to `[P, I]` by the model's own code; `silu_gated` says that it is
-    `silu(gate) * up` with gate and up concatenated, whose derivative we have in closed form. `grouped` multiplies.
-    """
-
-    activation: Activation
-    silu_gated: bool
-    transposed: bool
-    grouped: GroupedMm
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:
@@ -45,21 +29,6 @@ def grouped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.T
     return F.grouped_mm(a, b, offs=end_L)
 
 
-def looped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:
-    """The same as `grouped_mm`, one expert at a time: the plain reference, and the way for fp64. Waits for the host."""
-    ends = end_L.tolist()
-    spans = list(zip([0, *ends[:-1]], ends, strict=True))
-    if b.dim() == 3:
-        out = a.new_empty(a.shape[0], b.shape[2])
-        for expert, (start, end) in enumerate(spans):
-            torch.mm(a[start:end], b[expert], out=out[start:end])
-        return out
-    out = a.new_empty(len(spans), a.shape[0], b.shape[1])
-    for expert, (start, end) in enumerate(spans):
-        torch.mm(a[:, start:end], b[start:end], out=out[expert])
-    return out
-
-
 def grouped_mm_refusal(dtype: torch.dtype, hidden: int, width: int) -> str | None:
     """Why torch's grouped kernel cannot take these experts, or None. `width` is the intermediate size."""
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -68,7 +37,7 @@ def grouped_mm_refusal(dtype: torch.dtype, hidden: int, width: int) -> str | Non
     return f"rows of {odd[0]} {dtype} elements are not a multiple of 16 bytes" if odd else None
 
 
-def grouped_mlp(
+def expert_mlp(
     rows_RH: torch.Tensor,
     weight_P: torch.Tensor,
     pairs: LocalPairs,
@@ -84,7 +53,8 @@ def grouped_mlp(
     both, and their gradients come back in their own. `weight_P` may be wider. Rows without pairs give zeros. Always
     gives every parameter a gradient (zeros without tokens), so that FSDP2's reduce-scatter is never skipped on a rank.
     """
-    out_RH: torch.Tensor = _GroupedMlp.apply(rows_RH, weight_P, up, down, up_bias, down_bias, pairs, form)
+    function = PerExpertMlp if form.per_expert else _GroupedMlp
+    out_RH: torch.Tensor = function.apply(rows_RH, weight_P, up, down, up_bias, down_bias, pairs, form)
     return out_RH
 
 
@@ -102,12 +72,12 @@ class _GroupedMlp(torch.autograd.Function):
         form: MlpForm,
     ) -> torch.Tensor:
         end_L, dtype = pairs.expert_end_L, rows_RH.dtype
-        pre_P2I = form.grouped(rows_RH.index_select(0, pairs.row_P), _as_kn(up.to(dtype), form), end_L)
+        pre_P2I = grouped_mm(rows_RH.index_select(0, pairs.row_P), _as_kn(up.to(dtype), form), end_L)
         if up_bias is not None:
             pre_P2I += _per_pair(up_bias.to(dtype), pairs)
-        act_PI = _activate(pre_P2I, form)
+        act_PI = activate(pre_P2I, form)
         act_PI *= weight_P.unsqueeze(1)
-        out_PH = form.grouped(act_PI, _as_kn(down.to(dtype), form), end_L)
+        out_PH = grouped_mm(act_PI, _as_kn(down.to(dtype), form), end_L)
         if down_bias is not None:
             out_PH += _per_pair(down_bias.to(dtype), pairs) * weight_P.unsqueeze(1)
         # The index tensors too: attributes of ctx would outlive a checkpointed block's first run.
@@ -125,8 +95,8 @@ class _GroupedMlp(torch.autograd.Function):
 
         grad_out_PH = grad_out_RH.index_select(0, row_P)
         # The gradient of the weighted activation; the routing weight is still on it.
-        grad_act_PI = form.grouped(grad_out_PH, _as_nk(down.to(dtype), form), end_L)
-        act_PI, grad_pre_P2I, grad_weight_P = _activation_backward(pre_P2I, grad_act_PI, weight_P, form)
+        grad_act_PI = grouped_mm(grad_out_PH, _as_nk(down.to(dtype), form), end_L)
+        act_PI, grad_pre_P2I, grad_weight_P = activation_backward(pre_P2I, grad_act_PI, weight_P, form)
         if down_bias is not None:
             bias_PH = _per_pair(down_bias.to(dtype), pairs)
             grad_weight_P = grad_weight_P + (grad_out_PH * bias_PH).sum(1, dtype=grad_weight_P.dtype)
@@ -138,7 +108,7 @@ class _GroupedMlp(torch.autograd.Function):
             grad_up_bias = _sum_per_expert(grad_pre_P2I, pairs, up_bias.dtype)
         if trains_up:
             grad_up = _weight_gradient(rows_RH.index_select(0, row_P), grad_pre_P2I, end_L, form).to(up.dtype)
-        grad_rows_RH = segment_sum(form.grouped(grad_pre_P2I, _as_nk(up.to(dtype), form), end_L), pairs.by_row)
+        grad_rows_RH = segment_sum(grouped_mm(grad_pre_P2I, _as_nk(up.to(dtype), form), end_L), pairs.by_row)
         return grad_rows_RH, grad_weight_P, grad_up, grad_down, grad_up_bias, grad_down_bias, None, None
 
 
@@ -154,42 +124,8 @@ def _as_nk(weight: torch.Tensor, form: MlpForm) -> torch.Tensor:
 
 def _weight_gradient(input_Pk: torch.Tensor, grad_Pn: torch.Tensor, end_L: torch.Tensor, form: MlpForm) -> torch.Tensor:
     if form.transposed:
-        return form.grouped(input_Pk.t(), grad_Pn, end_L)
-    return form.grouped(grad_Pn.t(), input_Pk, end_L)
-
-
-def _activate(pre_P2I: torch.Tensor, form: MlpForm) -> torch.Tensor:
-    if form.silu_gated:
-        gate_PI, up_PI = pre_P2I.chunk(2, dim=1)
-        return F.silu(gate_PI).mul_(up_PI)
-    # The model's own code may return its argument or a view of it; what follows works in place.
-    return form.activation(pre_P2I).clone()
-
-
-def _activation_backward(
-    pre_P2I: torch.Tensor, grad_act_PI: torch.Tensor, weight_P: torch.Tensor, form: MlpForm
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """From d(weighted activation): the weighted activation again, d(pre-activation), d(routing weight)."""
-    weight_P1 = weight_P.unsqueeze(1)  # possibly wider than the rest: multiplied as it is, like in forward
-    if form.silu_gated:
-        gate_PI, up_PI = pre_P2I.chunk(2, dim=1)
-        silu_PI = F.silu(gate_PI)
-        act_PI = silu_PI * up_PI
-        grad_weight_P = (grad_act_PI * act_PI).sum(1, dtype=weight_P.dtype)
-        act_PI *= weight_P1
-        grad_act_PI = (grad_act_PI * weight_P1).to(pre_P2I.dtype)
-        grad_pre_P2I = torch.empty_like(pre_P2I)
-        grad_gate_PI, grad_up_PI = grad_pre_P2I.chunk(2, dim=1)
-        torch.mul(grad_act_PI, silu_PI, out=grad_up_PI)
-        torch.ops.aten.silu_backward.grad_input(grad_act_PI.mul_(up_PI), gate_PI, grad_input=grad_gate_PI)
-        return act_PI, grad_pre_P2I, grad_weight_P
-    with torch.enable_grad():
-        leaf_P2I = pre_P2I.detach().requires_grad_()
-        act_PI = form.activation(leaf_P2I)
-        (grad_pre_P2I,) = torch.autograd.grad(act_PI, leaf_P2I, (grad_act_PI * weight_P1).to(act_PI.dtype))
-    act_PI = act_PI.detach()
-    grad_weight_P = (grad_act_PI * act_PI).sum(1, dtype=weight_P.dtype)
-    return (act_PI * weight_P1).to(pre_P2I.dtype), grad_pre_P2I, grad_weight_P
+        return grouped_mm(input_Pk.t(), grad_Pn, end_L)
+    return grouped_mm(grad_Pn.t(), input_Pk, end_L)
 
 
 def _expert_of_pair(pairs: LocalPairs) -> torch.Tensor:

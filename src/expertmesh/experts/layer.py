@@ -14,7 +14,7 @@ from transformers.integrations import moe as transformers_moe
 
 from expertmesh.anatomy import Anatomy, ExpertsSpec
 from expertmesh.config.errors import InputError
-from expertmesh.experts.compute import MlpForm, grouped_mlp, grouped_mm, grouped_mm_refusal, looped_mm
+from expertmesh.experts.compute import expert_mlp, grouped_mm_refusal
 from expertmesh.experts.dispatch import (
     AllGatherDispatcher,
     AllToAllDispatcher,
@@ -22,6 +22,8 @@ from expertmesh.experts.dispatch import (
     LocalDispatcher,
     count_pairs,
 )
+from expertmesh.experts.form import MlpForm
+from expertmesh.experts.post_norm import normed_expert_mlp
 from expertmesh.experts.routing import confirm_choice, is_recomputing
 from expertmesh.mesh import Mesh
 
@@ -57,7 +59,11 @@ class ExpertLayer:
         rows_RH, weight_P, pairs, ticket = self.dispatcher.dispatch(hidden_TH, index_TK, weight_TK)
         up, down, *biases = (_local(experts.get_parameter(name)) for name in self.spec.parameters)
         up_bias, down_bias = biases or (None, None)
-        out_RH = grouped_mlp(rows_RH, weight_P, pairs, up, down, up_bias, down_bias, self.form)
+        if self.spec.post_norm:
+            norm: Any = experts.post_expert_norm
+            out_RH = normed_expert_mlp(rows_RH, weight_P, pairs, up, down, up_bias, down_bias, self.form, norm)
+        else:
+            out_RH = expert_mlp(rows_RH, weight_P, pairs, up, down, up_bias, down_bias, self.form)
         out_TH = self.dispatcher.combine(out_RH, ticket).to(hidden.dtype)
         # Not a view: FSDP2 hooks this output, and a model may add to it in place.
         return out_TH if hidden.dim() == 2 else out_TH.view(hidden.shape).clone()
@@ -91,7 +97,7 @@ def install(
             activation=experts._apply_gate if spec.gated else experts.act_fn,
             silu_gated=is_silu_gated(experts, spec),
             transposed=spec.transposed,
-            grouped=grouped_mm if backend == "grouped_mm" else looped_mm,
+            per_expert=backend == "loop",
         )
         experts._expertmesh_layer = ExpertLayer(spec, _dispatcher(dispatch, spec, mesh), form, dtype)
         experts.config._experts_implementation = IMPLEMENTATION
@@ -125,7 +131,10 @@ def _dispatcher(name: DispatchName, spec: ExpertsSpec, mesh: Mesh) -> Dispatcher
 
 
 def choose_backend(spec: ExpertsSpec, compute: ComputeName, dtype: torch.dtype) -> str:
-    """What `moe.compute` means for these experts in `dtype`; `InputError` when what was asked for cannot run."""
+    """What `moe.compute` means for these experts in `dtype`; `InputError` when what was asked for cannot run.
+
+    `auto` is the grouped product wherever torch has it for them, else one expert after the other.
+    """
     width = 2 * spec.intermediate_size if spec.gated else spec.intermediate_size
     refusal = grouped_mm_refusal(dtype, spec.hidden_size, spec.intermediate_size) or grouped_mm_refusal(
         dtype, spec.hidden_size, width

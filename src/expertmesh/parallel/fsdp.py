@@ -72,6 +72,11 @@ def _place_experts(model: nn.Module, anatomy: Anatomy, mesh: Mesh, policy: Mixed
             local = nn.Parameter(_own_slice(whole, mesh), requires_grad=whole.requires_grad)
             setattr(experts, name, local)
             placed.add(local)
+        if spec.post_norm:
+            # Shared by all experts, so dense: its gradient is summed over all ranks, not over efsdp alone.
+            norm = experts.get_submodule("post_expert_norm")
+            fully_shard(norm, mesh=mesh.dense_shard, mp_policy=policy)
+            _sum_gradients(norm)
         if mesh.expert_shard.size() > 1:
             placement = Shard(expert_shard_dim(spec, mesh.layout))
             fully_shard(

@@ -4,8 +4,10 @@ The launcher calls it once before it starts ranks, so that a mistake costs secon
 again in each rank (a job started by torchrun has no launcher of ours). Reads config.json and file headers at most.
 """
 
+import ast
 import importlib.util
 import inspect
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,8 @@ from expertmesh.parallel.refusals import expert_shard_dim, refuse_model
 from expertmesh.weights.skeleton import build_meta_model, read_model_config
 
 # What mixes positions other than attention; packed samples would leak into each other through it.
-_RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "short_conv")
+_RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "short_conv", "compressed")
+_CAUSAL_MASK = re.compile(r"create_(\w+_)?causal_mask")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ class Checked:
 
 
 def preflight(config: Config, world_size: int) -> Checked:
-    """Raise `InputError` (or `SecurityError`) for whatever cannot work; no communication, no side effect."""
+    """Raise `InputError` for whatever cannot work; no communication, no side effect."""
     refuse_output_dir(config)
     _refuse_local_paths(config)
     model_config, directory = read_model_config(
@@ -108,9 +111,40 @@ def packing_refusal(model: nn.Module) -> str | None:
     if recurrent or carries:
         what = f"{recurrent[0]} layers" if recurrent else carries[0]
         return f"{config.model_type} carries state along the sequence ({what}), so samples packed together would mix"
-    if "masking_utils" not in inspect.getsource(inspect.getmodule(type(model)) or type(model)):
+    if any(hasattr(module, "get_rope_index") for module in model.modules()):
+        return f"{config.model_type} numbers positions along several axes, so samples do not start again at position 0"
+    source = inspect.getsource(inspect.getmodule(type(model)) or type(model))
+    if "masking_utils" not in source:
         return f"{config.model_type} builds attention masks by code of its own, which may not separate packed samples"
+    if not _masks_see_positions(source):
+        return f"{config.model_type} builds attention masks without position ids, so samples packed together would mix"
     return None
+
+
+def _masks_see_positions(source: str) -> bool:
+    """Whether every call of a transformers mask function gets `position_ids`, itself or in the dict it unpacks.
+
+    Some families' code forgets them; its masks are then causal over the whole row whatever the positions say.
+    """
+    tree = ast.parse(source)
+    unpacked = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+        if any(isinstance(key, ast.Constant) and key.value == "position_ids" for key in node.value.keys)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    return all(
+        any(
+            keyword.arg == "position_ids"
+            or (keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id in unpacked)
+            for keyword in call.keywords
+        )
+        for call in calls
+        if isinstance(call.func, ast.Name) and _CAUSAL_MASK.fullmatch(call.func.id)
+    )
 
 
 def _refuse_packing(config: Config, model: nn.Module) -> None:

@@ -16,11 +16,18 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from expertmesh.config.errors import InputError, SecurityError
+from expertmesh.config.errors import InputError
 from expertmesh.weights.mapping import model_tensors, tied_names
 
 # What a model directory consists of, apart from code: weights, JSON, and the tokenizer's plain-text files.
@@ -34,8 +41,8 @@ def read_model_config(
 
     Hub repositories are downloaded into the hub's cache: safetensors, JSON and tokenizer files only, Python
     files only with `trust_remote_code`, and no weights with `weights=False`. Raises `InputError` for what
-    is missing or unreadable, `SecurityError` when the model needs its own code and `trust_remote_code` is
-    off. Every rank may call it; ranks of one machine share the cache.
+    is missing or unreadable, and when the model needs its own code and `trust_remote_code` is off. Every rank
+    may call it; ranks of one machine share the cache.
     """
     directory = Path(name_or_path)
     if not directory.is_dir():
@@ -71,13 +78,13 @@ def build_meta_model(
     `dtype` is narrower; persistent buffers as `from_pretrained(dtype=dtype)` gives them. Non-persistent
     buffers are on the CPU with their values. The generation config comes from `directory` if it has one.
     `attention` is transformers' `attn_implementation`. Raises `InputError` for what transformers cannot
-    build, `SecurityError` for remote code.
+    build, and for remote code without the flag.
     """
     _refuse_remote_code(Path(config.name_or_path or "") / "config.json", config.to_dict(), trust_remote_code)
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     try:
         with torch.device("meta"), meta_device_safe_creation_ops():
-            model = AutoModelForCausalLM.from_config(
+            model = _auto_class(config).from_config(
                 deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code, **options
             )
     except (ValueError, ImportError, AttributeError, TypeError) as error:
@@ -88,6 +95,19 @@ def build_meta_model(
     if directory is not None and model.can_generate():
         _read_generation_config(model, Path(directory) / "generation_config.json")
     return model
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    """What builds the model that the files hold, by `architectures`; otherwise rather a model of text alone.
+
+    Read as text alone, a vision-language model would lose its vision tower when it is saved.
+    """
+    mappings: Any = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    known = [auto for auto in mappings if type(config) in auto._model_mapping]
+    if not known and not getattr(config, "auto_map", None):
+        raise InputError(f"{config.model_type}: transformers cannot build a causal LM of it: no class of it is one")
+    named = [auto for auto in known if auto._model_mapping[type(config)].__name__ in (config.architectures or ())]
+    return (named or known or [AutoModelForCausalLM])[0]
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
@@ -152,7 +172,7 @@ def _refuse_remote_code(path: Path, content: dict[str, Any], trust_remote_code: 
     remote = content.get("auto_map") or {}
     if remote and content.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
         code = ", ".join(sorted({str(reference) for reference in remote.values()}))
-        raise SecurityError(
+        raise InputError(
             f"{path}: the model brings its own code ({code}); read it, then set model.trust_remote_code to "
             "true if you want it to run"
         )

@@ -1,0 +1,61 @@
+"""How one family's experts compute between the two projections, shared by both ways of multiplying.
+
+The activation is the model's own code; where it is `silu(gate) * up` its derivative is known in closed form, elsewhere
+autograd runs on the small recomputed part.
+
+    P pairs, I intermediate, 2I columns of the up projection (I when the experts are not gated)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True, slots=True)
+class MlpForm:
+    """How one family's experts compute, whatever their sizes.
+
+    `activation` maps pre-activations `[P, 2I]` to `[P, I]` by the model's own code; `silu_gated` says that it is
+    `silu(gate) * up` with gate and up concatenated. `per_expert`: multiply one expert after the other.
+    """
+
+    activation: Callable[[torch.Tensor], torch.Tensor]
+    silu_gated: bool
+    transposed: bool
+    per_expert: bool
+
+
+def activate(pre_P2I: torch.Tensor, form: MlpForm) -> torch.Tensor:
+    if form.silu_gated:
+        gate_PI, up_PI = pre_P2I.chunk(2, dim=1)
+        return F.silu(gate_PI).mul_(up_PI)
+    # The model's own code may return its argument or a view of it; what follows works in place.
+    return form.activation(pre_P2I).clone()
+
+
+def activation_backward(
+    pre_P2I: torch.Tensor, grad_act_PI: torch.Tensor, weight_P: torch.Tensor, form: MlpForm
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """From d(weighted activation): the weighted activation again, d(pre-activation), d(routing weight)."""
+    weight_P1 = weight_P.unsqueeze(1)  # possibly wider than the rest: multiplied as it is, like in forward
+    if form.silu_gated:
+        gate_PI, up_PI = pre_P2I.chunk(2, dim=1)
+        silu_PI = F.silu(gate_PI)
+        act_PI = silu_PI * up_PI
+        grad_weight_P = (grad_act_PI * act_PI).sum(1, dtype=weight_P.dtype)
+        act_PI *= weight_P1
+        grad_act_PI = (grad_act_PI * weight_P1).to(pre_P2I.dtype)
+        grad_pre_P2I = torch.empty_like(pre_P2I)
+        grad_gate_PI, grad_up_PI = grad_pre_P2I.chunk(2, dim=1)
+        torch.mul(grad_act_PI, silu_PI, out=grad_up_PI)
+        torch.ops.aten.silu_backward.grad_input(grad_act_PI.mul_(up_PI), gate_PI, grad_input=grad_gate_PI)
+        return act_PI, grad_pre_P2I, grad_weight_P
+    with torch.enable_grad():
+        leaf_P2I = pre_P2I.detach().requires_grad_()
+        act_PI = form.activation(leaf_P2I)
+        (grad_pre_P2I,) = torch.autograd.grad(act_PI, leaf_P2I, (grad_act_PI * weight_P1).to(act_PI.dtype))
+    act_PI = act_PI.detach()
+    grad_weight_P = (grad_act_PI * act_PI).sum(1, dtype=weight_P.dtype)
+    return (act_PI * weight_P1).to(pre_P2I.dtype), grad_pre_P2I, grad_weight_P

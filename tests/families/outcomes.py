@@ -1,0 +1,45 @@
+"""From a family to its outcome: proven, refused by us by name, or not built by transformers itself."""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig
+
+from expertmesh.anatomy import describe
+from expertmesh.config import MoeConfig
+from expertmesh.config.errors import InputError
+from expertmesh.parallel.refusals import refuse_model
+from expertmesh.weights.skeleton import build_meta_model
+from tests.families.catalogue import Family
+from tests.families.packing import packing_of
+from tests.families.proof import LAYOUTS, Layout, prove
+from tests.families.table import Outcome
+from tests.families.tiny import random_model, tiny_config
+
+
+def outcome_of(family: Family, layouts: Sequence[Layout] = LAYOUTS) -> Outcome:
+    """Build, look for a refusal, prove. A proof that does not hold is raised as it is: it is a bug."""
+    name, kind = family.name, family.model_class
+    if kind is None:
+        return Outcome(name, None, "not built", reason="transformers has no causal language model of it")
+    try:
+        config = tiny_config(kind, name)
+    except Exception as error:
+        return Outcome(name, kind, "not built", reason=f"no tiny configuration found: {type(error).__name__}: {error}")
+    if reason := _refusal(config):
+        return Outcome(name, kind, "refused", reason=reason)
+    packing = packing_of(random_model(kind, name))
+    with tempfile.TemporaryDirectory(prefix="family-") as scratch:
+        return Outcome(name, kind, "proven", prove(kind, name, Path(scratch), layouts), packing)
+
+
+def _refusal(config: PreTrainedConfig) -> str | None:
+    """What a user is told before any weight is read, or None."""
+    try:
+        model = build_meta_model(config, torch.float32)
+        refuse_model(model, describe(model), MoeConfig())
+    except InputError as error:
+        return str(error)
+    return None

@@ -1,0 +1,283 @@
+"""The proof of one family: sharded training is the unsharded model's, and its files come back as they were.
+
+A tiny random model is saved by transformers' own `save_pretrained`, so in the family's published layout; the unsharded
+model trains two steps in plain torch; then real gloo ranks load the directory at each layout, take the same steps on
+different rows per data rank, and save. Compared are the loss, every gradient, the weights after both steps, the files'
+keys and shapes, what plain `from_pretrained` reads back, and greedy generation.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+import expertmesh as em
+from tests.families.tiny import EXPERTS, VOCABULARY, model_class_of, random_model
+from tests.support.ranks import run_ranks
+
+# Both ways to multiply are on every family; fp64 has only the loop.
+Layout = tuple[int, int, Literal["grouped_mm", "loop"]]  # world size, ep, compute
+LAYOUTS: tuple[Layout, ...] = ((1, 1, "loop"), (2, 2, "grouped_mm"), (4, 2, "loop"), (4, 4, "grouped_mm"))
+TOLERANCE = 1e-5
+STEPS, ROWS, NEW_TOKENS = 2, 4, 6
+# A large eps: where the true gradient is zero, AdamW would blow the rounding up to full steps.
+OPTIM: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-4}
+Gradients = dict[str, torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the unsharded model gave: a loss per step, the first step's gradients, the weights at the end.
+
+    `floor` is the gradient norm per element, over the whole model, below which a tensor counts as zero: a key bias
+    under a softmax, for one, has no gradient but the rounding of large terms that cancel.
+    """
+
+    losses: list[float]
+    gradients: Gradients
+    weights: dict[str, torch.Tensor]
+    floor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Worst relative errors of one layout or of several; `tensor` has the worst gradient."""
+
+    gradient: float
+    tensor: str
+    loss: float
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """How near a family comes. `exact` and `own` only where fp32 does not suffice to tell, as `prove` says."""
+
+    fp32: Errors
+    exact: Errors | None = None
+    own: float | None = None
+
+
+def rows_of(step: int) -> list[torch.Tensor]:
+    """Token ids of different lengths for one step."""
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randint(3, VOCABULARY, (17 + 4 * row,), generator=generator) for row in range(ROWS)]
+
+
+def prove(model_class: str, family: str, scratch: Path, layouts: Sequence[Layout] = LAYOUTS) -> Proof:
+    """Prove a family at each of `layouts`, or raise what does not hold. `scratch` is an empty directory.
+
+    In fp32, to `TOLERANCE`. Where a family's own arithmetic is too badly conditioned for that, fp32 cannot tell right
+    from wrong: then fp64 has to agree to the same tolerance, and fp32 may differ by what two runs differ that are each
+    as far from the truth as the unsharded fp32 model is (with a margin of a half).
+    """
+    errors = measure(model_class, family, scratch / "fp32", layouts, torch.float32)
+    if max(errors.gradient, errors.loss, errors.weight) <= TOLERANCE:
+        return Proof(errors)
+    exact = measure(model_class, family, scratch / "fp64", layouts, torch.float64)
+    for what in ("gradient", "loss", "weight"):
+        error = getattr(exact, what)
+        assert error <= TOLERANCE, f"{what} is off by {error:.1e} also in fp64 ({exact.tensor} is worst)"
+    own = _own_error(model_class, family)
+    assert errors.gradient <= 3 * own, (
+        f"gradient of {errors.tensor} is off by {errors.gradient:.1e}, unsharded {own:.1e}"
+    )
+    return Proof(errors, exact, own)
+
+
+def measure(
+    model_class: str,
+    family: str,
+    scratch: Path,
+    layouts: Sequence[Layout],
+    dtype: torch.dtype,
+    tamper: Callable[[nn.Module], None] | None = None,
+) -> Errors:
+    """The errors of a family in `dtype`; raises where files or generation differ. `tamper` plants a bug after load."""
+    # What from_pretrained makes of the files is the reference: at least one family resets a buffer after reading it.
+    random_model(model_class, family, dtype).save_pretrained(scratch / "random")
+    model = model_class_of(model_class, family).from_pretrained(scratch / "random", dtype=dtype)
+    source = scratch / "source"
+    model.save_pretrained(source)
+    expected = _train_unsharded(model)
+    generated = None if tamper else _generate(model)
+    found = []
+    for world, ep, compute in layouts:
+        target = scratch / f"world{world}-ep{ep}"
+        moe = em.MoeConfig(compute="loop" if dtype == torch.float64 else compute)
+        found.append(run_ranks(_rank, world, source, target, ep, moe, expected, dtype, tamper, timeout=120)[0])
+        assert _header(target) == _header(source), f"other keys or shapes than the input's: {_diff(target, source)}"
+        _check_read_back(type(model), target, generated, dtype)
+        shutil.rmtree(target)
+    gradient, tensor = max((errors.gradient, errors.tensor) for errors in found)
+    return Errors(gradient, tensor, max(errors.loss for errors in found), max(errors.weight for errors in found))
+
+
+def _own_error(model_class: str, family: str) -> float:
+    """How far the unsharded fp32 model's gradients are from its own in fp64: the worst tensor."""
+    model = random_model(model_class, family)
+    exact = random_model(model_class, family, torch.float64)
+    exact.load_state_dict(model.state_dict())
+    fp32, fp64 = _train_unsharded(model), _train_unsharded(exact)
+    return _worst_gradient(fp32.gradients, fp64)[0]
+
+
+def _train_unsharded(model: PreTrainedModel) -> Expected:
+    model.set_experts_implementation("eager")
+    model.train()
+    counts: dict[str, torch.Tensor] = {}
+    hooks = [
+        module.register_forward_pre_hook(_counter(counts, name), with_kwargs=True)
+        for name, module in model.named_modules()
+        if hasattr(module, "_apply_gate")
+    ]
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIM)
+    losses: list[float] = []
+    gradients: Gradients = {}
+    for step in range(STEPS):
+        rows = rows_of(step)
+        total, targets = 0.0, sum(len(row) - 1 for row in rows)
+        for row in rows:
+            logits = model(input_ids=row[None], use_cache=False).logits[0]
+            loss = F.cross_entropy(logits[:-1].to(model.dtype), row[1:], reduction="sum") / targets
+            loss.backward()
+            total += float(loss.detach())
+        losses.append(total)
+        if step == 0:
+            gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+            for hook in hooks:
+                hook.remove()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert counts
+    for name, count_E in counts.items():
+        assert int((count_E[:EXPERTS] > 0).sum()) * 2 >= EXPERTS, f"{name}: routing is degenerate, {count_E.tolist()}"
+    present = [gradient for gradient in gradients.values() if gradient is not None]
+    rms = math.sqrt(sum(float(g.double().square().sum()) for g in present) / sum(g.numel() for g in present))
+    weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return Expected(losses, gradients, weights, 1e-3 * rms)
+
+
+def _counter(counts: dict[str, torch.Tensor], name: str) -> Any:
+    def count(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        index = next(value for value in (*args, *kwargs.values()) if not value.is_floating_point())
+        seen = torch.bincount(index.reshape(-1).long(), minlength=2 * EXPERTS)
+        counts[name] = counts.get(name, 0) + seen
+
+    return count
+
+
+def _rank(
+    source: Path,
+    target: Path,
+    ep: int,
+    moe: em.MoeConfig,
+    expected: Expected,
+    dtype: torch.dtype,
+    tamper: Callable[[nn.Module], None] | None,
+) -> Errors:
+    """One rank's work; every rank returns the same."""
+    mesh = em.init_mesh(em.ParallelConfig(ep=ep), num_experts=EXPERTS)
+    name: Any = str(dtype).removeprefix("torch.")
+    precision = em.PrecisionConfig(params=name, compute=name, reduce=name)
+    model = em.load_model(source, mesh, precision=precision, moe=moe)
+    if tamper is not None:
+        tamper(model)
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIM)
+    loss_error = 0.0
+    gradients: Gradients = {}
+    for step in range(STEPS):
+        rows = rows_of(step)
+        targets = sum(len(row) - 1 for row in rows)
+        total = torch.zeros((), dtype=torch.float64)
+        for row in rows[mesh.data_rank :: mesh.layout.data_ranks]:
+            batch = {"input_ids": row[None], "labels": row[None], "attention_mask": torch.ones_like(row)[None]}
+            loss = em.causal_lm_loss(model, batch, target_tokens=targets, chunk_tokens=16)
+            loss.backward()
+            total += loss.detach()
+        dist.all_reduce(total)
+        loss_error = max(loss_error, abs(float(total) / expected.losses[step] - 1))
+        if step == 0:
+            gradients = {n: None if p.grad is None else _full(p.grad) for n, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: _full(value.detach()) for name, value in model.state_dict().items()}
+    gradient, tensor = _worst_gradient(gradients, expected)
+    weight = max(_relative(weights[name], value, 1e-8) for name, value in expected.weights.items())
+    em.save_model(model, target)
+    if dist.get_rank() == 0:
+        torch.save(weights, target.with_suffix(".pt"))
+    return Errors(gradient, tensor, loss_error, weight)
+
+
+def _worst_gradient(gradients: Gradients, expected: Expected) -> tuple[float, str]:
+    assert gradients.keys() == expected.gradients.keys()
+    errors = []
+    for name, gradient in gradients.items():
+        reference = expected.gradients[name]
+        if gradient is not None and reference is not None:
+            errors.append((_relative(gradient, reference, expected.floor), name))
+        elif reference is not None or (gradient is not None and gradient.any()):
+            errors.append((math.inf, name))  # one of the two has a gradient where the other has none
+    return max(errors)
+
+
+def _relative(value: torch.Tensor, reference: torch.Tensor, floor: float) -> float:
+    """Norm of the difference over the reference's norm, which counts as at least `floor` per element (rms)."""
+    difference = (value.double() - reference.double()).norm()
+    return float(difference / max(float(reference.double().norm()), floor * math.sqrt(reference.numel())))
+
+
+def _full(tensor: Any) -> torch.Tensor:
+    full: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.clone()
+
+
+def _check_read_back(
+    kind: type[PreTrainedModel], directory: Path, generated: list[int] | None, dtype: torch.dtype
+) -> None:
+    """Plain transformers reads what was saved: nothing missing or left over, the trained values, the same words."""
+    model, info = kind.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+    wrong = {key: value for key, value in info.items() if value}
+    assert not wrong, f"from_pretrained reports {wrong}"
+    weights = torch.load(directory.with_suffix(".pt"), weights_only=True)
+    state = model.state_dict()
+    assert state.keys() == weights.keys()
+    for name, value in weights.items():
+        assert torch.equal(state[name], value), f"{name} is not what was trained"
+    assert generated is None or _generate(model) == generated, (
+        "the saved model generates other tokens than the unsharded one"
+    )
+
+
+def _generate(model: PreTrainedModel) -> list[int]:
+    model.set_experts_implementation("eager")
+    model.eval()
+    prompt = rows_of(0)[0][None, :8]
+    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+    tokens: list[int] = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0].tolist()
+    return tokens
+
+
+def _header(directory: Path) -> dict[str, tuple[int, ...]]:
+    shapes = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    return shapes
+
+
+def _diff(first: Path, second: Path) -> str:
+    one, two = _header(first), _header(second)
+    return json.dumps({"ours": sorted(one.items() - two.items())[:5], "theirs": sorted(two.items() - one.items())[:5]})

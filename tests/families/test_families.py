@@ -1,0 +1,71 @@
+"""The family matrix in small: a fixed core and a rotating rest of it, and docs/models.md against both.
+
+`make families` proves all. Here the number of commits chooses the rest, so that it is the same for everybody at one
+commit and every family comes around.
+"""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.families.catalogue import Family, families
+from tests.families.outcomes import outcome_of
+from tests.families.proof import TOLERANCE, Layout, measure
+from tests.families.table import PATH, read
+
+CORE = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe", "olmoe")
+ROTATING = 3
+LAYOUTS: tuple[Layout, ...] = ((2, 2, "grouped_mm"), (4, 2, "loop"))
+FAMILIES = {family.name: family for family in families()}
+
+
+def _commits() -> int:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-list", "--count", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return int(done.stdout) if done.returncode == 0 else 0  # a source archive has no history
+
+
+def _chosen() -> list[Family]:
+    rest = [name for name in FAMILIES if name not in CORE]
+    start = _commits() * ROTATING
+    return [FAMILIES[name] for name in (*CORE, *(rest[(start + n) % len(rest)] for n in range(ROTATING)))]
+
+
+@pytest.mark.parametrize("family", _chosen(), ids=lambda family: family.name)
+def test_a_family_is_what_the_table_says(family: Family) -> None:
+    assert outcome_of(family, LAYOUTS).kind == read(PATH.read_text())[family.name]
+
+
+def test_the_table_has_every_family_of_the_transformers_it_names() -> None:
+    text = PATH.read_text()
+    if f"transformers {transformers.__version__}," not in text:
+        pytest.skip("the table was generated with another version of transformers")
+    assert list(read(text)) == list(FAMILIES)
+    assert "failed" not in read(text).values()
+
+
+def _swap_two_experts(model: nn.Module) -> None:
+    down = model.get_parameter("model.layers.0.mlp.experts.down_proj")
+    assert isinstance(down, DTensor)
+    with torch.no_grad():
+        down.to_local()[[0, 1]] = down.to_local()[[1, 0]]
+
+
+def _drop_the_routers_gradient(model: nn.Module) -> None:
+    experts = model.get_submodule("model.layers.0.mlp.experts")
+    experts.register_forward_pre_hook(lambda module, args: (args[0], args[1], args[2].detach()))
+
+
+def _lose_expert_gradients_of_other_ranks(model: nn.Module) -> None:
+    model.get_parameter("model.layers.0.mlp.experts.down_proj").register_hook(lambda gradient: gradient / 2)
+
+
+@pytest.mark.parametrize("bug", [_swap_two_experts, _drop_the_routers_gradient, _lose_expert_gradients_of_other_ranks])
+def test_the_proof_sees_a_planted_bug(bug: object, tmp_path: Path) -> None:
+    errors = measure("Qwen3MoeForCausalLM", "qwen3_moe", tmp_path, LAYOUTS[:1], torch.float32, tamper=bug)  # type: ignore[arg-type]
+    assert errors.gradient > 100 * TOLERANCE
