@@ -44,5 +44,5 @@ def die_on_rank_1(config: Config) -> None:
 
 
 def hang(config: Config) -> None:
-    print(f"up {os.getpid()}", flush=True)
+    os.write(1, f"up {os.getpid()}\n".encode())  # in one piece: the other rank writes to the same pipe
     time.sleep(300)

@@ -103,8 +103,13 @@ def test_a_frozen_router_is_what_stays_and_everything_else_moves() -> None:
 
 
 def test_a_router_that_is_not_recognised_cannot_be_frozen_silently() -> None:
+    class Chooser(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(9, 32))  # not one row per expert
+
     model = tiny_model("qwen3_moe")
-    model.model.layers[1].mlp.gate.weight = nn.Parameter(torch.zeros(9, 32))  # not one row per expert
+    model.model.layers[1].mlp.gate = Chooser()
     with pytest.raises(RankFailed, match=r"no router is recognised in model\.layers\.1\.mlp"):
         run_ranks(_parallelize, 1, model, em.MoeConfig(router="frozen"))
 
