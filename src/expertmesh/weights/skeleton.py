@@ -179,6 +179,8 @@ def _refuse_remote_code(path: Path, content: dict[str, Any], trust_remote_code: 
 
 
 def _download(name: str, revision: str | None, trust_remote_code: bool, weights: bool) -> Path:
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise InputError(f"model {name}: no such directory; correct model.name_or_path")
     patterns = [pattern for pattern in _DATA_FILES if weights or pattern != "*.safetensors"]
     patterns += ["*.py"] if trust_remote_code else []
     try:
