@@ -89,6 +89,25 @@ def test_what_the_family_keeps_in_fp32_is_never_cast() -> None:
         }
 
 
+def _all_bf16() -> tuple[dict[str, torch.Tensor], set[str]]:
+    model = tiny_model("qwen3_moe", initializer_range=0.1).to(torch.bfloat16)
+    mesh = em.init_mesh(em.ParallelConfig(ep=2))
+    em.parallelize(model, mesh)  # without a precision everything keeps the model's dtype
+    batch = {"input_ids": IDS[mesh.data_rank], "labels": IDS[mesh.data_rank]}
+    em.causal_lm_loss(model, batch, target_tokens=TARGETS).backward()
+    gradients = {name: parameter.grad.full_tensor().float() for name, parameter in model.named_parameters()}
+    return gradients, {str(parameter.grad.dtype) for parameter in model.parameters()}
+
+
+def test_bf16_parameters_are_no_further_off_than_the_unsharded_bf16_model() -> None:
+    model = tiny_model("qwen3_moe", initializer_range=0.1)
+    exact = _gradients(copy.deepcopy(model))
+    unsharded = _gradients(copy.deepcopy(model).to(torch.bfloat16))
+    for got, dtypes in run_ranks(_all_bf16, 4):
+        assert dtypes == {"torch.bfloat16"}
+        assert 0 < _joint(got, exact) <= 1.5 * _joint(unsharded, exact)
+
+
 def _parameters_in_memory(ep: int) -> int:
     model = tiny_model("qwen3_moe")
     em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=ep), num_experts=8), precision=BF16)
