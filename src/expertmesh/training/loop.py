@@ -51,7 +51,7 @@ class TrainingLoop:
             tokens += step.tokens
             if done == 1:
                 set_timeout(self.mesh, self.config.distributed.timeout_seconds)
-            if done % self.config.log.every_steps == 0 or done == self.total_steps:
+            if result.skipped or done % self.config.log.every_steps == 0 or done == self.total_steps:
                 loads = self._expert_load()
                 now = time.monotonic()
                 self.reporter.step(

@@ -80,6 +80,8 @@ def train(config: Config) -> None:
     with together("reading the headers of the weights"):
         to_load = bytes_to_read(model, checked.directory)
     if mesh.rank == 0:
+        if (directory / "metrics.jsonl").exists():
+            print(f"{directory} holds an unfinished run of this configuration; it starts again from the beginning")
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         for line in plan_lines(
