@@ -12,8 +12,9 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,17 @@ class RankFailed(AssertionError):
     """One or more ranks raised, died or hung; the message carries every rank's traceback."""
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60,
+    meanwhile: Callable[[Sequence[BaseProcess]], None] | None = None,
+) -> list[Any]:
     """Run `fn(*args)` in `world_size` forked gloo ranks; return the ranks' (picklable) results in rank order.
 
     The first rank to fail ends the others after a short grace, so that the failure that came first is reported
-    first. `timeout` is in seconds, for the whole job.
+    first. `timeout` is in seconds, for the whole job. `meanwhile` runs here once all ranks are started, and gets them.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
@@ -41,6 +48,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         for process in processes:
             process.start()
         try:
+            if meanwhile is not None:
+                meanwhile(processes)
             _wait_for_all(processes, timeout)
         finally:
             for process in processes:

@@ -1,7 +1,7 @@
 """A whole run on real ranks: files in, trained Hugging Face directory out, against plain torch on the same rows."""
 
-import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,48 +14,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from expertmesh.config import Config, load_config
 from expertmesh.config.errors import InputError
+from expertmesh.data import TokenizedDataset
 from expertmesh.training import loop
 from expertmesh.training.preflight import preflight
 from expertmesh.training.run import train
-from tests.data.tokenizers_on_the_fly import CHATML, bpe_tokenizer
 from tests.support.models import tiny_model
 from tests.support.ranks import RankFailed, run_ranks
-
-ROWS = [
-    {"prompt": f"What is {n} plus {n}?", "completion": " ".join([f"It is {2 * n}."] * (1 + n % 3))} for n in range(13)
-]
-STEPS, GLOBAL_BATCH = 3, 4
+from tests.training.tiny_run import GLOBAL_BATCH, ROWS, STEPS, metrics, run_config, write_inputs
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model directory and a data file."""
-    root = tmp_path_factory.mktemp("inputs")
-    tokenizer = bpe_tokenizer(CHATML)
-    model = tiny_model("qwen3_moe", vocab_size=len(tokenizer))
-    model.save_pretrained(root / "model")
-    tokenizer.save_pretrained(root / "model")
-    (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return root
-
-
-def _config(inputs: Path, output: Path, *overrides: str) -> Config:
-    text = f"""
-model: {{name_or_path: {inputs / "model"}}}
-precision: {{params: float32, compute: float32}}
-data: {{train: [{{path: {inputs / "train.jsonl"}}}], max_length: 64, packing: false, shuffle: false}}
-optim: {{name: adamw, learning_rate: 1.0e-2, weight_decay: 0.01, betas: [0.9, 0.95], eps: 1.0e-6, max_grad_norm: 0.5}}
-schedule: {{name: linear, warmup_ratio: 0.5}}
-train: {{global_batch_size: {GLOBAL_BATCH}, max_steps: {STEPS}}}
-output_dir: {output}
-"""
-    file = output.parent / f"{output.name}.yaml"
-    file.write_text(text)
-    return load_config(file, overrides)
-
-
-def _metrics(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def _by_hand(inputs: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
@@ -63,7 +34,7 @@ def _by_hand(inputs: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tens
     model = AutoModelForCausalLM.from_pretrained(inputs / "model").train()
     tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.01)
-    warmup, metrics = 2, []
+    warmup, rows = 2, []
     for step in range(STEPS):
         factor = (step + 1) / warmup if step < warmup else 1 - (step - warmup) / (STEPS - warmup)
         samples = []
@@ -82,10 +53,8 @@ def _by_hand(inputs: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tens
         optimizer.param_groups[0]["lr"] = 1e-2 * factor
         optimizer.step()
         optimizer.zero_grad()
-        metrics.append(
-            {"loss": total, "grad_norm": norm, "learning_rate": 1e-2 * factor, "target_tokens": float(targets)}
-        )
-    return metrics, {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        rows.append({"loss": total, "grad_norm": norm, "learning_rate": 1e-2 * factor, "target_tokens": float(targets)})
+    return rows, {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.parametrize(
@@ -95,17 +64,17 @@ def _by_hand(inputs: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tens
 def test_a_run_equals_plain_torch_on_the_rows_in_file_order(
     inputs: Path, tmp_path: Path, world: int, overrides: list[str]
 ) -> None:
-    config = _config(inputs, tmp_path / "run", *overrides)
+    config = run_config(inputs, tmp_path / "run", *overrides)
     run_ranks(train, world, config)
     expected, weights = _by_hand(inputs)
-    metrics = _metrics(tmp_path / "run")
-    assert [row["step"] for row in metrics] == [1, 2, 3]
-    for row, want in zip(metrics, expected, strict=True):
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row, want in zip(rows, expected, strict=True):
         for key, value in want.items():
             assert row[key] == pytest.approx(value, rel=1e-5), (key, row["step"])
         assert row["tokens_per_second"] > 0
         assert row["peak_memory_bytes"] > 0
-        assert [set(layer) for layer in row["expert_load"]] == [{"max_over_mean", "dead"}] * 2
+        assert [set(layer) for layer in row["expert_load"]] == [{"max_over_mean", "entropy", "dead"}] * 2
 
     trained, report = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -119,8 +88,8 @@ def test_packed_shuffled_epochs_evaluation_and_tensorboard(inputs: Path, tmp_pat
     options = ["data.packing=true", "data.shuffle=true", "train.max_steps=null", "train.num_epochs=2"]
     options += [f"data.eval=[{{path: {inputs / 'train.jsonl'}}}]", "train.eval_every_steps=1"]
     options += ["train.activation_checkpointing=full", "log.report_to=[tensorboard]", "optim={name: sgd}"]
-    run_ranks(train, 2, _config(inputs, tmp_path / "run", *options))
-    rows = _metrics(tmp_path / "run")
+    run_ranks(train, 2, run_config(inputs, tmp_path / "run", *options))
+    rows = metrics(tmp_path / "run")
     steps = [row for row in rows if "loss" in row]
     evaluations = [row for row in rows if "eval_loss" in row]
     assert len(steps) == len(evaluations) >= 2
@@ -145,8 +114,8 @@ def _train_with_bad_losses(config: Config, bad_steps: set[int]) -> None:
 def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_every_rank(inputs: Path, tmp_path: Path) -> None:
     # Reported although only every third step is.
     options = ["parallel.ep=2", "train.micro_batch_size=2", "log.every_steps=3"]
-    run_ranks(_train_with_bad_losses, 2, _config(inputs, tmp_path / "run", *options), {2})
-    rows = _metrics(tmp_path / "run")
+    run_ranks(_train_with_bad_losses, 2, run_config(inputs, tmp_path / "run", *options), {2})
+    rows = metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [2, 3]
     assert rows[0]["loss"] is None
     assert rows[0]["skipped"] == "the loss is nan on rank 1"
@@ -155,7 +124,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_every_rank(inpu
 
 
 def test_three_such_steps_in_a_row_end_the_run_with_rank_and_step(inputs: Path, tmp_path: Path) -> None:
-    config = _config(
+    config = run_config(
         inputs, tmp_path / "run", "parallel.ep=2", "train.micro_batch_size=2", "train.num_epochs=2", "train.max_steps=6"
     )
     with pytest.raises(RankFailed, match="step 4: the loss is nan on rank 1; 3 such steps in a row"):
@@ -163,8 +132,21 @@ def test_three_such_steps_in_a_row_end_the_run_with_rank_and_step(inputs: Path, 
     assert not (tmp_path / "run" / "model").exists()
 
 
+def _train_on_other_data_on_rank_1(config: Config) -> str:
+    own_file = mock.patch.object(TokenizedDataset, "sha256", side_effect=lambda: f"of rank {dist.get_rank()}")
+    with own_file, pytest.raises(InputError) as refused:
+        train(config)
+    return str(refused.value)
+
+
+def test_ranks_with_other_files_than_rank_0_are_named_before_weights_are_read(inputs: Path, tmp_path: Path) -> None:
+    first, second = run_ranks(_train_on_other_data_on_rank_1, 2, run_config(inputs, tmp_path / "run", "parallel.ep=2"))
+    assert first == second
+    assert re.fullmatch(r"rank 1 on host .* has not what rank 0 has: the data; give every machine .*", first)
+
+
 REFUSALS = {
-    "the same run, finished": ([], "finished"),
+    "the same run, finished": ([], r"finished; choose another directory, or move .*model away to go on"),
     "another run": (["train.seed=1"], "another configuration"),
 }
 
@@ -172,10 +154,10 @@ REFUSALS = {
 @pytest.mark.parametrize("case", REFUSALS)
 def test_a_directory_that_holds_a_run_is_never_written_into(inputs: Path, tmp_path: Path, case: str) -> None:
     overrides, sentence = REFUSALS[case]
-    first = _config(inputs, tmp_path / "run", "train.max_steps=1")
+    first = run_config(inputs, tmp_path / "run", "train.max_steps=1")
     run_ranks(train, 1, first)
     with pytest.raises(InputError, match=sentence):
-        preflight(_config(inputs, tmp_path / "run", "train.max_steps=1", *overrides), 1)
+        preflight(run_config(inputs, tmp_path / "run", "train.max_steps=1", *overrides), 1)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +174,7 @@ def test_what_cannot_work_is_refused_before_any_rank_starts(
     inputs: Path, tmp_path: Path, overrides: list[str], world: int, sentence: str
 ) -> None:
     with pytest.raises(InputError, match=sentence):
-        preflight(_config(inputs, tmp_path / "run", *overrides), world)
+        preflight(run_config(inputs, tmp_path / "run", *overrides), world)
     assert not (tmp_path / "run").exists()
 
 
@@ -202,6 +184,6 @@ def test_a_starting_point_with_a_value_that_is_not_finite_is_refused(inputs: Pat
         model.model.layers[0].mlp.experts.down_proj[5, 3, 2] = float("inf")
     model.save_pretrained(tmp_path / "bad")
     AutoTokenizer.from_pretrained(inputs / "model").save_pretrained(tmp_path / "bad")
-    config = _config(inputs, tmp_path / "run", f"model.name_or_path={tmp_path / 'bad'}", "parallel.ep=2")
+    config = run_config(inputs, tmp_path / "run", f"model.name_or_path={tmp_path / 'bad'}", "parallel.ep=2")
     with pytest.raises(RankFailed, match=r"IntegrityError.*layers\.0\.mlp\.experts"):
         run_ranks(train, 2, config)

@@ -4,6 +4,7 @@ Built once by `build_dataset` (each rank holds all of it: about 5 bytes per toke
 by packing, by the batches and by `check`. A sample here fits `max_length` and has at least one target.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -83,6 +84,13 @@ class TokenizedDataset:
     def position(self, index: int) -> str:
         """Where sample `index` came from: `train.jsonl:12`."""
         return self.files[int(self.file_of[index])].position(int(self.rows[index]))
+
+    def sha256(self) -> str:
+        """A hash of every sample's ids and targets, in order: the same for data that trains the same."""
+        digest = hashlib.sha256()
+        for array in (self.lengths, self._input_ids, self._targets):
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
 
     def largest_id(self) -> tuple[int, int] | None:
         """The largest token id and the first sample that holds it, or None without tokens."""

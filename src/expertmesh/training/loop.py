@@ -18,18 +18,24 @@ from torch.distributed.fsdp import FSDPModule
 from expertmesh.anatomy import Anatomy
 from expertmesh.config import Config
 from expertmesh.data import EvaluationBatches, Step, TrainingBatches
+from expertmesh.experts.balance import update_router_bias
 from expertmesh.experts.collectives import all_gather
 from expertmesh.experts.layer import layer_of
 from expertmesh.mesh import Mesh, set_timeout
 from expertmesh.parallel.gradients import clip_grad_norm_
+from expertmesh.training.checkpoints import RunCheckpoints
+from expertmesh.training.control import Control, Stopped, StopReason
 from expertmesh.training.faults import NonFiniteGuard, gradients_are_finite
+from expertmesh.training.first_loss import first_loss_lines
 from expertmesh.training.loss import causal_lm_loss
 from expertmesh.training.metrics import Reporter, StepMetrics, expert_load, peak_memory
+from expertmesh.training.resume import Counters
+from expertmesh.training.router_loss import RouterLosses, router_losses
 
 
 @dataclass(slots=True)
 class TrainingLoop:
-    """Everything a run needs once it is set up. `run` trains to the end."""
+    """Everything a run needs once it is set up. `run` trains from `counters.step` to the end."""
 
     config: Config
     mesh: Mesh
@@ -41,45 +47,93 @@ class TrainingLoop:
     eval_batches: EvaluationBatches | None
     total_steps: int
     reporter: Reporter
+    checkpoints: RunCheckpoints
+    control: Control
+    counters: Counters
 
     def run(self) -> None:
-        """Train `total_steps` optimizer steps. Raises `IntegrityError` when losses stay non-finite."""
-        guard, started, since = NonFiniteGuard(), time.monotonic(), time.monotonic()
-        tokens = 0  # since the last report
-        for done, step in enumerate(self._steps(), start=1):
-            result = self._train_step(done, step, guard)
-            tokens += step.tokens
-            if done == 1:
-                set_timeout(self.mesh, self.config.distributed.timeout_seconds)
-            if result.skipped or done % self.config.log.every_steps == 0 or done == self.total_steps:
-                loads = self._expert_load()
-                now = time.monotonic()
-                self.reporter.step(
-                    StepMetrics(
-                        step=done,
-                        epoch=step.epoch + (step.step_in_epoch + 1) / self.train_batches.steps_in_epoch(step.epoch),
-                        loss=result.loss,
-                        grad_norm=result.grad_norm,
-                        learning_rate=result.learning_rate,
-                        target_tokens=step.target_tokens,
-                        tokens_per_second=tokens / (now - since),
-                        peak_memory_bytes=result.peak_memory,
-                        elapsed_seconds=now - started,
-                        expert_load=loads,
-                        skipped=result.skipped,
-                    )
-                )
-                tokens, since = 0, now
-            every = self.config.train.eval_every_steps
-            if self.eval_batches is not None and (done == self.total_steps or (every and done % every == 0)):
-                paused = time.monotonic()
-                self.reporter.evaluation(done, self.evaluate(self.eval_batches), self.eval_batches.target_tokens)
-                since += time.monotonic() - paused
+        """Train up to `total_steps` optimizer steps.
+
+        Raises `Stopped` on all ranks when one of them was asked to stop: after the step, with its checkpoint on the
+        disk. Raises `IntegrityError` when losses stay non-finite.
+        """
+        clock = _Clock(self.counters)
+        guard = NonFiniteGuard(self.counters.skipped_in_a_row)
+        first = self.counters.step + 1
+        self._restore_expert_load()
+        with self.control.accepting_stop():
+            self.control.progress.at(first, "reading data")
+            for number, step in enumerate(self._steps(), start=first):
+                result = self._train_step(number, step, guard)
+                self.counters.step, self.counters.skipped_in_a_row = number, guard.in_a_row
+                self.counters.tokens += step.tokens
+                if number == first:
+                    set_timeout(self.mesh, self.config.distributed.timeout_seconds)
+                if number == 1 and self.mesh.rank == 0:
+                    for line in first_loss_lines(self.model.config, result.loss, step.target_tokens):
+                        print(line, flush=True)
+                self.checkpoints.settle(result.facts.statuses)
+                if result.skipped or number % self.config.log.every_steps == 0 or number == self.total_steps:
+                    self._report(number, step, result, clock)
+                every = self.config.train.eval_every_steps
+                last = number == self.total_steps
+                if self.eval_batches is not None and (last or (every and number % every == 0)):
+                    self.control.progress.at(number, "evaluating")
+                    paused = time.monotonic()
+                    self.reporter.evaluation(number, self.evaluate(self.eval_batches), self.eval_batches.target_tokens)
+                    clock.skip(time.monotonic() - paused)
+                self._checkpoint(number, result.facts, clock)
+                self.control.progress.at(number + 1, "reading data")
+            self.control.progress.at(self.counters.step, "waiting for the last checkpoint")
+            self.checkpoints.finish()
+
+    def _report(self, number: int, step: Step, result: "_StepResult", clock: "_Clock") -> None:
+        loads = self._expert_load()
+        elapsed, seconds = clock.read()
+        self.reporter.step(
+            StepMetrics(
+                step=number,
+                epoch=step.epoch + (step.step_in_epoch + 1) / self.train_batches.steps_in_epoch(step.epoch),
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                learning_rate=result.learning_rate,
+                target_tokens=step.target_tokens,
+                tokens_per_second=self.counters.tokens / seconds,
+                peak_memory_bytes=result.facts.peak_memory,
+                elapsed_seconds=elapsed,
+                expert_load=loads,
+                aux_loss=result.facts.aux_loss,
+                z_loss=result.facts.z_loss,
+                skipped=result.skipped,
+            )
+        )
+        self.counters.tokens = 0
+        clock.restart()
+
+    def _checkpoint(self, number: int, facts: "_Facts", clock: "_Clock") -> None:
+        """Save if the rules or a request to stop say so; leave by `Stopped` after the latter."""
+        if facts.stop or self.checkpoints.is_due(number, self.total_steps, facts.overdue):
+            self.control.progress.at(number, "saving a checkpoint")
+            paused = time.monotonic()
+            if self.checkpoints.saved_step != number:
+                self.counters.elapsed_seconds, self.counters.seconds = clock.read()
+                self.counters.expert_load = self._pending_expert_load()
+                self.reporter.sync()
+                self.checkpoints.save(self.counters)
+            clock.skip(time.monotonic() - paused)
+        if facts.stop:
+            self.checkpoints.finish()
+            if self.mesh.rank == 0:
+                print(f"stopped by {facts.stop} after step {number}; the same command continues from there", flush=True)
+            raise Stopped(facts.stop)
 
     def _steps(self) -> Iterator[Step]:
-        remaining = self.total_steps
+        """The steps after `counters.step`, each in its epoch."""
+        remaining, skipped = self.total_steps - self.counters.step, self.counters.step
         for epoch in range(self.config.train.num_epochs):
-            for step in self.train_batches.epoch(epoch):
+            start = min(skipped, self.train_batches.steps_in_epoch(epoch))
+            skipped -= start
+            for step in self.train_batches.epoch(epoch, start):
                 if remaining == 0:
                     return
                 yield step
@@ -91,38 +145,54 @@ class TrainingLoop:
         A skipped step uses up its place in the schedule.
         """
         share = torch.zeros((), dtype=torch.float64)
-        last = len(step.micro_batches) - 1
-        for index, batch in enumerate(step.micro_batches):
-            if isinstance(self.model, FSDPModule) and self.mesh.layout.replicate > 1:
-                self.model.set_requires_all_reduce(index == last)  # between replicas once per step is enough
-            loss = causal_lm_loss(self.model, self._on_device(batch), target_tokens=step.target_tokens)
-            loss.backward()
-            share = share + loss.detach()
-            del loss  # and with it what the graph still holds
+        batches = [self._on_device(batch) for batch in step.micro_batches]
+        self.control.progress.at(number, "forward and backward")
+        with router_losses(self.model, batches) as router_loss:
+            for index, batch in enumerate(batches, start=1):
+                if isinstance(self.model, FSDPModule) and self.mesh.layout.replicate > 1:
+                    # Between replicas once per step is enough.
+                    self.model.set_requires_all_reduce(index == len(batches))
+                loss = causal_lm_loss(self.model, batch, target_tokens=step.target_tokens)
+                (loss + router_loss()).backward()
+                share = share + loss.detach()
+                del loss  # and with it what the graph still holds
+        self.control.progress.at(number, "update")
         grad_norm = clip_grad_norm_(self.model, self.config.optim.max_grad_norm)
 
-        losses, norms, memory, finite = self._exchange(share, grad_norm)
+        facts, norm = self._exchange(share, grad_norm, router_loss)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        skipped = guard.check(number, losses, norms, finite)
+        skipped = guard.check(number, facts.losses, norm, facts.finite)
         if skipped is None:
             self.optimizer.step()
+        update_router_bias(self.model, skipped=skipped is not None)
         self.optimizer.zero_grad(set_to_none=True)
         self.schedule.step()
-        return _StepResult(sum(losses), norms, learning_rate, memory, skipped)
+        return _StepResult(sum(facts.losses), norm, learning_rate, skipped, facts)
 
-    def _exchange(self, share: torch.Tensor, grad_norm: torch.Tensor) -> tuple[list[float], float, int, list[bool]]:
+    def _exchange(
+        self, share: torch.Tensor, grad_norm: torch.Tensor, router_loss: RouterLosses
+    ) -> "tuple[_Facts, float]":
         """Each rank's facts about the step, on every rank: one all-gather and one wait for the device."""
-        loss, norm = torch.stack([share.to(self.mesh.device), grad_norm.to(torch.float64)]).tolist()
+        values = (share, grad_norm, router_loss.aux_loss, router_loss.z_loss)
+        loss, norm, aux_loss, z_loss = torch.stack([v.to(self.mesh.device, torch.float64) for v in values]).tolist()
         finite = math.isfinite(loss) and (math.isfinite(norm) or gradients_are_finite(self.model))
-        facts = [loss, float(peak_memory(self.mesh.device)), float(finite)]
+        stop, status = self.control.stop_requested(), self.checkpoints.writer.status()
+        facts = [loss, finite, peak_memory(self.mesh.device), stop, self.checkpoints.overdue(), status]
+        facts += [aux_loss, z_loss]
         assert dist.group.WORLD is not None
-        gathered = all_gather(torch.tensor([facts], dtype=torch.float64), dist.group.WORLD).tolist()
-        return (
-            [row[0] for row in gathered],
-            norm,
-            int(max(row[1] for row in gathered)),
-            [bool(row[2]) for row in gathered],
+        gathered = all_gather(torch.tensor([[float(fact) for fact in facts]], dtype=torch.float64), dist.group.WORLD)
+        columns = [list(column) for column in zip(*gathered.tolist(), strict=True)]
+        joined = _Facts(
+            losses=columns[0],
+            finite=[bool(value) for value in columns[1]],
+            peak_memory=int(max(columns[2])),
+            stop=StopReason(int(max(columns[3]))),
+            overdue=bool(columns[4][0]),
+            statuses=[int(value) for value in columns[5]],
+            aux_loss=sum(columns[6]) if router_loss.balance.aux_loss_coef else None,
+            z_loss=sum(columns[7]) if router_loss.balance.z_loss_coef else None,
         )
+        return joined, norm
 
     def _expert_load(self) -> list[dict[str, float | int]]:
         """Tokens per layer and expert since the last report, over all ranks (one all-reduce)."""
@@ -130,6 +200,22 @@ class TrainingLoop:
         counts_LE = torch.stack([count_E for count_E in counts if count_E is not None])
         dist.all_reduce(counts_LE)
         return expert_load(counts_LE.cpu())
+
+    def _pending_expert_load(self) -> list[list[int]] | None:
+        """What `_expert_load` would count now, left where it is; the same on every rank (one all-reduce), or None."""
+        counts = [layer_of(self.model.get_submodule(spec.name)).load_E for spec in self.anatomy.experts]
+        if all(count_E is None for count_E in counts):
+            return None
+        counts_LE = torch.stack([count_E for count_E in counts if count_E is not None])
+        dist.all_reduce(counts_LE)
+        pending: list[list[int]] = counts_LE.tolist()
+        return pending
+
+    def _restore_expert_load(self) -> None:
+        """Give rank 0 the counts of all ranks back; they are summed again before anybody sees them."""
+        if self.counters.expert_load is not None and self.mesh.rank == 0:
+            for spec, count_E in zip(self.anatomy.experts, self.counters.expert_load, strict=True):
+                layer_of(self.model.get_submodule(spec.name)).load_E = torch.tensor(count_E, device=self.mesh.device)
 
     @torch.no_grad()
     def evaluate(self, batches: EvaluationBatches) -> float:
@@ -148,9 +234,45 @@ class TrainingLoop:
 
 
 @dataclass(frozen=True, slots=True)
+class _Facts:
+    """What all ranks know of each other after a step. `losses`, `finite` and `statuses` have one entry per rank; the
+    router losses are the whole step's, None where they are off.
+    """
+
+    losses: list[float]
+    finite: list[bool]
+    peak_memory: int
+    stop: StopReason
+    overdue: bool
+    statuses: list[int]
+    aux_loss: float | None
+    z_loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class _StepResult:
     loss: float
     grad_norm: float
     learning_rate: float
-    peak_memory: int
     skipped: str | None
+    facts: _Facts
+
+
+class _Clock:
+    """Seconds since the run began and since the last report, over all its interruptions."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._began = time.monotonic() - counters.elapsed_seconds
+        self._reported = time.monotonic() - counters.seconds
+
+    def read(self) -> tuple[float, float]:
+        """(since the run began, since the last report)."""
+        now = time.monotonic()
+        return now - self._began, now - self._reported
+
+    def restart(self) -> None:
+        self._reported = time.monotonic()
+
+    def skip(self, seconds: float) -> None:
+        """Leave `seconds` out of the time since the last report."""
+        self._reported += seconds

@@ -5,6 +5,7 @@ Only rank 0 writes. Numbers that are not finite are written as null, because JSO
 
 import json
 import math
+import os
 import resource
 import sys
 from collections.abc import Callable
@@ -15,6 +16,9 @@ from typing import Any, Protocol
 import torch
 
 from expertmesh.config import LogConfig
+from expertmesh.config.errors import InputError
+from expertmesh.weights.directory import io_errors
+from expertmesh.weights.writing import replace_synced
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,8 @@ class StepMetrics:
     `loss`: summed token loss over target tokens of the whole step, auxiliary losses apart. `grad_norm`: before
     clipping. `tokens_per_second`: input tokens of the whole job, without padding. `peak_memory_bytes`: the largest of
     all ranks since the start (device memory; resident memory on a CPU). `expert_load`: per MoE layer the busiest
-    expert's tokens over the mean, and the experts without a token.
+    expert's tokens over the mean, the entropy of the experts' shares over that of equal ones, and the experts without
+    a token. `aux_loss` and `z_loss`: of the whole step, without their factors; only where they are on.
     """
 
     step: int
@@ -37,6 +42,8 @@ class StepMetrics:
     peak_memory_bytes: int
     elapsed_seconds: float
     expert_load: list[dict[str, float | int]]
+    aux_loss: float | None = None
+    z_loss: float | None = None
     skipped: str | None = None
 
     def line(self, total_steps: int) -> str:
@@ -59,10 +66,17 @@ def expert_load(counts_LE: torch.Tensor) -> list[dict[str, float | int]]:
     return [
         {
             "max_over_mean": float(count_E.max() / max(float(count_E.float().mean()), 1e-9)),
+            "entropy": _relative_entropy(count_E),
             "dead": int((count_E == 0).sum()),
         }
         for count_E in counts_LE
     ]
+
+
+def _relative_entropy(count_E: torch.Tensor) -> float:
+    """1 when all experts get the same, 0 when one gets everything."""
+    share_E = count_E.double() / max(int(count_E.sum()), 1)
+    return float(torch.special.entr(share_E).sum() / math.log(max(len(count_E), 2)))
 
 
 def peak_memory(device: torch.device) -> int:
@@ -75,6 +89,7 @@ def peak_memory(device: torch.device) -> int:
 
 class Writer(Protocol):
     def write(self, row: dict[str, Any]) -> None: ...
+    def sync(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -86,10 +101,7 @@ class Reporter:
         self.show = show
 
     def step(self, metrics: StepMetrics) -> None:
-        row = asdict(metrics)
-        if metrics.skipped is None:
-            del row["skipped"]
-        self._write(row)
+        self._write({key: value for key, value in asdict(metrics).items() if value is not None})
         if self.show is not None:
             self.show(metrics)
 
@@ -97,6 +109,11 @@ class Reporter:
         self._write({"step": step, "eval_loss": loss, "eval_target_tokens": target_tokens})
         if self.show is not None:
             print(f"step {step}  eval loss {loss:.4f} over {target_tokens:,} target tokens", flush=True)
+
+    def sync(self) -> None:
+        """Have the disk hold every row so far: a checkpoint that is resumed must not have lost its steps' rows."""
+        for writer in self.writers:
+            writer.sync()
 
     def close(self) -> None:
         for writer in self.writers:
@@ -107,38 +124,67 @@ class Reporter:
             writer.write(row)
 
 
-def open_reporter(config: LogConfig, directory: Path, total_steps: int, *, is_main: bool) -> Reporter:
-    """Open `directory/metrics.jsonl`, TensorBoard if configured, and the display that fits the terminal."""
+def open_reporter(config: LogConfig, directory: Path, total_steps: int, *, is_main: bool, done: int = 0) -> Reporter:
+    """Open `directory/metrics.jsonl`, TensorBoard if configured, and the display that fits the terminal.
+
+    A run that continues after `done` steps goes on in the same files; what they say of later steps is removed.
+    """
     if not is_main:
         return Reporter([], None)
-    writers: list[Writer] = [_Jsonl(directory / "metrics.jsonl")]
+    writers: list[Writer] = [_Jsonl(directory / "metrics.jsonl", done)]
     if "tensorboard" in config.report_to:
-        writers.append(_TensorBoard(directory / "tensorboard"))
+        writers.append(_TensorBoard(directory / "tensorboard", done))
     if sys.stdout.isatty():
-        bar = _Bar(total_steps)
+        bar = _Bar(total_steps, done)
         writers.append(bar)
         return Reporter(writers, bar.show)
     return Reporter(writers, lambda metrics: print(metrics.line(total_steps), flush=True))
 
 
+def keep_rows(path: Path, done: int) -> None:
+    """Drop the rows of steps after `done` from a metrics.jsonl, and a last line that was cut short.
+
+    Raises `InputError` for a file that cannot be read or written, or has a line that is no row.
+    """
+    with io_errors(path, path.stat().st_size if path.exists() else 0):
+        lines = path.read_bytes().splitlines(keepends=True) if done and path.exists() else []
+        whole = [(number, line) for number, line in enumerate(lines, start=1) if line.endswith(b"\n")]
+        replace_synced(path, b"".join(line for number, line in whole if _step_of(line, path, number) <= done))
+
+
+def _step_of(line: bytes, path: Path, number: int) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path}:{number}: is no row of metrics; remove the line, or move the file away") from error
+
+
 class _Jsonl:
-    def __init__(self, path: Path) -> None:
-        self.file = path.open("w", encoding="utf-8")
+    def __init__(self, path: Path, done: int) -> None:
+        keep_rows(path, done)
+        self.path = path
+        self.file = path.open("ab", buffering=0)
 
     def write(self, row: dict[str, Any]) -> None:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self.file.write(json.dumps(finite, allow_nan=False) + "\n")
-        self.file.flush()
+        line = json.dumps(finite, allow_nan=False).encode() + b"\n"
+        with io_errors(self.path, len(line)):
+            while line:
+                line = line[self.file.write(line) :]
+
+    def sync(self) -> None:
+        with io_errors(self.path, 0):
+            os.fsync(self.file.fileno())
 
     def close(self) -> None:
         self.file.close()
 
 
 class _TensorBoard:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(directory))
+        self.writer = SummaryWriter(str(directory), purge_step=done + 1 if done else None)
 
     def write(self, row: dict[str, Any]) -> None:
         for key, value in row.items():
@@ -148,6 +194,9 @@ class _TensorBoard:
             for key, value in load.items():
                 self.writer.add_scalar(f"expert_load/{key}/{layer}", value, row["step"])
 
+    def sync(self) -> None:
+        self.writer.flush()
+
     def close(self) -> None:
         self.writer.close()
 
@@ -155,13 +204,13 @@ class _TensorBoard:
 class _Bar:
     """A live progress bar; it is a writer only so that it is closed with the others."""
 
-    def __init__(self, total_steps: int) -> None:
+    def __init__(self, total_steps: int, done: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.progress = Progress(
             BarColumn(bar_width=16), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
         )
-        self.task = self.progress.add_task("", total=total_steps)
+        self.task = self.progress.add_task("", total=total_steps, completed=done)
         self.total = total_steps
         self.progress.start()
 
@@ -173,6 +222,9 @@ class _Bar:
         self.progress.update(self.task, completed=metrics.step, description=text)
 
     def write(self, row: dict[str, Any]) -> None:
+        pass
+
+    def sync(self) -> None:
         pass
 
     def close(self) -> None:

@@ -24,9 +24,13 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     )
 
 
-def build_schedule(optimizer: torch.optim.Optimizer, config: ScheduleConfig, total_steps: int) -> LambdaLR:
-    """Call `.step()` once per optimizer step, after it."""
-    return LambdaLR(optimizer, lambda step: learning_rate_factor(config, step, total_steps))
+def build_schedule(
+    optimizer: torch.optim.Optimizer, config: ScheduleConfig, total_steps: int, done: int = 0
+) -> LambdaLR:
+    """The schedule after `done` optimizer steps. Call `.step()` once per optimizer step, after it."""
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])  # what torch asks for when a schedule does not start at 0
+    return LambdaLR(optimizer, lambda step: learning_rate_factor(config, step, total_steps), last_epoch=done - 1)
 
 
 def learning_rate_factor(config: ScheduleConfig, step: int, total_steps: int) -> float:

@@ -16,18 +16,23 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from expertmesh.adapters.plan import adapt
 from expertmesh.anatomy import Anatomy, describe
-from expertmesh.config import Config, dump_config, load_config
+from expertmesh.config import Config, load_config
 from expertmesh.config.errors import InputError
 from expertmesh.data import load_tokenizer
 from expertmesh.data.loader import accumulation_of
 from expertmesh.experts.layer import choose_backend
 from expertmesh.mesh import Layout, resolve_layout
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_model
+from expertmesh.training.resume import config_differences, find_start, flat
 from expertmesh.weights.skeleton import build_meta_model, read_model_config
 
+MODEL, ADAPTER = "model", "adapter"
 # What mixes positions other than attention; packed samples would leak into each other through it.
 _RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "short_conv", "compressed")
+# What a run that was killed before it had written config.yaml may have left behind; nothing of it is worth keeping.
+_LEFT_BY_A_START = re.compile(r"lock\.json(\..+)?|config\.yaml\.tmp")
 _CAUSAL_MASK = re.compile(r"create_(\w+_)?causal_mask")
 
 
@@ -68,6 +73,8 @@ def preflight(config: Config, world_size: int) -> Checked:
     accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
     if config.data.packing:
         _refuse_packing(config, model)
+    if config.lora is not None:
+        adapt(model, config.lora, getattr(torch, config.precision.params), config.model.name_or_path)
     refuse_model(model, anatomy, config.moe)
     load_tokenizer(config.model)
     return Checked(model_config, directory, anatomy, layout)
@@ -76,21 +83,30 @@ def preflight(config: Config, world_size: int) -> Checked:
 def refuse_output_dir(config: Config) -> None:
     """A directory that holds another run, or anything else, is never written into.
 
-    The same configuration may start again in the directory of a run that did not finish; without checkpoints it
-    starts from the beginning.
+    The same run may go on in it, from its newest checkpoint; what may differ is in resume.py.
     """
     directory = Path(config.output_dir)
     if directory.exists() and not directory.is_dir():
         raise InputError(f"output_dir {directory} is a file; choose another directory")
-    if not directory.exists() or not any(directory.iterdir()):
+    if not directory.exists() or all(_LEFT_BY_A_START.fullmatch(path.name) for path in directory.iterdir()):
         return
     written = directory / "config.yaml"
     if not written.is_file():
         raise InputError(f"output_dir {directory} is not empty and holds no run of ours; choose another directory")
-    if dump_config(load_config(written)) != dump_config(config):
-        raise InputError(f"output_dir {directory} holds a run with another configuration; choose another directory")
-    if (directory / "model").exists():
-        raise InputError(f"output_dir {directory} holds this run already, finished; choose another directory")
+    old, new = (flat(each.model_dump(mode="json")) for each in (load_config(written), config))
+    forbidden, _ = config_differences(old, new)
+    if forbidden:
+        raise InputError(
+            f"output_dir {directory} holds a run with another configuration: {'; '.join(forbidden)}; put it back to "
+            "continue that run, or choose another directory"
+        )
+    result = directory / (MODEL if config.lora is None else ADAPTER)
+    if result.exists():
+        raise InputError(
+            f"output_dir {directory} holds this run already, finished; choose another directory, or move {result} away "
+            "to go on from the last checkpoint with more steps"
+        )
+    find_start(config)
 
 
 def packing_refusal(model: nn.Module) -> str | None:

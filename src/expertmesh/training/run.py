@@ -3,12 +3,18 @@
 Called in every rank, under torchrun or our own launcher, before the process group exists.
 """
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
+from expertmesh.adapters.save import save_adapter
+from expertmesh.adapters.start import start as start_adapters
+from expertmesh.checkpoint.interface import load_directory
 from expertmesh.config import Config, dump_config
 from expertmesh.data import (
     DataReport,
@@ -21,22 +27,46 @@ from expertmesh.data import (
 )
 from expertmesh.mesh import Mesh, current_device, init_mesh, set_timeout, start_process_group
 from expertmesh.model import load_weights, prepare_model
+from expertmesh.training.checkpoints import open_checkpoints
+from expertmesh.training.control import Control
+from expertmesh.training.lock import RunLock
 from expertmesh.training.loop import TrainingLoop
 from expertmesh.training.metrics import open_reporter
 from expertmesh.training.optimizer import build_optimizer, build_schedule
 from expertmesh.training.plan import plan_lines
-from expertmesh.training.preflight import Checked, preflight
-from expertmesh.weights.agree import together
+from expertmesh.training.preflight import ADAPTER, MODEL, Checked, preflight
+from expertmesh.training.resume import Counters, Identity, check_start, find_start
+from expertmesh.training.weights_report import AUDIT_FILE, adapter_lines, loaded_lines, saved_lines
+from expertmesh.weights.agree import from_first, together
+from expertmesh.weights.audit import write_audit
+from expertmesh.weights.directory import io_errors
 from expertmesh.weights.load import bytes_to_read
 from expertmesh.weights.save import save_model
+from expertmesh.weights.skeleton import materialize
+from expertmesh.weights.writing import replace_synced
 
 
-def train(config: Config) -> None:
-    """Train as `config` says and save `output_dir/model`. Every rank calls it; raises the errors of config.errors."""
+def train(config: Config, control: Control | None = None) -> None:
+    """Train as `config` says and save `output_dir/model`, or `output_dir/adapter` with `lora`.
+
+    Every rank calls it. Raises the errors of config.errors, and `Stopped` when the run was asked to stop and has saved.
+    """
+    control = control or Control()
     device = current_device()
     start_process_group(device, config.distributed.first_step_timeout_seconds)
     with together("checking the configuration"):
         checked = preflight(config, dist.get_world_size())
+    with ExitStack() as stack:
+        lock = None
+        with together("locking output_dir"):
+            if dist.get_rank() == 0:
+                lock = stack.enter_context(RunLock(Path(config.output_dir), control.launch))
+        _train(config, control, checked, device, lock)
+
+
+def _train(config: Config, control: Control, checked: Checked, device: torch.device, lock: RunLock | None) -> None:
+    """`lock` is rank 0's."""
+    control.progress.at(0, "reading the data")
     with together("reading the data"):
         tokenizer = load_tokenizer(config.model)
         pad_token_id = padding_token_id(tokenizer, checked.vocab_size)
@@ -63,6 +93,17 @@ def train(config: Config) -> None:
     total_steps = batches.total_steps(config.train.num_epochs)
     total_steps = min(total_steps, config.train.max_steps or total_steps)
 
+    directory = Path(config.output_dir)
+    with together("comparing the data"):
+        identity = Identity.of(config, checked.directory, training[0])
+    identity.agree()
+    found: Path | None = None
+    changes: list[str] = []
+    with together("looking for a checkpoint"):
+        if mesh.rank == 0 and (found := find_start(config)) is not None:
+            changes = check_start(found, identity, total_steps, directory)
+    start = Path(shared) if (shared := from_first(str(found or ""))) else None
+
     torch.manual_seed(config.train.seed + mesh.rank)
     checkpointing = checkpoints_activations(config, mesh)
     model, resolved = prepare_model(
@@ -74,16 +115,18 @@ def train(config: Config) -> None:
         attention=config.model.attention,
         trust_remote_code=config.model.trust_remote_code,
         activation_checkpointing=checkpointing,
+        lora=config.lora,
+        name=config.model.name_or_path,
     )
     reports = [training[1], *([evaluation[1]] if evaluation else [])]
-    directory = Path(config.output_dir)
     with together("reading the headers of the weights"):
         to_load = bytes_to_read(model, checked.directory)
+    with together("writing the configuration"):
+        if mesh.rank == 0:
+            _write_config(config, directory / "config.yaml")
     if mesh.rank == 0:
-        if (directory / "metrics.jsonl").exists():
-            print(f"{directory} holds an unfinished run of this configuration; it starts again from the beginning")
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        if start is None and (directory / "metrics.jsonl").exists():
+            print(f"{directory} holds an unfinished run without a checkpoint; it starts again from the beginning")
         for line in plan_lines(
             config,
             checked,
@@ -97,29 +140,92 @@ def train(config: Config) -> None:
             checkpointing=checkpointing,
         ):
             print(line, flush=True)
-    load_weights(model, checked.directory, mesh)
-
-    optimizer = build_optimizer(model, config.optim)
-    reporter = open_reporter(config.log, directory, total_steps, is_main=mesh.rank == 0)
+    optimizer, counters = _load(config, control, checked, mesh, model, start, changes)
+    with together("opening the metrics"):
+        reporter = open_reporter(config.log, directory, total_steps, is_main=mesh.rank == 0, done=counters.step)
     loop = TrainingLoop(
         config=config,
         mesh=mesh,
         model=model,
         anatomy=checked.anatomy,
         optimizer=optimizer,
-        schedule=build_schedule(optimizer, config.schedule, total_steps),
+        schedule=build_schedule(optimizer, config.schedule, total_steps, counters.step),
         train_batches=batches,
         eval_batches=EvaluationBatches(evaluation[0], **share) if evaluation else None,
         total_steps=total_steps,
         reporter=reporter,
+        checkpoints=open_checkpoints(
+            config, model, optimizer, tokenizer, identity, is_main=mesh.rank == 0, saved_step=counters.step, lock=lock
+        ),
+        control=control,
+        counters=counters,
     )
     try:
         loop.run()
     finally:
         reporter.close()
-    save_model(model, directory / "model", tokenizer=tokenizer)
+    control.progress.at(counters.step, "saving the result")
+    if lock is not None:
+        lock.check()
+    for line in _save(config, model, directory, tokenizer):
+        if mesh.rank == 0:
+            print(line, flush=True)
+
+
+def _save(config: Config, model: PreTrainedModel, directory: Path, tokenizer: Any) -> list[str]:
+    """Write the trained model, or its adapters alone; what there is to say about it."""
+    metrics = f"metrics in {directory / 'metrics.jsonl'}"
+    if config.lora is not None:
+        adapter = save_adapter(model, directory / ADAPTER, tokenizer=tokenizer)
+        return [*adapter_lines(adapter), f"saved {directory / ADAPTER}; {metrics}"]
+    saved = save_model(model, directory / MODEL, tokenizer=tokenizer)
+    return [*saved_lines(saved), f"saved {directory / MODEL} in {config.precision.params}; {metrics}"]
+
+
+def _write_config(config: Config, path: Path) -> None:
+    """Whole or not at all: a run that is killed here must find a configuration it can read."""
+    content = dump_config(config).encode()
+    with io_errors(path, len(content)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_synced(path, content)
+
+
+def _load(
+    config: Config,
+    control: Control,
+    checked: Checked,
+    mesh: Mesh,
+    model: PreTrainedModel,
+    start: Path | None,
+    changes: Sequence[str],
+) -> tuple[torch.optim.Optimizer, Counters]:
+    """Fill the model from the checkpoint `start`, or from the weights that training begins with.
+
+    A frozen base always comes from its own files: checkpoints hold the adapters alone, and the base's hash.
+    """
+    if start is None or config.lora is not None:
+        control.progress.at(0, "loading weights")
+        loaded, audited = load_weights(model, checked.directory, mesh, control.audit)
+        if mesh.rank == 0:
+            directory = Path(config.output_dir)
+            if audited.mode == "full":
+                write_audit(directory / AUDIT_FILE, audited, checked.directory)
+            for line in loaded_lines(loaded, audited, directory):
+                print(line, flush=True)
+        start_adapters(model, config.train.seed)
+    else:
+        materialize(model, mesh.device)
+    optimizer = build_optimizer(model, config.optim)
+    if start is None:
+        return optimizer, Counters()
+    control.progress.at(0, "loading the checkpoint")
+    saved = load_directory(model, optimizer, start)
+    counters = Counters(**saved.state["counters"])
     if mesh.rank == 0:
-        print(f"saved {directory / 'model'} in {config.precision.params}; metrics in {directory / 'metrics.jsonl'}")
+        print(f"resume     {start.name}, after step {saved.step}; {'; '.join(changes)}", flush=True)
+        if control.audit == "full" and config.lora is None:
+            print("audit      nothing was read from the model's files; expertmesh verify checks the checkpoint")
+    return optimizer, counters
 
 
 def checkpoints_activations(config: Config, mesh: Mesh) -> bool:

@@ -41,6 +41,19 @@ def together(doing: str) -> Iterator[None]:
     _compare(error, doing)
 
 
+def from_first(text: str) -> str:
+    """What rank 0 says, on every rank. Every rank calls it; issues one broadcast on the default group."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return text
+    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device=collective_device())
+    if dist.get_rank() == 0:
+        encoded = text.encode()
+        assert len(encoded) <= _MESSAGE_BYTES
+        message.copy_(torch.frombuffer(bytearray(encoded.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8))
+    dist.broadcast(message, src=0)
+    return bytes(message.cpu().tolist()).rstrip(b"\0").decode()
+
+
 def collective_device() -> torch.device:
     """Where small tensors for the default group live: the CPU if it has a backend, else the accelerator."""
     if not dist.is_initialized() or "cpu" in dist.get_backend_config() or not torch.accelerator.is_available():

@@ -19,7 +19,7 @@ from torch import Tensor
 from expertmesh.shards import Box, volume
 from expertmesh.weights.files import DTYPES, INDEX_FILE, SINGLE_FILE, ByteRuns, FileTensor, as_bytes
 
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,18 @@ def write_synced(path: Path, content: bytes) -> None:
         os.close(descriptor)
 
 
+def replace_synced(path: Path, content: bytes) -> None:
+    """Give `path` this content, whole or not at all, whatever ends the process or the machine.
+
+    What ends it can leave a file `NAME.tmp` behind; the next call takes its place.
+    """
+    unfinished = path.with_name(f"{path.name}.tmp")
+    unfinished.unlink(missing_ok=True)
+    write_synced(unfinished, content)
+    os.replace(unfinished, path)
+    sync(path.parent)
+
+
 def sync(path: Path) -> None:
     """Have the disk hold what a file or directory holds by now."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -141,14 +153,20 @@ def _pwrite(descriptor: int, buffer: memoryview, offset: int) -> None:
         buffer, offset = buffer[done:], offset + done
 
 
-def _file(path: Path, tensors: list[FileTensor]) -> FileLayout:
+def lay_out_file(path: Path, values: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileLayout:
+    """One file that holds all `values` under their names, with `metadata` in its header."""
+    tensors = [FileTensor(name, value.dtype, tuple(value.shape), path, 0) for name, value in values.items()]
+    return _file(path, tensors, metadata)
+
+
+def _file(path: Path, tensors: list[FileTensor], metadata: Mapping[str, str] | None = None) -> FileLayout:
     # Widest dtypes first keeps every tensor aligned, as the library does.
     ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
     at = 0
     for tensor in ordered:
         entries[tensor.name] = {
-            "dtype": _CODES[tensor.dtype],
+            "dtype": CODES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [at, at + tensor.nbytes],
         }

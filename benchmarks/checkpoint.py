@@ -1,0 +1,145 @@
+"""Saving and loading training state: ours beside `cp`, PyTorch's DCP defaults and transformers' Trainer.
+
+    python -m benchmarks.checkpoint
+
+One random Qwen3-MoE with AdamW moments on gloo ranks, all in fp32. Saves end when the files are synced, for all of
+them (DCP syncs by default; `cp` is followed by `sync` of its files; the Trainer does not sync). Our figures include
+hashing everything, at save and at load. Medians of alternating repetitions; the Trainer runs in a process of its own,
+unsharded, which is how it saves on a CPU. Also: how long training stands still per save, synchronous and asynchronous,
+as a share of a step, and the time from SIGKILL of a rank to the first new step of the restarted job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from .case import Case, write_checkpoint
+from .step import launch, machine
+from .worker import median
+
+CASE = Case(tokens=512, compute="float32", ranks=2, layers=4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=CASE.ranks)
+    parser.add_argument("--layers", type=int, default=CASE.layers)
+    parser.add_argument("--directory", help="where the temporary files go")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--trainer", nargs=2, metavar=("CASE", "DIRECTORY"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.trainer:
+        print(json.dumps(trainer(Case.from_json(arguments.trainer[0]), Path(arguments.trainer[1]), arguments.repeats)))
+        return
+    case = dataclasses.replace(CASE, ranks=arguments.ranks, layers=arguments.layers)
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
+        case = write_checkpoint(case, Path(scratch) / "model")
+        files = Path(scratch) / "files"
+        files.mkdir()
+        ours = launch("save", case, [str(files)], arguments.repeats)
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.checkpoint", "--repeats", str(arguments.repeats)]
+        command += ["--trainer", case.to_json(), str(files)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        theirs = json.loads(done.stdout.splitlines()[-1])
+        restart = restart_seconds(Path(scratch))
+    if arguments.json:
+        report = {"case": dataclasses.asdict(case), "machine": machine(), "ranks": ours, "trainer": theirs}
+        Path(arguments.json).write_text(json.dumps({**report, "restart": restart}, indent=1) + "\n")
+    print(table(case, ours, theirs, restart))
+
+
+def table(case: Case, ours: dict[str, Any], theirs: dict[str, Any], restart: float) -> str:
+    seconds, size = {**ours["seconds"], **theirs["seconds"]}, ours["bytes"]
+    copy = median(seconds["cp"])
+    lines = [
+        f"Qwen3-MoE, {case.layers} layers, {case.ranks} ranks, ep {case.ranks}: {size / 1e9:.2f} GB of fp32 weights and"
+        f" moments; `cp` and sync: {copy:.2f} s, {size / copy / 1e9:.2f} GB/s",
+        "",
+        "| | save s | of cp | load s | of cp |",
+        "|---|---|---|---|---|",
+    ]
+    for name in ("expertmesh", "dcp", "trainer"):
+        save, load = median(seconds[f"{name} save"]), median(seconds[f"{name} load"])
+        lines.append(f"| {name} | {save:.2f} | {save / copy:.2f}× | {load:.2f} | {load / copy:.2f}× |")
+    step, save = median(seconds["step"]), median(seconds["expertmesh save"])
+    pause, during = median(seconds["asynchronous pause"]), median(seconds["step during an asynchronous save"])
+    lines += [
+        "",
+        f"A step takes {step:.2f} s. A synchronous save stops training for {save:.2f} s ({save / step:.1f} steps), an "
+        f"asynchronous one for {pause:.2f} s ({pause / step:.2f} steps); a step while files are written takes "
+        f"{during:.2f} s.",
+        f"From SIGKILL of one rank to the first new step of the restarted job (--max-restarts 1): {restart:.1f} s.",
+    ]
+    return "\n".join(lines)
+
+
+def trainer(case: Case, directory: Path, repeats: int) -> dict[str, Any]:
+    """transformers' Trainer saving and loading the same state in one process."""
+    import torch
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    model = AutoModelForCausalLM.from_pretrained(case.checkpoint, dtype=torch.float32)
+    settings = TrainingArguments(output_dir=str(directory / "trainer"), report_to=[], use_cpu=True, disable_tqdm=True)
+    run: Any = Trainer(model=model, args=settings)
+    run.create_optimizer_and_scheduler(num_training_steps=10)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    seconds: dict[str, list[float]] = {"trainer save": [], "trainer load": []}
+    for repeat in range(repeats):
+        run.state.global_step = repeat + 1
+        start = time.perf_counter()
+        run._save_checkpoint(model, trial=None)
+        seconds["trainer save"].append(time.perf_counter() - start)
+        path = directory / "trainer" / f"checkpoint-{repeat + 1}"
+        start = time.perf_counter()
+        run._load_from_checkpoint(str(path))
+        run._load_optimizer_and_scheduler(str(path))
+        seconds["trainer load"].append(time.perf_counter() - start)
+        subprocess.run(["rm", "-rf", str(path)], check=True)
+    return {"seconds": seconds}
+
+
+def restart_seconds(scratch: Path) -> float:
+    """Train the demo's model with a checkpoint at every step, kill one rank, and wait for the next step's line."""
+    from expertmesh.demo.__main__ import build_inputs
+
+    config = build_inputs(scratch / "demo")
+    output = scratch / "demo" / "run"
+    command = [sys.executable, "-u", "-m", "expertmesh", "train", str(config), f"output_dir={output}", "--nproc", "2"]
+    command += ["--max-restarts", "1", "train.max_steps=12", "checkpoint.every_steps=1", "data.eval=[]"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        killed = 0.0
+        for line in job.stdout:
+            if not killed and line.startswith("step 5/"):
+                ranks = subprocess.run(["pgrep", "-f", "expertmesh.cli.worker"], capture_output=True, text=True)
+                own = [pid for pid in ranks.stdout.split() if _parent(int(pid)) == job.pid]
+                os.kill(int(own[-1]), 9)
+                killed = time.perf_counter()
+            elif killed and re.match(r"step \d+/", line) and time.perf_counter() - killed > 1:
+                seconds = time.perf_counter() - killed
+                job.stdout.read()  # to its end: twelve steps
+                return seconds
+    raise RuntimeError("the job did not go on after a rank was killed")
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+if __name__ == "__main__":
+    main()

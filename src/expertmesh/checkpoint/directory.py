@@ -1,0 +1,95 @@
+"""The directory `checkpoints/` of a run: names, the newest checkpoint, leftovers of interrupted saves, old ones.
+
+A checkpoint is `step-XXXXXXXX`, eight digits. While it is written it is `step-XXXXXXXX.tmp-TOKEN`; before it is
+removed it becomes `step-XXXXXXXX.old-TOKEN`: whatever has the plain name is complete, at any moment. Nothing here
+communicates; one rank calls what changes something.
+"""
+
+import re
+import shutil
+import time
+from pathlib import Path
+
+from expertmesh.checkpoint.manifest import MANIFEST
+from expertmesh.config.errors import InputError
+from expertmesh.weights.writing import sync
+
+CHECKPOINTS = "checkpoints"
+_STEP = re.compile(r"step-(\d{8,})")
+_LEFTOVER = re.compile(r"(step-\d{8,}|model|adapter)\.(tmp|old)-[0-9a-f]+")
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def published(directory: Path) -> list[tuple[int, Path]]:
+    """(step, directory) of every checkpoint in `directory`, oldest first."""
+    if not directory.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))]
+    return sorted(found)
+
+
+def find(directory: Path, resume: str) -> Path | None:
+    """What `checkpoint.resume` means: `auto` the newest in `directory`, a step's name there, or a path.
+
+    None for `never`, and for `auto` when there is none. Raises `InputError` for a checkpoint that does not exist.
+    """
+    if resume == "never":
+        return None
+    checkpoints = published(directory)
+    if resume == "auto":
+        return checkpoints[-1][1] if checkpoints else None
+    named = directory / resume if _STEP.fullmatch(resume) else Path(resume)
+    if named.is_dir():
+        return named
+    known = ", ".join(path.name for _, path in checkpoints[-5:]) or "no checkpoint"
+    raise InputError(f"checkpoint.resume: {resume}: no such checkpoint; {directory} has {known}")
+
+
+def locate(path: Path) -> tuple[Path, int | None]:
+    """The checkpoint that a user means: `path` itself, or the newest one of a run's directory or of its checkpoints.
+
+    With how many there are to choose from, None for `path` itself. Raises `InputError` when there is none.
+    """
+    if not path.is_dir():
+        raise InputError(f"{path}: no such directory")
+    if _STEP.fullmatch(path.resolve().name) or (path / MANIFEST).exists():
+        return path, None
+    checkpoints = published(path / CHECKPOINTS) or published(path)
+    if not checkpoints:
+        raise InputError(f"{path}: holds no checkpoint, neither a {MANIFEST} nor {CHECKPOINTS}/step-*")
+    return checkpoints[-1][1], len(checkpoints)
+
+
+def clean(directory: Path) -> list[str]:
+    """Remove what interrupted saves and removals of checkpoints and models have left there; their names.
+
+    Only while nobody else writes there.
+    """
+    leftovers = [path for path in directory.iterdir() if _LEFTOVER.fullmatch(path.name)] if directory.is_dir() else []
+    for path in leftovers:
+        shutil.rmtree(path)
+    return sorted(path.name for path in leftovers)
+
+
+def prune(directory: Path, keep_last: int | None) -> list[str]:
+    """Remove all but the newest `keep_last` checkpoints; their names. None keeps all.
+
+    Each is renamed first: a removal that is cut short leaves no checkpoint that looks whole and is not. Raises
+    `InputError` for one that cannot be removed.
+    """
+    old = published(directory)[:-keep_last] if keep_last is not None else []
+    for _, path in old:
+        condemned = path.with_name(f"{path.name}.old-{time.time_ns():x}")
+        try:
+            path.rename(condemned)
+            sync(directory)
+            shutil.rmtree(condemned)
+        except OSError as error:
+            raise InputError(
+                f"{path}: cannot be removed, as checkpoint.keep_last demands: {error}; newer checkpoints are complete, "
+                "and the same command continues from them"
+            ) from error
+    return [path.name for _, path in old]

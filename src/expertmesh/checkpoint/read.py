@@ -1,0 +1,238 @@
+"""Loads checkpoints into any layout: PyTorch's distributed checkpoint (DCP) decides who needs which part of what.
+
+`open_state` reads manifest and headers; `ChunkReader` is DCP's storage interface over our files, by byte range; and
+`restore` puts model, optimizer and generators back. Each file's hash is compared before a value is used.
+Never opens a pickle: DCP's own metadata file is one, so its place is taken by the manifest.
+"""
+
+import hashlib
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+from transformers import PreTrainedModel
+
+from expertmesh.checkpoint.manifest import MANIFEST, Manifest, TensorEntry, read_manifest
+from expertmesh.checkpoint.part import saved_offsets_in, set_rng_state
+from expertmesh.checkpoint.small_files import damaged, read_generators
+from expertmesh.checkpoint.state import allocate_optimizer_state, model_state
+from expertmesh.config.errors import IntegrityError
+from expertmesh.mesh import mesh_of
+from expertmesh.weights.agree import together
+from expertmesh.weights.files import DTYPES, Checkpoint, FileTensor, read_header, read_metadata
+from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.reading import read_box
+
+_HASHED_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """An opened checkpoint: its manifest, and by (tensor, offset) the chunks as tensors of their files."""
+
+    directory: Path
+    manifest: Manifest
+    chunks: Mapping[tuple[str, tuple[int, ...]], FileTensor]
+    files: Checkpoint
+
+
+@contextmanager
+def open_state(directory: Path) -> Iterator[SavedState]:
+    """Read manifest and headers; no values. Raises what `read_manifest` raises, `IntegrityError` for a header that
+    disagrees with the manifest. Issues no collective.
+    """
+    manifest = read_manifest(directory)
+    numbers = [number for number, file in enumerate(manifest.files) if is_tensor_file(file.name)]
+    headers = {number: read_header(directory / manifest.files[number].name) for number in numbers}
+    chunks, problems = match_headers(directory, manifest, headers)
+    if problems:
+        raise IntegrityError(problems[0])
+    with Checkpoint(directory, {}) as files:
+        yield SavedState(directory, manifest, chunks, files)
+
+
+def is_tensor_file(name: str) -> bool:
+    return name.endswith(".safetensors") and "/" not in name
+
+
+def match_headers(
+    directory: Path, manifest: Manifest, headers: Mapping[int, Mapping[str, FileTensor]]
+) -> tuple[dict[tuple[str, tuple[int, ...]], FileTensor], list[str]]:
+    """Find every chunk in the `headers` (by number of the file): chunks by (tensor, offset), and what does not match.
+
+    Chunks of files that are not in `headers` are left out. Reads the headers of the matching files once more: they say
+    too where each chunk belongs, so that a manifest alone cannot exchange two experts.
+    """
+    belongs = {number: saved_offsets(directory / manifest.files[number].name) for number in headers}
+    chunks: dict[tuple[str, tuple[int, ...]], FileTensor] = {}
+    problems: list[str] = []
+    named: dict[int, set[str]] = {number: set() for number in headers}
+    for name, entry in manifest.tensors().items():
+        for chunk in entry.chunks:
+            file = manifest.files[chunk.file].name
+            path = directory / file
+            if not is_tensor_file(file):
+                problems.append(f"{directory / MANIFEST}: damaged: looks for {name} in {file}")
+            if chunk.file not in headers:
+                continue
+            named[chunk.file].add(name)
+            stored = headers[chunk.file].get(name)
+            if stored is None or (stored.shape, stored.dtype) != (tuple(chunk.shape), DTYPES[entry.dtype]):
+                problems.append(f"{path}: does not hold the part of {name} that the manifest says")
+            elif belongs[chunk.file].get(name) != chunk.offset:
+                here = belongs[chunk.file].get(name)
+                problems.append(
+                    f"{path}: holds the part of {name} from {here} on, not from {chunk.offset} as the manifest says"
+                )
+            else:
+                chunks[name, tuple(chunk.offset)] = stored
+    for number, header in headers.items():
+        path = directory / manifest.files[number].name
+        problems += [
+            f"{path}: holds {name}, which the manifest does not name" for name in header.keys() - named[number]
+        ]
+    return chunks, problems
+
+
+def saved_offsets(path: Path) -> dict[str, list[int]]:
+    """Where in their tensors the parts of a file start, by name, as its header says. Raises `IntegrityError`."""
+    try:
+        return saved_offsets_in(read_metadata(path))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise IntegrityError(f"{path}: damaged: its header does not say where its tensors belong ({error})") from error
+
+
+def check_hashes(state: SavedState, *, rank: int = 0, ranks: int = 1, optimizer: bool = True) -> None:
+    """Compare every `ranks`-th file, from number `rank` on, with its hash; without `optimizer`, not its files.
+
+    `IntegrityError` names the file.
+    """
+    moments = {chunk.file for entry in state.manifest.optimizer.values() for chunk in entry.chunks}
+    files = [file for number, file in enumerate(state.manifest.files) if optimizer or number not in moments]
+    for file in files[rank::ranks]:
+        if file_sha256(state.directory / file.name) != file.sha256:
+            raise damaged(state.directory / file.name)
+
+
+def file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_HASHED_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def restore(model: PreTrainedModel, optimizer: torch.optim.Optimizer | None, state: SavedState) -> None:
+    """Fill a sharded model, its optimizer and torch's generators from an opened checkpoint that fits.
+
+    Every rank calls it, with the same checkpoint; the model's shards have to be allocated. `optimizer` None leaves the
+    saved moments alone. Generators come back on the ranks that the saved job had too. Raises `IntegrityError` for a
+    damaged one on all ranks alike, before anything is changed. Issues a few small all-reduces on the default group; no
+    weights travel between ranks.
+    """
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    with together("comparing the checkpoint with its hashes"):
+        generators = read_generators(state.directory, state.manifest)
+        check_hashes(state, rank=rank, ranks=ranks)
+    with together("loading the checkpoint"):
+        targets = model_state(model)
+        if optimizer is not None:
+            saved = state.manifest.optimizer.items()
+            shapes = {name: (DTYPES[entry.dtype], tuple(entry.shape)) for name, entry in saved}
+            targets |= allocate_optimizer_state(model, optimizer, shapes)
+        read_state(state, targets)
+        if rank < len(generators):
+            set_rng_state(generators[rank], mesh_of(model).device)
+
+
+def read_state(state: SavedState, targets: dict[str, Tensor]) -> None:
+    """Fill `targets` (DTensors or plain, by saved name) through DCP's planner. No collective."""
+    with warnings.catch_warnings():
+        # Each rank plans for itself: the manifest tells it all that a coordinator would.
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
+        dcp_load(targets, storage_reader=ChunkReader(state), no_dist=True)
+
+
+class ChunkReader(StorageReader):
+    """DCP's storage interface over the chunks of a checkpoint of ours."""
+
+    def __init__(self, state: SavedState) -> None:
+        self.state = state
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        tensors = self.state.manifest.tensors()
+        return Metadata(state_dict_metadata={name: _storage_metadata(entry) for name, entry in tensors.items()})
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        def fetch(leaf: Any, box: Any, out: Tensor) -> None:
+            self.state.files.read(leaf, box, out)
+
+        for item in plan.items:
+            chunk = self.state.chunks[_key(item.storage_index)]
+            box = tuple((start, start + size) for start, size in zip(item.storage_offsets, item.lengths, strict=True))
+            target = planner.resolve_tensor(item).detach()
+            read_box(LazyTensor.of(chunk), box, target, fetch)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to forget: a reader is made for one checkpoint."""
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up: the headers are read."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def _storage_metadata(entry: TensorEntry) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape)) for chunk in entry.chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=DTYPES[entry.dtype]), torch.Size(entry.shape), chunks)
+
+
+def _key(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
+    return index.fqn, tuple(index.offset or ())
+
+
+def check_fits(state: SavedState, targets: Mapping[str, Tensor]) -> None:
+    """Raise `IntegrityError` unless the checkpoint's model has the names, shapes and dtypes of `targets`."""
+    saved = state.manifest.model
+    problems = [f"{name} is not in it" for name in targets if name not in saved]
+    problems += [f"{name} is not in the model" for name in saved if name not in targets]
+    for name in targets.keys() & saved.keys():
+        here, there = targets[name], saved[name]
+        if (tuple(here.shape), here.dtype) != (tuple(there.shape), DTYPES[there.dtype]):
+            problems.append(
+                f"{name} is {there.dtype} {there.shape} in it, {here.dtype} {list(here.shape)} in the model"
+            )
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise IntegrityError(f"{state.directory}: does not fit the model: {'; '.join(sorted(problems)[:5])}{more}")

@@ -1,0 +1,126 @@
+"""What a checkpoint holds of a model and its optimizer: tensors by name, whatever the layout or the group order.
+
+Model tensors keep their state-dict names; an optimizer's are `optimizer.PARAMETER.SLOT` (`exp_avg`, `step`, ...).
+Tensors are DTensors or plain ones that every rank holds. Nothing here communicates.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.shards import Box, local_box, local_tensor, volume
+from expertmesh.weights.files import as_bytes
+from expertmesh.weights.mapping import adapter_tensors, model_tensors, tied_names
+
+OPTIMIZER = "optimizer."
+_WORDS_PER_BLOCK = 1 << 22
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers; tied ones once, under the first of their names.
+
+    Of a model with adapters these alone: its base is frozen, and has files of its own.
+    """
+    if adapters := adapter_tensors(model):
+        return adapters
+    tensors = model_tensors(model)
+    return {names[0]: tensors[names[0]] for names in tied_names(tensors)}
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every slot of every parameter that has state. Raises `InputError` for state that is not tensors."""
+    slots = {}
+    for name, parameter in trained(model, optimizer).items():
+        for slot, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor) or (value.dim() and value.shape != parameter.shape):
+                raise InputError(
+                    f"{type(optimizer).__name__}: state {slot} of {name} is neither a scalar tensor nor shaped like "
+                    "the parameter; checkpoints cannot hold it"
+                )
+            slots[f"{OPTIMIZER}{name}.{slot}"] = value
+    return slots
+
+
+def allocate_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+) -> dict[str, Tensor]:
+    """Give `optimizer` empty slots for everything in `saved` (dtype and shape by name), and return them by name.
+
+    Raises `IntegrityError` for a slot that belongs to no trained parameter or does not fit it, with nothing changed.
+    """
+    updated = trained(model, optimizer)
+    places: dict[str, tuple[nn.Parameter, str]] = {}
+    for key, (_, shape) in saved.items():
+        name, _, slot = key.removeprefix(OPTIMIZER).rpartition(".")
+        if name not in updated:
+            raise IntegrityError(f"the checkpoint has optimizer state {slot} of {name}, which this job does not train")
+        parameter = updated[name]
+        if shape not in ((), tuple(parameter.shape)):
+            raise IntegrityError(f"optimizer state {slot} of {name} is {list(shape)}, not {list(parameter.shape)}")
+        places[key] = parameter, slot
+    optimizer.state.clear()
+    slots = {}
+    for key, (dtype, shape) in saved.items():
+        parameter, slot = places[key]
+        # Like the parameter: a DTensor of a DTensor, and scalars where fused optimizers want their step counts.
+        value = torch.empty_like(parameter, dtype=dtype) if shape else torch.empty((), dtype=dtype)
+        slots[key] = value.detach() if shape else value.to(_scalar_device(optimizer, parameter))
+        optimizer.state[parameter][slot] = slots[key]
+    return slots
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """A 64-bit sum over the bytes of a contiguous tensor that sees every changed bit and most changes of order.
+
+    Computed where the tensor is, in blocks; one wait for the device. To compare copies, not against an adversary.
+    """
+    return int(fingerprint_share(as_bytes(tensor.detach().contiguous()), 0))
+
+
+def fingerprint_share(data: Tensor, at: int) -> Tensor:
+    """What bytes `data`, `at` bytes into a tensor, add to its fingerprint: an int64, summed modulo 2**64.
+
+    `at` and, but for the last bytes, the size of `data` are multiples of 4.
+    """
+    even = data.numel() // 4 * 4
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for words, first in ((data[:even].view(torch.int32), at // 4), (data[even:], at + even)):
+        for start in range(0, words.numel(), _WORDS_PER_BLOCK):
+            block = words[start : start + _WORDS_PER_BLOCK].to(torch.int64)
+            # Odd factors: a changed word always changes the sum modulo 2**64.
+            place = torch.arange(first + start, first + start + block.numel(), device=data.device)
+            total += (block * (2 * place + 1)).sum()
+    return total
+
+
+def is_replicated(tensor: Tensor) -> bool:
+    """Whether several ranks hold the same part of `tensor`."""
+    if not isinstance(tensor, DTensor):
+        return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    mesh = tensor.device_mesh
+    return any(kind.is_replicate() and mesh.size(axis) > 1 for axis, kind in enumerate(tensor.placements))
+
+
+def held_part(tensor: Tensor) -> tuple[Box, Tensor]:
+    """The box that this rank holds and its values; the box of an empty shard has no volume."""
+    box, local = local_box(tensor), local_tensor(tensor)
+    assert local.numel() == volume(box)
+    return box, local
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The parameters that `optimizer` updates, by name. `InputError` if it has others than the model."""
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    found = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in owned}
+    if len(found) != len(owned):
+        raise InputError("the optimizer updates parameters that the model does not have; build it after sharding")
+    return found
+
+
+def _scalar_device(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> torch.device:
+    """Step counts live on the CPU unless the optimizer is fused or capturable, as torch's optimizers make them."""
+    group = next(g for g in optimizer.param_groups if any(parameter is other for other in g["params"]))
+    return parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")

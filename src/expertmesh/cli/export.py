@@ -1,0 +1,66 @@
+"""`expertmesh export RUN_OR_CHECKPOINT --output DIR`: a training checkpoint as a plain Hugging Face directory.
+
+For someone who wants the model of a run that still goes on, or of an earlier step; of a LoRA run, its adapter as a
+plain PEFT directory. One process, no GPU; prints what was written, how long it took and how much memory beyond the
+start of the program.
+"""
+
+import resource
+from pathlib import Path
+
+import torch
+
+from expertmesh.adapters.peft_format import WEIGHTS_FILE
+from expertmesh.checkpoint.directory import locate
+from expertmesh.checkpoint.export import AdapterFormat, export
+from expertmesh.cli.inspect import bytes_text
+from expertmesh.training.weights_report import saved_lines
+
+
+def run(
+    path: str,
+    output: str,
+    dtype: str | None,
+    max_shard_bytes: int,
+    trust_remote_code: bool,
+    adapter_format: AdapterFormat | None = None,
+) -> int:
+    """Export the checkpoint at `path`, or the newest of the run at `path`; returns 0. Raises what `export` raises."""
+    before = peak_bytes()
+    checkpoint, found = locate(Path(path))
+    print(f"checkpoint  {located_text(checkpoint, found)}", flush=True)
+    manifest, saved = export(
+        checkpoint,
+        Path(output),
+        dtype=getattr(torch, dtype) if dtype is not None else None,
+        max_shard_bytes=max_shard_bytes,
+        trust_remote_code=trust_remote_code,
+        adapter_format=adapter_format,
+    )
+    for line in saved_lines(saved):
+        print(line)
+    files = f"{len(saved.files)} file{'s' if len(saved.files) > 1 else ''}"
+    written_as = f"in {dtype}" if dtype is not None else "as trained"
+    what = "adapter" if WEIGHTS_FILE in saved.files else "model"
+    print(
+        f"exported    {saved.directory}: the {what} after step {manifest.step}, {saved.tensors:,} tensors "
+        f"{written_as}, {bytes_text(saved.total_bytes)} in {files}\n"
+        f"            {saved.seconds:.1f} s, {bytes_text(peak_bytes() - before)} of memory above the start"
+    )
+    return 0
+
+
+def located_text(checkpoint: Path, found: int | None) -> str:
+    """Which checkpoint is meant, and that it was chosen from several."""
+    return (
+        str(checkpoint)
+        if found is None
+        else f"{checkpoint}, the newest of {found}"
+        if found > 1
+        else f"{checkpoint}, the only one"
+    )
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has held so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

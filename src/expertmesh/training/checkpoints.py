@@ -1,0 +1,114 @@
+"""When a run saves a checkpoint, what goes in beside the tensors, and what is said about it.
+
+The loop asks after each step; checkpoint/write.py does the writing. All ranks decide alike, from numbers that all of
+them have: the step, and what rank 0's clock and every writer said in the step's exchange.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from expertmesh.checkpoint.directory import CHECKPOINTS, clean
+from expertmesh.checkpoint.interface import companions
+from expertmesh.checkpoint.small_files import STATE_FILE, state_bytes
+from expertmesh.checkpoint.write import CheckpointWriter, SavedCheckpoint
+from expertmesh.config import CheckpointConfig, Config, dump_config
+from expertmesh.training.lock import RunLock
+from expertmesh.training.resume import Counters, Identity
+from expertmesh.weights.agree import together
+from expertmesh.weights.directory import Tokenizer
+
+
+@dataclass(slots=True)
+class RunCheckpoints:
+    """The checkpoints of one run. Every rank has one and uses it in step; make it with `open_checkpoints`.
+
+    `paused_seconds` is how long the last step's saving held training up.
+    """
+
+    config: CheckpointConfig
+    writer: CheckpointWriter
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    identity: Identity
+    files: Mapping[str, bytes]
+    is_main: bool
+    lock: RunLock | None
+    saved_step: int
+    saved_at: float = field(default_factory=time.monotonic)
+
+    def overdue(self) -> bool:
+        """Whether `every_minutes` have passed by this rank's clock; only rank 0's answer counts."""
+        minutes = self.config.every_minutes
+        return minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
+
+    def is_due(self, step: int, last_step: int, overdue: bool) -> bool:
+        """Whether to save after `step`; `overdue` is rank 0's."""
+        every = self.config.every_steps
+        by_rule = overdue or (every is not None and (step % every == 0 or step == last_step))
+        return by_rule and step != self.saved_step
+
+    def settle(self, statuses: Sequence[int]) -> None:
+        """Publish what all ranks have written by now; see `CheckpointWriter.settle`."""
+        self._tell(self.writer.settle(statuses))
+
+    def save(self, counters: Counters) -> None:
+        """Save the state after `counters.step`, first waiting for an earlier checkpoint. Every rank calls it."""
+        self._tell(self.writer.finish())
+        with together("checking the lock of output_dir"):
+            if self.lock is not None:
+                self.lock.check()
+        state: dict[str, Any] = {"identity": asdict(self.identity), "counters": asdict(counters)}
+        files = {**self.files, STATE_FILE: state_bytes(counters.step, state, self.optimizer)}
+        saved = self.writer.save(self.model, self.optimizer, counters.step, files)
+        self.saved_step, self.saved_at = counters.step, time.monotonic()
+        self._tell(saved)
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is on the disk. Every rank calls it."""
+        self._tell(self.writer.close())
+
+    def _tell(self, saved: SavedCheckpoint | None) -> None:
+        if saved is not None and self.is_main:
+            size = saved.total_bytes
+            shown = f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"
+            print(
+                f"checkpoint {saved.directory.name}: {saved.files} files, {shown}, written in {saved.seconds:.1f} s, "
+                f"training paused {saved.paused_seconds:.2f} s",
+                flush=True,
+            )
+
+
+def open_checkpoints(
+    config: Config,
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    tokenizer: Tokenizer,
+    identity: Identity,
+    *,
+    is_main: bool,
+    saved_step: int,
+    lock: RunLock | None,
+) -> RunCheckpoints:
+    """Ready to save; removes what interrupted saves have left. `lock` is rank 0's, of the output directory.
+
+    Every rank calls it; issues two small all-reduces.
+    """
+    output = Path(config.output_dir)
+    directory = output / CHECKPOINTS
+    files: dict[str, bytes] = {}
+    with together("preparing checkpoints"):
+        if is_main:
+            files = {"config.yaml": dump_config(config).encode(), **companions(model, tokenizer)}
+    with together("cleaning up after interrupted checkpoints"):
+        if is_main and (leftovers := [*clean(directory), *clean(output)]):
+            print(f"removed what interrupted saves left: {', '.join(leftovers)}", flush=True)
+    writer = CheckpointWriter(
+        directory, keep_last=config.checkpoint.keep_last, asynchronous=config.checkpoint.asynchronous
+    )
+    return RunCheckpoints(config.checkpoint, writer, model, optimizer, identity, files, is_main, lock, saved_step)

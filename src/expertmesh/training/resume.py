@@ -1,0 +1,176 @@
+"""Where a run starts: anew or from a checkpoint, and which changes of the configuration a resumed run may have.
+
+A resumed run must be the same run: model, data, seed, optimizer and batch decide what every step is. How it is
+spread over ranks, how long it goes on and what it reports may change, and each change is printed.
+"""
+
+import hashlib
+import json
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from expertmesh.checkpoint.directory import CHECKPOINTS, find, published
+from expertmesh.checkpoint.read import open_state
+from expertmesh.checkpoint.small_files import STATE_FILE, read_state_file
+from expertmesh.config import Config
+from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.data import TokenizedDataset
+from expertmesh.weights.agree import from_first, together
+
+# What may differ from the run that is resumed: sections and keys.
+_FREE_SECTIONS = ("parallel", "checkpoint", "log", "distributed")
+_FREE_KEYS = (
+    "train.max_steps",
+    "train.num_epochs",
+    "train.micro_batch_size",
+    "train.activation_checkpointing",
+    "train.eval_every_steps",
+    "moe.dispatch",
+    "moe.compute",
+    "data.eval",
+    "output_dir",
+)
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the loop counts beside model and optimizer; part of every checkpoint.
+
+    `skipped_in_a_row`: steps without a finite gradient. `tokens` and `seconds`: since the last report.
+    `expert_load`: tokens per layer and expert `[L][E]` since the last report, all ranks together; None for none.
+    """
+
+    step: int = 0
+    elapsed_seconds: float = 0.0
+    skipped_in_a_row: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    expert_load: list[list[int]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What has to be the same for a run to be resumed: values of the configuration, and hashes of what they name."""
+
+    config: Mapping[str, Any]
+    model_sha256: str
+    data_sha256: str
+
+    @classmethod
+    def of(cls, config: Config, model_directory: Path, dataset: TokenizedDataset) -> "Identity":
+        model = hashlib.sha256((model_directory / "config.json").read_bytes()).hexdigest()
+        return cls(flat(config.model_dump(mode="json")), model, dataset.sha256())
+
+    def agree(self) -> None:
+        """Raise `InputError` on all ranks alike unless all of them have the same identity, as ranks of different
+        machines with files of their own may not. Every rank calls it; issues one broadcast and one small all-reduce.
+        """
+        mine = {
+            "the configuration": hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest(),
+            "the model's config.json": self.model_sha256,
+            "the data": self.data_sha256,
+        }
+        first = json.loads(from_first(json.dumps(mine)))
+        with together("comparing configuration and data between ranks"):
+            different = [name for name, digest in mine.items() if digest != first[name]]
+            if different:
+                raise InputError(
+                    f"rank {dist.get_rank()} on host {socket.gethostname()} has not what rank 0 has: "
+                    f"{' and '.join(different)}; give every machine the same files"
+                )
+
+    def differences(self, saved: Mapping[str, Any]) -> "tuple[list[str], list[str]]":
+        """(what forbids to resume, what merely changed), as sentences; `saved` is what `asdict` gave."""
+        forbidden, changed = config_differences(saved["config"], self.config)
+        if saved["model_sha256"] != self.model_sha256:
+            forbidden.append("model.name_or_path has another config.json than the run started with")
+        if saved["data_sha256"] != self.data_sha256:
+            forbidden.append("data.train has other samples, or other tokens for them, than the run started with")
+        return forbidden, changed
+
+
+def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """(forbidden, allowed) differences between two flat configurations, as sentences."""
+    forbidden: list[str] = []
+    changed: list[str] = []
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) == new.get(key):
+            continue
+        sentence = f"{key} was {_shown(old.get(key))} and is {_shown(new.get(key))}"
+        free = key.partition(".")[0] in _FREE_SECTIONS or key in _FREE_KEYS
+        (changed if free else forbidden).append(sentence)
+    return forbidden, changed
+
+
+def find_start(config: Config) -> Path | None:
+    """The checkpoint to continue from, or None to start anew. Reads the directory only; call it on one rank.
+
+    Raises `InputError` for a checkpoint that is not there, and for `resume: never` in a directory that has some.
+    """
+    directory = Path(config.output_dir) / CHECKPOINTS
+    found = find(directory, config.checkpoint.resume)
+    if config.checkpoint.resume == "never" and (checkpoints := published(directory)):
+        raise InputError(
+            f"checkpoint.resume is never, but {directory} holds {checkpoints[-1][1].name}; set checkpoint.resume to "
+            "auto to continue, or choose another output_dir"
+        )
+    return found
+
+
+def check_start(path: Path, identity: Identity, total_steps: int, output_dir: Path) -> list[str]:
+    """What has changed since the checkpoint was written, as sentences. Reads manifest and all headers: call it on one
+    rank. No collective.
+
+    Raises `InputError` naming what makes this another run, or why it cannot go on from there in `output_dir`;
+    `IntegrityError` for a damaged checkpoint.
+    """
+    with open_state(path) as opened:
+        file = read_state_file(path, opened.manifest)
+        step, saved = file.step, file.state
+        world_size = opened.manifest.world_size
+    if not saved.keys() >= {"identity", "counters"}:
+        raise InputError(f"{path} was not written by a training run; load it with expertmesh.load_checkpoint")
+    try:
+        Counters(**saved["counters"])
+        forbidden, changed = identity.differences(saved["identity"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise IntegrityError(f"{path / STATE_FILE}: is not the state of a training run ({error})") from error
+    if forbidden:
+        raise InputError(
+            f"{path} cannot be resumed, because this would be another run: {'; '.join(forbidden)}; put it back, or "
+            "choose another output_dir"
+        )
+    if step > total_steps:
+        raise InputError(
+            f"{path} is after step {step}, but this configuration ends after {total_steps} steps; raise "
+            "train.max_steps or train.num_epochs"
+        )
+    later = [checkpoint.name for number, checkpoint in published(output_dir / CHECKPOINTS) if number > step]
+    if later:
+        raise InputError(
+            f"checkpoint.resume names {path}, but {output_dir / CHECKPOINTS} holds {later[-1]}, which is later and "
+            "would be in the way; set checkpoint.resume to auto to continue from that, or choose another output_dir"
+        )
+    return [f"written by {world_size} ranks", *changed]
+
+
+def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"train": {"seed": 1}}` as `{"train.seed": 1}`; lists stay values."""
+    return dict(_flat(section, prefix))
+
+
+def _flat(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,76 @@
+"""What a checkpoint costs: each byte is written once, and each rank reads what it holds and no more."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+import expertmesh as em
+from expertmesh.checkpoint import read
+from expertmesh.checkpoint.state import model_state, optimizer_state
+from expertmesh.checkpoint.write import SavedCheckpoint
+from expertmesh.shards import local_tensor
+from expertmesh.weights.files import read_header
+from tests.checkpoint.tiny import Job
+from tests.support.models import tiny_model
+from tests.support.ranks import run_ranks
+
+
+def _save(directory: Path, parallel: em.ParallelConfig) -> SavedCheckpoint:
+    job = Job(tiny_model("qwen3_moe"), parallel)
+    job.train([0])
+    return em.save_checkpoint(job.model, job.optimizer, directory, step=1)
+
+
+@pytest.mark.parametrize("parallel", [em.ParallelConfig(ep=2), em.ParallelConfig(ep=2, replicate=2)])
+def test_all_ranks_together_write_each_tensor_once(tmp_path: Path, parallel: em.ParallelConfig) -> None:
+    saved = run_ranks(_save, 4, tmp_path, parallel)
+    assert len({each.total_bytes for each in saved}) == 1
+    assert sum(each.bytes_written for each in saved) == saved[0].total_bytes
+    on_disk = 0
+    for path in saved[0].directory.glob("*.safetensors"):
+        tensors = read_header(path).values()
+        on_disk += sum(tensor.nbytes for tensor in tensors)
+        assert path.stat().st_size == sum(tensor.nbytes for tensor in tensors) + min(t.offset for t in tensors)
+    assert on_disk == saved[0].total_bytes
+    assert saved[0].files == sum(path.is_file() for path in saved[0].directory.rglob("*")) - 1  # without the manifest
+    writers = {each.bytes_written for each in saved}
+    # Each replica's first copy writes; the other half of the ranks writes nothing.
+    assert (0 in writers) == (parallel.replicate > 1)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of four ranks."""
+    directory = tmp_path_factory.mktemp("checkpoints")
+    run_ranks(_save, 4, directory, em.ParallelConfig(ep=2))
+    return directory
+
+
+def _bytes_read(directory: Path, parallel: em.ParallelConfig) -> tuple[int, int]:
+    """(read from the tensors' bytes, held after it), on this rank."""
+    job = Job(tiny_model("qwen3_moe", seed=9), parallel)
+    read_bytes = 0
+
+    def counted(state: read.SavedState, targets: Any) -> None:
+        nonlocal read_bytes
+        original(state, targets)
+        read_bytes = state.files.bytes_read
+
+    original = read.read_state
+    with mock.patch.object(read, "read_state", counted):
+        em.load_checkpoint(job.model, job.optimizer, directory)
+    tensors = {**model_state(job.model), **optimizer_state(job.model, job.optimizer)}
+    dist.barrier()
+    return read_bytes, sum(local_tensor(tensor).nbytes for tensor in tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [(4, em.ParallelConfig(ep=4)), (2, em.ParallelConfig(ep=2)), (2, em.ParallelConfig(ep=1, replicate=2))],
+)
+def test_each_rank_reads_what_it_holds_and_no_more(saved: Path, world: int, parallel: em.ParallelConfig) -> None:
+    for got, held in run_ranks(_bytes_read, world, saved, parallel):
+        assert got == held

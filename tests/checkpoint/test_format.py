@@ -1,0 +1,140 @@
+"""The format page is true: its reader reads checkpoints, PyTorch's own does, and a golden one stays readable."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from transformers import AutoModelForCausalLM
+
+import expertmesh as em
+from expertmesh.checkpoint.export import export
+from expertmesh.checkpoint.manifest import SCHEMA_VERSION, Chunk, FileEntry, Manifest, TensorEntry, read_manifest
+from expertmesh.checkpoint.state import fingerprint
+from expertmesh.checkpoint.verify import verify
+from expertmesh.config.errors import InputError
+from tests.checkpoint.damage import change_manifest, flip_a_bit
+from tests.checkpoint.make_golden import GOLDEN, STEP, golden_job, sha256
+from tests.checkpoint.tiny import save
+from tests.support.ranks import run_ranks
+
+PAGE = Path(__file__).parents[2] / "docs" / "checkpoint-format.md"
+CHECKPOINT = GOLDEN / f"step-{STEP:08d}"
+HASHES: dict[str, str] = json.loads((GOLDEN / "tensors.json").read_text())
+
+
+def _reader() -> Any:
+    """`read_checkpoint` as it stands on the page."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    (code,) = [block for block in blocks if "def read_checkpoint" in block]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert not any("expertmesh" in line for line in code.splitlines() if "import" in line)
+    return names["read_checkpoint"]
+
+
+def test_the_reader_on_the_page_reads_the_golden_checkpoint(tmp_path: Path) -> None:
+    manifest, tensors = _reader()(CHECKPOINT)
+    assert manifest["step"] == STEP
+    assert {name: sha256(tensor) for name, tensor in tensors.items()} == HASHES
+    damaged = shutil.copytree(CHECKPOINT, tmp_path / CHECKPOINT.name)
+    flip_a_bit("model-00001-of-00002.safetensors", 0.9)(damaged)
+    with pytest.raises(AssertionError, match="model-00001"):
+        _reader()(damaged)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Of every axis there is: replicas, and experts cut over ep and efsdp."""
+    directory = tmp_path_factory.mktemp("checkpoints")
+    states = run_ranks(save, 8, "mixtral", em.ParallelConfig(ep=2, replicate=2), 2, directory)
+    return directory / "step-00000002", states[0]
+
+
+def test_the_reader_on_the_page_reads_what_is_written_today(written: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    path, state = written
+    _, tensors = _reader()(path)
+    assert tensors.keys() == state.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_pytorch_s_own_reader_reads_it(written: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    path, state = written
+    loaded = {name: torch.full_like(tensor, 7) for name, tensor in state.items()}
+    dcp.load(loaded, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+
+
+def test_the_page_names_every_file_and_every_key(written: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    page = PAGE.read_text()
+    assert f"# The checkpoint format, schema version {SCHEMA_VERSION}" in page
+    for model in (Manifest, FileEntry, TensorEntry, Chunk):
+        for key in model.model_fields:
+            assert f"`{key}`" in page, key
+    named = set(re.findall(r"^\| `([^`]+)` \|", page, re.M))
+    for path in written[0].iterdir():
+        general = re.sub(r"\d{5}-of-\d{5}", "RRRRR-of-WWWWW", path.name)
+        assert general + ("/" if path.is_dir() else "") in named, path.name
+    for key in ("saved_offsets", "DCP_SHARDING_INFO", "DCP_VERSION", "left_out", "tensors", "step", "state", "offset"):
+        assert key in page, key
+
+
+@pytest.mark.parametrize("size", [1, 4, 6, 4001])
+def test_the_fingerprint_is_what_the_page_says(size: int) -> None:
+    data = torch.randint(256, (size,), generator=torch.Generator().manual_seed(size)).to(torch.uint8)
+    content, even = bytes(data.tolist()), size // 4 * 4
+    groups = (int.from_bytes(content[i : i + 4], "little", signed=True) * (2 * (i // 4) + 1) for i in range(0, even, 4))
+    total = sum(groups) + sum(content[b] * (2 * b + 1) for b in range(even, size))
+    assert fingerprint(data) == (total + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _load_golden(parallel: em.ParallelConfig) -> tuple[dict[str, str], dict[str, Any], list[float]]:
+    job = golden_job(parallel, seed=9)
+    loaded = em.load_checkpoint(job.model, job.optimizer, GOLDEN)
+    hashes = {name: sha256(tensor) for name, tensor in job.state().items()}
+    job.train([STEP])
+    return hashes, loaded.state, [float(p.abs().sum()) for p in job.state().values()]
+
+
+@pytest.mark.parametrize(("world", "ep", "replicate"), [(1, 1, 1), (2, 2, 1), (4, 4, 1), (4, 2, 2)])
+def test_the_golden_checkpoint_is_read_into_any_layout(world: int, ep: int, replicate: int) -> None:
+    for hashes, state, sums in run_ranks(_load_golden, world, em.ParallelConfig(ep=ep, replicate=replicate)):
+        assert hashes == HASHES
+        assert state == {"rows": 16}
+        assert all(value < float("inf") for value in sums)
+
+
+def test_the_golden_checkpoint_is_sound_and_exported(tmp_path: Path) -> None:
+    verified = verify(CHECKPOINT)
+    assert verified.findings == ()
+    assert [len(experts.sha256) for experts in verified.experts] == [4]
+    export(CHECKPOINT, tmp_path / "model")
+    model, notes = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(notes.values()), notes
+    state = model.state_dict()
+    assert {name: sha256(tensor) for name, tensor in state.items()} == {name: HASHES[name] for name in state}
+    assert len(state) == len(read_manifest(CHECKPOINT).model)
+
+
+def _refusals(path: Path) -> list[str]:
+    job = golden_job(em.ParallelConfig(ep=1))
+    with pytest.raises(InputError) as caught:
+        em.load_checkpoint(job.model, job.optimizer, path)
+    return [str(caught.value)]
+
+
+def test_a_newer_schema_is_refused_by_number_whatever_else_it_holds(tmp_path: Path) -> None:
+    newer = shutil.copytree(CHECKPOINT, tmp_path / CHECKPOINT.name)
+    change_manifest(lambda m: m.update(schema_version=SCHEMA_VERSION + 1, model=[], more={"a": 1}))(newer)
+    said = run_ranks(_refusals, 1, newer)[0]
+    for reader in (verify, lambda path: export(path, tmp_path / "model")):
+        with pytest.raises(InputError) as caught:
+            reader(newer)
+        said.append(str(caught.value))
+    assert all("schema version 2, newer than the 1 that this version of expertmesh reads" in text for text in said)
+    assert not (tmp_path / "model").exists()

@@ -1,0 +1,95 @@
+"""`save_checkpoint` and `load_checkpoint` in a loop of one's own: what is refused, on all ranks alike."""
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import expertmesh as em
+from expertmesh.config.errors import DistributedFailure, InputError
+from tests.checkpoint.tiny import Job
+from tests.support.models import tiny_model
+from tests.support.ranks import run_ranks
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def _save_an_earlier_step(directory: Path) -> None:
+    job = Job(tiny_model("qwen3_moe"), em.ParallelConfig(ep=2))
+    em.save_checkpoint(job.model, job.optimizer, directory, step=5)
+    with pytest.raises(InputError, match=r"holds step-00000005, which is later than step 4; choose another directory"):
+        em.save_checkpoint(job.model, job.optimizer, directory, step=4, keep_last=1)
+    with pytest.raises(InputError, match="step -1: must be the number of optimizer steps"):
+        em.save_checkpoint(job.model, job.optimizer, directory, step=-1)
+
+
+def test_a_step_before_the_newest_is_refused_and_not_saved_to_be_removed_at_once(tmp_path: Path) -> None:
+    run_ranks(_save_an_earlier_step, 2, tmp_path)
+    assert _names(tmp_path) == ["step-00000005"]
+
+
+def _fail_on_rank_0(directory: Path) -> None:
+    job = Job(tiny_model("qwen3_moe"), em.ParallelConfig(ep=2))
+    state: dict[str, Any] = {"loss": torch.ones(1) if dist.get_rank() == 0 else 1.0}
+    with pytest.raises(InputError, match="the state to save with step 1 is not JSON: Object of type Tensor"):
+        em.save_checkpoint(job.model, job.optimizer, directory, step=1, state=state)
+    full = mock.patch("expertmesh.checkpoint.interface.write_config", side_effect=OSError(28, os.strerror(28)))
+    with full, pytest.raises((OSError, DistributedFailure), match="No space left on device"):
+        em.save_checkpoint(job.model, job.optimizer, directory, step=1)
+
+
+def test_what_fails_on_one_rank_alone_leaves_no_other_waiting(tmp_path: Path) -> None:
+    run_ranks(_fail_on_rank_0, 2, tmp_path)
+    assert _names(tmp_path) == []
+
+
+def _save_where_one_was_killed(directory: Path) -> None:
+    job = Job(tiny_model("qwen3_moe"), em.ParallelConfig(ep=2))
+    em.save_checkpoint(job.model, job.optimizer, directory, step=1)
+
+
+def test_what_an_interrupted_save_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001.tmp-12ab").mkdir()
+    (tmp_path / "mine").mkdir()
+    run_ranks(_save_where_one_was_killed, 2, tmp_path)
+    assert _names(tmp_path) == ["mine", "step-00000001"]
+
+
+def _load_from(root: Path) -> list[str]:
+    job = Job(tiny_model("qwen3_moe"), em.ParallelConfig(ep=2))
+    em.save_checkpoint(job.model, job.optimizer, root / "step-by-step" / "checkpoints", step=3)
+    if dist.get_rank() == 0:
+        (root / "latest").symlink_to(root / "step-by-step" / "checkpoints" / "step-00000003")
+    dist.barrier()
+    found = [
+        em.load_checkpoint(job.model, job.optimizer, root / name).directory.name
+        for name in ("step-by-step", "step-by-step/checkpoints", "step-by-step/checkpoints/step-00000003", "latest")
+    ]
+    with pytest.raises(InputError, match="holds no checkpoint"):
+        em.load_checkpoint(job.model, job.optimizer, root)
+    return found
+
+
+def test_a_checkpoint_is_found_by_its_path_its_directory_its_run_or_a_link(tmp_path: Path) -> None:
+    assert run_ranks(_load_from, 2, tmp_path)[1] == ["step-00000003"] * 3 + ["latest"]
+
+
+def _load_into_another_optimizer(directory: Path) -> None:
+    job = Job(tiny_model("qwen3_moe"), em.ParallelConfig(ep=2))
+    job.train([1])
+    em.save_checkpoint(job.model, job.optimizer, directory, step=1)
+    other = torch.optim.SGD(job.model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(InputError, match="holds the state of AdamW, but the optimizer to load into is SGD; use AdamW"):
+        em.load_checkpoint(job.model, other, directory)
+    assert not other.state
+    assert em.load_checkpoint(job.model, None, directory).step == 1
+
+
+def test_moments_are_never_given_to_an_optimizer_of_another_kind(tmp_path: Path) -> None:
+    run_ranks(_load_into_another_optimizer, 2, tmp_path)

@@ -1,0 +1,278 @@
+"""What a run may be continued with: another layout and another pace, yes; what makes it another run, by name, no."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from expertmesh.checkpoint.directory import published
+from expertmesh.config import Config
+from expertmesh.config.errors import InputError
+from expertmesh.config.sections import OptimConfig
+from expertmesh.training import checkpoints
+from expertmesh.training.checkpoints import RunCheckpoints
+from expertmesh.training.loop import TrainingLoop
+from expertmesh.training.run import train
+from tests.support.ranks import run_ranks
+from tests.training.tiny_run import metrics, rows_without_times, run_config, train_steps, weights, write_inputs
+
+# Steps 1 to 4 are the first epoch. The rate is the same whatever the number of steps.
+RUN = ["train.num_epochs=2", "parallel.ep=2", "checkpoint.every_steps=2", "schedule={name: constant, warmup_ratio: 0}"]
+FOUR, SIX = "train.max_steps=4", "train.max_steps=6"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def whole(inputs: Path) -> Path:
+    """A run of six steps."""
+    run_ranks(train, 2, run_config(inputs, inputs / "whole", *RUN, SIX))
+    return inputs / "whole"
+
+
+@pytest.fixture(scope="module")
+def four(inputs: Path, whole: Path) -> Path:
+    """What the same run leaves when it is stopped after step 4."""
+    shutil.copytree(whole, inputs / "four")
+    shutil.rmtree(inputs / "four" / "model")
+    shutil.rmtree(inputs / "four" / "checkpoints" / "step-00000006")
+    return inputs / "four"
+
+
+def _contents(directory: Path) -> dict[str, bytes]:
+    paths = [path for path in directory.rglob("*") if path.is_file()]
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
+
+
+def _sentences(configs: list[Config]) -> list[str]:
+    sentences = []
+    for config in configs:
+        with pytest.raises(InputError) as refused:
+            train(config)
+        sentences.append(str(refused.value))
+        dist.barrier()
+    return sentences
+
+
+def _assert_same_weights(output: Path, expected: Path, tolerance: float = 0.0) -> None:
+    want, got = weights(expected), weights(output)
+    assert want.keys() == got.keys()
+    for name, tensor in want.items():
+        assert (got[name] - tensor).norm() <= tolerance * tensor.norm(), name
+
+
+ANOTHER_RUN = {
+    "train.seed=43": "train.seed was 42 and is 43",
+    "train.global_batch_size=8": "train.global_batch_size was 4 and is 8",
+    "optim.learning_rate=2.0e-2": "optim.learning_rate was 0.01 and is 0.02",
+    "optim.weight_decay=0.0": "optim.weight_decay was 0.01 and is 0.0",
+    "optim.betas=[0.9, 0.99]": "optim.betas was [0.9, 0.95] and is [0.9, 0.99]",
+    "optim.eps=1.0e-7": "optim.eps was 1e-06 and is 1e-07",
+    "optim.max_grad_norm=null": "optim.max_grad_norm was 0.5 and is null",
+    "schedule.name=cosine": "schedule.name was constant and is cosine",
+    "schedule.warmup_ratio=0.5": "schedule.warmup_ratio was 0.0 and is 0.5",
+    "data.max_length=32": "data.max_length was 64 and is 32",
+    "data.packing=true": "data.packing was false and is true",
+    "data.shuffle=true": "data.shuffle was false and is true",
+    "data.loss_on=all": "data.loss_on was assistant and is all",
+    "precision.compute=bfloat16": "precision.compute was float32 and is bfloat16",
+    "precision.reduce=bfloat16": "precision.reduce was float32 and is bfloat16",
+    "moe.router=frozen": "moe.router was train and is frozen",
+    "model.attention=eager": "model.attention was auto and is eager",
+}
+
+
+def test_what_makes_it_another_run_is_refused_by_name_and_nothing_is_written(
+    inputs: Path, four: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(inputs / "model", tmp_path / "model")
+    shutil.copyfile(inputs / "train.jsonl", tmp_path / "train.jsonl")
+    cases = {
+        **ANOTHER_RUN,
+        f"model.name_or_path={tmp_path / 'model'}": f"model.name_or_path was {inputs / 'model'} and is {tmp_path}",
+        f"data.train=[{{path: {tmp_path / 'train.jsonl'}}}]": 'data.train was [{"path": ',
+    }
+    before = _contents(four)
+    resume = f"checkpoint.resume={four / 'checkpoints' / 'step-00000004'}"
+    same_place = [run_config(inputs, four, *RUN, SIX, case) for case in cases]
+    elsewhere = [run_config(inputs, tmp_path / "new", *RUN, SIX, resume, case) for case in cases]
+    for config in (same_place, elsewhere):
+        sgd = OptimConfig(name="sgd", learning_rate=1e-2, weight_decay=0.01, max_grad_norm=0.5)
+        config.append(config[0].model_copy(update={"optim": sgd, "train": config[1].train.model_copy()}))
+    first, second = run_ranks(_sentences, 2, [*same_place, *elsewhere])
+    assert first == second
+    expected = [*cases.values(), "optim.name was adamw and is sgd"]
+    for text, here, there in zip(expected, first[: len(expected)], first[len(expected) :], strict=True):
+        assert text in here
+        assert here.startswith(f"output_dir {four} holds a run with another configuration: ")
+        assert text in there
+        assert "step-00000004 cannot be resumed, because this would be another run: " in there
+    assert _contents(four) == before
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+@contextmanager
+def _changed(path: Path, old: str, new: str) -> Iterator[None]:
+    content = path.read_text()
+    assert old in content
+    path.write_text(content.replace(old, new))
+    try:
+        yield
+    finally:
+        path.write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        ("model/config.json", '"rope_theta": 10000', '"rope_theta": 20000', "model.name_or_path has another config"),
+        ("train.jsonl", "It is 2.", "It is 3.", "data.train has other samples, or other tokens for them, than the run"),
+    ],
+)
+def test_other_content_under_the_same_name_is_refused_and_nothing_is_written(
+    inputs: Path, four: Path, file: str, old: str, new: str, said: str
+) -> None:
+    before = _contents(four)
+    with _changed(inputs / file, old, new):
+        first, second = run_ranks(_sentences, 2, [run_config(inputs, four, *RUN, SIX)])
+    assert first == second
+    assert said in first[0]
+    assert _contents(four) == before
+
+
+def test_which_checkpoint_to_resume_from_is_refused_in_words_where_it_cannot_be(
+    inputs: Path, four: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "step-00000009").mkdir()
+    cases = {
+        "checkpoint.resume=never": "checkpoint.resume is never, but ",
+        "checkpoint.resume=step-00000003": "checkpoint.resume: step-00000003: no such checkpoint; ",
+        "checkpoint.resume=step-00000002": "holds step-00000004, which is later and would be in the way; set ",
+        f"checkpoint.resume={tmp_path}/nowhere": "nowhere: no such checkpoint",
+        "train.max_steps=3": "step-00000004 is after step 4, but this configuration ends after 3 steps; raise ",
+    }
+    before = _contents(four)
+    first, second = run_ranks(_sentences, 2, [run_config(inputs, four, *RUN, SIX, case) for case in cases])
+    assert first == second
+    for (case, text), sentence in zip(cases.items(), first, strict=True):
+        assert text in sentence, case
+    assert "step-00000002, step-00000004" in first[1]
+    assert _contents(four) == before
+
+
+FREE = {
+    "train.max_steps": ("6", "7"),
+    "train.num_epochs": ("2", "3"),
+    "train.micro_batch_size": ("1", "2"),
+    "train.activation_checkpointing": ("auto", "full"),
+    "moe.dispatch": ("auto", "all_gather"),
+    "moe.compute": ("auto", "loop"),
+    "parallel.ep": ("2", "1"),
+    "parallel.replicate": ("1", "2"),
+    "checkpoint.every_steps": ("2", "3"),
+    "checkpoint.keep_last": ("3", "1"),
+    "checkpoint.asynchronous": ("true", "false"),
+    "log.every_steps": ("1", "7"),
+    "distributed.timeout_seconds": ("600", "60"),
+}
+
+
+def test_what_may_change_is_printed_and_the_run_is_the_same_to_rounding(
+    inputs: Path, four: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(train, 2, run_config(inputs, tmp_path / "seven", *RUN, "train.max_steps=7"))
+    capfd.readouterr()
+    resume = f"checkpoint.resume={four / 'checkpoints' / 'step-00000002'}"
+    changes = [f"{key}={new.lower()}" for key, (_, new) in FREE.items()]
+    run_ranks(train, 2, run_config(inputs, tmp_path / "run", *RUN, *changes, resume))
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("resume ")]
+    assert line.startswith("resume     step-00000002, after step 2; written by 2 ranks; ")
+    for key, (old, new) in FREE.items():
+        assert f"{key} was {old} and is {new}" in line
+    assert f"output_dir was {inputs / 'whole'} and is {tmp_path / 'run'}" in line
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [7]
+    assert [path.name for _, path in published(tmp_path / "run" / "checkpoints")] == ["step-00000007"]
+    _assert_same_weights(tmp_path / "run", tmp_path / "seven", 1e-5)
+
+
+def test_four_ranks_then_two_then_one_then_eight_equal_two_all_the_way(inputs: Path, tmp_path: Path) -> None:
+    base = ["train.global_batch_size=8", "train.max_steps=8", "train.num_epochs=4", "data.shuffle=true"]
+    run_ranks(train, 2, run_config(inputs, tmp_path / "whole", *base, "parallel.ep=2"))
+    for world, ep in ((4, 4), (2, 2), (1, 1)):
+        run_ranks(train_steps, world, run_config(inputs, tmp_path / "run", *base, f"parallel.ep={ep}"), 2)
+    last = ["parallel.ep=4", "parallel.replicate=2"]
+    run_ranks(train, 8, run_config(inputs, tmp_path / "run", *base, *last))
+    expected, got = metrics(tmp_path / "whole"), metrics(tmp_path / "run")
+    for key in ("step", "epoch", "target_tokens", "learning_rate"):
+        assert [row[key] for row in got] == [row[key] for row in expected]
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in got] == pytest.approx([row[key] for row in expected], rel=1e-5)
+    _assert_same_weights(tmp_path / "run", tmp_path / "whole", 1e-5)
+
+
+def _train_by_a_clock(config: Config, minutes_per_step: float) -> list[int]:
+    """The steps that were saved; rank 0's clock goes so fast, the others' stand still."""
+    minutes, saved = [0.0], []
+
+    def overdue(of_run: RunCheckpoints) -> bool:
+        minutes[0] += minutes_per_step if of_run.is_main else 0
+        return asked(of_run)
+
+    def save(of_run: RunCheckpoints, counters: Any) -> None:
+        saved.append(counters.step)
+        keep(of_run, counters)
+
+    asked, keep = RunCheckpoints.overdue, RunCheckpoints.save
+    began = checkpoints.time.monotonic()
+    clock = SimpleNamespace(monotonic=lambda: began + 60 * minutes[0])
+    with (
+        mock.patch.object(RunCheckpoints, "overdue", overdue),
+        mock.patch.object(RunCheckpoints, "save", save),
+        mock.patch.object(checkpoints, "time", clock),
+    ):
+        train(config)
+    return saved
+
+
+def test_minutes_are_rank_0s_and_alone_decide_when_steps_do_not(inputs: Path, tmp_path: Path) -> None:
+    every = ["checkpoint.every_steps=null", "checkpoint.every_minutes=5", "checkpoint.keep_last=1", "train.max_steps=8"]
+    saved = run_ranks(_train_by_a_clock, 2, run_config(inputs, tmp_path / "run", *RUN, *every), 2.1)
+    assert saved == [[3, 6], [3, 6]]
+    assert [path.name for _, path in published(tmp_path / "run" / "checkpoints")] == ["step-00000006"]
+
+
+def _train_and_count(config: Config, steps: int | None) -> list[int]:
+    """The tokens that rank 0's reports are about."""
+    tokens = []
+
+    def report(loop: TrainingLoop, *args: Any) -> None:
+        tokens.append(loop.counters.tokens)
+        original(loop, *args)
+
+    original = TrainingLoop._report
+    with mock.patch.object(TrainingLoop, "_report", report):
+        train(config) if steps is None else train_steps(config, steps)
+    return tokens
+
+
+def test_counters_of_an_unfinished_report_continue(inputs: Path, tmp_path: Path) -> None:
+    reports = ["train.max_steps=8", "log.every_steps=3"]
+    counted = run_ranks(_train_and_count, 2, run_config(inputs, tmp_path / "whole", *RUN, *reports), None)[0]
+    config = run_config(inputs, tmp_path / "run", *RUN, *reports)
+    before = run_ranks(_train_and_count, 2, config, 2)[0]
+    between = run_ranks(_train_and_count, 2, config, 3)[0]
+    after = run_ranks(_train_and_count, 2, config, None)[0]
+    assert (len(before), len(between), len(after)) == (0, 1, 2)
+    assert before + between + after == counted
+    assert rows_without_times(tmp_path / "run") == rows_without_times(tmp_path / "whole")
+    assert all(torch.equal(t, weights(tmp_path / "run")[name]) for name, t in weights(tmp_path / "whole").items())

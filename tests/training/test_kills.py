@@ -1,0 +1,236 @@
+"""kill -9 of a rank at any moment loses nothing: the same call continues, and ends as if nothing had happened."""
+
+import itertools
+import os
+import pkgutil
+import random
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from expertmesh.checkpoint.directory import published
+from expertmesh.checkpoint.manifest import read_manifest
+from expertmesh.config import Config
+from expertmesh.training.run import train
+from tests.support.ranks import RankFailed, run_ranks
+from tests.training.tiny_run import metrics, rows_without_times, run_config, weights, write_inputs
+
+# Two epochs of four steps, the last of an epoch shorter; a checkpoint after every second.
+RUN = [
+    "train.max_steps=null",
+    "train.num_epochs=2",
+    "data.shuffle=true",
+    "parallel.ep=2",
+    "checkpoint.every_steps=2",
+    "checkpoint.keep_last=1",
+]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def whole(inputs: Path) -> Path:
+    """The output of the run that nothing happened to."""
+    run_ranks(train, 2, run_config(inputs, inputs / "whole", *RUN))
+    return inputs / "whole"
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _at_once(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    _die()
+
+
+def _after_half_of_it(original: Callable[..., Any], descriptor: int, buffer: memoryview) -> None:
+    original(descriptor, buffer[: len(buffer) // 2])
+    _die()
+
+
+def _after_half_of_the_files(original: Callable[..., Any], directory: Path) -> None:
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    assert len(files) > 5
+    for path in files[::2]:
+        path.unlink()
+    _die()
+
+
+def _after_half_of_the_row(original: Callable[..., Any], writer: Any, row: dict[str, Any]) -> None:
+    writer.file.write(f'{{"step": {row["step"]}, "lo'.encode())
+    _die()
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Of `rank`, in the `at`-th call of `target` whose arguments mention `about`; restarts continue after `newest`."""
+
+    rank: int
+    target: str
+    at: int = 1
+    about: str = ""
+    how: Callable[..., None] = _at_once
+    newest: int = 0
+
+    def train(self, config: Config) -> None:
+        if dist.get_rank() != self.rank:
+            return train(config)
+        original = pkgutil.resolve_name(self.target)
+        calls = itertools.count(1)
+
+        def sabotaged(*args: Any, **kwargs: Any) -> Any:
+            if self.about in str(args) and next(calls) == self.at:
+                self.how(original, *args, **kwargs)
+            return original(*args, **kwargs)
+
+        with mock.patch(self.target.replace(":", "."), sabotaged):
+            return train(config)
+
+
+def _run_into(kill: Kill, config: Config) -> None:
+    """The killed rank says nothing, every other one ends by itself, and what has a checkpoint's name is complete."""
+    with pytest.raises(RankFailed) as failed:
+        run_ranks(kill.train, 2, config)
+    assert re.findall(r"rank (\d) hung or died \(exit -9", str(failed.value)) == [str(kill.rank)]
+    assert f"rank {1 - kill.rank} raised:" in str(failed.value)
+    for step, path in published(Path(config.output_dir) / "checkpoints"):
+        assert read_manifest(path).step == step
+
+
+def _assert_as_if_nothing_had_happened(output: Path, whole: Path) -> None:
+    expected, got = weights(whole), weights(output)
+    assert expected.keys() == got.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, got[name]), name
+    assert rows_without_times(output) == rows_without_times(whole)
+    assert sorted(path.name for path in output.iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl", "model"]
+    assert all(re.fullmatch(r"step-\d{8}", path.name) for path in (output / "checkpoints").iterdir())
+
+
+LOOP, PART, PUBLISH = "expertmesh.training.loop", "expertmesh.checkpoint.part", "expertmesh.checkpoint.publish"
+KILLS = {
+    "in a step": Kill(1, f"{LOOP}:causal_lm_loss", at=11, newest=4),
+    "while writing a part": Kill(1, f"{PART}:_write_all", at=100, how=_after_half_of_it, newest=2),
+    "while writing rank 0's note": Kill(0, f"{PART}:write_synced", at=2, newest=2),
+    "before publishing": Kill(0, f"{PUBLISH}:os.rename", about="step-00000004", newest=2),
+    "before pruning": Kill(0, "expertmesh.checkpoint.write:prune", at=2, newest=4),
+    "while removing an old one": Kill(
+        0,
+        "expertmesh.checkpoint.directory:shutil.rmtree",
+        about="checkpoints/step-",
+        how=_after_half_of_the_files,
+        newest=4,
+    ),
+}
+
+
+# Where the mode makes a difference, both.
+@pytest.mark.parametrize(
+    ("moment", "asynchronous"),
+    [*((moment, True) for moment in KILLS), ("while writing a part", False), ("before publishing", False)],
+)
+def test_a_killed_run_continues_from_the_newest_checkpoint(
+    inputs: Path, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], moment: str, asynchronous: bool
+) -> None:
+    kill = KILLS[moment]
+    config = run_config(inputs, tmp_path / "run", *RUN, f"checkpoint.asynchronous={str(asynchronous).lower()}")
+    _run_into(kill, config)
+    capfd.readouterr()
+    run_ranks(train, 2, config)
+    assert f"resume     step-{kill.newest:08d}, after step {kill.newest};" in capfd.readouterr().out
+    _assert_as_if_nothing_had_happened(tmp_path / "run", whole)
+
+
+METRICS, REPLACE = "expertmesh.training.metrics", "expertmesh.weights.writing:os.replace"
+FIRST_START = {
+    "publishing the configuration": Kill(0, REPLACE, about="config.yaml"),
+    "opening the metrics": Kill(0, REPLACE, about="metrics.jsonl"),
+    "writing a row": Kill(0, f"{METRICS}:_Jsonl.write", at=2, how=_after_half_of_the_row),
+}
+
+
+@pytest.mark.parametrize("moment", FIRST_START)
+def test_a_run_killed_before_its_first_checkpoint_starts_again(
+    inputs: Path, whole: Path, tmp_path: Path, moment: str
+) -> None:
+    config = run_config(inputs, tmp_path / "run", *RUN)
+    _run_into(FIRST_START[moment], config)
+    run_ranks(train, 2, config)
+    _assert_as_if_nothing_had_happened(tmp_path / "run", whole)
+
+
+def test_restarts_that_are_killed_too_lose_nothing(
+    inputs: Path, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # Synchronous: step 6 has its checkpoint before step 7 begins.
+    config = run_config(inputs, tmp_path / "run", *RUN, "checkpoint.asynchronous=false")
+    _run_into(Kill(0, f"{PUBLISH}:os.rename", about="step-00000006"), config)
+    config_replaced = Kill(0, REPLACE, about="config.yaml")
+    metrics_replaced = Kill(0, REPLACE, about="metrics.jsonl")
+    cleaned = Kill(0, "expertmesh.checkpoint.directory:shutil.rmtree", about=".tmp-", how=_after_half_of_the_files)
+    row = Kill(0, f"{METRICS}:_Jsonl.write", at=3, how=_after_half_of_the_row)  # the row of step 7
+    saving = Kill(0, "expertmesh.weights.save:write_companions")
+    for kill, newest in ((config_replaced, 4), (metrics_replaced, 4), (cleaned, 4), (row, 4), (saving, 6)):
+        capfd.readouterr()
+        _run_into(kill, config)
+        expected = f"resume     step-{newest:08d}"
+        assert expected in capfd.readouterr().out or kill is config_replaced
+    run_ranks(train, 2, config)
+    assert "resume     step-00000008, after step 8;" in capfd.readouterr().out
+    _assert_as_if_nothing_had_happened(tmp_path / "run", whole)
+
+
+MANY = [*RUN[1:4], "train.max_steps=60", "train.num_epochs=20", "checkpoint.every_steps=1", "checkpoint.keep_last=2"]
+KILLED_TIMES = 20
+
+
+class _Assassin:
+    """Kills one rank at a random moment: in the start, or around the step that comes some steps after the newest."""
+
+    def __init__(self, output: Path, seed: int) -> None:
+        self.output = output
+        self.random = random.Random(seed)
+        self.kills = 0
+
+    def __call__(self, processes: Sequence[BaseProcess]) -> None:
+        checkpoints = published(self.output / "checkpoints")
+        step = (checkpoints[-1][0] if checkpoints else 0) + self.random.randrange(4)
+        until = time.monotonic() + 30
+        while self._rows() < step and time.monotonic() < until and all(each.is_alive() for each in processes):
+            time.sleep(0.001)
+        time.sleep(self.random.uniform(0, 0.1 if step else 0.5))
+        victim = self.random.choice(processes)
+        if victim.is_alive():
+            victim.kill()
+            self.kills += 1
+
+    def _rows(self) -> int:
+        path = self.output / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.mark.timeout(300)
+def test_twenty_random_kills_in_a_row_lose_nothing(inputs: Path, tmp_path: Path) -> None:
+    run_ranks(train, 2, run_config(inputs, tmp_path / "whole", *MANY, "checkpoint.every_steps=60"))
+    config = run_config(inputs, tmp_path / "run", *MANY)
+    assassin = _Assassin(tmp_path / "run", seed=4)
+    for _ in range(KILLED_TIMES):
+        with pytest.raises(RankFailed, match=r"hung or died \(exit -9"):
+            run_ranks(train, 2, config, meanwhile=assassin)
+    assert assassin.kills == KILLED_TIMES
+    run_ranks(train, 2, config)
+    _assert_as_if_nothing_had_happened(tmp_path / "run", tmp_path / "whole")
+    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, 61))
