@@ -1,6 +1,8 @@
 """Both views of the ranks against rank lists worked out by hand, and every impossible combination by its sentence."""
 
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,10 +10,15 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import expertmesh as em
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
+from expertmesh.experts import dispatch
 from expertmesh.mesh import DENSE_AXES, EXPERT_AXES, Layout, init_mesh, resolve_layout, set_timeout
+from tests.support.models import tiny_model
 from tests.support.ranks import RankFailed, run_ranks
+
+LIMIT = 1
 
 BY_HAND: list[tuple[Layout, dict[str, list[list[int]]]]] = [
     (
@@ -121,18 +128,56 @@ def test_meshes_of_any_size_are_built_and_agree_with_the_arithmetic(world: int) 
         dist.destroy_process_group()
 
 
-def _wait_for_a_rank_that_does_not_come(axis: str) -> float:
+def _how_long_rank_0_waits_in_each_group(done: Path) -> dict[str, float]:
+    """No other rank comes to a collective of rank 0."""
+    mesh = init_mesh(ParallelConfig(ep=2, replicate=2), num_experts=8)
+    set_timeout(mesh, LIMIT)
+    waited = {}
+    for axis in ("replicate", "fsdp", "efsdp", "ep") if mesh.rank == 0 else ():
+        group = (mesh.expert if axis in EXPERT_AXES else mesh.dense).get_group(axis)
+        started = time.monotonic()
+        with pytest.raises(RuntimeError, match="Timed out"):
+            dist.all_reduce(torch.ones(1), group=group)
+        waited[axis] = time.monotonic() - started
+    if mesh.rank == 0:
+        done.touch()
+    while not done.exists():
+        time.sleep(0.05)
+    return waited
+
+
+def test_the_timeout_reaches_every_group_of_both_views(tmp_path: Path) -> None:
+    waited, *_ = run_ranks(_how_long_rank_0_waits_in_each_group, 8, tmp_path / "done", timeout=60)
+    assert list(waited) == ["replicate", "fsdp", "efsdp", "ep"]
+    assert all(LIMIT <= seconds < 2 * LIMIT for seconds in waited.values()), waited
+
+
+def _train_while_rank_1_hangs(where: str) -> None:
+    """One forward and backward of a real model; rank 1 does not come to `where`, and gives up after the others."""
     mesh = init_mesh(ParallelConfig(ep=2), num_experts=8)
-    group = mesh.expert.get_group(axis) if axis == "ep" else mesh.dense.get_group(axis)
-    set_timeout(mesh, 1)
+    model = em.parallelize(tiny_model("qwen3_moe"), mesh)
+    set_timeout(mesh, 2 * LIMIT)
+
+    def hang(*_: object, **__: object) -> None:
+        time.sleep(4 * LIMIT)
+        raise AssertionError("woken up")
+
+    if mesh.rank == 1 and where == "a dense collective":
+        next(model.children()).register_forward_pre_hook(hang, prepend=True)
+    elif mesh.rank == 1:
+        dispatch.all_to_all = hang
+    ids = torch.arange(12)[None] + mesh.rank
+    em.causal_lm_loss(model, {"input_ids": ids, "labels": ids}, target_tokens=44).backward()
+
+
+@pytest.mark.parametrize(
+    ("where", "stack"),
+    [("an expert all-to-all", "in all_to_all_single.*"), ("a dense collective", r"fsdp/_fully_shard.*")],
+)
+def test_a_training_step_does_not_wait_longer_than_the_limit(where: str, stack: str) -> None:
     started = time.monotonic()
-    if dist.get_rank() == 0:
-        dist.all_reduce(torch.ones(1), group=group)
-    time.sleep(4)
-    return time.monotonic() - started
-
-
-@pytest.mark.parametrize("axis", ["fsdp", "ep"])
-def test_the_timeout_reaches_every_group(axis: str) -> None:
-    with pytest.raises(RankFailed, match="imed out"):
-        run_ranks(_wait_for_a_rank_that_does_not_come, 2, axis, timeout=30)
+    with pytest.raises(RankFailed) as failed:
+        run_ranks(_train_while_rank_1_hangs, 4, where, timeout=60)
+    assert time.monotonic() - started < 30
+    first = str(failed.value).split("rank 1 raised")[0]
+    assert re.search(stack + f"Timed out waiting {2000 * LIMIT}ms", first, re.DOTALL), str(failed.value)

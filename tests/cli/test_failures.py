@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from expertmesh.cli.failures import RankFailure, failures_in, root_cause
+from expertmesh.cli.failures import root_cause
+from expertmesh.cli.records import RankFailure, failures_in
 from expertmesh.config import DistributedFailure, ExpertmeshError, InputError, IntegrityError
+from expertmesh.training.progress import Hearing, Standing
 
 TRACEBACK = "Traceback (most recent call last):\n  File ...\nRuntimeError: boom\n"
+STANDINGS = {rank: Standing(1, 1, 0.0, 7, "update", 0.0, Hearing.LISTENING) for rank in range(2)}
 
 
 def sentence(rank: int, text: str, exit_code: int = 2) -> RankFailure:
@@ -25,34 +28,36 @@ def crash(rank: int, text: str = "RuntimeError: boom") -> RankFailure:
     [
         ([sentence(0, "x"), sentence(1, "x")], {0: 2, 1: 2}, InputError, "x"),
         ([sentence(1, "x"), sentence(0, "y")], {0: 2, 1: 2}, InputError, "rank 1: x"),
-        ([sentence(1, "x", 3)], {0: -15, 1: 3}, IntegrityError, "rank 1: x"),
+        ([sentence(1, "x", 3)], {1: 3}, IntegrityError, "rank 1: x"),
         ([crash(0), sentence(1, "x", 3)], {0: 1, 1: 3}, IntegrityError, "rank 1: x"),
-        ([sentence(0, "peer gone", 5)], {0: 5, 1: -9}, DistributedFailure, "rank 1 was ended by signal 9"),
-        ([sentence(0, "peer gone", 5)], {0: 5, 1: -15}, DistributedFailure, "rank 0: peer gone"),
-        ([crash(0)], {0: 1, 1: -11}, DistributedFailure, "rank 1 was ended by signal 11 (SIGSEGV)"),
-        ([crash(1)], {0: -6, 1: 1}, DistributedFailure, "rank 1 ended with exit code 1 by"),
-        ([crash(1), crash(0)], {0: 1, 1: 1}, DistributedFailure, "rank 1 ended with exit code 1"),
-        ([], {0: -15, 1: 7}, DistributedFailure, "rank 1 ended with exit code 7 and no Python error"),
-        ([], {0: -15, 1: -6}, DistributedFailure, "rank 1 was ended by signal 6 (SIGABRT)"),
-        ([], {0: -15, 1: -15}, DistributedFailure, "rank 0 was ended by signal 15 (SIGTERM)"),
+        ([sentence(0, "peer gone", 5)], {0: 5, 1: -9}, DistributedFailure, "rank 1 was ended by signal 9 (SIGKILL) at"),
+        ([sentence(0, "peer gone", 5)], {0: 5, 1: -15}, DistributedFailure, "rank 1 was ended by signal 15 (SIGTERM)"),
+        ([sentence(0, "peer gone", 5)], {0: 5, 1: -6}, DistributedFailure, "rank 0: peer gone"),
+        ([sentence(0, "peer gone", 5)], {0: 5, 1: 0}, DistributedFailure, "rank 0: peer gone"),
+        ([crash(0)], {0: 1, 1: -11}, DistributedFailure, "rank 1 was ended by signal 11 (SIGSEGV) at step 7, update"),
+        ([crash(1)], {0: -6, 1: 1}, DistributedFailure, "rank 1 failed at step 7, update: RuntimeError: boom;"),
+        ([crash(1), crash(0)], {0: 1, 1: 1}, DistributedFailure, "rank 1 failed at step 7, update"),
+        ([], {0: -6, 1: 7}, DistributedFailure, "rank 1 ended with exit code 7 and no Python error at step 7, update;"),
+        ([], {1: -6}, DistributedFailure, "rank 1 was ended by signal 6 (SIGABRT)"),
+        ([], {0: 0, 1: -15}, DistributedFailure, "rank 1 was ended by signal 15 (SIGTERM)"),
     ],
 )  # fmt: skip
 def test_the_cause_is_reported_and_not_what_follows_from_it(
     failures: list[RankFailure], exit_codes: Mapping[int, int], error: type[ExpertmeshError], start: str
 ) -> None:
-    found = root_cause(failures, exit_codes, world_size=2)
+    found = root_cause(failures, exit_codes, STANDINGS)
     assert type(found) is error
     assert str(found).startswith(start)
 
 
 def test_an_unexpected_error_brings_the_end_of_its_traceback() -> None:
     lines = "".join(f"line {number}\n" for number in range(50))
-    found = str(root_cause([RankFailure(0, 1, "E: x", lines, 0)], {0: 1}, world_size=2)).splitlines()
+    found = str(root_cause([RankFailure(0, 1, "E: x", lines, 0)], {0: 1}, STANDINGS)).splitlines()
     assert found[1:] == [f"line {number}" for number in range(30, 50)]
 
 
 def test_a_killed_rank_is_told_about_memory() -> None:
-    assert "out of memory" in str(root_cause([], {0: -signal.SIGKILL}, world_size=1))
+    assert "out of memory" in str(root_cause([], {0: -signal.SIGKILL}, STANDINGS))
 
 
 def test_records_come_back_in_the_order_of_time(tmp_path: Path) -> None:

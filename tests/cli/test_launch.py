@@ -1,53 +1,48 @@
 """How a job of local ranks ends: one message, the right exit code, nothing left behind."""
 
+import contextlib
 import logging
 import os
+import re
+import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from expertmesh.cli import launch as launcher
-from expertmesh.cli.launch import STOP_SIGNALS, check_job, launch, local_ranks
-from expertmesh.config import (
-    Config,
-    DataConfig,
-    DataSource,
-    DistributedFailure,
-    InputError,
-    IntegrityError,
-    ModelConfig,
-)
+from expertmesh.cli.launch import _continued, check_job, launch, local_ranks
+from expertmesh.cli.options import RunOptions
+from expertmesh.cli.supervise import STOP_SIGNALS
+from expertmesh.config import DistributedFailure, InputError, IntegrityError
+from expertmesh.training.control import ONE_REQUEST_SECONDS
+from tests.cli.fake_training import COLLECTIVE_SECONDS
+from tests.cli.jobs import CONFIG, FAKE, ROOT, ForkedJob, is_alive, left_behind, start_server, wait_until
 
-ROOT = Path(__file__).parents[2]
 JOB = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-FAKE = "tests.cli.fake_training"
-CONFIG = Config(model=ModelConfig(name_or_path="m"), data=DataConfig(train=(DataSource(path="d"),)), output_dir="out")
-LAUNCH_HANGING_RANKS = f"""
-import sys
-from expertmesh.cli.launch import launch
-from tests.cli.test_launch import CONFIG
-sys.exit(launch(CONFIG, 2, "{FAKE}:hang"))
-"""
 
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Ranks find this package, and every launch must leave the temporary directory as it was."""
+    """Ranks find this package, and every launch must leave the temporary directory as it was, and no process."""
+    start_server()
     monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("SCRATCH", str(tmp_path))
     for name in (*JOB, "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     before = state()
     yield tmp_path
-    assert list(tmp_path.iterdir()) == []
+    assert list(temporary.iterdir()) == []
     assert state() == before
+    wait_until(lambda: left_behind(tmp_path) == [])
 
 
 def test_ranks_form_a_group_and_their_output_passes_through(capfd: pytest.CaptureFixture[str]) -> None:
@@ -56,48 +51,170 @@ def test_ranks_form_a_group_and_their_output_passes_through(capfd: pytest.Captur
     assert capfd.readouterr().out == f"out: 2 ranks of {threads} threads\n"
 
 
-def test_an_error_of_all_ranks_is_reported_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_all_ranks_is_reported_once_and_not_tried_again(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match=r"^data\.train\.0\.path: there is no such file$"):
-        launch(CONFIG, 2, f"{FAKE}:refuse_everywhere")
+        launch(CONFIG, 2, f"{FAKE}:refuse_everywhere", options=RunOptions(max_restarts=3))
     assert capfd.readouterr() == ("", "")
 
 
 def test_an_error_of_one_rank_ends_the_others_and_names_the_rank(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(IntegrityError, match=r"^rank 1: a weight is not what it should be$"):
-        launch(CONFIG, 2, f"{FAKE}:corrupt_on_rank_1")
+        launch(CONFIG, 2, f"{FAKE}:corrupt_on_rank_1", options=RunOptions(max_restarts=3))
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_bug_on_one_rank_is_reported_with_its_traceback() -> None:
-    with pytest.raises(DistributedFailure, match=r"(?s)^rank 1 .* ZeroDivisionError: a bug; .* in bug_on_rank_1"):
+def test_a_bug_on_one_rank_is_reported_with_its_place_and_traceback() -> None:
+    said = r"(?s)^rank 1 failed at step 3, reading data: ZeroDivisionError: a bug; .* in bug_on_rank_1"
+    with pytest.raises(DistributedFailure, match=said):
         launch(CONFIG, 2, f"{FAKE}:bug_on_rank_1")
 
 
-def test_a_killed_rank_is_blamed_and_not_the_peer_that_lost_it() -> None:
-    with pytest.raises(DistributedFailure, match=r"^rank 1 was ended by signal 9 \(SIGKILL\)"):
+def test_a_killed_rank_is_blamed_with_its_place_and_not_the_peer_that_lost_it() -> None:
+    said = r"^rank 1 was ended by signal 9 \(SIGKILL\) at step 12, forward and backward: if nobody sent it"
+    with pytest.raises(DistributedFailure, match=said):
         launch(CONFIG, 2, f"{FAKE}:die_on_rank_1")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_stopped_job_ends_all_ranks_at_once(number: signal.Signals, code: int) -> None:
-    job, ranks = start_hanging_job()
+def test_what_a_dead_rank_had_started_is_ended(temporary: Path) -> None:
+    with pytest.raises(DistributedFailure, match=r"rank 1 .* \(SIGKILL\) before the first step, starting"):
+        launch(CONFIG, 2, f"{FAKE}:leave_a_child_behind")
+    assert not is_alive(int((temporary / "child").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("hang", "ranks", "found"),
+    [
+        ("stopped_by_a_signal", 3, r"it was stopped by a signal \(SIGSTOP\); where it was.*in stopped_by_a_signal"),
+        ("endless_loop", 2, r"its process was running; where it was.*in endless_loop\n.*in hang_on_rank_1"),
+        ("slow_reader", 2, r"its process was running; where it was.*in slow_reader"),
+    ],
+)
+def test_a_hung_rank_is_named_with_its_place_and_stack(hang: str, ranks: int, found: str) -> None:
+    job = ForkedJob("hang_on_rank_1", ranks, HANG=hang)
+    (hung,) = job.wait_for("hanging", 1)
     started = time.monotonic()
-    job.send_signal(number)
-    _, errors = job.communicate(timeout=20)
-    assert (job.returncode, errors) == (code, "")
-    assert time.monotonic() - started < 10
-    assert not any(is_alive(rank) for rank in ranks)
+    assert job.end() == 5
+    assert time.monotonic() - started < COLLECTIVE_SECONDS + 6
+    said = job.said()
+    assert_matches(rf"error: rank 1 hung at step 3, reading data: it had not moved for \d s; {found}", said)
+    assert_matches(r"\nrank [02] gave up waiting at step 3, forward and backward: .*Timed out", said)
+    assert not is_alive(hung)
 
 
-def test_ranks_do_not_outlive_a_killed_launcher(temporary: Path) -> None:
-    job, ranks = start_hanging_job()
-    job.kill()
-    job.wait()
-    deadline = time.monotonic() + 20
-    while any(is_alive(rank) for rank in ranks) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(is_alive(rank) for rank in ranks)
-    subprocess.run(["rm", "-r", *temporary.iterdir()], check=True)  # what SIGKILL lets nobody remove
+@pytest.mark.parametrize(
+    ("number", "code", "reason"), [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C")]
+)
+def test_a_job_that_is_asked_to_stop_saves_and_ends(
+    number: signal.Signals, code: int, reason: str, temporary: Path
+) -> None:
+    job = ForkedJob("loop", SAVE_SECONDS="1")
+    ranks = job.wait_for("up")
+    os.kill(job.process, number)
+    assert job.end() == code
+    assert job.said().splitlines()[2:] in ([f"saving {a}", f"saving {b}"] for a, b in (ranks, reversed(ranks)))
+    assert [path.read_text() for path in temporary.glob("saved-*")] == [reason, reason]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_request_that_reaches_launcher_and_ranks_is_one_request(number: signal.Signals, temporary: Path) -> None:
+    """Ctrl-C in a terminal, or a scheduler that signals every process of a job."""
+    job = ForkedJob("loop")
+    ranks = job.wait_for("up")
+    os.killpg(job.process, number)
+    for process in (*ranks, job.process, *ranks):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
+    assert job.end() == 128 + number
+    assert len(list(temporary.glob("saved-*"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("second", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+)  # fmt: skip
+def test_a_second_signal_ends_the_job_at_once(second: signal.Signals, code: int, temporary: Path) -> None:
+    job = ForkedJob("loop", SAVE_SECONDS="300")
+    job.wait_for("up")
+    os.kill(job.process, signal.SIGTERM)
+    job.wait_for("saving")
+    time.sleep(ONE_REQUEST_SECONDS + 0.1)
+    started = time.monotonic()
+    os.kill(job.process, second)
+    assert job.end() == code
+    assert time.monotonic() - started < 3
+    assert list(temporary.glob("saved-*")) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_a_job_that_is_not_in_its_loop_ends_at_once(number: signal.Signals, code: int) -> None:
+    job = ForkedJob("load")
+    job.wait_for("up")
+    started = time.monotonic()
+    os.killpg(job.process, number)
+    assert job.end() == code
+    assert time.monotonic() - started < 3
+    assert len(job.said().splitlines()) == 2
+
+
+def test_a_signal_to_one_rank_that_loads_names_the_rank_and_the_signal() -> None:
+    job = ForkedJob("load")
+    ranks = job.wait_for("up")
+    os.kill(ranks[0], signal.SIGTERM)
+    assert job.end() == 5
+    assert_matches(r"error: rank \d was ended by signal 15 \(SIGTERM\) before the first step, loading", job.said())
+
+
+def test_the_time_that_was_given_ends_a_run_as_sigterm_does(temporary: Path) -> None:
+    job = ForkedJob("loop", seconds=1.5)
+    job.wait_for("up")
+    assert job.end() == 143
+    assert [path.read_text() for path in temporary.glob("saved-*")] == ["--max-time", "--max-time"]
+
+
+def test_failed_ranks_are_started_again_as_often_as_allowed(temporary: Path) -> None:
+    job = ForkedJob("fail_twice", restarts=2)
+    assert job.end() == 0
+    said = job.said()
+    first = (
+        r"^rank 1 was ended by signal 9 \(SIGKILL\) at step 1, update: .*\nall ranks are started again \(restart 1 of"
+    )
+    assert_matches(first, said)
+    assert_matches(r"rank 1 failed at step 2, update: RuntimeError: the network is gone; .*\(restart 2 of 2\)\n$", said)
+    assert [path.read_text() for path in temporary.glob("starts-*")] == ["xxx", "xxx"]
+
+
+def test_a_restart_goes_on_from_the_run_s_own_checkpoint_whatever_it_began_with(tmp_path: Path) -> None:
+    checkpoint = CONFIG.checkpoint.model_copy(update={"resume": "never"})
+    config = CONFIG.model_copy(update={"checkpoint": checkpoint, "output_dir": str(tmp_path)})
+    (tmp_path / "checkpoints" / "step-00000003.tmp-1a").mkdir(parents=True)
+    assert _continued(config).checkpoint.resume == "never"
+    (tmp_path / "checkpoints" / "step-00000003").mkdir()
+    assert _continued(config).checkpoint.resume == "auto"
+
+
+def test_after_the_last_restart_the_failure_is_the_job_s(temporary: Path) -> None:
+    job = ForkedJob("fail_twice", restarts=1)
+    assert job.end() == 5
+    assert_matches(r"error: rank 1 failed at step 2, update: RuntimeError: the network is gone", job.said())
+    assert [path.read_text() for path in temporary.glob("starts-*")] == ["xx", "xx"]
+
+
+def test_no_restart_begins_when_the_time_is_over(temporary: Path) -> None:
+    job = ForkedJob("fail_twice", restarts=2, seconds=0.0)
+    assert job.end() == 5
+    assert [path.read_text() for path in temporary.glob("starts-*")] == ["x", "x"]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_ranks_do_not_outlive_a_killed_launcher(stopped: bool, temporary: Path) -> None:
+    job = ForkedJob("load")
+    ranks = job.wait_for("up")
+    if stopped:
+        os.kill(ranks[0], signal.SIGSTOP)
+    os.kill(job.process, signal.SIGKILL)
+    assert job.end() == -signal.SIGKILL
+    wait_until(lambda: not any(is_alive(rank) for rank in ranks))
+    for left in (temporary / "temporary").iterdir():  # what SIGKILL lets nobody remove
+        shutil.rmtree(left)
 
 
 def test_under_a_launcher_the_process_is_one_rank(
@@ -108,28 +225,38 @@ def test_under_a_launcher_the_process_is_one_rank(
     for function, code, said in (
         ("refuse_everywhere", 2, "error: rank 1: data.train.0.path: there is no such file\n"),
         ("corrupt_on_rank_1", 3, "error: rank 1: a weight is not what it should be\n"),
+        ("bug_on_rank_1", 1, "error: rank 1 failed at step 3, reading data:\nTraceback (most recent call last):\n"),
     ):
         monkeypatch.setattr(launcher, "TRAIN", f"{FAKE}:{function}")
-        assert launcher.run(CONFIG, None) == code
-        assert capsys.readouterr().err == said
+        assert launcher.run(CONFIG, RunOptions()) == code
+        assert capsys.readouterr().err.startswith(said)
 
 
-def test_nproc_must_agree_with_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_under_a_launcher_a_rank_stops_by_the_same_signals(number: signal.Signals, code: int, temporary: Path) -> None:
+    job = ForkedJob("loop", RANK="1", WORLD_SIZE="2")
+    job.wait_for("up", 1)
+    os.kill(job.process, number)
+    assert job.end() == code
+    assert (temporary / "saved-1").exists()
+
+
+def test_options_must_agree_with_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    check_job(None)
-    check_job(8)
+    check_job(RunOptions())
+    check_job(RunOptions(nproc=8))
     with pytest.raises(InputError, match="--nproc is 2, but the launcher that set RANK started 8 ranks"):
-        check_job(2)
+        check_job(RunOptions(nproc=2))
+    with pytest.raises(InputError, match="--max-restarts is for local ranks"):
+        check_job(RunOptions(max_restarts=1))
     monkeypatch.setenv("RANK", "one")
     with pytest.raises(InputError, match="environment variable RANK is 'one', not a number"):
-        check_job(None)
+        check_job(RunOptions())
 
 
 def test_ranks_default_to_the_accelerators_or_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert (local_ranks(None), local_ranks(5)) == (2, 5)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -139,30 +266,12 @@ def test_ranks_default_to_the_accelerators_or_two(monkeypatch: pytest.MonkeyPatc
         local_ranks(5)
 
 
-def start_hanging_job() -> tuple["subprocess.Popen[str]", list[int]]:
-    """A launcher process whose two ranks are up, and the ranks' process ids."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    job = subprocess.Popen(
-        [sys.executable, "-c", LAUNCH_HANGING_RANKS],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert job.stdout is not None
-    return job, [int(job.stdout.readline().split()[1]) for _ in range(2)]
-
-
 def state() -> tuple[object, ...]:
-    """What a launch changes in this process while it runs."""
+    """What a launch might change in this process while it runs."""
     environment = {name: value for name, value in os.environ.items() if name not in (*JOB, "PYTEST_CURRENT_TEST")}
     handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
     return environment, handlers, logging.root.manager.disable
 
 
-def is_alive(process: int) -> bool:
-    """Whether a process still runs; one that has ended may stay listed until its parent asks about it."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+def assert_matches(pattern: str, said: str) -> None:
+    assert re.search(pattern, said, re.DOTALL), said

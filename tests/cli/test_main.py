@@ -11,6 +11,7 @@ import pytest
 import expertmesh.cli
 import expertmesh.cli.main as command_line
 from expertmesh.cli.main import main
+from expertmesh.cli.options import RunOptions
 from expertmesh.config import Config, IntegrityError, SecurityError
 
 CONFIG = "model: {name_or_path: m}\ndata: {train: [{path: d}]}\noutput_dir: out\n"
@@ -36,10 +37,20 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return seen
 
 
-def test_train_reads_overrides_before_and_after_options(config: str, calls: list[tuple[Config, int]]) -> None:
+def test_train_reads_overrides_before_and_after_options(config: str, calls: list[tuple[Config, RunOptions]]) -> None:
     assert main(["train", config, "train.seed=1", "--nproc", "3", "train.max_steps=2"]) == 0
-    ((read, nproc),) = calls
-    assert (read.train.seed, read.train.max_steps, nproc) == (1, 2, 3)
+    ((read, options),) = calls
+    assert (read.train.seed, read.train.max_steps, options) == (1, 2, RunOptions(nproc=3))
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("90s", 90), ("30m", 1800), ("1.5h", 5400), ("2d", 172800)]
+)  # fmt: skip
+def test_train_reads_how_long_and_how_often_it_may_run(
+    config: str, calls: list[tuple[Config, RunOptions]], text: str, seconds: float
+) -> None:
+    assert main(["train", config, "--max-time", text, "--max-restarts", "2"]) == 0
+    assert calls[0][1] == RunOptions(max_seconds=seconds, max_restarts=2)
 
 
 def test_check_and_inspect_receive_their_arguments(config: str, calls: list[tuple[Any, ...]]) -> None:
@@ -67,7 +78,7 @@ def test_an_error_becomes_a_message_and_its_exit_code(
     code: int,
     said: str,
 ) -> None:
-    def fail(config: Config, nproc: int | None) -> int:
+    def fail(config: Config, options: RunOptions) -> int:
         raise error
 
     monkeypatch.setattr(command_line, "run_training", fail)
@@ -76,7 +87,7 @@ def test_an_error_becomes_a_message_and_its_exit_code(
 
 
 def test_a_bug_keeps_its_traceback(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(config: Config, nproc: int | None) -> int:
+    def fail(config: Config, options: RunOptions) -> int:
         raise ZeroDivisionError
 
     monkeypatch.setattr(command_line, "run_training", fail)
@@ -87,10 +98,13 @@ def test_a_bug_keeps_its_traceback(config: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["verify", "x"], "'verify' is not a verb; use one of train, inspect, check"),
-        ([], "a verb is missing; use one of train, inspect, check"),
+        (["verfy", "x"], "'verfy' is not a verb; use one of train, inspect, check, verify, export"),
+        ([], "a verb is missing; use one of train, inspect, check, verify, export"),
         (["train"], "the following arguments are required: CONFIG"),
         (["train", "x", "--nproc", "0"], "argument --nproc: '0' is not a positive number"),
+        (["train", "x", "--max-time", "soon"], "argument --max-time: 'soon' is not a length of time; write 90s, 30m"),
+        (["train", "x", "--max-time", "0s"], "argument --max-time: '0s' is not a length of time"),
+        (["train", "x", "--max-restarts", "-1"], "argument --max-restarts: "),
         (["train", "x", "--procs", "2"], "unrecognized arguments: --procs"),
     ],
 )

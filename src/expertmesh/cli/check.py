@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from expertmesh.cli.text import printable
 from expertmesh.config import Config
 from expertmesh.data import (
     IGNORE,
@@ -62,7 +63,7 @@ def _print_sample(console: Console, dataset: TokenizedDataset, index: int, token
             runs.append((is_target, []))
         runs[-1][1].append(token_id)
     for is_target, ids in runs:
-        piece = _printable(str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
+        piece = printable(str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
         marked = piece if console.is_terminal or not is_target else f"[[{piece}]]"
         text.append(marked, style=TARGET_STYLE if is_target else "")
     if (hidden := len(targets) - TOKENS_SHOWN) > 0:
@@ -71,11 +72,6 @@ def _print_sample(console: Console, dataset: TokenizedDataset, index: int, token
         f"\nsample {dataset.position(index)}: {len(targets):,} tokens, {sum(targets):,} targets", style="bold"
     )
     console.print(text)
-
-
-def _printable(text: str) -> str:
-    """Control characters as escapes, so that data cannot drive the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _print_report(console: Console, name: str, config: Config, report: DataReport) -> None:

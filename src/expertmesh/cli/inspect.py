@@ -20,6 +20,7 @@ from rich.text import Text
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from expertmesh.adapters.targets import candidates, listed
 from expertmesh.anatomy import Anatomy, ExpertsSpec, describe
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
@@ -80,6 +81,7 @@ class Facts:
     expert: int
     largest_block_dense: int
     largest_block_expert: int
+    lora_targets: tuple[tuple[str, str], ...]
 
     @property
     def dense(self) -> int:
@@ -159,6 +161,9 @@ def examine(model: nn.Module) -> Facts:
         expert=sum(expert.values()),
         largest_block_dense=max(a - b for a, b in zip(in_block, experts_in_block, strict=True)),
         largest_block_expert=max(experts_in_block),
+        lora_targets=tuple(
+            (group, ", ".join(endings)) for group, endings in listed(list(candidates(model, anatomy))).items()
+        ),
     )
 
 
@@ -287,6 +292,8 @@ def describe_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     )
     yield "  dense", count_text(facts.dense)
     yield "  routed experts", f"{count_text(facts.expert)} ({100 * facts.expert / facts.total:.1f} %)"
+    yield "lora targets", ", ".join(group for group, _ in facts.lora_targets)
+    yield from ((f"  {group}", endings) for group, endings in facts.lora_targets if group != "lm_head")
 
 
 def count_text(count: int) -> str:

@@ -1,47 +1,49 @@
 """Where the ranks of `expertmesh train` come from: the job that started us, or N local processes of our own.
 
 Under a launcher that sets RANK and WORLD_SIZE (torchrun, SLURM wrappers) this process is one rank and trains.
-Else it starts N ranks on this machine through PyTorch's elastic launcher, passes their output through, and
-ends as they do: one error message for the whole job, its exit code, no process and no file left behind.
+Else it starts N ranks on this machine, passes their output through, starts all of them again after a failure if it
+may, and ends as they do: one error message for the whole job, its exit code, no process and no file left behind.
 """
 
-import contextlib
-import logging
+import itertools
 import os
-import signal
 import sys
 import tempfile
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
-from expertmesh.cli.failures import RankFailure, failures_in, root_cause
+from expertmesh.cli.options import RunOptions
+from expertmesh.cli.records import RankFailure
+from expertmesh.cli.supervise import Job, StopRequests, start_ranks, stop_requests
+from expertmesh.cli.text import printable
 from expertmesh.cli.worker import TRAIN, run_rank
 from expertmesh.config import Config, dump_config
-from expertmesh.config.errors import InputError
+from expertmesh.config.errors import DistributedFailure, InputError
+from expertmesh.training.control import Control
 
 CPU_RANKS = 2
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-def run(config: Config, nproc: int | None) -> int:
-    """Train on the ranks of the surrounding job, or on `nproc` local ranks; returns the exit code.
+def run(config: Config, options: RunOptions) -> int:
+    """Train on the ranks of the surrounding job, or on local ranks; returns the exit code.
 
     Raises `ExpertmeshError`: for local ranks before they start, where a light check finds the cause, or after
     they have ended by it.
     """
+    deadline = None if options.max_seconds is None else time.monotonic() + options.max_seconds
     if in_job():
-        check_job(nproc)
-        return run_rank(config, TRAIN, _print_failure)
+        check_job(options)
+        control = Control(deadline=deadline, audit=options.audit)
+        return run_rank(config, TRAIN, control, _printer(control))
     from expertmesh.training.preflight import (
         preflight,
     )  # heavy to import, and each rank of a job calls it itself
 
-    ranks = local_ranks(nproc)
+    ranks = local_ranks(options.nproc)
     preflight(config, ranks)
-    return launch(config, ranks)
+    return launch(config, ranks, options=options, deadline=deadline)
 
 
 def in_job() -> bool:
@@ -49,19 +51,21 @@ def in_job() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def check_job(nproc: int | None) -> None:
-    """`InputError` if the launcher's environment makes no sense or `--nproc` contradicts it."""
+def check_job(options: RunOptions) -> None:
+    """`InputError` if the launcher's environment makes no sense or an option contradicts it."""
     numbers = {}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         text = os.environ.get(name, os.environ["WORLD_SIZE"])
         if not text.isdigit():
             raise InputError(f"the environment variable {name} is {text!r}, not a number; mend it or unset it")
         numbers[name] = int(text)
-    if nproc not in (None, numbers["LOCAL_WORLD_SIZE"]):
+    if options.nproc not in (None, numbers["LOCAL_WORLD_SIZE"]):
         raise InputError(
-            f"--nproc is {nproc}, but the launcher that set RANK started {numbers['LOCAL_WORLD_SIZE']} ranks "
+            f"--nproc is {options.nproc}, but the launcher that set RANK started {numbers['LOCAL_WORLD_SIZE']} ranks "
             "on this machine; leave --nproc out under a launcher"
         )
+    if options.max_restarts:
+        raise InputError("--max-restarts is for local ranks; under torchrun, give its own --max-restarts to torchrun")
 
 
 def local_ranks(nproc: int | None) -> int:
@@ -74,101 +78,74 @@ def local_ranks(nproc: int | None) -> int:
     return nproc or devices or CPU_RANKS
 
 
-def launch(config: Config, ranks: int, train: str = TRAIN) -> int:
+def launch(
+    config: Config,
+    ranks: int,
+    train: str = TRAIN,
+    *,
+    options: RunOptions | None = None,
+    deadline: float | None = None,
+) -> int:
     """Run `train` (`module:function`) on `ranks` local processes and wait for them.
 
-    Returns 0, or 128 + the signal that stopped this process (143 for SIGTERM). Raises the `ExpertmeshError`
-    that the job failed by, `DistributedFailure` for a rank that died in any other way.
+    Returns 0, or 130 or 143 if the job was stopped. Raises the `ExpertmeshError` that the job failed by,
+    `DistributedFailure` for a rank that died or hung; only that one is tried again, as often as `options` allow.
+    `deadline` is of `time.monotonic()`.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    with _stop_signals() as signals, tempfile.TemporaryDirectory(prefix="expertmesh-") as name:
-        directory = Path(name)
-        try:
-            _run_agent(config, ranks, train, directory, signals)
-        except SignalException as stop:
-            return 128 + int(stop.sigval)
-        except ChildFailedError as failed:
-            exit_codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-            raise root_cause(failures_in(directory), exit_codes, ranks) from None
-        finally:
-            for number in signals:  # the ranks are gone; nothing may cut the removal of the directory short
-                signal.signal(number, signal.SIG_IGN)
-    return 0
-
-
-def _run_agent(config: Config, ranks: int, train: str, directory: Path, signals: list[signal.Signals]) -> None:
-    """Start the ranks under PyTorch's elastic agent and wait for all; the first failure ends the rest."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    config_path = directory / "config.yaml"
-    config_path.write_text(dump_config(config), encoding="utf-8")
-    agent = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=str(directory / "agent")),
-        signals_to_handle=",".join(number.name for number in signals),
-    )
-    worker = ("-u", "-m", "expertmesh.cli.worker", config_path, directory)
-    with _environment(ranks), _quiet_agent():
-        elastic_launch(agent, sys.executable)(*worker, "--parent", os.getpid(), "--train", train)
+    options = options or RunOptions()
+    worker = ["--parent", str(os.getpid()), "--launch", uuid.uuid4().hex, "--train", train, "--audit", options.audit]
+    if deadline is not None:
+        worker += ["--deadline", repr(deadline)]
+    with stop_requests() as requests, tempfile.TemporaryDirectory(prefix="expertmesh-") as directory:
+        config_path = Path(directory, "config.yaml")
+        for restart in itertools.count(1):
+            config_path.write_text(dump_config(config if restart == 1 else _continued(config)), encoding="utf-8")
+            records = Path(directory, f"attempt-{restart}")
+            records.mkdir()
+            try:
+                return _attempt([str(config_path), str(records), *worker], ranks, records, requests)
+            except DistributedFailure as failure:
+                late = deadline is not None and time.monotonic() >= deadline
+                if restart > options.max_restarts or requests.wish or late:
+                    raise
+                again = f"all ranks are started again (restart {restart} of {options.max_restarts})"
+                print(printable(f"{failure}\n{again}"), file=sys.stderr, flush=True)
+    raise AssertionError("every attempt returns or raises")
 
 
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[list[signal.Signals]]:
-    """Let the signals that stop a job raise, also before the agent takes them over; old handlers come back.
-
-    A signal that is ignored stays so: a job under `nohup` must outlive its terminal.
-    """
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise SignalException("stopped before the ranks were up", sigval=signal.Signals(number))
-
-    old = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    handled = [number for number in STOP_SIGNALS if old[number] != signal.SIG_IGN]
-    try:
-        for number in handled:
-            signal.signal(number, stop)
-        yield handled
-    finally:
-        for number in handled:
-            signal.signal(number, old[number])
+def _continued(config: Config) -> Config:
+    """For a restart: from the newest checkpoint of this run, if it has written one, whatever it started from."""
+    if not any(Path(config.output_dir, "checkpoints").glob("step-*[0-9]")):
+        return config
+    checkpoint = config.checkpoint.model_copy(update={"resume": "auto"})
+    return config.model_copy(update={"checkpoint": checkpoint})
 
 
-@contextlib.contextmanager
-def _environment(ranks: int) -> Iterator[None]:
-    """What agent and ranks read from the environment; the caller's is put back at the end."""
-    old = dict(os.environ)
-    # Ranks must not meet through the agent's own store: on gloo they can read stale addresses from it.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+def _attempt(arguments: list[str], ranks: int, records: Path, requests: StopRequests) -> int:
+    """Start all ranks, with nothing left of an attempt before, and wait for them."""
+    import torch.distributed as dist
+
+    # Where the ranks meet. It lives here, on a port that the system chose, so that no port is guessed and no rank's
+    # end disturbs the others' last words. Each attempt gets a new one: in an old one ranks read addresses of the dead.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(old)
+    environment = {
+        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is up already: rank 0 must not start one
+    }
+    job = Job(start_ranks(["expertmesh.cli.worker", *arguments], ranks, records, environment), records, requests)
+    return job.supervise()
 
 
-@contextlib.contextmanager
-def _quiet_agent() -> Iterator[None]:
-    """Keep the agent's account of a failure off the terminal; `root_cause` gives the user a better one."""
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
+def _printer(control: Control) -> Callable[[RankFailure], None]:
+    """For a rank that no launcher of ours speaks for: it says itself how it failed."""
 
+    def show(failure: RankFailure) -> None:
+        where = f" failed {control.progress.standing()}:\n" if failure.traceback else ": "
+        text = failure.traceback or failure.message
+        print(printable(f"error: rank {failure.rank}{where}{text.rstrip()}"), file=sys.stderr)
 
-def _print_failure(failure: RankFailure) -> None:
-    text = failure.traceback or failure.message
-    print(f"error: rank {failure.rank}: {text.rstrip()}", file=sys.stderr)
+    return show

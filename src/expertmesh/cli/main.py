@@ -15,6 +15,8 @@ from typing import NoReturn
 
 from expertmesh.cli.launch import in_job
 from expertmesh.cli.launch import run as run_training
+from expertmesh.cli.options import RunOptions, duration, size
+from expertmesh.cli.text import printable
 from expertmesh.cli.worker import leave
 from expertmesh.config import load_config
 from expertmesh.config.errors import ExpertmeshError
@@ -75,7 +77,7 @@ def _read_verb(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 def _print_error(message: str) -> None:
     rank = f"rank {os.environ['RANK']}: " if in_job() else ""
-    first, *more = f"{rank}{message}".splitlines()
+    first, *more = printable(f"{rank}{message}").splitlines()
     print("\n       ".join([f"error: {first}", *more]), file=sys.stderr)
 
 
@@ -97,6 +99,25 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
         type=_positive,
         help="local ranks to start (default: one per accelerator, 2 on a CPU); not under torchrun",
     )
+    parser.add_argument(
+        "--max-time",
+        metavar="TIME",
+        type=duration,
+        help="save and stop (exit 143) after the step at which this time is over: 90s, 30m, 2h or seconds",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        metavar="N",
+        type=_count,
+        default=0,
+        help="how often to start all local ranks again after one died or hung (default: 0)",
+    )
+    parser.add_argument(
+        "--audit",
+        choices=("sampled", "full"),
+        default="sampled",
+        help="compare samples of the loaded weights with their files (default), or every byte, with a hash per expert",
+    )
 
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,14 +131,74 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", metavar="N", type=_positive, default=3, help="samples to show (default: 3)")
 
 
+def _verify_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="a checkpoint directory, or that of a run: its newest checkpoint"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write what was found, with a hash of every expert, to FILE")
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint",
+        metavar="RUN_OR_CHECKPOINT",
+        help="a checkpoint directory, or that of a run: its newest checkpoint",
+    )
+    _output_arguments(parser, "as trained")
+    parser.add_argument(
+        "--adapter-format",
+        choices=("peft", "per-expert"),
+        help="of a LoRA run's adapter: PEFT's own (default), or with keys for each expert, as vLLM reads them",
+    )
+
+
+def _merge_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "adapter",
+        metavar="ADAPTER",
+        help="a directory of PEFT, or of a LoRA run (its adapter, or else its newest checkpoint's), or a checkpoint",
+    )
+    parser.add_argument("--base", metavar="MODEL", help="hub id or local directory (default: what the adapter says)")
+    _output_arguments(parser, "that of the base's files")
+
+
+def _output_arguments(parser: argparse.ArgumentParser, default_dtype: str) -> None:
+    parser.add_argument("--output", metavar="DIR", required=True, help="directory to write; new or empty")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help=f"of the weights written, but for what the family keeps in float32 (default: {default_dtype})",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        type=size,
+        default=size("5GB"),
+        help="of one file of a model's weights: 5GB (default), 500MB, 4GiB or bytes",
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="let the model's own Python code run")
+
+
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
 
 
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return int(text)
+
+
 def _train(options: argparse.Namespace) -> int:
-    return run_training(load_config(options.config, options.overrides), options.nproc)
+    run_options = RunOptions(
+        nproc=options.nproc,
+        max_seconds=options.max_time,
+        max_restarts=options.max_restarts,
+        audit=options.audit,
+    )
+    return run_training(load_config(options.config, options.overrides), run_options)
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -133,8 +214,43 @@ def _check(options: argparse.Namespace) -> int:
     return check.run(config, options.samples)
 
 
+def _verify(options: argparse.Namespace) -> int:
+    from expertmesh.cli import verify
+
+    return verify.run(options.checkpoint, options.json)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from expertmesh.cli import export
+
+    return export.run(
+        options.checkpoint,
+        options.output,
+        options.dtype,
+        options.max_shard_size,
+        options.trust_remote_code,
+        options.adapter_format,
+    )
+
+
+def _merge(options: argparse.Namespace) -> int:
+    from expertmesh.cli import merge
+
+    return merge.run(
+        options.adapter,
+        options.output,
+        options.base,
+        options.dtype,
+        options.max_shard_size,
+        options.trust_remote_code,
+    )
+
+
 VERBS = {
     "train": Verb("fine-tune the model that a YAML file describes", _train_arguments, _train),
     "inspect": Verb("show what a model is made of and how it can be laid out", _inspect_arguments, _inspect),
     "check": Verb("validate a YAML file, its data and its tokenizer without training", _check_arguments, _check),
+    "verify": Verb("compare a checkpoint with its hashes and look at each of its experts", _verify_arguments, _verify),
+    "export": Verb("write a checkpoint as a plain Hugging Face directory", _export_arguments, _export),
+    "merge": Verb("write an adapter and its base as one plain Hugging Face directory", _merge_arguments, _merge),
 }

@@ -6,6 +6,7 @@ leaves a record in the directory RECORDS, and the launcher reports one for all.
 """
 
 import argparse
+import ctypes
 import importlib
 import logging
 import os
@@ -18,24 +19,32 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from expertmesh.cli.failures import RankFailure, wait_for_peers
+from expertmesh.cli.records import RankFailure, progress_file, show_stack_when_asked
 from expertmesh.config import Config, load_config
 from expertmesh.config.errors import ExpertmeshError
+from expertmesh.training.control import Control, Stopped
+from expertmesh.training.progress import Progress
 
 TRAIN = "expertmesh.training.run:train"
 UNEXPECTED = 1
-PEERS_SECONDS = 3.0
+BEAT_SECONDS = 0.5
+PR_SET_PDEATHSIG = 1
 
 
-def run_rank(config: Config, train: str, failed: Callable[[RankFailure], None]) -> int:
-    """Call `train` (`module:function`) with `config` and return this rank's exit code.
+def run_rank(config: Config, train: str, control: Control, failed: Callable[[RankFailure], None]) -> int:
+    """Call `train` (`module:function`) with `config` and `control`, and return this rank's exit code.
 
     Called on every rank, before a process group exists; issues no collective. `failed` receives the failure.
     """
     rank = int(os.environ["RANK"])
     try:
         module, _, function = train.partition(":")
-        getattr(importlib.import_module(module), function)(config)
+        getattr(importlib.import_module(module), function)(config, control)
+    except Stopped as stopped:
+        # Saved and done. torchrun sends SIGTERM to all ranks when the first ends; that must not change the exit code.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        return stopped.exit_code
     except ExpertmeshError as error:
         failed(RankFailure(rank, error.exit_code, str(error), "", time.time_ns()))
         return error.exit_code
@@ -64,31 +73,41 @@ def leave(code: int) -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the rank that the launcher's environment (RANK, WORLD_SIZE) names, and end the process."""
-    # The launcher forwards Ctrl-C to every rank. Python would notice it only between two collectives; the
+    # Outside the training loop Ctrl-C ends the process. Python would notice it only between two collectives; the
     # kernel's own way of ending a process works at any moment and prints no traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parser = argparse.ArgumentParser(prog="python -m expertmesh.cli.worker")
     parser.add_argument("config", type=Path)
     parser.add_argument("records", type=Path)
     parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--launch", required=True)
+    parser.add_argument("--deadline", type=float)
+    parser.add_argument("--audit", default="sampled")
     parser.add_argument("--train", default=TRAIN)
     options = parser.parse_args(arguments)
-    _end_when_gone(options.parent)
+
+    rank = int(os.environ["RANK"])
+    show_stack_when_asked(options.records, rank)
+    progress = Progress(progress_file(options.records, rank))
+    progress.start()
+    _watch(options.parent, progress)
+    control = Control(progress, options.deadline, options.launch, options.audit)
 
     def record(failure: RankFailure) -> None:
         failure.write(options.records)
-        if not failure.traceback:
-            wait_for_peers(options.records, int(os.environ["WORLD_SIZE"]), PEERS_SECONDS)
 
-    leave(run_rank(load_config(options.config), options.train, record))
+    leave(run_rank(load_config(options.config), options.train, control, record))
 
 
-def _end_when_gone(parent: int) -> None:
-    """End this process when the launcher is gone, even by SIGKILL: a rank must never outlive its job."""
+def _watch(parent: int, progress: Progress) -> None:
+    """Show that this process runs, and end it when the launcher is gone, even by SIGKILL: no rank outlives its job."""
+    if sys.platform == "linux":  # the kernel does it also for a rank that is stopped or stuck
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(0.5)
+            progress.beat()
+            time.sleep(BEAT_SECONDS)
         os._exit(128 + signal.SIGHUP)
 
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()

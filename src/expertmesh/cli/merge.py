@@ -1,0 +1,103 @@
+"""`expertmesh merge ADAPTER --output DIR`: an adapter and its base as one plain Hugging Face directory.
+
+For someone who serves a LoRA run with a tool that has no adapters, or none on experts. One process, no GPU, memory for
+a block of the base and one adapter; prints what was merged in each layer, and how a sample of the result compares.
+"""
+
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from expertmesh.adapters.merge import MergeReport, merge
+from expertmesh.adapters.peft_format import BASE_FILE, CONFIG_FILE, parameter_name
+from expertmesh.adapters.targets import Target
+from expertmesh.checkpoint.directory import locate
+from expertmesh.checkpoint.export import export
+from expertmesh.checkpoint.interface import ADAPTER
+from expertmesh.checkpoint.manifest import MANIFEST
+from expertmesh.cli.export import located_text, peak_bytes
+from expertmesh.cli.inspect import bytes_text
+from expertmesh.cli.text import printable
+from expertmesh.config.errors import InputError
+from expertmesh.training.weights_report import saved_lines
+
+_LISTED = 10
+
+
+def run(
+    path: str, output: str, base: str | None, dtype: str | None, max_shard_bytes: int, trust_remote_code: bool
+) -> int:
+    """Merge the adapter at `path`, or that of the run or checkpoint there; returns 0. Raises what `merge` raises."""
+    before = peak_bytes()
+    parent = Path(output).absolute().parent
+    with tempfile.TemporaryDirectory(prefix="expertmesh-", dir=parent if parent.is_dir() else None) as scratch:
+        adapter = _adapter_at(Path(path), Path(scratch) / ADAPTER, trust_remote_code)
+        report = merge(
+            adapter,
+            Path(output),
+            base=base,
+            dtype=getattr(torch, dtype) if dtype is not None else None,
+            max_shard_bytes=max_shard_bytes,
+            trust_remote_code=trust_remote_code,
+        )
+    for line in _lines(report, dtype):
+        print(printable(line))
+    print(f"            {report.seconds:.1f} s, {bytes_text(peak_bytes() - before)} of memory above the start")
+    return 0
+
+
+def _adapter_at(path: Path, scratch: Path, trust_remote_code: bool) -> Path:
+    """The PEFT directory that is meant; one of a checkpoint is written to `scratch`."""
+    is_checkpoint = (path / MANIFEST).exists()
+    for adapter in (path, path / ADAPTER):
+        if (adapter / CONFIG_FILE).exists() and not is_checkpoint:
+            print(f"adapter     {adapter}", flush=True)
+            return adapter
+    try:
+        checkpoint, found = locate(path)
+    except InputError as error:
+        raise InputError(f"{error}; and no {CONFIG_FILE} of an adapter") from error
+    print(f"adapter     of {located_text(checkpoint, found)}", flush=True)
+    export(checkpoint, scratch, trust_remote_code=trust_remote_code, adapter_format="peft")
+    return scratch
+
+
+def _lines(report: MergeReport, dtype: str | None) -> Iterator[str]:
+    if report.base_checked:
+        yield f"base        {report.base}: its weights are those that the adapter was trained on"
+    else:
+        yield f"base        {report.base}: cannot be checked, as the adapter has no {BASE_FILE} with its base's hash"
+    lora = report.plan.lora
+    yield f"            r {lora.r}, scaling {lora.scaling:g}, {len(report.plan.targets):,} adapted weights"
+    layers: dict[str, list[Target]] = {}
+    for target in report.plan.targets:
+        layers.setdefault(_layer_of(target), []).append(target)
+    for layer, targets in layers.items():
+        yield f"merged      {layer}: {', '.join(_what(layer, target) for target in targets)}"
+        for target in targets:
+            if unused := report.unused.get(parameter_name(target)):
+                shown = ", ".join(map(str, unused[:_LISTED]))
+                more = f" and {len(unused) - _LISTED} more" if len(unused) > _LISTED else ""
+                yield f"            {target.name}: nothing added to experts {shown}{more}, whose B is all zero"
+    yield from saved_lines(report.saved)
+    saved, compared = report.saved, report.compared
+    files = f"{len(saved.files)} file{'s' if len(saved.files) > 1 else ''}"
+    kind, size = dtype or "the dtypes of the base", bytes_text(saved.total_bytes)
+    yield f"written     {saved.directory}: {saved.tensors:,} tensors in {kind}, {size} in {files}"
+    yield (
+        f"compared    a sample of {compared.matrices:,} merged weights ({compared.experts:,} of one expert each) with "
+        f"base + adapter: off by at most {compared.worst:.2f} of what rounding allows"
+    )
+
+
+def _layer_of(target: Target) -> str:
+    numbered = re.match(r".*?\.\d+(?=\.)", target.module)
+    return numbered[0] if numbered else target.module
+
+
+def _what(layer: str, target: Target) -> str:
+    name = target.name.removeprefix(layer).lstrip(".") or target.name
+    return name if target.experts is None else f"{name} of {target.experts} experts"

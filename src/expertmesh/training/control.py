@@ -1,0 +1,135 @@
+"""What a rank's surroundings may ask of a running training loop, and what the loop tells them.
+
+The command line hands a `Control` to `train(config, control)`; `Control()` does for tests and Python callers. The loop
+asks it each step whether to stop, exchanges the answer with the other ranks, so that a signal to one rank is enough,
+and tells it where it stands. Imports neither torch nor anything else that is heavy; communicates with no rank.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Literal
+
+from expertmesh.training.progress import Hearing, Progress
+
+# A scheduler and a launcher may both deliver what is one request: signals this close together count as one.
+ONE_REQUEST_SECONDS = 0.5
+
+
+class StopReason(IntEnum):
+    """Why a run is to stop. An integer, so that it can travel in an all-gather; the largest of all ranks decides."""
+
+    NONE = 0
+    MAX_TIME = 1
+    SIGINT = 2
+    SIGTERM = 15
+
+    @property
+    def exit_code(self) -> int:
+        return 130 if self is StopReason.SIGINT else 143
+
+    def __str__(self) -> str:
+        return {1: "--max-time", 2: "Ctrl-C"}.get(self.value, self.name)
+
+
+class Stopped(Exception):
+    """Raised by the loop, on every rank alike, when it has stopped as asked and saved. Not an error."""
+
+    def __init__(self, reason: StopReason) -> None:
+        super().__init__(f"stopped by {reason}")
+        self.reason = reason
+
+    @property
+    def exit_code(self) -> int:
+        return self.reason.exit_code
+
+
+@dataclass(slots=True)
+class Control:
+    """One rank's line to its surroundings. `deadline` is of `time.monotonic()`.
+
+    `launch` names the launcher that started this rank, the same for all its restarts; None without one. `audit` is how
+    much of the loaded weights to compare with their files.
+    """
+
+    progress: Progress = field(default_factory=Progress)
+    deadline: float | None = None
+    launch: str | None = None
+    audit: Literal["sampled", "full"] = "sampled"
+    _signal: int = 0
+    _heard_at: float = 0.0
+
+    def stop_requested(self) -> StopReason:
+        """Why this rank should stop, or `StopReason.NONE` (which is false). Costs no system call."""
+        if number := self._signal or self.progress.stop:
+            return StopReason(number)
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            return StopReason.MAX_TIME
+        return StopReason.NONE
+
+    @contextmanager
+    def accepting_stop(self) -> Iterator[None]:
+        """Around the loop: the first SIGTERM or SIGINT is only noted, for `stop_requested`; a second ends the process.
+
+        Outside of it these signals end the process. Only the main thread of a process can be told by signals.
+        """
+        with _hearing_signals(self._hear):
+            self.progress.hearing = Hearing.LISTENING
+            try:
+                yield
+            except Stopped:
+                self.progress.hearing = Hearing.LEAVING
+                raise
+            finally:
+                if self.progress.hearing is Hearing.LISTENING:
+                    self.progress.hearing = Hearing.DEAF
+
+    def _hear(self, number: int) -> None:
+        now = time.monotonic()
+        if not self._signal:
+            self._signal, self._heard_at = number, now
+        elif now - self._heard_at > ONE_REQUEST_SECONDS:
+            os._exit(128 + number)
+
+
+@contextmanager
+def _hearing_signals(heard: Callable[[int], None]) -> Iterator[None]:
+    """Call `heard(number)` for each SIGTERM and SIGINT, at once, in a thread of its own.
+
+    Python runs a signal's handler between two lines of the main thread, which may be inside a collective for minutes;
+    the byte that the interpreter writes to the wake-up descriptor comes when the signal comes. A signal that is
+    ignored stays so.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    thread = threading.Thread(target=_listen, args=(reading, heard), name="stop-signals", daemon=True)
+    thread.start()
+    old_descriptor = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+    try:
+        for number in handlers:
+            signal.signal(number, lambda number, frame: None)
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        signal.set_wakeup_fd(old_descriptor)
+        os.close(writing)  # the thread reads the end of the pipe
+        thread.join()
+        os.close(reading)
+
+
+def _listen(reading: int, heard: Callable[[int], None]) -> None:
+    while received := os.read(reading, 64):
+        for number in received:
+            if number in (signal.SIGTERM, signal.SIGINT):
+                heard(number)

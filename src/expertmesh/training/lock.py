@@ -1,0 +1,242 @@
+"""One run at a time in an output directory: `output_dir/lock.json` says who holds it, and that it still lives.
+
+Rank 0 holds it for the length of a run; no rank communicates here. It works on any file system that can create a file
+exclusively and rename one, so also where there is no flock. A lock whose run is gone is taken over.
+
+`lock.json` names a host, a process and a token of its own. Whoever takes a lock over first creates
+`lock.json.after-TOKEN`, with the token of the dead lock: of many who try, one succeeds, and nobody who acts on an old
+reading can remove a living lock.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from expertmesh.config.errors import InputError
+
+NAME = "lock.json"
+BEAT_SECONDS = 15.0
+# Without a sign of life for this long, a lock counts as left behind where its process cannot be looked up: on another
+# host, or in another container. Much longer than what a stalled file system or a busy host takes.
+STALE_SECONDS = 300.0
+# How long a lock may be unreadable because its owner is just writing it.
+_WRITING_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who holds a lock. Times are of the wall clock. `space`: where the number of the process has a meaning."""
+
+    token: str
+    host: str
+    space: str
+    process: int
+    process_started: str
+    launch: str | None
+    started: float
+    heartbeat: float
+
+    def is_gone(self) -> bool:
+        """Where the process can be looked up, that decides, also against a heartbeat that has stopped."""
+        if self.space == _process_space():
+            return _process_started(self.process) != self.process_started
+        return time.time() - self.heartbeat > STALE_SECONDS
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started))
+        return f"process {self.process} on {self.host}, since {since}"
+
+
+class RunLock:
+    """`with RunLock(directory):` makes the directory if needed, and holds its lock inside the block.
+
+    Entering raises `InputError` if another run holds it. `launch` names the launcher: what was left behind by an
+    earlier attempt of the same one is taken over without a word.
+    """
+
+    def __init__(self, directory: Path, launch: str | None = None) -> None:
+        self.path = directory / NAME
+        process, now = os.getpid(), time.time()
+        self.owner = Owner(
+            token=uuid.uuid4().hex,
+            host=socket.gethostname(),
+            space=_process_space(),
+            process=process,
+            process_started=_process_started(process),
+            launch=launch,
+            started=now,
+            heartbeat=now,
+        )
+        self._taken_by: Owner | None = None
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
+
+    def __enter__(self) -> Self:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            while not self._try():
+                time.sleep(0.01)
+        except OSError as error:
+            raise InputError(
+                f"output_dir {self.path.parent} cannot be locked: {error}; choose a directory that can be written"
+            ) from error
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+        if self._holds():
+            self.path.unlink(missing_ok=True)
+
+    def check(self) -> None:
+        """Raise `InputError` if another run took the lock over, because this one gave no sign of life for too long.
+
+        Call it before writing what another run must not find changed. Costs no system call.
+        """
+        if self._taken_by is not None:
+            raise InputError(
+                f"output_dir {self.path.parent} was taken over by {self._taken_by}, because this run had given no sign "
+                f"of life for {STALE_SECONDS:.0f} s; this run ends here, and the other goes on"
+            )
+
+    def _try(self) -> bool:
+        """One attempt; False if somebody else was faster and the lock must be looked at again."""
+        holder = self._holder()
+        if holder is None:
+            return _create(self.path, self.owner)
+        if not holder.is_gone():
+            age = max(0.0, time.time() - holder.heartbeat)
+            raise InputError(
+                f"output_dir {self.path.parent} is in use by another run: {holder} (last sign of life {age:.0f} s "
+                "ago); wait for it, end it, or choose another output_dir. If it is dead for certain, remove "
+                f"{self.path}"
+            )
+        if not self._inherit(holder):
+            return False
+        if holder.launch is None or holder.launch != self.owner.launch:
+            print(f"{self.path}: the run that held it has ended without giving it back ({holder}); taken over")
+        return True
+
+    def _inherit(self, dead: Owner) -> bool:
+        claim = self._claim_after(dead)
+        if not _create(claim, self.owner):
+            return False
+        if not self._holds():  # the dead lock was gone when the claim was made
+            claim.unlink(missing_ok=True)
+            return False
+        _replace(self.path, self.owner)
+        for left_behind in self.path.parent.glob(f"{NAME}.*"):
+            left_behind.unlink(missing_ok=True)
+        return True
+
+    def _holder(self) -> Owner | None:
+        """The owner in `lock.json`, or the last of those who are taking it over from each other."""
+        owner = _read(self.path)
+        while owner is not None and (heir := _read(self._claim_after(owner))) is not None:
+            owner = heir
+        return owner
+
+    def _holds(self) -> bool:
+        holder = self._holder()
+        return holder is not None and holder.token == self.owner.token
+
+    def _claim_after(self, owner: Owner) -> Path:
+        return self.path.with_name(f"{NAME}.after-{owner.token}")
+
+    def _beat(self) -> None:
+        while not self._done.wait(BEAT_SECONDS):
+            try:
+                holder = _read(self.path)
+                if holder is not None and holder.token != self.owner.token:
+                    self._taken_by = holder
+                    return
+                _replace(self.path, replace(self.owner, heartbeat=time.time()))
+            except OSError:
+                continue  # a file system that fails now and then costs one heartbeat of many
+
+
+def _create(path: Path, owner: Owner) -> bool:
+    """Whether this call created the file; of many at the same time, one does."""
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    except FileExistsError:
+        return False
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(owner)))
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    return True
+
+
+def _replace(path: Path, owner: Owner) -> None:
+    unfinished = path.with_name(f"{NAME}.{owner.token}.tmp")
+    try:
+        unfinished.write_text(json.dumps(asdict(owner)), encoding="utf-8")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> Owner | None:
+    """Who is in the file; None if there is no file."""
+    deadline = time.monotonic() + _WRITING_SECONDS
+    while True:
+        try:
+            return Owner(**json.loads(path.read_text("utf-8")))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError):
+            if time.monotonic() > deadline:
+                return _unreadable(path)
+            time.sleep(0.01)
+
+
+def _unreadable(path: Path) -> Owner | None:
+    """For a file that its owner never came to write: only its age says whether somebody may still be there."""
+    try:
+        written = path.stat().st_mtime
+    except FileNotFoundError:
+        return None
+    return Owner("unreadable", "an unknown host", "", 0, "", None, written, written)
+
+
+def _process_space() -> str:
+    """The same for all processes that see each other's numbers: since when this host is up, and which container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _process_started(process: int) -> str:
+    """When the process started, so that another one with its number is told from it; empty if there is none."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        # A killed process lies there until its parent asks about it; while other threads of it are left, it may write.
+        return "" if fields[0] in "ZX" and int(fields[17]) <= 1 else fields[19]
+    except FileNotFoundError:
+        return _exists(process) if not Path("/proc/self/stat").exists() else ""
+
+
+def _exists(process: int) -> str:
+    """Without /proc, that a process has this number is all there is to know."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return ""
+    except PermissionError:
+        pass
+    return "running"

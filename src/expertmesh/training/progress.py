@@ -1,0 +1,136 @@
+"""Where a rank stands: step, phase, heartbeat, in a few bytes that outlive the process.
+
+Under our launcher the bytes are a small memory-mapped file, so that the launcher can say where every rank was even
+after SIGKILL, and can ask a rank to stop without a signal. Elsewhere they are plain memory, for the rank's own
+messages. Writing costs no system call and no lock: one process writes each field.
+"""
+
+import mmap
+import os
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+_PHASE_BYTES = 128
+_IDENTITY = struct.Struct("<qQ")  # process id, identity of its main thread
+_PLACE = struct.Struct(f"<dq{_PHASE_BYTES}s")  # since when, step, phase
+_BEAT = struct.Struct("<d")
+_NUMBER = struct.Struct("<q")
+_IDENTITY_AT = 0
+_VERSION_AT = _IDENTITY_AT + _IDENTITY.size
+_PLACE_AT = _VERSION_AT + _NUMBER.size
+_BEAT_AT = _PLACE_AT + _PLACE.size
+_HEARING_AT = _BEAT_AT + _BEAT.size
+_STOP_AT = _HEARING_AT + _NUMBER.size
+_SIZE = _STOP_AT + _NUMBER.size
+_WRITING_SECONDS = 0.5
+
+
+class Hearing(IntEnum):
+    """What a rank does with a request to stop."""
+
+    DEAF = 0
+    """Not in the training loop: only ending the process stops it."""
+    LISTENING = 1
+    """In the loop: it will finish its step, save and leave."""
+    LEAVING = 2
+    """It has stopped and saved, and must be left alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One rank at one moment. Times are of `time.monotonic()`, which all processes of a machine share.
+
+    `step` counts from 1; 0 is before the first. `process` is 0 until the rank has come up.
+    """
+
+    process: int
+    main_thread: int
+    since: float
+    step: int
+    phase: str
+    heartbeat: float
+    hearing: Hearing
+
+    def __str__(self) -> str:
+        place = f"at step {self.step}" if self.step else "before the first step"
+        return f"{place}, {self.phase}"
+
+
+class Progress:
+    """The bytes of one rank: in `path`, made if it does not exist, or in memory."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._bytes: mmap.mmap | bytearray = bytearray(_SIZE) if path is None else _map(path)
+        self._version = 0
+
+    def start(self) -> None:
+        """Called by the rank's main thread when the process has come up."""
+        _IDENTITY.pack_into(self._bytes, _IDENTITY_AT, os.getpid(), threading.get_ident())
+        self.at(0, "starting")
+        self.beat()
+
+    def at(self, step: int, phase: str) -> None:
+        """The rank is now in `phase` of `step` (from 1; 0 before the first step)."""
+        place = _PLACE.pack(time.monotonic(), step, phase.encode()[:_PHASE_BYTES])
+        # Odd while the place is being written, so that a reader can tell.
+        self._version += 1
+        _NUMBER.pack_into(self._bytes, _VERSION_AT, self._version)
+        self._bytes[_PLACE_AT : _PLACE_AT + _PLACE.size] = place
+        self._version += 1
+        _NUMBER.pack_into(self._bytes, _VERSION_AT, self._version)
+
+    def beat(self) -> None:
+        """This process still gets to run. Called about once a second by a thread of its own."""
+        _BEAT.pack_into(self._bytes, _BEAT_AT, time.monotonic())
+
+    @property
+    def hearing(self) -> Hearing:
+        return Hearing(_NUMBER.unpack_from(self._bytes, _HEARING_AT)[0])
+
+    @hearing.setter
+    def hearing(self, hearing: Hearing) -> None:
+        _NUMBER.pack_into(self._bytes, _HEARING_AT, hearing)
+
+    @property
+    def stop(self) -> int:
+        """The signal by which the launcher was asked to stop, or 0. Written by the launcher alone."""
+        return int(_NUMBER.unpack_from(self._bytes, _STOP_AT)[0])
+
+    @stop.setter
+    def stop(self, number: int) -> None:
+        _NUMBER.pack_into(self._bytes, _STOP_AT, number)
+
+    def standing(self) -> Standing:
+        """All of it at one moment, also for a reader in another process."""
+        process, main_thread = _IDENTITY.unpack_from(self._bytes, _IDENTITY_AT)
+        since, step, phase = _PLACE.unpack(self._place())
+        (heartbeat,) = _BEAT.unpack_from(self._bytes, _BEAT_AT)
+        text = phase.rstrip(b"\0").decode(errors="ignore") or "starting"
+        return Standing(process, main_thread, since, step, text, heartbeat, self.hearing)
+
+    def _place(self) -> bytes:
+        """The bytes that `at` wrote, whole: the writer may be in the middle, and may not get to run for a while.
+
+        One that was killed or stopped there never finishes; then what is there has to do.
+        """
+        deadline = time.monotonic() + _WRITING_SECONDS
+        while True:
+            before = _NUMBER.unpack_from(self._bytes, _VERSION_AT)[0]
+            place = bytes(self._bytes[_PLACE_AT : _PLACE_AT + _PLACE.size])
+            whole = before % 2 == 0 and before == _NUMBER.unpack_from(self._bytes, _VERSION_AT)[0]
+            if whole or time.monotonic() > deadline:
+                return place
+            time.sleep(0)
+
+
+def _map(path: Path) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.truncate(descriptor, _SIZE)
+        return mmap.mmap(descriptor, _SIZE)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,127 @@
+"""Launchers in processes of their own, to be signalled and killed by tests, and the search for what they leave behind.
+
+They are forked from a server that has imported torch and has done nothing else: forking from a test process whose
+stores and groups have threads crashes at times.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import forkserver
+from pathlib import Path
+
+from expertmesh.cli import launch as launcher
+from expertmesh.cli.options import RunOptions
+from expertmesh.cli.supervise import STOP_SIGNALS
+from expertmesh.config import Config, DataConfig, DataSource, ExpertmeshError, ModelConfig
+
+ROOT = Path(__file__).parents[2]
+FAKE = "tests.cli.fake_training"
+CONFIG = Config(model=ModelConfig(name_or_path="m"), data=DataConfig(train=(DataSource(path="d"),)), output_dir="out")
+LIMIT = 30.0
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["torch.distributed", "tests.cli.jobs"])
+
+
+def start_server() -> None:
+    """Before a test changes where temporary files go: the server keeps one as long as it lives."""
+    forkserver.ensure_running()
+
+
+class ForkedJob:
+    """`expertmesh train` without its command line: the function `train` of fake_training.py on `ranks` local ranks.
+
+    With RANK in `environment` it is one rank of somebody else's job instead.
+    """
+
+    def __init__(
+        self, train: str, ranks: int = 2, *, seconds: float | None = None, restarts: int = 0, **environment: str
+    ) -> None:
+        self.output = Path(os.environ["SCRATCH"], "output")
+        environment = {name: os.environ[name] for name in ("SCRATCH", "TMPDIR")} | environment
+        options = RunOptions(max_seconds=seconds, max_restarts=restarts)
+        self._process = _SERVER.Process(target=_launch, args=(self.output, train, ranks, options, environment))
+        self._process.start()
+        assert self._process.pid is not None
+        self.process = self._process.pid
+
+    def said(self) -> str:
+        return self.output.read_text() if self.output.exists() else ""
+
+    def wait_for(self, word: str, times: int = 2) -> list[int]:
+        """Wait until `word NUMBER` has been said so often; returns the numbers."""
+        deadline = time.monotonic() + LIMIT
+        while len(found := [line.split() for line in self.said().splitlines() if line.startswith(f"{word} ")]) < times:
+            assert time.monotonic() < deadline, f"still not {word}: {self.said()}"
+            assert self._process.is_alive(), f"ended with {self.end()} before it said {word}: {self.said()}"
+            time.sleep(0.01)
+        return [int(number) for _, number in found]
+
+    def end(self) -> int:
+        """Wait for the end; returns the exit code, negative for a signal."""
+        self._process.join(LIMIT)
+        if (code := self._process.exitcode) is None:
+            self._process.kill()
+            raise AssertionError(f"still runs after {LIMIT} s; it said: {self.said()}")
+        return code
+
+
+def _launch(output: Path, train: str, ranks: int, options: RunOptions, environment: dict[str, str]) -> None:
+    os.setpgid(0, 0)  # as a shell does, so that a test can press Ctrl-C
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    os.environ.update(environment)
+    tempfile.tempdir = environment["TMPDIR"]  # the server has asked for it already, and remembers
+    os.chdir(ROOT)
+    code = 1
+    try:
+        if launcher.in_job():
+            launcher.TRAIN = f"{FAKE}:{train}"
+            code = launcher.run(CONFIG, options)
+        else:
+            deadline = None if options.max_seconds is None else time.monotonic() + options.max_seconds
+            code = launcher.launch(CONFIG, ranks, f"{FAKE}:{train}", options=options, deadline=deadline)
+    except ExpertmeshError as error:
+        print(f"error: {error}")
+        code = error.exit_code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def left_behind(scratch: Path) -> list[str]:
+    """What launches have started and is still there: ranks, processes of ranks, the dead that nobody waited for."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            of_a_job = f"SCRATCH={scratch}".encode() in (process / "environ").read_bytes().split(b"\0")
+            state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+            if of_a_job or (state == "Z" and int(parent) == os.getpid()):
+                found.append(f"{process.name}: {(process / 'cmdline').read_text()}")
+    return found
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process still runs; one that has ended may stay listed until its parent asks about it."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

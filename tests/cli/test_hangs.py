@@ -1,0 +1,131 @@
+"""Which of the ranks that did not give up is the one the others waited for."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from expertmesh.cli.hangs import Look, gave_up, hang, read_stack
+from expertmesh.cli.records import RankFailure
+from expertmesh.training.progress import Hearing, Standing
+
+NOW = 1000.0
+IN_A_COLLECTIVE = ('  File "/x/torch/distributed/distributed_c10d.py", line 1 in all_reduce',)
+ELSEWHERE = ('  File "/x/reader.py", line 2 in read', '  File "/x/train.py", line 3 in train')
+TIMED_OUT = "RuntimeError: [gloo/unbound_buffer.cc:78] Timed out waiting 15000ms for recv operation to complete"
+GAVE_UP = RankFailure(0, 1, TIMED_OUT, "Traceback", 0)
+
+
+def standing(step: int, phase: str, ago: float, silent: float = 0.0) -> Standing:
+    return Standing(1, 1, NOW - ago, step, phase, NOW - silent, Hearing.LISTENING)
+
+
+def look(
+    rank: int,
+    where: Standing,
+    stack: tuple[str, ...] = ELSEWHERE,
+    *,
+    outlasted: bool = True,
+    stopped: bool = False,
+) -> Look:
+    return Look(rank, where, NOW, stopped, stack, outlasted)
+
+
+HERE = standing(7, "forward and backward", 15)
+BEHIND = standing(7, "reading data", 15.1)
+
+
+@pytest.mark.parametrize(
+    ("looks", "blamed"),
+    [
+        ([look(1, BEHIND)], 1),
+        ([look(1, HERE, IN_A_COLLECTIVE), look(2, HERE), look(3, HERE, IN_A_COLLECTIVE)], 2),
+        ([look(1, BEHIND, IN_A_COLLECTIVE), look(2, HERE, IN_A_COLLECTIVE)], 1),  # none is clear: the furthest behind
+        ([look(1, HERE), look(2, HERE, (), stopped=True)], 2),
+        ([look(1, BEHIND), look(2, HERE, stopped=True, outlasted=False)], 2),  # looking at it woke it up
+        ([look(1, BEHIND), look(2, standing(7, "update", 1, silent=9))], 2),
+        ([look(1, HERE, IN_A_COLLECTIVE, outlasted=False), look(2, BEHIND, outlasted=False)], 2),  # slow, not dead
+        ([look(1, HERE, outlasted=False), look(2, HERE, IN_A_COLLECTIVE, outlasted=False)], None),
+        ([look(1, standing(8, "reading data", 15), outlasted=False)], None),  # further than who gave up
+        ([look(1, standing(7, "update", 0.1), outlasted=False)], None),  # has moved
+        ([], None),
+    ],
+)
+def test_the_rank_that_the_others_waited_for_is_blamed(looks: list[Look], blamed: int | None) -> None:
+    found = hang(looks, GAVE_UP, HERE)
+    assert (found and str(found).split()[:3]) == (["rank", f"{blamed}", "hung"] if blamed else None)
+
+
+def test_when_a_rank_aborted_only_one_that_clearly_does_not_wait_is_blamed() -> None:
+    """NCCL's watchdog ends its process; an abort may also be just that."""
+    waiting = look(1, BEHIND, IN_A_COLLECTIVE)
+    assert hang([waiting], None, None) is None
+    assert str(hang([waiting, look(2, HERE)], None, None)).startswith("rank 2 hung at step 7, forward and backward: it")
+
+
+def test_all_is_said_in_one_message() -> None:
+    looks = [look(1, BEHIND, stopped=True), look(2, HERE, (), stopped=True)]
+    assert str(hang(looks, GAVE_UP, HERE)).splitlines() == [
+        "rank 1 hung at step 7, reading data (and so did rank 2): it had not moved for 15 s; it was stopped by a "
+        "signal (SIGSTOP); where it was, innermost call first:",
+        *ELSEWHERE,
+        f"rank 0 gave up waiting at step 7, forward and backward: {TIMED_OUT}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "waited"),
+    [
+        (TIMED_OUT, True),
+        ("DistBackendError: NCCL: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)", True),
+        ("DistStoreError: wait timeout after 2000ms, keys: /default_pg/0", True),
+        ("RuntimeError: Connection closed by peer [127.0.0.1]:1", False),
+        ("ReadTimeout: HTTPSConnectionPool: Read timed out. (read timeout=10)", False),
+    ],
+)
+def test_a_collective_that_timed_out_is_told_from_other_errors(message: str, waited: bool) -> None:
+    assert gave_up(RankFailure(0, 1, message, "Traceback", 0)) is waited
+
+
+STACKS = """\
+Thread 0x00007f0000000002 (most recent call first):
+  File "/x/heartbeat.py", line 1 in beat
+
+Current thread 0x00007f0000000001 [main] (most recent call first):
+  File "/x/reader.py", line 2 in read
+  File "/x/src/expertmesh/cli/worker.py", line 42 in run_rank
+  File "<frozen runpy>", line 88 in _run_code
+"""
+BOTTOM = '  File "<frozen runpy>", line 198 in _run_module_as_main\n'
+
+
+def test_the_main_thread_s_stack_is_read_when_all_of_it_is_there(tmp_path: Path) -> None:
+    file = tmp_path / "stack"
+    assert read_stack(file, 0x7F0000000001, seconds=0) == ()
+    file.write_text(STACKS)
+    assert read_stack(file, 0x7F0000000001, seconds=0) == ()
+
+    def write_the_rest() -> None:
+        time.sleep(0.1)
+        file.write_text(STACKS + BOTTOM)
+
+    thread = threading.Thread(target=write_the_rest)
+    thread.start()
+    assert read_stack(file, 0x7F0000000001, seconds=5) == ('  File "/x/reader.py", line 2 in read',)
+    thread.join()
+
+
+def test_of_a_deep_stack_both_ends_are_shown(tmp_path: Path) -> None:
+    file = tmp_path / "stack"
+    calls = "".join(f'  File "/x/deep.py", line {line} in deep\n' for line in range(50))
+    file.write_text(f"Thread 0x0000000000000001 (most recent call first):\n{calls}{BOTTOM}")
+    lines = [int(line.split()[3]) if "line" in line else None for line in read_stack(file, 1, seconds=0)]
+    assert lines == [*range(8), None, *range(44, 50)]
+
+
+def test_a_stack_that_is_too_deep_for_faulthandler_is_complete_too(tmp_path: Path) -> None:
+    file = tmp_path / "stack"
+    calls = "".join(f'  File "/x/deep.py", line {line} in deep\n' for line in range(100))
+    file.write_text(f"Thread 0x0000000000000001 (most recent call first):\n{calls}  ...\n")
+    assert len(read_stack(file, 1, seconds=0)) == 15
