@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 class Case:
     """One benchmark case.
 
-    `compute` is what forward and backward run in; parameters and reduced gradients are always float32.
+    `compute` is what forward and backward run in, `params` what parameters are stored in, in memory and in the
+    checkpoint; reduced gradients are always float32.
     `tokens` counts tokens per data rank and step, cut into sequences of `sequence` tokens.
     """
 
     tokens: int
     compute: str
+    params: str = "float32"
     sequence: int = 512
     ranks: int = 4
     layers: int = 8
@@ -72,7 +74,11 @@ class Case:
 SETTINGS: dict[str, Case] = {
     "fp32-512": Case(tokens=512, compute="float32"),
     "bf16-2048": Case(tokens=2048, compute="bfloat16"),
-}
+    "load-2gb": Case(
+        tokens=512, compute="bfloat16", params="bfloat16", layers=10, hidden=1024, expert_width=512,
+        vocabulary=32768, heads=16,
+    ),
+}  # fmt: skip
 
 
 def qwen3_moe_config(case: Case) -> PreTrainedConfig:
@@ -98,8 +104,8 @@ def qwen3_moe_config(case: Case) -> PreTrainedConfig:
     return Qwen3MoeConfig(**sizes)
 
 
-def write_checkpoint(case: Case, directory: Path) -> Case:
-    """Write a random float32 checkpoint of `case` in the published layout; returns the case with its path.
+def write_checkpoint(case: Case, directory: Path, max_shard_size: str = "50GB") -> Case:
+    """Write a random checkpoint of `case` in the published layout; returns the case with its path.
 
     Every system loads this one directory, so equal losses and gradient norms show that they compute the same
     thing.
@@ -108,8 +114,8 @@ def write_checkpoint(case: Case, directory: Path) -> Case:
 
     torch.manual_seed(0)
     auto: Any = AutoModelForCausalLM
-    model = auto.from_config(qwen3_moe_config(case), dtype=torch.float32)
-    model.save_pretrained(directory)
+    model = auto.from_config(qwen3_moe_config(case), dtype=getattr(torch, case.params))
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
     return dataclasses.replace(case, checkpoint=str(directory))
 
 

@@ -63,17 +63,17 @@ def _transformers_sharded(case: Case, ep: int) -> System:
     from transformers.distributed.configuration_utils import DistributedConfig
 
     world = dist.get_world_size()
-    mixed = case.dtype is torch.bfloat16
+    mixed = case.compute != case.params
     model = AutoModelForCausalLM.from_pretrained(
         case.checkpoint,
-        dtype=torch.float32,
+        dtype=getattr(torch, case.params),
         distributed_config=DistributedConfig(fsdp_size=world, ep_size=ep, fsdp_mixed_precision=mixed),
         experts_implementation="grouped_mm",
         attn_implementation="sdpa",
     )
     model.train()
-    note = "float32 parameters, " + (
-        "fsdp_mixed_precision: bfloat16 compute, float32 reduce" if mixed else "float32 compute and reduce"
+    note = f"{case.params} parameters, " + (
+        f"fsdp_mixed_precision: {case.compute} compute, float32 reduce" if mixed else "the same compute and reduce"
     )
     return System(model, _transformers_step(model, input_ids(case, dist.get_rank()), 1 / world), note)
 
@@ -129,7 +129,7 @@ def _expertmesh(case: Case, ep: int, compute: str) -> System:
     import expertmesh as em
 
     mesh = em.init_mesh(em.ParallelConfig(ep=ep))
-    precision = em.PrecisionConfig(params="float32", compute=case.compute, reduce="float32")  # type: ignore[arg-type]
+    precision = em.PrecisionConfig(params=case.params, compute=case.compute, reduce="float32")  # type: ignore[arg-type]
     moe = em.MoeConfig(compute=compute)  # type: ignore[arg-type]
     model = em.load_model(case.checkpoint, mesh, precision=precision, moe=moe, attention="sdpa")
     ids_BS = input_ids(case, dist.get_rank())
@@ -141,7 +141,7 @@ def _expertmesh(case: Case, ep: int, compute: str) -> System:
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    return System(model, step, f"float32 parameters, {case.compute} compute, float32 reduce")
+    return System(model, step, f"{case.params} parameters, {case.compute} compute, float32 reduce")
 
 
 BUILDERS: dict[str, Builder] = {

@@ -1,9 +1,9 @@
 """One rank of a benchmark run; started by `step.py`, never by hand.
 
 `time` builds every system on the same ranks and alternates them, so that a busy neighbour slows all of them
-alike. `memory` builds one system in a fresh process. `profile` prints where one system's CPU time goes on
-rank 0. Rank 0 writes the result as JSON; every rank leaves through `os._exit`, because gloo's teardown aborts
-at random.
+alike. `memory` and `load` build one system in a fresh process. `save` is checkpoint.py's. `profile` prints where one
+system's CPU time goes on rank 0. Rank 0 writes the result as JSON; every rank leaves through `os._exit`, because
+gloo's teardown aborts at random.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from torch.distributed.tensor import DTensor
 
 from . import probes
 from .case import Case, write_checkpoint
+from .saving import measure_saving
 from .systems import System, build
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("mode", choices=("time", "memory", "profile"))
+    parser.add_argument("mode", choices=("time", "memory", "load", "save", "profile"))
     parser.add_argument("--case", required=True)
     parser.add_argument("--systems", required=True)
     parser.add_argument("--repeats", type=int, required=True)
@@ -52,6 +53,10 @@ def main() -> None:
         result = measure_time(case, names, arguments.repeats)
     elif arguments.mode == "memory":
         result = measure_memory(case, names[0], arguments.repeats)
+    elif arguments.mode == "load":
+        result = measure_load(case, names[0])
+    elif arguments.mode == "save":
+        result = measure_saving(case, Path(names[0]), arguments.repeats)
     else:
         result = {"profile": profile(case, names[0], arguments.repeats)}
     if rank == 0:
@@ -127,14 +132,7 @@ def measure_memory(case: Case, name: str, repeats: int) -> dict[str, Any]:
     and ranks share; `step_anonymous` leaves them out, and is the figure to compare. `tensors` is what
     torch itself had allocated at the peak of one more step: exact, without what communication libraries take.
     """
-    with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else _Nothing() as directory:
-        tiny = gather(write_checkpoint(case.tiny(), Path(directory)) if directory else None)[0]
-        warm = build(name, tiny)
-        if warm:
-            warm.step()
-        dist.barrier()
-    del warm
-    gc.collect()
+    warm_up(case, name)
     imports, imported_files = probes.resident_bytes(), probes.file_bytes()
     probes.reset_peak()
     system = build(name, case)
@@ -156,6 +154,46 @@ def measure_memory(case: Case, name: str, repeats: int) -> dict[str, Any]:
         tensors = held + probes.peak_allocated_bytes(system.step)
     row = {"imports": imports, "load": load, "step": step, "step_anonymous": anonymous, "tensors": tensors}
     return {"ranks": [row for row in gather(row if system else None) if row]}
+
+
+def measure_load(case: Case, name: str) -> dict[str, Any]:
+    """Build one system, which loads its checkpoint, in processes that have loaded nothing but a tiny one; collective.
+
+    `seconds` are those of the slowest rank. Per rank, in bytes: the highest resident memory above the start (`peak`,
+    exact, and its sampled parts `anonymous` and `file`), what stays (`kept`), `shard`, the bytes of its parameters,
+    and `read`, what read calls gave it (the kernel's count; pages of mapped files are none). `square` is the sum of
+    all squares, the same for every system.
+    """
+    warm_up(case, name)
+    probes.reset_peak()
+    resident, anonymous, file = probes.resident_bytes(), probes.anonymous_bytes(), probes.file_bytes()
+    dist.barrier()
+    read = probes.read_bytes()
+    with probes.SampledPeaks() as peaks:
+        start = time.perf_counter()
+        system = build(name, case)
+        seconds = time.perf_counter() - start
+    read = probes.read_bytes() - read
+    row = {"peak": probes.peak_resident_bytes() - resident, "kept": probes.resident_bytes() - resident}
+    row |= {"anonymous": peaks.anonymous - anonymous, "file": peaks.file - file}
+    assert system is not None
+    parameters = [_local(parameter.detach()) for parameter in system.module.parameters()]
+    row |= {"shard": sum(parameter.nbytes for parameter in parameters), "read": read}
+    square = torch.stack([parameter.double().square().sum() for parameter in parameters]).sum()
+    dist.all_reduce(square)
+    return {"seconds": max(gather(seconds)), "ranks": gather(row), "square": square.item()}
+
+
+def warm_up(case: Case, name: str) -> None:
+    """Build a tiny model of the same system and step once, so that lazy imports are done; collective."""
+    with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else _Nothing() as directory:
+        tiny = gather(write_checkpoint(case.tiny(), Path(directory)) if directory else None)[0]
+        warm = build(name, tiny)
+        if warm:
+            warm.step()
+        dist.barrier()
+    del warm
+    gc.collect()
 
 
 def profile(case: Case, name: str, repeats: int) -> str:

@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from expertmesh.config.errors import ExpertmeshError, InputError, IntegrityError, SecurityError
 from expertmesh.shards import extents, slices, volume
+from expertmesh.weights import files
 from expertmesh.weights.files import (
     MAX_GAP_BYTES,
     MAX_MERGED_ROW_BYTES,
+    Checkpoint,
     FileTensor,
     as_bytes,
     open_checkpoint,
@@ -135,15 +137,27 @@ BAD_HEADERS: list[tuple[str, Any, bytes, type[ExpertmeshError], str]] = [
     ("no shape", {"w": {"dtype": "U8", "data_offsets": [0, 1]}}, b"1", IntegrityError, "tensor w"),
     ("entry is a list", {"w": [1, 2]}, b"", IntegrityError, "tensor w"),
     ("negative", {"w": _entry([-1], 0, 1)}, b"1", IntegrityError, "tensor w"),
+    ("negative offset", {"w": _entry([2], -1, 1)}, b"12", SecurityError, "tensor w .* outside of the file"),
+    ("backwards", {"w": _entry([1], 2, 1)}, b"12", SecurityError, "tensor w .* outside of the file"),
+    ("out of range", {"w": _entry([2], 0, 1 << 40)}, b"12", SecurityError, "tensor w .* outside of the file"),
+    ("elsewhere", {"w": _entry([2], 1 << 40, (1 << 40) + 2)}, b"12", SecurityError, "w does not start"),
+    ("float offset", {"w": _entry([1], 0, 1.0)}, b"1", IntegrityError, "tensor w"),  # type: ignore[arg-type]
+    ("three offsets", {"w": _entry([1], 0, 1) | {"data_offsets": [0, 1, 1]}}, b"1", IntegrityError, "tensor w"),
     ("float shape", {"w": _entry([1.0], 0, 1)}, b"1", IntegrityError, "tensor w"),  # type: ignore[list-item]
     ("true", {"w": _entry([True], 0, 1)}, b"1", IntegrityError, "tensor w"),
-    ("unknown dtype", {"w": _entry([2], 0, 1, "F4")}, b"1", InputError, "unsupported dtype 'F4'"),
+    ("unsupported dtype", {"w": _entry([2], 0, 1, "F4")}, b"1", InputError, "unsupported dtype 'F4'"),
+    ("unknown dtype", {"w": _entry([1], 0, 4, "F33")}, b"1234", IntegrityError, "tensor w has the dtype 'F33'"),
     ("dtype is a list", {"w": {"dtype": [], "shape": [], "data_offsets": [0, 1]}}, b"1", IntegrityError, "w"),
     ("wrong size", {"w": _entry([3], 0, 2)}, b"12", IntegrityError, "tensor w"),
     ("huge shape", {"w": _entry([2**40, 2**40], 0, 2)}, b"12", IntegrityError, "tensor w"),
-    ("overlap", {"a": _entry([2], 0, 2), "b": _entry([2], 1, 3)}, b"123", IntegrityError, "a and b overlap"),
-    ("gap", {"a": _entry([1], 0, 1), "b": _entry([1], 2, 3)}, b"123", IntegrityError, "a and b overlap"),
-    ("late start", {"a": _entry([1], 1, 2)}, b"12", IntegrityError, "tensor a does not start"),
+    ("shape that wraps round", {"w": _entry([2**62, 4, 2], 0, 0)}, b"", IntegrityError, "tensor w"),
+    ("nothing times too much", {"w": _entry([0, 1 << 63], 0, 0)}, b"", IntegrityError, "tensor w"),
+    ("endless product", {"w": _entry([10**4000] * 999, 0, 2)}, b"12", IntegrityError, "tensor w"),
+    ("endless dims", {"w": _entry([1] * 99999, 0, 1)}, b"1", IntegrityError, "tensor w"),
+    ("overlap", {"a": _entry([2], 0, 2), "b": _entry([2], 1, 3)}, b"123", SecurityError, "a and b overlap"),
+    ("same bytes", {"a": _entry([2], 0, 2), "b": _entry([2], 0, 2)}, b"12", SecurityError, "a and b overlap"),
+    ("gap", {"a": _entry([1], 0, 1), "b": _entry([1], 2, 3)}, b"123", SecurityError, "a and b overlap"),
+    ("late start", {"a": _entry([1], 1, 2)}, b"12", SecurityError, "tensor a does not start"),
     (
         "truncated",
         {"a": _entry([1], 0, 1), "b": _entry([9], 1, 10)},
@@ -169,13 +183,41 @@ def test_damaged_headers_are_refused_naming_file_and_tensor(
     assert str(path) in str(caught.value)
 
 
+HEADER = json.dumps({"w": _entry([2], 0, 2)}).encode()
+
+
 @pytest.mark.parametrize(
-    "content", [b"", b"123", (1 << 62).to_bytes(8, "little") + b"{}", (200_000_000).to_bytes(8, "little")]
+    ("length", "rest"),
+    [
+        (1 << 62, b"{}"),
+        (200_000_000, b""),
+        (1 << 40, HEADER + b"12"),
+        (len(HEADER) + 99, HEADER + b"12"),
+        (9, b"\0" * 8),
+    ],
 )
-def test_headers_longer_than_the_file_are_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(IntegrityError, match="damaged: header of"):
+def test_a_header_larger_than_its_file_is_refused_before_it_is_read(
+    tmp_path: Path, length: int, rest: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, size, at: read.append(size) or pread(fd, size, at))
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + rest)
+    with pytest.raises(SecurityError, match=f"a header of {length} bytes in a file of {8 + len(rest)} bytes") as caught:
         open_checkpoint(tmp_path)
+    assert str(path) in str(caught.value)
+    assert max(read) <= 8 + len(rest)
+
+
+@pytest.mark.parametrize("kept", [0, 3, 8, 9, 20, 7 + len(HEADER), 8 + len(HEADER), 9 + len(HEADER)])
+def test_a_truncated_file_is_an_integrity_error_wherever_it_ends(tmp_path: Path, kept: int) -> None:
+    path = _raw(tmp_path / "model.safetensors", HEADER, b"12")
+    os.truncate(path, kept)
+    error = SecurityError if kept == 8 else IntegrityError  # nothing is left that would tell the two apart
+    with pytest.raises(error) as caught:
+        open_checkpoint(tmp_path)
+    assert str(path) in str(caught.value)
 
 
 def test_a_flipped_bit_in_a_header_is_refused_or_changes_nothing_that_is_used(tmp_path: Path) -> None:
@@ -183,6 +225,7 @@ def test_a_flipped_bit_in_a_header_is_refused_or_changes_nothing_that_is_used(tm
     good = (tmp_path / "good.safetensors").read_bytes()
     reference = {name: (t.dtype, t.shape, t.offset) for name, t in read_header(tmp_path / "good.safetensors").items()}
     length = 8 + int.from_bytes(good[:8], "little")
+    unsafe: list[str] = []
     for bit in range(8 * length):
         flipped = bytearray(good)
         flipped[bit // 8] ^= 1 << bit % 8
@@ -190,12 +233,17 @@ def test_a_flipped_bit_in_a_header_is_refused_or_changes_nothing_that_is_used(tm
         path.write_bytes(flipped)
         try:
             tensors = read_header(path)
-        except (IntegrityError, InputError):
+        except IntegrityError:
+            continue
+        except SecurityError as error:
+            unsafe.append(str(error))
             continue
         found = {name: (tensor.dtype, tensor.shape, tensor.offset) for name, tensor in tensors.items()}
         # What is left are flips of the metadata, of the name (found when the plan is made) and between
         # dtypes of one size (found by the model's kind of dtype where integers meet floats).
         assert found == reference or "weight" not in found or found["weight"][0].itemsize == 4
+    # A length or an offset that now points out of the file cannot be told from a forged one.
+    assert all("a header of" in words or "outside of the file" in words for words in unsafe)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +255,9 @@ def test_a_flipped_bit_in_a_header_is_refused_or_changes_nothing_that_is_used(tm
         "..",
         "",
         "a\\b.safetensors",
+        ".",
+        "a.safetensors\0",
+        ["a.safetensors"],
         "a.bin",
         3,
         None,
@@ -221,6 +272,47 @@ def test_an_index_that_names_anything_but_files_beside_it_is_refused_for_securit
     assert str(index) in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["directory", "pipe", "device"])
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_only_files_are_read_and_nothing_waits_for_a_pipe(tmp_path: Path, name: str, kind: str) -> None:
+    path = tmp_path / name
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(SecurityError, match=f"{path}: is neither a file nor a link to one"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_index_too_large_to_be_one_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    path.touch()
+    os.truncate(path, 1 << 40)
+    with pytest.raises(SecurityError, match="an index of 1099511627776 bytes"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_link_to_a_file_that_is_not_there_is_plain_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "one.safetensors"}}')
+    (tmp_path / "one.safetensors").symlink_to(tmp_path / "blobs" / "gone")
+    with pytest.raises(InputError, match=r"one\.safetensors: no such file"):
+        open_checkpoint(tmp_path)
+
+
+DEEP = '{"weight_map": ' + "[" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    "content", [DEEP, '{"weight_map": {"w": "a.safetensors", "w": "b.safetensors"}}'], ids=["deep", "twice"]
+)
+def test_an_index_that_is_nested_without_end_or_says_two_things_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(IntegrityError, match=r"is not JSON|w appears twice"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": [1]}'])
 def test_an_index_without_a_weight_map_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(content)
@@ -231,7 +323,7 @@ def test_an_index_without_a_weight_map_is_refused(tmp_path: Path, content: str) 
 def test_files_and_tensors_that_the_index_promises_must_be_there(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"w": "one.safetensors"}}))
-    with pytest.raises(IntegrityError, match=r"one\.safetensors: no such file"):
+    with pytest.raises(InputError, match=r"one\.safetensors: no such file.*download it"):
         open_checkpoint(tmp_path)
     save_file({"other": torch.ones(1)}, tmp_path / "one.safetensors")
     with pytest.raises(IntegrityError, match=r"says that w is in one\.safetensors"):
@@ -263,6 +355,19 @@ def test_a_file_that_shrinks_after_its_header_was_read_names_the_tensor(tmp_path
         os.truncate(tmp_path / "model.safetensors", 200)
         with pytest.raises(IntegrityError, match="ends inside tensor w"):
             checkpoint.read(checkpoint.tensors["w"], ((0, 100),), torch.empty(100))
+
+
+def test_more_files_than_a_process_may_have_open_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_OPEN_FILES", 4)
+    for number in range(10):
+        save_file({"w": torch.full((3,), float(number))}, tmp_path / f"{number}.safetensors")
+    with Checkpoint(tmp_path, {}) as checkpoint:
+        before = len(os.listdir("/proc/self/fd"))
+        for number in [*range(10), *range(10)]:
+            out = torch.empty(3)
+            checkpoint.read(read_header(tmp_path / f"{number}.safetensors")["w"], ((0, 3),), out)
+            assert out.tolist() == [number] * 3
+            assert len(os.listdir("/proc/self/fd")) <= before + 4
 
 
 def test_a_file_tensor_knows_its_bytes() -> None:

@@ -181,6 +181,47 @@ def test_a_plan_error_is_the_same_on_all_ranks(tmp_path: Path) -> None:
     assert "1 missing (model.norm.weight)" in first
 
 
+NORM, EXPERT = "model.norm.weight", "model.layers.1.mlp.experts.3"
+UNFIT: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
+    "missing": ({NORM: None}, f"1 missing ({NORM})"),
+    "unexpected": ({"model.what.weight": torch.ones(2)}, "1 unexpected (model.what.weight)"),
+    "duplicated": ({"norm.weight": torch.ones(32)}, f"1 duplicated ({NORM} from"),
+    "misshaped": ({NORM: torch.ones(31)}, f"1 misshaped ({NORM}: files (31,), model (32,))"),
+    "integers": ({NORM: torch.ones(32).int()}, f"1 mistyped ({NORM}: {NORM} is torch.int32, the model torch.float32)"),
+    "booleans": ({NORM: torch.ones(32).bool()}, f"1 mistyped ({NORM}: {NORM} is torch.bool, the model torch.float32)"),
+    "an expert of integers": (
+        {f"{EXPERT}.down_proj.weight": torch.ones(32, 24, dtype=torch.uint8)},
+        f"1 mistyped (model.layers.1.mlp.experts.down_proj: {EXPERT}.down_proj.weight is torch.uint8, the model",
+    ),
+    "8-bit floats without scales": (
+        {NORM: torch.ones(32).to(torch.float8_e4m3fn)},
+        f"1 mistyped ({NORM}: {NORM} is torch.float8_e4m3fn, the model torch.float32)",
+    ),
+    "a matrix of an expert missing": ({f"{EXPERT}.up_proj.weight": None}, "model.layers.1.mlp.experts.gate_up_proj"),
+}
+
+
+def _errors(config: PreTrainedConfig, directories: list[Path]) -> list[str]:
+    return [_fill_and_report_error(config, directory, None) for directory in directories]
+
+
+def test_files_that_do_not_fit_are_one_sentence_on_every_rank_naming_the_tensor(tmp_path: Path) -> None:
+    reference = random_model(qwen3_moe())
+    directories = [tmp_path / name for name in UNFIT]
+    for directory, (edits, _) in zip(directories, UNFIT.values(), strict=True):
+        reference.save_pretrained(directory)
+        tensors = load_file(directory / "model.safetensors")
+        for name, tensor in edits.items():
+            tensors.pop(name, None)
+            tensors |= {} if tensor is None else {name: tensor}
+        save_file(tensors, directory / "model.safetensors")
+    first, second = run_ranks(_errors, 2, reference.config, directories)
+    assert first == second
+    for directory, error, (_, words) in zip(directories, first, UNFIT.values(), strict=True):
+        assert error.startswith(f"{directory}: does not fit Qwen3MoeForCausalLM: ")
+        assert words in error
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_values_that_are_not_finite_are_refused_naming_file_tensor_and_place(value: float, tmp_path: Path) -> None:
     reference = random_model(qwen3_moe())

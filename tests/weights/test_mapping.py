@@ -159,7 +159,10 @@ BAD: dict[str, tuple[Callable[[Files], None], str]] = {
     "missing": (_drop("model.norm.weight"), r"1 missing \(model\.norm\.weight\)"),
     "superfluous": (_put("model.what.weight", torch.ones(2)), r"1 unexpected \(model\.what\.weight\)"),
     "misshaped": (_put("model.norm.weight", torch.ones(31)), r"norm\.weight: files \(31,\), model \(32,\)"),
-    "mistyped": (_put("model.norm.weight", torch.ones(32).int()), "files torch.int32, model torch.float32"),
+    "mistyped": (
+        _put("model.norm.weight", torch.ones(32).int()),
+        r"norm\.weight is torch\.int32, the model torch\.float32",
+    ),
     "misshaped expert": (_put(f"{EXPERTS}.3.up_proj.weight", torch.ones(24, 31)), r"1 incomplete .*24, 31\)"),
     "one matrix of an expert missing": (_drop(f"{EXPERTS}.7.up_proj.weight"), "1 incomplete.*cannot join"),
     "an expert missing in the middle": (

@@ -292,8 +292,8 @@ def _save_failing(
 @pytest.mark.parametrize(
     ("sabotage", "error", "words"),
     [
-        (_full_disk_on_rank_1, InputError, "the disk is full: it has .* bytes free, the model needs 195,000"),
-        (_no_room_at_all, InputError, "17 bytes free, the model needs 195,000"),
+        (_full_disk_on_rank_1, InputError, "the disk is full: it has .* bytes free, 195,000 are needed"),
+        (_no_room_at_all, InputError, "17 bytes free, 195,000 are needed"),
         (_unseen_on_rank_1, InputError, "save to a file system that all ranks share"),
         (_lost_experts, IntegrityError, "own .* of its"),
     ],

@@ -5,19 +5,21 @@ target is what the template adds after the generation prompt, up to the end of t
 difference"); where the truncated conversation renders differently from the full one (Qwen3 and GPT-OSS
 strip thinking from earlier turns), the turn is located in the full rendering with two stand-in answers
 ("stand-ins"). Every span is checked against the full text; one that cannot be proven is refused, so a mask
-is never silently all ones or all zeros. Templates run in transformers' jinja sandbox. Never tokenizes.
+is never silently all ones or all zeros. Templates run in transformers' Jinja sandbox, in a child process with
+limits (confined.py); one that reaches out of the sandbox or exceeds a limit is refused. Never tokenizes.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2.exceptions import SecurityError as SandboxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from expertmesh.config.errors import InputError
+from expertmesh.config.errors import InputError, SecurityError
+from expertmesh.data.confined import Confined, LimitExceeded, restart_clock
 from expertmesh.data.formats import Conversation, MalformedRow
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -31,6 +33,10 @@ SOME_TURNS_MARKED = "generation marks on some assistant turns only"
 PREFIX_DIFFERENCE = "prefix difference"
 STAND_INS = "stand-ins"
 EVERY_TOKEN = "every token"
+
+# How much longer than the conversation itself its rendering may be, in characters.
+MAX_ADDED_CHARACTERS = 4_000_000
+_MAX_REASON = 300
 
 _HINT = "so its targets cannot be found: use a template with {% generation %} marks"
 
@@ -54,26 +60,58 @@ class ChatRenderer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str) -> None:
+        self._name = tokenizer.name_or_path or type(tokenizer).__name__
         try:
-            self._template: str = tokenizer.get_chat_template()
+            template = tokenizer.get_chat_template()
         except ValueError as error:
             raise InputError(
-                f"the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no chat template, "
+                f"the tokenizer {self._name} has no chat template, "
                 "which rows of format messages, sharegpt and alpaca need; put a chat_template.jinja into "
                 "the model directory, or use data of format prompt_completion or text."
             ) from error
+        self._child = Confined(_InChild(tokenizer, template, loss_on).answer)
+
+    def render(self, conversations: Sequence[Conversation]) -> list[Rendered | MalformedRow]:
+        """Render each conversation and find its targets, or say why its row cannot be used.
+
+        Raises `SecurityError` for a template that reaches out of its sandbox, or takes more time or memory or writes
+        more text than any honest one.
+        """
+        try:
+            answers = self._child.map([conversation.messages for conversation in conversations])
+        except LimitExceeded as error:
+            raise SecurityError(
+                f"the chat template of {self._name} is refused: it {error}; read it, and put a chat_template.jinja "
+                "that you trust into the model directory"
+            ) from error
+        return [_received(answer) for answer in answers]
+
+
+def _received(answer: dict[str, Any]) -> Rendered | MalformedRow:
+    if "malformed" in answer:
+        return MalformedRow(answer["malformed"])
+    return Rendered(answer["text"], tuple((start, end) for start, end in answer["spans"]), answer["method"])
+
+
+class _InChild:
+    """What the child process does for `ChatRenderer`: executes the template, as often as locating turns takes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, loss_on: str) -> None:
         self._tokenizer = tokenizer
+        self._template = template
         self._loss_on = loss_on
         self._special_strings = special_strings(tokenizer)
-        self._marked = _GENERATION_MARK.search(self._template) is not None
+        self._marked = _GENERATION_MARK.search(template) is not None
 
-    def render(self, conversation: Conversation) -> Rendered:
-        """Render one conversation and find its targets.
+    def answer(self, messages: Messages) -> dict[str, Any]:
+        """One conversation's `Rendered`, or the reason why its row is malformed, as JSON values."""
+        try:
+            rendered = self._find_targets(messages)
+            return {"text": rendered.text, "spans": rendered.spans, "method": rendered.method}
+        except MalformedRow as error:
+            return {"malformed": str(error)}
 
-        Raises `MalformedRow` when the template refuses the conversation, or renders it so that its assistant
-        turns cannot be located.
-        """
-        messages = conversation.messages
+    def _find_targets(self, messages: Messages) -> Rendered:
         if self._loss_on == "all":
             text = self._render(messages)
             return Rendered(text, ((0, len(text)),), EVERY_TOKEN)
@@ -95,15 +133,16 @@ class ChatRenderer:
         return Rendered(text, tuple(spans), method)
 
     def _render(self, messages: Messages, *, generation_prompt: bool = False) -> str:
-        try:
-            text = self._tokenizer.apply_chat_template(
+        def apply() -> Any:
+            return self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
             )
-        except (TemplateError, ValueError, TypeError) as error:
-            raise MalformedRow(f"the chat template refuses the conversation ({error})") from error
+
+        text = _execute(apply)
         assert isinstance(text, str)
+        _refuse_flood(text, messages)
         return text
 
     def _render_marked(self, messages: Messages, assistant_turns: Messages) -> Rendered:
@@ -111,17 +150,18 @@ class ChatRenderer:
         # to the end of the text when a span's last character has no token; so take the character spans from
         # the renderer beneath it.
         template_variables: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
-        try:
-            # annotated `-> str` upstream, but returns the texts and, for each, the spans of its marks
-            rendered: Any = render_jinja_template(
+
+        def apply() -> Any:
+            return render_jinja_template(
                 conversations=[[dict(message) for message in messages]],
                 chat_template=self._template,
                 return_assistant_tokens_mask=True,
                 **template_variables,
             )
-        except (TemplateError, ValueError, TypeError) as error:
-            raise MalformedRow(f"the chat template refuses the conversation ({error})") from error
-        (text,), (spans_of_text,) = rendered
+
+        # annotated `-> str` upstream, but returns the texts and, for each, the spans of its marks
+        (text,), (spans_of_text,) = _execute(apply)
+        _refuse_flood(text, messages)
         spans = tuple((start, end) for start, end in spans_of_text if end > start)
         marked = "\n".join(text[start:end] for start, end in spans)
         covered = [_visible(message) in marked for message in assistant_turns if _visible(message)]
@@ -189,6 +229,33 @@ class ChatRenderer:
                 if after.startswith(special):
                     return len(special)
         raise MalformedRow(f"the chat template does not show where assistant message {turn + 1} ends, {_HINT}")
+
+
+def _execute(apply: Callable[[], Any]) -> Any:
+    """Run the template. Whatever else it raises is its way of refusing the conversation."""
+    restart_clock()
+    try:
+        return apply()
+    except MemoryError:
+        raise
+    except SandboxError as error:
+        raise LimitExceeded(f"reaches for what its sandbox forbids ({_short(error)})") from error
+    except RecursionError as error:
+        raise LimitExceeded("is nested without end") from error
+    except OverflowError as error:
+        raise LimitExceeded(f"asks for more than a template may ({_short(error)})") from error
+    except Exception as error:
+        raise MalformedRow(f"the chat template refuses the conversation ({_short(error)})") from error
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:_MAX_REASON]
+
+
+def _refuse_flood(text: str, messages: Messages) -> None:
+    own = sum(len(value) for message in messages for value in message.values() if isinstance(value, str))
+    if len(text) > own + MAX_ADDED_CHARACTERS:
+        raise LimitExceeded(f"turns a conversation of {own:,} characters into {len(text):,}")
 
 
 def special_strings(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:

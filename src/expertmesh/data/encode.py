@@ -59,22 +59,29 @@ class Encoder:
         The tokenizer is called once for all chat records and once for all others.
         """
         results: list[Encoded | MalformedRow | None] = [None] * len(records)
+        conversations = {index: record for index, record in enumerate(records) if isinstance(record, Conversation)}
         chats: list[tuple[int, Rendered]] = []
-        documents: list[tuple[int, Rendered]] = []
-        for index, record in enumerate(records):
-            if not isinstance(record, Conversation):
-                documents.append((index, self._document(record)))
-                continue
-            self._renderer = self._renderer or ChatRenderer(self._tokenizer, self._loss_on)
-            try:
-                chats.append((index, self._renderer.render(record)))
-            except MalformedRow as error:
-                results[index] = error
+        for index, rendered in zip(conversations, self._render(list(conversations.values())), strict=True):
+            if isinstance(rendered, Rendered):
+                chats.append((index, rendered))
+            else:
+                results[index] = rendered
+        documents = [
+            (index, self._document(record))
+            for index, record in enumerate(records)
+            if not isinstance(record, Conversation)
+        ]
         for group, plain in ((chats, False), (documents, True)):
             texts = [rendered.text for _, rendered in group]
             for (index, rendered), tokens in zip(group, self._tokenize(texts, plain), strict=True):
                 results[index] = self._mask(rendered, *tokens, plain=plain)
         return [result for result in results if result is not None]
+
+    def _render(self, conversations: list[Conversation]) -> list[Rendered | MalformedRow]:
+        if not conversations:
+            return []
+        self._renderer = self._renderer or ChatRenderer(self._tokenizer, self._loss_on)
+        return self._renderer.render(conversations)
 
     def _document(self, record: PlainText | PromptCompletion) -> Rendered:
         if isinstance(record, PlainText):

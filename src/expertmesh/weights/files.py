@@ -2,13 +2,16 @@
 
 For load.py (through pieces.py) and for `inspect`, which needs headers alone. Nothing is trusted: every
 header is checked against the file before any of its numbers is used, and an index may only name plain files
-of its own directory (which may be symbolic links: the hub's cache is made of them). Never maps a file into
-memory, never reads a tensor that nobody asked for, never opens a pickle.
+of its own directory (which may be symbolic links: the hub's cache is made of them). What is merely damaged is
+an `IntegrityError`; what would mislead a trusting reader (offsets that point elsewhere, a header larger than its
+file) is a `SecurityError`. Never maps a file into memory, never reads a tensor that nobody asked for, never opens
+a pickle.
 """
 
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -24,12 +27,16 @@ from expertmesh.shards import Box, volume
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# The bound that the safetensors library itself sets.
+# The bound that the safetensors library itself sets to headers; here also that of an index.
 MAX_HEADER_BYTES = 100_000_000
+# No tensor has as many dims, and no file as many bytes; products of such numbers stay cheap to compute.
+_MAX_DIMS, _MAX_NUMBER = 64, 1 << 63
 # Rows shorter than a sector and closer together than a page come from the disk together in any case: one
 # read that includes the gaps then beats one read per row.
 MAX_MERGED_ROW_BYTES = 512
 MAX_GAP_BYTES = 4096
+# A process may have 1024 files open where nobody has raised that; a thousand ranks write two thousand.
+MAX_OPEN_FILES = 256
 _SPAN_BYTES = 16 << 20
 
 DTYPES = {
@@ -52,6 +59,8 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+# What the format has beside these.
+_UNSUPPORTED_DTYPES = ("F4", "F6_E2M3", "F6_E3M2", "C64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +176,8 @@ class Checkpoint:
 
     def _descriptor(self, path: Path) -> int:
         if path not in self._descriptors:
+            if len(self._descriptors) == MAX_OPEN_FILES:
+                os.close(self._descriptors.pop(next(iter(self._descriptors))))
             self._descriptors[path] = _open(path)
         return self._descriptors[path]
 
@@ -188,8 +199,8 @@ def open_checkpoint(directory: str | Path, weights_file: str | None = None) -> C
     """Read the headers of all files of a Hugging Face directory; no tensor data.
 
     `weights_file` overrides the usual names (a config's `transformers_weights`). Raises `InputError` when
-    there are no weights, `SecurityError` for pickled weights and for an index that points outside the
-    directory, and `IntegrityError` naming file and tensor for anything damaged or missing.
+    there are no weights or the index names a file that is not there, `SecurityError` for pickled weights and for
+    an index or offsets that point elsewhere, and `IntegrityError` naming file and tensor for anything damaged.
     """
     directory = Path(directory)
     name = weights_file or _weights_name(directory)
@@ -216,12 +227,16 @@ def as_bytes(values: Tensor) -> Tensor:
 
 def read_index(path: Path) -> dict[str, str]:
     """The `weight_map` of an index file: tensor name -> plain name of a safetensors file beside the index."""
+    descriptor = _open(path)
     try:
-        content = json.loads(path.read_bytes(), object_pairs_hook=lambda pairs: _unique(pairs, path))
-    except FileNotFoundError as error:
-        raise IntegrityError(f"{path}: no such file") from error
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+        size = os.fstat(descriptor).st_size
+        if size > MAX_HEADER_BYTES:
+            _unsafe(path, f"an index of {size} bytes")
+        text = _pread(path, descriptor, size, 0)
+    finally:
+        os.close(descriptor)
+    try:
+        content = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, path))
     except (ValueError, RecursionError) as error:
         raise IntegrityError(f"{path}: is not JSON ({error})") from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
@@ -242,13 +257,27 @@ def check_plain_name(name: Any, where: Path) -> None:
 
 def read_header(path: Path) -> dict[str, FileTensor]:
     """The tensors of one safetensors file, in file order, checked against the size of the file."""
+    entries, start, size = _header_entries(path)
+    entries.pop("__metadata__", None)
+    tensors = [_entry(path, name, entry, start, size) for name, entry in entries.items()]
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+    return _check_coverage(path, tensors, start, size)
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What the header of one safetensors file says beside its tensors: texts by name."""
+    metadata = _header_entries(path)[0].get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        _damaged(path, "header has metadata that is not texts by name")
+    return metadata
+
+
+def _header_entries(path: Path) -> tuple[dict[str, Any], int, int]:
+    """The JSON object that the header is, where the data starts, and the size of the file."""
     descriptor = _open(path)
     try:
         size = os.fstat(descriptor).st_size
-        length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            _damaged(path, f"header of {length} bytes in a file of {size} bytes")
-        header = os.pread(descriptor, length, 8)
+        header = _pread(path, descriptor, _header_length(path, descriptor, size), 8)
     finally:
         os.close(descriptor)
     try:
@@ -257,36 +286,59 @@ def read_header(path: Path) -> dict[str, FileTensor]:
         _damaged(path, f"header is not JSON ({error})")
     if not isinstance(entries, dict):
         _damaged(path, "header is not a JSON object")
-    entries.pop("__metadata__", None)
-    tensors = [_entry(path, name, entry, 8 + length) for name, entry in entries.items()]
-    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
-    return _check_coverage(path, tensors, 8 + length, size)
+    return entries, 8 + len(header), size
 
 
-def _entry(path: Path, name: str, entry: Any, data_start: int) -> FileTensor:
+def _header_length(path: Path, descriptor: int, size: int) -> int:
+    """What the first 8 bytes say, if the file can hold it. Until that is known nothing is allocated for it."""
+    if size < 8:
+        _damaged(path, f"the file has {size} bytes, too few for a header")
+    length = int.from_bytes(_pread(path, descriptor, 8, 0), "little")
+    if length > min(size - 8, MAX_HEADER_BYTES):
+        if length <= MAX_HEADER_BYTES and _is_cut(_pread(path, descriptor, size - 8, 8)):
+            _damaged(path, f"the file has {size} bytes and ends inside its header of {length} bytes")
+        _unsafe(path, f"a header of {length} bytes in a file of {size} bytes")
+    return length
+
+
+def _is_cut(header: bytes) -> bool:
+    """Whether these bytes are the beginning of a header that goes on; a complete one belies a greater length."""
+    try:
+        json.JSONDecoder().raw_decode(header.decode(errors="replace"))
+    except (ValueError, RecursionError):
+        return header.startswith(b"{")
+    return False
+
+
+def _entry(path: Path, name: str, entry: Any, data_start: int, size: int) -> FileTensor:
     try:
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        valid = isinstance(dtype, str) and isinstance(shape, list)
-        valid = valid and all(type(number) is int and number >= 0 for number in (*shape, start, stop))
+        valid = isinstance(dtype, str) and isinstance(shape, list) and len(shape) <= _MAX_DIMS
+        valid = valid and all(type(number) is int and number < _MAX_NUMBER for number in (*shape, start, stop))
+        valid = valid and all(number >= 0 for number in shape)
     except (KeyError, TypeError, ValueError):
         valid = False
     if not valid:
         _damaged(path, f"tensor {name} has no valid dtype, shape and data_offsets")
-    if dtype not in DTYPES:
+    if dtype in _UNSUPPORTED_DTYPES:
         raise InputError(f"{path}: tensor {name} has the unsupported dtype {dtype!r}; convert the checkpoint")
+    if dtype not in DTYPES:
+        _damaged(path, f"tensor {name} has the dtype {dtype!r}, which does not exist")
     tensor = FileTensor(name, DTYPES[dtype], tuple(shape), path, data_start + start)
-    if stop - start != tensor.nbytes:
-        _damaged(path, f"tensor {name} {dtype} {shape} has {stop - start} bytes, not {tensor.nbytes}")
-    return tensor
+    if stop - start == tensor.nbytes and start >= 0:
+        return tensor
+    if not 0 <= start <= stop <= size - data_start:
+        _unsafe(path, f"tensor {name} has the data_offsets {[start, stop]}, outside of the file's data")
+    _damaged(path, f"tensor {name} {dtype} {shape} has {stop - start} bytes, not {tensor.nbytes}")
 
 
 def _check_coverage(path: Path, tensors: list[FileTensor], start: int, size: int) -> dict[str, FileTensor]:
     """Tensors must fill the file without gaps or overlaps, as the format demands."""
     if tensors and tensors[0].offset != start:
-        _damaged(path, f"tensor {tensors[0].name} does not start where the header ends")
+        _unsafe(path, f"tensor {tensors[0].name} does not start where the header ends")
     for before, after in pairwise(tensors):
         if before.offset + before.nbytes != after.offset:
-            _damaged(path, f"tensors {before.name} and {after.name} overlap or leave a gap")
+            _unsafe(path, f"tensors {before.name} and {after.name} overlap or leave a gap")
     stop = tensors[-1].offset + tensors[-1].nbytes if tensors else start
     if stop > size:
         first_cut = next(tensor for tensor in tensors if tensor.offset + tensor.nbytes > size)
@@ -314,11 +366,23 @@ def _weights_name(directory: Path) -> str:
 
 def _open(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # A pipe would otherwise wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError as error:
-        raise IntegrityError(f"{path}: no such file, but the checkpoint needs it; download it") from error
+        raise InputError(f"{path}: no such file, but the checkpoint needs it; download it") from error
     except OSError as error:
         raise InputError(f"{path}: cannot be opened: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise SecurityError(f"{path}: is neither a file nor a link to one; remove it and download the checkpoint again")
+    return descriptor
+
+
+def _pread(path: Path, descriptor: int, length: int, offset: int) -> bytes:
+    try:
+        return os.pread(descriptor, length, offset)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _unique(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
@@ -332,3 +396,7 @@ def _unique(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
 
 def _damaged(path: Path, what: str) -> NoReturn:
     raise IntegrityError(f"{path}: damaged: {what}; copy or download it again")
+
+
+def _unsafe(path: Path, what: str) -> NoReturn:
+    raise SecurityError(f"{path}: refused: {what}; download it again, from a source you trust")

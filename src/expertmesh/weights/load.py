@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from expertmesh.anatomy import describe
 from expertmesh.config.errors import IntegrityError
 from expertmesh.shards import Box, local_box, local_tensor
 from expertmesh.weights.agree import together
 from expertmesh.weights.files import Checkpoint, FileTensor, open_checkpoint
 from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.left_out import LeftOut, in_short, remember
 from expertmesh.weights.mapping import LoadPlan, model_tensors, plan_load
 from expertmesh.weights.pieces import Leaf
 from expertmesh.weights.reading import bytes_needed, read_box
+from expertmesh.weights.skeleton import materialize
 
 _CHECKED_ELEMENTS = 1 << 22
 
@@ -30,7 +33,8 @@ class LoadReport:
     """What this rank did. Bytes are of tensor data; `local_bytes` those of its shards in the model's dtypes.
 
     `experts` are (experts module, first, last + 1): the experts of each layer that this rank holds a part
-    of. `ignored` are the file tensors that the model's family declares unused.
+    of. `ignored` are the file tensors that the model's family declares unused, `left_out` the same in short;
+    `save_model` copies them from these files.
     """
 
     tensors: int
@@ -39,20 +43,23 @@ class LoadReport:
     local_bytes: int
     experts: tuple[tuple[str, int, int], ...]
     ignored: tuple[str, ...]
+    left_out: tuple[LeftOut, ...]
 
 
-def fill(model: PreTrainedModel, directory: str | Path) -> LoadReport:
+def fill(model: PreTrainedModel, directory: str | Path, allocate_on: torch.device | str | None = None) -> LoadReport:
     """Give each parameter and persistent buffer of `model` its value from the safetensors of `directory`.
 
-    `model` may be plain or parallelised (FSDP2, expert-parallel DTensors); its local shards have to be
-    allocated. Every rank calls it. Tied tensors are read once. The model remembers the file layout, so that
-    saving restores it. Raises on all ranks alike: `InputError`, `SecurityError`, `IntegrityError` (see
-    `open_checkpoint` and `plan_load`), the last also for values that are not finite. Issues one small
-    all-reduce on the default group.
+    `model` may be plain or parallelised (FSDP2, expert-parallel DTensors); its local shards have to be allocated,
+    or are allocated on the device `allocate_on`, once the files' headers fit the model. Every rank calls it. Tied
+    tensors are read once. The model remembers the file layout and what it left out, so that saving restores both.
+    Raises on all ranks alike: `InputError`, `SecurityError`, `IntegrityError` (see `open_checkpoint` and
+    `plan_load`), the last also for values that are not finite. Issues one small all-reduce on the default group.
     """
-    weights_file = getattr(model.config, "transformers_weights", None)
-    with together("loading weights"), open_checkpoint(directory, weights_file) as checkpoint:
-        report = fill_planned(model, checkpoint, plan_load(model, checkpoint))
+    with together("loading weights"), open_checkpoint(directory, weights_file(model)) as checkpoint:
+        plan = plan_load(model, checkpoint)
+        if allocate_on is not None:
+            materialize(model, allocate_on)
+        report = fill_planned(model, checkpoint, plan)
     return report
 
 
@@ -63,7 +70,7 @@ def bytes_to_read(model: PreTrainedModel, directory: str | Path) -> int:
     inside `together`.
     """
     state = model_tensors(model)
-    with open_checkpoint(directory, getattr(model.config, "transformers_weights", None)) as checkpoint:
+    with open_checkpoint(directory, weights_file(model)) as checkpoint:
         plan = plan_load(model, checkpoint)
     sources = [*plan.tensors.items(), *plan.copies]
     return sum(bytes_needed(lazy, local_box(state[name])) for name, lazy in sources)
@@ -88,12 +95,11 @@ def fill_planned(model: PreTrainedModel, checkpoint: Checkpoint, plan: LoadPlan)
         copy = torch.empty_like(local)
         read_box(lazy, box, copy, fetch)
         if not torch.equal(copy, local):
-            raise IntegrityError(
-                f"{_names(lazy)} differs from {_names(plan.tensors[name])}, but the config ties them; "
-                "set tie_word_embeddings to false in config.json if they are meant to differ"
-            )
+            raise differing_copies(lazy, plan.tensors[name])
     # transformers' own convention: what was undone on loading is done again on saving.
     model._weight_conversions = list(plan.conversions)  # type: ignore[assignment]
+    ignored = [checkpoint.tensors[name] for name in plan.ignored]
+    remember(model, ignored)
     return LoadReport(
         tensors=len(plan.tensors),
         bytes_read=checkpoint.bytes_read,
@@ -101,6 +107,7 @@ def fill_planned(model: PreTrainedModel, checkpoint: Checkpoint, plan: LoadPlan)
         local_bytes=sum(local_tensor(state[name]).nbytes for name in plan.tensors),
         experts=_experts_held(model, state),
         ignored=plan.ignored,
+        left_out=in_short(ignored, checkpoint.tensors.keys() - set(plan.ignored)),
     )
 
 
@@ -120,12 +127,20 @@ def _refuse_non_finite(name: str, lazy: LazyTensor, box: Box, local: Tensor) -> 
         offsets = torch.unravel_index(torch.tensor(first), local.shape)
         index = [int(offset) + start for offset, (start, _) in zip(offsets, box, strict=True)]
         raise IntegrityError(
-            f"{_names(lazy, index)} holds a value that is not finite in {local.dtype} "
+            f"{named_source(lazy, index)} holds a value that is not finite in {local.dtype} "
             f"(parameter {name} at {index}); the checkpoint is damaged or needs a wider dtype"
         )
 
 
-def _names(lazy: LazyTensor, index: list[int] | None = None) -> str:
+def differing_copies(lazy: LazyTensor, other: LazyTensor) -> IntegrityError:
+    """What to raise when files hold two versions of what is one tensor in the model."""
+    return IntegrityError(
+        f"{named_source(lazy)} differs from {named_source(other)}, but the config ties them; "
+        "set tie_word_embeddings to false in config.json if they are meant to differ"
+    )
+
+
+def named_source(lazy: LazyTensor, index: list[int] | None = None) -> str:
     """The file tensor behind one element of `lazy`, or behind its first, with its file."""
     index = index or [start for start, _ in lazy.pieces[0].dest]
     for piece in lazy.pieces:
@@ -135,12 +150,43 @@ def _names(lazy: LazyTensor, index: list[int] | None = None) -> str:
     raise AssertionError(f"no piece of {lazy!r} holds {index}")
 
 
+def weights_file(model: PreTrainedModel) -> str | None:
+    """The name that a config may give its weights file instead of the usual one."""
+    name: str | None = getattr(model.config, "transformers_weights", None)
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTensors:
+    """Parameters of one experts module that hold equal shares of dim 0 for each of `count` experts."""
+
+    module: str
+    count: int
+    names: tuple[str, ...]
+
+    def rows(self, tensor: Tensor, number: int) -> tuple[int, int]:
+        """Where expert `number` is on dim 0 of `tensor`: one index, or several where experts are flattened."""
+        share = tensor.shape[0] // self.count
+        return number * share, (number + 1) * share
+
+    def experts(self, tensor: Tensor, rows: tuple[int, int]) -> range:
+        """Which experts have a part in `rows` of dim 0."""
+        share = tensor.shape[0] // self.count
+        return range(rows[0] // share, -(-rows[1] // share))
+
+
+def expert_tensors(model: PreTrainedModel) -> list[ExpertTensors]:
+    """Of each experts module, in the order of the anatomy; parameters are named as in the model's state dict."""
+    return [
+        ExpertTensors(spec.name, spec.num_experts, tuple(f"{spec.name}.{name}" for name in spec.parameters))
+        for spec in describe(model).experts
+    ]
+
+
 def _experts_held(model: PreTrainedModel, state: dict[str, Tensor]) -> tuple[tuple[str, int, int], ...]:
-    """By transformers' experts interface: modules with `is_transposed` and 3-D weights, experts first."""
     held = []
-    for prefix, module in model.named_modules():
-        if hasattr(module, "is_transposed"):
-            tensors = (state[f"{prefix}.{name}"] for name, _ in module.named_parameters(recurse=False))
-            boxes = [local_box(tensor) for tensor in tensors if tensor.dim() == 3]
-            held += [(prefix, *box[0]) for box in boxes[:1]]
+    for tensors in expert_tensors(model):
+        first = state[tensors.names[0]]
+        experts = tensors.experts(first, local_box(first)[0])
+        held.append((tensors.module, experts.start, experts.stop))
     return tuple(held)

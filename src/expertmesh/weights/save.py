@@ -8,7 +8,7 @@ directory removed. No rank gathers a tensor, except where a family's own convers
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from expertmesh.shards import (
     slices,
     volume,
 )
-from expertmesh.weights.agree import collective_device, together
+from expertmesh.weights.agree import collective_device, from_first, together
 from expertmesh.weights.directory import (
     Tokenizer,
     check_target,
@@ -44,18 +44,26 @@ from expertmesh.weights.directory import (
 )
 from expertmesh.weights.files import FileTensor
 from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.left_out import LeftOut, copy_tensor, in_short, remembered, still_readable
 from expertmesh.weights.mapping import StateTensor, plan_save
 from expertmesh.weights.pieces import Leaf, Piece
 from expertmesh.weights.reading import read_box
 from expertmesh.weights.skeleton import kept_in_fp32
 from expertmesh.weights.writing import Layout, lay_out, write_box
 
-_BLOCK_ELEMENTS = 1 << 24
+_BLOCK_ELEMENTS = 1 << 20
+
+# The values of a box of one of the model's tensors, which lies in what this rank holds of it.
+Values = Callable[[StateTensor, Box], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """`total_bytes` are those of all weights files, `bytes_written` those of tensors that this rank wrote."""
+    """`total_bytes` are those of all weights files, `bytes_written` those of tensors that this rank wrote.
+
+    `kept` are tensors that the model does not have, copied from the files that it was loaded from; `dropped` those
+    that could not be, because these files are gone or have changed.
+    """
 
     directory: Path
     files: tuple[str, ...]
@@ -63,9 +71,10 @@ class SaveReport:
     total_bytes: int
     bytes_written: int
     seconds: float
+    kept: tuple[LeftOut, ...]
+    dropped: tuple[LeftOut, ...]
 
 
-@torch.no_grad()
 def save_model(
     model: PreTrainedModel,
     directory: str | Path,
@@ -78,37 +87,47 @@ def save_model(
 
     Every rank calls it, with the same arguments; all must see the same file system; `directory` must not
     exist or be empty. The layout on disk is the one that the weights were read from, or else the family's
-    published one. `dtype` casts floating-point tensors on the way (but for what the family keeps in fp32);
-    None saves them as trained. Files hold at most `max_shard_bytes` of tensors, or one larger tensor.
+    published one; what those files held beside the model (MTP layers) is copied from them. `dtype` casts
+    floating-point tensors on the way (but for what the family keeps in fp32); None saves them as trained, or as
+    they were. Files hold at most `max_shard_bytes` of tensors, or one larger tensor.
     Raises on all ranks alike: `InputError` (target not empty, disk full, no shared file system),
     `IntegrityError` (values that `dtype` cannot hold). Issues a few small collectives on the default group,
     none of them weights but for the exception above.
+    """
+    return save_values(model, directory, live_values, tokenizer=tokenizer, dtype=dtype, max_shard_bytes=max_shard_bytes)
+
+
+@torch.no_grad()
+def save_values(
+    model: PreTrainedModel,
+    directory: str | Path,
+    values: Values,
+    *,
+    tokenizer: Tokenizer | None,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+) -> SaveReport:
+    """`save_model` of values that need not be the model's own: what is sharded is gathered from the model, everything
+    else comes from `values`, so that a model on meta can be written.
     """
     started = time.monotonic()
     directory = Path(directory).absolute()
     with together("planning what to save"):
         check_target(directory)
         lazies = plan_save(model)
-        specs = _saved_specs(model, lazies, dtype)
-    _check_ownership(lazies)
-    temporary = directory.with_name(f"{directory.name}.tmp-{_agreed_token()}")
-    layout = lay_out(temporary, specs, max_shard_bytes, model.num_parameters())
-    with temporary_directory(temporary, remove=_is_first()):
-        with together("creating the files"):
-            if _is_first():
-                create_files(layout, temporary)
-        with together("looking for the files that rank 0 created"):
-            wait_until_visible(layout)
-        with together("writing weights"):
-            written = _write_own(lazies, layout)
-        written += _write_gathered(lazies, layout)
-        with together("writing config and tokenizer"):
-            if _is_first():
-                main_dtype = dtype or next(t for t, _ in specs.values() if t.is_floating_point)
-                write_companions(model, temporary, layout, tokenizer, main_dtype)
-        with together("publishing the directory"):
-            if _is_first():
-                publish(layout, temporary, directory)
+        left_out = [tensor for tensor in remembered(model) if tensor.name not in lazies]
+    kept = left_out if _all_ranks(still_readable(left_out)) else []
+    with together("planning what to save"):
+        specs = _saved_specs(model, {**lazies, **{tensor.name: LazyTensor.of(tensor) for tensor in kept}}, dtype)
+    main_dtype = dtype or next(lazy.dtype for lazy in lazies.values() if lazy.is_floating_point())
+    layout, written = write_directory(
+        directory,
+        lazies,
+        lambda temporary: lay_out(temporary, specs, max_shard_bytes, model.num_parameters()),
+        lambda temporary, layout: write_companions(model, temporary, layout, tokenizer, main_dtype),
+        values,
+        kept,
+    )
     return SaveReport(
         directory=directory,
         files=tuple(file.path.name for file in layout.files),
@@ -116,7 +135,43 @@ def save_model(
         total_bytes=layout.size,
         bytes_written=written,
         seconds=time.monotonic() - started,
+        kept=in_short(kept, lazies),
+        dropped=() if kept else in_short(left_out, lazies),
     )
+
+
+def write_directory(
+    directory: Path,
+    lazies: Mapping[str, LazyTensor],
+    lay_out_in: Callable[[Path], Layout],
+    write_others: Callable[[Path, Layout], None],
+    values: Values,
+    kept: Sequence[FileTensor] = (),
+) -> tuple[Layout, int]:
+    """Write tensors, and what `write_others` adds on rank 0, into a directory that appears when it is complete.
+
+    Every rank calls it. Returns the layout and the bytes that this rank wrote. `kept` are copied from their files.
+    Raises and communicates as `save_model` does.
+    """
+    _check_ownership(lazies)
+    temporary = directory.with_name(f"{directory.name}.tmp-{from_first(f'{time.time_ns():x}')}")
+    layout = lay_out_in(temporary)
+    with temporary_directory(temporary, remove=_is_first()):
+        with together("creating the files"):
+            if _is_first():
+                create_files(layout, temporary)
+        with together("looking for the files that rank 0 created"):
+            wait_until_visible(layout)
+        with together("writing weights"):
+            written = _write_own(lazies, layout, values) + _copy_own(kept, layout)
+        written += _write_gathered(lazies, layout, values)
+        with together("writing config and tokenizer"):
+            if _is_first():
+                write_others(temporary, layout)
+        with together("publishing the directory"):
+            if _is_first():
+                publish(layout, temporary, directory)
+    return layout, written
 
 
 def _saved_specs(
@@ -164,7 +219,7 @@ def _check_ownership(lazies: Mapping[str, LazyTensor]) -> None:
             )
 
 
-def _write_own(lazies: Mapping[str, LazyTensor], layout: Layout) -> int:
+def _write_own(lazies: Mapping[str, LazyTensor], layout: Layout, values: Values) -> int:
     """Write this rank's parts of all tensors that only move values; bytes written. No collective."""
     tensors = layout.tensors
     written = 0
@@ -174,15 +229,29 @@ def _write_own(lazies: Mapping[str, LazyTensor], layout: Layout) -> int:
                 continue
             for piece in _owned(lazy):
                 for part in blocks(piece.dest, _BLOCK_ELEMENTS):
-                    written += _write_piece(piece.crop(part), tensors[name], descriptor_of(tensors[name].path))
+                    written += _write_piece(piece.crop(part), tensors[name], descriptor_of(tensors[name].path), values)
     return written
 
 
-def _write_piece(piece: Piece, target: FileTensor, descriptor: int) -> int:
+def _copy_own(kept: Sequence[FileTensor], layout: Layout) -> int:
+    """Copy this rank's share, by tensors in turn, of what the model does not have; bytes written. No collective."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    tensors = layout.tensors
+    with _descriptors(layout) as descriptor_of:
+        return sum(
+            copy_tensor(source, tensors[source.name], descriptor_of(tensors[source.name].path), _cast)
+            for source in kept[rank::ranks]
+        )
+
+
+def _write_piece(piece: Piece, target: FileTensor, descriptor: int, values: Values) -> int:
     assert isinstance(piece.leaf, StateTensor)
-    tensor = piece.leaf.tensor
-    values = piece.arrange(local_tensor(tensor)[slices(piece.source, local_box(tensor))])
-    return write_box(descriptor, target, piece.dest, _cast(values, target))
+    arranged = piece.arrange(values(piece.leaf, piece.source))
+    return write_box(descriptor, target, piece.dest, _cast(arranged, target))
+
+
+def live_values(leaf: StateTensor, box: Box) -> Tensor:
+    return local_tensor(leaf.tensor)[slices(box, local_box(leaf.tensor))]
 
 
 def _cast(values: Tensor, target: FileTensor) -> Tensor:
@@ -195,33 +264,35 @@ def _cast(values: Tensor, target: FileTensor) -> Tensor:
     return cast.cpu().contiguous()
 
 
-def _write_gathered(lazies: Mapping[str, LazyTensor], layout: Layout) -> int:
+def _write_gathered(lazies: Mapping[str, LazyTensor], layout: Layout, values: Values) -> int:
     """Gather the inputs of each computed tensor, one at a time, and write it on rank 0; bytes written.
 
-    Issues, for each of these tensors, the all-gathers of its inputs and one small all-reduce.
+    Issues, for each of these tensors, the all-gathers of its sharded inputs and one small all-reduce.
     """
     tensors = layout.tensors
     written = 0
     for name, lazy in lazies.items():
         if not _is_gathered(lazy):
             continue
-        whole = {leaf.name: _gather(leaf) for leaf in lazy.leaves()}
+        gathered = _gather(lazy)
 
-        def fetch(leaf: Leaf, box: Box, out: Tensor, whole: dict[str, Tensor] = whole) -> None:
-            out.copy_(whole[leaf.name][slices(box)])
+        def fetch(leaf: Leaf, box: Box, out: Tensor, gathered: dict[str, Tensor] = gathered) -> None:
+            assert isinstance(leaf, StateTensor)
+            out.copy_(gathered[leaf.name][slices(box)] if leaf.name in gathered else values(leaf, box))
 
         with together(f"writing {name}"), _descriptors(layout) as descriptor_of:
             if _is_first():
                 target, box = tensors[name], full_box(lazy.shape)
-                values = torch.empty(tuple(lazy.shape), dtype=lazy.dtype)
-                read_box(lazy, box, values, fetch)
-                written += write_box(descriptor_of(target.path), target, box, _cast(values, target))
+                computed = torch.empty(tuple(lazy.shape), dtype=lazy.dtype)
+                read_box(lazy, box, computed, fetch)
+                written += write_box(descriptor_of(target.path), target, box, _cast(computed, target))
     return written
 
 
-def _gather(leaf: Leaf) -> Tensor:
-    assert isinstance(leaf, StateTensor)
-    return leaf.tensor.full_tensor() if isinstance(leaf.tensor, DTensor) else leaf.tensor
+def _gather(lazy: LazyTensor) -> dict[str, Tensor]:
+    """The sharded tensors behind `lazy`, whole, by name."""
+    leaves = [leaf for leaf in lazy.leaves() if isinstance(leaf, StateTensor)]
+    return {leaf.name: leaf.tensor.full_tensor() for leaf in leaves if isinstance(leaf.tensor, DTensor)}
 
 
 @contextmanager
@@ -248,12 +319,12 @@ class _Opener:
         return self.opened[path]
 
 
-def _agreed_token() -> str:
-    """A name for the temporary directory, chosen by rank 0. Issues one broadcast of an integer."""
-    token = torch.tensor([time.time_ns()], dtype=torch.int64, device=collective_device())
+def _all_ranks(holds: bool) -> bool:
+    """Whether it holds on every rank. Issues one all-reduce of an integer on the default group."""
+    held = torch.tensor([int(holds)], device=collective_device())
     if dist.is_initialized():
-        dist.broadcast(token, src=0)
-    return f"{int(token.item()):x}"
+        dist.all_reduce(held, op=dist.ReduceOp.MIN)
+    return bool(held.item())
 
 
 def _is_first() -> bool:

@@ -1,0 +1,42 @@
+"""What the first step's loss says about the weights: printed beside ln(vocabulary), with a warning if it is too high.
+
+A uniform guess scores ln(V). A checkpoint whose experts were lost or mixed up still trains, from a loss above that.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+# transformers' own default for families that do not say how they are initialised.
+_INITIALIZER_RANGE = 0.02
+
+
+def first_loss_lines(config: Any, loss: float, target_tokens: int) -> Iterator[str]:
+    """Lines for the terminal about `loss`, the mean over `target_tokens` tokens before the first update.
+
+    `config` is the model's. Nothing for a loss that is not finite: the step reports that itself.
+    """
+    if not math.isfinite(loss):
+        return
+    text = config.get_text_config()
+    vocabulary = int(text.vocab_size)
+    uniform = math.log(vocabulary)
+    yield f"first loss {loss:.3f} before any update; a uniform guess scores ln {vocabulary:,} = {uniform:.3f}"
+    untrained = uniform + untrained_excess(text, target_tokens)
+    if loss > untrained:
+        yield (
+            f"warning: step 1 loss {loss:.2f} is worse than a uniform guess (ln {vocabulary:,} = {uniform:.2f}), and "
+            f"than an untrained model of this shape would be ({untrained:.2f}): the weights may not be what the config "
+            "describes, or the data not what the tokenizer was made for"
+        )
+
+
+def untrained_excess(text_config: Any, target_tokens: int) -> float:
+    """How far above ln(V) the loss of freely initialised weights can lie.
+
+    The last norm leaves hidden states of RMS 1, so logits are normal with σ = initializer_range · √hidden. Their mean
+    loss is ln(V) + σ²/2; the mean over n targets spreads by σ/√n, of which three are allowed.
+    """
+    initializer = float(getattr(text_config, "initializer_range", None) or _INITIALIZER_RANGE)
+    sigma = initializer * math.sqrt(int(text_config.hidden_size))
+    return sigma**2 / 2 + 3 * sigma / math.sqrt(max(target_tokens, 1))

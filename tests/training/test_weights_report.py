@@ -1,0 +1,114 @@
+"""What `train` says about weights: the audit, what the model leaves out, the first loss; and that it is so."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import expertmesh.model as loading
+from expertmesh.config import Config
+from expertmesh.config.errors import IntegrityError
+from expertmesh.shards import local_tensor
+from expertmesh.training.control import Control
+from expertmesh.training.run import train
+from expertmesh.training.weights_report import loaded_lines, saved_lines
+from expertmesh.weights.audit import AuditReport
+from expertmesh.weights.left_out import LeftOut
+from expertmesh.weights.load import LoadReport, fill
+from expertmesh.weights.save import SaveReport
+from tests.support.ranks import run_ranks
+from tests.training.tiny_run import metrics, run_config, weights, write_inputs
+
+MTP = {
+    "model.layers.61.enorm.weight": torch.arange(32).bfloat16(),
+    "model.layers.61.mlp.experts.0.up_proj.weight": torch.randn(16, 32),
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DeepSeek-V3 directory with an MTP layer, and data."""
+    root = write_inputs(tmp_path_factory.mktemp("inputs"), "deepseek_v3")
+    path = root / "model" / "model.safetensors"
+    save_file({**load_file(path), **MTP}, path, metadata={"format": "pt"})
+    return root
+
+
+def test_a_run_audits_in_full_keeps_the_mtp_layer_and_says_so(
+    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(train, 2, run_config(inputs, tmp_path / "run", "parallel.ep=2"), Control(audit="full"))
+    out = capfd.readouterr().out
+    audit = json.loads((tmp_path / "run" / "audit.json").read_text())
+    source = load_file(inputs / "model" / "model.safetensors")
+    compared = sum(tensor.nbytes for name, tensor in source.items() if name not in MTP)
+    assert compared <= audit["bytes_compared"] <= 1.01 * compared
+    assert [len(experts["sha256"]) for experts in audit["experts"]] == [8]
+    assert len(set(audit["experts"][0]["sha256"])) == 8
+    assert f"audit      full: all {audit['bytes_compared']:,} bytes on all ranks equal the files" in out
+    assert out.count("left out   model.layers.61.* (2 tensors, 0.0 MiB)") == 1
+    assert out.count("kept       model.layers.61.* (2 tensors, 0.0 MiB)") == 1
+
+    saved = weights(tmp_path / "run")
+    assert saved.keys() == source.keys()
+    assert all(torch.equal(saved[name], tensor) and saved[name].dtype == tensor.dtype for name, tensor in MTP.items())
+    _, notes = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", output_loading_info=True)
+    assert not any(notes.values()), notes
+
+    vocabulary = len(source["lm_head.weight"])
+    loss = metrics(tmp_path / "run")[0]["loss"]
+    guess = f"ln {vocabulary:,} = {math.log(vocabulary):.3f}"
+    assert out.count(f"first loss {loss:.3f} before any update; a uniform guess scores {guess}") == 1
+    assert "warning" not in out
+
+
+def _fill_and_lose_experts(model: PreTrainedModel, *arguments: Any, **options: Any) -> LoadReport:
+    report = fill(model, *arguments, **options)
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            local_tensor(parameter).zero_()
+    return report
+
+
+def _error_of(config: Config) -> str:
+    with pytest.raises(IntegrityError) as caught:
+        train(config)
+    return str(caught.value)
+
+
+def test_a_run_on_weights_that_differ_from_their_files_does_not_start(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loading, "fill", _fill_and_lose_experts)
+    first, second = run_ranks(_error_of, 2, run_config(inputs, tmp_path / "run", "parallel.ep=2"))
+    assert first == second
+    assert "tensor model.layers.1.mlp.experts.0." in first
+    assert "where rank 0 has 0 (expert 0, parameter model.layers.1.mlp.experts." in first
+    assert not (tmp_path / "run" / "model").exists()
+    assert "first loss" not in capfd.readouterr().out
+
+
+def test_long_lists_are_cut_and_counted_and_dropped_tensors_named() -> None:
+    groups = tuple(LeftOut(f"model.layers.{n}.rotary_emb.*", 2, 2**20) for n in range(12))
+    loaded = LoadReport(1, 1, 1, 1, (), (), groups)
+    audit, *lines = loaded_lines(loaded, AuditReport("sampled", 7, 1234, 99, 0.04), Path("out"))
+    assert audit == (
+        "audit      sampled: 1,234 places in rank 0's shards, and like that on every rank, equal the files (0.0 s)"
+    )
+    assert len(lines) == 11
+    assert lines[0].startswith(
+        "left out   model.layers.0.rotary_emb.* (2 tensors, 1.0 MiB): in the files, not in the model"
+    )
+    assert lines[10].startswith(
+        "left out   2 more of the kind of model.layers.10.rotary_emb.* (4 tensors, 2.0 MiB): in the files"
+    )
+    saved = SaveReport(Path("out"), (), 1, 1, 1, 1.0, kept=(), dropped=groups[:1])
+    assert list(saved_lines(saved)) == [
+        "dropped    model.layers.0.rotary_emb.* (2 tensors, 1.0 MiB): not in the model, and the files it was loaded "
+        "from are gone or have changed"
+    ]

@@ -1,0 +1,65 @@
+"""What a rank reads from the disk, to the byte: its own experts, and of everything else its share."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from expertmesh.config import MoeConfig, ParallelConfig, PrecisionConfig
+from expertmesh.mesh import init_mesh
+from expertmesh.model import prepare_model
+from expertmesh.shards import Box
+from expertmesh.weights.files import Checkpoint, FileTensor, open_checkpoint
+from expertmesh.weights.load import bytes_to_read, fill
+from expertmesh.weights.skeleton import read_model_config
+from tests.support.ranks import run_ranks
+from tests.weights.tiny import qwen3_moe, random_model, write_fused
+
+WORLD, EXPERTS = 8, 64
+LAYOUTS = ("one file", "sharded", "fused")
+
+
+def _write(model: PreTrainedModel, directory: Path, layout: str) -> int:
+    """Write the checkpoint; return the bytes of all routed experts in it."""
+    if layout == "fused":
+        write_fused(model, directory)
+    else:
+        model.save_pretrained(directory, max_shard_size="20KB" if layout == "sharded" else "1GB")
+    with open_checkpoint(directory) as checkpoint:
+        experts = [tensor for name, tensor in checkpoint.tensors.items() if ".experts." in name]
+        assert len(experts) == (2 if layout == "fused" else 3 * EXPERTS)
+        return sum(tensor.nbytes for tensor in experts)
+
+
+def _read(directory: Path) -> tuple[int, int, int, int]:
+    """Bytes of experts and of everything that this rank reads; what it holds, and what was announced."""
+    read, experts = Checkpoint.read, 0
+
+    def counted(self: Checkpoint, tensor: FileTensor, box: Box, out: torch.Tensor) -> None:
+        nonlocal experts
+        before = self.bytes_read
+        read(self, tensor, box, out)
+        experts += self.bytes_read - before if ".experts." in tensor.name else 0
+
+    Checkpoint.read = counted  # type: ignore[method-assign]
+    mesh = init_mesh(ParallelConfig(ep=WORLD), device=torch.device("cpu"))
+    config, _ = read_model_config(str(directory))
+    precision = PrecisionConfig(params="float32", compute="float32", reduce="float32")
+    model, _ = prepare_model(config, directory, mesh, precision=precision, moe=MoeConfig())
+    announced = bytes_to_read(model, directory)
+    report = fill(model, directory, allocate_on="cpu")
+    return experts, report.bytes_read, report.local_bytes, announced
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layer_of_64_experts_on_8_expert_parallel_ranks_reads_exactly_one_eighth_each(
+    layout: str, tmp_path: Path
+) -> None:
+    config = qwen3_moe(num_experts=EXPERTS, num_hidden_layers=1, vocab_size=64, moe_intermediate_size=8)
+    all_experts = _write(random_model(config), tmp_path / "model", layout)
+    assert (tmp_path / "model" / "model.safetensors.index.json").exists() == (layout == "sharded")
+    assert all_experts == EXPERTS * 3 * 32 * 8 * 4
+    for experts, total, held, announced in run_ranks(_read, WORLD, tmp_path / "model"):
+        assert experts * WORLD == all_experts
+        assert total == held == announced
