@@ -13,13 +13,17 @@ from expertmesh.config.errors import InputError
 from expertmesh.parallel.refusals import refuse_model
 from expertmesh.weights.skeleton import build_meta_model
 from tests.families.catalogue import Family
+from tests.families.lora import LAYOUTS as LORA_LAYOUTS
+from tests.families.lora import NoAdapters, prove_adapters
 from tests.families.packing import packing_of
-from tests.families.proof import LAYOUTS, Layout, prove
+from tests.families.proof import LAYOUTS, Layout, Proof, prove
 from tests.families.table import Outcome
 from tests.families.tiny import random_model, tiny_config
 
 
-def outcome_of(family: Family, layouts: Sequence[Layout] = LAYOUTS) -> Outcome:
+def outcome_of(
+    family: Family, layouts: Sequence[Layout] = LAYOUTS, lora_layouts: Sequence[Layout] = LORA_LAYOUTS
+) -> Outcome:
     """Build, look for a refusal, prove. A proof that does not hold is raised as it is: it is a bug."""
     name, kind = family.name, family.model_class
     if kind is None:
@@ -32,7 +36,15 @@ def outcome_of(family: Family, layouts: Sequence[Layout] = LAYOUTS) -> Outcome:
         return Outcome(name, kind, "refused", reason=reason)
     packing = packing_of(random_model(kind, name))
     with tempfile.TemporaryDirectory(prefix="family-") as scratch:
-        return Outcome(name, kind, "proven", prove(kind, name, Path(scratch), layouts), packing)
+        proof = prove(kind, name, Path(scratch, "full"), layouts)
+        return Outcome(name, kind, "proven", proof, packing, _lora(kind, name, Path(scratch, "lora"), lora_layouts))
+
+
+def _lora(model_class: str, family: str, scratch: Path, layouts: Sequence[Layout]) -> Proof | str:
+    try:
+        return prove_adapters(model_class, family, scratch, layouts)
+    except NoAdapters as reason:
+        return str(reason)
 
 
 def _refusal(config: PreTrainedConfig) -> str | None:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 import expertmesh as em
+from expertmesh.anatomy import ExpertsSpec, describe
 from tests.families.tiny import EXPERTS, VOCABULARY, model_class_of, random_model
 from tests.support.ranks import run_ranks
 
@@ -138,9 +139,8 @@ def _train_unsharded(model: PreTrainedModel) -> Expected:
     model.train()
     counts: dict[str, torch.Tensor] = {}
     hooks = [
-        module.register_forward_pre_hook(_counter(counts, name), with_kwargs=True)
-        for name, module in model.named_modules()
-        if hasattr(module, "_apply_gate")
+        model.get_submodule(spec.name).register_forward_pre_hook(_counter(counts, spec), with_kwargs=True)
+        for spec in describe(model).experts
     ]
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIM)
     losses: list[float] = []
@@ -169,11 +169,14 @@ def _train_unsharded(model: PreTrainedModel) -> Expected:
     return Expected(losses, gradients, weights, 1e-3 * rms)
 
 
-def _counter(counts: dict[str, torch.Tensor], name: str) -> Any:
+def _counter(counts: dict[str, torch.Tensor], spec: ExpertsSpec) -> Any:
     def count(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        index = next(value for value in (*args, *kwargs.values()) if not value.is_floating_point())
-        seen = torch.bincount(index.reshape(-1).long(), minlength=2 * EXPERTS)
-        counts[name] = counts.get(name, 0) + seen
+        if spec.call == "dense":
+            seen = args[0].view(EXPERTS, -1, spec.hidden_size).any(-1).sum(1)
+        else:
+            index = next(value for value in (*args, *kwargs.values()) if not value.is_floating_point())
+            seen = torch.bincount(index.reshape(-1).long(), minlength=2 * EXPERTS)
+        counts[spec.name] = counts.get(spec.name, 0) + seen
 
     return count
 

@@ -178,7 +178,29 @@ CHANGES: dict[str, dict[str, Any]] = {
             "patch_size": 4,
         }
     },
-    "dbrx": {"n_layers": 2, "d_model": 32, "n_heads": 4, "attn_config": {"rope_theta": 10000.0}},
+    # Sizes under other names, and a clip that its code cannot do without.
+    "dbrx": {
+        "n_layers": 2,
+        "d_model": 32,
+        "n_heads": 4,
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 16, "moe_top_k": TOP_K},
+    },
+    # One layer without rotary positions; the experts of a layer share the width of a dense one.
+    "llama4": {"num_hidden_layers": 4, "intermediate_size_mlp": 48},
+    "llama4_published": {
+        "text_config": {"num_hidden_layers": 4, "intermediate_size_mlp": 48},
+        "vision_config": {
+            "num_hidden_layers": 1,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+            "vision_output_dim": 32,
+        },
+    },
+    # Experts whose activations are clamped, as in the last layers of the published model.
+    "step3p7": {
+        "text_config": {"num_hidden_layers": 5, "swiglu_limits": [0.0, 0.0, 0.0, 0.0, 0.5]},
+    },
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 4, "ffn_hidden_size": 32, "expert_ffn_hidden_size": 16},
 }
 

@@ -27,9 +27,12 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from expertmesh.anatomy import is_adapter
 from expertmesh.config.errors import InputError, IntegrityError
-from expertmesh.weights.files import Checkpoint
+from expertmesh.weights.files import Checkpoint, FileTensor
 from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.module_list import list_rules
+from expertmesh.weights.pieces import Leaf
 
 _LISTED = 10
 
@@ -84,22 +87,33 @@ class _Problems:
     incomplete: list[str] = field(default_factory=list)
     misshaped: list[str] = field(default_factory=list)
     mistyped: list[str] = field(default_factory=list)
+    files: set[str] = field(default_factory=set)
+
+    def found_in(self, leaves: Iterable[Leaf]) -> None:
+        """Remember which files the tensors that do not fit are in."""
+        self.files |= {leaf.path.name for leaf in leaves if isinstance(leaf, FileTensor)}
 
     def refuse(self, model: nn.Module, checkpoint: Checkpoint) -> None:
         kinds = ("missing", "unexpected", "duplicated", "incomplete", "misshaped", "mistyped")
         found = [f"{len(names)} {kind} ({_listed(names)})" for kind in kinds if (names := getattr(self, kind))]
         if found:
-            name = own_class(model).__name__
-            raise IntegrityError(f"{checkpoint.directory}: does not fit {name}: {'; '.join(found)}")
+            name, files = own_class(model).__name__, sorted(self.files)
+            where = f"; in {_listed(files)}" if files else ""
+            raise IntegrityError(f"{checkpoint.directory}: does not fit {name}: {'; '.join(found)}{where}")
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by their state-dict names; tied ones under each of their names."""
-    state = model.state_dict(keep_vars=True)
+    """Parameters and persistent buffers by state-dict name, without adapters; tied ones under each of their names."""
+    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if not is_adapter(name)}
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise InputError(f"{type(model).__name__}: state {name} is not a tensor, which is not supported")
     return dict(state)
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The low-rank adapters by their names; empty for a model without."""
+    return {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
 
 
 def plan_load(model: PreTrainedModel, checkpoint: Checkpoint) -> LoadPlan:
@@ -112,10 +126,11 @@ def plan_load(model: PreTrainedModel, checkpoint: Checkpoint) -> LoadPlan:
     _refuse_quantized(model, checkpoint)
     state = model_tensors(model)
     with own_classes(model):
-        conversions = get_model_conversion_mapping(model)
+        conversions = [*get_model_conversion_mapping(model), *list_rules(model)]
     problems = _Problems()
     groups, unexpected = _match(model, checkpoint, state, conversions, problems)
     ignored, problems.unexpected = _split_ignored(model, unexpected)
+    problems.found_in(checkpoint.tensors[name] for name in problems.unexpected)
     filled, failed = _assemble(model, checkpoint, state, groups, problems)
     tensors: dict[str, LazyTensor] = {}
     copies: list[tuple[str, LazyTensor]] = []
@@ -237,10 +252,18 @@ def _assemble(
             elif value.shape != state[name].shape:
                 shapes = f"files {tuple(value.shape)}, model {tuple(state[name].shape)}"
                 problems.misshaped.append(f"{name}: {shapes}")
-            elif any(leaf.dtype.is_floating_point != state[name].is_floating_point() for leaf in value.leaves()):
-                problems.mistyped.append(f"{name}: files {value.dtype}, model {state[name].dtype}")
+                problems.found_in(value.leaves())
+            elif wrong := next((leaf for leaf in value.leaves() if not _castable(leaf.dtype, state[name].dtype)), None):
+                problems.mistyped.append(f"{name}: {wrong.name} is {wrong.dtype}, the model {state[name].dtype}")
+                problems.found_in([wrong])
             filled.setdefault(name, value)
     return filled, failed
+
+
+def _castable(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether a cast keeps the meaning: integers are no weights, and 8-bit floats none without their scales."""
+    scaled = stored.is_floating_point and stored.itemsize == 1 and stored != wanted
+    return stored.is_floating_point == wanted.is_floating_point and not scaled
 
 
 def _convert(

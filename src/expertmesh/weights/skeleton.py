@@ -29,9 +29,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from expertmesh.config.errors import InputError
 from expertmesh.weights.mapping import model_tensors, tied_names
+from expertmesh.weights.module_list import fuse_lists_of_experts
 
 # What a model directory consists of, apart from code: weights, JSON, and the tokenizer's plain-text files.
-_DATA_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+DATA_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 
 
 def read_model_config(
@@ -50,7 +51,7 @@ def read_model_config(
     path = directory / "config.json"
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as a model's config: {error}") from error
     if not isinstance(content, dict):
         raise InputError(f"{path}: is not a JSON object")
@@ -77,8 +78,8 @@ def build_meta_model(
     Floating-point parameters are `dtype` (the master dtype), except what the family keeps in fp32 when
     `dtype` is narrower; persistent buffers as `from_pretrained(dtype=dtype)` gives them. Non-persistent
     buffers are on the CPU with their values. The generation config comes from `directory` if it has one.
-    `attention` is transformers' `attn_implementation`. Raises `InputError` for what transformers cannot
-    build, and for remote code without the flag.
+    `attention` is transformers' `attn_implementation`. Experts that are a list of MLPs are fused. Raises
+    `InputError` for what transformers cannot build, and for remote code without the flag.
     """
     _refuse_remote_code(Path(config.name_or_path or "") / "config.json", config.to_dict(), trust_remote_code)
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
@@ -90,6 +91,7 @@ def build_meta_model(
     except (ValueError, ImportError, AttributeError, TypeError) as error:
         raise InputError(f"{config.model_type}: transformers cannot build a causal LM of it: {error}") from error
     assert isinstance(model, PreTrainedModel)
+    fuse_lists_of_experts(model)
     _keep_in_fp32(model, dtype)
     _compute_buffers(model)
     if directory is not None and model.can_generate():
@@ -181,7 +183,7 @@ def _refuse_remote_code(path: Path, content: dict[str, Any], trust_remote_code: 
 def _download(name: str, revision: str | None, trust_remote_code: bool, weights: bool) -> Path:
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise InputError(f"model {name}: no such directory; correct model.name_or_path")
-    patterns = [pattern for pattern in _DATA_FILES if weights or pattern != "*.safetensors"]
+    patterns = [pattern for pattern in DATA_FILES if weights or pattern != "*.safetensors"]
     patterns += ["*.py"] if trust_remote_code else []
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))

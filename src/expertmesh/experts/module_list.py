@@ -1,0 +1,141 @@
+"""Experts that are an `nn.ModuleList` of MLPs, in blocks that loop over them: older layouts, models with own code.
+
+The list is replaced by one module with 3-D parameters that can still be looped over; the block's code stays. Which
+rows go to which expert is known only once the block has called them, and all ranks have to exchange tokens at once, so
+the block runs twice: the first run notes what each expert is given and answers with zeros; then all rows are computed
+where their experts are, in one call; the second run is answered with the results. Routing weights are applied by the
+block itself, so a token travels once for each of its experts. That this is the block's own result, with its gradients,
+is proven for each kind of block on a small copy before any weight is read (block_check.py).
+
+    E experts, H hidden, I intermediate, P rows given to experts
+"""
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.integrations import moe as transformers_moe
+
+from expertmesh.experts.layer import layer_of
+from expertmesh.experts.member import MemberForm
+
+
+@dataclass(slots=True)
+class _Run:
+    """One run of a block: what its experts were given, in order, and in the second run what they answer."""
+
+    experts: list[int] = field(default_factory=list)
+    rows: list[torch.Tensor] = field(default_factory=list)
+    answers: list[torch.Tensor] | None = None
+
+
+class FusedExperts(nn.Module):
+    """A list of MLPs in 3-D parameters, with the attributes of transformers' experts interface.
+
+    `ups` and `down`: names of the members' linears, for the files. Called as `experts(hidden_PH, index_P1, weight_P1)`
+    by `run_twice`, and looped over by the block that it belongs to.
+    """
+
+    has_post_expert_norm = False
+    is_transposed = False
+    is_concatenated = True
+    _apply_gate = transformers_moe._default_apply_gate
+
+    def __init__(self, config: PreTrainedConfig, members: nn.ModuleList, form: MemberForm) -> None:
+        super().__init__()
+        self.config, self.num_experts = config, len(members)
+        self.ups, self.down = form.ups, form.down
+        self.has_gate, self.has_bias = len(form.ups) == 2, form.biased
+        self.act_fn = nn.SiLU() if form.silu_gated else form.between
+        if self.has_gate and not form.silu_gated:
+            setattr(self, "_apply_gate", form.between.forward)  # noqa: B010
+        up = "gate_up_proj" if self.has_gate else "up_proj"
+        for leaf, end in (("weight", ""), ("bias", "_bias"))[: 1 + form.biased]:
+            setattr(self, f"{up}{end}", _stacked(members, form.ups, leaf))
+            setattr(self, f"down_proj{end}", _stacked(members, (form.down,), leaf))
+        self._run: _Run | None = None
+
+    def __len__(self) -> int:
+        return self.num_experts
+
+    def __getitem__(self, index: Any) -> Any:
+        number = operator.index(index)
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"expert {number} of {len(self)}")
+        return partial(self._call, number % len(self))
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Collective over the EP group."""
+        return layer_of(self).forward(self, hidden_states, top_k_index, top_k_weights)
+
+    def _call(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
+        """One expert is given `[..., H]` by the block."""
+        run = self._run
+        assert run is not None, "an expert of a fused list was called outside of its block"
+        number = len(run.rows)
+        run.experts.append(expert)
+        run.rows.append(rows)
+        return rows.new_zeros(rows.shape) if run.answers is None else run.answers[number].view(rows.shape)
+
+
+def _stacked(members: nn.ModuleList, linears: tuple[str, ...], leaf: str) -> nn.Parameter:
+    """`[E, ...]`: of each member, the named linears one below the other."""
+    names = [f"{linear}.{leaf}" for linear in linears]
+    with torch.no_grad():
+        whole = torch.stack([torch.cat([member.get_parameter(name) for name in names]) for member in members])
+    return nn.Parameter(whole, requires_grad=members[0].get_parameter(names[0]).requires_grad)
+
+
+def fuse(block: nn.Module, config: PreTrainedConfig, form: MemberForm) -> None:
+    """Put one `FusedExperts` in the place of the list `block.experts`, and run the block twice from now on."""
+    members = block.experts
+    assert isinstance(members, nn.ModuleList)
+    block.experts = FusedExperts(config, members, form)
+    block.forward = partial(run_twice, block)
+
+
+def run_twice(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a block whose experts are fused. Collective over the EP group: one dispatch and one combine."""
+    experts, own_forward = block.experts, partial(type(block).forward, block)
+    assert isinstance(experts, FusedExperts)
+    first = _Run()
+    _with(experts, first, own_forward, *args, **kwargs)
+    assert first.rows, f"{type(block).__name__} called none of its experts"
+    rows_PH = torch.cat([rows.reshape(-1, rows.shape[-1]) for rows in first.rows])
+    counts = [rows.numel() // rows.shape[-1] for rows in first.rows]
+    expert_P = torch.tensor(first.experts).repeat_interleave(torch.tensor(counts)).to(rows_PH.device)
+    out_PH = experts(rows_PH, expert_P.unsqueeze(1), rows_PH.new_ones(len(rows_PH), 1))
+    second = _Run(answers=list(out_PH.split(counts)))
+    result = _with(experts, second, own_forward, *args, **kwargs)
+    _check_same(block, first, second)
+    return result
+
+
+def _with(experts: FusedExperts, run: _Run, own_forward: Any, *args: Any, **kwargs: Any) -> Any:
+    experts._run = run
+    try:
+        return own_forward(*args, **kwargs)
+    finally:
+        experts._run = None
+
+
+def _check_same(block: nn.Module, first: _Run, second: _Run) -> None:
+    """The second run must have asked what was answered; on an accelerator values are checked without waiting."""
+    same = first.experts == second.experts and all(
+        a.shape == b.shape for a, b in zip(first.rows, second.rows, strict=True)
+    )
+    reason = f"{type(block).__name__} gave its experts other tokens when it was run again"
+    assert same, reason
+    pairs = zip(first.rows, second.rows, strict=True)
+    equal = [((a.detach() == b.detach()) | a.detach().isnan()).all() for a, b in pairs]
+    torch._assert_async(torch.stack(equal).all(), reason)

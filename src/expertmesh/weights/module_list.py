@@ -1,0 +1,46 @@
+"""Files of models whose experts are a list of MLPs: one tensor per expert and linear, as the model's own code has them.
+
+The list is fused in memory (experts/module_list.py); the rules here, of transformers' own kind, let loading stack the
+experts of the files by byte ranges, and saving write them back under the names that they had.
+"""
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
+
+from expertmesh.experts.block_check import fuse_module_lists
+from expertmesh.experts.module_list import FusedExperts
+
+
+def fuse_lists_of_experts(model: PreTrainedModel) -> None:
+    """Fuse every list of experts in place and remember how files hold them; `InputError` for what cannot be fused."""
+    rules = get_model_conversion_mapping(model, add_legacy=False)
+    if fuse_module_lists(model):
+        known = getattr(model, "_weight_conversions", None) or rules
+        model._weight_conversions = [*known, *list_rules(model)]  # type: ignore[assignment]
+
+
+def list_rules(model: nn.Module) -> list[WeightConverter]:
+    """From per-expert tensors to fused ones, for the lists that were fused in `model`."""
+    kinds: dict[tuple[str, tuple[str, ...], str, bool], None] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FusedExperts):
+            parent = name.rpartition(".")[0]
+            leaf = parent.rpartition(".")[2]
+            # As short as tells it apart, one rule for all layers; a number does not.
+            kinds[parent if leaf.isdigit() else leaf, module.ups, module.down, module.has_bias] = None
+    return [rule for kind in kinds for rule in _rules(*kind)]
+
+
+def _rules(parent: str, ups: tuple[str, ...], down: str, biased: bool) -> list[WeightConverter]:
+    rules = []
+    up = "gate_up_proj" if len(ups) == 2 else "up_proj"
+    for leaf, end in (("weight", ""), ("bias", "_bias"))[: 1 + biased]:
+        for linears, target in ((ups, up), ((down,), "down_proj")):
+            operations: list[ConversionOps] = [MergeModulelist(dim=0)]
+            if len(linears) > 1:
+                operations.append(Concatenate(dim=1))
+            sources = [f"{parent}.experts.*.{linear}.{leaf}" for linear in linears]
+            rules.append(WeightConverter(sources, f"{parent}.experts.{target}{end}", operations))
+    return rules
