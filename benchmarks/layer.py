@@ -69,7 +69,7 @@ Builder = Callable[[Shape, Weights], Experts]
 
 def transformers_grouped_mm(shape: Shape, weights: Weights) -> Experts:
     """transformers' own experts module on its `grouped_mm` path."""
-    return _qwen3_experts(shape, weights, "grouped_mm")
+    return qwen3_experts(shape, weights, "grouped_mm")
 
 
 def expertmesh_grouped_mm(shape: Shape, weights: Weights) -> Experts:
@@ -89,7 +89,7 @@ def _expertmesh(shape: Shape, weights: Weights, per_expert: bool) -> Experts:
     from expertmesh.experts.form import MlpForm
     from expertmesh.experts.layer import ExpertLayer
 
-    module: Any = _qwen3_experts(shape, weights, "eager")
+    module: Any = qwen3_experts(shape, weights, "eager")
     spec = ExpertsSpec(
         name="experts",
         num_experts=shape.experts,
@@ -107,7 +107,7 @@ def _expertmesh(shape: Shape, weights: Weights, per_expert: bool) -> Experts:
     return partial(layer.forward, module)
 
 
-def _qwen3_experts(shape: Shape, weights: Weights, implementation: str) -> torch.nn.Module:
+def qwen3_experts(shape: Shape, weights: Weights, implementation: str) -> torch.nn.Module:
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 

@@ -9,13 +9,16 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from expertmesh.config import MoeConfig, PrecisionConfig
-from expertmesh.config.errors import InputError
+from expertmesh.adapters.plan import adapt
+from expertmesh.adapters.start import start
+from expertmesh.config import LoraConfig, MoeConfig, PrecisionConfig
 from expertmesh.mesh import Mesh
 from expertmesh.parallel.checkpointing import checkpoint_blocks
 from expertmesh.parallel.fsdp import shard
+from expertmesh.weights.audit import AuditMode, AuditReport, audit_weights
 from expertmesh.weights.load import LoadReport, fill
-from expertmesh.weights.skeleton import build_meta_model, kept_in_fp32, materialize, read_model_config
+from expertmesh.weights.module_list import fuse_lists_of_experts
+from expertmesh.weights.skeleton import build_meta_model, kept_in_fp32, read_model_config
 
 
 def parallelize(
@@ -25,18 +28,25 @@ def parallelize(
     precision: PrecisionConfig | None = None,
     moe: MoeConfig | None = None,
     activation_checkpointing: bool = False,
+    lora: LoraConfig | None = None,
+    seed: int = 42,
 ) -> PreTrainedModel:
     """Shard a model that is in memory, in place, and return it.
 
     Every rank must hold the same weights and call it; a difference raises `IntegrityError` (checked by one all-gather
     of a checksum per parameter). Each rank keeps its own slices, so memory falls to one share. Without `precision`,
-    parameters keep their dtype and everything runs in it.
+    parameters keep their dtype and everything runs in it. With `lora` the model is frozen and gets adapters, whose
+    first values depend on `seed` alone. Experts that are a list of MLPs are fused first.
     """
     if precision is None:
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         precision = PrecisionConfig(params=dtype, compute=dtype, reduce=dtype)  # type: ignore[arg-type]
+    fuse_lists_of_experts(model)
     kept = kept_in_fp32(model, getattr(torch, precision.compute))
+    if lora is not None:
+        adapt(model, lora, getattr(torch, precision.params), model.config.name_or_path or None)
     shard(model, mesh, precision, moe or MoeConfig(), kept_in_fp32=kept)
+    start(model, seed)
     if activation_checkpointing:
         checkpoint_blocks(model)
     return model
@@ -48,20 +58,22 @@ def load_model(
     *,
     precision: PrecisionConfig | None = None,
     moe: MoeConfig | None = None,
-    lora: None = None,
+    lora: LoraConfig | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
     attention: str = "auto",
     activation_checkpointing: bool = False,
+    audit: AuditMode = "sampled",
+    seed: int = 42,
 ) -> PreTrainedModel:
     """Load a Hugging Face MoE checkpoint sharded over `mesh`; each rank reads only the bytes it owns.
 
     Every rank calls it. Returns the family's own `transformers` model class with FSDP2 applied, in training mode.
     Raises `InputError` before any weight is read for what is not supported, `IntegrityError` when the files do not
-    fill the model exactly once.
+    fill the model exactly once, or when the `audit` finds a value in memory that is not the files': it compares samples
+    of each expert and each shard, or, "full", every byte. With `lora` the weights are frozen, in precision.compute, and
+    get adapters, whose first values depend on `seed` alone.
     """
-    if lora is not None:
-        raise InputError("lora: adapters are not available yet; pass lora=None")
     config, directory = read_model_config(str(name_or_path), revision=revision, trust_remote_code=trust_remote_code)
     model, _ = prepare_model(
         config,
@@ -72,8 +84,11 @@ def load_model(
         attention=attention,
         trust_remote_code=trust_remote_code,
         activation_checkpointing=activation_checkpointing,
+        lora=lora,
+        name=str(name_or_path),
     )
-    load_weights(model, directory, mesh)
+    load_weights(model, directory, mesh, audit)
+    start(model, seed)
     return model
 
 
@@ -87,19 +102,24 @@ def prepare_model(
     attention: str = "auto",
     trust_remote_code: bool = False,
     activation_checkpointing: bool = False,
+    lora: LoraConfig | None = None,
+    name: str | None = None,
 ) -> tuple[PreTrainedModel, dict[str, str]]:
     """Build the model on meta and shard it: everything about it is known, nothing is allocated, no file is read.
 
-    Returns it with what `moe.dispatch` and `moe.compute` became. Every rank calls it.
+    `name` is what an adapter's config will call the model (the directory, if None). Returns the model with what
+    `moe.dispatch` and `moe.compute` became. Every rank calls it.
     """
     model = build_meta_model(
         config,
-        getattr(torch, precision.params),
+        getattr(torch, precision.params if lora is None else precision.compute),
         directory=directory,
         attention=None if attention == "auto" else attention,
         trust_remote_code=trust_remote_code,
     )
     kept = kept_in_fp32(model, getattr(torch, precision.compute))
+    if lora is not None:
+        adapt(model, lora, getattr(torch, precision.params), name or config.name_or_path or None)
     resolved = shard(model, mesh, precision, moe, kept_in_fp32=kept)
     if activation_checkpointing:
         checkpoint_blocks(model)
@@ -107,7 +127,12 @@ def prepare_model(
     return model, resolved
 
 
-def load_weights(model: PreTrainedModel, directory: Path, mesh: Mesh) -> LoadReport:
-    """Allocate the shards of a prepared model and fill them from `directory`. Every rank calls it."""
-    materialize(model, mesh.device)
-    return fill(model, directory)
+def load_weights(
+    model: PreTrainedModel, directory: Path, mesh: Mesh, audit: AuditMode = "sampled"
+) -> tuple[LoadReport, AuditReport]:
+    """Allocate the shards of a prepared model, fill them from `directory`, and audit them. Every rank calls it.
+
+    Whatever else is to write to the weights belongs before the audit.
+    """
+    loaded = fill(model, directory, allocate_on=mesh.device)
+    return loaded, audit_weights(model, directory, audit)

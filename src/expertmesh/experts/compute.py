@@ -72,14 +72,14 @@ class _GroupedMlp(torch.autograd.Function):
         form: MlpForm,
     ) -> torch.Tensor:
         end_L, dtype = pairs.expert_end_L, rows_RH.dtype
-        pre_P2I = grouped_mm(rows_RH.index_select(0, pairs.row_P), _as_kn(up.to(dtype), form), end_L)
+        pre_P2I = grouped_mm(rows_RH.index_select(0, pairs.row_P), as_kn(up.to(dtype), form), end_L)
         if up_bias is not None:
-            pre_P2I += _per_pair(up_bias.to(dtype), pairs)
+            pre_P2I += per_pair(up_bias.to(dtype), pairs)
         act_PI = activate(pre_P2I, form)
         act_PI *= weight_P.unsqueeze(1)
-        out_PH = grouped_mm(act_PI, _as_kn(down.to(dtype), form), end_L)
+        out_PH = grouped_mm(act_PI, as_kn(down.to(dtype), form), end_L)
         if down_bias is not None:
-            out_PH += _per_pair(down_bias.to(dtype), pairs) * weight_P.unsqueeze(1)
+            out_PH += per_pair(down_bias.to(dtype), pairs) * weight_P.unsqueeze(1)
         # The index tensors too: attributes of ctx would outlive a checkpointed block's first run.
         ctx.save_for_backward(rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias, *pairs.tensors())
         ctx.form = form
@@ -95,10 +95,10 @@ class _GroupedMlp(torch.autograd.Function):
 
         grad_out_PH = grad_out_RH.index_select(0, row_P)
         # The gradient of the weighted activation; the routing weight is still on it.
-        grad_act_PI = grouped_mm(grad_out_PH, _as_nk(down.to(dtype), form), end_L)
+        grad_act_PI = grouped_mm(grad_out_PH, as_nk(down.to(dtype), form), end_L)
         act_PI, grad_pre_P2I, grad_weight_P = activation_backward(pre_P2I, grad_act_PI, weight_P, form)
         if down_bias is not None:
-            bias_PH = _per_pair(down_bias.to(dtype), pairs)
+            bias_PH = per_pair(down_bias.to(dtype), pairs)
             grad_weight_P = grad_weight_P + (grad_out_PH * bias_PH).sum(1, dtype=grad_weight_P.dtype)
             grad_down_bias = _sum_per_expert(grad_out_PH * weight_P.unsqueeze(1), pairs, down_bias.dtype)
         if trains_down:
@@ -108,16 +108,16 @@ class _GroupedMlp(torch.autograd.Function):
             grad_up_bias = _sum_per_expert(grad_pre_P2I, pairs, up_bias.dtype)
         if trains_up:
             grad_up = _weight_gradient(rows_RH.index_select(0, row_P), grad_pre_P2I, end_L, form).to(up.dtype)
-        grad_rows_RH = segment_sum(grouped_mm(grad_pre_P2I, _as_nk(up.to(dtype), form), end_L), pairs.by_row)
+        grad_rows_RH = segment_sum(grouped_mm(grad_pre_P2I, as_nk(up.to(dtype), form), end_L), pairs.by_row)
         return grad_rows_RH, grad_weight_P, grad_up, grad_down, grad_up_bias, grad_down_bias, None, None
 
 
-def _as_kn(weight: torch.Tensor, form: MlpForm) -> torch.Tensor:
+def as_kn(weight: torch.Tensor, form: MlpForm) -> torch.Tensor:
     """`[L, in, out]`, for products from the input side."""
     return weight if form.transposed else weight.transpose(1, 2)
 
 
-def _as_nk(weight: torch.Tensor, form: MlpForm) -> torch.Tensor:
+def as_nk(weight: torch.Tensor, form: MlpForm) -> torch.Tensor:
     """`[L, out, in]`, for products from the output side (backward)."""
     return weight.transpose(1, 2) if form.transposed else weight
 
@@ -128,13 +128,15 @@ def _weight_gradient(input_Pk: torch.Tensor, grad_Pn: torch.Tensor, end_L: torch
     return grouped_mm(grad_Pn.t(), input_Pk, end_L)
 
 
-def _expert_of_pair(pairs: LocalPairs) -> torch.Tensor:
+def expert_of_pair(pairs: LocalPairs) -> torch.Tensor:
+    """Which of this rank's experts each pair goes to, int64 `[P]`."""
     place_P = torch.arange(pairs.row_P.shape[0], device=pairs.row_P.device, dtype=torch.int32)
     return torch.searchsorted(pairs.expert_end_L, place_P, right=True)
 
 
-def _per_pair(bias_Ln: torch.Tensor, pairs: LocalPairs) -> torch.Tensor:
-    return bias_Ln.index_select(0, _expert_of_pair(pairs))
+def per_pair(bias_Ln: torch.Tensor, pairs: LocalPairs) -> torch.Tensor:
+    """`[P, n]`: each pair's own expert's row."""
+    return bias_Ln.index_select(0, expert_of_pair(pairs))
 
 
 def _sum_per_expert(grad_Pn: torch.Tensor, pairs: LocalPairs, dtype: torch.dtype) -> torch.Tensor:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+# Few enough parts that an accelerator is kept busy, many enough that their temporaries do not matter.
+_PARTS, _LEAST_ELEMENTS = 8, 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class MlpForm:
@@ -38,24 +41,42 @@ def activate(pre_P2I: torch.Tensor, form: MlpForm) -> torch.Tensor:
 def activation_backward(
     pre_P2I: torch.Tensor, grad_act_PI: torch.Tensor, weight_P: torch.Tensor, form: MlpForm
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """From d(weighted activation): the weighted activation again, d(pre-activation), d(routing weight)."""
+    """From d(weighted activation): the weighted activation again, d(pre-activation), d(routing weight).
+
+    Both arguments are used up: the activation takes the place of its gradient, d(pre-activation) that of the
+    pre-activation. So backward holds no third tensor of their size, and can run once (a second one raises: autograd
+    sees that what it had saved was changed). Rows are worked on in parts, whose temporaries are small.
+    """
+    grad_weight_P = torch.empty_like(weight_P)
+    pairs = pre_P2I.shape[0]
+    rows = max(-(-pairs // _PARTS), _LEAST_ELEMENTS // max(1, pre_P2I.shape[1]))
+    for start in range(0, pairs, rows):
+        part = slice(start, start + rows)
+        grad_weight_P[part] = _part_backward(pre_P2I[part], grad_act_PI[part], weight_P[part], form)
+    return grad_act_PI, pre_P2I, grad_weight_P
+
+
+def _part_backward(
+    pre_P2I: torch.Tensor, grad_act_PI: torch.Tensor, weight_P: torch.Tensor, form: MlpForm
+) -> torch.Tensor:
+    """`activation_backward` of some rows, in place; returns d(routing weight)."""
     weight_P1 = weight_P.unsqueeze(1)  # possibly wider than the rest: multiplied as it is, like in forward
+    weighted_PI = (grad_act_PI * weight_P1).to(pre_P2I.dtype)
     if form.silu_gated:
         gate_PI, up_PI = pre_P2I.chunk(2, dim=1)
         silu_PI = F.silu(gate_PI)
         act_PI = silu_PI * up_PI
         grad_weight_P = (grad_act_PI * act_PI).sum(1, dtype=weight_P.dtype)
-        act_PI *= weight_P1
-        grad_act_PI = (grad_act_PI * weight_P1).to(pre_P2I.dtype)
-        grad_pre_P2I = torch.empty_like(pre_P2I)
-        grad_gate_PI, grad_up_PI = grad_pre_P2I.chunk(2, dim=1)
-        torch.mul(grad_act_PI, silu_PI, out=grad_up_PI)
-        torch.ops.aten.silu_backward.grad_input(grad_act_PI.mul_(up_PI), gate_PI, grad_input=grad_gate_PI)
-        return act_PI, grad_pre_P2I, grad_weight_P
-    with torch.enable_grad():
-        leaf_P2I = pre_P2I.detach().requires_grad_()
-        act_PI = form.activation(leaf_P2I)
-        (grad_pre_P2I,) = torch.autograd.grad(act_PI, leaf_P2I, (grad_act_PI * weight_P1).to(act_PI.dtype))
-    act_PI = act_PI.detach()
-    grad_weight_P = (grad_act_PI * act_PI).sum(1, dtype=weight_P.dtype)
-    return (act_PI * weight_P1).to(pre_P2I.dtype), grad_pre_P2I, grad_weight_P
+        grad_gate_PI = torch.ops.aten.silu_backward(weighted_PI * up_PI, gate_PI)
+        torch.mul(weighted_PI, silu_PI, out=up_PI)
+        gate_PI.copy_(grad_gate_PI)
+    else:
+        with torch.enable_grad():
+            leaf_P2I = pre_P2I.detach().clone().requires_grad_()
+            act_PI = form.activation(leaf_P2I)
+            (grad_pre_P2I,) = torch.autograd.grad(act_PI, leaf_P2I, weighted_PI.to(act_PI.dtype))
+        act_PI = act_PI.detach()
+        grad_weight_P = (grad_act_PI * act_PI).sum(1, dtype=weight_P.dtype)
+        pre_P2I.copy_(grad_pre_P2I)
+    grad_act_PI.copy_(act_PI * weight_P1)
+    return grad_weight_P

@@ -6,6 +6,7 @@ long as all pairs. Needs the experts' spans on the host, so on an accelerator it
     Letters as in compute.py; p pairs of one expert, I2 columns of the up projection
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,6 +79,14 @@ class PerExpertMlp(torch.autograd.Function):
             grad_rows_pH = grad_pre_pI2 @ _in_out(up[expert], form).to(dtype).t()
             grad_rows_RH.index_add_(0, row_p, grad_rows_pH.to(grad_rows_RH.dtype))
         return grad_rows_RH.to(dtype), grad_weight_P, *grads, None, None
+
+
+def looped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:
+    """What `compute.grouped_mm` gives, one expert after the other, in any dtype. Waits for the device."""
+    spans = list(itertools.pairwise([0, *end_L.tolist()]))
+    if b.dim() == 3:
+        return torch.cat([a[start:end] @ b[expert] for expert, (start, end) in enumerate(spans)])
+    return torch.stack([a[:, start:end] @ b[start:end] for start, end in spans])
 
 
 def _spans(pairs: LocalPairs) -> Iterator[tuple[int, slice]]:

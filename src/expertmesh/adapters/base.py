@@ -1,0 +1,58 @@
+"""Which frozen base a model's adapters belong to: a hash of its weights, remembered, written, and compared.
+
+An adapter on another base is noise that nobody notices: resuming or merging it there is refused.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch import nn
+
+from expertmesh.config.errors import IntegrityError
+from expertmesh.weights.content import content_hash
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """`sha256` is `content_hash` of the frozen weights in the dtypes that training had them in; `dtype` of the most."""
+
+    sha256: str
+    dtype: str
+
+
+def remember_base(model: nn.Module) -> None:
+    """Hash the frozen weights of a model with adapters. Every rank calls it; one all-reduce."""
+    dtypes = [str(p.dtype).removeprefix("torch.") for p in model.parameters() if not p.requires_grad]
+    model._expertmesh_base = Base(content_hash(model), max(set(dtypes), key=dtypes.count))  # type: ignore[assignment]
+
+
+def base_of(model: nn.Module) -> Base:
+    base = getattr(model, "_expertmesh_base", None)
+    assert isinstance(base, Base), "the adapters of this model were never started"
+    return base
+
+
+def base_bytes(model: nn.Module) -> bytes:
+    """The content of the file that goes with an adapter."""
+    return json.dumps(asdict(base_of(model))).encode() + b"\n"
+
+
+def read_base(path: Path, content: bytes) -> Base:
+    """What `base_bytes` wrote to `path`. Raises `IntegrityError`."""
+    try:
+        base = Base(**json.loads(content))
+        if not isinstance(base.sha256, str) or not isinstance(base.dtype, str):
+            raise TypeError("not text")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise IntegrityError(f"{path}: does not say which base the adapter belongs to ({error})") from error
+    return base
+
+
+def check_base(path: Path, saved: Base, here: Base) -> None:
+    """Raise `IntegrityError` if the base here is not the one that `path` says."""
+    if saved != here:
+        raise IntegrityError(
+            f"{path}: the adapter was trained on another base (weights {saved.sha256[:12]} in {saved.dtype}, here "
+            f"{here.sha256[:12]} in {here.dtype}); use the model and the precision.compute it was trained with"
+        )

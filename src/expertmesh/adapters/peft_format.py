@@ -1,0 +1,232 @@
+"""PEFT's adapter files: what each tensor is called there, how it lies there, and what adapter_config.json says.
+
+Routed experts are PEFT's `target_parameters`: A of all experts is one `[E * r, in]` matrix, expert after expert; B is
+`[out, r * E]` with the expert index running fastest. Two parameters of one module are nested wrappers, the first of
+them innermost. PEFT takes stored experts for `[out, in]` unless their module says that it is transposed; where that is
+wrong, A and B change places in its file. Read and written through lazy tensors: nobody needs to know the sharding.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from expertmesh.adapters.targets import Target
+from expertmesh.config import LoraConfig
+from expertmesh.config.errors import InputError, IntegrityError, SecurityError
+from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.mapping import StateTensor
+
+WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+# Ours, beside PEFT's own: which base the adapter was trained on.
+BASE_FILE = "expertmesh.json"
+_PICKLE = "adapter_model.bin"
+PREFIX = "base_model.model."
+# What modules of routed experts and routers were called in transformers 4. In many families PEFT takes a module of such
+# a name in `target_modules` for the fused experts or the router, and doubles r (its `_convert_peft_config_moe`).
+_TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate")
+# What adapter_config.json may say beside what we read: anything that changes what the adapter computes is refused.
+_MUST_BE_OFF = (
+    "use_dora",
+    "fan_in_fan_out",
+    "lora_bias",
+    "modules_to_save",
+    "layers_to_transform",
+    "layer_replication",
+    "rank_pattern",
+    "alpha_pattern",
+    "trainable_token_indices",
+    "exclude_modules",
+    "megatron_config",
+    "alora_invocation_tokens",
+    "use_bdlora",
+    "use_qalora",
+    "velora_config",
+    "kasa_config",
+)
+# Ways to start that take something out of the base: the adapter alone is not all that was learned.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+def file_keys(target: Target, targets: Sequence[Target]) -> tuple[str, str]:
+    """The names of A and B of `target` in PEFT's file; `targets` are all of the adapter, in module order."""
+    nested = [each for each in targets if each.module == target.module and each.parameter is not None]
+    outside = len(nested) - 1 - nested.index(target) if target.parameter is not None else 0
+    base = f"{PREFIX}{target.module}{'.base_layer' * outside}"
+    return f"{base}.lora_A.weight", f"{base}.lora_B.weight"
+
+
+def file_tensors(state: Mapping[str, Tensor], targets: Sequence[Target]) -> dict[str, LazyTensor]:
+    """The tensors of PEFT's file, made of the model's: `state` holds the adapters by name, sharded or not."""
+    files: dict[str, LazyTensor] = {}
+    for target in targets:
+        names = [f"{target.module}.{leaf}" for leaf in target.leaves]
+        a, b = (LazyTensor.of(StateTensor(name, state[name])) for name in names)
+        key_a, key_b = file_keys(target, targets)
+        if target.experts is not None:
+            if target.swapped:
+                a, b = _lazy(b.transpose(1, 2)), _lazy(a.transpose(1, 2))
+            a, b = _lazy(a.flatten(0, 1)), _lazy(b.permute(1, 2, 0).flatten(1, 2))
+        files[key_a], files[key_b] = a, b
+    return files
+
+
+def model_tensors_from(files: Mapping[str, LazyTensor], targets: Sequence[Target], r: int) -> dict[str, LazyTensor]:
+    """The reverse: the model's adapters by name, made of PEFT's file. Raises `IntegrityError` for what does not fit.
+
+    Leaves out `base_copies`.
+    """
+    tensors: dict[str, LazyTensor] = {}
+    left = set(files) - set(base_copies(files, targets))
+    for target in targets:
+        experts, sizes = target.experts or 1, (target.in_features, target.out_features)
+        inner, out = reversed(sizes) if target.swapped else sizes
+        shapes = ((experts * r, inner), (out, r * experts))
+        a, b = (
+            _stored(files, key, shape, target) for key, shape in zip(file_keys(target, targets), shapes, strict=True)
+        )
+        left -= set(file_keys(target, targets))
+        if target.experts is not None:
+            a, b = _lazy(a.unflatten(0, (experts, r))), _lazy(b.unflatten(1, (r, experts)).permute(2, 0, 1))
+            if target.swapped:
+                a, b = _lazy(b.transpose(1, 2)), _lazy(a.transpose(1, 2))
+        tensors |= {f"{target.module}.{leaf}": lazy for leaf, lazy in zip(target.leaves, (a, b), strict=True)}
+    if left:
+        raise IntegrityError(f"{WEIGHTS_FILE}: holds {min(left)}, which fits no target of the adapter's config")
+    return tensors
+
+
+def base_copies(files: Mapping[str, LazyTensor], targets: Sequence[Target]) -> dict[str, str]:
+    """Keys of base weights that PEFT put into its file beside a head's adapter, and whose they are in the model."""
+    linear = [target.module for target in targets if target.parameter is None]
+    copies = {
+        f"{PREFIX}{module}.base_layer.{leaf}": f"{module}.{leaf}" for module in linear for leaf in ("weight", "bias")
+    }
+    return {key: name for key, name in copies.items() if key in files}
+
+
+def _stored(files: Mapping[str, LazyTensor], key: str, shape: tuple[int, ...], target: Target) -> LazyTensor:
+    if key not in files:
+        raise IntegrityError(f"{WEIGHTS_FILE}: has no {key}, although the adapter's config targets {target.name}")
+    if tuple(files[key].shape) != shape:
+        raise IntegrityError(f"{WEIGHTS_FILE}: {key} is {list(files[key].shape)}, not {list(shape)}")
+    return files[key]
+
+
+def config_content(model: nn.Module, targets: Sequence[Target], lora: LoraConfig, base: str | None) -> dict[str, Any]:
+    """adapter_config.json. Dropout is written as 0 when parameters are adapted: PEFT has none for those."""
+    modules = [target.module for target in targets if not is_parameter(target)]
+    parameters = [parameter_name(target) for target in targets if is_parameter(target)]
+    every_module = [name for name, _ in model.named_modules()]
+    every_parameter = [name for name, _ in model.named_parameters()]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": lora.r,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": 0.0 if parameters else lora.dropout,
+        "use_rslora": lora.use_rslora,
+        "init_lora_weights": True if lora.init == "default" else lora.init,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "modules_to_save": None,
+        "target_modules": _endings(modules, every_module, 1),
+        "target_parameters": _endings(parameters, every_parameter, 2) or None,
+    }
+
+
+def config_bytes(content: Mapping[str, Any]) -> bytes:
+    """adapter_config.json as it is written."""
+    return json.dumps(content, indent=2).encode() + b"\n"
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """adapter_config.json of a PEFT directory. Raises `InputError` for what we cannot train exactly, by name."""
+    path = directory / CONFIG_FILE
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read as an adapter's config: {error}") from error
+    if not isinstance(content, dict) or content.get("peft_type") != "LORA":
+        raise InputError(f"{path}: is not the config of a LoRA adapter")
+    said = [key for key in _MUST_BE_OFF if content.get(key)]
+    if said or content.get("bias", "none") != "none":
+        key = said[0] if said else "bias"
+        raise InputError(f"{path}: {key} is {content[key]!r}, which is not supported; train a plain LoRA adapter")
+    init = content.get("init_lora_weights")
+    if isinstance(init, str) and init.startswith(_CHANGES_BASE):
+        raise InputError(
+            f"{path}: init_lora_weights is {init!r}, which changes the base's weights as well; save it with PEFT's "
+            "path_initial_model_for_weight_conversion, which makes a plain LoRA adapter of it"
+        )
+    _refuse_names(path, content.get("target_modules"))
+    if not isinstance(content.get("r"), int) or not isinstance(content.get("lora_alpha"), int | float):
+        raise InputError(f"{path}: r and lora_alpha are not numbers")
+    if (directory / _PICKLE).exists() and not (directory / WEIGHTS_FILE).exists():
+        raise SecurityError(f"{directory / _PICKLE}: is a pickle, which can run code when read; convert it first")
+    return content
+
+
+def _refuse_names(path: Path, modules: Any) -> None:
+    """Module names that mean something else to PEFT from family to family: patterns, and names of former experts."""
+    if isinstance(modules, str):
+        raise InputError(
+            f"{path}: target_modules is the pattern {modules!r}, which PEFT widens in Mixture-of-Experts models; list "
+            "the modules' names instead"
+        )
+    for name in modules or ():
+        if name.rpartition(".")[2] in _TAKEN_FOR_EXPERTS:
+            raise InputError(
+                f"{path}: target_modules names {name}, which PEFT takes for routed experts or the router in many "
+                f"families; name the weights in target_parameters instead, as {name}.weight or mlp.experts.down_proj"
+            )
+
+
+def config_selects(content: Mapping[str, Any], target: Target) -> bool:
+    """Whether an adapter_config.json targets `target`, by PEFT's own matching rules."""
+    modules, parameters = content.get("target_modules") or [], content.get("target_parameters") or []
+    if target.parameter is None and target.module in _selected(modules, [target.module]):
+        return True
+    return bool(_selected(parameters, [parameter_name(target)]))
+
+
+def is_parameter(target: Target) -> bool:
+    """Whether the config names the target's weight rather than its module.
+
+    Named as parameters, modules that PEFT would take for others (`_TAKEN_FOR_EXPERTS`) are left what they are, with the
+    same keys in the file.
+    """
+    return target.parameter is not None or target.ending in _TAKEN_FOR_EXPERTS
+
+
+def parameter_name(target: Target) -> str:
+    """The name of the weight that is adapted."""
+    return target.name if target.parameter is not None else f"{target.module}.weight"
+
+
+def _lazy(tensor: Tensor) -> LazyTensor:
+    assert isinstance(tensor, LazyTensor)
+    return tensor
+
+
+def _endings(chosen: Sequence[str], every: Sequence[str], least: int) -> list[str]:
+    """The shortest endings of names, of `least` parts or more, that select `chosen` and nothing else in `every`."""
+    wanted = set(chosen)
+    endings: dict[str, None] = {}
+    for name in chosen:
+        endings[next(end for end in _ends_of(name, least) if _selected([end], every) <= wanted)] = None
+    return list(endings)
+
+
+def _ends_of(name: str, least: int) -> Iterator[str]:
+    parts = name.split(".")
+    yield from (".".join(parts[start:]) for start in range(max(0, len(parts) - least), -1, -1))
+
+
+def _selected(endings: Sequence[str], every: Sequence[str]) -> set[str]:
+    """The names that are one of `endings` or end with it after a dot."""
+    return {name for name in every for end in endings if name == end or name.endswith(f".{end}")}

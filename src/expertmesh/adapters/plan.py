@@ -1,0 +1,160 @@
+"""Which adapters a model gets, from a configuration or from an adapter of PEFT, and what is said about them.
+
+The plan is made on the model before it is sharded and remembered on it, for saving. Every rank makes the same one.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+from expertmesh.adapters.attach import attach
+from expertmesh.adapters.peft_format import WEIGHTS_FILE, config_selects, parameter_name, read_config
+from expertmesh.adapters.targets import Target, candidates, find_targets, refuse_tied_head
+from expertmesh.anatomy import Anatomy, describe
+from expertmesh.config import LoraConfig
+from expertmesh.config.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPlan:
+    """`lora` as it holds for this model; `weights` is the PEFT directory to start from, if there is one; `base` the
+    name of the model for PEFT's config.
+    """
+
+    lora: LoraConfig
+    targets: tuple[Target, ...]
+    weights: Path | None
+    base: str | None
+
+    @property
+    def parameters(self) -> int:
+        """Trainable parameters of the whole model."""
+        return sum(target.elements(self.lora.r) for target in self.targets)
+
+
+def adapt(model: nn.Module, lora: LoraConfig, dtype: torch.dtype, base: str | None) -> AdapterPlan:
+    """Freeze `model` (not yet sharded, maybe on meta) and attach the adapters that `lora` says, with values still zero.
+
+    Raises what `plan_adapters` raises. No communication.
+    """
+    plan = plan_adapters(model, lora, base)
+    attach(model, plan.targets, plan.lora, dtype)
+    model._expertmesh_lora = plan  # type: ignore[assignment]
+    return plan
+
+
+def plan_adapters(model: nn.Module, lora: LoraConfig, base: str | None) -> AdapterPlan:
+    """Which adapters `lora` means for `model`, which is not changed.
+
+    Raises `InputError` naming a target that matches nothing or cannot be had. No communication.
+    """
+    anatomy = describe(model)
+    if lora.from_adapter is not None:
+        plan = _plan_from_adapter(model, anatomy, lora, base)
+    else:
+        plan = AdapterPlan(lora, find_targets(model, anatomy, lora.targets), None, base)
+    refuse_tied_head(model, plan.targets)
+    _refuse_unreadable(model, plan)
+    if lora.dropout:
+        _refuse_dropout(plan, anatomy)
+    return plan
+
+
+def plan_of(model: nn.Module) -> AdapterPlan | None:
+    """The plan that `adapt` left on the model, or None for one without adapters."""
+    plan = getattr(model, "_expertmesh_lora", None)
+    return plan if isinstance(plan, AdapterPlan) else None
+
+
+def plan_lines(plan: AdapterPlan, anatomy: Anatomy) -> Iterator[str]:
+    """Per group: what matched, the experts covered per layer, trainable parameters."""
+    for group in dict.fromkeys(target.group for target in plan.targets):
+        members = [target for target in plan.targets if target.group == group]
+        count = sum(target.elements(plan.lora.r) for target in members)
+        yield f"{group}: {_what(members)}, {count:,} trainable parameters"
+    covered = {target.module for target in plan.targets if target.experts is not None}
+    every = anatomy.num_experts
+    if len(covered) == len(anatomy.experts):
+        yield f"experts covered: all {every} of each of the {len(covered)} MoE layers"
+    else:
+        layers = f"{len(covered)} of {len(anatomy.experts)} MoE layers"
+        yield f"experts covered: {every if covered else 0} of {every} in {layers}"
+    lora = plan.lora
+    yield f"r {lora.r}, scaling {lora.scaling:g}, dropout {lora.dropout:g}; {plan.parameters:,} trainable in all"
+
+
+def _what(members: list[Target]) -> str:
+    ends: dict[str, int] = {}
+    for target in members:
+        ends[target.ending] = ends.get(target.ending, 0) + 1
+    return ", ".join(f"{count} {end}" for end, count in ends.items())
+
+
+def _plan_from_adapter(model: nn.Module, anatomy: Anatomy, lora: LoraConfig, base: str | None) -> AdapterPlan:
+    assert lora.from_adapter is not None
+    directory = Path(lora.from_adapter)
+    content = read_config(directory)
+    targets = tuple(target for target in candidates(model, anatomy) if config_selects(content, target))
+    _refuse_unknown(model, content, targets, directory)
+    weights = directory / WEIGHTS_FILE
+    init = content.get("init_lora_weights", True)
+    if init not in (True, "gaussian") and not weights.exists():
+        raise InputError(
+            f"{directory}: has no weights, and init_lora_weights is {init!r}; only true and "
+            '"gaussian" can be started here'
+        )
+    said: dict[str, Any] = {
+        "r": content["r"],
+        "alpha": float(content["lora_alpha"]),
+        "init": "gaussian" if init == "gaussian" else "default",
+    }
+    said |= {"use_rslora": bool(content.get("use_rslora")), "targets": tuple(target.name for target in targets)}
+    resolved = LoraConfig(dropout=lora.dropout, **said)
+    return AdapterPlan(resolved, targets, directory if weights.exists() else None, base)
+
+
+def _refuse_unknown(model: nn.Module, content: dict[str, Any], targets: tuple[Target, ...], directory: Path) -> None:
+    """Whatever PEFT would adapt has to be among the targets, or training would silently leave it out."""
+    known = {target.name for target in targets} | {parameter_name(target) for target in targets}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d) and name not in known:
+            probe = Target(name, None, 0, 0, None, "")
+            if config_selects(content, probe):
+                kind = type(module).__name__
+                raise InputError(f"{directory}: targets {name} ({kind}), which cannot be adapted here")
+    for name, _ in model.named_parameters():
+        probe = Target(name.rpartition(".")[0], name.rpartition(".")[2], 0, 0, None, "")
+        if name not in known and config_selects(content, probe):
+            raise InputError(f"{directory}: targets the parameter {name}, which cannot be adapted here")
+    if not targets:
+        raise InputError(f"{directory}: its targets match nothing in this model")
+
+
+def _refuse_unreadable(model: nn.Module, plan: AdapterPlan) -> None:
+    """PEFT passes the keys of its own file through transformers' renames of published files (0.19 and later). Where
+    these rename a name in memory once more, PEFT finds no place for the tensor and drops it with a warning.
+    """
+    renames = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]  # type: ignore[arg-type]
+    for target in plan.targets:
+        key = f"{target.module}.lora_A.weight"
+        renamed, _ = rename_source_key(key, renames, [])
+        if renamed != key:
+            raise InputError(
+                f"lora.targets: {target.name} would be lost when PEFT reads the adapter, as it takes {key} for "
+                f"{renamed} in this family; leave it out of lora.targets"
+            )
+
+
+def _refuse_dropout(plan: AdapterPlan, anatomy: Anatomy) -> None:
+    """Dropout needs to know which token each row is; where modules see something else it is refused."""
+    if any(target.group == "lm_head" for target in plan.targets):
+        raise InputError("lora.dropout: lm_head sees chosen tokens only; set lora.dropout to 0 or leave lm_head out")
+    odd = [spec.name for spec in anatomy.experts if spec.call != "interface"]
+    if odd and any(target.experts is not None for target in plan.targets):
+        raise InputError(f"lora.dropout: {odd[0]} is not called with the tokens themselves; set lora.dropout to 0")

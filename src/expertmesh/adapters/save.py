@@ -1,0 +1,124 @@
+"""Writes adapters as a plain PEFT directory, each rank its own part, and nothing of the frozen base.
+
+The file is the same whatever the layout was. B of routed experts lies with the expert index fastest, across all ranks,
+so these tensors are gathered one at a time; no rank ever holds more than its share and one tensor.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from expertmesh.adapters.base import base_bytes
+from expertmesh.adapters.peft_format import (
+    BASE_FILE,
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    config_bytes,
+    config_content,
+    file_tensors,
+)
+from expertmesh.adapters.plan import AdapterPlan, plan_of
+from expertmesh.config.errors import InputError
+from expertmesh.shards import local_box, local_tensor, owns_copy
+from expertmesh.weights.agree import collective_device, together
+from expertmesh.weights.directory import Tokenizer, check_target, io_errors
+from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.mapping import adapter_tensors
+from expertmesh.weights.save import Values, live_values, write_directory
+from expertmesh.weights.writing import Layout, lay_out_file, write_synced
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterReport:
+    """`total_bytes` of the weights file, `bytes_written` by this rank.
+
+    `filled`: for each adapted parameter of experts, by name, and each expert: the share of B that is not zero. An
+    expert that has never seen a token keeps 0.
+    """
+
+    directory: Path
+    tensors: int
+    total_bytes: int
+    bytes_written: int
+    filled: dict[str, tuple[float, ...]]
+
+
+@torch.no_grad()
+def save_adapter(model: PreTrainedModel, directory: str | Path, *, tokenizer: Tokenizer | None = None) -> AdapterReport:
+    """Write what `peft.PeftModel.from_pretrained(base, directory)` reads: weights in fp32 masters' dtype, and config.
+
+    Every rank calls it, with the same arguments, on a file system that all share; `directory` must not exist or be
+    empty. Raises on all ranks alike `InputError` (no adapters, target not empty, disk full). Issues the all-gathers of
+    one expert adapter after the other, and a few small collectives on the default group.
+    """
+    directory = Path(directory).absolute()
+    with together("planning what to save"):
+        plan = plan_of(model)
+        if plan is None:
+            raise InputError(f"{type(model).__name__} has no adapters; load it with lora, or use save_model")
+        check_target(directory)
+        files = file_tensors(adapter_tensors(model), plan.targets)
+        small = small_files(model, plan)
+    layout, written = write_adapter(directory, files, small, tokenizer, live_values)
+    return AdapterReport(directory, len(files), layout.size, written, filled_shares(model, plan))
+
+
+def write_adapter(
+    directory: Path,
+    files: Mapping[str, LazyTensor],
+    small: Mapping[str, bytes],
+    tokenizer: Tokenizer | None,
+    values: Values,
+    dtype: torch.dtype | None = None,
+) -> tuple[Layout, int]:
+    """Write the tensors `files` (in `dtype`, if given) and the `small` files into a directory that appears complete.
+
+    `values` are those of the model's tensors behind `files`. Returns the layout and the bytes that this rank wrote.
+    Every rank calls it; raises and communicates as `save_adapter` does.
+    """
+
+    def lay_out_in(temporary: Path) -> Layout:
+        shaped = {
+            name: torch.empty(tuple(lazy.shape), dtype=dtype or lazy.dtype, device="meta")
+            for name, lazy in files.items()
+        }
+        return Layout((lay_out_file(temporary / WEIGHTS_FILE, shaped, {"format": "pt"}),), None)
+
+    def write_others(temporary: Path, layout: Layout) -> None:
+        with io_errors(temporary, layout.size):
+            for name, content in small.items():
+                write_synced(temporary / name, content)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(str(temporary))
+
+    return write_directory(directory, files, lay_out_in, write_others, values)
+
+
+def small_files(model: PreTrainedModel, plan: AdapterPlan) -> dict[str, bytes]:
+    """PEFT's config and our note on the base, by file name."""
+    content = config_content(model, plan.targets, plan.lora, plan.base)
+    return {CONFIG_FILE: config_bytes(content), BASE_FILE: base_bytes(model)}
+
+
+def filled_shares(model: PreTrainedModel, plan: AdapterPlan) -> dict[str, tuple[float, ...]]:
+    """`AdapterReport.filled`. Every rank calls it; one all-reduce of a number per expert on the default group."""
+    targets = [target for target in plan.targets if target.experts is not None]
+    if not targets:
+        return {}
+    counts_TE = torch.zeros(len(targets), max(target.experts or 0 for target in targets), dtype=torch.int64)
+    sizes = []
+    for row, target in enumerate(targets):
+        whole = model.get_submodule(target.module).get_parameter(target.leaves[1])
+        sizes.append(whole.numel() // whole.shape[0])
+        if owns_copy(whole):
+            (first, last), *_ = local_box(whole)
+            counts_TE[row, first:last] += local_tensor(whole).flatten(1).count_nonzero(1).cpu()
+    counts_TE = counts_TE.to(collective_device())
+    if dist.is_initialized():
+        dist.all_reduce(counts_TE)
+    shares = [[count / size for count in counts] for counts, size in zip(counts_TE.tolist(), sizes, strict=True)]
+    return {target.name: tuple(share[: target.experts]) for target, share in zip(targets, shares, strict=True)}

@@ -1,0 +1,93 @@
+"""How adapters start: A at random by PEFT's rules and B at zero, the same in every layout; or from a PEFT directory.
+
+Every expert's A comes from a generator of its own, keyed on seed, name and expert, so that a rank makes exactly the
+values of its own shards and no others have to agree with it. No communication.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from expertmesh.adapters.base import remember_base
+from expertmesh.adapters.peft_format import WEIGHTS_FILE, base_copies, model_tensors_from
+from expertmesh.adapters.plan import plan_of
+from expertmesh.adapters.targets import Target
+from expertmesh.config import LoraConfig
+from expertmesh.config.errors import IntegrityError
+from expertmesh.experts.adapted import adapter_state
+from expertmesh.shards import Box, local_box, local_tensor, slices
+from expertmesh.weights.agree import together
+from expertmesh.weights.files import FileTensor, open_checkpoint
+from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.mapping import adapter_tensors
+from expertmesh.weights.pieces import Leaf
+from expertmesh.weights.reading import Fetch, read_box
+
+
+@torch.no_grad()
+def start(model: nn.Module, seed: int) -> None:
+    """Give every adapter of `model` (sharded, allocated) its first values: those of `seed`, or of a PEFT directory.
+
+    Nothing without adapters. The frozen weights have to be there: their hash is remembered. Every rank calls it; raises
+    on all ranks alike what reading the directory raises. Issues one or two small all-reduces.
+    """
+    plan, state = plan_of(model), adapter_state(model)
+    if plan is None or state is None:
+        return
+    state.seed = seed
+    remember_base(model)
+    if plan.weights is None:
+        _start_anew(model, plan.targets, plan.lora, seed)
+        return
+    with together("reading the adapter"), open_checkpoint(plan.weights, WEIGHTS_FILE) as checkpoint:
+        files = {name: LazyTensor.of(tensor) for name, tensor in checkpoint.tensors.items()}
+        tensors = adapter_tensors(model)
+
+        def fetch(leaf: Leaf, box: Box, out: torch.Tensor) -> None:
+            assert isinstance(leaf, FileTensor)
+            checkpoint.read(leaf, box, out)
+
+        for name, lazy in model_tensors_from(files, plan.targets, plan.lora.r).items():
+            read_box(lazy, local_box(tensors[name]), local_tensor(tensors[name]), fetch)
+        for key, name in base_copies(files, plan.targets).items():
+            _check_copy(plan.weights, key, files[key], model.get_parameter(name), fetch)
+
+
+def _check_copy(directory: Path, key: str, lazy: LazyTensor, base: torch.Tensor, fetch: Fetch) -> None:
+    """PEFT writes a head's frozen weight beside its adapter, and reads it back; ours has to be the same one."""
+    local = local_tensor(base)
+    stored = torch.empty(local.shape, dtype=lazy.dtype)
+    if tuple(lazy.shape) == tuple(base.shape):
+        read_box(lazy, local_box(base), stored, fetch)
+    if tuple(lazy.shape) != tuple(base.shape) or not torch.equal(stored.to(local), local):
+        raise IntegrityError(f"{directory}: {key} is not the weight of the model's; the adapter has another base")
+
+
+def _start_anew(model: nn.Module, targets: Sequence[Target], lora: LoraConfig, seed: int) -> None:
+    for target in targets:
+        module = model.get_submodule(target.module)
+        leaf_a, leaf_b = target.leaves
+        whole = module.get_parameter(leaf_a)
+        box, local = local_box(whole), local_tensor(whole)
+        local_tensor(module.get_parameter(leaf_b)).zero_()
+        if target.experts is None:
+            local.copy_(_first_values(tuple(whole.shape), lora, seed, target.name)[slices(box)])
+            continue
+        for row, expert in enumerate(range(*box[0])):
+            values = _first_values(tuple(whole.shape[1:]), lora, seed, f"{target.name}.{expert}")
+            local[row].copy_(values[slices(box[1:])])
+
+
+def _first_values(shape: tuple[int, ...], lora: LoraConfig, seed: int, name: str) -> torch.Tensor:
+    """A `[r, in]` in fp32: uniform in ±1/sqrt(in) (Kaiming with a = sqrt(5)), or normal with deviation 1/r."""
+    key = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
+    values = torch.empty(shape)
+    if lora.init == "gaussian":
+        return values.normal_(0.0, 1.0 / lora.r, generator=generator)
+    bound = 1.0 / math.sqrt(shape[-1])
+    return values.uniform_(-bound, bound, generator=generator)

@@ -1,0 +1,164 @@
+"""What `lora.targets` means for a model: the linear layers and parameters that get adapters, by group or by name.
+
+Groups are found by the model's anatomy, not by a family's names. A target that matches nothing is an error that lists
+what there is: adapters that silently miss the experts are the commonest bug of this field.
+"""
+
+import fnmatch
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from expertmesh.anatomy import Anatomy, ExpertsSpec
+from expertmesh.config.errors import InputError
+from expertmesh.experts.module_list import FusedExperts
+
+GROUPS = ("attention", "experts", "shared_experts", "dense_mlp", "router", "lm_head")
+ALL_LINEAR = "all-linear"
+_MLP_NAMES = ("mlp", "feed_forward", "ffn", "ff")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One thing that gets an adapter: a linear module (`parameter` is None), or a parameter of a module.
+
+    `experts` is the number of experts of a 3-D parameter, which has an adapter for each, and None elsewhere. `swapped`:
+    PEFT takes the parameter's outputs for its inputs, so its A is our B transposed, and its B our A.
+    """
+
+    module: str
+    parameter: str | None
+    in_features: int
+    out_features: int
+    experts: int | None
+    group: str
+    swapped: bool = False
+
+    @property
+    def name(self) -> str:
+        """The module's name, or the parameter's."""
+        return self.module if self.parameter is None else f"{self.module}.{self.parameter}"
+
+    @property
+    def leaves(self) -> tuple[str, str]:
+        """Names of A and B on the module."""
+        prefix = "" if self.parameter is None else f"{self.parameter}_"
+        return f"{prefix}lora_A", f"{prefix}lora_B"
+
+    @property
+    def ending(self) -> str:
+        """The shortest name that selects it, together with others of its kind."""
+        return ".".join(self.name.split(".")[-2 if self.parameter == "weight" else -1 :])
+
+    def elements(self, r: int) -> int:
+        return r * (self.in_features + self.out_features) * (self.experts or 1)
+
+
+def find_targets(model: nn.Module, anatomy: Anatomy, wanted: Sequence[str]) -> tuple[Target, ...]:
+    """All that `wanted` (groups, all-linear, or names) selects, in module order. Raises `InputError` as above."""
+    there = list(candidates(model, anatomy))
+    chosen: dict[str, Target] = {}
+    for selector in wanted:
+        matches = [target for target in there if _selects(selector, target)]
+        if not matches:
+            groups = (f"{group} ({', '.join(endings)})" for group, endings in listed(there).items())
+            why = f" ({_why_no_experts(model, anatomy)})" if selector == "experts" else ""
+            raise InputError(f"lora.targets: {selector} matches nothing in this model{why}; it has {', '.join(groups)}")
+        chosen |= {target.name: target for target in matches}
+    return tuple(target for target in there if target.name in chosen)
+
+
+def listed(there: Sequence[Target]) -> dict[str, list[str]]:
+    """By group, the endings of the names of what there is."""
+    groups: dict[str, list[str]] = {}
+    for target in sorted(there, key=lambda target: GROUPS.index(target.group)):
+        endings = groups.setdefault(target.group, [])
+        if target.ending not in endings:
+            endings.append(target.ending)
+    return groups
+
+
+def candidates(model: nn.Module, anatomy: Anatomy) -> Iterator[Target]:
+    """Everything in `model` that can get an adapter, in module order."""
+    experts = {spec.name: spec for spec in anatomy.experts}
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    inside = {block: spec for spec in anatomy.experts for block in anatomy.blocks if _in(spec.name, block)}
+    for name, module in model.named_modules():
+        if name in experts:
+            if _expert_refusal(experts[name], module) is None:
+                yield from _expert_targets(experts[name], module)
+        elif any(name.startswith(f"{spec}.") for spec in experts):
+            continue
+        elif type(module) is nn.Linear:
+            group = "lm_head" if module is head else _group(name, anatomy, inside)
+            if group is not None:
+                yield Target(name, None, module.in_features, module.out_features, None, group)
+        elif name in anatomy.routers:
+            # A router that is no linear layer still is a matrix from hidden states to experts.
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, nn.Parameter) and weight.dim() == 2:
+                yield Target(name, "weight", weight.shape[1], weight.shape[0], None, "router")
+
+
+def _expert_targets(spec: ExpertsSpec, module: nn.Module) -> Iterator[Target]:
+    width = spec.intermediate_size * (2 if spec.gated else 1)
+    sizes = {spec.up: (spec.hidden_size, width), spec.down: (spec.intermediate_size, spec.hidden_size)}
+    swapped = spec.transposed and not getattr(module, "is_transposed", False)
+    for parameter, (inner, out) in sizes.items():
+        yield Target(spec.name, parameter, inner, out, spec.num_experts, "experts", swapped)
+
+
+def _expert_refusal(spec: ExpertsSpec, module: nn.Module) -> str | None:
+    """Why these experts get no adapters, or None if they do."""
+    if isinstance(module, FusedExperts):
+        return "are a list of modules, each of which PEFT gives adapters of its own"
+    if spec.flat_gate is not None:
+        return "lie in flat matrices, in which PEFT knows no single expert"
+    return "have a norm behind them, which is not supported with adapters" if spec.post_norm else None
+
+
+def _why_no_experts(model: nn.Module, anatomy: Anatomy) -> str:
+    refusals = {spec.name: _expert_refusal(spec, model.get_submodule(spec.name)) for spec in anatomy.experts}
+    return next(f"{name}: its experts {reason}" for name, reason in refusals.items() if reason)
+
+
+def _group(name: str, anatomy: Anatomy, inside: dict[str, ExpertsSpec]) -> str | None:
+    """The group of a linear layer in a list of blocks that have experts (`inside` them), or None elsewhere.
+
+    Vision towers and projectors are elsewhere.
+    """
+    block = next((each for each in anatomy.blocks if _in(name, each)), None)
+    if block is None or block.rpartition(".")[0] not in {each.rpartition(".")[0] for each in inside}:
+        return None
+    parts = name[len(block) + 1 :].split(".")
+    if any(name == router or name.startswith(f"{router}.") for router in anatomy.routers):
+        return "router"
+    if any("shared" in part for part in parts):
+        return "shared_experts"
+    # The place of an MLP in one block is the place of a mixture in another.
+    mixtures = {spec.name[len(each) + 1 :].split(".")[0] for each, spec in inside.items()}
+    is_mlp = parts[0] in mixtures or any(part in _MLP_NAMES for part in parts)
+    return "dense_mlp" if is_mlp else "attention"
+
+
+def _in(name: str, parent: str) -> bool:
+    return name.startswith(f"{parent}.")
+
+
+def _selects(selector: str, target: Target) -> bool:
+    if selector in GROUPS:
+        return target.group == selector
+    if selector == ALL_LINEAR:
+        return target.parameter is None and target.group != "lm_head"
+    return fnmatch.fnmatchcase(target.name, selector) or fnmatch.fnmatchcase(target.name, f"*.{selector}")
+
+
+def refuse_tied_head(model: nn.Module, targets: Sequence[Target]) -> None:
+    """Raise `InputError` for an adapter on a head that shares its weight."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
+    if head is not None and head.weight is embedding.weight and any(t.group == "lm_head" for t in targets):
+        raise InputError(
+            "lora.targets: lm_head is tied to the input embedding in this model, so an adapter on it could not be "
+            "merged; leave lm_head out"
+        )

@@ -1,0 +1,89 @@
+"""Dropout of adapters: one mask for each token in every layout, micro-batch and recomputation; none in evaluation."""
+
+import copy
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import expertmesh as em
+from expertmesh.adapters.attach import attach
+from expertmesh.adapters.targets import Target
+from expertmesh.experts import adapted
+from expertmesh.experts.adapted import adapter_state
+from expertmesh.experts.dropout import Dropout, keep_mask, salt_of
+from tests.adapters.reference import TARGETS, random_adapter, take_steps, trainables, worst
+from tests.support.models import tiny_model
+from tests.support.ranks import run_ranks
+from tests.support.reference import _rows
+
+FAMILY = "deepseek_v3"
+ROWS = [_rows(step, ()) for step in range(2)]
+
+
+def _trained(
+    adapter: Path,
+    ep: int,
+    replicate: int = 1,
+    micro_batch: int = 1,
+    moe: em.MoeConfig | None = None,
+    rank_in_mask: bool = False,
+    **options: Any,
+) -> dict[str, torch.Tensor]:
+    model: Any = tiny_model(FAMILY)
+    mesh = em.init_mesh(em.ParallelConfig(ep=ep, replicate=replicate))
+    lora = em.LoraConfig(from_adapter=str(adapter), dropout=0.3)
+    em.parallelize(model, mesh, lora=lora, moe=moe, **options)
+    if rank_in_mask:
+        mock.patch.object(adapted, "salt_of", lambda *parts: salt_of(dist.get_rank(), *parts)).start()
+    take_steps(model, mesh, ROWS, micro_batch)
+    return trainables(model)
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("adapter")
+    random_adapter(tiny_model(FAMILY), directory, *TARGETS[FAMILY])
+    return directory
+
+
+@pytest.fixture(scope="module")
+def alone(adapter: Path) -> dict[str, torch.Tensor]:
+    (trained,) = run_ranks(_trained, 1, adapter, 1)
+    return trained
+
+
+def test_every_layout_and_batch_drops_the_same(adapter: Path, alone: dict[str, torch.Tensor]) -> None:
+    for world, options in [
+        (2, {"ep": 2, "micro_batch": 2}),
+        (4, {"ep": 2, "replicate": 2, "activation_checkpointing": True}),
+        (4, {"ep": 4, "moe": em.MoeConfig(dispatch="all_gather", compute="loop")}),
+    ]:
+        trained = run_ranks(lambda options=options: _trained(adapter, **options), world)[0]
+        assert worst(trained, alone)[0] <= 1e-5
+
+
+def test_a_mask_that_depends_on_the_rank_is_seen(adapter: Path, alone: dict[str, torch.Tensor]) -> None:
+    trained = run_ranks(lambda: _trained(adapter, 2, rank_in_mask=True), 2)[0]
+    assert worst(trained, alone)[0] > 1e-2
+
+
+def test_a_linear_layers_adapter_drops_its_input_in_training_alone() -> None:
+    linear: Any = torch.nn.Linear(6, 5)
+    plain = copy.deepcopy(linear)
+    root = torch.nn.ModuleDict({"linear": linear})
+    attach(root, [Target("linear", None, 6, 5, None, "attention")], em.LoraConfig(r=2, dropout=0.5), torch.float32)
+    torch.nn.init.normal_(linear.lora_A)
+    torch.nn.init.normal_(linear.lora_B)
+    state = adapter_state(root)
+    assert state is not None
+    state.number_T = torch.arange(3)
+    x = torch.randn(1, 3, 6)
+    kept = keep_mask(Dropout(0.5, salt_of(0, "linear"), torch.arange(3)), 6, torch.float32)
+    for dropped, mode in ((x * kept, True), (x, False)):
+        added = F.linear(F.linear(dropped, linear.lora_A), linear.lora_B)
+        torch.testing.assert_close(root.train(mode)["linear"](x), plain(x) + 16 * added)

@@ -1,0 +1,273 @@
+"""A merged adapter is a plain model that computes what stock PEFT's does; another base or a damaged file is refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+
+import expertmesh as em
+from expertmesh.adapters import merge_check
+from expertmesh.adapters.deltas import Deltas
+from expertmesh.adapters.merge import merge
+from expertmesh.cli.main import main
+from expertmesh.config.errors import InputError, IntegrityError, SecurityError
+from expertmesh.weights import reading, save
+from tests.adapters.stock import EXPERTS, adapted, base_model, logits, write_family
+from tests.data.tokenizers_on_the_fly import CHATML, bpe_tokenizer
+from tests.support.ranks import run_ranks
+
+WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "llama4")
+FP32 = em.PrecisionConfig(params="float32", compute="float32", reduce="float32")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, torch.Tensor]]:
+    """By family: a directory with base and adapter of stock PEFT, and the logits of both together."""
+    roots = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    return {family: (root, write_family(family, root)) for family, root in roots.items()}
+
+
+@pytest.fixture
+def copy(written: dict[str, tuple[Path, torch.Tensor]], tmp_path: Path) -> Path:
+    """Qwen3's base and adapter, to spoil; nothing else is in `tmp_path`."""
+    return shutil.copytree(written["qwen3_moe"][0], tmp_path / "copy")
+
+
+def _plain(directory: Path) -> Any:
+    """What transformers reads, with nothing missing."""
+    model, notes = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not any(notes.values()), notes
+    return model
+
+
+def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got - expected).abs().max() / expected.abs().max())
+
+
+def _change(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_merged_model_computes_what_stock_peft_computes(
+    written: dict[str, tuple[Path, torch.Tensor]], family: str, tmp_path: Path
+) -> None:
+    root, expected = written[family]
+    report = merge(root / "adapter", tmp_path / "out")
+    assert _error(logits(_plain(tmp_path / "out")), expected) <= 1e-5
+    assert _error(logits(base_model(family)), expected) > 0.1
+    before, after = load_file(root / "base" / WEIGHTS), load_file(tmp_path / "out" / WEIGHTS)
+    assert {name: (t.shape, t.dtype) for name, t in before.items()} == {
+        name: (t.shape, t.dtype) for name, t in after.items()
+    }
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    experts = {name for name in before if ".experts." in name and "bias" not in name}
+    assert experts <= changed
+    assert not any("norm" in name or "embed" in name or "bias" in name for name in changed)
+    assert report.compared.matrices == len(report.plan.targets)
+    assert report.compared.experts == 2 * sum("experts.down_proj" in t.name for t in report.plan.targets) > 0
+    assert not report.base_checked
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_the_dtypes_are_the_base_s_unless_asked_for(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """DeepSeek-V3 keeps a bias in fp32; merged weights are rounded once."""
+    base = base_model("deepseek_v3", dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    files = load_file(tmp_path / "base" / WEIGHTS)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    files[bias] = files[bias].float() + 1e-4
+    save_file(files, tmp_path / "base" / WEIGHTS, metadata={"format": "pt"})
+    adapted(base, ["o_proj"], EXPERTS, tmp_path / "adapter")
+    merge(tmp_path / "adapter", tmp_path / "out", base=str(tmp_path / "base"), dtype=dtype)
+    after = load_file(tmp_path / "out" / WEIGHTS)
+    assert {name for name, tensor in after.items() if tensor.dtype != (dtype or torch.bfloat16)} == (
+        set() if dtype else {bias}
+    )
+    assert torch.equal(after[bias], files[bias])
+    adapter = load_file(tmp_path / "adapter" / ADAPTER)
+    prefix = "base_model.model.model.layers.1.mlp.experts.lora_"
+    a, b = adapter[f"{prefix}A.weight"].view(8, 4, 16), adapter[f"{prefix}B.weight"].view(32, 4, 8)
+    for expert in range(8):
+        name = f"model.layers.1.mlp.experts.{expert}.down_proj.weight"
+        exact = files[name].float() + 2.0 * b[..., expert].float() @ a[expert].float()
+        assert torch.allclose(after[name].float(), exact.to(after[name].dtype).float(), rtol=2**-7, atol=1e-6)
+        if dtype is not None:
+            assert torch.allclose(after[name], exact, atol=1e-6)
+
+
+class _Largest(TorchDispatchMode):
+    """The largest memory in bytes that any operation's result lies in, apart from files that a library has mapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 0
+        self.mapped: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                memory = tensor.untyped_storage()
+                if func is torch.ops.aten.set_.source_Storage:
+                    self.mapped.add(memory.data_ptr())
+                elif memory.data_ptr() not in self.mapped:
+                    self.size = max(self.size, memory.nbytes())
+        return result
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_memory_is_a_block_and_one_adapter_never_a_tensor_of_all_experts(
+    written: dict[str, tuple[Path, torch.Tensor]], family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, _ = written[family]
+    for module in (reading, save, merge_check):
+        monkeypatch.setattr(module, "_BLOCK_ELEMENTS", 512)
+    monkeypatch.setattr(merge_check, "_SAMPLE_ELEMENTS", 64)
+    with _Largest() as largest:
+        merge(root / "adapter", tmp_path / "out")
+    adapter = max(tensor.nbytes for tensor in load_file(root / "adapter" / ADAPTER).values())
+    stack = load_file(root / "base" / WEIGHTS).get("model.layers.0.mlp.experts.gate_up_proj", torch.empty(8, 32, 32))
+    assert 512 * 4 <= largest.size <= max(512 * 4, adapter) < stack.nbytes / 4
+    monkeypatch.undo()
+    merge(root / "adapter", tmp_path / "again")
+    one, other = load_file(tmp_path / "out" / WEIGHTS), load_file(tmp_path / "again" / WEIGHTS)
+    assert all(torch.allclose(one[name], other[name], rtol=1e-6, atol=1e-7) for name in one)
+
+
+def _train_nothing(source: Path, precision: em.PrecisionConfig, adapter: Path, directory: Path) -> None:
+    mesh = em.init_mesh(em.ParallelConfig(ep=2), num_experts=8)
+    lora = em.LoraConfig(from_adapter=str(adapter))
+    model = em.load_model(source, mesh, precision=precision, lora=lora)
+    em.save_adapter(model, directory, tokenizer=bpe_tokenizer(CHATML))
+
+
+@pytest.mark.parametrize("precision", [FP32, em.PrecisionConfig()], ids=["fp32", "bf16"])
+def test_the_base_is_the_one_that_was_trained_on_or_refused(
+    written: dict[str, tuple[Path, torch.Tensor]], precision: em.PrecisionConfig, tmp_path: Path
+) -> None:
+    """DeepSeek-V3 has tensors that stay in fp32 when the rest is trained in bf16."""
+    root, expected = written["deepseek_v3"]
+    run_ranks(_train_nothing, 2, root / "base", precision, root / "adapter", tmp_path / "adapter")
+    report = merge(tmp_path / "adapter", tmp_path / "out")
+    assert report.base_checked
+    assert _error(logits(_plain(tmp_path / "out")), expected) <= 1e-5
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == CHATML
+    other = shutil.copytree(root / "base", tmp_path / "other")
+    tensors = load_file(other / WEIGHTS)
+    tensors["model.layers.1.mlp.experts.5.up_proj.weight"][3, 4] *= 1.5
+    save_file(tensors, other / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(IntegrityError, match=r"trained on another base .* --base the one"):
+        merge(tmp_path / "adapter", tmp_path / "refused", base=str(other))
+    assert not (tmp_path / "refused").exists()
+    arguments = ["merge", str(tmp_path / "adapter"), "--output", str(tmp_path / "refused"), "--base", str(other)]
+    assert main(arguments) == IntegrityError.exit_code == 3
+
+
+def test_what_does_not_fit_or_is_damaged_is_an_integrity_error(copy: Path) -> None:
+    path = copy / "adapter" / ADAPTER
+    good = load_file(path)
+    a = "base_model.model.model.layers.1.mlp.experts.base_layer.lora_A.weight"
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    for damage, message in (
+        (lambda: spoil({k: v for k, v in good.items() if k != a}), f"has no {a}"),
+        (lambda: spoil({**good, "x.lora_A.weight": good[a].clone()}), "x.lora_A.weight, which fits no target"),
+        (lambda: spoil({**good, a: good[a][:4].clone()}), r"is \[4, 32\], not \[32, 32\]"),
+        (lambda: spoil({**good, a: good[a] * float("nan")}), "holds a value that is not finite"),
+        (lambda: path.write_bytes(path.read_bytes()[:-5]), "damaged: the file has"),
+        (lambda: path.write_bytes(b"\x10" + path.read_bytes()[1:60]), "damaged|refused"),
+    ):
+        damage()
+        with pytest.raises((IntegrityError, SecurityError), match=message):
+            merge(copy / "adapter", copy / "out")
+        spoil(good)
+        assert sorted(each.name for each in copy.iterdir()) == ["adapter", "base"]
+    merge(copy / "adapter", copy / "out")
+
+
+def test_a_pickled_adapter_is_refused_for_security(copy: Path) -> None:
+    (copy / "adapter" / ADAPTER).rename(copy / "adapter" / "adapter_model.bin")
+    with pytest.raises(SecurityError, match="is a pickle"):
+        merge(copy / "adapter", copy / "out")
+    assert main(["merge", str(copy / "adapter"), "--output", str(copy / "out")]) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_dora": True}, "use_dora is True, which is not supported"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changes the base's weights as well"),
+        ({"base_model_name_or_path": None}, "does not say what the base is; give it with --base"),
+        ({"base_model_name_or_path": "/nowhere/to/be/found"}, r"--base names another"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, r"embed_tokens \(Embedding\), which cannot be adapted"),
+        ({"peft_type": "IA3"}, "is not the config of a LoRA adapter"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused_by_name(copy: Path, change: dict[str, Any], message: str) -> None:
+    _change(copy / "adapter" / "adapter_config.json", **change)
+    with pytest.raises(InputError, match=message):
+        merge(copy / "adapter", copy / "out")
+    assert not (copy / "out").exists()
+
+
+def test_tied_weights_stay_tied_and_an_adapter_on_them_is_refused(tmp_path: Path) -> None:
+    base = base_model("qwen3_moe", tie_word_embeddings=True)
+    base.save_pretrained(tmp_path / "base")
+    expected = adapted(base, ["q_proj"], EXPERTS, tmp_path / "adapter", use_rslora=True)
+    merge(tmp_path / "adapter", tmp_path / "out", base=str(tmp_path / "base"))
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / WEIGHTS)
+    assert _error(logits(_plain(tmp_path / "out")), expected) <= 1e-5
+    adapted(base, ["q_proj", "lm_head"], EXPERTS, tmp_path / "head")
+    with pytest.raises(InputError, match="lm_head is tied to the input embedding"):
+        merge(tmp_path / "head", tmp_path / "refused", base=str(tmp_path / "base"))
+
+
+def test_experts_without_any_b_are_named_and_files_follow_the_shard_size(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = copy / "adapter" / ADAPTER
+    tensors = load_file(path)
+    b = tensors["base_model.model.model.layers.1.mlp.experts.lora_B.weight"].view(32, 4, 8)
+    b[..., 2], b[..., 5] = 0, 0
+    save_file(tensors, path, metadata={"format": "pt"})
+    arguments = ["merge", str(copy / "adapter"), "--output", str(copy / "out"), "--max-shard-size", "40KB"]
+    assert main(arguments) == 0
+    told = capsys.readouterr().out
+    assert "cannot be checked" in told
+    line = next(line for line in told.splitlines() if "merged      model.layers.1:" in line)
+    assert line.split(": ")[1] == (
+        "self_attn.q_proj, self_attn.v_proj, mlp.experts.gate_up_proj of 8 experts, "
+        "mlp.experts.down_proj of 8 experts, mlp.gate.weight"
+    )
+    unused = [line.strip() for line in told.splitlines() if "B is all zero" in line]
+    assert unused == ["model.layers.1.mlp.experts.down_proj: nothing added to experts 2, 5, whose B is all zero"]
+    assert "compared    a sample of 10 merged weights (4 of one expert each)" in told
+    assert len(list((copy / "out").glob("model-*.safetensors"))) > 2
+    _plain(copy / "out")
+
+
+def test_a_merge_gone_wrong_is_noticed_and_removed(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Deltas.add
+
+    def shifted(self: Deltas, weight: str, box: Any, values: torch.Tensor) -> None:
+        if self.targets[weight].experts is not None:
+            (first, last), *rest = box
+            box = (((first + 1) % 8, (first + 1) % 8 + last - first), *rest)
+        real(self, weight, box, values)
+
+    monkeypatch.setattr(Deltas, "add", shifted)
+    with pytest.raises(IntegrityError, match=r"experts\.\d\..* is not base \+ adapter .*expert \d"):
+        merge(copy / "adapter", copy / "out")
+    assert not (copy / "out").exists()

@@ -1,0 +1,168 @@
+"""What is saved: stock PEFT reads it and gives the trainer's logits, whatever the layout was, and files are the same.
+
+The planted bugs are those of public trainers: B of the ranks concatenated, and one rank's rows with zeros for the rest.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import expertmesh as em
+from expertmesh.adapters import save
+from expertmesh.adapters.peft_format import file_keys, file_tensors
+from expertmesh.adapters.targets import Target
+from expertmesh.config.errors import InputError
+from expertmesh.mesh import Mesh
+from expertmesh.shards import local_box, local_tensor, slices
+from expertmesh.weights import save as weights_save
+from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.mapping import StateTensor
+from tests.adapters.reference import PeftRun, take_steps, tiny_peft_run, train_adapters, worst
+from tests.parallel.test_uneven_routing import _route_by_half
+from tests.support.models import tiny_model
+from tests.support.ranks import RankFailed, run_ranks
+from tests.support.reference import _rows
+
+IDS = torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(7))
+LAYOUTS = [(2, 1, 1), (2, 2, 1), (4, 4, 1), (4, 2, 2)]  # world, ep, replicate
+
+
+def _logits(model: Any) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=IDS, use_cache=False).logits
+    return logits
+
+
+def _train_and_save(
+    run: PeftRun, layout: tuple[int, int, int], directory: Path, tamper: Callable[[nn.Module, Mesh], None] | None = None
+) -> Tensor:
+    """The trainer's logits on ranks, after saving the adapter to `directory`."""
+
+    def after(model: Any, mesh: Mesh) -> Tensor:
+        em.save_adapter(model, directory)
+        return _logits(model)
+
+    world, ep, replicate = layout
+    parallel = em.ParallelConfig(ep=ep, replicate=replicate)
+    distances = run_ranks(lambda: train_adapters(run, parallel, after=after, tamper=tamper), world)
+    logits: Tensor = distances[0].after
+    return logits
+
+
+def _peft_error(run: PeftRun, directory: Path, trained: Tensor) -> float:
+    """How far the logits of stock PEFT with the saved adapter are from the trainer's."""
+    initial: Any = tiny_copy(run)
+    logits = _logits(peft.PeftModel.from_pretrained(initial, str(directory)))
+    return float((logits - trained).norm() / trained.norm())
+
+
+def tiny_copy(run: PeftRun) -> nn.Module:
+    copy: nn.Module = type(run.initial)(run.initial.config)  # type: ignore[call-arg]
+    copy.load_state_dict(run.initial.state_dict())
+    return copy
+
+
+@pytest.mark.parametrize(("family", "layouts"), [("qwen3_moe", LAYOUTS), ("gpt_oss", LAYOUTS[1:3])])
+def test_stock_peft_gives_the_trainers_logits_and_every_layout_writes_the_same_file(
+    family: str, layouts: list[tuple[int, int, int]], tmp_path: Path
+) -> None:
+    run = tiny_peft_run(family, tmp_path / "start")
+    files = []
+    for number, layout in enumerate(layouts):
+        directory = tmp_path / str(number)
+        trained = _train_and_save(run, layout, directory)
+        assert _peft_error(run, directory, trained) <= 1e-5
+        files.append(load_file(directory / "adapter_model.safetensors"))
+        assert (directory / "adapter_config.json").read_bytes() == (tmp_path / "0/adapter_config.json").read_bytes()
+    # PEFT's own steps end there too.
+    assert worst(files[0], run.final)[0] <= 1e-5
+    for other in files[1:]:
+        assert worst(other, files[0])[0] <= 1e-5
+
+
+def test_a_file_that_is_only_read_and_written_is_the_same_file(tmp_path: Path) -> None:
+    run = tiny_peft_run("gpt_oss", tmp_path / "start")
+    run_ranks(_read_and_write, 4, run, tmp_path / "again")
+    first, second = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("start", "again"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def _read_and_write(run: PeftRun, directory: Path) -> None:
+    model: Any = run.initial
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=2)), lora=em.LoraConfig(from_adapter=str(run.start)))
+    em.save_adapter(model, directory)
+
+
+def _concatenate_blocks_of_ranks(model: nn.Module, mesh: Mesh) -> None:
+    """modelscope/twinkle: `lora_B` of the ranks' experts, one after the other on dim 1."""
+
+    def scrambled(state: Mapping[str, Tensor], targets: Sequence[Target]) -> dict[str, LazyTensor]:
+        files = file_tensors(state, targets)
+        for target in targets:
+            if target.experts is not None:
+                name = f"{target.module}.{target.leaves[1]}"
+                b: Any = LazyTensor.of(StateTensor(name, state[name]))
+                files[file_keys(target, targets)[1]] = b.unflatten(0, (2, -1)).permute(2, 0, 3, 1).flatten(1, 3)
+        return files
+
+    mock.patch.object(save, "file_tensors", scrambled).start()
+
+
+def _zeros_for_other_ranks(model: nn.Module, mesh: Mesh) -> None:
+    """axolotl 3772: the file holds the first rank's share of each B, the rest is zeros."""
+
+    def only_own(lazy: LazyTensor) -> dict[str, Tensor]:
+        gathered = {}
+        for leaf in lazy.leaves():
+            assert isinstance(leaf, StateTensor)
+            gathered[leaf.name] = torch.zeros(leaf.shape)
+            gathered[leaf.name][slices(local_box(leaf.tensor))] = local_tensor(leaf.tensor)
+        return gathered
+
+    mock.patch.object(weights_save, "_gather", only_own).start()
+
+
+@pytest.mark.parametrize("bug", [_concatenate_blocks_of_ranks, _zeros_for_other_ranks])
+def test_a_file_with_scrambled_or_missing_experts_is_seen(
+    bug: Callable[[nn.Module, Mesh], None], tmp_path: Path
+) -> None:
+    run = tiny_peft_run("qwen3_moe", tmp_path / "start")
+    trained = _train_and_save(run, (2, 2, 1), tmp_path / "saved", bug)
+    assert _peft_error(run, tmp_path / "saved", trained) > 1e-2
+
+
+def _filled(directory: Path) -> dict[str, tuple[float, ...]]:
+    model: Any = tiny_model("qwen3_moe")
+    _route_by_half(model)
+    mesh = em.init_mesh(em.ParallelConfig(ep=2))
+    em.parallelize(model, mesh, lora=em.LoraConfig(r=4, targets=("experts",)))
+    take_steps(model, mesh, [_rows(0, (0, 1, 2, 3))])
+    return em.save_adapter(model, directory).filled
+
+
+def test_experts_that_saw_tokens_are_filled_and_the_others_are_still_zero(tmp_path: Path) -> None:
+    for filled in run_ranks(_filled, 4, tmp_path / "saved"):
+        assert len(filled) == 4  # two layers of two parameters
+        for shares in filled.values():
+            assert all(share > 0.9 for share in shares[:2])
+            assert shares[2:] == (0.0,) * 6
+
+
+def _save_without_adapters(directory: Path) -> None:
+    model: Any = tiny_model("qwen3_moe")
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=1)))
+    em.save_adapter(model, directory)
+
+
+def test_a_model_without_adapters_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match=f"{InputError.__name__}.*has no adapters"):
+        run_ranks(_save_without_adapters, 1, tmp_path / "saved")

@@ -1,0 +1,213 @@
+"""What `lora.targets` and PEFT's own configs select; nothing is left out in silence, much is refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import expertmesh as em
+from expertmesh.adapters.peft_format import config_content
+from expertmesh.adapters.plan import adapt, plan_adapters, plan_lines
+from expertmesh.anatomy import describe
+from expertmesh.config.errors import InputError
+from expertmesh.parallel.refusals import refuse_model
+from tests.families.tiny import random_model
+from tests.support.models import tiny_config, tiny_model
+
+ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def _meta(family: str = "deepseek_v3", **changes: Any) -> nn.Module:
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
+    return model
+
+
+def _selected(model: nn.Module, *targets: str) -> list[str]:
+    return [target.name for target in plan_adapters(model, em.LoraConfig(targets=targets), None).targets]
+
+
+def _named(prefix: str, *leaves: str) -> set[str]:
+    return {f"model.layers.{prefix}.{leaf}" for leaf in leaves}
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        (("attention",), _named("0.self_attn", *ATTENTION) | _named("1.self_attn", *ATTENTION)),
+        (("experts",), _named("1.mlp.experts", "gate_up_proj", "down_proj")),
+        (("shared_experts",), _named("1.mlp.shared_experts", *MLP)),
+        (("dense_mlp",), _named("0.mlp", *MLP)),
+        (("router",), _named("1.mlp.gate", "weight")),
+        (("lm_head",), {"lm_head"}),
+        (("layers.1.*.kv_b_proj", "lm_head"), _named("1.self_attn", "kv_b_proj") | {"lm_head"}),
+        (("layers.0.*.q_a_proj",), _named("0.self_attn", "q_a_proj")),
+        (("experts.down_proj",), _named("1.mlp.experts", "down_proj")),
+        (("*experts*down_proj",), _named("1.mlp", "experts.down_proj", "shared_experts.down_proj")),
+        (
+            ("all-linear",),
+            _named("0.self_attn", *ATTENTION)
+            | _named("1.self_attn", *ATTENTION)
+            | _named("0.mlp", *MLP)
+            | _named("1.mlp.shared_experts", *MLP),
+        ),
+    ],
+)  # fmt: skip
+def test_groups_and_names_select_what_they_say(targets: tuple[str, ...], expected: set[str]) -> None:
+    assert set(_selected(_meta(), *targets)) == expected
+
+
+def test_a_target_that_matches_nothing_lists_what_there_is() -> None:
+    with pytest.raises(InputError) as caught:
+        _selected(_meta("qwen3_moe"), "attention", "q_projj")
+    assert str(caught.value) == (
+        "lora.targets: q_projj matches nothing in this model; it has attention (q_proj, k_proj, v_proj, o_proj), "
+        "experts (gate_up_proj, down_proj), router (gate.weight), lm_head (lm_head)"
+    )
+    with pytest.raises(InputError, match="shared_experts matches nothing"):
+        _selected(_meta("qwen3_moe"), "shared_experts")
+
+
+@pytest.mark.parametrize(
+    ("model_class", "family", "reason"),
+    [
+        ("DbrxForCausalLM", "dbrx", "flat matrices"),
+        ("MuseSparkForConditionalGeneration", "muse_spark", "a norm behind"),
+    ],
+)
+def test_experts_that_get_no_adapters_say_why(model_class: str, family: str, reason: str) -> None:
+    with pytest.raises(InputError, match=f"experts matches nothing in this model .*{reason}"):
+        _selected(random_model(model_class, family), "experts")
+
+
+def test_what_peft_would_lose_when_it_reads_the_file_is_refused() -> None:
+    model = random_model("MistralLarge4ForConditionalGeneration", "mistral_large4")
+    with pytest.raises(InputError, match=r"experts\.gate_up_proj would be lost when PEFT reads the adapter"):
+        _selected(model, "attention", "experts")
+    assert _selected(model, "attention")
+
+
+def test_vision_towers_have_no_attention_to_adapt() -> None:
+    names = _selected(random_model("Glm4vMoeForConditionalGeneration", "glm4v_moe"), "all-linear", "attention")
+    assert names
+    assert not [name for name in names if "visual" in name]
+
+
+def test_a_frozen_router_with_adapters_is_refused() -> None:
+    model = _meta()
+    adapt(model, em.LoraConfig(targets=("router",)), torch.float32, None)
+    with pytest.raises(InputError, match=r"moe\.router: frozen, but lora\.targets has model\.layers\.1\.mlp\.gate"):
+        refuse_model(model, describe(model), em.MoeConfig(router="frozen"))
+
+
+def test_a_tied_head_is_refused_and_dropout_on_a_head_is() -> None:
+    with pytest.raises(InputError, match="lm_head is tied to the input embedding"):
+        _selected(_meta("qwen3_moe", tie_word_embeddings=True), "lm_head")
+    with pytest.raises(InputError, match=r"lora\.dropout: lm_head sees chosen tokens only"):
+        plan_adapters(_meta(), em.LoraConfig(targets=("lm_head",), dropout=0.1), None)
+
+
+def test_what_is_printed_names_modules_experts_and_trainable_parameters() -> None:
+    model = _meta()
+    lora = em.LoraConfig(r=4, targets=("attention", "experts", "layers.0.mlp.up_proj"))
+    plan = adapt(model, lora, torch.float32, None)
+    lines = list(plan_lines(plan, describe(model)))
+    assert lines == [
+        "attention: 2 q_a_proj, 2 q_b_proj, 2 kv_a_proj_with_mqa, 2 kv_b_proj, 2 o_proj, 2,624 trainable parameters",
+        "dense_mlp: 1 up_proj, 320 trainable parameters",
+        "experts: 1 gate_up_proj, 1 down_proj, 3,584 trainable parameters",
+        "experts covered: all 8 of each of the 1 MoE layers",
+        "r 4, scaling 8, dropout 0; 6,528 trainable in all",
+    ]
+    assert plan.parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    some = plan_adapters(_meta("qwen3_moe"), em.LoraConfig(targets=("layers.1.mlp.experts.*",)), None)
+    assert "experts covered: 8 of 8 in 1 of 2 MoE layers" in plan_lines(some, describe(_meta("qwen3_moe")))
+
+
+@pytest.mark.parametrize(
+    ("model_class", "family"),
+    [
+        ("Qwen3MoeForCausalLM", "qwen3_moe"),
+        ("DeepseekV3ForCausalLM", "deepseek_v3"),
+        ("GptOssForCausalLM", "gpt_oss"),
+        ("AfmoeForCausalLM", "afmoe"),  # a gate_proj in its attention
+        ("Llama4ForCausalLM", "llama4"),  # transposed experts that do not say so
+    ],
+)
+def test_stock_peft_adapts_exactly_the_targets_of_our_config(model_class: str, family: str) -> None:
+    model: Any = random_model(model_class, family)
+    plan = plan_adapters(model, em.LoraConfig(r=2, targets=("all-linear", "experts", "router", "lm_head")), None)
+    content = config_content(model, plan.targets, plan.lora, None)
+    config: Any = peft.LoraConfig(**{key: value for key, value in content.items() if key != "peft_type"})
+    config.inference_mode = False
+    adapted: Any = peft.get_peft_model(model, config)
+    assert plan.parameters == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+
+
+def _adapter(directory: Path, **said: Any) -> Path:
+    content = {"peft_type": "LORA", "r": 4, "lora_alpha": 16, "target_modules": ["q_a_proj"], **said}
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text(json.dumps(content))
+    return directory
+
+
+def test_a_config_of_peft_says_targets_rank_and_scaling(tmp_path: Path) -> None:
+    parameters = ["mlp.experts.gate_up_proj", "shared_experts.down_proj.weight", "mlp.gate.weight"]
+    directory = _adapter(tmp_path / "adapter", target_parameters=parameters, use_rslora=True)
+    plan = plan_adapters(_meta(), em.LoraConfig(from_adapter=str(directory), dropout=0.1), "base")
+    assert [target.name for target in plan.targets] == [
+        "model.layers.0.self_attn.q_a_proj",
+        "model.layers.1.self_attn.q_a_proj",
+        "model.layers.1.mlp.experts.gate_up_proj",
+        "model.layers.1.mlp.gate.weight",
+        "model.layers.1.mlp.shared_experts.down_proj",
+    ]
+    assert (plan.lora.r, plan.lora.scaling, plan.lora.dropout, plan.weights) == (4, 8.0, 0.1, None)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"use_dora": True}, "use_dora is True"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
+        ({"rank_pattern": {"q_a_proj": 8}}, "rank_pattern is"),
+        ({"alpha_pattern": {"q_a_proj": 8}}, "alpha_pattern is"),
+        ({"layers_to_transform": [0]}, "layers_to_transform is"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices is"),
+        ({"target_modules": ["embed_tokens"]}, r"targets model.embed_tokens \(Embedding\), which cannot be adapted"),
+        ({"target_modules": "all-linear"}, "target_modules is the pattern 'all-linear'"),
+        ({"target_modules": ["mlp.down_proj"]}, "names mlp.down_proj, which PEFT takes for routed experts"),
+        ({"target_modules": ["nowhere"]}, "its targets match nothing"),
+        ({"target_parameters": ["norm.weight"]}, "targets the parameter model.norm.weight, which cannot be adapted"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        ({"init_lora_weights": False}, "has no weights, and init_lora_weights is False"),
+        ({"peft_type": "LOHA"}, "is not the config of a LoRA adapter"),
+        ({"r": "4"}, "r and lora_alpha are not numbers"),
+    ],
+)
+def test_what_could_not_be_trained_exactly_is_refused_by_name(
+    said: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    directory = _adapter(tmp_path / "adapter", **said)
+    with pytest.raises(InputError, match=message):
+        plan_adapters(_meta(), em.LoraConfig(from_adapter=str(directory)), None)
+
+
+def test_a_directory_that_is_no_adapter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"adapter_config\.json: cannot be read"):
+        plan_adapters(_meta(), em.LoraConfig(from_adapter=str(tmp_path)), None)
+
+
+def test_a_head_tied_to_the_embedding_is_refused_from_peft_too(tmp_path: Path) -> None:
+    directory = _adapter(tmp_path / "adapter", target_modules=["lm_head"])
+    with pytest.raises(InputError, match="lm_head is tied"):
+        plan_adapters(
+            tiny_model("qwen3_moe", tie_word_embeddings=True), em.LoraConfig(from_adapter=str(directory)), None
+        )

@@ -1,0 +1,169 @@
+"""Adapters on experts against experts whose weights have the adapters' product added, and what is formed on the way."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from expertmesh.anatomy import experts_spec
+from expertmesh.experts.dispatch import LocalDispatcher
+from expertmesh.experts.dropout import Dropout, keep_mask
+from expertmesh.experts.form import MlpForm
+from expertmesh.experts.layer import is_silu_gated
+from expertmesh.experts.lora import Adapter, Adapters, adapted_expert_mlp
+from tests.experts.test_compute import VARIANTS, _inputs, _variant
+
+SCALING = 0.7
+
+
+def _adapters(spec: Any, r: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    width = spec.intermediate_size * (2 if spec.gated else 1)
+    sizes = {spec.up: (spec.hidden_size, width), spec.down: (spec.intermediate_size, spec.hidden_size)}
+    tensors = {}
+    for name, (inner, out) in sizes.items():
+        tensors[f"{name}_A"] = torch.randn(spec.num_experts, r, inner, dtype=dtype) * 0.3
+        tensors[f"{name}_B"] = torch.randn(spec.num_experts, out, r, dtype=dtype) * 0.3
+    return {name: tensor.requires_grad_() for name, tensor in tensors.items()}
+
+
+def _plain(experts: Any, spec: Any, leaves: list[torch.Tensor], adapters: dict[str, torch.Tensor]) -> torch.Tensor:
+    weights = {}
+    for name in (spec.up, spec.down):
+        delta = adapters[f"{name}_B"] @ adapters[f"{name}_A"] * SCALING
+        base = experts.get_parameter(name).detach()
+        weights[name] = base + (delta.transpose(1, 2) if spec.transposed else delta)
+    out: torch.Tensor = torch.func.functional_call(experts, weights, tuple(leaves))
+    return out
+
+
+def _lean(
+    experts: Any, spec: Any, leaves: list[torch.Tensor], adapters: dict[str, torch.Tensor], loop: bool, **options: Any
+) -> torch.Tensor:
+    rows, weight_P, pairs, _ = LocalDispatcher(spec.num_experts).dispatch(*leaves)
+    activation = experts._apply_gate if spec.gated else experts.act_fn
+    form = MlpForm(activation, is_silu_gated(experts, spec), spec.transposed, loop)
+    weights = [experts.get_parameter(name).detach() for name in spec.parameters]
+    up, down, *biases = weights
+    both = [Adapter(adapters[f"{name}_A"], adapters[f"{name}_B"]) for name in (spec.up, spec.down)]
+    return adapted_expert_mlp(
+        rows, weight_P, pairs, up, down, *(biases or (None, None)), form, Adapters(*both, SCALING, 0), **options
+    )
+
+
+def _gradients(out: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    weighting = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return [out.detach(), *torch.autograd.grad((out * weighting).sum(), inputs)]
+
+
+def _case(variant: str, dtype: torch.dtype, r: int, **sizes: int) -> tuple[Any, Any, list[torch.Tensor], Any]:
+    torch.manual_seed(0)
+    config = type("Config", (), {"_experts_implementation": "eager"})()
+    experts = _variant(**VARIANTS[variant])(config, **sizes).to(dtype)
+    spec = experts_spec("experts", experts)
+    leaves = [tensor.requires_grad_(tensor.is_floating_point()) for tensor in _inputs(dtype)]
+    return experts, spec, leaves, _adapters(spec, r, dtype)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("loop", "r"), [(False, 8), (False, 3), (True, 4)], ids=["grouped_mm", "odd rank", "loop"])
+def test_output_and_every_gradient_equal_experts_with_the_product_added(variant: str, loop: bool, r: int) -> None:
+    dtype = torch.float64 if loop else torch.float32
+    experts, spec, leaves, adapters = _case(variant, dtype, r)
+    inputs = [leaves[0], leaves[2], *adapters.values()]
+    expected = _gradients(_plain(experts, spec, leaves, adapters), inputs)
+    got = _gradients(_lean(experts, spec, leaves, adapters, loop), inputs)
+    for want, have in zip(expected, got, strict=True):
+        assert (want - have).norm() <= (1e-12 if loop else 1e-5) * want.norm()
+
+
+class _Largest(TorchDispatchMode):
+    """The most elements that any tensor made inside has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        made = [leaf for leaf in made if leaf.untyped_storage().data_ptr() not in given]
+        self.elements = max([self.elements, *(tensor.numel() for tensor in made)])
+        return out
+
+
+@pytest.mark.parametrize(("lean", "formed"), [(True, False), (False, True)])
+def test_the_product_of_the_adapters_is_never_formed(lean: bool, formed: bool) -> None:
+    experts, spec, leaves, adapters = _case("silu gated", torch.float32, 8, experts=32, hidden=64, width=32)
+    leaves[0] = torch.randn(20, 64, requires_grad=True)
+    with _Largest() as watched:
+        out = _lean(experts, spec, leaves, adapters, False) if lean else _plain(experts, spec, leaves, adapters)
+        _gradients(out, [leaves[0], *adapters.values()])
+    smallest_weight = spec.num_experts * spec.hidden_size * spec.intermediate_size
+    assert (watched.elements >= smallest_weight) is formed
+
+
+def test_saved_are_rows_pre_activations_and_the_r_wide_products() -> None:
+    experts, spec, leaves, adapters = _case("silu gated", torch.float32, 8)
+    tokens, pairs, r = 20, 60, 8
+    kept: dict[int, int] = {}
+    owned = {tensor.untyped_storage().data_ptr() for tensor in (*experts.parameters(), *adapters.values())}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        pointer = tensor.untyped_storage().data_ptr()
+        if tensor.is_floating_point() and pointer not in owned:
+            kept[pointer] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        _lean(experts, spec, leaves, adapters, False)
+    rows, pre, low, weights = tokens * 16, pairs * 2 * 8, 2 * pairs * r, pairs
+    assert sum(kept.values()) == rows + pre + low + weights
+
+
+def test_dropout_depends_on_the_token_alone_and_keeps_the_mean() -> None:
+    numbers = torch.arange(4000)
+    keep = keep_mask(Dropout(0.25, 7, numbers), 16, torch.float32)
+    assert keep.unique().tolist() == pytest.approx([0.0, 4 / 3])
+    assert abs(float((keep == 0).float().mean()) - 0.25) < 0.01
+    shuffled = torch.randperm(4000)
+    assert torch.equal(keep_mask(Dropout(0.25, 7, numbers[shuffled]), 16, torch.float32), keep[shuffled])
+    other = keep_mask(Dropout(0.25, 8, numbers), 16, torch.float32)
+    assert abs(float((keep == other).float().mean()) - (0.75**2 + 0.25**2)) < 0.01
+    columns = (keep == 0).float()
+    assert torch.corrcoef(columns.t()).fill_diagonal_(0).abs().max() < 0.08
+
+
+def test_gradients_under_dropout_are_those_of_the_dropped_function() -> None:
+    experts, spec, leaves, adapters = _case("silu gated", torch.float64, 4)
+    dropout = Dropout(0.4, 3, torch.arange(20))
+    inputs = [leaves[0], leaves[2], *adapters.values()]
+
+    def value(moved: list[torch.Tensor]) -> torch.Tensor:
+        named = dict(zip(adapters, moved[2:], strict=True))
+        out = _lean(experts, spec, [moved[0], leaves[1], moved[1]], named, True, dropout=dropout)
+        return (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum()
+
+    gradients = torch.autograd.grad(value(inputs), inputs)
+    step = 1e-6
+    for place, gradient in enumerate(gradients):
+        direction = torch.randn_like(gradient)
+        ends = []
+        for sign in (1, -1):
+            moved = [tensor.detach().clone() for tensor in inputs]
+            moved[place] += sign * step * direction
+            ends.append(value(moved))
+        slope = float(ends[0] - ends[1]) / (2 * step)
+        assert abs(slope - float((gradient * direction).sum())) <= 1e-6 * max(1.0, abs(slope))
+    dropped, whole = (_lean(experts, spec, leaves, adapters, True, dropout=d) for d in (dropout, None))
+    assert (dropped - whole).norm() > 0.01 * whole.norm()
+
+
+def test_backward_runs_once_and_says_so() -> None:
+    experts, spec, leaves, adapters = _case("silu gated", torch.float32, 8)
+    out = _lean(experts, spec, leaves, adapters, False)
+    out.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
