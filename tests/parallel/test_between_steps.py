@@ -130,10 +130,3 @@ def _parallelize(model: nn.Module, moe: em.MoeConfig | None = None, tamper: str 
 def test_copies_that_differ_between_ranks_are_refused_by_name(tamper: str, name: str) -> None:
     with pytest.raises(RankFailed, match=rf"IntegrityError.*{name} on rank 1 differs"):
         run_ranks(_parallelize, 2, tiny_model("deepseek_v3"), None, tamper)
-
-
-def test_a_models_own_auxiliary_loss_is_not_dropped_silently() -> None:
-    model = tiny_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
-    with pytest.raises(RankFailed, match=r"moe\.aux_loss_coef: from_model means 0\.5"):
-        run_ranks(_parallelize, 1, model)
-    run_ranks(_parallelize, 1, model, em.MoeConfig(aux_loss_coef=0.0))

@@ -12,6 +12,7 @@ from transformers import (
     DeepseekV3Config,
     Ernie4_5_MoeConfig,
     MixtralConfig,
+    OlmoeConfig,
     PreTrainedConfig,
     Qwen3MoeConfig,
 )
@@ -36,6 +37,9 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     if family == "mixtral":
         sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 16}
         return MixtralConfig(**{**SIZES, **sizes, "router_jitter_noise": 0.0, **changes})
+    if family == "olmoe":
+        sizes = {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 16}
+        return OlmoeConfig(**{**SIZES, **sizes, **changes})
     if family == "ernie4_5_moe":
         sizes = {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 0}
         return Ernie4_5_MoeConfig(**{**SIZES, **sizes, "intermediate_size": 48, **changes})

@@ -21,9 +21,11 @@ from expertmesh.data.tokenized import IGNORE, TokenizedDataset
 class Step:
     """One optimizer step as one data rank sees it.
 
-    `micro_batches` are this rank's, equally many on every rank. `rows`, `tokens` (without padding) and
-    `target_tokens` count the whole step over all data ranks and micro-batches: `target_tokens` is what
-    the summed loss is divided by, known here without a collective.
+    `micro_batches` are this rank's, equally many on every rank; beside what the model takes they hold `row_numbers`
+    `[B]`, which no two rows of a run share and no layout changes (for adapters' dropout), and `real_tokens` `[B, S]`,
+    false for padding and for rows that only keep a rank busy. `rows`, `tokens`
+    (without padding) and `target_tokens` count the whole step over all data ranks and micro-batches:
+    `target_tokens` is what the summed loss is divided by, known here without a collective.
     """
 
     epoch: int
@@ -45,21 +47,26 @@ class _Share:
     packing: bool
     pad_token_id: int
 
-    def micro_batches(self, rows: Sequence[Row]) -> Iterator[Batch]:
+    def micro_batches(self, rows: Sequence[Row], first_number: int = 0) -> Iterator[Batch]:
         """This rank's micro-batches of `rows`, which are dealt to the ranks in turn, so that no two ranks
-        differ by more than one row.
+        differ by more than one row; they are numbered from `first_number`.
 
         Ranks that run out of rows repeat the first one with every label -100: its loss and its gradients are
         exactly zero, and the rank still takes part in every collective of its peers.
         """
-        mine = rows[self.data_rank :: self.data_ranks]
+        mine = list(range(self.data_rank, len(rows), self.data_ranks))
         for start in range(0, -(-len(rows) // self.data_ranks), self.micro_batch_size):
             part = mine[start : start + self.micro_batch_size]
-            if part:
-                yield self._batch(part)
-            else:
-                batch = self._batch(rows[:1])
-                yield {**batch, "labels": torch.full_like(batch["labels"], IGNORE)}
+            chosen = [rows[place] for place in part or [0]]
+            batch = self._batch(chosen)
+            numbers = torch.tensor(part or [0], dtype=torch.int64) + first_number
+            labels = batch["labels"] if part else torch.full_like(batch["labels"], IGNORE)
+            yield {**batch, "labels": labels, "row_numbers": numbers, "real_tokens": self._real(chosen, batch, part)}
+
+    def _real(self, rows: Sequence[Row], batch: Batch, part: Sequence[int]) -> torch.Tensor:
+        """Padding is on the right, packed or not; a rank without rows of its own has no real token."""
+        lengths = torch.tensor([int(self.dataset.lengths[row].sum()) if part else 0 for row in rows])
+        return torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]
 
     def _batch(self, rows: Sequence[Row]) -> Batch:
         assemble = packed_batch if self.packing else padded_batch
@@ -150,7 +157,7 @@ class TrainingBatches:
                 rows=len(part),
                 tokens=int(self._dataset.lengths[samples].sum()),
                 target_tokens=int(self._dataset.target_counts[samples].sum()),
-                micro_batches=tuple(self._share.micro_batches(part)),
+                micro_batches=tuple(self._share.micro_batches(part, (epoch << 32) + step * size)),
             )
 
 

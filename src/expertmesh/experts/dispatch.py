@@ -64,11 +64,18 @@ class Dispatcher(Protocol):
         """Return `out_TH`: for each token the sum of its rows, wherever they were computed."""
         ...
 
+    def numbers(self, number_T: torch.Tensor, ticket: Any) -> torch.Tensor:
+        """Return `number_R`: what `number_T` (int64) says of each row's token, for dropout. Collective, too."""
+        ...
 
-def count_pairs(index_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Tokens per expert on this rank, int64 `[E]`, without waiting for the device (as `bincount` would)."""
-    flat = index_TK.reshape(-1)
-    return flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+
+def count_pairs(index_TK: torch.Tensor, num_experts: int, real_T: torch.Tensor | None = None) -> torch.Tensor:
+    """Tokens per expert on this rank, int64 `[E]`, without waiting for the device (as `bincount` would).
+
+    With `real_T` (bool) the others do not count.
+    """
+    one_TK = torch.ones_like(index_TK) if real_T is None else real_T.to(index_TK.dtype)[:, None].expand_as(index_TK)
+    return index_TK.new_zeros(num_experts).scatter_add_(0, index_TK.reshape(-1), one_TK.reshape(-1))
 
 
 class LocalDispatcher:
@@ -89,6 +96,9 @@ class LocalDispatcher:
 
     def combine(self, rows_RH: torch.Tensor, ticket: Any) -> torch.Tensor:
         return rows_RH
+
+    def numbers(self, number_T: torch.Tensor, ticket: Any) -> torch.Tensor:
+        return number_T
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +148,13 @@ class AllToAllDispatcher:
         """One all-to-all in forward, one in backward."""
         out_TH: torch.Tensor = _AllToAllCombine.apply(rows_RH, ticket, self.group)
         return out_TH
+
+    def numbers(self, number_T: torch.Tensor, ticket: _Route) -> torch.Tensor:
+        """One more all-to-all, of 8 bytes a row."""
+        splits = ticket.splits
+        number_Q = number_T.index_select(0, ticket.token_Q)
+        number_R, _ = all_to_all(number_Q, splits.rows_sent, splits.rows_received, self.group)
+        return number_R
 
     def _route(self, index_TK: torch.Tensor) -> _Route:
         """Plan one dispatch. Issues the count exchange and the layer's one host synchronisation."""
@@ -288,12 +305,16 @@ class AllGatherDispatcher:
         pair_P = torch.argsort(local, stable=True)[:total]
         row_P = pair_P // top_k
         pairs = LocalPairs(row_P, pairs_L.cumsum(0).to(torch.int32), segments_of(row_P, len(rows_RH)))
-        return rows_RH, weight_NK.reshape(-1).index_select(0, pair_P), pairs, tokens
+        return rows_RH, weight_NK.reshape(-1).index_select(0, pair_P), pairs, (tokens, padding)
 
-    def combine(self, rows_RH: torch.Tensor, ticket: int) -> torch.Tensor:
+    def combine(self, rows_RH: torch.Tensor, ticket: tuple[int, int]) -> torch.Tensor:
         """One reduce-scatter in forward, one all-gather in backward."""
         own: torch.Tensor = _ReduceScatter.apply(rows_RH, self.group)
-        return own[:ticket]
+        return own[: ticket[0]]
+
+    def numbers(self, number_T: torch.Tensor, ticket: tuple[int, int]) -> torch.Tensor:
+        """One more all-gather, of 8 bytes a row."""
+        return all_gather(_padded(number_T.unsqueeze(1), ticket[1]), self.group).squeeze(1)
 
 
 def _padded(tensor: torch.Tensor, rows: int, value: int = 0) -> torch.Tensor:

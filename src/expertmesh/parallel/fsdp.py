@@ -18,9 +18,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from expertmesh.anatomy import Anatomy, describe
+from expertmesh.anatomy import Anatomy, describe, is_adapter
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.experts.adapted import adapter_state
+from expertmesh.experts.balance import attach_balance, balance_of
 from expertmesh.experts.layer import install
 from expertmesh.mesh import Mesh, attach_mesh
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_mixed_dtypes, refuse_model
@@ -39,7 +41,8 @@ def shard(
     anatomy = describe(model)
     master, compute, reduce = (getattr(torch, name) for name in (precision.params, precision.compute, precision.reduce))
     refuse_model(model, anatomy, moe)
-    refuse_mixed_dtypes(model, master)
+    adapted = adapter_state(model) is not None
+    refuse_mixed_dtypes(model, master, compute if adapted else master, kept_in_fp32)
     for spec in anatomy.experts:
         expert_shard_dim(spec, mesh.layout)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
@@ -51,7 +54,7 @@ def shard(
 
     resolved = install(model, anatomy, mesh, dispatch=moe.dispatch, compute=moe.compute, dtype=compute)
     policy = MixedPrecisionPolicy(
-        param_dtype=None if compute == master else compute,
+        param_dtype=None if compute == master else compute,  # of masters; a frozen base is in it already
         reduce_dtype=None if reduce == compute else reduce,
         cast_forward_inputs=False,  # the model's own code decides what runs in fp32, as it does unsharded
     )
@@ -59,6 +62,7 @@ def shard(
     placed = _place_experts(model, anatomy, mesh, policy)
     _place_dense(model, anatomy, mesh, policy, placed, exempt)
     attach_mesh(model, mesh)
+    attach_balance(model, balance_of(model, anatomy, moe))
     return resolved
 
 
@@ -67,10 +71,12 @@ def _place_experts(model: nn.Module, anatomy: Anatomy, mesh: Mesh, policy: Mixed
     placed = set()
     for spec in anatomy.experts:
         experts = model.get_submodule(spec.name)
-        for name in spec.parameters:
+        adapters = [name for name, _ in experts.named_parameters(recurse=False) if is_adapter(name)]
+        for name in (*spec.parameters, *adapters):
             whole = experts.get_parameter(name)
             local = nn.Parameter(_own_slice(whole, mesh), requires_grad=whole.requires_grad)
-            setattr(experts, name, local)
+            parent, _, leaf = name.rpartition(".")
+            setattr(experts.get_submodule(parent), leaf, local)
             placed.add(local)
         if spec.post_norm:
             # Shared by all experts, so dense: its gradient is summed over all ranks, not over efsdp alone.
@@ -78,18 +84,30 @@ def _place_experts(model: nn.Module, anatomy: Anatomy, mesh: Mesh, policy: Mixed
             fully_shard(norm, mesh=mesh.dense_shard, mp_policy=policy)
             _sum_gradients(norm)
         if mesh.expert_shard.size() > 1:
-            placement = Shard(expert_shard_dim(spec, mesh.layout))
-            fully_shard(
-                experts, mesh=mesh.expert_shard, mp_policy=policy, shard_placement_fn=partial(_always, placement)
-            )
+            dims = {experts.get_parameter(name): expert_shard_dim(spec, mesh.layout) for name in spec.parameters}
+            dims |= {experts.get_parameter(name): _adapter_shard_dim(experts, name, mesh) for name in adapters}
+            fully_shard(experts, mesh=mesh.expert_shard, mp_policy=policy, shard_placement_fn=partial(_placement, dims))
             _sum_gradients(experts)
             placed |= set(experts.parameters())
         # With one rank there is nothing to gather or reduce; FSDP2 would copy parameters and gradients all the same.
     return placed
 
 
-def _always(placement: Shard, parameter: nn.Parameter) -> Shard:
-    return placement
+def _placement(dims: dict[nn.Parameter, int], parameter: nn.Parameter) -> Shard:
+    return Shard(dims[parameter])
+
+
+def _adapter_shard_dim(experts: nn.Module, name: str, mesh: Mesh) -> int:
+    """Over which dim efsdp shards an adapter `[E, r, in]` or `[E, out, r]` of this rank's experts: never over r."""
+    whole = experts.get_parameter(name)
+    here, wide = whole.shape[0] // mesh.layout.ep, 2 if name.endswith("A") else 1
+    for dim, size in ((0, here), (wide, whole.shape[wide])):
+        if size % mesh.layout.efsdp == 0:
+            return dim
+    raise InputError(
+        f"parallel: efsdp {mesh.layout.efsdp} divides neither the {here} experts a rank holds nor the "
+        f"{whole.shape[wide]} elements of {name}; choose a larger ep so that efsdp becomes smaller"
+    )
 
 
 def _place_dense(

@@ -3,36 +3,34 @@
 Called by `shard` for every way into the product and by `preflight` before ranks start.
 """
 
-import inspect
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec
+from expertmesh.anatomy import Anatomy, ExpertsSpec, is_adapter
 from expertmesh.config import MoeConfig
 from expertmesh.config.errors import InputError
+from expertmesh.experts.balance import balance_of
+from expertmesh.experts.confirm import confirm_experts
 from expertmesh.mesh import Layout
 
 
 def refuse_model(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> None:
     """Raise `InputError` for a model whose loss or routing would silently not be what was asked for."""
-    config: Any = model.config
-    text = config.get_text_config()
-    coefficient = getattr(text, "router_aux_loss_coef", 0.0)
-    if moe.aux_loss_coef == "from_model" and getattr(text, "output_router_logits", False) and coefficient:
-        # The model's own auxiliary loss is per process; until it is exact over the global batch it must be off.
-        raise InputError(
-            f"moe.aux_loss_coef: from_model means {coefficient} for this model, and the auxiliary loss "
-            "is not available yet; set moe.aux_loss_coef to 0.0 to train without it"
-        )
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise InputError(f"{type(model).__name__} cannot compute logits of chosen tokens only (logits_to_keep)")
+    balance_of(model, anatomy, moe)
     if moe.router == "frozen":
         parents = [spec.name.rpartition(".")[0] for spec in anatomy.experts]
         alone = [parent for parent in parents if not any(router.startswith(f"{parent}.") for router in anatomy.routers)]
         if alone:
             raise InputError(f"moe.router: frozen, but no router is recognised in {alone[0]}; set moe.router to train")
+        for router in anatomy.routers:
+            if any(is_adapter(name) for name, _ in model.get_submodule(router).named_parameters()):
+                raise InputError(
+                    f"moe.router: frozen, but lora.targets has {router}; set moe.router to train or leave routers out "
+                    "of lora.targets"
+                )
+    confirm_experts(model, anatomy)
 
 
 def expert_shard_dim(spec: ExpertsSpec, layout: Layout) -> int:
@@ -41,10 +39,11 @@ def expert_shard_dim(spec: ExpertsSpec, layout: Layout) -> int:
     width = spec.intermediate_size * (2 if spec.gated else 1)
     dims = (spec.hidden_size, width) if spec.transposed else (width, spec.hidden_size)
     down = (spec.intermediate_size, spec.hidden_size) if spec.transposed else (spec.hidden_size, spec.intermediate_size)
-    if here % efsdp == 0:
+    rows = here * spec.intermediate_size if spec.flat_gate is not None else here
+    if rows % efsdp == 0:
         return 0
     for dim in (1, 2):
-        if not spec.biased and dims[dim - 1] % efsdp == 0 and down[dim - 1] % efsdp == 0:
+        if not spec.biased and spec.flat_gate is None and dims[dim - 1] % efsdp == 0 and down[dim - 1] % efsdp == 0:
             return dim
     raise InputError(
         f"parallel: efsdp {efsdp} divides neither the {here} experts a rank holds of {spec.name} at ep {layout.ep} "
@@ -52,12 +51,18 @@ def expert_shard_dim(spec: ExpertsSpec, layout: Layout) -> int:
     )
 
 
-def refuse_mixed_dtypes(model: nn.Module, master: torch.dtype) -> None:
-    """All parameters must have the master dtype, or a conversion nobody asked for would hide somewhere."""
-    odd = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.dtype != master}
-    if odd:
-        name, dtype = next(iter(odd.items()))
-        raise InputError(
-            f"precision.params is {master}, but {name} is {dtype} ({len(odd)} such parameters); "
-            f"set precision.params to float32, or give a model in memory one dtype first"
-        )
+def refuse_mixed_dtypes(
+    model: nn.Module, master: torch.dtype, base: torch.dtype, kept_in_fp32: Callable[[str], bool]
+) -> None:
+    """What trains must have the master dtype, or a conversion nobody asked for would hide somewhere.
+
+    `base` is the dtype of a base that adapters have frozen (but for what the family keeps in fp32), else the master's.
+    """
+    frozen = base != master
+    for name, parameter in model.named_parameters():
+        expected = master if is_adapter(name) or not frozen else base
+        if parameter.dtype != expected and not (frozen and kept_in_fp32(name) and parameter.dtype == torch.float32):
+            raise InputError(
+                f"precision: {name} is {parameter.dtype}, not {expected}; set precision.params to float32, or give a "
+                "model in memory one dtype first"
+            )

@@ -20,6 +20,8 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.generic import ModelOutput
 
 from expertmesh.config.errors import InputError
+from expertmesh.training.base_model import base_name, head_of, run_base
+from expertmesh.training.router_loss import active_router_losses
 
 IGNORED = -100
 BaseOutput = Callable[..., ModelOutput]
@@ -31,15 +33,19 @@ def causal_lm_loss(
     """This rank's share of the step's loss; the step's loss is the sum of all shares. 0-dim, fp32 (fp64 in fp64).
 
     `batch`: `input_ids` and `labels` `[B, S]` int64 (labels aligned with the inputs, -100 where there is no target;
-    the shift happens here) and what else the model's forward takes (`attention_mask` or `position_ids`).
+    the shift happens here) and what else the model's forward takes (`attention_mask` or `position_ids`). `row_numbers`
+    `[B]` int64 are for adapters' dropout: no two rows of a run have the same. `real_tokens` `[B, S]` bool says what
+    is no padding, for counts of routing (default: `attention_mask`).
     `target_tokens`: targets of the whole optimizer step, over all data ranks and micro-batches. Every rank calls it
     as often as the others, with targets or without: the model's forward and backward are collective. Waits for the
     host once, to find the targets.
     """
     if isinstance(target_tokens, int) and target_tokens <= 0:
         raise InputError(f"target_tokens is {target_tokens}: a step without any target has no loss; check the labels")
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
-    base, empty_logits = _run_base(model, inputs)
+    router_losses = active_router_losses(model)
+    base, empty_logits, router_logits = run_base(model, batch, router_logits=router_losses is not None)
+    if router_losses is not None:
+        router_losses.add(router_logits, batch)
     hidden_BSH = base["last_hidden_state"]
     target_N, place_N = _targets(batch["labels"].to(hidden_BSH.device))
     hidden_NH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1]).index_select(0, place_N)
@@ -68,34 +74,13 @@ def _targets(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return following.index_select(0, place_N), place_N
 
 
-def _run_base(model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[ModelOutput, torch.Tensor]:
-    """Run the model through its root (FSDP2's hooks live there) but its head on no token; return the base's output."""
-    captured: list[Any] = []
-    base = model.get_submodule(_base_name(model))
-    hook = base.register_forward_hook(lambda module, args, output: captured.append(output))
-    try:
-        none = torch.zeros(0, dtype=torch.int64, device=inputs["input_ids"].device)
-        output = model(**inputs, use_cache=False, logits_to_keep=none)
-    finally:
-        hook.remove()
-    assert len(captured) == 1, f"{type(model).__name__} ran its base model {len(captured)} times"
-    assert output.logits.shape[1] == 0, f"{type(model).__name__} ignored logits_to_keep"
-    return captured[0], output.logits
-
-
-def _base_name(model: nn.Module) -> str:
-    name = getattr(model, "base_model_prefix", "")
-    if not name or name not in model._modules:
-        raise InputError(f"{type(model).__name__} has no base model under a head; only causal language models train")
-    return str(name)
-
-
 def _head_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Everything outside the base model, and the output embedding even when it is tied into the base."""
-    prefix = f"{_base_name(model)}."
-    outside = [parameter for name, parameter in model.named_parameters() if not name.startswith(prefix)]
-    get_head: Any = model.get_output_embeddings
-    head = get_head()
+    """Everything beside the base model, and the output embedding even when it is tied into the base."""
+    base = base_name(model)
+    parent = base.rpartition(".")[0]
+    within, prefix = f"{parent}." if parent else "", f"{base}."
+    outside = [p for name, p in model.named_parameters() if name.startswith(within) and not name.startswith(prefix)]
+    head = head_of(model)
     return list(dict.fromkeys([*outside, *(head.parameters() if head is not None else [])]))
 
 
@@ -128,7 +113,8 @@ class _HeadLoss(torch.autograd.Function):
                 total += loss.detach()
             if grad_hidden_NH is not None:
                 grad_hidden_NH[part], *grads = torch.autograd.grad(loss, [hidden_CH, *wanted])
-                torch._foreach_add_(sums, grads)
+                if sums:  # a frozen head has none
+                    torch._foreach_add_(sums, grads)
         if training:
             ctx.save_for_backward(grad_hidden_NH, *(s.to(p.dtype) for s, p in zip(sums, wanted, strict=True)))
             ctx.wanted = [parameter.requires_grad for parameter in parameters]
@@ -165,10 +151,11 @@ class _Returns(nn.Module):
 
 @contextmanager
 def _base_returning(model: nn.Module, output: ModelOutput) -> Iterator[None]:
-    name = _base_name(model)
-    base = model._modules[name]
-    model._modules[name] = _Returns(output)
+    parent, _, name = base_name(model).rpartition(".")
+    siblings = model.get_submodule(parent)._modules
+    base = siblings[name]
+    siblings[name] = _Returns(output)
     try:
         yield
     finally:
-        model._modules[name] = base
+        siblings[name] = base

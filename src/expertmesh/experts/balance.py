@@ -1,0 +1,155 @@
+"""What keeps experts equally busy: which router losses a model gets, and the update of its routers' correction biases.
+
+`balance_of` turns the `moe` section and the model's own config into numbers, or refuses by name what would not be
+exact. The update is that of DeepSeek-V3 (arXiv 2408.15664): once per optimizer step each expert's bias moves by a fixed
+rate towards the mean load. Biases are no parameters of the optimizer: without an update they stay as published.
+
+    L layers with a bias, E experts
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from expertmesh.anatomy import Anatomy
+from expertmesh.config import MoeConfig
+from expertmesh.config.errors import InputError
+from expertmesh.experts.adapted import adapter_state
+from expertmesh.experts.layer import layer_of
+from expertmesh.experts.router_loss import aux_loss_refusal, router_logits_refusal
+from expertmesh.mesh import mesh_of
+from expertmesh.shards import full_box, local_box, local_tensor, slices
+
+_BIAS_NAMES = ("e_score_correction_bias", "expert_bias")  # added to the scores for the choice alone, in every family
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """How one model's routing is balanced. `top_k`: choices per token in the auxiliary loss. `biases`: names of an
+    experts module and of the bias that its router adds, empty without an update.
+    """
+
+    aux_loss_coef: float = 0.0
+    z_loss_coef: float = 0.0
+    bias_update_rate: float = 0.0
+    num_experts: int = 0
+    top_k: int = 0
+    biases: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def has_losses(self) -> bool:
+        return bool(self.aux_loss_coef or self.z_loss_coef)
+
+
+def balance_of(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> Balance:
+    """What `moe` means for `model`, which may be on meta. Raises `InputError` for what would not be exact."""
+    family = model.config.model_type  # type: ignore[union-attr]
+    aux, asked = _aux_loss_coef(model, moe)
+    if aux and (refusal := aux_loss_refusal(model)):
+        raise InputError(f"{asked}, but {family} {refusal}; set moe.aux_loss_coef to 0.0")
+    if aux and moe.router == "frozen":
+        raise InputError(
+            f"{asked}, but moe.router is frozen, so the loss would move everything except what chooses experts; set "
+            "moe.aux_loss_coef to 0.0 or moe.router to train"
+        )
+    if moe.z_loss_coef and (refusal := router_logits_refusal(model)):
+        raise InputError(f"moe.z_loss_coef is {moe.z_loss_coef}, but {family} {refusal}; set moe.z_loss_coef to 0.0")
+    biases = tuple(_biases(model, anatomy, moe.bias_update_rate)) if moe.bias_update_rate else ()
+    top_k = getattr(model, "num_experts_per_tok", None) or anatomy.experts[0].top_k or 0
+    if aux and not top_k:
+        raise InputError(f"{asked}, but {family} does not say how many experts a token gets; set it to 0.0")
+    return Balance(aux, moe.z_loss_coef, moe.bias_update_rate, anatomy.num_experts, top_k, biases)
+
+
+def attach_balance(model: nn.Module, balance: Balance) -> None:
+    """Remember on `model` how it is balanced, for what takes a model alone (loss, update)."""
+    model._expertmesh_balance = balance  # type: ignore[assignment]
+
+
+def attached_balance(model: nn.Module) -> Balance:
+    """What `parallelize` attached; a model that was never parallelized is not balanced."""
+    balance = getattr(model, "_expertmesh_balance", None)
+    return balance if isinstance(balance, Balance) else Balance()
+
+
+def update_router_bias(model: nn.Module, *, skipped: bool = False) -> None:
+    """Move the correction biases by `moe.bias_update_rate` towards balance. Call it once after each optimizer step.
+
+    Counts are those of all training forwards since the last call, over all ranks (one all-reduce of `[L, E]` int64),
+    padding left out; every rank gets the same biases, bit for bit. `skipped`: the optimizer did not step, so that the
+    counts are forgotten and nothing moves. Nothing at all happens while the rate is 0.
+    """
+    balance = attached_balance(model)
+    if not balance.biases:
+        return
+    counts = [layer_of(model.get_submodule(experts)).take_step_load() for experts, _ in balance.biases]
+    if skipped:
+        return
+    nothing_E = torch.zeros(balance.num_experts, dtype=torch.int64, device=mesh_of(model).device)
+    count_LE = torch.stack([nothing_E if count_E is None else count_E for count_E in counts])
+    dist.all_reduce(count_LE)
+    # In integers: the sign is exact, and so the same everywhere.
+    direction_LE = (count_LE.sum(dim=1, keepdim=True) - balance.num_experts * count_LE).sign()
+    for (_, name), direction_E in zip(balance.biases, direction_LE, strict=True):
+        _move(_tensor(model, name), balance.bias_update_rate * direction_E)
+
+
+def _aux_loss_coef(model: nn.Module, moe: MoeConfig) -> tuple[float, str]:
+    """The factor of the auxiliary loss, and the sentence's beginning that says where it is from."""
+    if moe.aux_loss_coef != "from_model":
+        return moe.aux_loss_coef, f"moe.aux_loss_coef is {moe.aux_loss_coef}"
+    config: Any = model.config
+    text = config.get_text_config()
+    coefficient = 0.0
+    if getattr(text, "output_router_logits", False):  # without it the family's own code adds no loss
+        places = ((model, "router_aux_loss_coef"), (text, "router_aux_loss_coef"), (model, "aux_loss_coef"))
+        values = (getattr(place, name, None) for place, name in places)
+        coefficient = next((float(value) for value in values if value is not None), 0.0)
+    return coefficient, f"moe.aux_loss_coef: from_model means {coefficient} for this model"
+
+
+def _biases(model: nn.Module, anatomy: Anatomy, rate: float) -> Iterator[tuple[str, str]]:
+    """The bias beside each experts module; hash-routed layers of a family that has biases elsewhere have none."""
+    asked = f"moe.bias_update_rate is {rate}"
+    beside = ((spec.name, _bias_beside(model, spec.name, spec.num_experts)) for spec in anatomy.experts)
+    found = [(experts, name) for experts, name in beside if name is not None]
+    if not found:
+        raise InputError(
+            f"{asked}, but the routers of {model.config.model_type} have no correction bias "  # type: ignore[union-attr]
+            f"({' or '.join(_BIAS_NAMES)}, one number per expert); set moe.bias_update_rate to 0.0"
+        )
+    if adapter_state(model) is not None:
+        raise InputError(f"{asked}, but an adapter does not hold the biases; set moe.bias_update_rate to 0.0 with lora")
+    for experts, name in found:
+        dtype = _tensor(model, name).dtype
+        if dtype not in (torch.float32, torch.float64):
+            raise InputError(
+                f"{asked}, but {name} is {dtype}, where small steps are lost; set precision.params to float32"
+            )
+        yield experts, name
+
+
+def _bias_beside(model: nn.Module, experts: str, num_experts: int) -> str | None:
+    """The name of the bias in the MoE block around `experts`, in its router or beside it."""
+    parent = experts.rpartition(".")[0]
+    block = model.get_submodule(parent)
+    state = block.state_dict(keep_vars=True)
+    names = [name for name in state if name.rpartition(".")[2] in _BIAS_NAMES]
+    fitting = [name for name in names if state[name].numel() == num_experts and not state[name].requires_grad]
+    return f"{parent}.{fitting[0]}" if len(fitting) == 1 else None
+
+
+def _tensor(model: nn.Module, name: str) -> torch.Tensor:
+    parent, _, leaf = name.rpartition(".")
+    tensor: torch.Tensor = getattr(model.get_submodule(parent), leaf)
+    return tensor
+
+
+def _move(bias: torch.Tensor, step_E: torch.Tensor) -> None:
+    """Add to a buffer, or to this rank's part of a parameter that FSDP2 has sharded."""
+    step = step_E.to(bias.dtype).view(bias.shape)
+    local_tensor(bias).add_(step[slices(local_box(bias), full_box(bias.shape))])

@@ -1,0 +1,356 @@
+"""Router losses equal the unsharded model's own on the whole global batch: values and every gradient, any layout.
+
+The reference runs all rows of a step in one padded batch through transformers, with its own `load_balancing_loss_func`.
+Factors are large, so that a lost, doubled or local auxiliary gradient is far above the tolerance.
+"""
+
+import copy
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import expertmesh as em
+from expertmesh.anatomy import describe
+from expertmesh.experts.layer import layer_of
+from expertmesh.experts.router_loss import chosen_pairs
+from expertmesh.training import router_loss
+from tests.support.models import tiny_model
+from tests.support.ranks import RankFailed, run_ranks
+from tests.support.reference import Row, padded
+
+AUX, Z = 0.5, 0.05
+MOE = em.MoeConfig(aux_loss_coef=AUX, z_loss_coef=Z)
+TOLERANCE = 1e-5
+# (world size, ep, replicate, rows of a micro-batch): 16 rows, so a step has one micro-batch or four
+LAYOUTS = [(1, 1, 1, 16), (1, 1, 1, 4), (2, 2, 1, 2), (4, 2, 1, 4), (4, 4, 1, 1), (4, 2, 2, 1), (4, 1, 2, 4)]
+CASES = [("qwen3_moe", layout) for layout in LAYOUTS]
+CASES += [(family, layout) for family in ("mixtral", "olmoe") for layout in ((2, 2, 1, 8), (4, 4, 1, 1))]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    model: nn.Module
+    rows: list[Row]
+    loss: float
+    aux_loss: float
+    z_loss: float
+    gradients: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    loss: float
+    aux_loss: float
+    z_loss: float
+    gradient: tuple[float, str]
+    router: float
+    load: int
+
+
+def _rows(count: int) -> list[Row]:
+    """Rows of different lengths and numbers of targets; some ranks' rows know one corner of the vocabulary only."""
+    generator = torch.Generator().manual_seed(3)
+    rows = []
+    for row in range(count):
+        ids = torch.randint(12 if row % 4 == 1 else 96, (5 + row,), generator=generator)
+        labels = ids.clone()
+        labels[: 2 + row // 2] = -100
+        rows.append((ids, labels))
+    return rows
+
+
+@functools.cache
+def expected(family: str, count: int = 16, dtype: torch.dtype = torch.float32, **changes: Any) -> Expected:
+    initial = tiny_model(family, dtype=dtype, **changes)
+    model, rows = copy.deepcopy(initial), _rows(count)
+    batch = padded(rows)
+    own: Any = inspect.getmodule(type(model))
+    output = model(
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        use_cache=False,
+        output_router_logits=True,
+    )
+    targets = batch["labels"][:, 1:].flatten()
+    total = int((targets != -100).sum())
+    loss = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), targets, reduction="sum") / total
+    aux_loss = own.load_balancing_loss_func(output.router_logits, 8, 2, batch["attention_mask"])
+    assert torch.equal(aux_loss, output.aux_loss)
+    mask = batch["attention_mask"].flatten().bool()
+    z_loss = torch.cat([layer[mask].logsumexp(-1).square() for layer in output.router_logits]).mean()
+    (loss + AUX * aux_loss + Z * z_loss).backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    return Expected(initial, rows, loss.item(), aux_loss.item(), z_loss.item(), gradients)
+
+
+Prepare = Callable[[list[Row]], dict[str, torch.Tensor]]
+
+
+def _train(
+    want: Expected,
+    parallel: em.ParallelConfig,
+    micro_batch: int,
+    prepare: Prepare = padded,
+    tamper: Callable[[nn.Module, int], None] | None = None,
+    **options: Any,
+) -> Found:
+    model = copy.deepcopy(want.model)
+    mesh = em.init_mesh(parallel)
+    em.parallelize(model, mesh, **{"moe": MOE, **options})
+    if tamper is not None:
+        tamper(model, mesh.rank)
+    mine = want.rows[mesh.data_rank :: mesh.layout.data_ranks]
+    passes = -(-len(want.rows) // mesh.layout.data_ranks)
+    batches = []
+    for start in range(0, passes, micro_batch):
+        part = mine[start : start + micro_batch]
+        batch = prepare(part or want.rows[:1])
+        if not part:  # as the loader does for a rank that has run out of rows
+            nothing = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
+            batch |= {"labels": torch.full_like(batch["labels"], -100), "real_tokens": nothing}
+        batches.append(batch)
+    total = sum(int((labels[1:] != -100).sum()) for _, labels in want.rows)
+    loss = torch.zeros((), dtype=torch.float64)
+    with em.router_losses(model, batches) as router:
+        for batch in batches:
+            share = em.causal_lm_loss(model, batch, target_tokens=total, chunk_tokens=16)
+            (share + router()).backward()
+            loss += share.detach()
+    values = torch.stack([loss, router.aux_loss.double(), router.z_loss.double()])
+    dist.all_reduce(values)
+    gradients = {name: _full(p.grad) for name, p in model.named_parameters()}
+    errors = {n: float((g - want.gradients[n]).norm() / want.gradients[n].norm()) for n, g in gradients.items()}
+    assert all(math.isfinite(error) for error in errors.values()), errors  # max would pass over a NaN
+    routers = max(error for name, error in errors.items() if ".gate." in name)
+    relative = (float(a) / b - 1 for a, b in zip(values, (want.loss, want.aux_loss, want.z_loss), strict=True))
+    worst = max((error, name) for name, error in errors.items())
+    loads = [layer_of(model.get_submodule(spec.name)).load_E for spec in describe(model).experts]
+    load = torch.stack([load_E for load_E in loads if load_E is not None]).sum()
+    dist.all_reduce(load)
+    return Found(*(abs(each) for each in relative), worst, routers, int(load))
+
+
+def _full(tensor: Any) -> torch.Tensor:
+    full: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.clone()
+
+
+def _run(want: Expected, layout: tuple[int, int, int, int], **options: Any) -> list[Found]:
+    world, ep, replicate, micro_batch = layout
+    parallel = em.ParallelConfig(ep=ep, replicate=replicate)
+    return run_ranks(lambda: _train(want, parallel, micro_batch, **options), world)
+
+
+def _prove(want: Expected, layout: tuple[int, int, int, int], tolerance: float = TOLERANCE, **options: Any) -> None:
+    for each in _run(want, layout, **options):
+        assert max(each.loss, each.aux_loss, each.z_loss, each.gradient[0]) <= tolerance, each
+        # Top 2 in two layers: neither the counting forwards nor recomputed ones are load.
+        assert each.load == 2 * 2 * sum(len(ids) for ids, _ in want.rows)
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_values_and_every_gradient_equal_the_unsharded_models_own_losses(
+    family: str, layout: tuple[int, int, int, int]
+) -> None:
+    _prove(expected(family), layout)
+
+
+@pytest.mark.parametrize("layout", [(2, 2, 1, 8), (4, 2, 1, 2)])
+def test_checkpointed_blocks_add_nothing_twice(layout: tuple[int, int, int, int]) -> None:
+    _prove(expected("qwen3_moe"), layout, activation_checkpointing=True)
+
+
+def test_ranks_without_rows_of_their_own_count_nothing() -> None:
+    _prove(expected("mixtral", count=5), (4, 2, 1, 1))
+
+
+def _packed(rows: list[Row]) -> dict[str, torch.Tensor]:
+    """All rows in one, each with positions of its own, and a tail of padding."""
+    lengths = [len(ids) for ids, _ in rows] + [3]
+    labels = torch.cat([F.pad(labels[1:], (1, 0), value=-100) for _, labels in rows])
+    return {
+        "input_ids": F.pad(torch.cat([ids for ids, _ in rows]), (0, 3))[None],
+        "labels": F.pad(labels, (0, 3), value=-100)[None],
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        "real_tokens": (torch.arange(sum(lengths)) < sum(lengths) - 3)[None],
+    }
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1, 16), (2, 2, 1, 2)])
+def test_packed_rows_leave_their_padding_out(layout: tuple[int, int, int, int]) -> None:
+    _prove(expected("qwen3_moe"), layout, prepare=_packed)
+
+
+def _local_fractions(model: nn.Module, rank: int) -> None:
+    """Each rank's own auxiliary loss, so that their sum is the loss times the ranks (platform: Trainer, NeMo 1408)."""
+    silent = SimpleNamespace(all_reduce=lambda *args, **kwargs: None)
+    mock.patch.object(router_loss, "dist", silent).start()
+
+
+def _no_share_on_one_rank(model: nn.Module, rank: int) -> None:
+    if rank == 1:
+        share = router_loss.RouterLosses.__call__
+        mock.patch.object(router_loss.RouterLosses, "__call__", lambda self: share(self) * 0).start()
+
+
+def _fractions_of_the_first_micro_batch(model: nn.Module, rank: int) -> None:
+    count = router_loss.RouterLosses.count
+    first = lambda self, batches: (setattr(self, "_real", self._real[:1]), count(self, batches[:1]))  # noqa: E731
+    mock.patch.object(router_loss.RouterLosses, "count", first).start()
+
+
+def _share_per_micro_batch(model: nn.Module, rank: int) -> None:
+    share = router_loss.RouterLosses.__call__
+    mock.patch.object(router_loss.RouterLosses, "__call__", lambda self: share(self) * 4).start()
+
+
+@pytest.mark.parametrize(
+    "bug", [_local_fractions, _no_share_on_one_rank, _fractions_of_the_first_micro_batch, _share_per_micro_batch]
+)
+def test_a_planted_bug_turns_the_comparison_red(bug: Callable[[nn.Module, int], None]) -> None:
+    for found in _run(expected("qwen3_moe"), (2, 2, 1, 2), tamper=bug):
+        assert found.router > 1e-2, found
+
+
+class _Collectives(TorchDispatchMode):
+    """The name of each collective, and the bytes of each all-reduce."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.reduced: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name.startswith("c10d::"):
+            self.names.append(name)
+        if name == "c10d::allreduce_":
+            self.reduced += [tensor.numel() * tensor.element_size() for tensor in args[0]]
+        return func(*args, **(kwargs or {}))
+
+
+def _communicate(want: Expected, moe: em.MoeConfig, micro_batches: int) -> tuple[int, list[int]]:
+    """How many collectives one step issues, and the bytes of each all-reduce among them."""
+    model = copy.deepcopy(want.model)
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=2)), moe=moe)
+    batches = [padded(want.rows[:2])] * micro_batches
+    with _Collectives() as seen, em.router_losses(model, batches) as router:
+        for batch in batches:
+            (em.causal_lm_loss(model, batch, target_tokens=30) + router()).backward()
+    return len(seen.names), seen.reduced
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_step_costs_one_small_all_reduce_and_nothing_where_the_losses_are_off(micro_batches: int) -> None:
+    off, z_only, both = (
+        run_ranks(_communicate, 2, expected("mixtral"), moe, micro_batches)[0]
+        for moe in (em.MoeConfig(), em.MoeConfig(z_loss_coef=Z), MOE)
+    )
+    assert off[1] == []
+    assert z_only == (off[0] + 1, [(8 + 1) * 8])  # E + 1 integers
+    assert both[1] == [(8 + 1) * 8]
+    assert both[0] == off[0] + 1 if micro_batches == 1 else both[0] > off[0] + 1  # the counting forwards communicate
+
+
+def test_in_double_precision_only_transformers_own_rounding_is_left() -> None:
+    _prove(expected("qwen3_moe", dtype=torch.float64), (2, 2, 1, 4), 1e-6)
+
+
+def _without_a_step(moe: em.MoeConfig | None, changes: dict[str, Any], calls: str = "loss") -> None:
+    model = tiny_model("mixtral", **changes)
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=1)), moe=moe)
+    batch = padded(_rows(2))
+    with torch.no_grad():
+        em.causal_lm_loss(model, batch, target_tokens=9)  # an evaluation has no router loss
+    if calls == "loss":
+        em.causal_lm_loss(model, batch, target_tokens=9)
+    with em.router_losses(model, [batch]) as router:
+        em.causal_lm_loss(model, batch, target_tokens=9)
+        if calls == "twice":
+            em.causal_lm_loss(model, batch, target_tokens=9)
+        if calls != "never":
+            router()
+
+
+def test_a_models_own_auxiliary_loss_is_not_dropped_silently() -> None:
+    own = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    with pytest.raises(RankFailed, match=r"expertmesh\.router_losses\(model, micro_batches\)"):
+        run_ranks(_without_a_step, 1, None, own)
+    with pytest.raises(RankFailed, match=r"without the share of every micro-batch"):
+        run_ranks(_without_a_step, 1, None, own, "never")
+    with pytest.raises(RankFailed, match=r"or without router_loss\(\) after it"):
+        run_ranks(_without_a_step, 1, None, own, "twice")
+    run_ranks(_without_a_step, 1, em.MoeConfig(aux_loss_coef=0.0), own)
+    run_ranks(_without_a_step, 1, None, {})
+
+
+def test_from_model_takes_the_models_own_factor() -> None:
+    changes = {"output_router_logits": True, "router_aux_loss_coef": AUX}
+    _prove(expected("mixtral", **changes), (2, 2, 1, 2), moe=em.MoeConfig(z_loss_coef=Z))
+
+
+def _adapter_errors(want: Expected) -> list[float]:
+    """How far the gradients of adapters' B are from what the unsharded model's own weight gradients make of them."""
+    model, lora = copy.deepcopy(want.model), em.LoraConfig(r=4, targets=("attention",))
+    mesh = em.init_mesh(em.ParallelConfig(ep=2))
+    em.parallelize(model, mesh, moe=MOE, lora=lora)
+    batches = [padded(want.rows[mesh.data_rank + start :: 4]) for start in (0, 2)]
+    total = sum(int((labels[1:] != -100).sum()) for _, labels in want.rows)
+    with em.router_losses(model, batches) as router:
+        for batch in batches:
+            (em.causal_lm_loss(model, batch, target_tokens=total) + router()).backward()
+    found = {
+        name: _full(p if name.endswith("A") else p.grad) for name, p in model.named_parameters() if "lora_" in name
+    }
+    errors = []
+    for name, gradient in found.items():
+        if name.endswith("B"):  # zero at the start, so the model is still the reference's
+            weight = want.gradients[name.removesuffix("lora_B").rstrip("._") + ".weight"]
+            exact = lora.scaling * weight @ found[name.removesuffix("B") + "A"].T
+            errors.append(float((gradient - exact).norm() / exact.norm()))
+    return errors
+
+
+def test_adapters_that_feed_the_routers_get_the_exact_gradient() -> None:
+    for errors in run_ranks(_adapter_errors, 2, expected("qwen3_moe")):
+        assert len(errors) == 2 * 4
+        assert max(errors) <= TOLERANCE
+
+
+def _counted_and_trained() -> tuple[list[float], list[float]]:
+    """Chosen pairs `[E]` of a step: by the counting forwards, and by those that train."""
+    model = tiny_model("mixtral", router_jitter_noise=0.5)
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=1)), moe=MOE)
+    batches = [padded(_rows(8)[:4]), padded(_rows(8)[4:])]
+    trained = torch.zeros(8, dtype=torch.int64)
+    with em.router_losses(model, batches) as router:
+        add = router.add
+
+        def adding(logits: Any, batch: Any) -> None:
+            nonlocal trained
+            trained = trained + sum(chosen_pairs(each, 2, batch["attention_mask"].flatten()) for each in logits)
+            add(logits, batch)
+
+        with mock.patch.object(router, "add", adding):
+            for batch in batches:
+                (em.causal_lm_loss(model, batch, target_tokens=9) + router()).backward()
+        assert router._step is not None
+        return router._step.pairs_E.tolist(), trained.tolist()
+
+
+def test_counting_forwards_draw_the_random_numbers_of_training() -> None:
+    counted, trained = run_ranks(_counted_and_trained, 1)[0]
+    assert counted == trained
