@@ -16,7 +16,12 @@ from tests.data.tokenizers_on_the_fly import bpe_tokenizer
 from tests.support.models import tiny_model
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-RANKS_AND_EXPERTS = {"qwen3-30b-a3b": (8, 128), "mixtral-8x7b": (16, 8), "deepseek-v3": (256, 256)}
+RANKS_AND_EXPERTS = {
+    "qwen3-30b-a3b": (8, 128),
+    "qwen3-30b-a3b-lora": (8, 128),
+    "mixtral-8x7b": (16, 8),
+    "deepseek-v3": (256, 256),
+}
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "LoraConfig": "expertmesh.config",
     "MoeConfig": "expertmesh.config",
     "ParallelConfig": "expertmesh.config",
     "PrecisionConfig": "expertmesh.config",
@@ -17,12 +18,18 @@ _HOME = {
     "clip_grad_norm_": "expertmesh.parallel.gradients",
     "count_targets": "expertmesh.training.loss",
     "init_mesh": "expertmesh.mesh",
+    "load_checkpoint": "expertmesh.checkpoint.interface",
     "load_model": "expertmesh.model",
     "parallelize": "expertmesh.model",
+    "router_losses": "expertmesh.training.router_loss",
+    "save_adapter": "expertmesh.adapters.save",
+    "save_checkpoint": "expertmesh.checkpoint.interface",
     "save_model": "expertmesh.weights.save",
+    "update_router_bias": "expertmesh.experts.balance",
 }
 
 __all__ = [
+    "LoraConfig",
     "MoeConfig",
     "ParallelConfig",
     "PrecisionConfig",
@@ -31,17 +38,26 @@ __all__ = [
     "clip_grad_norm_",
     "count_targets",
     "init_mesh",
+    "load_checkpoint",
     "load_model",
     "parallelize",
+    "router_losses",
+    "save_adapter",
+    "save_checkpoint",
     "save_model",
+    "update_router_bias",
 ]
 
 if TYPE_CHECKING:
-    from expertmesh.config import MoeConfig, ParallelConfig, PrecisionConfig
+    from expertmesh.adapters.save import save_adapter
+    from expertmesh.checkpoint.interface import load_checkpoint, save_checkpoint
+    from expertmesh.config import LoraConfig, MoeConfig, ParallelConfig, PrecisionConfig
+    from expertmesh.experts.balance import update_router_bias
     from expertmesh.mesh import init_mesh
     from expertmesh.model import load_model, parallelize
     from expertmesh.parallel.gradients import clip_grad_norm_
     from expertmesh.training.loss import causal_lm_loss, count_targets
+    from expertmesh.training.router_loss import router_losses
     from expertmesh.weights.save import save_model
 
 

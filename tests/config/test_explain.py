@@ -45,7 +45,7 @@ def test_an_unknown_key_is_answered_with_the_one_that_was_meant(tmp_path: Path, 
     ("override", "sentence"),
     [
         ("parallel.ep=many", "parallel.ep must be an integer of at least 1 or auto, not 'many'"),
-        ("moe.aux_loss_coef=many", "moe.aux_loss_coef must be a number or from_model, not 'many'"),
+        ("moe.aux_loss_coef=many", "moe.aux_loss_coef must be a number of at least 0 or from_model, not 'many'"),
         ("optim.max_grad_norm=-1", "optim.max_grad_norm must be a number above 0 or null, not -1"),
         ("schedule.name=cosin", "schedule.name must be one of cosine, linear, constant, not 'cosin'"),
         (

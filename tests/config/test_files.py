@@ -27,7 +27,7 @@ schedule: {name: cosine, warmup_ratio: 0.03}
 train: {global_batch_size: 64, micro_batch_size: 2, num_epochs: 1, max_steps: 7, eval_every_steps: 3}
 parallel: {ep: 4, fsdp: auto, replicate: 1, tp: 1, cp: 1, pp: 1}
 moe: {router: train, aux_loss_coef: from_model, bias_update_rate: 0.0, dispatch: auto, compute: auto}
-checkpoint: {every_steps: null, keep_last: 3, resume: never}
+checkpoint: {every_steps: 200, every_minutes: null, keep_last: 3, asynchronous: true, resume: auto}
 distributed: {timeout_seconds: 600, first_step_timeout_seconds: 1800}
 log: {every_steps: 1, report_to: [tensorboard]}
 output_dir: runs/qwen3-sft
@@ -43,7 +43,16 @@ def test_the_whole_schema_is_read_and_typed(tmp_path: Path) -> None:
     assert config.log.report_to == ("jsonl", "tensorboard")
 
 
-@pytest.mark.parametrize("text", ["", "optim: {name: sgd}\n", "train: {seed: 7}\nparallel: {ep: 2}\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "optim: {name: sgd}\n",
+        "train: {seed: 7}\nparallel: {ep: 2}\n",
+        "lora: {r: 8, targets: [experts]}\n",
+        "lora: {from_adapter: some/where, dropout: 0.1}\n",
+    ],
+)
 def test_a_dumped_config_is_read_back_equal(tmp_path: Path, text: str) -> None:
     config = load_config(write(tmp_path, text))
     copy = tmp_path / "copy.yaml"

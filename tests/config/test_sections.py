@@ -65,15 +65,9 @@ def test_a_value_of_another_kind_is_refused_and_named(tmp_path: Path, override: 
 @pytest.mark.parametrize(
     ("override", "off"),
     [
-        ("lora={r: 16}", "set lora to null"),
         ("parallel.tp=2", "set parallel.tp to 1"),
         ("parallel.cp=2", "set parallel.cp to 1"),
         ("parallel.pp=2", "set parallel.pp to 1"),
-        ("checkpoint.every_steps=200", "set checkpoint.every_steps to null"),
-        ("checkpoint.keep_last=1", "set checkpoint.keep_last to 3"),
-        ("checkpoint.resume=auto", "set checkpoint.resume to never"),
-        ("moe.aux_loss_coef=0.001", "set moe.aux_loss_coef to from_model (the model's own factor) or 0.0"),
-        ("moe.bias_update_rate=0.001", "set moe.bias_update_rate to 0.0"),
         ("log.report_to=[jsonl, trackio]", "use jsonl or tensorboard"),
     ],
 )
@@ -111,6 +105,8 @@ def test_what_is_not_built_yet_is_refused_with_the_value_that_turns_it_off(
             ["distributed.timeout_seconds=3600"],
             "distributed.first_step_timeout_seconds (1800) must be at least",
         ),
+        (["moe={router: frozen, aux_loss_coef: 0.01}"], "moe.aux_loss_coef is 0.01, but moe.router is frozen"),
+        (["moe={router: frozen, bias_update_rate: 1e-3}"], "moe.bias_update_rate is 0.001, but moe.router is frozen"),
         (["train.eval_every_steps=5"], "train.eval_every_steps is 5, but data.eval is empty"),
         (
             ["model.attention=flash_attention_2", "precision={params: float32, compute: float32}"],
@@ -154,3 +150,26 @@ def test_sections_built_in_python_take_lists_and_other_sections() -> None:
     data = DataConfig(train=[DataSource(path="a")])  # type: ignore[arg-type]
     assert data.train == (DataSource(path="a"),)
     assert OptimConfig(name="sgd").betas == (0.9, 0.95)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["lora={r: 0}", "lora={r: 1.5}", "lora={alpha: 0}", "lora={dropout: 1}", "lora={targets: []}", "lora={targets: q}"],
+)
+def test_adapters_of_another_kind_are_refused_and_named(tmp_path: Path, override: str) -> None:
+    assert f"lora.{override[6:].partition(':')[0]} " in refusal(tmp_path, override)
+
+
+def test_adapters_have_targets_and_a_scaling_by_default(tmp_path: Path) -> None:
+    lora = load_config(write(tmp_path, "lora: {alpha: 8}\n")).lora
+    assert lora is not None
+    assert (lora.r, lora.scaling, lora.targets, lora.dropout) == (16, 0.5, ("attention", "experts"), 0.0)
+    stable = load_config(write(tmp_path, "lora: {alpha: 8, use_rslora: true}\n")).lora
+    assert stable is not None
+    assert stable.scaling == 2.0
+
+
+@pytest.mark.parametrize("said", ["r: 16", "alpha: 32", "targets: [attention]", "use_rslora: false", "init: default"])
+def test_what_an_adapter_says_itself_cannot_be_said_twice(tmp_path: Path, said: str) -> None:
+    message = refusal(tmp_path, f"lora={{from_adapter: some/where, {said}}}")
+    assert f"lora.{said.partition(':')[0]} is said by the adapter" in message

@@ -74,7 +74,7 @@ def _sentences(
                 yield missing, f"{dotted((*prefix, *missing))} is missing; add it"
         case "too_short" if len(value) >= problem["ctx"]["min_length"]:
             return  # items of a list were refused, and pydantic counts what is left
-        case "value_error" if _is_section(annotation):  # its sentences name their keys in full
+        case "value_error" if _section_in(annotation):  # its sentences name their keys in full
             for sentence in str(problem["ctx"]["error"]).splitlines():
                 named = sentence.split(maxsplit=1)[0].rstrip(",")
                 yield tuple(named.split(".")), sentence
@@ -106,8 +106,8 @@ def _locate(root: type[Section], loc: Path) -> tuple[Path, Any]:
 
 def _members(annotation: Any) -> dict[str | int, Any]:
     """The annotations inside a section (by key) or a list (by position; only 0 where all items are alike)."""
-    if _is_section(annotation):
-        return {key: _annotation_of(field) for key, field in annotation.model_fields.items()}
+    if section := _section_in(annotation):
+        return {key: _annotation_of(field) for key, field in section.model_fields.items()}
     if get_origin(annotation) is Annotated:
         return _members(get_args(annotation)[0])
     if get_origin(annotation) is tuple:
@@ -118,6 +118,13 @@ def _members(annotation: Any) -> dict[str | int, Any]:
 def _annotation_of(field: FieldInfo) -> Any:
     metadata = tuple(field.metadata)
     return Annotated[(field.annotation, *metadata)] if metadata else field.annotation
+
+
+def _section_in(annotation: Any) -> type[Section] | None:
+    """The section that the annotation is, or may be beside null."""
+    members = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    sections = [member for member in members if _is_section(member)]
+    return sections[0] if len(sections) == 1 else None
 
 
 def _is_section(annotation: Any) -> bool:

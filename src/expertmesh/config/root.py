@@ -2,7 +2,7 @@
 
 from typing import Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from expertmesh.config.base import Section, refuse
 from expertmesh.config.sections import (
@@ -10,6 +10,7 @@ from expertmesh.config.sections import (
     DataConfig,
     DistributedConfig,
     LogConfig,
+    LoraConfig,
     ModelConfig,
     MoeConfig,
     OptimConfig,
@@ -26,8 +27,8 @@ class Config(Section):
     model: ModelConfig
     precision: PrecisionConfig = PrecisionConfig()
     data: DataConfig
-    lora: None = None
-    """Low-rank adapters; only null (full fine-tuning) in this version."""
+    lora: LoraConfig | None = None
+    """Low-rank adapters on a frozen model; null for full fine-tuning."""
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig = TrainConfig()
@@ -38,13 +39,6 @@ class Config(Section):
     log: LogConfig = LogConfig()
     output_dir: str = Field(min_length=1)
     """Directory of the results; created if it does not exist."""
-
-    @field_validator("lora", mode="before")
-    @classmethod
-    def _no_lora(cls, value: object) -> object:
-        if value is not None:
-            raise ValueError("adapters are not available yet; set lora to null for full fine-tuning")
-        return value
 
     @model_validator(mode="after")
     def _combine(self) -> Self:

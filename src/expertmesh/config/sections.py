@@ -5,6 +5,7 @@ this version does not have are accepted only at the value that means "off". Noth
 the model or knows the number of ranks: what depends on those is checked where they are known.
 """
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -100,6 +101,46 @@ class DataConfig(Section):
     """Tokens that are targets: every assistant turn, the last turn only, or all tokens."""
     shuffle: bool = True
     """Shuffle samples anew in every epoch, by train.seed; false keeps the order of the sources."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters; the base weights are frozen and kept in precision.compute."""
+
+    section: ClassVar[str] = "lora"
+    _SAID_BY_ADAPTER: ClassVar[tuple[str, ...]] = ("r", "alpha", "targets", "use_rslora", "init")
+
+    r: PositiveInt = 16
+    """Rank of the adapters."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Adapters are scaled by alpha / r (alpha / sqrt(r) with use_rslora)."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout on the input of every adapter, in training only."""
+    targets: Listed[str] = Field(default=("attention", "experts"), min_length=1)
+    """What gets adapters: attention, experts, shared_experts, dense_mlp, router, lm_head, all-linear (every linear
+    layer but lm_head; no routed experts), or names of modules or parameters, with * for any text."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(r) (arXiv 2312.03732)."""
+    init: Literal["default", "gaussian"] = "default"
+    """How A starts, as PEFT does it: uniform (Kaiming), or normal with deviation 1 / r. B starts at zero."""
+    from_adapter: str | None = None
+    """Directory of a PEFT adapter to continue from; it then says r, alpha, targets, use_rslora and init."""
+
+    @model_validator(mode="after")
+    def _combine(self) -> Self:
+        said = [key for key in self._SAID_BY_ADAPTER if key in self.model_fields_set]
+        if self.from_adapter is not None and said:
+            refuse([f"lora.{said[0]} is said by the adapter that lora.from_adapter names; remove one of the two"])
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_what_the_adapter_says(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
+        values = serialize(self)
+        return {k: v for k, v in values.items() if self.from_adapter is None or k not in self._SAID_BY_ADAPTER}
+
+    @property
+    def scaling(self) -> float:
+        """What the product of the adapter is multiplied by."""
+        return self.alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
 
 class OptimConfig(Section):
@@ -224,10 +265,14 @@ class MoeConfig(Section):
 
     router: Literal["train", "frozen"] = "train"
     """Whether router weights are trained."""
-    aux_loss_coef: float | Literal["from_model"] = "from_model"
-    """Factor of the load-balancing loss; from_model takes the model's own, 0.0 leaves the loss out."""
-    bias_update_rate: float = 0.0
-    """Step of bias-based load balancing; only 0.0 in this version."""
+    aux_loss_coef: Annotated[float, Field(ge=0)] | Literal["from_model"] = "from_model"
+    """Factor of the load-balancing loss, taken over the whole batch of an optimizer step; from_model takes the model's
+    own (none unless its config has output_router_logits), 0.0 leaves the loss out."""
+    z_loss_coef: float = Field(default=0.0, ge=0)
+    """Factor of the router z-loss (arXiv 2202.08906): the mean of logsumexp(router logits) squared."""
+    bias_update_rate: float = Field(default=0.0, ge=0)
+    """How far the routers' correction biases move towards balance after each optimizer step (arXiv 2408.15664), for
+    models that have them; 0.0 leaves them as published."""
     dispatch: Literal["auto", "all_to_all", "all_gather"] = "auto"
     """How tokens travel to the ranks of their experts."""
     compute: Literal["auto", "grouped_mm", "loop"] = "auto"
@@ -235,45 +280,33 @@ class MoeConfig(Section):
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
-        problems = []
-        if self.aux_loss_coef not in ("from_model", 0.0):
-            off = "from_model (the model's own factor) or 0.0"
-            feature = "a factor of one's own is"
-            problems.append(not_available("moe.aux_loss_coef", self.aux_loss_coef, feature, off))
-        if self.bias_update_rate != 0.0:
-            feature = "bias-based load balancing is"
-            problems.append(not_available("moe.bias_update_rate", self.bias_update_rate, feature, "0.0"))
-        refuse(problems)
+        balancing = [key for key in ("aux_loss_coef", "z_loss_coef", "bias_update_rate") if self._is_on(key)]
+        if self.router == "frozen" and balancing:
+            key = balancing[0]
+            value = getattr(self, key)
+            refuse([f"moe.{key} is {value}, but moe.router is frozen; set moe.{key} to 0.0 or moe.router to train"])
         return self
+
+    def _is_on(self, key: str) -> bool:
+        return getattr(self, key) not in ("from_model", 0.0)
 
 
 class CheckpointConfig(Section):
-    """Resumable checkpoints; this version has none, so every key has only its default."""
+    """Resumable checkpoints in output_dir/checkpoints; docs/checkpoints.md tells the rules."""
 
     section: ClassVar[str] = "checkpoint"
 
-    every_steps: PositiveInt | None = None
-    """Save every this many optimizer steps; only null (never) in this version."""
+    every_steps: PositiveInt | None = 200
+    """Save every this many optimizer steps and after the last; null saves only by every_minutes or when stopped."""
+    every_minutes: float | None = Field(default=None, gt=0)
+    """Save when this many minutes have passed since the last save, by rank 0's clock; null for no such rule."""
     keep_last: PositiveInt = 3
-    """How many of the newest checkpoints to keep; only 3 in this version."""
-    resume: str = "never"
-    """Where to resume from; only never in this version."""
-
-    @model_validator(mode="after")
-    def _combine(self) -> Self:
-        off: dict[str, tuple[object, str]] = {
-            "every_steps": (None, "null"),
-            "keep_last": (3, "3"),
-            "resume": ("never", "never"),
-        }
-        refuse(
-            [
-                not_available(f"checkpoint.{key}", getattr(self, key), "checkpoints are", shown)
-                for key, (value, shown) in off.items()
-                if getattr(self, key) != value
-            ]
-        )
-        return self
+    """How many of the newest checkpoints to keep."""
+    asynchronous: bool = True
+    """Copy the state to host memory and write it while training goes on; false waits until it is on the disk."""
+    resume: str = Field(default="auto", min_length=1)
+    """auto continues from the newest checkpoint, if there is one; never starts anew; or a checkpoint: its name
+    (step-00000200) in output_dir, or a path."""
 
 
 class DistributedConfig(Section):
