@@ -27,12 +27,13 @@ class System:
 
     `step()` runs forward and backward over this rank's tokens and returns this rank's share of the global
     mean loss: the sum of it over ranks is the mean over all target tokens of the step. `module` owns the
-    parameters.
+    parameters. `trains_all` is False where gradients are of adapters alone, so that their norm is another.
     """
 
     module: nn.Module
     step: Callable[[], torch.Tensor]
     note: str
+    trains_all: bool = True
 
 
 Builder = Callable[[Case, int], System | None]
@@ -125,13 +126,19 @@ def expertmesh_loop_ep(case: Case, ep: int) -> System:
     return _expertmesh(case, ep, "loop")
 
 
-def _expertmesh(case: Case, ep: int, compute: str) -> System:
+def expertmesh_lora_ep(case: Case, ep: int) -> System:
+    """Adapters of rank 16 on attention and experts, the rest frozen; they start at zero, so the loss is the same."""
+    return _expertmesh(case, ep, "auto", lora=True)
+
+
+def _expertmesh(case: Case, ep: int, compute: str, *, lora: bool = False) -> System:
     import expertmesh as em
 
     mesh = em.init_mesh(em.ParallelConfig(ep=ep))
     precision = em.PrecisionConfig(params=case.params, compute=case.compute, reduce="float32")  # type: ignore[arg-type]
     moe = em.MoeConfig(compute=compute)  # type: ignore[arg-type]
-    model = em.load_model(case.checkpoint, mesh, precision=precision, moe=moe, attention="sdpa")
+    adapters = em.LoraConfig(r=16) if lora else None
+    model = em.load_model(case.checkpoint, mesh, precision=precision, moe=moe, attention="sdpa", lora=adapters)
     ids_BS = input_ids(case, dist.get_rank())
     batch = {"input_ids": ids_BS, "labels": ids_BS}
     targets = em.count_targets(ids_BS) * dist.get_world_size()
@@ -141,11 +148,13 @@ def _expertmesh(case: Case, ep: int, compute: str) -> System:
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    return System(model, step, f"{case.params} parameters, {case.compute} compute, float32 reduce")
+    trained = "adapters of rank 16 on attention and experts" if lora else "parameters"
+    return System(model, step, f"{case.params} {trained}, {case.compute} compute, float32 reduce", not lora)
 
 
 BUILDERS: dict[str, Builder] = {
     "expertmesh_ep": expertmesh_ep,
+    "expertmesh_lora_ep": expertmesh_lora_ep,
     "expertmesh_loop_ep": expertmesh_loop_ep,
     "transformers_ep": transformers_ep,
     "transformers_fsdp": transformers_fsdp,

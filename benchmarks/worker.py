@@ -78,9 +78,10 @@ def measure_time(case: Case, names: Sequence[str], repeats: int) -> dict[str, An
         traffic = probes.count_collectives(system.step) if system else {}
         forget_gradients(system)
         per_rank = gather({kind: dataclasses.asdict(entry) for kind, entry in traffic.items()})
-        note = gather(system.note if system else "")[0]
+        note, trains_all = gather((system.note, system.trains_all) if system else ("", True))[0]
         result[name] = {
             "note": note,
+            "trains_all": trains_all,
             "loss": loss,
             "grad_norm": norm,
             "traffic": per_rank,

@@ -44,7 +44,7 @@ class ExpertLayer:
     """The running part of one experts module: how its tokens travel and how its experts compute.
 
     `load_E`: real tokens that this rank's router sent to each expert since `take_load`, int64, in training only and
-    never counting a recomputed forward twice. `step_load_E`: the same since `take_step_load`.
+    never counting a recomputed forward twice (padding is in it in `forward_gathered` alone). `step_load_E`: the same since `take_step_load`.
     """
 
     def __init__(
@@ -66,6 +66,14 @@ class ExpertLayer:
         Collective over the EP group (see the dispatcher); the parameters are unsharded by FSDP2 around this call.
         """
         return self._forward(experts, hidden, index_TK, weight_TK, real_tokens(len(index_TK)))
+
+    def forward_gathered(
+        self, experts: nn.Module, rows_PH: torch.Tensor, expert_P1: torch.Tensor, weight_P1: torch.Tensor
+    ) -> torch.Tensor:
+        """For blocks that give each expert its rows themselves, `[P, H]`. Which token a row is is not known here, so
+        the load counts padding too (balance.py refuses to steer by it). Collective like `forward`.
+        """
+        return self._forward(experts, rows_PH, expert_P1, weight_P1, None)
 
     def _forward(
         self,

@@ -76,7 +76,7 @@ class FusedExperts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Collective over the EP group."""
-        return layer_of(self).forward(self, hidden_states, top_k_index, top_k_weights)
+        return layer_of(self).forward_gathered(self, hidden_states, top_k_index, top_k_weights)
 
     def _call(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
         """One expert is given `[..., H]` by the block."""
