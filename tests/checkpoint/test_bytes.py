@@ -74,3 +74,25 @@ def _bytes_read(directory: Path, parallel: em.ParallelConfig) -> tuple[int, int]
 def test_each_rank_reads_what_it_holds_and_no_more(saved: Path, world: int, parallel: em.ParallelConfig) -> None:
     for got, held in run_ranks(_bytes_read, world, saved, parallel):
         assert got == held
+
+
+def _headers_read(directory: Path) -> set[str]:
+    """Names of the files whose headers this rank has read to load the checkpoint."""
+    job = Job(tiny_model("qwen3_moe", seed=9), em.ParallelConfig(ep=2))
+    opened: list[str] = []
+
+    def noted(path: Path) -> Any:
+        opened.append(path.name)
+        return read_header(path)
+
+    with mock.patch.object(read, "read_header", noted):
+        em.load_checkpoint(job.model, job.optimizer, directory)
+    assert len(opened) == len(set(opened))
+    return set(opened)
+
+
+def test_each_header_is_checked_by_somebody_and_read_by_those_who_need_it(saved: Path) -> None:
+    ranks = run_ranks(_headers_read, 4, saved)
+    assert set().union(*ranks) == {path.name for path in (saved / "step-00000001").glob("*.safetensors")}
+    # Two to check, and its own two on the layout that wrote it; rank 0's files also hold the optimizer's step counts.
+    assert all(len(names) <= 5 for names in ranks), ranks

@@ -125,7 +125,7 @@ DAMAGED: dict[str, tuple[Damage, type[ExpertmeshError], str]] = {
         IntegrityError,
         f"part of {EXPERTS} from [0, 0, 0] on, not from [4, 0, 0]",
     ),
-    "swapped files": (swap_chunks("file"), IntegrityError, f"part of {EXPERTS} from [4, 0, 0] on, not from [0, 0, 0]"),
+    "swapped files": (swap_chunks("file"), IntegrityError, f"part of {EXPERTS} from [0, 0, 0] on, not from [4, 0, 0]"),
     "wrong file": (
         change_chunks(lambda c: c[1].update(file=c[0]["file"])),
         IntegrityError,

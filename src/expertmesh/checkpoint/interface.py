@@ -100,9 +100,10 @@ def load_directory(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer | None, directory: Path
 ) -> LoadedCheckpoint:
     """`load_checkpoint` of the checkpoint `directory`, which all ranks name alike."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     with ExitStack() as stack:
         with together("opening the checkpoint"):
-            opened = stack.enter_context(open_state(directory))
+            opened = stack.enter_context(open_state(directory, rank=rank, ranks=ranks))
             manifest = opened.manifest
             check_fits(opened, model_state(model))
             saved = read_state_file(directory, manifest)

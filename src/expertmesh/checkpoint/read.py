@@ -44,27 +44,32 @@ from expertmesh.weights.reading import read_box
 _HASHED_BYTES = 1 << 24
 
 
+ChunkKey = tuple[str, tuple[int, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class SavedState:
     """An opened checkpoint: its manifest, and by (tensor, offset) the chunks as tensors of their files."""
 
     directory: Path
     manifest: Manifest
-    chunks: Mapping[tuple[str, tuple[int, ...]], FileTensor]
+    chunks: Mapping[ChunkKey, FileTensor]
     files: Checkpoint
 
 
 @contextmanager
-def open_state(directory: Path) -> Iterator[SavedState]:
-    """Read manifest and headers; no values. Raises what `read_manifest` raises, `IntegrityError` for a header that
-    disagrees with the manifest. Issues no collective.
+def open_state(directory: Path, *, rank: int = 0, ranks: int = 1) -> Iterator[SavedState]:
+    """Read the manifest and the headers of every `ranks`-th file; no values. Other headers are read when a chunk of
+    theirs is asked for: with many ranks, each file is looked at by one of them and by those that need it.
+
+    Raises what `read_manifest` raises, `IntegrityError` for a header that disagrees with the manifest. Issues no
+    collective.
     """
     manifest = read_manifest(directory)
+    chunks = _ChunksOnDemand(directory, manifest)
     numbers = [number for number, file in enumerate(manifest.files) if is_tensor_file(file.name)]
-    headers = {number: read_header(directory / manifest.files[number].name) for number in numbers}
-    chunks, problems = match_headers(directory, manifest, headers)
-    if problems:
-        raise IntegrityError(problems[0])
+    for number in numbers[rank::ranks]:
+        chunks.match(number)
     with Checkpoint(directory, {}) as files:
         yield SavedState(directory, manifest, chunks, files)
 
@@ -73,42 +78,74 @@ def is_tensor_file(name: str) -> bool:
     return name.endswith(".safetensors") and "/" not in name
 
 
-def match_headers(
-    directory: Path, manifest: Manifest, headers: Mapping[int, Mapping[str, FileTensor]]
-) -> tuple[dict[tuple[str, tuple[int, ...]], FileTensor], list[str]]:
-    """Find every chunk in the `headers` (by number of the file): chunks by (tensor, offset), and what does not match.
+class _ChunksOnDemand(Mapping[ChunkKey, FileTensor]):
+    """All chunks of a manifest; the header of a file is read and compared before the first of its chunks is given."""
 
-    Chunks of files that are not in `headers` are left out. Reads the headers of the matching files once more: they say
-    too where each chunk belongs, so that a manifest alone cannot exchange two experts.
-    """
-    belongs = {number: saved_offsets(directory / manifest.files[number].name) for number in headers}
-    chunks: dict[tuple[str, tuple[int, ...]], FileTensor] = {}
-    problems: list[str] = []
-    named: dict[int, set[str]] = {number: set() for number in headers}
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self._directory, self._manifest = directory, manifest
+        self._expected, problems = expected_chunks(directory, manifest)
+        if problems:
+            raise IntegrityError(problems[0])
+        self._file_of = {key: number for number, chunks in self._expected.items() for key in chunks}
+        self._matched: dict[int, dict[ChunkKey, FileTensor]] = {}
+
+    def match(self, number: int) -> dict[ChunkKey, FileTensor]:
+        if number not in self._matched:
+            path = self._directory / self._manifest.files[number].name
+            chunks, problems = match_header(path, read_header(path), self._expected.get(number, {}))
+            if problems:
+                raise IntegrityError(problems[0])
+            self._matched[number] = chunks
+        return self._matched[number]
+
+    def __getitem__(self, key: ChunkKey) -> FileTensor:
+        return self.match(self._file_of[key])[key]
+
+    def __iter__(self) -> Iterator[ChunkKey]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+
+def expected_chunks(
+    directory: Path, manifest: Manifest
+) -> tuple[dict[int, dict[ChunkKey, tuple[tuple[int, ...], torch.dtype]]], list[str]]:
+    """What a manifest expects of each file, by its number: chunks with shape and dtype; and what cannot be."""
+    expected: dict[int, dict[ChunkKey, tuple[tuple[int, ...], torch.dtype]]] = {}
+    problems = []
     for name, entry in manifest.tensors().items():
         for chunk in entry.chunks:
             file = manifest.files[chunk.file].name
-            path = directory / file
             if not is_tensor_file(file):
                 problems.append(f"{directory / MANIFEST}: damaged: looks for {name} in {file}")
-            if chunk.file not in headers:
-                continue
-            named[chunk.file].add(name)
-            stored = headers[chunk.file].get(name)
-            if stored is None or (stored.shape, stored.dtype) != (tuple(chunk.shape), DTYPES[entry.dtype]):
-                problems.append(f"{path}: does not hold the part of {name} that the manifest says")
-            elif belongs[chunk.file].get(name) != chunk.offset:
-                here = belongs[chunk.file].get(name)
-                problems.append(
-                    f"{path}: holds the part of {name} from {here} on, not from {chunk.offset} as the manifest says"
-                )
-            else:
-                chunks[name, tuple(chunk.offset)] = stored
-    for number, header in headers.items():
-        path = directory / manifest.files[number].name
-        problems += [
-            f"{path}: holds {name}, which the manifest does not name" for name in header.keys() - named[number]
-        ]
+            shape = (tuple(chunk.shape), DTYPES[entry.dtype])
+            expected.setdefault(chunk.file, {})[name, tuple(chunk.offset)] = shape
+    return expected, problems
+
+
+def match_header(
+    path: Path, header: Mapping[str, FileTensor], expected: Mapping[ChunkKey, tuple[tuple[int, ...], torch.dtype]]
+) -> tuple[dict[ChunkKey, FileTensor], list[str]]:
+    """Find the `expected` chunks of one file in its `header`: chunks by (tensor, offset), and what does not match.
+
+    The header says too where each chunk belongs, so that a manifest alone cannot exchange two experts.
+    """
+    belongs = saved_offsets(path)
+    chunks: dict[ChunkKey, FileTensor] = {}
+    problems: list[str] = []
+    for (name, offset), (shape, dtype) in expected.items():
+        stored, here = header.get(name), belongs.get(name)
+        if stored is None or (stored.shape, stored.dtype) != (shape, dtype):
+            problems.append(f"{path}: does not hold the part of {name} that the manifest says")
+        elif here != list(offset):
+            problems.append(
+                f"{path}: holds the part of {name} from {here} on, not from {list(offset)} as the manifest says"
+            )
+        else:
+            chunks[name, offset] = stored
+    named = {name for name, _ in expected}
+    problems += [f"{path}: holds {name}, which the manifest does not name" for name in header.keys() - named]
     return chunks, problems
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.checkpoint.manifest import MANIFEST, Chunk, FileEntry, Manifest, file_problems, tensor_problems
-from expertmesh.checkpoint.read import file_sha256, is_tensor_file, match_headers, saved_offsets
+from expertmesh.checkpoint.read import expected_chunks, file_sha256, is_tensor_file, match_header, saved_offsets
 from expertmesh.checkpoint.state import fingerprint_share
 from expertmesh.config.errors import ExpertmeshError, SecurityError
 from expertmesh.weights.files import Checkpoint, FileTensor, read_header
@@ -69,7 +69,12 @@ def check_files(directory: Path, manifest: Manifest, files: Checkpoint) -> FileC
     headers = _headers(directory, manifest, check)
     of_file: dict[int, dict[str, Chunk]] = {}
     if not contradictions:  # nothing follows from a manifest that contradicts itself
-        check.chunks, problems = match_headers(directory, manifest, headers)
+        expected, problems = expected_chunks(directory, manifest)
+        for number, header in headers.items():
+            path = directory / manifest.files[number].name
+            chunks, mismatches = match_header(path, header, expected.get(number, {}))
+            check.chunks.update(chunks)
+            problems += mismatches
         check.findings += map(Finding, problems)
         for name, entry in manifest.tensors().items():
             for chunk in entry.chunks:
