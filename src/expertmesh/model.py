@@ -86,6 +86,7 @@ def load_model(
         activation_checkpointing=activation_checkpointing,
         lora=lora,
         name=str(name_or_path),
+        revision=revision,
     )
     load_weights(model, directory, mesh, audit)
     start(model, seed)
@@ -104,11 +105,12 @@ def prepare_model(
     activation_checkpointing: bool = False,
     lora: LoraConfig | None = None,
     name: str | None = None,
+    revision: str | None = None,
 ) -> tuple[PreTrainedModel, dict[str, str]]:
     """Build the model on meta and shard it: everything about it is known, nothing is allocated, no file is read.
 
-    `name` is what an adapter's config will call the model (the directory, if None). Returns the model with what
-    `moe.dispatch` and `moe.compute` became. Every rank calls it.
+    `name` is what an adapter's config will call the model (the directory, if None), `revision` which one of it. Returns
+    the model with what `moe.dispatch` and `moe.compute` became. Every rank calls it.
     """
     model = build_meta_model(
         config,
@@ -119,7 +121,7 @@ def prepare_model(
     )
     kept = kept_in_fp32(model, getattr(torch, precision.compute))
     if lora is not None:
-        adapt(model, lora, getattr(torch, precision.params), name or config.name_or_path or None)
+        adapt(model, lora, getattr(torch, precision.params), name or config.name_or_path or None, revision)
     resolved = shard(model, mesh, precision, moe, kept_in_fp32=kept)
     if activation_checkpointing:
         checkpoint_blocks(model)

@@ -1,7 +1,9 @@
 """A LoRA run's checkpoint, exported, verified and merged without its base in memory; and adapters by expert."""
 
+import errno
 import json
 import shutil
+import tempfile
 from pathlib import Path
 
 import peft
@@ -77,6 +79,17 @@ def test_a_run_or_checkpoint_is_merged_as_its_adapter_is(run: Path, tmp_path: Pa
         _same_files(tmp_path / "adapter", tmp_path / str(number))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "adapter"]
     assert main(["merge", str(tmp_path), "--output", str(tmp_path / "3")]) == 2
+
+
+def test_where_nothing_can_be_written_is_said_in_one_sentence(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "here"))
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    assert main(["merge", str(run / "checkpoints"), "--output", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path / 'here'}: cannot be written: Permission denied\n"
 
 
 def test_verify_looks_at_every_expert_s_adapter(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,9 +101,34 @@ def test_a_heads_weight_beside_its_adapter_has_to_be_the_bases(tmp_path: Path) -
         run_ranks(_from_adapter, 2, tmp_path / "adapter", 1e-3)
 
 
+def _continued(start: Path, target: Path, changed: float) -> None:
+    """Save an adapter of a base that is off by `changed`, started from `start` if that is there."""
+    model: Any = tiny_model("qwen3_moe")
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += changed
+    lora = em.LoraConfig(from_adapter=str(start)) if start.exists() else em.LoraConfig(r=4)
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=1)), lora=lora)
+    em.save_adapter(model, target)
+
+
+def test_an_adapter_of_another_base_is_not_continued_unless_its_note_is_removed(tmp_path: Path) -> None:
+    first, note = tmp_path / "first", tmp_path / "first" / "expertmesh.json"
+    run_ranks(_continued, 1, first, first, 0.0)
+    run_ranks(_continued, 1, first, tmp_path / "same", 0.0)
+    with pytest.raises(RankFailed, match=r"IntegrityError.*expertmesh\.json: .*another base .* or remove this file"):
+        run_ranks(_continued, 2, first, tmp_path / "other", 1e-3)
+    note.unlink()
+    run_ranks(_continued, 1, first, tmp_path / "other", 1e-3)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
-    [("missing", "has no .*q_proj.lora_A"), ("shape", "is \\[4, 31\\], not \\[4, 32\\]"), ("more", "fits no target")],
+    [
+        ("missing", "has no .*q_proj.lora_A"),
+        ("shape", "is \\[4, 31\\], not \\[4, 32\\]"),
+        ("more", "fits no target"),
+        ("nan", "adapter_model.safetensors: tensor .*q_proj.lora_A.weight holds a value that is not finite"),
+    ],
 )
 def test_a_file_that_does_not_fit_its_config_is_refused(damage: str, message: str, tmp_path: Path) -> None:
     random_adapter(tiny_model("qwen3_moe"), tmp_path / "adapter", ["q_proj"], EXPERTS)
@@ -114,6 +139,8 @@ def test_a_file_that_does_not_fit_its_config_is_refused(damage: str, message: st
         del tensors[key]
     elif damage == "shape":
         tensors[key] = tensors[key][:, :-1].contiguous()
+    elif damage == "nan":
+        tensors[key][1, 2] = float("nan")
     else:
         tensors["base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight"] = tensors[key].clone()
     save_file(tensors, path)

@@ -143,7 +143,7 @@ def test_what_is_printed_names_modules_experts_and_trainable_parameters() -> Non
 def test_stock_peft_adapts_exactly_the_targets_of_our_config(model_class: str, family: str) -> None:
     model: Any = random_model(model_class, family)
     plan = plan_adapters(model, em.LoraConfig(r=2, targets=("all-linear", "experts", "router", "lm_head")), None)
-    content = config_content(model, plan.targets, plan.lora, None)
+    content = config_content(model, plan.targets, plan.lora, None, None)
     config: Any = peft.LoraConfig(**{key: value for key, value in content.items() if key != "peft_type"})
     config.inference_mode = False
     adapted: Any = peft.get_peft_model(model, config)
@@ -175,6 +175,11 @@ def test_a_config_of_peft_says_targets_rank_and_scaling(tmp_path: Path) -> None:
     ("said", "message"),
     [
         ({"use_dora": True}, "use_dora is True"),
+        ({"layers_to_transform": 0}, "layers_to_transform is 0"),
+        ({"arrow_config": {"top_k": 2}}, "arrow_config is {'top_k': 2}"),
+        ({"use_what_peft_learns_later": True}, "use_what_peft_learns_later is True"),
+        ({"target_modules": 3}, "target_modules is 3, not a list of names"),
+        ({"target_parameters": "mlp.experts.down_proj"}, "target_parameters is 'mlp.*', not a list of names"),
         ({"bias": "all"}, "bias is 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
         ({"rank_pattern": {"q_a_proj": 8}}, "rank_pattern is"),

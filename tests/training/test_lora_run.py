@@ -87,6 +87,25 @@ def test_a_target_that_matches_nothing_is_refused_before_ranks_start(inputs: Pat
     assert InputError.exit_code == 2
 
 
+def test_an_adapter_that_does_not_fit_its_config_is_refused_before_ranks_start(inputs: Path, tmp_path: Path) -> None:
+    run_ranks(
+        train, 1, run_config(inputs, tmp_path / "first", "lora={r: 4, targets: [attention]}", "train.max_steps=1")
+    )
+    weights = tmp_path / "first" / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    missing = min(tensors)
+    save_file({name: tensor for name, tensor in tensors.items() if name != missing}, weights)
+    with pytest.raises(IntegrityError, match=f"{weights}: has no {missing}, although"):
+        preflight(run_config(inputs, tmp_path / "run", f"lora.from_adapter={weights.parent}"), 2)
+
+
+def test_the_adapter_says_which_revision_of_the_base_it_was_trained_on(inputs: Path, tmp_path: Path) -> None:
+    """Merging reads it, and with another revision would find another base."""
+    run_ranks(train_steps, 1, run_config(inputs, tmp_path / "run", *LORA, "model.revision=v1.2"), 1)
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert json.loads((checkpoint / "adapter" / "adapter_config.json").read_text())["revision"] == "v1.2"
+
+
 def test_a_run_from_a_peft_directory_is_resumed_from_its_own_config(inputs: Path, tmp_path: Path) -> None:
     run_ranks(train, 1, run_config(inputs, tmp_path / "first", *LORA))
     options = [f"lora.from_adapter={tmp_path / 'first' / 'adapter'}", "train.max_steps=4", "train.num_epochs=2"]

@@ -12,7 +12,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 import expertmesh as em
+from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.experts.balance import balance_of
 from expertmesh.experts.module_list import FusedExperts
 from expertmesh.model import parallelize
 from expertmesh.weights.load import fill
@@ -110,6 +112,35 @@ def test_sharded_training_equals_the_models_own_code_and_its_files(
         assert (ours - gradient).norm() <= 1e-10 * gradient.norm(), name
     whole = sum(value.numel() for name, value in before.items() if ".experts." in name)
     assert held == [whole // world] * world
+
+
+def _padded_losses(directory: Path, lengths: tuple[int, ...]) -> list[float]:
+    """Of a batch with and without `real_tokens`, as the trainer gives them."""
+    model: Any = em.load_model(directory, em.init_mesh(em.ParallelConfig(ep=2)), trust_remote_code=True, precision=FP64)
+    real_BS = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    input_BS = torch.arange(real_BS.numel()).view_as(real_BS) % 96 * real_BS
+    batch = {"input_ids": input_BS, "labels": input_BS.masked_fill(~real_BS, -100)}
+    losses = []
+    for more in ({}, {"real_tokens": real_BS}):
+        loss = em.causal_lm_loss(model, {**batch, **more}, target_tokens=sum(lengths) - len(lengths))
+        loss.backward()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_batches_that_say_which_tokens_are_real_train_too(tmp_path: Path) -> None:
+    write_list_model(tmp_path / "source")
+    for without, told in run_ranks(_padded_losses, 2, tmp_path / "source", (9, 4)):
+        assert told == without > 0
+
+
+def test_an_update_of_router_biases_is_refused_because_padding_is_counted(tmp_path: Path) -> None:
+    write_list_model(tmp_path / "source")
+    model = _meta(tmp_path / "source")
+    block = model.model.layers[0].mlp
+    block.e_score_correction_bias = nn.Parameter(torch.zeros(8), requires_grad=False)
+    with pytest.raises(InputError, match=r"layers\.0\.mlp\.experts is a list of modules, .* gives padding as well"):
+        balance_of(model, describe(model), em.MoeConfig(bias_update_rate=0.1))
 
 
 def test_what_is_loaded_and_saved_again_is_the_same_bytes(tmp_path: Path) -> None:

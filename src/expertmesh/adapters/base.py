@@ -49,10 +49,11 @@ def read_base(path: Path, content: bytes) -> Base:
     return base
 
 
-def check_base(path: Path, saved: Base, here: Base) -> None:
-    """Raise `IntegrityError` if the base here is not the one that `path` says."""
+def check_base(path: Path, saved: Base, here: Base, otherwise: str = "") -> None:
+    """Raise `IntegrityError` if the base here is not the one that `path` says; `otherwise`: what else can be done."""
     if saved != here:
         raise IntegrityError(
             f"{path}: the adapter was trained on another base (weights {saved.sha256[:12]} in {saved.dtype}, here "
-            f"{here.sha256[:12]} in {here.dtype}); use the model and the precision.compute it was trained with"
+            f"{here.sha256[:12]} in {here.dtype}); use the model and the precision.compute it was trained "
+            f"with{otherwise}"
         )

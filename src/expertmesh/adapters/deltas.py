@@ -34,7 +34,7 @@ class Deltas:
         self.unused: dict[str, tuple[int, ...]] = {}
         self._transposed = {spec.name for spec in describe(model).experts if spec.transposed}
         stored = {name: LazyTensor.of(tensor) for name, tensor in files.tensors.items()}
-        self._tensors = model_tensors_from(stored, plan.targets, plan.lora.r)
+        self._tensors = model_tensors_from(stored, plan.targets, plan.lora.r, files.directory)
         self._files = files
         # Files hold an expert's two projections in turn.
         self._factors = lru_cache(maxsize=2)(self._read_factors)

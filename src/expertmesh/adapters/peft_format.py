@@ -27,24 +27,33 @@ PREFIX = "base_model.model."
 # What modules of routed experts and routers were called in transformers 4. In many families PEFT takes a module of such
 # a name in `target_modules` for the fused experts or the router, and doubles r (its `_convert_peft_config_moe`).
 _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate")
-# What adapter_config.json may say beside what we read: anything that changes what the adapter computes is refused.
-_MUST_BE_OFF = (
-    "use_dora",
-    "fan_in_fan_out",
-    "lora_bias",
-    "modules_to_save",
-    "layers_to_transform",
-    "layer_replication",
-    "rank_pattern",
-    "alpha_pattern",
-    "trainable_token_indices",
-    "exclude_modules",
-    "megatron_config",
-    "alora_invocation_tokens",
-    "use_bdlora",
-    "use_qalora",
-    "velora_config",
-    "kasa_config",
+# All that adapter_config.json may say: what we read, and what changes nothing that a plain adapter computes. Whatever
+# else is set there is refused, also what PEFT will only know in future.
+_KNOWN = (
+    "peft_type",
+    "task_type",
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "use_rslora",
+    "bias",
+    "init_lora_weights",
+    "target_modules",
+    "target_parameters",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "auto_mapping",
+    "peft_version",
+    "layers_pattern",
+    "megatron_core",
+    "qalora_group_size",
+    "ensure_weight_tying",
+    "runtime_config",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
 )
 # Ways to start that take something out of the base: the adapter alone is not all that was learned.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -73,11 +82,13 @@ def file_tensors(state: Mapping[str, Tensor], targets: Sequence[Target]) -> dict
     return files
 
 
-def model_tensors_from(files: Mapping[str, LazyTensor], targets: Sequence[Target], r: int) -> dict[str, LazyTensor]:
-    """The reverse: the model's adapters by name, made of PEFT's file. Raises `IntegrityError` for what does not fit.
-
-    Leaves out `base_copies`.
+def model_tensors_from(
+    files: Mapping[str, LazyTensor], targets: Sequence[Target], r: int, directory: Path
+) -> dict[str, LazyTensor]:
+    """The reverse: the model's adapters by name, made of PEFT's file. Raises `IntegrityError` for what does not fit,
+    naming the file in `directory`. Leaves out `base_copies`.
     """
+    path = directory / WEIGHTS_FILE
     tensors: dict[str, LazyTensor] = {}
     left = set(files) - set(base_copies(files, targets))
     for target in targets:
@@ -85,7 +96,8 @@ def model_tensors_from(files: Mapping[str, LazyTensor], targets: Sequence[Target
         inner, out = reversed(sizes) if target.swapped else sizes
         shapes = ((experts * r, inner), (out, r * experts))
         a, b = (
-            _stored(files, key, shape, target) for key, shape in zip(file_keys(target, targets), shapes, strict=True)
+            _stored(path, files, key, shape, target)
+            for key, shape in zip(file_keys(target, targets), shapes, strict=True)
         )
         left -= set(file_keys(target, targets))
         if target.experts is not None:
@@ -94,7 +106,7 @@ def model_tensors_from(files: Mapping[str, LazyTensor], targets: Sequence[Target
                 a, b = _lazy(b.transpose(1, 2)), _lazy(a.transpose(1, 2))
         tensors |= {f"{target.module}.{leaf}": lazy for leaf, lazy in zip(target.leaves, (a, b), strict=True)}
     if left:
-        raise IntegrityError(f"{WEIGHTS_FILE}: holds {min(left)}, which fits no target of the adapter's config")
+        raise IntegrityError(f"{path}: holds {min(left)}, which fits no target of the adapter's config")
     return tensors
 
 
@@ -107,15 +119,19 @@ def base_copies(files: Mapping[str, LazyTensor], targets: Sequence[Target]) -> d
     return {key: name for key, name in copies.items() if key in files}
 
 
-def _stored(files: Mapping[str, LazyTensor], key: str, shape: tuple[int, ...], target: Target) -> LazyTensor:
+def _stored(
+    path: Path, files: Mapping[str, LazyTensor], key: str, shape: tuple[int, ...], target: Target
+) -> LazyTensor:
     if key not in files:
-        raise IntegrityError(f"{WEIGHTS_FILE}: has no {key}, although the adapter's config targets {target.name}")
+        raise IntegrityError(f"{path}: has no {key}, although the adapter's config targets {target.name}")
     if tuple(files[key].shape) != shape:
-        raise IntegrityError(f"{WEIGHTS_FILE}: {key} is {list(files[key].shape)}, not {list(shape)}")
+        raise IntegrityError(f"{path}: {key} is {list(files[key].shape)}, not {list(shape)}")
     return files[key]
 
 
-def config_content(model: nn.Module, targets: Sequence[Target], lora: LoraConfig, base: str | None) -> dict[str, Any]:
+def config_content(
+    model: nn.Module, targets: Sequence[Target], lora: LoraConfig, base: str | None, revision: str | None
+) -> dict[str, Any]:
     """adapter_config.json. Dropout is written as 0 when parameters are adapted: PEFT has none for those."""
     modules = [target.module for target in targets if not is_parameter(target)]
     parameters = [parameter_name(target) for target in targets if is_parameter(target)]
@@ -125,6 +141,7 @@ def config_content(model: nn.Module, targets: Sequence[Target], lora: LoraConfig
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
+        "revision": revision,
         "inference_mode": True,
         "r": lora.r,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
@@ -153,7 +170,8 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise InputError(f"{path}: cannot be read as an adapter's config: {error}") from error
     if not isinstance(content, dict) or content.get("peft_type") != "LORA":
         raise InputError(f"{path}: is not the config of a LoRA adapter")
-    said = [key for key in _MUST_BE_OFF if content.get(key)]
+    # Zero is set too: `layers_to_transform: 0` means the first layer alone.
+    said = [key for key, value in content.items() if key not in _KNOWN and (value or type(value) is int)]
     if said or content.get("bias", "none") != "none":
         key = said[0] if said else "bias"
         raise InputError(f"{path}: {key} is {content[key]!r}, which is not supported; train a plain LoRA adapter")
@@ -163,6 +181,11 @@ def read_config(directory: Path) -> dict[str, Any]:
             f"{path}: init_lora_weights is {init!r}, which changes the base's weights as well; save it with PEFT's "
             "path_initial_model_for_weight_conversion, which makes a plain LoRA adapter of it"
         )
+    for key in ("target_modules", "target_parameters"):
+        listed = content.get(key) or []
+        text = [listed] if isinstance(listed, str) and key == "target_modules" else listed
+        if not isinstance(text, list) or not all(isinstance(name, str) for name in text):
+            raise InputError(f"{path}: {key} is {listed!r}, not a list of names")
     _refuse_names(path, content.get("target_modules"))
     if not isinstance(content.get("r"), int) or not isinstance(content.get("lora_alpha"), int | float):
         raise InputError(f"{path}: r and lora_alpha are not numbers")

@@ -4,7 +4,7 @@ The plan is made on the model before it is sharded and remembered on it, for sav
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,14 @@ from expertmesh.config.errors import InputError
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
     """`lora` as it holds for this model; `weights` is the PEFT directory to start from, if there is one; `base` the
-    name of the model for PEFT's config.
+    name of the model for PEFT's config, `revision` which one of it on the hub.
     """
 
     lora: LoraConfig
     targets: tuple[Target, ...]
     weights: Path | None
     base: str | None
+    revision: str | None = None
 
     @property
     def parameters(self) -> int:
@@ -38,12 +39,14 @@ class AdapterPlan:
         return sum(target.elements(self.lora.r) for target in self.targets)
 
 
-def adapt(model: nn.Module, lora: LoraConfig, dtype: torch.dtype, base: str | None) -> AdapterPlan:
+def adapt(
+    model: nn.Module, lora: LoraConfig, dtype: torch.dtype, base: str | None, revision: str | None = None
+) -> AdapterPlan:
     """Freeze `model` (not yet sharded, maybe on meta) and attach the adapters that `lora` says, with values still zero.
 
     Raises what `plan_adapters` raises. No communication.
     """
-    plan = plan_adapters(model, lora, base)
+    plan = replace(plan_adapters(model, lora, base), revision=revision)
     attach(model, plan.targets, plan.lora, dtype)
     model._expertmesh_lora = plan  # type: ignore[assignment]
     return plan

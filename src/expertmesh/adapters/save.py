@@ -100,7 +100,7 @@ def write_adapter(
 
 def small_files(model: PreTrainedModel, plan: AdapterPlan) -> dict[str, bytes]:
     """PEFT's config and our note on the base, by file name."""
-    content = config_content(model, plan.targets, plan.lora, plan.base)
+    content = config_content(model, plan.targets, plan.lora, plan.base, plan.revision)
     return {CONFIG_FILE: config_bytes(content), BASE_FILE: base_bytes(model)}
 
 

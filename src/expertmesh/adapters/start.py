@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from expertmesh.adapters.base import remember_base
-from expertmesh.adapters.peft_format import WEIGHTS_FILE, base_copies, model_tensors_from
-from expertmesh.adapters.plan import plan_of
+from expertmesh.adapters.base import base_of, check_base, read_base, remember_base
+from expertmesh.adapters.peft_format import BASE_FILE, WEIGHTS_FILE, base_copies, model_tensors_from
+from expertmesh.adapters.plan import AdapterPlan, plan_of
 from expertmesh.adapters.targets import Target
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import IntegrityError
@@ -23,6 +23,7 @@ from expertmesh.shards import Box, local_box, local_tensor, slices
 from expertmesh.weights.agree import together
 from expertmesh.weights.files import FileTensor, open_checkpoint
 from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.load import refuse_non_finite
 from expertmesh.weights.mapping import adapter_tensors
 from expertmesh.weights.pieces import Leaf
 from expertmesh.weights.reading import Fetch, read_box
@@ -44,6 +45,7 @@ def start(model: nn.Module, seed: int) -> None:
         _start_anew(model, plan.targets, plan.lora, seed)
         return
     with together("reading the adapter"), open_checkpoint(plan.weights, WEIGHTS_FILE) as checkpoint:
+        _check_same_base(model, plan.weights / BASE_FILE)
         files = {name: LazyTensor.of(tensor) for name, tensor in checkpoint.tensors.items()}
         tensors = adapter_tensors(model)
 
@@ -51,10 +53,27 @@ def start(model: nn.Module, seed: int) -> None:
             assert isinstance(leaf, FileTensor)
             checkpoint.read(leaf, box, out)
 
-        for name, lazy in model_tensors_from(files, plan.targets, plan.lora.r).items():
-            read_box(lazy, local_box(tensors[name]), local_tensor(tensors[name]), fetch)
+        for name, lazy in model_tensors_from(files, plan.targets, plan.lora.r, plan.weights).items():
+            box, local = local_box(tensors[name]), local_tensor(tensors[name])
+            read_box(lazy, box, local, fetch)
+            refuse_non_finite(name, lazy, box, local)
         for key, name in base_copies(files, plan.targets).items():
             _check_copy(plan.weights, key, files[key], model.get_parameter(name), fetch)
+
+
+def check_files(plan: AdapterPlan) -> None:
+    """Raise what `start` would raise for weights that do not fit the plan, from the file's header. No communication."""
+    if plan.weights is not None:
+        with open_checkpoint(plan.weights, WEIGHTS_FILE) as checkpoint:
+            files = {name: LazyTensor.of(tensor) for name, tensor in checkpoint.tensors.items()}
+            model_tensors_from(files, plan.targets, plan.lora.r, plan.weights)
+
+
+def _check_same_base(model: nn.Module, path: Path) -> None:
+    """Where the adapter says which base it was trained on, it has to be this one. PEFT's own do not say."""
+    if path.exists():
+        saved = read_base(path, path.read_bytes())
+        check_base(path, saved, base_of(model), ", or remove this file to start from the adapter on this base instead")
 
 
 def _check_copy(directory: Path, key: str, lazy: LazyTensor, base: torch.Tensor, fetch: Fetch) -> None:

@@ -4,6 +4,7 @@ For someone who serves a LoRA run with a tool that has no adapters, or none on e
 a block of the base and one adapter; prints what was merged in each layer, and how a sample of the result compares.
 """
 
+import contextlib
 import re
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from expertmesh.cli.inspect import bytes_text
 from expertmesh.cli.text import printable
 from expertmesh.config.errors import InputError
 from expertmesh.training.weights_report import saved_lines
+from expertmesh.weights.directory import io_errors
 
 _LISTED = 10
 
@@ -32,9 +34,8 @@ def run(
 ) -> int:
     """Merge the adapter at `path`, or that of the run or checkpoint there; returns 0. Raises what `merge` raises."""
     before = peak_bytes()
-    parent = Path(output).absolute().parent
-    with tempfile.TemporaryDirectory(prefix="expertmesh-", dir=parent if parent.is_dir() else None) as scratch:
-        adapter = _adapter_at(Path(path), Path(scratch) / ADAPTER, trust_remote_code)
+    with contextlib.ExitStack() as stack:
+        adapter = _adapter_at(Path(path), Path(output), stack, trust_remote_code)
         report = merge(
             adapter,
             Path(output),
@@ -49,8 +50,8 @@ def run(
     return 0
 
 
-def _adapter_at(path: Path, scratch: Path, trust_remote_code: bool) -> Path:
-    """The PEFT directory that is meant; one of a checkpoint is written to `scratch`."""
+def _adapter_at(path: Path, output: Path, stack: contextlib.ExitStack, trust_remote_code: bool) -> Path:
+    """The PEFT directory that is meant; one of a checkpoint is written beside `output` until `stack` is closed."""
     is_checkpoint = (path / MANIFEST).exists()
     for adapter in (path, path / ADAPTER):
         if (adapter / CONFIG_FILE).exists() and not is_checkpoint:
@@ -61,8 +62,12 @@ def _adapter_at(path: Path, scratch: Path, trust_remote_code: bool) -> Path:
     except InputError as error:
         raise InputError(f"{error}; and no {CONFIG_FILE} of an adapter") from error
     print(f"adapter     of {located_text(checkpoint, found)}", flush=True)
-    export(checkpoint, scratch, trust_remote_code=trust_remote_code, adapter_format="peft")
-    return scratch
+    parent = output.absolute().parent
+    with io_errors(output, 0):
+        place = tempfile.TemporaryDirectory(prefix="expertmesh-", dir=parent if parent.is_dir() else None)
+    adapter = Path(stack.enter_context(place)) / ADAPTER
+    export(checkpoint, adapter, trust_remote_code=trust_remote_code, adapter_format="peft")
+    return adapter
 
 
 def _lines(report: MergeReport, dtype: str | None) -> Iterator[str]:

@@ -20,6 +20,7 @@ from expertmesh.config import MoeConfig
 from expertmesh.config.errors import InputError
 from expertmesh.experts.adapted import adapter_state
 from expertmesh.experts.layer import layer_of
+from expertmesh.experts.module_list import FusedExperts
 from expertmesh.experts.router_loss import aux_loss_refusal, router_logits_refusal
 from expertmesh.mesh import mesh_of
 from expertmesh.shards import full_box, local_box, local_tensor, slices
@@ -125,6 +126,11 @@ def _biases(model: nn.Module, anatomy: Anatomy, rate: float) -> Iterator[tuple[s
     if adapter_state(model) is not None:
         raise InputError(f"{asked}, but an adapter does not hold the biases; set moe.bias_update_rate to 0.0 with lora")
     for experts, name in found:
+        if isinstance(model.get_submodule(experts), FusedExperts):
+            raise InputError(
+                f"{asked}, but {experts} is a list of modules, to which the model's own code gives padding as well, so "
+                "that their load is not known; set moe.bias_update_rate to 0.0"
+            )
         dtype = _tensor(model, name).dtype
         if dtype not in (torch.float32, torch.float64):
             raise InputError(

@@ -44,7 +44,8 @@ class ExpertLayer:
     """The running part of one experts module: how its tokens travel and how its experts compute.
 
     `load_E`: real tokens that this rank's router sent to each expert since `take_load`, int64, in training only and
-    never counting a recomputed forward twice (padding is in it in `forward_gathered` alone). `step_load_E`: the same since `take_step_load`.
+    never counting a recomputed forward twice (`forward_gathered` counts padding too). `step_load_E`: the same since
+    `take_step_load`.
     """
 
     def __init__(

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from expertmesh.adapters.plan import adapt
+from expertmesh.adapters.start import check_files
 from expertmesh.anatomy import Anatomy, describe
 from expertmesh.config import Config, load_config
 from expertmesh.config.errors import InputError
@@ -74,7 +75,7 @@ def preflight(config: Config, world_size: int) -> Checked:
     if config.data.packing:
         _refuse_packing(config, model)
     if config.lora is not None:
-        adapt(model, config.lora, getattr(torch, config.precision.params), config.model.name_or_path)
+        check_files(adapt(model, config.lora, getattr(torch, config.precision.params), config.model.name_or_path))
     refuse_model(model, anatomy, config.moe)
     load_tokenizer(config.model)
     return Checked(model_config, directory, anatomy, layout)

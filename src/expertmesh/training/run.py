@@ -117,6 +117,7 @@ def _train(config: Config, control: Control, checked: Checked, device: torch.dev
         activation_checkpointing=checkpointing,
         lora=config.lora,
         name=config.model.name_or_path,
+        revision=config.model.revision,
     )
     reports = [training[1], *([evaluation[1]] if evaluation else [])]
     with together("reading the headers of the weights"):

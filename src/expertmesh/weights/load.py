@@ -89,7 +89,7 @@ def fill_planned(model: PreTrainedModel, checkpoint: Checkpoint, plan: LoadPlan)
         box, local = local_box(state[name]), local_tensor(state[name])
         assert not local.is_meta, f"{name} is still on meta; allocate the model's shards before filling them"
         read_box(lazy, box, local, fetch)
-        _refuse_non_finite(name, lazy, box, local)
+        refuse_non_finite(name, lazy, box, local)
     for name, lazy in plan.copies:
         box, local = local_box(state[name]), local_tensor(state[name])
         copy = torch.empty_like(local)
@@ -111,7 +111,7 @@ def fill_planned(model: PreTrainedModel, checkpoint: Checkpoint, plan: LoadPlan)
     )
 
 
-def _refuse_non_finite(name: str, lazy: LazyTensor, box: Box, local: Tensor) -> None:
+def refuse_non_finite(name: str, lazy: LazyTensor, box: Box, local: Tensor) -> None:
     if not local.is_floating_point() or local.numel() == 0:
         return
     # A sum is finite only if every term is: one pass, one wait for the device. A sum can overflow; see

@@ -176,13 +176,13 @@ def _refuse_remote_code(path: Path, content: dict[str, Any], trust_remote_code: 
         code = ", ".join(sorted({str(reference) for reference in remote.values()}))
         raise InputError(
             f"{path}: the model brings its own code ({code}); read it, then set model.trust_remote_code to "
-            "true if you want it to run"
+            "true (--trust-remote-code where there is no config) if you want it to run"
         )
 
 
 def _download(name: str, revision: str | None, trust_remote_code: bool, weights: bool) -> Path:
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise InputError(f"model {name}: no such directory; correct model.name_or_path")
+        raise InputError(f"model {name}: no such directory; correct the name or the path")
     patterns = [pattern for pattern in DATA_FILES if weights or pattern != "*.safetensors"]
     patterns += ["*.py"] if trust_remote_code else []
     try:
