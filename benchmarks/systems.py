@@ -27,7 +27,7 @@ class System:
 
     `step()` runs forward and backward over this rank's tokens and returns this rank's share of the global
     mean loss: the sum of it over ranks is the mean over all target tokens of the step. `module` owns the
-    parameters. `trains_all` is False where gradients are of adapters alone, so that their norm is another.
+    parameters. `trains_all` is False where gradients are of adapters alone, or used up in the step.
     """
 
     module: nn.Module
@@ -131,7 +131,17 @@ def expertmesh_lora_ep(case: Case, ep: int) -> System:
     return _expertmesh(case, ep, "auto", lora=True)
 
 
-def _expertmesh(case: Case, ep: int, compute: str, *, lora: bool = False) -> System:
+def expertmesh_update_ep(case: Case, ep: int) -> System:
+    """A whole optimizer step: with clipping and AdamW's update."""
+    return _expertmesh(case, ep, "auto", update=True)
+
+
+def expertmesh_lora_update_ep(case: Case, ep: int) -> System:
+    """The same with adapters."""
+    return _expertmesh(case, ep, "auto", lora=True, update=True)
+
+
+def _expertmesh(case: Case, ep: int, compute: str, *, lora: bool = False, update: bool = False) -> System:
     import expertmesh as em
 
     mesh = em.init_mesh(em.ParallelConfig(ep=ep))
@@ -143,20 +153,31 @@ def _expertmesh(case: Case, ep: int, compute: str, *, lora: bool = False) -> Sys
     batch = {"input_ids": ids_BS, "labels": ids_BS}
     targets = em.count_targets(ids_BS) * dist.get_world_size()
 
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-5, fused=True) if update else None
+
     def step() -> torch.Tensor:
         loss = em.causal_lm_loss(model, batch, target_tokens=targets)
         loss.backward()  # type: ignore[no-untyped-call]
+        if optimizer is not None:
+            em.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
         return loss.detach()
 
     trained = "adapters of rank 16 on attention and experts" if lora else "parameters"
-    return System(model, step, f"{case.params} {trained}, {case.compute} compute, float32 reduce", not lora)
+    return System(
+        model, step, f"{case.params} {trained}, {case.compute} compute, float32 reduce", not lora and not update
+    )
 
 
 BUILDERS: dict[str, Builder] = {
     "expertmesh_ep": expertmesh_ep,
     "expertmesh_lora_ep": expertmesh_lora_ep,
+    "expertmesh_lora_update_ep": expertmesh_lora_update_ep,
     "expertmesh_loop_ep": expertmesh_loop_ep,
     "transformers_ep": transformers_ep,
     "transformers_fsdp": transformers_fsdp,
+    "expertmesh_update_ep": expertmesh_update_ep,
     "unsharded": unsharded,
 }
