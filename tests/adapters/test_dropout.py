@@ -87,3 +87,27 @@ def test_a_linear_layers_adapter_drops_its_input_in_training_alone() -> None:
     for dropped, mode in ((x * kept, True), (x, False)):
         added = F.linear(F.linear(dropped, linear.lora_A), linear.lora_B)
         torch.testing.assert_close(root.train(mode)["linear"](x), plain(x) + 16 * added)
+
+
+def _two_forwards_then_two_backwards(adapter: Path, checkpointed: bool) -> dict[str, torch.Tensor]:
+    model: Any = tiny_model(FAMILY)
+    mesh = em.init_mesh(em.ParallelConfig(ep=1))
+    lora = em.LoraConfig(from_adapter=str(adapter), dropout=0.3)
+    em.parallelize(model, mesh, lora=lora, activation_checkpointing=checkpointed)
+    batches = [torch.randint(96, (2, 10), generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    losses = [
+        em.causal_lm_loss(
+            model,
+            {"input_ids": ids_BS, "labels": ids_BS, "row_numbers": torch.arange(2) + 2 * number},
+            target_tokens=36,
+        )
+        for number, ids_BS in enumerate(batches)
+    ]
+    for loss in losses:
+        loss.backward()
+    return {name: p.grad.full_tensor().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_a_recomputed_block_drops_what_its_own_forward_dropped(adapter: Path) -> None:
+    kept, recomputed = (run_ranks(_two_forwards_then_two_backwards, 1, adapter, each)[0] for each in (False, True))
+    assert worst(recomputed, kept)[0] <= 1e-6
