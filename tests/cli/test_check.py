@@ -26,12 +26,13 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
-def config_of(model: Path, data: Path, **changes: Any) -> Config:
+def config_of(model: Path, data: Path, lora: dict[str, Any] | None = None, **changes: Any) -> Config:
     defaults = {"train": [{"path": str(data)}], "max_length": 64}
     return Config.model_validate(
         {
             "model": {"name_or_path": str(model)},
             "data": {**defaults, **changes},
+            "lora": lora,
             "train": {"global_batch_size": 2},
             "output_dir": str(model.parent / "run"),
         }
@@ -85,6 +86,18 @@ def test_evaluation_data_is_reported_as_well(model: Path, tmp_path: Path, capsys
     out = capsys.readouterr().out
     assert f"eval data\n{held_out}: format text" in out
     assert "packing" not in out
+
+
+def test_adapters_are_told_and_wrong_targets_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write(tmp_path / "a.jsonl", [chat()])
+    assert check.run(config_of(model, data, lora={"r": 4, "targets": ["attention", "experts"]})) == 0
+    said = capsys.readouterr().out
+    assert "lora attention: " in said
+    assert "lora experts covered: all " in said
+    with pytest.raises(InputError, match=r"lora\.targets: expert matches nothing in this model"):
+        check.run(config_of(model, data, lora={"targets": ["expert"]}))
 
 
 def test_suspicious_target_share_is_a_warning(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,13 +6,19 @@ model's config.json and tokenizer; never its weights, and never starts a process
 """
 
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.text import Text
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from expertmesh.adapters.plan import adapt, plan_lines
+from expertmesh.adapters.start import check_files
+from expertmesh.anatomy import describe
 from expertmesh.cli.text import printable
-from expertmesh.config import Config
+from expertmesh.config import Config, LoraConfig
 from expertmesh.data import (
     IGNORE,
     DataReport,
@@ -22,7 +28,7 @@ from expertmesh.data import (
     load_tokenizer,
     padding_token_id,
 )
-from expertmesh.weights.skeleton import read_model_config
+from expertmesh.weights.skeleton import build_meta_model, read_model_config
 
 TARGET_STYLE = "bold green"
 TOKENS_SHOWN = 1000
@@ -32,15 +38,20 @@ BAR_WIDTH = 40
 def run(config: Config, samples: int = 3) -> int:
     """Print the report on `config`'s data, with the first `samples` samples; returns 0.
 
-    Raises `InputError` for what would stop training: a tokenizer that cannot be loaded, a malformed row under
-    `data.on_error: stop`, data without any target.
+    Raises `InputError` for what would stop training: a tokenizer that cannot be loaded, adapters that the model cannot
+    have, a malformed row under `data.on_error: stop`, data without any target.
     """
     model = config.model
-    model_config, _ = read_model_config(model.name_or_path, model.revision, model.trust_remote_code, weights=False)
+    model_config, directory = read_model_config(
+        model.name_or_path, model.revision, model.trust_remote_code, weights=False
+    )
     vocab_size = int(model_config.get_text_config().vocab_size)
     tokenizer = load_tokenizer(model)
     console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
     console.print(f"model {model.name_or_path}: {vocab_size:,} embeddings, {len(tokenizer):,} tokens known")
+    if config.lora is not None:
+        for line in _adapters(config, config.lora, model_config, directory):
+            console.print(f"lora {line}")
 
     dataset, report = build_dataset(config.data.train, config.data, tokenizer, model_vocab_size=vocab_size)
     for index in range(min(samples, len(dataset))):
@@ -51,6 +62,15 @@ def run(config: Config, samples: int = 3) -> int:
         _, report = build_dataset(config.data.eval, config.data, tokenizer, model_vocab_size=vocab_size)
         _print_report(console, "eval", config, report)
     return 0
+
+
+def _adapters(config: Config, lora: LoraConfig, model_config: PreTrainedConfig, directory: Path) -> Iterator[str]:
+    """What training would print about adapters, from the model on meta; raises what it would raise before weights."""
+    trust = config.model.trust_remote_code
+    model = build_meta_model(model_config, torch.bfloat16, directory=directory, trust_remote_code=trust)
+    plan = adapt(model, lora, torch.float32, config.model.name_or_path)
+    check_files(plan)
+    return plan_lines(plan, describe(model))
 
 
 def _print_sample(console: Console, dataset: TokenizedDataset, index: int, tokenizer: PreTrainedTokenizerBase) -> None:

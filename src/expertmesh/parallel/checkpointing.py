@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-
 from torch import nn
 
 from expertmesh.config.errors import InputError
