@@ -10,7 +10,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward, use_expert
 from expertmesh.anatomy import experts_spec
 from expertmesh.experts.compute import expert_mlp, grouped_mm_refusal
 from expertmesh.experts.dispatch import LocalDispatcher
-from expertmesh.experts.form import MlpForm
+from expertmesh.experts.form import ExpertWeights, MlpForm
 from expertmesh.experts.layer import is_silu_gated
 
 
@@ -88,8 +88,8 @@ def _run(experts: nn.Module, inputs: list[torch.Tensor], *, lean: bool, loop: bo
             transposed=spec.transposed,
             per_expert=loop,
         )
-        up, down, *biases = (experts.get_parameter(name) for name in spec.parameters)
-        out = expert_mlp(rows, weight_P, pairs, up, down, *(biases or (None, None)), form)
+        weights = ExpertWeights(*(experts.get_parameter(name) for name in spec.parameters))
+        out = expert_mlp(rows, weight_P, pairs, weights, form)
     else:
         out = experts.forward(hidden, index, weight)
     weighting = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)

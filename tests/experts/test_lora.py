@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from expertmesh.anatomy import experts_spec
 from expertmesh.experts.dispatch import LocalDispatcher
 from expertmesh.experts.dropout import Dropout, keep_mask
-from expertmesh.experts.form import MlpForm
+from expertmesh.experts.form import ExpertWeights, MlpForm
 from expertmesh.experts.layer import is_silu_gated
 from expertmesh.experts.lora import Adapter, Adapters, adapted_expert_mlp
 from tests.experts.test_compute import VARIANTS, _inputs, _variant
@@ -44,12 +44,9 @@ def _lean(
     rows, weight_P, pairs, _ = LocalDispatcher(spec.num_experts).dispatch(*leaves)
     activation = experts._apply_gate if spec.gated else experts.act_fn
     form = MlpForm(activation, is_silu_gated(experts, spec), spec.transposed, loop)
-    weights = [experts.get_parameter(name).detach() for name in spec.parameters]
-    up, down, *biases = weights
+    weights = ExpertWeights(*(experts.get_parameter(name).detach() for name in spec.parameters))
     both = [Adapter(adapters[f"{name}_A"], adapters[f"{name}_B"]) for name in (spec.up, spec.down)]
-    return adapted_expert_mlp(
-        rows, weight_P, pairs, up, down, *(biases or (None, None)), form, Adapters(*both, SCALING, 0), **options
-    )
+    return adapted_expert_mlp(rows, weight_P, pairs, weights, form, Adapters(*both, SCALING, 0), **options)
 
 
 def _gradients(out: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:

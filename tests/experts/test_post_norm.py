@@ -9,7 +9,7 @@ from transformers.integrations.moe import batched_mm_experts_forward, use_expert
 
 from expertmesh.anatomy import experts_spec
 from expertmesh.experts.dispatch import LocalDispatcher
-from expertmesh.experts.form import MlpForm
+from expertmesh.experts.form import ExpertWeights, MlpForm
 from expertmesh.experts.post_norm import normed_expert_mlp
 
 
@@ -37,7 +37,7 @@ def _run(experts: nn.Module, tokens: int, *, ours: bool, per_expert: bool) -> li
         form = MlpForm(experts._apply_gate, silu_gated=True, transposed=False, per_expert=per_expert)
         up, down = (experts.get_parameter(name) for name in spec.parameters)
         norm = experts.get_submodule("post_expert_norm")
-        out = normed_expert_mlp(rows, weight_P, pairs, up, down, None, None, form, norm)
+        out = normed_expert_mlp(rows, weight_P, pairs, ExpertWeights(up, down), form, norm)
     else:
         out = batched_mm_experts_forward(experts, hidden, index, weight)
     weighting = torch.linspace(-1, 1, out.numel()).view_as(out)

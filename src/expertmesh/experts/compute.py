@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from expertmesh.experts.dispatch import LocalPairs
-from expertmesh.experts.form import MlpForm, activate, activation_backward
+from expertmesh.experts.form import ExpertWeights, MlpForm, activate, activation_backward
 from expertmesh.experts.per_expert import PerExpertMlp
 from expertmesh.experts.segments import Segments, segment_sum
 
@@ -41,10 +41,7 @@ def expert_mlp(
     rows_RH: torch.Tensor,
     weight_P: torch.Tensor,
     pairs: LocalPairs,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
+    weights: ExpertWeights,
     form: MlpForm,
 ) -> torch.Tensor:
     """For each row the weighted sum of its experts' outputs, `[R, H]`; differentiable in rows, weights and parameters.
@@ -54,7 +51,7 @@ def expert_mlp(
     gives every parameter a gradient (zeros without tokens), so that FSDP2's reduce-scatter is never skipped on a rank.
     """
     function = PerExpertMlp if form.per_expert else _GroupedMlp
-    out_RH: torch.Tensor = function.apply(rows_RH, weight_P, up, down, up_bias, down_bias, pairs, form)
+    out_RH: torch.Tensor = function.apply(rows_RH, weight_P, *weights.flat(), pairs, form)
     return out_RH
 
 

@@ -30,6 +30,22 @@ class MlpForm:
     per_expert: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """This rank's experts: `up` `[L, 2I, H]` and `down` `[L, H, I]` (transposed: `[L, H, 2I]`, `[L, I, H]`), biases
+    `[L, 2I]` and `[L, H]` or None.
+    """
+
+    up: torch.Tensor
+    down: torch.Tensor
+    up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+    def flat(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """As autograd functions take them."""
+        return self.up, self.down, self.up_bias, self.down_bias
+
+
 def activate(pre_P2I: torch.Tensor, form: MlpForm) -> torch.Tensor:
     if form.silu_gated:
         gate_PI, up_PI = pre_P2I.chunk(2, dim=1)

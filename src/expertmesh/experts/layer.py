@@ -28,7 +28,7 @@ from expertmesh.experts.dispatch import (
     count_pairs,
 )
 from expertmesh.experts.dropout import Dropout
-from expertmesh.experts.form import MlpForm
+from expertmesh.experts.form import ExpertWeights, MlpForm
 from expertmesh.experts.lora import Adapter, Adapters, adapted_expert_mlp
 from expertmesh.experts.post_norm import normed_expert_mlp
 from expertmesh.experts.real_tokens import real_tokens
@@ -88,16 +88,15 @@ class ExpertLayer:
         self._count(experts, index_TK, real_T)
         hidden_TH = hidden.reshape(-1, hidden.shape[-1]).to(self.dtype)
         rows_RH, weight_P, pairs, ticket = self.dispatcher.dispatch(hidden_TH, index_TK, weight_TK)
-        up, down, up_bias, down_bias = self._weights(experts)
+        weights = self._weights(experts)
         if self.spec.post_norm:
             norm: Any = experts.post_expert_norm
-            out_RH = normed_expert_mlp(rows_RH, weight_P, pairs, up, down, up_bias, down_bias, self.form, norm)
+            out_RH = normed_expert_mlp(rows_RH, weight_P, pairs, weights, self.form, norm)
         elif (adapters := self._adapters(experts)) is not None:
             dropout = self._dropout(experts, len(hidden_TH), ticket)
-            weights = (up, down, up_bias, down_bias)
-            out_RH = adapted_expert_mlp(rows_RH, weight_P, pairs, *weights, self.form, adapters, dropout)
+            out_RH = adapted_expert_mlp(rows_RH, weight_P, pairs, weights, self.form, adapters, dropout)
         else:
-            out_RH = expert_mlp(rows_RH, weight_P, pairs, up, down, up_bias, down_bias, self.form)
+            out_RH = expert_mlp(rows_RH, weight_P, pairs, weights, self.form)
         out_TH = self.dispatcher.combine(out_RH, ticket).to(hidden.dtype)
         # Not a view: FSDP2 hooks this output, and a model may add to it in place.
         return out_TH if hidden.dim() == 2 else out_TH.view(hidden.shape).clone()
@@ -125,17 +124,14 @@ class ExpertLayer:
         load_E, self.step_load_E = self.step_load_E, None
         return load_E
 
-    def _weights(
-        self, experts: nn.Module
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Up and down projections of this rank's experts in the layout of `form`, then their biases if any."""
+    def _weights(self, experts: nn.Module) -> ExpertWeights:
+        """This rank's experts in the layout of `form`."""
         first, second, *others = (_local(experts.get_parameter(name)) for name in self.spec.parameters)
         if self.spec.flat_gate is not None:
             by_expert = (-1, self.spec.intermediate_size, self.spec.hidden_size)
             up = torch.cat([first.view(by_expert), second.view(by_expert)], dim=1)
-            return up, others[0].view(by_expert).transpose(1, 2), None, None
-        up_bias, down_bias = others or (None, None)
-        return first, second, up_bias, down_bias
+            return ExpertWeights(up, others[0].view(by_expert).transpose(1, 2))
+        return ExpertWeights(first, second, *others)
 
     def _adapters(self, experts: nn.Module) -> Adapters | None:
         """The adapters of this rank's experts, if they have any."""

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from expertmesh.experts.compute import as_kn, as_nk, expert_of_pair, grouped_mm, per_pair
 from expertmesh.experts.dispatch import LocalPairs
 from expertmesh.experts.dropout import Dropout, keep_mask
-from expertmesh.experts.form import MlpForm, activate, activation_backward
+from expertmesh.experts.form import ExpertWeights, MlpForm, activate, activation_backward
 from expertmesh.experts.per_expert import looped_mm
 from expertmesh.experts.segments import segment_sum
 
@@ -48,10 +48,7 @@ def adapted_expert_mlp(
     rows_RH: torch.Tensor,
     weight_P: torch.Tensor,
     pairs: LocalPairs,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
+    weights: ExpertWeights,
     form: MlpForm,
     adapters: Adapters,
     dropout: Dropout | None = None,
@@ -63,7 +60,7 @@ def adapted_expert_mlp(
     """
     up_a, up_b = _padded(adapters.up)
     down_a, down_b = _padded(adapters.down)
-    base = (rows_RH, weight_P, up, down, up_bias, down_bias)
+    base = (rows_RH, weight_P, *weights.flat())
     settings = (adapters.scaling, adapters.first_expert, dropout)
     out_RH: torch.Tensor = _AdaptedMlp.apply(*base, up_a, up_b, down_a, down_b, pairs, form, *settings)
     return out_RH

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from expertmesh.experts.compute import expert_mlp
 from expertmesh.experts.dispatch import LocalPairs
-from expertmesh.experts.form import MlpForm
+from expertmesh.experts.form import ExpertWeights, MlpForm
 from expertmesh.experts.segments import segments_of
 
 
@@ -21,10 +21,7 @@ def normed_expert_mlp(
     rows_RH: torch.Tensor,
     weight_P: torch.Tensor,
     pairs: LocalPairs,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
+    weights: ExpertWeights,
     form: MlpForm,
     norm: nn.Module,
 ) -> torch.Tensor:
@@ -35,7 +32,7 @@ def normed_expert_mlp(
     """
     out_RH: torch.Tensor = checkpoint(
         _normed,
-        *(rows_RH, weight_P, pairs, up, down, up_bias, down_bias, form, norm),
+        *(rows_RH, weight_P, pairs, weights, form, norm),
         use_reentrant=False,
         preserve_rng_state=False,
     )
@@ -46,17 +43,14 @@ def _normed(
     rows_RH: torch.Tensor,
     weight_P: torch.Tensor,
     pairs: LocalPairs,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
+    weights: ExpertWeights,
     form: MlpForm,
     norm: nn.Module,
 ) -> torch.Tensor:
     place_P = torch.arange(pairs.row_P.shape[0], device=rows_RH.device)
     alone = LocalPairs(place_P, pairs.expert_end_L, segments_of(place_P, len(place_P)))
     rows_PH = rows_RH.index_select(0, pairs.row_P)
-    out_PH = expert_mlp(rows_PH, torch.ones_like(weight_P), alone, up, down, up_bias, down_bias, form)
+    out_PH = expert_mlp(rows_PH, torch.ones_like(weight_P), alone, weights, form)
     weighted_PH = norm(out_PH) * weight_P.unsqueeze(1)
     # In the wider dtype of the two, as the weights may be fp32, and back.
     return torch.zeros_like(rows_RH, dtype=weighted_PH.dtype).index_add(0, pairs.row_P, weighted_PH).to(rows_RH.dtype)
