@@ -13,7 +13,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints/ci.txt
 	@$(PYTHON) -c 'import sys; sys.exit("expertmesh needs Python 3.11 or newer; use make PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/ci.txt -e ".[dev,tensorboard]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/ci.txt -e ".[dev,tensorboard,report]"
 	@touch $@
 
 test: setup
