@@ -12,7 +12,7 @@ import datetime
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -124,11 +124,18 @@ def resolve_layout(parallel: ParallelConfig, world_size: int, num_experts: int |
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mesh:
-    """The two views of a running job as torch meshes. Axes of size 1 are left out, except fsdp, efsdp and ep."""
+    """The views of a running job as torch meshes. Axes of size 1 are left out, except fsdp, efsdp and ep.
+
+    `dense` and `expert` are the two views. Ranks along cp and tp hold other tokens of the same rows, so most dense
+    parameters are sharded over them as well: `whole` is the dense view with fsdp, cp and tp as one axis, `split` the
+    one with fsdp and cp as one, for what tp has split before. Both call that axis fsdp.
+    """
 
     layout: Layout
     dense: DeviceMesh
     expert: DeviceMesh
+    whole: DeviceMesh
+    split: DeviceMesh
     device: torch.device
     rank: int
 
@@ -138,8 +145,15 @@ class Mesh:
 
     @property
     def dense_shard(self) -> DeviceMesh:
-        """Where dense parameters are sharded: 1-D over fsdp, or 2-D (replicate, fsdp) for hybrid sharding."""
-        return self.dense["replicate", "fsdp"] if self.layout.replicate > 1 else self.dense["fsdp"]
+        """Where dense parameters that tp does not split are sharded: 1-D over fsdp·cp·tp, or 2-D (replicate, that) for
+        hybrid sharding.
+        """
+        return self.whole["replicate", "fsdp"] if self.layout.replicate > 1 else self.whole["fsdp"]
+
+    @property
+    def split_shard(self) -> DeviceMesh:
+        """Where dense parameters that tp splits are sharded further: 1-D over fsdp·cp, or 2-D (replicate, that)."""
+        return self.split["replicate", "fsdp"] if self.layout.replicate > 1 else self.split["fsdp"]
 
     @property
     def expert_shard(self) -> DeviceMesh:
@@ -153,8 +167,12 @@ class Mesh:
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        """The ranks that together hold every parameter exactly once: fsdp = efsdp x ep while tp = cp = 1."""
-        return self.dense.get_group("fsdp")
+        """The ranks that together hold every parameter of a pipeline stage exactly once: fsdp·cp·tp = efsdp·ep."""
+        return self.whole.get_group("fsdp")
+
+    def coordinate(self, axis: str) -> int:
+        """This rank's place along an axis of the dense view; 0 where the axis has one rank."""
+        return self.dense.get_local_rank(axis) if self.layout.size(axis) > 1 else 0
 
 
 def init_mesh(
@@ -169,12 +187,19 @@ def init_mesh(
     start_process_group(device)
     parallel = parallel or ParallelConfig()
     layout = resolve_layout(parallel, dist.get_world_size(), num_experts)
-    ranks = torch.arange(layout.world_size)
-    dense, expert = (
-        DeviceMesh(device.type, ranks.view([layout.size(axis) for axis in axes]), mesh_dim_names=axes)
-        for axes in (_kept_axes(layout, DENSE_AXES), _kept_axes(layout, EXPERT_AXES))
-    )
-    return Mesh(layout, dense, expert, device, dist.get_rank())
+    dense, expert = (_device_mesh(device, layout, axes) for axes in (DENSE_AXES, EXPERT_AXES))
+    # Each is a mesh of its own, not a flattened one: FSDP2 wants its axes and tp's to come from one root.
+    joined = replace(layout, fsdp=layout.fsdp * layout.cp, cp=1, ep=1)
+    split = dense if layout.cp == 1 else _device_mesh(device, joined, DENSE_AXES)
+    joined = replace(joined, fsdp=joined.fsdp * layout.tp, tp=1)
+    whole = split if layout.tp == 1 else _device_mesh(device, joined, DENSE_AXES)
+    return Mesh(layout, dense, expert, whole, split, device, dist.get_rank())
+
+
+def _device_mesh(device: torch.device, layout: Layout, axes: tuple[str, ...]) -> DeviceMesh:
+    axes = _kept_axes(layout, axes)
+    ranks = torch.arange(layout.world_size).view([layout.size(axis) for axis in axes])
+    return DeviceMesh(device.type, ranks, mesh_dim_names=axes)
 
 
 def set_timeout(mesh: Mesh, seconds: float) -> None:
@@ -185,7 +210,8 @@ def set_timeout(mesh: Mesh, seconds: float) -> None:
     """
     world = dist.group.WORLD
     assert world is not None
-    for group in {world, *mesh.dense.get_all_groups(), *mesh.expert.get_all_groups()}:
+    views = (mesh.dense, mesh.expert, mesh.whole, mesh.split)
+    for group in {world, *(group for view in views for group in view.get_all_groups())}:
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 

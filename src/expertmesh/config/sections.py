@@ -234,26 +234,28 @@ class ParallelConfig(Section):
     replicate: PositiveInt = 1
     """Copies of the sharded model (hybrid sharding)."""
     tp: PositiveInt = 1
-    """Tensor parallelism; only 1 in this version."""
+    """Ranks over which attention, dense MLPs and vocabulary are split, positions between them (tensor parallelism)."""
     cp: PositiveInt = 1
-    """Context parallelism; only 1 in this version."""
+    """Ranks over which each sequence is split (context parallelism, Ulysses)."""
     pp: PositiveInt = 1
     """Pipeline parallelism; only 1 in this version."""
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
-        later = (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"))
         problems = [
             not_available(f"parallel.{axis}", getattr(self, axis), f"{name} parallelism is", "1")
-            for axis, name in later
+            for axis, name in (("pp", "pipeline"),)
             if getattr(self, axis) > 1
         ]
-        if isinstance(self.ep, int) and isinstance(self.fsdp, int) and self.fsdp % self.ep and not problems:
-            choices = ", ".join(str(n) for n in range(1, self.fsdp + 1) if self.fsdp % n == 0)
-            problems.append(
-                f"parallel.ep is {self.ep}, which does not divide parallel.fsdp ({self.fsdp}); "
-                f"set parallel.ep to auto or one of {choices}"
-            )
+        if isinstance(self.ep, int) and isinstance(self.fsdp, int) and not problems:
+            ranks = self.fsdp * self.cp * self.tp
+            if ranks % self.ep:
+                choices = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+                of = "parallel.fsdp" if ranks == self.fsdp else "parallel.fsdp × cp × tp"
+                problems.append(
+                    f"parallel.ep is {self.ep}, which does not divide {of} ({ranks}); "
+                    f"set parallel.ep to auto or one of {choices}"
+                )
         refuse(problems)
         return self
 

@@ -3,6 +3,7 @@
 Lives below the layers that use it: the expert layer and the linear layers of adapters/attach.py.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -63,10 +64,12 @@ def drop_adapters(module: nn.Module) -> None:
         del module._expertmesh_adapter
 
 
-def number_rows(model: nn.Module, row_numbers_B: torch.Tensor | None, length: int) -> None:
+def number_rows(
+    model: nn.Module, row_numbers_B: torch.Tensor | None, length: int, own: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     """Tell the model's adapters which rows of `length` positions come next; nothing without dropout.
 
-    A token's number is its row's and its position, whatever the padding.
+    A token's number is its row's and its position, whatever the padding. `own` cuts `[B, S]` to what this rank holds.
     """
     state = adapter_state(model)
     if state is None or state.dropout == 0.0:
@@ -74,4 +77,4 @@ def number_rows(model: nn.Module, row_numbers_B: torch.Tensor | None, length: in
     state.number_T = None
     if row_numbers_B is not None:
         positions = torch.arange(length, device=row_numbers_B.device)
-        state.number_T = ((row_numbers_B[:, None] << 24) + positions).reshape(-1)
+        state.number_T = own((row_numbers_B[:, None] << 24) + positions).reshape(-1)

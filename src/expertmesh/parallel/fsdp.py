@@ -26,6 +26,7 @@ from expertmesh.experts.balance import attach_balance, balance_of
 from expertmesh.experts.layer import install
 from expertmesh.mesh import Mesh, attach_mesh
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_mixed_dtypes, refuse_model
+from expertmesh.parallel.sequence import split_blocks
 
 
 def shard(
@@ -62,6 +63,7 @@ def shard(
     placed = _place_experts(model, anatomy, mesh, policy)
     _place_dense(model, anatomy, mesh, policy, placed, exempt)
     attach_mesh(model, mesh)
+    split_blocks(model, anatomy, mesh)
     attach_balance(model, balance_of(model, anatomy, moe))
     return resolved
 

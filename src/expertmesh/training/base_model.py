@@ -4,6 +4,7 @@ FSDP2's hooks live at the root, so the base model beside the head is never calle
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers.utils.generic import ModelOutput
 from expertmesh.config.errors import InputError
 from expertmesh.experts.adapted import number_rows
 from expertmesh.experts.real_tokens import counting, real_tokens_of
+from expertmesh.parallel.sequence import SequenceShare, sequence_share
 
 _NOT_FOR_THE_MODEL = ("labels", "row_numbers", "real_tokens")
 
@@ -22,7 +24,8 @@ def run_base(
     model: nn.Module, batch: Mapping[str, torch.Tensor], *, router_logits: bool = False
 ) -> tuple[ModelOutput, torch.Tensor, tuple[torch.Tensor, ...]]:
     """Run the base model on a micro-batch. Returns its output, the root's logits of no token, and, if asked for, the
-    router logits `[B * S, E]` of each MoE layer as transformers records them. Collective, as the model's forward is.
+    router logits of each MoE layer as transformers records them, `[B * S, E]`. Collective, as the model's forward is.
+    Under cp and tp, S counts this rank's positions (sequence.py), in the output too; `batch` is whole and padded.
 
     The model never makes a router loss of its own: that would be this process's, not the global batch's.
     """
@@ -39,13 +42,14 @@ def run_base(
         captured.append(type(output)(**{key: value for key, value in output.items() if key != "router_logits"}))
         return type(output)(**{**captured[0], "last_hidden_state": captured[0]["last_hidden_state"][:, :0]})
 
-    number_rows(model, batch.get("row_numbers"), batch["input_ids"].shape[1])
+    share = sequence_share(model)
+    number_rows(model, batch.get("row_numbers"), batch["input_ids"].shape[1], partial(share.own, dim=1))
     base = model.get_submodule(base_name(model))
     hooks = [base.register_forward_hook(hand_on_no_token)]
     if chosen:
         hooks.append(base.register_forward_pre_hook(ask_for_router_logits, with_kwargs=True))
     try:
-        with counting(real_tokens_of(batch)):
+        with counting(real_tokens_here(batch, share)):
             inputs = {key: value for key, value in batch.items() if key not in _NOT_FOR_THE_MODEL}
             output = model(**inputs, use_cache=False)
     finally:
@@ -56,6 +60,12 @@ def run_base(
     if router_logits and not recorded[0]:
         raise InputError(f"{config.model_type} gave no router logits; set moe.aux_loss_coef and moe.z_loss_coef to 0.0")
     return captured[0], output.logits, recorded[0]
+
+
+def real_tokens_here(batch: Mapping[str, torch.Tensor], share: SequenceShare) -> torch.Tensor | None:
+    """Which of this rank's positions are no padding, `[B, S]` bool; None: all."""
+    real_BS = real_tokens_of(batch)
+    return None if real_BS is None else share.own(real_BS, 1)
 
 
 def base_name(model: nn.Module) -> str:

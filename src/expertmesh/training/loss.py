@@ -20,6 +20,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.generic import ModelOutput
 
 from expertmesh.config.errors import InputError
+from expertmesh.parallel.sequence import SequenceShare, padded, sequence_share
 from expertmesh.training.base_model import base_name, head_of, run_base
 from expertmesh.training.router_loss import active_router_losses
 
@@ -42,12 +43,13 @@ def causal_lm_loss(
     """
     if isinstance(target_tokens, int) and target_tokens <= 0:
         raise InputError(f"target_tokens is {target_tokens}: a step without any target has no loss; check the labels")
-    router_losses = active_router_losses(model)
+    router_losses, share = active_router_losses(model), sequence_share(model)
+    batch = padded(batch, share)
     base, empty_logits, router_logits = run_base(model, batch, router_logits=router_losses is not None)
     if router_losses is not None:
         router_losses.add(router_logits, batch)
     hidden_BSH = base["last_hidden_state"]
-    target_N, place_N = _targets(batch["labels"].to(hidden_BSH.device))
+    target_N, place_N = _targets(batch["labels"].to(hidden_BSH.device), share)
     hidden_NH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1]).index_select(0, place_N)
     others = {key: value for key, value in base.items() if key != "last_hidden_state"}
     output = partial(type(base), **others)
@@ -67,9 +69,10 @@ def count_targets(labels: torch.Tensor) -> int:
     return int((labels[:, 1:] != IGNORED).sum())
 
 
-def _targets(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target tokens and the flat positions that predict them."""
-    following = F.pad(labels[:, 1:], (0, 1), value=IGNORED).reshape(-1)
+def _targets(labels: torch.Tensor, share: SequenceShare) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target tokens of this rank's positions and the flat positions that predict them."""
+    # Shifted before they are cut: the last position here predicts the first token of the next rank's.
+    following = share.own(F.pad(labels[:, 1:], (0, 1), value=IGNORED), 1).reshape(-1)
     place_N = (following != IGNORED).nonzero().squeeze(1)
     return following.index_select(0, place_N), place_N
 

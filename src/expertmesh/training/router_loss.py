@@ -18,10 +18,10 @@ from torch import nn
 
 from expertmesh.config.errors import InputError
 from expertmesh.experts.balance import attached_balance
-from expertmesh.experts.real_tokens import real_tokens_of
 from expertmesh.experts.router_loss import chosen_pairs, probability_sums, squared_logsumexp
 from expertmesh.mesh import mesh_of
-from expertmesh.training.base_model import run_base
+from expertmesh.parallel.sequence import padded, sequence_share
+from expertmesh.training.base_model import real_tokens_here, run_base
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -61,7 +61,8 @@ class RouterLosses:
         self.aux_loss = torch.zeros((), dtype=torch.float64)
         self.z_loss = torch.zeros((), dtype=torch.float64)
         self._left = len(micro_batches)
-        self._real = [_real(batch) for batch in micro_batches] if self.balance.has_losses else []
+        self._share_of_rows = sequence_share(model)
+        self._real = [self._real_here(batch) for batch in micro_batches] if self.balance.has_losses else []
         self._step: _Step | None = None
         self._share: torch.Tensor | None = None
 
@@ -84,7 +85,7 @@ class RouterLosses:
         devices = [] if device.type == "cpu" else [device]
         with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type):
             for batch, real_T in zip(micro_batches, self._real, strict=True):
-                _, _, logits = run_base(self.model, batch, router_logits=True)
+                _, _, logits = run_base(self.model, padded(batch, self._share_of_rows), router_logits=True)
                 pairs_E += self._pairs(logits, real_T)
         self._step = self._join(pairs_E)
 
@@ -99,7 +100,7 @@ class RouterLosses:
                 "after it; add each micro-batch's share to its loss, once"
             )
         self._left -= 1
-        real_T = _real(batch)
+        real_T = self._real_here(batch)
         if self._step is None:
             self._step = self._join(self._pairs(logits, real_T))
         rows, share = self._step.tokens * len(logits), logits[0].new_zeros((), dtype=torch.float32)
@@ -123,6 +124,14 @@ class RouterLosses:
                 "router_losses: the step ended without the share of every micro-batch; run causal_lm_loss and add "
                 "router_loss() for each of them"
             )
+
+    def _real_here(self, batch: Batch) -> torch.Tensor:
+        """Which of this rank's tokens are no padding, bool `[T]`."""
+        batch = padded(batch, self._share_of_rows)
+        real_BS = real_tokens_here(batch, self._share_of_rows)
+        if real_BS is None:
+            real_BS = self._share_of_rows.own(torch.ones_like(batch["input_ids"], dtype=torch.bool), 1)
+        return real_BS.reshape(-1)
 
     def _pairs(self, logits: Sequence[torch.Tensor], real_T: torch.Tensor) -> torch.Tensor:
         """Chosen pairs of all layers together `[E]`; zeros where nobody asks for them."""
@@ -164,9 +173,3 @@ def active_router_losses(model: nn.Module) -> RouterLosses | None:
             "moe.z_loss_coef to 0.0"
         )
     return losses
-
-
-def _real(batch: Batch) -> torch.Tensor:
-    """Bool `[T]`."""
-    real_BS = real_tokens_of(batch)
-    return torch.ones_like(batch["input_ids"], dtype=torch.bool).reshape(-1) if real_BS is None else real_BS.reshape(-1)

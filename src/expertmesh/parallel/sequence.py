@@ -1,0 +1,154 @@
+"""Which positions of a row a rank holds: cp and tp ranks share rows and split their positions between them.
+
+A model's own forward runs on whole rows up to its first block: embedding, masks and rotary tables are the family's
+code and see every position. `split_blocks` then lets each rank keep its own positions, so that norms, routers and
+dispatch see each token on one rank only; what needs more (attention) fetches it. Positions are cut into cp equal
+parts, each of them into tp, both in order; rows are padded on the right until that comes out even.
+
+Every gradient is then a partial sum over cp and tp, and FSDP2 adds them up over the same ranks as over the batch.
+
+    B rows, S positions of a whole row, a rank holds S / (cp * tp) of them
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from expertmesh.anatomy import Anatomy
+from expertmesh.config.errors import InputError
+from expertmesh.mesh import Mesh
+
+Batch = Mapping[str, torch.Tensor]
+# Values for padded positions; position ids restart there, so that packed rows do not reach into the padding.
+_PADDING = {"input_ids": 0, "labels": -100, "attention_mask": 0, "real_tokens": 0}
+# What a block gets for each position of its attention, and which dim the positions are.
+_BY_POSITION = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
+# What it gets for the whole row.
+_WHOLE = ("hidden_states", "attention_mask")
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceShare:
+    """This rank's part of the positions."""
+
+    cp: int = 1
+    tp: int = 1
+    cp_rank: int = 0
+    tp_rank: int = 0
+
+    @property
+    def parts(self) -> int:
+        return self.cp * self.tp
+
+    def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """The positions that this rank holds between attention layers, of a tensor over all: a view."""
+        return self._cut(x, dim, self.parts, self.cp_rank * self.tp + self.tp_rank)
+
+    def of_context(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """The positions that this rank's tp group holds together: what its attention computes with. A view."""
+        return self._cut(x, dim, self.cp, self.cp_rank)
+
+    def _cut(self, x: torch.Tensor, dim: int, parts: int, part: int) -> torch.Tensor:
+        length, rest = divmod(x.shape[dim], parts)
+        assert rest == 0, f"{x.shape[dim]} positions in {parts} parts"
+        return x.narrow(dim, part * length, length)
+
+
+def sequence_share(model: nn.Module) -> SequenceShare:
+    """Of a model; all positions where it is on neither cp nor tp."""
+    mesh = getattr(model, "_expertmesh", None)
+    return _share(mesh) if isinstance(mesh, Mesh) else SequenceShare()
+
+
+def _share(mesh: Mesh) -> SequenceShare:
+    layout = mesh.layout
+    return SequenceShare(layout.cp, layout.tp, mesh.coordinate("cp"), mesh.coordinate("tp"))
+
+
+def padded(batch: Batch, share: SequenceShare) -> Batch:
+    """`batch` with its rows padded on the right until each rank gets equally many positions; itself where they do.
+
+    Padding is behind every token that could attend to it, has no target and does not count as real.
+    """
+    rows, length = batch["input_ids"].shape
+    missing = -length % share.parts
+    if not missing:
+        return batch
+    longer = dict(batch)
+    if "attention_mask" not in batch and "real_tokens" not in batch:
+        longer["real_tokens"] = torch.ones_like(batch["input_ids"], dtype=torch.bool)
+    for key, tensor in longer.items():
+        if key == "position_ids":
+            more = torch.arange(missing, device=tensor.device, dtype=tensor.dtype).expand(*tensor.shape[:-1], missing)
+            longer[key] = torch.cat([tensor, more], dim=-1)
+        elif key in _PADDING:
+            if tensor.shape[-1] != length:
+                raise InputError(f"{key} {tuple(tensor.shape)} does not fit input_ids {(rows, length)}")
+            longer[key] = F.pad(tensor, (0, missing), value=_PADDING[key])
+        elif key != "row_numbers":
+            raise InputError(
+                f"parallel: {key} of a batch cannot be cut into {share.parts} parts (cp × tp); pad rows to a multiple "
+                "of that, or leave it out"
+            )
+    return longer
+
+
+def split_blocks(model: nn.Module, anatomy: Anatomy, mesh: Mesh) -> None:
+    """Let the decoder's blocks run on this rank's positions. Called by `parallelize`; no communication.
+
+    The first block gets whole rows and cuts them; all get rotary tables for the positions that attention computes.
+    """
+    share = _share(mesh)
+    if share.parts == 1:
+        return
+    for index, name in enumerate(decoder_blocks(anatomy)):
+        hook = partial(_enter_block, share, name, index == 0)
+        model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def decoder_blocks(anatomy: Anatomy) -> list[str]:
+    """The blocks of the module list that holds the experts (a vision tower has others)."""
+    stack = anatomy.experts[0].name
+    lists = {block.rpartition(".")[0] for block in anatomy.blocks if stack.startswith(f"{block}.")}
+    return [block for block in anatomy.blocks if block.rpartition(".")[0] in lists]
+
+
+def _enter_block(
+    share: SequenceShare, name: str, is_first: bool, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    hidden = args[0] if args else kwargs["hidden_states"]
+    length = hidden.shape[1] * (1 if is_first else share.parts)
+    if is_first:
+        # A copy: FSDP2 and families that change hidden states in place must not reach the whole rows.
+        hidden = share.own(hidden, 1).contiguous()
+    for key, value in kwargs.items():
+        if key in _BY_POSITION:
+            kwargs[key] = _cut_all(value, partial(_cut_positions, share, _BY_POSITION[key], length))
+        elif isinstance(value, torch.Tensor) and key not in _WHOLE and length in value.shape[:2] and length > 1:
+            raise InputError(f"parallel: {name} gets {key} for each position, which cp and tp do not split")
+    if any(isinstance(value, torch.Tensor) for value in args[1:]):
+        raise InputError(f"parallel: {name} is called with tensors without names, which cp and tp do not split")
+    if args:
+        return (hidden, *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": hidden}
+
+
+def _cut_positions(share: SequenceShare, dim: int, length: int, x: torch.Tensor) -> torch.Tensor:
+    # Tables may be shared by all positions.
+    return share.of_context(x, dim) if x.shape[dim] == length else x
+
+
+def _cut_all(value: Any, cut: Any) -> Any:
+    """Apply to a tensor, or to those in a tuple or dict (a table for each kind of layer)."""
+    if isinstance(value, torch.Tensor):
+        return cut(value)
+    if isinstance(value, tuple | list):
+        return type(value)(_cut_all(part, cut) for part in value)
+    if isinstance(value, Mapping):
+        return {key: _cut_all(part, cut) for key, part in value.items()}
+    return value
