@@ -13,7 +13,7 @@ here exactly once.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -147,6 +147,17 @@ def split_attention(model: nn.Module, anatomy: Anatomy, mesh: Mesh) -> None:
         config._attn_implementation = {"": PREFIX + backend}
 
 
+def context_lines(model: nn.Module, layout: Layout) -> Iterator[str]:
+    """What cp does to a sharded model, for the printed plan: nothing without cp."""
+    here = [context for module in model.modules() if (context := _attached(module)) is not None]
+    if here:
+        backends = ", ".join(sorted({context.backend for context in here}))
+        yield (
+            f"{layout.cp} ranks share rows: 1/{layout.cp} of the positions each, whole rows of 1/{layout.cp} of the heads "
+            f"in {len(here)} attentions ({backends})"
+        )
+
+
 def _backend(config: Any) -> str:
     """The attention that a configuration asks for, under transformers' name."""
     name: str = config._attn_implementation or "eager"
@@ -180,9 +191,14 @@ def _guard(block: nn.Module, name: str, here: list[ContextAttention]) -> None:
     block.register_forward_hook(check)
 
 
-def _context_of(module: nn.Module) -> ContextAttention:
+def _attached(module: nn.Module) -> ContextAttention | None:
     context = getattr(module, "_expertmesh_context", None)
-    if not isinstance(context, ContextAttention):
+    return context if isinstance(context, ContextAttention) else None
+
+
+def _context_of(module: nn.Module) -> ContextAttention:
+    context = _attached(module)
+    if context is None:
         raise InputError(
             f"parallel.cp: {type(module).__name__} attends with the configuration of a model that is split over cp but "
             "is no part of its decoder blocks; give each model a configuration of its own"
@@ -275,8 +291,8 @@ def _own_heads(where: str, all_heads: int, first: int, heads: int, name: str, te
 def _check_mask(name: str, mask: torch.Tensor, length: int) -> None:
     if mask.shape[1] != 1 or mask.shape[2] not in (1, length) or mask.shape[3] != length:
         raise InputError(
-            f"parallel.cp: {name} attends with a mask {tuple(mask.shape)} instead of one for {length} positions and all "
-            "heads; set parallel.cp to 1"
+            f"parallel.cp: {name} attends with a mask {tuple(mask.shape)}, not with one for {length} positions and "
+            "all heads; set parallel.cp to 1"
         )
 
 
