@@ -25,6 +25,7 @@ from expertmesh.experts.adapted import adapter_state
 from expertmesh.experts.balance import attach_balance, balance_of
 from expertmesh.experts.layer import install
 from expertmesh.mesh import Mesh, attach_mesh
+from expertmesh.parallel.context import refuse_context, split_attention
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_mixed_dtypes, refuse_model
 from expertmesh.parallel.sequence import split_blocks
 
@@ -42,6 +43,7 @@ def shard(
     anatomy = describe(model)
     master, compute, reduce = (getattr(torch, name) for name in (precision.params, precision.compute, precision.reduce))
     refuse_model(model, anatomy, moe)
+    refuse_context(model, anatomy, mesh.layout)
     adapted = adapter_state(model) is not None
     refuse_mixed_dtypes(model, master, compute if adapted else master, kept_in_fp32)
     for spec in anatomy.experts:
@@ -64,6 +66,7 @@ def shard(
     _place_dense(model, anatomy, mesh, policy, placed, exempt)
     attach_mesh(model, mesh)
     split_blocks(model, anatomy, mesh)
+    split_attention(model, anatomy, mesh)
     attach_balance(model, balance_of(model, anatomy, moe))
     return resolved
 

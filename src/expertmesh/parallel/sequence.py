@@ -10,6 +10,7 @@ Every gradient is then a partial sum over cp and tp, and FSDP2 adds them up over
     B rows, S positions of a whole row, a rank holds S / (cp * tp) of them
 """
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -26,10 +27,11 @@ from expertmesh.mesh import Mesh
 Batch = Mapping[str, torch.Tensor]
 # Values for padded positions; position ids restart there, so that packed rows do not reach into the padding.
 _PADDING = {"input_ids": 0, "labels": -100, "attention_mask": 0, "real_tokens": 0}
-# What a block gets for each position of its attention, and which dim the positions are.
-_BY_POSITION = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
-# What it gets for the whole row.
-_WHOLE = ("hidden_states", "attention_mask")
+# What a block gets for each position, and which dim the positions are: for its attention, and beside it.
+_OF_ATTENTION = {"position_embeddings": -2, "attention_scaling": -2, "position_ids": -1, "cache_position": -1}
+_BESIDE_ATTENTION = {"per_layer_input": 1}
+# What it gets for whole rows, for its attention as well.
+_WHOLE = ("hidden_states", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +109,9 @@ def split_blocks(model: nn.Module, anatomy: Anatomy, mesh: Mesh) -> None:
     if share.parts == 1:
         return
     for index, name in enumerate(decoder_blocks(anatomy)):
-        hook = partial(_enter_block, share, name, index == 0)
-        model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+        block = model.get_submodule(name)
+        names = list(inspect.signature(block.forward).parameters)
+        block.register_forward_pre_hook(partial(_enter_block, share, name, names, index == 0), with_kwargs=True)
 
 
 def decoder_blocks(anatomy: Anatomy) -> list[str]:
@@ -119,23 +122,41 @@ def decoder_blocks(anatomy: Anatomy) -> list[str]:
 
 
 def _enter_block(
-    share: SequenceShare, name: str, is_first: bool, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    share: SequenceShare,
+    name: str,
+    names: list[str],
+    is_first: bool,
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    hidden = args[0] if args else kwargs["hidden_states"]
+    """A hook before a block, whose arguments are called `names`: what it gets for whole rows becomes this rank's."""
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if given.get("past_key_values") is not None:
+        raise InputError("parallel.cp and parallel.tp split rows that are whole, so a model on them cannot generate")
+    hidden = given["hidden_states"]
     length = hidden.shape[1] * (1 if is_first else share.parts)
+    if length % share.parts:
+        raise InputError(
+            f"parallel: rows of {length} positions cannot be cut into {share.parts} parts (cp × tp); pad them, or call "
+            "causal_lm_loss, which does"
+        )
+    here = {key: _part(share, name, key, value, length) for key, value in given.items()}
     if is_first:
         # A copy: FSDP2 and families that change hidden states in place must not reach the whole rows.
-        hidden = share.own(hidden, 1).contiguous()
-    for key, value in kwargs.items():
-        if key in _BY_POSITION:
-            kwargs[key] = _cut_all(value, partial(_cut_positions, share, _BY_POSITION[key], length))
-        elif isinstance(value, torch.Tensor) and key not in _WHOLE and length in value.shape[:2] and length > 1:
-            raise InputError(f"parallel: {name} gets {key} for each position, which cp and tp do not split")
-    if any(isinstance(value, torch.Tensor) for value in args[1:]):
-        raise InputError(f"parallel: {name} is called with tensors without names, which cp and tp do not split")
-    if args:
-        return (hidden, *args[1:]), kwargs
-    return args, kwargs | {"hidden_states": hidden}
+        here["hidden_states"] = share.own(hidden, 1).contiguous()
+    return tuple(here[key] for key in names[: len(args)]), {key: here[key] for key in kwargs}
+
+
+def _part(share: SequenceShare, name: str, key: str, value: Any, length: int) -> Any:
+    """What a block gets of one of its arguments, which is for `length` positions."""
+    if key in _OF_ATTENTION:
+        return _cut_all(value, partial(_cut_positions, share, _OF_ATTENTION[key], length))
+    if key in _BESIDE_ATTENTION and value is not None:
+        return share.own(value, _BESIDE_ATTENTION[key])
+    if isinstance(value, torch.Tensor) and key not in _WHOLE:
+        raise InputError(f"parallel: {name} gets {key} {tuple(value.shape)}, which cp and tp do not know how to split")
+    return value
 
 
 def _cut_positions(share: SequenceShare, dim: int, length: int, x: torch.Tensor) -> torch.Tensor:
