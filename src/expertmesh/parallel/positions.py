@@ -4,6 +4,8 @@ Each pair is each other's transpose: what one does in forward, the other does in
 over the group everywhere (sequence.py), so that the sum is taken exactly where a gather is undone.
 """
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,10 +33,10 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch
 
 
 def own_part(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's part of `dim`, of what every rank of `group` has whole; contiguous. No communication."""
+    """This rank's part of `dim`, of what every rank of `group` has whole; a copy. No communication."""
     part = x.shape[dim] // group.size()
     assert part * group.size() == x.shape[dim], f"{x.shape[dim]} in {group.size()} parts"
-    return x.narrow(dim, group.rank() * part, part).contiguous()
+    return x.narrow(dim, group.rank() * part, part).clone(memory_format=torch.contiguous_format)
 
 
 class _Gather(torch.autograd.Function):
@@ -60,8 +62,21 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 def _gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    return collectives.all_gather(x.movedim(dim, 0), group).movedim(0, dim).contiguous()
+    return _exchange(collectives.all_gather, x, dim, x.shape[dim] * group.size(), group)
 
 
 def _reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    return collectives.reduce_scatter(x.movedim(dim, 0), group).movedim(0, dim).contiguous()
+    length, rest = divmod(x.shape[dim], group.size())
+    assert rest == 0, f"{x.shape[dim]} in {group.size()} parts"
+    return _exchange(collectives.reduce_scatter, x, dim, length, group)
+
+
+def _exchange(
+    collective: Callable[..., torch.Tensor], x: torch.Tensor, dim: int, length: int, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """The collectives know dim 0 alone. Never a view: FSDP2 hooks results, and a model may change them in place."""
+    result = x.new_empty(*x.shape[:dim], length, *x.shape[dim + 1 :])
+    if math.prod(x.shape[:dim]) == 1:
+        collective(x.reshape(x.shape[dim:]), group, into=result.view(result.shape[dim:]))
+        return result
+    return result.copy_(collective(x.movedim(dim, 0), group).movedim(0, dim))

@@ -10,7 +10,7 @@ Every gradient is then a partial sum over cp and tp, and FSDP2 adds them up over
     B rows, S positions of a whole row, a rank holds S / (cp * tp) of them
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +28,10 @@ Batch = Mapping[str, torch.Tensor]
 _PADDING = {"input_ids": 0, "labels": -100, "attention_mask": 0, "real_tokens": 0}
 # What a block gets for each position of its attention, and which dim the positions are.
 _BY_POSITION = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
+# What it gets for each position that it has itself: routers that look at the token.
+_BY_OWN_POSITION = {"input_ids": -1}
+# What attention hands on to the attention of the next block, for the positions that it computes.
+_BETWEEN_ATTENTION = ("prev_topk_indices",)
 # What it gets for the whole row.
 _WHOLE = ("hidden_states", "attention_mask")
 
@@ -128,7 +132,11 @@ def _enter_block(
         hidden = share.own(hidden, 1).contiguous()
     for key, value in kwargs.items():
         if key in _BY_POSITION:
-            kwargs[key] = _cut_all(value, partial(_cut_positions, share, _BY_POSITION[key], length))
+            kwargs[key] = _cut_all(value, partial(_cut_positions, share.of_context, _BY_POSITION[key], length))
+        elif key in _BY_OWN_POSITION:
+            kwargs[key] = _cut_all(value, partial(_cut_positions, share.own, _BY_OWN_POSITION[key], length))
+        elif key in _BETWEEN_ATTENTION and share.cp == 1:
+            continue
         elif isinstance(value, torch.Tensor) and key not in _WHOLE and length in value.shape[:2] and length > 1:
             raise InputError(f"parallel: {name} gets {key} for each position, which cp and tp do not split")
     if any(isinstance(value, torch.Tensor) for value in args[1:]):
@@ -138,9 +146,11 @@ def _enter_block(
     return args, kwargs | {"hidden_states": hidden}
 
 
-def _cut_positions(share: SequenceShare, dim: int, length: int, x: torch.Tensor) -> torch.Tensor:
+def _cut_positions(
+    cut: Callable[[torch.Tensor, int], torch.Tensor], dim: int, length: int, x: torch.Tensor
+) -> torch.Tensor:
     # Tables may be shared by all positions.
-    return share.of_context(x, dim) if x.shape[dim] == length else x
+    return cut(x, dim) if x.shape[dim] == length else x
 
 
 def _cut_all(value: Any, cut: Any) -> Any:

@@ -38,6 +38,7 @@ def split_parts(model: nn.Module, plan: TensorPlan, mesh: Mesh) -> set[nn.Parame
 
     Returns the split parameters. No communication.
     """
+    model._expertmesh_tensor_plan = plan  # type: ignore[assignment]
     split = set()
     for part in plan.parts:
         module = model.get_submodule(part.name)
@@ -76,14 +77,11 @@ class _Gathering(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         running = cast(_Running, self._expertmesh_tensor)
-        if not args:
-            hidden = kwargs.pop("hidden_states")
-        else:
-            hidden, *args = args
-        _refuse_other_positions(running.part, hidden, [*args, *kwargs.values()])
+        hidden, others = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
+        _refuse_other_positions(running.part, hidden, [*others, *kwargs.values()])
         whole = gather(hidden, hidden.dim() - 2, running.group)
         with _numbered(self, hidden.shape[:-1], running.group), _local(self, running.part.bare):
-            output = super().forward(whole, *args, **kwargs)
+            output = super().forward(whole, *others, **kwargs)
         return output if running.part.is_split else _own_positions(output, whole.shape[:2], running.group)
 
 

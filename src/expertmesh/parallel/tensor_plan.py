@@ -96,6 +96,12 @@ class TensorPlan:
         yield f"vocabulary: each rank computes 1/{self.tp} of the logits of all the group's positions"
 
 
+def attached_plan(model: nn.Module) -> TensorPlan:
+    """What `shard` has done with `model`; nothing where tp is 1."""
+    plan = getattr(model, "_expertmesh_tensor_plan", None)
+    return plan if isinstance(plan, TensorPlan) else TensorPlan(1, (), ())
+
+
 def tensor_plan(model: nn.Module, anatomy: Anatomy, tp: int, kept_in_fp32: Callable[[str], bool]) -> TensorPlan:
     """What `tp` ranks do with `model`. Raises `InputError`, naming the module, where heads do not fit the ranks."""
     if tp == 1:
@@ -113,7 +119,7 @@ def tensor_plan(model: nn.Module, anatomy: Anatomy, tp: int, kept_in_fp32: Calla
     kept: list[tuple[str, str]] = []
     for block in blocks:
         mixers = list(_mixers(model, block))
-        others = {name.rpartition(".")[0] for name in styles if _in(name, block)}
+        others = {name.rpartition(".")[0] for name in _named(styles) if _in(name, block)}
         others = {name for name in others if not any(name == mixer or _in(name, mixer) for mixer in mixers)}
         for name, module in model.get_submodule(block).named_modules(prefix=block):
             if name in mixers:
@@ -145,8 +151,7 @@ def _styles(model: nn.Module, anatomy: Anatomy, blocks: list[str]) -> dict[str, 
     return {
         name: style
         for name in names
-        if any(_in(name, block) for block in blocks)
-        and not any(name == other or _in(name, other) for other in outside)
+        if any(_in(name, block) for block in blocks) and not any(name == other or _in(name, other) for other in outside)
         for pattern, style in patterns
         if pattern.fullmatch(name)
     }
@@ -166,7 +171,7 @@ def _mixers(model: nn.Module, block: str) -> Iterator[str]:
 def _mixer_part(model: nn.Module, name: str, styles: dict[str, str], family: str, tp: int) -> Part:
     module = model.get_submodule(name)
     own = _below(styles, name)
-    part = _part(module, name, own, mixes_positions=True) if _named(own) else _by_structure(module, name)
+    part = _part(module, name, own, mixes_positions=True) if any(_named(own)) else _by_structure(module, name)
     if part.is_split:
         _refuse_heads(part, module, family, tp)
     return part
@@ -176,8 +181,9 @@ def _mlp_part(model: nn.Module, name: str, own: dict[str, str]) -> Part:
     return _part(model.get_submodule(name), name, own, mixes_positions=False)
 
 
-def _named(own: Mapping[str, str]) -> bool:
-    return any(style in _COLUMNS | _ROWS for style in own.values())
+def _named(styles: Mapping[str, str]) -> Iterator[str]:
+    """What the plan splits."""
+    return (name for name, style in styles.items() if style in _COLUMNS | _ROWS)
 
 
 def _part(module: nn.Module, name: str, own: dict[str, str], *, mixes_positions: bool) -> Part:
@@ -241,9 +247,10 @@ def _counts_heads(module: nn.Module) -> str | None:
         if kind is nn.Module:
             break
         for attribute, function in vars(kind).items():
-            if inspect.isfunction(function) and attribute != "__init__":
-                if found := _COUNTS_HEADS.search(inspect.getsource(function)):
-                    return found[0]
+            if not inspect.isfunction(function) or attribute == "__init__":
+                continue
+            if found := _COUNTS_HEADS.search(inspect.getsource(function)):
+                return found[0]
     return None
 
 

@@ -77,7 +77,9 @@ def count_targets(labels: torch.Tensor) -> int:
     return int((labels[:, 1:] != IGNORED).sum())
 
 
-def _targets(labels: torch.Tensor, cut: Callable[[torch.Tensor, int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def _targets(
+    labels: torch.Tensor, cut: Callable[[torch.Tensor, int], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The target tokens of the positions that `cut` takes out of all, and the flat positions that predict them."""
     # Shifted before they are cut: the last position here predicts the first token of the next rank's.
     following = cut(F.pad(labels[:, 1:], (0, 1), value=IGNORED), 1).reshape(-1)

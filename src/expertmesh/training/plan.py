@@ -13,6 +13,7 @@ from expertmesh.config import Config
 from expertmesh.data import DataReport, TrainingBatches
 from expertmesh.experts.balance import Balance, attached_balance
 from expertmesh.mesh import Mesh
+from expertmesh.parallel.tensor_plan import attached_plan
 from expertmesh.training.preflight import Checked
 
 
@@ -33,6 +34,7 @@ def plan_lines(
     layout, anatomy = mesh.layout, checked.anatomy
     yield f"model      {config.model.name_or_path}: {checked.model_config.model_type}, " + _experts_line(anatomy)
     yield from (f"           {line}" for line in layout.table().splitlines())
+    yield from (f"tp         {line}" for line in attached_plan(model).lines())
     dense, expert, adapters = local_parameters(model, anatomy)
     counts = f"{dense:,} dense + {expert:,} expert{f' + {adapters:,} adapter' if adapters else ''} parameters"
     yield f"per rank   {counts}, {gib(bytes_to_load)} to load"

@@ -96,7 +96,8 @@ class _CrossEntropy(torch.autograd.Function):
         highest_C = logits_CW.amax(-1)
         dist.all_reduce(highest_C, dist.ReduceOp.MAX, group=group)
         shifted_CW = logits_CW - highest_C.unsqueeze(1)
-        chosen_C = shifted_CW.gather(1, place_C1).squeeze(1) * here_C
+        # Not a product: another row's logit may be infinite.
+        chosen_C = torch.where(here_C, shifted_CW.gather(1, place_C1).squeeze(1), 0.0)
         exp_CW = shifted_CW.exp_()
         sums_2C = torch.stack([exp_CW.sum(-1), chosen_C])
         dist.all_reduce(sums_2C, group=group)
@@ -104,7 +105,8 @@ class _CrossEntropy(torch.autograd.Function):
         gradient_CW = exp_CW.div_(total_C.unsqueeze(1))
         gradient_CW.scatter_add_(1, place_C1, -here_C.to(gradient_CW.dtype).unsqueeze(1))
         ctx.save_for_backward(gradient_CW)
-        return (total_C.log() - chosen_C).sum()
+        loss: torch.Tensor = (total_C.log() - chosen_C).sum()
+        return loss
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
