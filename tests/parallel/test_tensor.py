@@ -142,7 +142,8 @@ def _fifty_steps(model: nn.Module, parallel: em.ParallelConfig | None) -> dict[s
         optimizer.step()
         optimizer.zero_grad()
     return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in model.named_parameters()
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in model.named_parameters()
     }
 
 
@@ -213,6 +214,41 @@ def test_a_dispatch_of_all_positions_is_seen_in_what_is_sent() -> None:
     without = run_ranks(lambda: _sent(em.ParallelConfig(ep=2)), 2)
     duplicated = run_ranks(lambda: _sent(em.ParallelConfig(tp=2, ep=2), _dispatch_all_positions), 4)
     assert sum(duplicated) >= 1.9 * sum(without)
+
+
+def _exchanged(family: str, changes: dict[str, Any], checkpointed: bool) -> list[int]:
+    """Bytes of the whole tensor of each gather and reduce-scatter over tp in one forward and backward."""
+    model = tiny_model(family, **changes)
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(tp=2, ep=1)), activation_checkpointing=checkpointed)
+    counted: list[int] = []
+    original = positions._exchange
+
+    def counting(collective: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        result = original(collective, x, *args)
+        counted.append(max(x.nbytes, result.nbytes))
+        return result
+
+    ids_BS = torch.randint(96, (2, 15), generator=torch.Generator().manual_seed(0))
+    with mock.patch.object(positions, "_exchange", counting):
+        em.causal_lm_loss(model, {"input_ids": ids_BS, "labels": ids_BS}, target_tokens=28).backward()
+    return counted
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_bytes_over_tp_are_those_of_the_formula(checkpointed: bool) -> None:
+    """docs/parallelism.md: four times the hidden states of the group's positions for each part, twice for the head."""
+    states = 2 * 16 * 32 * 4  # rows, padded positions, hidden size, fp32
+    passes = 6 if checkpointed else 4
+    for family, changes, parts, features in [
+        ("qwen3_moe", {"mlp_only_layers": [0]}, 3, 0),
+        ("deepseek_v3", {}, 4, 0),
+        ("olmoe", {}, 2, 2 * 16 * (32 + 2 * 16) * 4),  # and queries, keys and values of all heads, put together again
+    ]:
+        expected = (parts * passes + 2) * states + parts * (passes // 2) * features
+        counted = run_ranks(_exchanged, 2, family, changes, checkpointed)
+        # A recomputed block stops when nothing more is needed, which may be before its last reduce-scatter.
+        left_out = 2 * states if checkpointed else 0
+        assert all(expected - left_out <= sum(each) <= expected for each in counted), (family, counted)
 
 
 def _multiply_gradients(model: nn.Module, mesh: Mesh) -> None:

@@ -9,6 +9,8 @@ from torch import nn
 
 from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError
+from expertmesh.mesh import Layout
+from expertmesh.parallel.sequence import refuse_blocks
 from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
 from tests.families.tiny import random_model
 from tests.support.models import tiny_model
@@ -87,6 +89,16 @@ def test_a_head_that_is_no_linear_layer_is_refused() -> None:
     model.lm_head = nn.Sequential(model.lm_head)
     with pytest.raises(InputError, match=r"output embedding of mixtral \(Sequential\) is no linear layer"):
         _plan(model)
+
+
+@pytest.mark.parametrize(("kind", "family"), [("Gemma4ForCausalLM", "gemma4"), ("ZayaForCausalLM", "zaya")])
+def test_blocks_that_hand_on_more_for_each_position_are_refused(kind: str, family: str) -> None:
+    model = random_model(kind, family)
+    refuse_blocks(model, describe(model), Layout(fsdp=2))
+    with pytest.raises(
+        InputError, match=r"^parallel: .* for each position, which cp and tp do not split; set parallel"
+    ):
+        refuse_blocks(model, describe(model), Layout(tp=2))
 
 
 def test_code_that_counts_heads_is_not_split_by_structure() -> None:

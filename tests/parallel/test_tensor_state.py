@@ -1,4 +1,4 @@
-"""Under tensor parallelism files, checkpoints and adapters are the same as without: nothing outside knows the layout."""
+"""Under tensor parallelism files, checkpoints and adapters are what they are without: nothing outside knows of it."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from expertmesh.training.run import train
 from tests.adapters.reference import TARGETS, random_adapter, tiny_peft_run, train_adapters, trainables, worst
 from tests.adapters.test_dropout import ROWS, take_steps
 from tests.checkpoint.tiny import Job, load, save
-from tests.parallel.test_precision import BF16, IDS, TARGETS as TOKENS, _gradients, _joint
+from tests.parallel.test_precision import BF16, IDS, _gradients, _joint
+from tests.parallel.test_precision import TARGETS as TOKENS
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import metrics, rows_without_times, run_config, train_steps, weights, write_inputs
@@ -85,6 +86,12 @@ def test_adapters_on_attention_and_experts_equal_stock_peft(family: str, ep: int
         distance.check(1e-5)
 
 
+def test_adapters_on_a_split_vocabulary_equal_stock_peft(tmp_path: Path) -> None:
+    run = tiny_peft_run("qwen3_moe", tmp_path, ["lm_head", "k_proj"], ["mlp.experts.down_proj"])
+    for distance in run_ranks(lambda: train_adapters(run, em.ParallelConfig(tp=2, ep=2), 2), 2):
+        distance.check(1e-5)
+
+
 def test_dropout_drops_the_same_as_without_tp(tmp_path: Path) -> None:
     random_adapter(tiny_model(FAMILY), tmp_path, *TARGETS[FAMILY])
 
@@ -107,7 +114,9 @@ def _sharded_in_bf16(model: Any) -> State:
     for ids in IDS[mesh.data_rank :: mesh.layout.data_ranks]:
         em.causal_lm_loss(model, {"input_ids": ids, "labels": ids}, target_tokens=TOKENS).backward()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter.grad.full_tensor() for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "ernie4_5_moe"])

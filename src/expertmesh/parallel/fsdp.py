@@ -26,7 +26,7 @@ from expertmesh.experts.balance import attach_balance, balance_of
 from expertmesh.experts.layer import install
 from expertmesh.mesh import Mesh, attach_mesh
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_mixed_dtypes, refuse_model
-from expertmesh.parallel.sequence import split_blocks
+from expertmesh.parallel.sequence import refuse_blocks, split_blocks
 from expertmesh.parallel.tensor import split_parts
 from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
 
@@ -48,6 +48,7 @@ def shard(
     refuse_mixed_dtypes(model, master, compute if adapted else master, kept_in_fp32)
     for spec in anatomy.experts:
         expert_shard_dim(spec, mesh.layout)
+    refuse_blocks(model, anatomy, mesh.layout)
     tensor = tensor_plan(model, anatomy, mesh.layout.tp, kept_in_fp32)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if not on_meta:

@@ -10,6 +10,7 @@ Every gradient is then a partial sum over cp and tp, and FSDP2 adds them up over
     B rows, S positions of a whole row, a rank holds S / (cp * tp) of them
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from torch import nn
 
 from expertmesh.anatomy import Anatomy
 from expertmesh.config.errors import InputError
-from expertmesh.mesh import Mesh
+from expertmesh.mesh import Layout, Mesh
 
 Batch = Mapping[str, torch.Tensor]
 # Values for padded positions; position ids restart there, so that packed rows do not reach into the padding.
@@ -32,6 +33,8 @@ _BY_POSITION = {"position_embeddings": -2, "position_ids": -1, "cache_position":
 _BY_OWN_POSITION = {"input_ids": -1}
 # What attention hands on to the attention of the next block, for the positions that it computes.
 _BETWEEN_ATTENTION = ("prev_topk_indices",)
+# What some families' blocks hand on for each position beside hidden states.
+_NOT_SPLIT = ("block_states", "conv_mask", "per_layer_input", "ple_input_ids", "prev_router_hidden_states")
 # What it gets for the whole row.
 _WHOLE = ("hidden_states", "attention_mask")
 
@@ -102,6 +105,23 @@ def padded(batch: Batch, share: SequenceShare) -> Batch:
     return longer
 
 
+def refuse_blocks(model: nn.Module, anatomy: Anatomy, layout: Layout) -> None:
+    """Raise `InputError` for a model whose blocks are known to take more than positions can be cut for.
+
+    What is not known here is refused in the first forward.
+    """
+    if layout.cp * layout.tp == 1:
+        return
+    for name in decoder_blocks(anatomy):
+        taken = inspect.signature(model.get_submodule(name).forward).parameters
+        if odd := [key for key in _NOT_SPLIT if key in taken]:
+            family = model.config.model_type  # type: ignore[union-attr]
+            raise InputError(
+                f"parallel: {name} of {family} gets {odd[0]} for each position, which cp and tp do not split; set "
+                "parallel.cp and parallel.tp to 1"
+            )
+
+
 def split_blocks(model: nn.Module, anatomy: Anatomy, mesh: Mesh) -> None:
     """Let the decoder's blocks run on this rank's positions. Called by `parallelize`; no communication.
 
@@ -128,6 +148,11 @@ def _enter_block(
     hidden = args[0] if args else kwargs["hidden_states"]
     length = hidden.shape[1] * (1 if is_first else share.parts)
     if is_first:
+        if length % share.parts:
+            raise InputError(
+                f"parallel: {length} positions cannot be cut into {share.parts} parts (cp × tp); causal_lm_loss pads "
+                "rows itself, whoever calls the model has to"
+            )
         # A copy: FSDP2 and families that change hidden states in place must not reach the whole rows.
         hidden = share.own(hidden, 1).contiguous()
     for key, value in kwargs.items():
