@@ -14,6 +14,7 @@ from expertmesh.data import DataReport, TrainingBatches
 from expertmesh.experts.balance import Balance, attached_balance
 from expertmesh.mesh import Mesh
 from expertmesh.parallel.context import context_lines
+from expertmesh.parallel.tensor_plan import attached_plan
 from expertmesh.training.preflight import Checked
 
 
@@ -35,6 +36,7 @@ def plan_lines(
     yield f"model      {config.model.name_or_path}: {checked.model_config.model_type}, " + _experts_line(anatomy)
     yield from (f"           {line}" for line in layout.table().splitlines())
     yield from (f"cp         {line}" for line in context_lines(model, layout))
+    yield from (f"tp         {line}" for line in attached_plan(model).lines())
     dense, expert, adapters = local_parameters(model, anatomy)
     counts = f"{dense:,} dense + {expert:,} expert{f' + {adapters:,} adapter' if adapters else ''} parameters"
     yield f"per rank   {counts}, {gib(bytes_to_load)} to load"

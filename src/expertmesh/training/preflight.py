@@ -28,8 +28,10 @@ from expertmesh.mesh import Layout, resolve_layout
 from expertmesh.parallel.context import refuse_context
 from expertmesh.parallel.mixing import carried_state
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_model
+from expertmesh.parallel.sequence import refuse_blocks
+from expertmesh.parallel.tensor_plan import tensor_plan
 from expertmesh.training.resume import config_differences, find_start, flat
-from expertmesh.weights.skeleton import build_meta_model, read_model_config
+from expertmesh.weights.skeleton import build_meta_model, kept_in_fp32, read_model_config
 
 MODEL, ADAPTER = "model", "adapter"
 # What a run that was killed before it had written config.yaml may have left behind; nothing of it is worth keeping.
@@ -71,6 +73,8 @@ def preflight(config: Config, world_size: int) -> Checked:
     for spec in anatomy.experts:
         expert_shard_dim(spec, layout)
         choose_backend(spec, config.moe.compute, getattr(torch, config.precision.compute))
+    refuse_blocks(model, anatomy, layout)
+    tensor_plan(model, anatomy, layout.tp, kept_in_fp32(model, getattr(torch, config.precision.compute)))
     accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
     if config.data.packing:
         _refuse_packing(config, model)
