@@ -13,7 +13,7 @@ from expertmesh.adapters.plan import adapt
 from expertmesh.adapters.start import start
 from expertmesh.config import LoraConfig, MoeConfig, PrecisionConfig
 from expertmesh.mesh import Mesh
-from expertmesh.parallel.checkpointing import checkpoint_blocks
+from expertmesh.parallel.checkpointing import CheckpointedLayers, CheckpointingMode, checkpoint_blocks
 from expertmesh.parallel.fsdp import shard
 from expertmesh.weights.audit import AuditMode, AuditReport, audit_weights
 from expertmesh.weights.load import LoadReport, fill
@@ -27,7 +27,8 @@ def parallelize(
     *,
     precision: PrecisionConfig | None = None,
     moe: MoeConfig | None = None,
-    activation_checkpointing: bool = False,
+    activation_checkpointing: CheckpointingMode | bool = "none",
+    checkpoint_layers: CheckpointedLayers = "all",
     lora: LoraConfig | None = None,
     seed: int = 42,
 ) -> PreTrainedModel:
@@ -47,8 +48,7 @@ def parallelize(
         adapt(model, lora, getattr(torch, precision.params), model.config.name_or_path or None)
     shard(model, mesh, precision, moe or MoeConfig(), kept_in_fp32=kept)
     start(model, seed)
-    if activation_checkpointing:
-        checkpoint_blocks(model)
+    checkpoint_blocks(model, activation_checkpointing, checkpoint_layers)
     return model
 
 
@@ -62,7 +62,8 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     attention: str = "auto",
-    activation_checkpointing: bool = False,
+    activation_checkpointing: CheckpointingMode | bool = "none",
+    checkpoint_layers: CheckpointedLayers = "all",
     audit: AuditMode = "sampled",
     seed: int = 42,
 ) -> PreTrainedModel:
@@ -84,6 +85,7 @@ def load_model(
         attention=attention,
         trust_remote_code=trust_remote_code,
         activation_checkpointing=activation_checkpointing,
+        checkpoint_layers=checkpoint_layers,
         lora=lora,
         name=str(name_or_path),
         revision=revision,
@@ -102,7 +104,8 @@ def prepare_model(
     moe: MoeConfig,
     attention: str = "auto",
     trust_remote_code: bool = False,
-    activation_checkpointing: bool = False,
+    activation_checkpointing: CheckpointingMode | bool = "none",
+    checkpoint_layers: CheckpointedLayers = "all",
     lora: LoraConfig | None = None,
     name: str | None = None,
     revision: str | None = None,
@@ -123,8 +126,7 @@ def prepare_model(
     if lora is not None:
         adapt(model, lora, getattr(torch, precision.params), name or config.name_or_path or None, revision)
     resolved = shard(model, mesh, precision, moe, kept_in_fp32=kept)
-    if activation_checkpointing:
-        checkpoint_blocks(model)
+    checkpoint_blocks(model, activation_checkpointing, checkpoint_layers)
     model.train()
     return model, resolved
 
