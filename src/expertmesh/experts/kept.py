@@ -95,6 +95,10 @@ def _during(run: _Run) -> Iterator[None]:
             yield
     finally:
         _run.reset(token)
+        if run.again:
+            # Now, not when Python finds the cycle that the exception makes by which torch ends a second run early.
+            run.kept.results.clear()
+            run.kept.attention.clear()
 
 
 class _AttentionOnce(TorchFunctionMode):

@@ -6,15 +6,16 @@ checkpointable works. `routing_contexts` makes the second run choose the same ex
 gets the token numbers of the first run back, since other micro-batches may have come in between.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
-from expertmesh.anatomy import describe
+from expertmesh.anatomy import Anatomy, describe
 from expertmesh.config.errors import InputError
 from expertmesh.experts.adapted import AdapterState, adapter_state
 from expertmesh.experts.kept import keeping_contexts
@@ -35,22 +36,20 @@ def checkpoint_blocks(
     `InputError` for a model that cannot do it.
     """
     mode = mode if isinstance(mode, str) else ("full" if mode else "none")
+    if mode not in get_args(CheckpointingMode):
+        raise InputError(f"activation_checkpointing is {mode!r}; set it to none, selective or full")
     if mode == "none":
         if layers != "all":
-            raise InputError(f"train.checkpoint_layers is {layers}, but train.activation_checkpointing is none")
+            raise InputError(f"checkpoint_layers is {layers}, but activation_checkpointing is none; set one of them")
         return
+    anatomy = describe(model)
+    refuse_checkpointing(model, anatomy, layers)
     state = adapter_state(model)
     makers: list[Callable[[], _Contexts]] = [routing_contexts]
     if mode == "selective":
         makers.append(keeping_contexts)
     if state is not None and state.dropout > 0.0:
         makers.append(partial(_numbering_contexts, state))
-    if not getattr(model, "supports_gradient_checkpointing", False):
-        raise InputError(
-            f"train.activation_checkpointing: {mode} is not supported by {type(model).__name__}; set it to none"
-        )
-    blocks = [model.get_submodule(name) for name in describe(model).blocks]
-    chosen = checkpointed_layers(layers, len(blocks))
     # transformers renamed its hook and deprecated the old name in 5.23; 5.17 has only that.
     options = {"use_reentrant": False, "context_fn": partial(_together, makers)}
     enable: Any = getattr(model, "activation_checkpointing_enable", None)
@@ -59,9 +58,10 @@ def checkpoint_blocks(
     else:
         enable = model.gradient_checkpointing_enable
         enable(gradient_checkpointing_kwargs=options)
-    for number, block in enumerate(blocks):
+    chosen = checkpointed_layers(layers, len(anatomy.blocks))
+    for number, name in enumerate(anatomy.blocks):
         if number not in chosen:
-            _leave_out(block, number)
+            model.get_submodule(name).gradient_checkpointing = False  # type: ignore[assignment]
 
 
 def checkpointed_layers(layers: CheckpointedLayers, blocks: int) -> list[int]:
@@ -69,6 +69,8 @@ def checkpointed_layers(layers: CheckpointedLayers, blocks: int) -> list[int]:
     if layers == "all":
         return list(range(blocks))
     if isinstance(layers, int):
+        if layers < 2:
+            raise InputError(f"checkpoint_layers is {layers}; set it to all, or to at least 2 for every Nth block")
         return list(range(0, blocks, layers))
     missing = [number for number in layers if not 0 <= number < blocks]
     if missing:
@@ -78,14 +80,26 @@ def checkpointed_layers(layers: CheckpointedLayers, blocks: int) -> list[int]:
     return sorted(set(layers))
 
 
-def _leave_out(block: nn.Module, number: int) -> None:
-    """Keep the activations of one block, by the switch that transformers gives each of them."""
-    if not isinstance(getattr(block, "gradient_checkpointing", None), bool):
+def refuse_checkpointing(model: nn.Module, anatomy: Anatomy, layers: CheckpointedLayers) -> None:
+    """Raise `InputError` for a model whose blocks cannot be recomputed, or not each by itself as `layers` asks."""
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise InputError(f"train.activation_checkpointing is not supported by {type(model).__name__}; set it to none")
+    if "value" in inspect.signature(model._set_gradient_checkpointing).parameters:  # type: ignore[arg-type]
+        # transformers drops the options then, and with them what makes routing be decided once.
         raise InputError(
-            f"train.checkpoint_layers leaves out block {number}, but {type(block).__name__} has no switch of its own; "
-            "set train.checkpoint_layers to all"
+            f"train.activation_checkpointing: the code of {type(model).__name__} has the switch in an old form, which "
+            "takes no options; set it to none"
         )
-    block.gradient_checkpointing = False  # type: ignore[assignment]
+    checkpointed_layers(layers, len(anatomy.blocks))
+    blocks = (model.get_submodule(name) for name in anatomy.blocks)
+    joint = next(
+        (block for block in blocks if not isinstance(getattr(block, "gradient_checkpointing", None), bool)), None
+    )
+    if layers != "all" and joint is not None:
+        raise InputError(
+            f"train.checkpoint_layers is {layers}, but transformers has no switch for each {type(joint).__name__} of "
+            f"{model.config.model_type}; set train.checkpoint_layers to all"  # type: ignore[union-attr]
+        )
 
 
 def _together(makers: Sequence[Callable[[], _Contexts]]) -> _Contexts:

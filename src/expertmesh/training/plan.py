@@ -14,6 +14,7 @@ from expertmesh.data import DataReport, TrainingBatches
 from expertmesh.experts.balance import Balance, attached_balance
 from expertmesh.mesh import Mesh
 from expertmesh.parallel.checkpointing import CheckpointedLayers, CheckpointingMode, checkpointed_layers
+from expertmesh.parallel.compiling import compiled_parts
 from expertmesh.training.preflight import Checked
 
 
@@ -48,6 +49,8 @@ def plan_lines(
     if lora is not None:
         yield from (f"lora       {line}" for line in adapter_plan_lines(lora, anatomy))
     yield f"memory     {_checkpointing_line(checkpointing, config.train.checkpoint_layers, len(anatomy.blocks))}"
+    if config.train.compile:
+        yield f"compile    {_compile_line(model, anatomy)}"
     for report in reports:
         yield from (f"data       {line}" for line in report.lines())
     train, ranks = config.train, layout.data_ranks
@@ -87,6 +90,12 @@ def _checkpointing_line(mode: CheckpointingMode, layers: CheckpointedLayers, blo
         return f"activation checkpointing {mode}"
     chosen = checkpointed_layers(layers, blocks)
     return f"activation checkpointing {mode} of {len(chosen)} of {blocks} blocks ({', '.join(map(str, chosen))})"
+
+
+def _compile_line(model: nn.Module, anatomy: Anatomy) -> str:
+    parts = list(compiled_parts(model, anatomy))
+    kinds = dict.fromkeys(type(model.get_submodule(name)).__name__ for name in parts)
+    return f"{len(parts)} dense parts of {len(anatomy.blocks)} blocks ({', '.join(kinds)})"
 
 
 def _experts_line(anatomy: Anatomy) -> str:

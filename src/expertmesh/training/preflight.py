@@ -25,6 +25,8 @@ from expertmesh.data import load_tokenizer
 from expertmesh.data.loader import accumulation_of
 from expertmesh.experts.layer import choose_backend
 from expertmesh.mesh import Layout, resolve_layout
+from expertmesh.parallel.checkpointing import refuse_checkpointing
+from expertmesh.parallel.compiling import refuse_compile
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_model
 from expertmesh.training.resume import config_differences, find_start, flat
 from expertmesh.weights.skeleton import build_meta_model, read_model_config
@@ -77,6 +79,10 @@ def preflight(config: Config, world_size: int) -> Checked:
     if config.lora is not None:
         check_files(adapt(model, config.lora, getattr(torch, config.precision.params), config.model.name_or_path))
     refuse_model(model, anatomy, config.moe)
+    if config.train.activation_checkpointing in ("selective", "full"):
+        refuse_checkpointing(model, anatomy, config.train.checkpoint_layers)
+    if config.train.compile:
+        refuse_compile(model, layout)
     load_tokenizer(config.model)
     return Checked(model_config, directory, anatomy, layout)
 

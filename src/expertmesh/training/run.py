@@ -117,6 +117,7 @@ def _train(config: Config, control: Control, checked: Checked, device: torch.dev
         trust_remote_code=config.model.trust_remote_code,
         activation_checkpointing=checkpointing,
         checkpoint_layers=config.train.checkpoint_layers,
+        compile=config.train.compile,
         lora=config.lora,
         name=config.model.name_or_path,
         revision=config.model.revision,
