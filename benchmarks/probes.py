@@ -129,16 +129,27 @@ def peak_allocated_bytes(run: Callable[[], object]) -> int:
     Exact, from torch's allocator: unlike resident memory it does not depend on what the C library keeps or
     gives back.
     """
+    live = peak = 0
+    for change in _allocations(run):
+        live += change
+        peak = max(peak, live)
+    return peak
+
+
+def held_bytes(run: Callable[[], object]) -> int:
+    """CPU tensor memory that `run` leaves behind, its result included: for a forward, what backward needs. Exact."""
+    return sum(_allocations(run))
+
+
+def _allocations(run: Callable[[], object]) -> list[int]:
+    """What `run` allocated (positive) and freed (negative), in bytes and in order."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
+        result = run()
     results = profiler.profiler.kineto_results if profiler.profiler else None
     assert results is not None
     changes = [event for event in results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(changes, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
+    del result
+    return [event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())]
 
 
 def _status_bytes(field: str) -> int:

@@ -27,6 +27,7 @@ from expertmesh.data import (
 )
 from expertmesh.mesh import Mesh, current_device, init_mesh, set_timeout, start_process_group
 from expertmesh.model import load_weights, prepare_model
+from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.training.checkpoints import open_checkpoints
 from expertmesh.training.control import Control
 from expertmesh.training.lock import RunLock
@@ -105,7 +106,7 @@ def _train(config: Config, control: Control, checked: Checked, device: torch.dev
     start = Path(shared) if (shared := from_first(str(found or ""))) else None
 
     torch.manual_seed(config.train.seed + mesh.rank)
-    checkpointing = checkpoints_activations(config, mesh)
+    checkpointing = checkpointing_mode(config, mesh)
     model, resolved = prepare_model(
         checked.model_config,
         checked.directory,
@@ -115,6 +116,8 @@ def _train(config: Config, control: Control, checked: Checked, device: torch.dev
         attention=config.model.attention,
         trust_remote_code=config.model.trust_remote_code,
         activation_checkpointing=checkpointing,
+        checkpoint_layers=config.train.checkpoint_layers,
+        compile=config.train.compile,
         lora=config.lora,
         name=config.model.name_or_path,
         revision=config.model.revision,
@@ -229,10 +232,12 @@ def _load(
     return optimizer, counters
 
 
-def checkpoints_activations(config: Config, mesh: Mesh) -> bool:
-    """`auto` recomputes on accelerators, where memory is what runs out, and keeps activations on a CPU."""
+def checkpointing_mode(config: Config, mesh: Mesh) -> CheckpointingMode:
+    """`auto` recomputes whole blocks on accelerators, where memory is what runs out, and keeps activations on a CPU."""
     mode = config.train.activation_checkpointing
-    return mesh.device.type != "cpu" if mode == "auto" else mode == "full"
+    if mode == "auto":
+        return "none" if mesh.device.type == "cpu" else "full"
+    return mode
 
 
 def _dataset(config: Config, part: str, tokenizer: Any, checked: Checked) -> tuple[TokenizedDataset, DataReport]:
