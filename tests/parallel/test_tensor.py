@@ -169,6 +169,27 @@ def test_router_losses_count_every_token_once() -> None:
         assert found.load == 2 * 2 * sum(len(ids) for ids, _ in want.rows)
 
 
+def _losses_with_and_without_gradients() -> tuple[float, float, float]:
+    model = tiny_model("deepseek_v3")
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(tp=2, ep=2)))
+    ids_BS = torch.randint(96, (2, 15), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for training in (False, True, False):
+        with torch.set_grad_enabled(training):
+            share = em.causal_lm_loss(model, {"input_ids": ids_BS, "labels": ids_BS}, target_tokens=28)
+        if training:
+            share.backward()
+        total = share.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total))
+    return losses[0], losses[1], losses[2]
+
+
+def test_evaluation_gives_the_same_loss_and_leaves_training_alone() -> None:
+    for before, training, after in run_ranks(_losses_with_and_without_gradients, 2):
+        assert before == training == after
+
+
 def _sent(parallel: em.ParallelConfig, tamper: Callable[[Mesh], None] | None = None) -> int:
     """Bytes that this rank hands to all-to-alls in one forward and backward."""
     model = tiny_model("qwen3_moe")
@@ -242,7 +263,7 @@ def test_bytes_over_tp_are_those_of_the_formula(checkpointed: bool) -> None:
     for family, changes, parts, features in [
         ("qwen3_moe", {"mlp_only_layers": [0]}, 3, 0),
         ("deepseek_v3", {}, 4, 0),
-        ("olmoe", {}, 2, 2 * 16 * (32 + 2 * 16) * 4),  # and queries, keys and values of all heads, put together again
+        ("olmoe", {}, 2, 2 * 16 * (32 + 16) * 4),  # and queries and keys of all heads, for their norms
     ]:
         expected = (parts * passes + 2) * states + parts * (passes // 2) * features
         counted = run_ranks(_exchanged, 2, family, changes, checkpointed)
