@@ -179,6 +179,11 @@ def _output_arguments(parser: argparse.ArgumentParser, default_dtype: str) -> No
     parser.add_argument("--trust-remote-code", action="store_true", help="let the model's own Python code run")
 
 
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="the output_dir of a run, finished or not")
+    parser.add_argument("--output", metavar="FILE", help="where to write the page (default: RUN/report.html)")
+
+
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
@@ -246,6 +251,12 @@ def _merge(options: argparse.Namespace) -> int:
     )
 
 
+def _report(options: argparse.Namespace) -> int:
+    from expertmesh.cli import report
+
+    return report.run(options.run, options.output)
+
+
 VERBS = {
     "train": Verb("fine-tune the model that a YAML file describes", _train_arguments, _train),
     "inspect": Verb("show what a model is made of and how it can be laid out", _inspect_arguments, _inspect),
@@ -253,4 +264,5 @@ VERBS = {
     "verify": Verb("compare a checkpoint with its hashes and look at each of its experts", _verify_arguments, _verify),
     "export": Verb("write a checkpoint as a plain Hugging Face directory", _export_arguments, _export),
     "merge": Verb("write an adapter and its base as one plain Hugging Face directory", _merge_arguments, _merge),
+    "report": Verb("write one HTML page about a run", _report_arguments, _report),
 }
