@@ -26,6 +26,8 @@ Unit = Literal["", "GiB"]
 _GIB = 2.0**30
 # A point between two gaps has no line; with few points each of them is shown.
 _FEW = 60
+# Ticks of the scale for loads; one expert of 256 can have them all.
+_LOADS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def draw_lines(
             low, high = line.low / scale, line.high / scale
             axes.fill_between(line.step, low, high, color=FIRST, alpha=0.25, linewidth=0, label="lowest to highest")
         elif line.smooth is not None:
-            axes.plot(line.step, line.middle / scale, color=FIRST, alpha=0.4, linewidth=0.9, label="each row")
+            axes.plot(line.step, line.middle / scale, color=FIRST, alpha=0.5, linewidth=0.9, label="each row")
         shown = "o" if len(line.step) <= _FEW else None
         axes.plot(line.step, strong / scale, color=FIRST, linewidth=1.8, marker=shown, markersize=3.5, label=label)
         alone = np.isfinite(line.middle) & _gap_on_both_sides(line.middle)
@@ -89,6 +91,7 @@ def draw_lines(
         if not log:
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
         _mark(axes, marks)
+        axes.margins(x=0.02)
         _steps(axes)
         if len(axes.get_legend_handles_labels()[1]) > 1:
             figure.legend(
@@ -133,12 +136,15 @@ def draw_heat_map(
         bar.outline.set_visible(False)
         bar.ax.yaxis.set_minor_locator(NullLocator())
         if log:
-            ticks = [tick for tick in (1, 1.5, 2, 3, 5, 8, 12, 20, 40, 80, 160, 320) if low <= tick <= high]
+            ticks = [tick for tick in _LOADS if low <= tick <= high]
             bar.set_ticks(ticks)
-        elif float(high).is_integer() and high - low <= 8:
-            bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+        else:
+            bar.ax.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=high > 1, steps=[1, 2, 5, 10]))
         bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-        _mark(axes, marks)
+        # On a picture, a line that is seen on its dark and on its bright parts.
+        for step in marks.resumed:
+            axes.axvline(step + 0.5, color="#ffffff", linewidth=1.6, zorder=4)
+        _mark(axes, marks, line_colour="#000000")
         _steps(axes)
         return to_html(figure, name, description)
 
@@ -189,11 +195,11 @@ def _steps(axes: Axes) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value) if value >= 1e4 else f"{value:,.0f}"))
 
 
-def _mark(axes: Axes, marks: Marks) -> None:
+def _mark(axes: Axes, marks: Marks, line_colour: str = INK) -> None:
     """Skipped steps as triangles at the upper edge, resumed runs as dashed lines."""
     edge = axes.get_xaxis_transform()
     for step in marks.resumed:
-        axes.axvline(step + 0.5, color=INK, linewidth=0.9, linestyle=(0, (2, 2)), alpha=0.7, zorder=4)
+        axes.axvline(step + 0.5, color=line_colour, linewidth=1, linestyle=(0, (2, 2)), zorder=4)
     if marks.skipped:
         axes.plot(
             marks.skipped, np.ones(len(marks.skipped)), linestyle="none", marker="v", markersize=6, color=BAD,

@@ -52,7 +52,8 @@ pre {
 .cards dd small { display: block; font-size: .8rem; color: var(--soft); line-height: 1.35; }
 .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 27rem), 1fr)); gap: 1.75rem 2rem; }
 figure { margin: 0; break-inside: avoid; min-width: 0; }
-figcaption { font-weight: 600; margin-bottom: .35rem; }
+.figures figure { display: grid; grid-template-rows: subgrid; grid-row: span 2; row-gap: .35rem; align-items: start; }
+figcaption { font-weight: 600; }
 figcaption span { display: block; font-weight: 400; font-size: .86rem; line-height: 1.4; }
 svg { display: block; width: 100%; height: auto; overflow: visible; }
 svg * { stroke-linejoin: round; stroke-linecap: butt; }

@@ -92,7 +92,11 @@ def _figures(run: Run) -> Iterator[tuple[str, object, str]]:
             f"{duration(middle(metrics.step_seconds()))} a step",
         )
         skipped = len(metrics.skipped)
-        yield "Skipped steps", tag("span", f"{skipped:,}", class_="bad" if skipped else None), "for a value that was not finite"
+        yield (
+            "Skipped steps",
+            tag("span", f"{skipped:,}", class_="bad" if skipped else None),
+            "for a value that was not finite",
+        )
     if metrics.layers:
         load, dead = (lately(metrics.load_SL[key]) for key in ("max_over_mean", "dead"))
         detail = "busiest expert over the mean, worst layer, lately"
