@@ -145,6 +145,8 @@ def _train(config: Config, control: Control, checked: Checked, device: torch.dev
             print(line, flush=True)
             printed.append(line)
     optimizer, counters = _load(config, control, checked, mesh, model, start, changes)
+    with together("opening the metrics"):
+        reporter = open_reporter(config.log, directory, total_steps, is_main=mesh.rank == 0, done=counters.step)
     record_start(
         config,
         checked,
@@ -159,8 +161,6 @@ def _train(config: Config, control: Control, checked: Checked, device: torch.dev
         after_step=counters.step,
         printed=printed,
     )
-    with together("opening the metrics"):
-        reporter = open_reporter(config.log, directory, total_steps, is_main=mesh.rank == 0, done=counters.step)
     loop = TrainingLoop(
         config=config,
         mesh=mesh,
