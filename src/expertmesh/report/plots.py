@@ -69,7 +69,7 @@ def draw_lines(
         strong = line.smooth if line.smooth is not None else line.middle
         if line.rows_per_point > 1:
             low, high = line.low / scale, line.high / scale
-            axes.fill_between(line.step, low, high, color=FIRST, alpha=0.25, linewidth=0, label="lowest to highest")
+            axes.fill_between(line.step, low, high, color=FIRST, alpha=0.35, linewidth=0, label="lowest to highest")
         elif line.smooth is not None:
             axes.plot(line.step, line.middle / scale, color=FIRST, alpha=0.5, linewidth=0.9, label="each row")
         shown = "o" if len(line.step) <= _FEW else None
@@ -192,7 +192,10 @@ def _figure() -> "Iterator[tuple[Figure, Axes]]":
 def _steps(axes: Axes) -> None:
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value) if value >= 1e4 else f"{value:,.0f}"))
+    thousands = axes.get_xlim()[1] >= 1e4
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value / 1000:,g}k" if thousands and value else f"{value:,.0f}")
+    )
 
 
 def _mark(axes: Axes, marks: Marks, line_colour: str = INK) -> None:
