@@ -36,6 +36,7 @@ from expertmesh.training.metrics import open_reporter
 from expertmesh.training.optimizer import build_optimizer, build_schedule
 from expertmesh.training.plan import plan_lines
 from expertmesh.training.preflight import ADAPTER, MODEL, Checked, preflight
+from expertmesh.training.recording import record_start
 from expertmesh.training.resume import Counters, Identity, check_start, find_start
 from expertmesh.training.weights_report import AUDIT_FILE, adapter_lines, loaded_lines, saved_lines
 from expertmesh.weights.agree import from_first, together
@@ -128,6 +129,7 @@ def _train(config: Config, control: Control, checked: Checked, device: torch.dev
     with together("writing the configuration"):
         if mesh.rank == 0:
             _write_config(config, directory / "config.yaml")
+    printed: list[str] = []
     if mesh.rank == 0:
         if start is None and (directory / "metrics.jsonl").exists():
             print(f"{directory} holds an unfinished run without a checkpoint; it starts again from the beginning")
@@ -144,9 +146,24 @@ def _train(config: Config, control: Control, checked: Checked, device: torch.dev
             checkpointing=checkpointing,
         ):
             print(line, flush=True)
+            printed.append(line)
     optimizer, counters = _load(config, control, checked, mesh, model, start, changes)
     with together("opening the metrics"):
         reporter = open_reporter(config.log, directory, total_steps, is_main=mesh.rank == 0, done=counters.step)
+    record_start(
+        config,
+        checked,
+        mesh,
+        model,
+        resolved,
+        reports,
+        batches,
+        total_steps=total_steps,
+        bytes_to_load=to_load,
+        checkpointing=checkpointing,
+        after_step=counters.step,
+        printed=printed,
+    )
     loop = TrainingLoop(
         config=config,
         mesh=mesh,

@@ -8,6 +8,7 @@ calls.
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -29,14 +30,14 @@ class Traffic:
     bytes: int = 0
 
 
-class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CollectiveCounter(TorchDispatchMode):
     """Counts every c10d operation issued under it, by kind: all_to_all, all_gather, reduce_scatter, ...
 
     Raises RuntimeError on a communicating c10d operation that it does not know, rather than miss its bytes.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.traffic: dict[str, Traffic] = {}
 
     def __torch_dispatch__(
@@ -143,6 +144,7 @@ def held_bytes(run: Callable[[], object]) -> int:
 
 def _allocations(run: Callable[[], object]) -> list[int]:
     """What `run` allocated (positive) and freed (negative), in bytes and in order."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells every start on stderr
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = run()
     results = profiler.profiler.kineto_results if profiler.profiler else None
@@ -150,6 +152,12 @@ def _allocations(run: Callable[[], object]) -> list[int]:
     changes = [event for event in results.events() if event.name() == "[memory]"]
     del result
     return [event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the accelerator; nothing to wait for on CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def _status_bytes(field: str) -> int:
