@@ -25,6 +25,7 @@ from expertmesh.experts.adapted import adapter_state
 from expertmesh.experts.balance import attach_balance, balance_of
 from expertmesh.experts.layer import install
 from expertmesh.mesh import Mesh, attach_mesh
+from expertmesh.parallel.pipeline import cut, pipeline_of
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_mixed_dtypes, refuse_model
 from expertmesh.parallel.sequence import split_blocks
 
@@ -53,6 +54,9 @@ def shard(
         for name in anatomy.routers:
             model.get_submodule(name).requires_grad_(False)
 
+    balance, whole = balance_of(model, anatomy, moe), anatomy
+    if mesh.layout.pp > 1:
+        anatomy = cut(model, anatomy, mesh, compute)
     resolved = install(model, anatomy, mesh, dispatch=moe.dispatch, compute=moe.compute, dtype=compute)
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute == master else compute,  # of masters; a frozen base is in it already
@@ -63,8 +67,8 @@ def shard(
     placed = _place_experts(model, anatomy, mesh, policy)
     _place_dense(model, anatomy, mesh, policy, placed, exempt)
     attach_mesh(model, mesh)
-    split_blocks(model, anatomy, mesh)
-    attach_balance(model, balance_of(model, anatomy, moe))
+    split_blocks(model, whole, mesh)
+    attach_balance(model, balance)
     return resolved
 
 
@@ -131,8 +135,9 @@ def _place_dense(
         _sum_gradients(group[0])
     blocks = [model.get_submodule(name) for name in anatomy.blocks]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-    tied = head is not None and head.weight is embedding.weight
-    for module in [*blocks, *([] if tied else [embedding])]:
+    absent = next(embedding.parameters(), None) is None  # on another pipeline stage
+    tied = head is not None and not absent and getattr(head, "weight", None) is embedding.weight
+    for module in [*blocks, *([] if tied or absent else [embedding])]:
         fully_shard(module, mesh=mesh.dense_shard, mp_policy=policy, ignored_params=experts)
         _sum_gradients(module)
     fully_shard(model, mesh=mesh.dense_shard, mp_policy=policy, ignored_params=experts)
@@ -179,7 +184,10 @@ def _prefetch(model: nn.Module, anatomy: Anatomy) -> None:
         inside = [spec.name for spec in anatomy.experts if _in(spec.name, block)]
         modules = [model.get_submodule(name) for name in (block, *inside)]
         units.append([cast(FSDPModule, module) for module in modules if isinstance(module, FSDPModule)])
-    for unit, following in itertools.pairwise(units):
+    pipeline = pipeline_of(model)
+    for number, (unit, following) in enumerate(itertools.pairwise(units)):
+        if pipeline is not None and pipeline.stage_starts(anatomy.blocks[number + 1]):
+            continue  # what runs next is another stage
         unit[0].set_modules_to_forward_prefetch(following)
         following[0].set_modules_to_backward_prefetch(list(unit))
 

@@ -1,0 +1,260 @@
+"""Pipeline parallelism: each pp rank keeps the blocks of its stages; everything else of the model becomes a placeholder.
+
+Blocks of other stages are replaced by modules without parameters that keep the places, so that the names of what stays
+do not depend on the cut. The family's own forward still runs from end to end on every stage, on the whole batch: it
+computes masks, rotary tables and whatever else blocks get, from token and position ids. Only the hidden state comes
+from elsewhere: it enters where the placeholder before the first block of a stage would give it, and leaves where the
+one behind the last block gets it. What stands before the blocks (embedding) is on the first stage, what stands behind
+them (final norm, head) on the last; a weight that is tied between the two is on both.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from expertmesh.anatomy import Anatomy
+from expertmesh.config.errors import InputError
+from expertmesh.experts.adapted import adapter_state
+from expertmesh.mesh import Layout, Mesh
+from expertmesh.parallel.sequence import decoder_blocks
+from expertmesh.parallel.stage_probe import Decoder, probe
+from expertmesh.parallel.stages import plan_stages
+from expertmesh.whole import Whole, keep_whole, twin_on_meta, whole_state
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pipeline:
+    """How a model was cut. `blocks` are the whole decoder's, `stages` the numbers of each stage's blocks. `hidden` and
+    `dtype`: what the hidden state between stages is, beside rows and positions.
+    """
+
+    mesh: Mesh
+    blocks: tuple[str, ...]
+    stages: tuple[range, ...]
+    hidden: tuple[int, ...]
+    dtype: torch.dtype
+    # Stand in for blocks of this rank's other stages while one of them runs.
+    idle: dict[int, "Placeholder"] = field(default_factory=dict)
+
+    @property
+    def own_stages(self) -> tuple[int, ...]:
+        """The numbers of this rank's stages."""
+        return stages_of(self.mesh.layout, self.mesh.coordinate("pp"))
+
+    @property
+    def own_blocks(self) -> list[int]:
+        return [block for stage in self.own_stages for block in self.stages[stage]]
+
+    def stage_starts(self, block: str) -> bool:
+        """Whether `block` is the first of a stage."""
+        return any(self.blocks[numbers.start] == block for numbers in self.stages)
+
+    def is_last(self, stage: int) -> bool:
+        return stage == len(self.stages) - 1
+
+
+def stages_of(layout: Layout, pp_rank: int) -> tuple[int, ...]:
+    """Which stages one pp rank holds."""
+    return tuple(range(pp_rank, layout.pp * layout.pp_virtual_stages, layout.pp))
+
+
+def pipeline_of(model: nn.Module) -> Pipeline | None:
+    """How `model` was cut; None for one that is whole on every rank."""
+    pipeline = getattr(model, "_expertmesh_pipeline", None)
+    return pipeline if isinstance(pipeline, Pipeline) else None
+
+
+def refuse_stages(model: nn.Module, anatomy: Anatomy, layout: Layout) -> tuple[Decoder, tuple[range, ...]]:
+    """What a cut needs to know. Raises `InputError` by name for a decoder that cannot be cut; nothing is changed."""
+    blocks = decoder_blocks(anatomy)
+    stages = plan_stages(model, anatomy, blocks, layout)
+    return probe(twin_on_meta(model), blocks, anatomy.experts), stages
+
+
+def cut(model: nn.Module, anatomy: Anatomy, mesh: Mesh, dtype: torch.dtype) -> Anatomy:
+    """Keep what this rank's stages hold of `model`, in place; returns the anatomy of that. No communication.
+
+    `dtype` is the compute dtype. Everything that asks about the whole model goes through whole.py from now on.
+    """
+    decoder, stages = refuse_stages(model, anatomy, mesh.layout)
+    blocks = decoder_blocks(anatomy)
+    pipeline = Pipeline(mesh, tuple(blocks), stages, decoder.hidden, dtype)
+    parts = _parts(model, decoder, blocks, mesh.layout, stages)
+    rank = mesh.coordinate("pp")
+    keep_whole(model, _whole(model, parts, mesh))
+    state = adapter_state(model)
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    for name, ranks in parts.items():
+        if rank in ranks:
+            continue
+        module = model.get_submodule(name)
+        stand_in: nn.Module
+        if name in blocks:
+            stand_in = Placeholder(module)
+        elif any(part is embedding for part in module.modules()):
+            stand_in = _NoEmbedding(embedding, dtype)
+        else:
+            stand_in = _PassThrough(module)
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, stand_in)
+    pipeline.idle.update({number: _idle(model.get_submodule(blocks[number])) for number in pipeline.own_blocks})
+    model._expertmesh_pipeline = pipeline  # type: ignore[assignment]
+    if state is not None:
+        # Found by `adapter_state` also where no module of the stage is adapted.
+        model._expertmesh_adapter = state  # type: ignore[assignment]
+    gone = [name for name, ranks in parts.items() if rank not in ranks]
+    return _without(anatomy, gone)
+
+
+@contextmanager
+def running(model: nn.Module, stage: int, received: torch.Tensor | None) -> Iterator["Leaving"]:
+    """While the model's forward runs one stage: only its blocks compute, the first of them on `received`, the hidden
+    state `[B, S, ...]` of this rank's positions (None on the first stage).
+    """
+    pipeline = pipeline_of(model)
+    assert pipeline is not None
+    active = pipeline.stages[stage]
+    blocks = model.get_submodule(pipeline.blocks[0].rpartition(".")[0])._modules
+    keys = [name.rpartition(".")[2] for name in pipeline.blocks]
+    idle = {keys[n]: pipeline.idle[n] for n in pipeline.own_blocks if n not in active}
+    computing = {key: blocks[key] for key in idle}
+    blocks.update(idle)
+    leaving = Leaving()
+    enter = blocks[keys[active.start - 1]] if active.start else None
+    leave = blocks[keys[active.stop]] if active.stop < len(keys) else None
+    try:
+        if enter is not None:
+            assert isinstance(enter, Placeholder)
+            enter.gives = received
+        if leave is not None:
+            assert isinstance(leave, Placeholder)
+            leave.catches = leaving
+        yield leaving
+    finally:
+        if isinstance(enter, Placeholder):
+            enter.gives = None
+        if isinstance(leave, Placeholder):
+            leave.catches = None
+        blocks.update(computing)
+
+
+@dataclass(slots=True)
+class Leaving:
+    """The hidden state behind a stage's last block, once it has run; None on the last stage, whose base gives it."""
+
+    hidden: torch.Tensor | None = None
+
+
+class Placeholder(nn.Module):
+    """In the place of a block that does not compute here: gives its input on, and has the block's plain attributes."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(block).items():
+            if not name.startswith("_") and not isinstance(value, torch.Tensor | nn.Module) and name != "training":
+                setattr(self, name, value)
+        self.gives: torch.Tensor | None = None
+        self.catches: Leaving | None = None
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.catches is not None:
+            self.catches.hidden = hidden_states
+        return hidden_states if self.gives is None else self.gives
+
+
+def _idle(block: nn.Module) -> Placeholder:
+    placeholder = Placeholder(block)
+    # A child, so that whoever walks through the model while another stage runs (FSDP2, transformers) finds it.
+    placeholder.block = block
+    return placeholder
+
+
+class _PassThrough(nn.Module):
+    """In the place of a module around the blocks that is on another stage: gives its first argument back."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.stands_for = type(module).__name__
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if args else next(iter(kwargs.values()))
+
+
+class _NoEmbedding(nn.Module):
+    """In the place of the embedding: zeros of its shape and dtype, which take no memory and which no block sees."""
+
+    def __init__(self, embedding: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        weight = embedding.weight
+        assert isinstance(weight, torch.Tensor)
+        self.num_embeddings, self.embedding_dim = weight.shape[0], weight.shape[-1]
+        self.padding_idx = getattr(embedding, "padding_idx", None)
+        self.dtype = dtype
+
+    def forward(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        zero = torch.zeros((), dtype=self.dtype, device=input_ids.device)
+        return zero.expand(*input_ids.shape, self.embedding_dim)
+
+
+def _parts(
+    model: nn.Module, decoder: Decoder, blocks: Sequence[str], layout: Layout, stages: tuple[range, ...]
+) -> dict[str, frozenset[int]]:
+    """The modules that not every pp rank holds, by name, and the pp ranks that do."""
+    parts = {}
+    for stage, numbers in enumerate(stages):
+        parts |= {blocks[number]: frozenset([stage % layout.pp]) for number in numbers}
+    ends = ((decoder.before, 0), (decoder.behind, (len(stages) - 1) % layout.pp))
+    for names, rank in ends:
+        for name in sorted(names):
+            if not any(name.startswith(f"{part}.") for part in parts):
+                parts[_outermost(model, name, names, blocks)] = frozenset([rank])
+    return parts
+
+
+def _outermost(model: nn.Module, parameter: str, among: frozenset[str], blocks: Sequence[str]) -> str:
+    """The largest module around `parameter` all of whose parameters are `among` those of the same end."""
+    steps = parameter.split(".")[:-1]
+    for depth in range(1, len(steps) + 1):
+        name = ".".join(steps[:depth])
+        inside = {leaf for leaf, _ in model.get_submodule(name).named_parameters(name, remove_duplicate=False)}
+        if inside <= among and not any(block.startswith(f"{name}.") for block in blocks):
+            return name
+    family = model.config.model_type  # type: ignore[union-attr]
+    raise InputError(
+        f"parallel.pp: {family} cannot be cut into stages: {parameter} belongs to a module that holds the blocks, or "
+        "parameters from both ends of them; set parallel.pp to 1"
+    )
+
+
+def _whole(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh) -> Whole:
+    """What is in several stages, and who answers for it: the first of them."""
+    everywhere = frozenset(range(mesh.layout.pp))
+    holders: dict[int, frozenset[int]] = {}
+    state = whole_state(model)
+    for name, tensor in state.items():
+        of_name = next((ranks for part, ranks in parts.items() if name.startswith(f"{part}.")), everywhere)
+        holders[id(tensor)] = holders.get(id(tensor), frozenset()) | of_name
+    rank = mesh.coordinate("pp")
+    held = {name: holders[id(tensor)] for name, tensor in state.items() if rank in holders[id(tensor)]}
+    return Whole(
+        twin=twin_on_meta(model),
+        copies=frozenset(name for name, ranks in held.items() if min(ranks) != rank),
+        copied=frozenset(name for name, ranks in held.items() if min(ranks) == rank and len(ranks) > 1),
+        is_first_rank=mesh.rank % mesh.layout.ranks_per_stage == 0,
+    )
+
+
+def _without(anatomy: Anatomy, gone: Sequence[str]) -> Anatomy:
+    def stays(name: str) -> bool:
+        return not any(name == part or name.startswith(f"{part}.") for part in gone)
+
+    return Anatomy(
+        blocks=tuple(filter(stays, anatomy.blocks)),
+        experts=tuple(spec for spec in anatomy.experts if stays(spec.name)),
+        routers=tuple(filter(stays, anatomy.routers)),
+        shared_experts=tuple(filter(stays, anatomy.shared_experts)),
+    )
