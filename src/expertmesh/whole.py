@@ -107,6 +107,11 @@ def is_elsewhere(tensor: Tensor) -> bool:
     return place is not None and place.elsewhere
 
 
+def elsewhere(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Stands for a tensor that only other stages hold."""
+    return _elsewhere(torch.empty(shape, dtype=dtype, device="meta"))
+
+
 def is_copy(tensor: Tensor) -> bool:
     """Whether another stage holds `tensor` as well and answers for it."""
     place = place_of(tensor)

@@ -52,6 +52,7 @@ def probe(twin: nn.Module, blocks: Sequence[str], experts: Sequence[ExpertsSpec]
         # What they compute is no question here, and tokens cannot be sorted without values.
         module: Any = twin.get_submodule(spec.name)
         module.forward = _one_row if spec.call == "dense" else _weighted
+    twin.eval()  # dropout wants to know which tokens these are
     watch = _Watch(twin, blocks)
     try:
         with watch.hooks(), watch:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from torch import nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -12,7 +13,9 @@ from expertmesh.anatomy import Anatomy, is_adapter
 from expertmesh.config import Config
 from expertmesh.data import DataReport, TrainingBatches
 from expertmesh.experts.balance import Balance, attached_balance
-from expertmesh.mesh import Mesh
+from expertmesh.mesh import Layout, Mesh
+from expertmesh.parallel.pipeline import Pipeline, pipeline_of
+from expertmesh.training.pipeline import schedule_kind
 from expertmesh.training.preflight import Checked
 
 
@@ -33,6 +36,9 @@ def plan_lines(
     layout, anatomy = mesh.layout, checked.anatomy
     yield f"model      {config.model.name_or_path}: {checked.model_config.model_type}, " + _experts_line(anatomy)
     yield from (f"           {line}" for line in layout.table().splitlines())
+    pipeline = pipeline_of(model)
+    if pipeline is not None:
+        yield from (f"stages     {line}" for line in _stage_lines(pipeline, batches.accumulation))
     dense, expert, adapters = local_parameters(model, anatomy)
     counts = f"{dense:,} dense + {expert:,} expert{f' + {adapters:,} adapter' if adapters else ''} parameters"
     yield f"per rank   {counts}, {gib(bytes_to_load)} to load"
@@ -55,6 +61,36 @@ def plan_lines(
         f"× {batches.accumulation} accumulation"
     )
     yield f"steps      {total_steps} optimizer steps, {config.optim.name}, {config.schedule.name} schedule"
+
+
+def _stage_lines(pipeline: Pipeline, micro_batches: int) -> Iterator[str]:
+    """Which blocks are where, in which order micro-batches run, and how long ranks wait."""
+    layout, last = pipeline.mesh.layout, len(pipeline.stages) - 1
+    for stage, numbers in enumerate(pipeline.stages):
+        first_rank = stage % layout.pp * layout.ranks_per_stage
+        ranks = f"rank {first_rank}"
+        if layout.ranks_per_stage > 1:
+            ranks = f"ranks {first_rank} to {first_rank + layout.ranks_per_stage - 1}"
+        parts = ["embedding"] if stage == 0 else []
+        parts += [f"blocks {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"block {numbers[0]}"]
+        parts += ["final norm and head"] if stage == last else []
+        yield f"{stage}: {', '.join(parts)} on {ranks}"
+    name = {
+        ScheduleGPipe: "gpipe",
+        Schedule1F1B: "1f1b",
+        ScheduleInterleaved1F1B: "interleaved_1f1b",
+    }[schedule_kind(pipeline, micro_batches)]
+    if name == "gpipe" != layout.pp_schedule:
+        name = f"gpipe (what {layout.pp_schedule} is with fewer micro-batches than stages)"
+    bubble = bubble_fraction(layout, micro_batches)
+    yield f"{name}, {micro_batches} micro-batches a step; ranks wait {bubble:.0%} of the time if blocks take equally long"
+
+
+def bubble_fraction(layout: Layout, micro_batches: int) -> float:
+    """The share of a step in which a rank waits for others, with stages that take equally long and instant messages:
+    (pp - 1) / (v · m + pp - 1) for m micro-batches and v stages on each rank.
+    """
+    return (layout.pp - 1) / (layout.pp_virtual_stages * micro_batches + layout.pp - 1)
 
 
 def local_parameters(model: nn.Module, anatomy: Anatomy) -> tuple[int, int, int]:

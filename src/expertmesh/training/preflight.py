@@ -25,7 +25,9 @@ from expertmesh.data import load_tokenizer
 from expertmesh.data.loader import accumulation_of
 from expertmesh.experts.layer import choose_backend
 from expertmesh.mesh import Layout, resolve_layout
+from expertmesh.parallel.pipeline import refuse_stages
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_model
+from expertmesh.training.pipeline import interleaves
 from expertmesh.training.resume import config_differences, find_start, flat
 from expertmesh.weights.skeleton import build_meta_model, read_model_config
 
@@ -77,8 +79,24 @@ def preflight(config: Config, world_size: int) -> Checked:
     if config.lora is not None:
         check_files(adapt(model, config.lora, getattr(torch, config.precision.params), config.model.name_or_path))
     refuse_model(model, anatomy, config.moe)
+    if layout.pp > 1:
+        refuse_stages(model, anatomy, layout)
+        accumulation = accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
+        _refuse_interleaving(layout, accumulation)
     load_tokenizer(config.model)
     return Checked(model_config, directory, anatomy, layout)
+
+
+def _refuse_interleaving(layout: Layout, accumulation: int) -> None:
+    """A schedule that only some steps could run is refused, rather than replaced in all of them."""
+    if layout.pp_virtual_stages > 1 and not interleaves(accumulation, layout.pp):
+        rounds = accumulation // layout.pp
+        raise InputError(
+            f"parallel.pp_schedule: interleaved_1f1b runs micro-batches in {rounds} equal rounds, and the "
+            f"{accumulation} of a step (train.global_batch_size over data ranks and train.micro_batch_size) are no "
+            f"multiple of {rounds}; change train.global_batch_size so that they are a multiple of {layout.pp}, or set "
+            "parallel.pp_virtual_stages to 1"
+        )
 
 
 def refuse_output_dir(config: Config) -> None:
