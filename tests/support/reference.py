@@ -169,10 +169,16 @@ def train_sharded(
 
 
 def of_all_stages(model: nn.Module, mesh: Mesh, value: Callable[[nn.Parameter], Any]) -> dict[str, torch.Tensor]:
-    """`value` of each parameter, whole, by name; with pipeline stages, those of all of them. Collective."""
-    own = {name: _full(value(parameter)) for name, parameter in own_parameters(model).items()}
+    """`value` of each parameter that trains, whole, by name; with pipeline stages, those of all of them. Collective."""
+    trained = {name: parameter for name, parameter in own_parameters(model).items() if parameter.requires_grad}
+    own = {name: _full(value(parameter)).detach() for name, parameter in trained.items()}
     if mesh.layout.pp == 1:
         return own
+    return joined_stages(own, mesh)
+
+
+def joined_stages(own: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
+    """What each stage has, of all of them; what several have must be equal. Collective along pp."""
     gathered: list[Any] = [None] * mesh.layout.pp
     dist.all_gather_object(gathered, own, group=mesh.pp_group)
     joined: dict[str, torch.Tensor] = {}

@@ -181,7 +181,9 @@ class _PassThrough(nn.Module):
         self.stands_for = type(module).__name__
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if args else next(iter(kwargs.values()))
+        given = args[0] if args else next(iter(kwargs.values()))
+        # FSDP2 wants no view from the root, and a head is asked about no token.
+        return given.clone() if isinstance(given, torch.Tensor) and given.numel() == 0 else given
 
 
 class _NoEmbedding(nn.Module):
