@@ -68,11 +68,34 @@ def pipeline_of(model: nn.Module) -> Pipeline | None:
     return pipeline if isinstance(pipeline, Pipeline) else None
 
 
-def refuse_stages(model: nn.Module, anatomy: Anatomy, layout: Layout) -> tuple[Decoder, tuple[range, ...]]:
-    """What a cut needs to know. Raises `InputError` by name for a decoder that cannot be cut; nothing is changed."""
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a model is going to be cut: the blocks of each stage; the modules that not every pp rank holds, by name, and
+    the pp ranks that do; the hidden state's dims beside rows and positions.
+    """
+
+    blocks: tuple[str, ...]
+    stages: tuple[range, ...]
+    parts: dict[str, frozenset[int]]
+    hidden: tuple[int, ...]
+
+
+def plan_cut(model: nn.Module, anatomy: Anatomy, layout: Layout) -> Cut:
+    """Raises `InputError` by name for a model that cannot be cut; nothing is changed. Every rank plans the same."""
     blocks = decoder_blocks(anatomy)
     stages = plan_stages(model, anatomy, blocks, layout)
-    return probe(twin_on_meta(model), blocks, anatomy.experts), stages
+    decoder = probe(twin_on_meta(model), blocks, anatomy.experts)
+    parts = _parts(model, decoder, blocks, layout, stages)
+    trained = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
+    for rank in range(layout.pp):
+        if not any(rank in ranks and _in(name, part) for part, ranks in parts.items() for name in trained):
+            own = stages_of(layout, rank)
+            numbers = [str(number) for stage in own for number in stages[stage]]
+            raise InputError(
+                f"parallel.pp: nothing on stage {own[0]} (blocks {', '.join(numbers)}) is trained, so that it would "
+                "only hand tokens on; set parallel.pp to 1, or widen lora.targets"
+            )
+    return Cut(tuple(blocks), stages, parts, decoder.hidden)
 
 
 def cut(model: nn.Module, anatomy: Anatomy, mesh: Mesh, dtype: torch.dtype) -> Anatomy:
@@ -80,10 +103,9 @@ def cut(model: nn.Module, anatomy: Anatomy, mesh: Mesh, dtype: torch.dtype) -> A
 
     `dtype` is the compute dtype. Everything that asks about the whole model goes through whole.py from now on.
     """
-    decoder, stages = refuse_stages(model, anatomy, mesh.layout)
-    blocks = decoder_blocks(anatomy)
-    pipeline = Pipeline(mesh, tuple(blocks), stages, decoder.hidden, dtype)
-    parts = _parts(model, decoder, blocks, mesh.layout, stages)
+    plan = plan_cut(model, anatomy, mesh.layout)
+    blocks, parts = plan.blocks, plan.parts
+    pipeline = Pipeline(mesh, blocks, plan.stages, plan.hidden, dtype)
     rank = mesh.coordinate("pp")
     keep_whole(model, _whole(model, parts, mesh))
     state = adapter_state(model)
@@ -205,14 +227,14 @@ class _NoEmbedding(nn.Module):
 def _parts(
     model: nn.Module, decoder: Decoder, blocks: Sequence[str], layout: Layout, stages: tuple[range, ...]
 ) -> dict[str, frozenset[int]]:
-    """The modules that not every pp rank holds, by name, and the pp ranks that do."""
-    parts = {}
+    """`Cut.parts`."""
+    parts: dict[str, frozenset[int]] = {}
     for stage, numbers in enumerate(stages):
         parts |= {blocks[number]: frozenset([stage % layout.pp]) for number in numbers}
     ends = ((decoder.before, 0), (decoder.behind, (len(stages) - 1) % layout.pp))
     for names, rank in ends:
         for name in sorted(names):
-            if not any(name.startswith(f"{part}.") for part in parts):
+            if not any(_in(name, part) for part in parts):
                 parts[_outermost(model, name, names, blocks)] = frozenset([rank])
     return parts
 
@@ -223,7 +245,7 @@ def _outermost(model: nn.Module, parameter: str, among: frozenset[str], blocks: 
     for depth in range(1, len(steps) + 1):
         name = ".".join(steps[:depth])
         inside = {leaf for leaf, _ in model.get_submodule(name).named_parameters(name, remove_duplicate=False)}
-        if inside <= among and not any(block.startswith(f"{name}.") for block in blocks):
+        if inside <= among and not any(_in(block, name) for block in blocks):
             return name
     family = model.config.model_type  # type: ignore[union-attr]
     raise InputError(
@@ -238,7 +260,7 @@ def _whole(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh) -> Wh
     holders: dict[int, frozenset[int]] = {}
     state = whole_state(model)
     for name, tensor in state.items():
-        of_name = next((ranks for part, ranks in parts.items() if name.startswith(f"{part}.")), everywhere)
+        of_name = next((ranks for part, ranks in parts.items() if _in(name, part)), everywhere)
         holders[id(tensor)] = holders.get(id(tensor), frozenset()) | of_name
     rank = mesh.coordinate("pp")
     held = {name: holders[id(tensor)] for name, tensor in state.items() if rank in holders[id(tensor)]}
@@ -250,9 +272,13 @@ def _whole(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh) -> Wh
     )
 
 
+def _in(name: str, parent: str) -> bool:
+    return name.startswith(f"{parent}.")
+
+
 def _without(anatomy: Anatomy, gone: Sequence[str]) -> Anatomy:
     def stays(name: str) -> bool:
-        return not any(name == part or name.startswith(f"{part}.") for part in gone)
+        return not any(name == part or _in(name, part) for part in gone)
 
     return Anatomy(
         blocks=tuple(filter(stays, anatomy.blocks)),

@@ -25,7 +25,7 @@ from expertmesh.data import load_tokenizer
 from expertmesh.data.loader import accumulation_of
 from expertmesh.experts.layer import choose_backend
 from expertmesh.mesh import Layout, resolve_layout
-from expertmesh.parallel.pipeline import refuse_stages
+from expertmesh.parallel.pipeline import plan_cut
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_model
 from expertmesh.training.pipeline import interleaves
 from expertmesh.training.resume import config_differences, find_start, flat
@@ -80,7 +80,7 @@ def preflight(config: Config, world_size: int) -> Checked:
         check_files(adapt(model, config.lora, getattr(torch, config.precision.params), config.model.name_or_path))
     refuse_model(model, anatomy, config.moe)
     if layout.pp > 1:
-        refuse_stages(model, anatomy, layout)
+        plan_cut(model, anatomy, layout)
         accumulation = accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
         _refuse_interleaving(layout, accumulation)
     load_tokenizer(config.model)
