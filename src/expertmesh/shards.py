@@ -74,8 +74,9 @@ def owns_copy(tensor: Tensor) -> bool:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's own storage of `tensor`, detached: writing into it writes into the parameter. Of what another pipeline
-    stage holds: an empty tensor on the CPU, that nobody reads.
+    """This rank's own storage of `tensor`, detached: writing into it writes into the parameter.
+
+    Of what another pipeline stage holds: an empty tensor on the CPU.
     """
     if is_elsewhere(tensor):
         return torch.empty([0] * tensor.dim(), dtype=tensor.dtype)

@@ -48,8 +48,9 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 def allocate_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 ) -> dict[str, Tensor]:
-    """Give `optimizer` empty slots for everything in `saved` (dtype and shape by name), and return them by name; not for
-    parameters that another pipeline stage holds.
+    """Give `optimizer` empty slots for everything in `saved` (dtype and shape by name), and return them by name.
+
+    Not for parameters that another pipeline stage holds.
 
     Raises `IntegrityError` for a slot that belongs to no trained parameter or does not fit it, with nothing changed.
     """

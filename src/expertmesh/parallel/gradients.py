@@ -22,16 +22,16 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None, norm_type: float =
 
     `model` is one that was parallelized; gradients must be complete (after the last backward of the step). `norm_type`
     is any p > 0 or infinity. With `max_norm=None` the norm is only measured. Every rank must call it: one all-reduce
-    of one number over the shard group, and one more over pp. Returns a 0-dim fp32 tensor (fp64 for fp64 gradients). A non-finite norm is
-    returned as it is and scales nothing, so that the caller can skip the step.
+    of one number over the shard group, and with pp one more over the stages. Returns a 0-dim fp32 tensor (fp64 for fp64
+    gradients). A non-finite norm is returned as it is and scales nothing, so that the caller can skip the step.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward without backward leaves the root's parameters gathered, and without gradients
-    parameters = [parameter for parameter in own_parameters(model).values() if parameter.grad is not None]
-    gradients = [_local(parameter.grad) for parameter in parameters]
+    parameters = own_parameters(model).values()
+    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     # A weight that two pipeline stages share counts once.
-    counted = [_local(parameter.grad) for parameter in parameters if not is_copy(parameter)]
+    counted = [_local(p.grad) for p in parameters if p.grad is not None and not is_copy(p)]
     total = global_norm(counted, norm_type, model)
     if max_norm is not None and gradients:
         # The same rule as torch.nn.utils.clip_grad_norm_, without waiting for the device to decide.

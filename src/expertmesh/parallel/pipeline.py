@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each pp rank keeps the blocks of its stages; everything else of the model becomes a placeholder.
+"""Pipeline parallelism: each pp rank keeps the blocks of its stages; the rest of the model becomes placeholders.
 
 Blocks of other stages are replaced by modules without parameters that keep the places, so that the names of what stays
 do not depend on the cut. The family's own forward still runs from end to end on every stage, on the whole batch: it

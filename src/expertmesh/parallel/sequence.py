@@ -80,7 +80,7 @@ def padded(batch: Batch, share: SequenceShare) -> Batch:
 
 
 def lengthened(batch: Batch, to: int, refusal: str) -> Batch:
-    """`batch` with its rows padded on the right to `to` positions; `refusal`: what a key that cannot be padded makes."""
+    """`batch` with its rows padded on the right to `to` positions. `refusal`: why a key that cannot be is refused."""
     rows, length = batch["input_ids"].shape
     missing = to - length
     if not missing:
@@ -97,9 +97,7 @@ def lengthened(batch: Batch, to: int, refusal: str) -> Batch:
                 raise InputError(f"{key} {tuple(tensor.shape)} does not fit input_ids {(rows, length)}")
             longer[key] = F.pad(tensor, (0, missing), value=_PADDING[key])
         elif key != "row_numbers":
-            raise InputError(
-                f"parallel: {key} of a batch {refusal}; pad rows to {to} positions, or leave it out"
-            )
+            raise InputError(f"parallel: {key} of a batch {refusal}; pad rows to {to} positions, or leave it out")
     return longer
 
 

@@ -24,7 +24,9 @@ from expertmesh.config.errors import InputError
 _ROWS, _LENGTH = 2, 8
 _BEFORE = -1  # where a value comes from: before the blocks, block number n, or behind the last
 # What takes shape and dtype of a tensor and none of its values.
-_LIKE = frozenset("empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full".split())
+_LIKE = frozenset(f"{kind}_like" for kind in ("empty", "zeros", "ones", "full")) | frozenset(
+    f"new_{kind}" for kind in ("empty", "zeros", "ones", "full")
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,4 +61,3 @@ def _work(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str]) -> list[flo
     head = model.get_output_embeddings()  # type: ignore[operator]
     work[-1] += 0 if head is None else sum(parameter.numel() for parameter in head.parameters())
     return work
-

@@ -214,7 +214,7 @@ class TrainingLoop:
         return torch.stack([nothing_E if count_E is None else count_E for count_E in counts])
 
     def _restore_expert_load(self) -> None:
-        """Give one rank (of each stage) the counts of all ranks back; they are summed again before anybody sees them."""
+        """Give one rank of each stage the counts of all ranks back; they are summed again before anybody sees them."""
         if self.counters.expert_load is not None and self.mesh.rank % self.mesh.layout.ranks_per_stage == 0:
             for layer, count_E in zip(self._layers(), self.counters.expert_load, strict=True):
                 if layer is not None:

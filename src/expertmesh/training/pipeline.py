@@ -3,9 +3,9 @@
 `torch.distributed.pipelining` decides in which order a rank runs the micro-batches of its stages forward and backward,
 and sends hidden states and their gradients; a stage's forward is here. Stages are told the number of a micro-batch, not
 its tensors: each rank has the batch itself, and computes masks and positions from it. Losses are summed, never averaged
-over micro-batches, so nothing is scaled. FSDP2 sees the same calls as without a pipeline, one backward for each
-micro-batch, and gathers and reduces for each of them: torch's own way (reduce once, at the end) would keep a whole stage
-unsharded, and postpones a group's reduction in a way that nested groups of other meshes do not survive in all schedules.
+over micro-batches, so nothing is scaled. FSDP2 sees the same calls as without a pipeline, one forward and one
+backward for each micro-batch, and gathers and reduces in each of them: torch's own way (for stages that are FSDP
+modules themselves) gathers and reduces once, but keeps all of a stage unsharded meanwhile, parameters and gradients.
 
     B rows, S positions of a whole row
 """
@@ -18,8 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.pipelining.schedules import ScheduleLoopedBFS
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
 from transformers.utils.generic import ModelOutput
 
 from expertmesh.config.errors import ExpertmeshError, InputError
@@ -179,10 +184,10 @@ class _Run:
             if hidden.dtype != self.pipeline.dtype:
                 raise InputError(
                     f"parallel.pp: the hidden state behind {self.pipeline.blocks[self.pipeline.stages[stage][-1]]} is "
-                    f"{hidden.dtype}, not {self.pipeline.dtype}, and would be rounded on its way to the next stage; set "
-                    "parallel.pp to 1, or precision.compute to float32"
+                    f"{hidden.dtype}, not {self.pipeline.dtype}, and would be rounded on its way to the next stage; "
+                    "set parallel.pp to 1, or precision.compute to float32"
                 )
-            # The root's output joins the graph, so that FSDP2's root hook runs in backward; and there is always a graph.
+            # The root's output joins the graph, so that FSDP2's root hook runs in backward; some graph there always is.
             extra = torch.zeros((), device=hidden.device, requires_grad=torch.is_grad_enabled()) + empty_logits.sum()
             out = _WithTerm.apply(hidden, extra if term is None else extra + term).contiguous()
         if out.requires_grad and self.pipeline.mesh.layout.replicate > 1:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from torch import nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -75,15 +75,11 @@ def _stage_lines(pipeline: Pipeline, micro_batches: int) -> Iterator[str]:
         parts += [f"blocks {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"block {numbers[0]}"]
         parts += ["final norm and head"] if stage == last else []
         yield f"{stage}: {', '.join(parts)} on {ranks}"
-    name = {
-        ScheduleGPipe: "gpipe",
-        Schedule1F1B: "1f1b",
-        ScheduleInterleaved1F1B: "interleaved_1f1b",
-    }[schedule_kind(pipeline, micro_batches)]
-    if name == "gpipe" != layout.pp_schedule:
-        name = f"gpipe (what {layout.pp_schedule} is with fewer micro-batches than stages)"
+    name: str = layout.pp_schedule
+    if name == "1f1b" and schedule_kind(pipeline, micro_batches) is ScheduleGPipe:
+        name = "gpipe (which 1f1b is with fewer micro-batches than stages)"
     bubble = bubble_fraction(layout, micro_batches)
-    yield f"{name}, {micro_batches} micro-batches a step; ranks wait {bubble:.0%} of the time if blocks take equally long"
+    yield f"{name}, {micro_batches} micro-batches a step; ranks wait {bubble:.0%} of it if stages are equally fast"
 
 
 def bubble_fraction(layout: Layout, micro_batches: int) -> float:

@@ -20,7 +20,7 @@ from expertmesh.parallel.sequence import sequence_share
 from expertmesh.training.loss import causal_lm_loss, loss_of_base
 from expertmesh.training.pipeline import StageOutput, run_pipeline, same_shape
 from expertmesh.training.router_loss import active_router_losses, router_losses
-from expertmesh.whole import own_parameters, place_of, whole_state
+from expertmesh.whole import own_parameters, place_of
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -134,7 +134,6 @@ def _through_stages(
 
 def _tied_between_stages(model: nn.Module) -> list[nn.Parameter]:
     """Trained parameters that the first and the last stage both hold, in the same order on both."""
-    whole_state(model)
     places = [(parameter, place_of(parameter)) for parameter in own_parameters(model).values()]
     return [p for p, place in places if p.requires_grad and place is not None and place.has_copy]
 

@@ -303,7 +303,7 @@ def _gather(lazy: LazyTensor) -> dict[str, Tensor]:
 
 
 def _from_its_stage(tensor: Tensor, full: Tensor) -> Tensor:
-    """`full` of the rank that answers for `tensor`, on all. Issues an all-reduce and a broadcast on the default group."""
+    """`full` of the rank that answers for `tensor`, on all ranks. One all-reduce and one broadcast."""
     place, rank = place_of(tensor), dist.get_rank()
     answers = place is not None and not place.elsewhere and not place.is_copy and place.is_first_rank
     source = torch.tensor([rank if answers else dist.get_world_size()], device=collective_device())
