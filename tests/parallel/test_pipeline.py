@@ -57,6 +57,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
     "interleaved": (2, {"pp": 2, "pp_virtual_stages": 2}, 1, {"num_hidden_layers": 4}),
     "interleaved on uneven blocks": (2, {"pp": 2, "pp_virtual_stages": 2}, 2, {"num_hidden_layers": 5}),
     "uneven blocks": (2, {"pp": 2}, 2, {"num_hidden_layers": 3}),
+    "micro-batches of 3, 3 and 2 rows": (2, {"pp": 2}, 3, {}),
     "stages of ep 2": (4, {"pp": 2, "ep": 2}, 1, {}),
     "stages of fsdp 2": (4, {"pp": 2}, 2, {}),
     "two replicas": (4, {"pp": 2, "replicate": 2}, 1, {}),
@@ -146,7 +147,9 @@ def _count_the_tied_weight_twice(model: nn.Module, mesh: Mesh) -> None:
     ],
 )
 def test_a_planted_bug_turns_the_comparison_red(bug: Callable[[nn.Module, Mesh], None], shows_in: str) -> None:
-    for distance in _run("qwen3_moe", 2, {"pp": 2}, 2, {"tie_word_embeddings": shows_in == "norm"}, tamper=bug):
+    for distance in _run(
+        "qwen3_moe", 2, {"pp": 2}, 2, {"tie_word_embeddings": bug is _count_the_tied_weight_twice}, tamper=bug
+    ):
         error = getattr(distance, shows_in)
         assert (error[0] if isinstance(error, tuple) else error) > 1e-3
 
@@ -169,6 +172,17 @@ def test_more_stages_than_blocks_are_refused() -> None:
             "parallel.pp: 3 stages (pp) need as many blocks, and the model has 2; lower parallel.pp or "
             "parallel.pp_virtual_stages"
         )
+
+
+def _call_alone() -> None:
+    model = tiny_model("qwen3_moe")
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=1, pp=2)))
+    with pytest.raises(InputError, match=r"cut into pipeline stages, of which each rank holds its own"):
+        model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+
+
+def test_a_stage_is_never_taken_for_the_model() -> None:
+    run_ranks(_call_alone, 2)
 
 
 def _loss_alone() -> None:

@@ -8,7 +8,7 @@ one behind the last block gets it. What stands before the blocks (embedding) is 
 them (final norm, head) on the last; a weight that is tied between the two is on both.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,15 +21,15 @@ from expertmesh.config.errors import InputError
 from expertmesh.experts.adapted import adapter_state
 from expertmesh.mesh import Layout, Mesh
 from expertmesh.parallel.sequence import decoder_blocks
-from expertmesh.parallel.stage_probe import Decoder, probe
+from expertmesh.parallel.stage_probe import Decoder, probe, rehearse
 from expertmesh.parallel.stages import plan_stages
 from expertmesh.whole import Whole, keep_whole, twin_on_meta, whole_state
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Pipeline:
     """How a model was cut. `blocks` are the whole decoder's, `stages` the numbers of each stage's blocks. `hidden` and
-    `dtype`: what the hidden state between stages is, beside rows and positions.
+    `dtype`: what the hidden state between stages is, beside rows and positions. `running`: the stage that runs now.
     """
 
     mesh: Mesh
@@ -39,6 +39,7 @@ class Pipeline:
     dtype: torch.dtype
     # Stand in for blocks of this rank's other stages while one of them runs.
     idle: dict[int, "Placeholder"] = field(default_factory=dict)
+    running: int | None = None
 
     @property
     def own_stages(self) -> tuple[int, ...]:
@@ -95,6 +96,9 @@ def plan_cut(model: nn.Module, anatomy: Anatomy, layout: Layout) -> Cut:
                 f"parallel.pp: nothing on stage {own[0]} (blocks {', '.join(numbers)}) is trained, so that it would "
                 "only hand tokens on; set parallel.pp to 1, or widen lora.targets"
             )
+    bare = twin_on_meta(model)
+    _put_placeholders(bare, parts, blocks, next(iter(bare.parameters())).dtype, torch.device("meta"))
+    rehearse(bare)
     return Cut(tuple(blocks), stages, parts, decoder.hidden)
 
 
@@ -109,27 +113,33 @@ def cut(model: nn.Module, anatomy: Anatomy, mesh: Mesh, dtype: torch.dtype) -> A
     rank = mesh.coordinate("pp")
     keep_whole(model, _whole(model, parts, mesh))
     state = adapter_state(model)
+    gone = [name for name, ranks in parts.items() if rank not in ranks]
+    _put_placeholders(model, gone, blocks, dtype, mesh.device)
+    pipeline.idle.update({number: _idle(model.get_submodule(blocks[number])) for number in pipeline.own_blocks})
+    model._expertmesh_pipeline = pipeline  # type: ignore[assignment]
+    model.register_forward_pre_hook(_refuse_alone)
+    if state is not None:
+        # Found by `adapter_state` also where no module of the stage is adapted.
+        model._expertmesh_adapter = state  # type: ignore[assignment]
+    return _without(anatomy, gone)
+
+
+def _put_placeholders(
+    model: nn.Module, names: Iterable[str], blocks: Sequence[str], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Replace the modules `names`, in place."""
     embedding = model.get_input_embeddings()  # type: ignore[operator]
-    for name, ranks in parts.items():
-        if rank in ranks:
-            continue
+    for name in names:
         module = model.get_submodule(name)
         stand_in: nn.Module
         if name in blocks:
             stand_in = Placeholder(module)
         elif any(part is embedding for part in module.modules()):
-            stand_in = _NoEmbedding(embedding, dtype)
+            stand_in = _NoEmbedding(embedding, dtype, device)
         else:
             stand_in = _PassThrough(module)
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, stand_in)
-    pipeline.idle.update({number: _idle(model.get_submodule(blocks[number])) for number in pipeline.own_blocks})
-    model._expertmesh_pipeline = pipeline  # type: ignore[assignment]
-    if state is not None:
-        # Found by `adapter_state` also where no module of the stage is adapted.
-        model._expertmesh_adapter = state  # type: ignore[assignment]
-    gone = [name for name, ranks in parts.items() if rank not in ranks]
-    return _without(anatomy, gone)
 
 
 @contextmanager
@@ -145,6 +155,7 @@ def running(model: nn.Module, stage: int, received: torch.Tensor | None) -> Iter
     idle = {keys[n]: pipeline.idle[n] for n in pipeline.own_blocks if n not in active}
     computing = {key: blocks[key] for key in idle}
     blocks.update(idle)
+    pipeline.running = stage
     leaving = Leaving()
     enter = blocks[keys[active.start - 1]] if active.start else None
     leave = blocks[keys[active.stop]] if active.stop < len(keys) else None
@@ -162,6 +173,7 @@ def running(model: nn.Module, stage: int, received: torch.Tensor | None) -> Iter
         if isinstance(leave, Placeholder):
             leave.catches = None
         blocks.update(computing)
+        pipeline.running = None
 
 
 @dataclass(slots=True)
@@ -188,6 +200,16 @@ class Placeholder(nn.Module):
         return hidden_states if self.gives is None else self.gives
 
 
+def _refuse_alone(model: nn.Module, args: Any) -> None:
+    """Called as a whole (`model(...)`, `generate`), one stage would give nonsense and say nothing."""
+    pipeline = pipeline_of(model)
+    if pipeline is not None and pipeline.running is None:
+        raise InputError(
+            "this model is cut into pipeline stages, of which each rank holds its own, and cannot be called alone; "
+            "train it by expertmesh.forward_backward, or save it and load it without parallel.pp"
+        )
+
+
 def _idle(block: nn.Module) -> Placeholder:
     placeholder = Placeholder(block)
     # A child, so that whoever walks through the model while another stage runs (FSDP2, transformers) finds it.
@@ -211,16 +233,17 @@ class _PassThrough(nn.Module):
 class _NoEmbedding(nn.Module):
     """In the place of the embedding: zeros of its shape and dtype, which take no memory and which no block sees."""
 
-    def __init__(self, embedding: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, embedding: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         weight = embedding.weight
         assert isinstance(weight, torch.Tensor)
         self.num_embeddings, self.embedding_dim = weight.shape[0], weight.shape[-1]
         self.padding_idx = getattr(embedding, "padding_idx", None)
-        self.dtype = dtype
+        # No parameter: for families that ask it for dtype or device.
+        self.weight = torch.empty(0, dtype=dtype, device=device)
 
     def forward(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        zero = torch.zeros((), dtype=self.dtype, device=input_ids.device)
+        zero = torch.zeros((), dtype=self.weight.dtype, device=input_ids.device)
         return zero.expand(*input_ids.shape, self.embedding_dim)
 
 

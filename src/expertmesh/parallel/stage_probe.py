@@ -54,12 +54,10 @@ def probe(twin: nn.Module, blocks: Sequence[str], experts: Sequence[ExpertsSpec]
         # What they compute is no question here, and tokens cannot be sorted without values.
         module: Any = twin.get_submodule(spec.name)
         module.forward = _one_row if spec.call == "dense" else _weighted
-    twin.eval()  # dropout wants to know which tokens these are
     watch = _Watch(twin, blocks)
     try:
         with watch.hooks(), watch:
-            ids = torch.zeros(_ROWS, _LENGTH, dtype=torch.int64, device="meta")
-            twin(input_ids=ids, use_cache=False)
+            _forward(twin)
     except _Carried as carried:
         raise InputError(f"parallel.pp: {family} cannot be cut into stages: {carried}; set parallel.pp to 1") from None
     except Exception as cause:
@@ -71,6 +69,25 @@ def probe(twin: nn.Module, blocks: Sequence[str], experts: Sequence[ExpertsSpec]
     return watch.decoder()
 
 
+def rehearse(twin: nn.Module) -> None:
+    """Run a model on meta that has placeholders wherever a stage may have them. Raises `InputError` if it cannot."""
+    family = twin.config.model_type  # type: ignore[union-attr]
+    try:
+        with _WithoutValues():
+            _forward(twin)
+    except Exception as cause:
+        # The family's own forward asks a module for more than to be called.
+        raise InputError(
+            f"parallel.pp: {family} cannot be cut into stages: its forward does not run without the modules of another "
+            f"stage ({type(cause).__name__}: {str(cause)[:160]}); set parallel.pp to 1"
+        ) from cause
+
+
+def _forward(twin: nn.Module) -> None:
+    twin.eval()  # dropout wants to know which tokens these are
+    twin(input_ids=torch.zeros(_ROWS, _LENGTH, dtype=torch.int64, device="meta"), use_cache=False)
+
+
 def _weighted(hidden_states: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
     return hidden_states * (index_TK * weight_TK).sum().to(hidden_states.dtype)
 
@@ -79,7 +96,16 @@ def _one_row(hidden_states: torch.Tensor) -> torch.Tensor:
     return hidden_states * 1
 
 
-class _Watch(TorchDispatchMode):
+class _WithoutValues(TorchDispatchMode):
+    """Answers the few questions about values that are asked on the way to a mask."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return args[0].dtype == torch.bool or 1  # such as "all rows are one sample"
+        return func(*args, **(kwargs or {}))
+
+
+class _Watch(_WithoutValues):
     """Labels every value with where it comes from; an operation in a block that reads another's raises `_Carried`."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
@@ -102,10 +128,8 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return inputs[0].dtype == torch.bool or 1  # such as "all rows are one sample", when a mask is made
-        if func.__name__.partition(".")[0] in _LIKE:
-            return func(*args, **kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default or func.__name__.partition(".")[0] in _LIKE:
+            return super().__torch_dispatch__(func, types, args, kwargs)
         for leaf in inputs:
             if id(leaf) in self.used:
                 self.used[id(leaf)].add(self.at)

@@ -49,7 +49,8 @@ def plan_lines(
     if lora is not None:
         router = "adapted" if any(target.group == "router" for target in lora.targets) else "frozen"
     yield f"experts    dispatch {resolved['dispatch']}, compute {resolved['compute']}, router {router}"
-    yield from (f"balance    {line}" for line in _balance_lines(attached_balance(model), batches.accumulation))
+    counted = batches.accumulation if batches.accumulation > 1 or pipeline is not None else 0
+    yield from (f"balance    {line}" for line in _balance_lines(attached_balance(model), counted))
     if lora is not None:
         yield from (f"lora       {line}" for line in adapter_plan_lines(lora, anatomy))
     yield f"memory     activation checkpointing {'full' if checkpointing else 'none'}"
@@ -103,9 +104,9 @@ def local_parameters(model: nn.Module, anatomy: Anatomy) -> tuple[int, int, int]
     return dense, expert, adapters
 
 
-def _balance_lines(balance: Balance, accumulation: int) -> Iterator[str]:
+def _balance_lines(balance: Balance, counted: int) -> Iterator[str]:
     if balance.aux_loss_coef:
-        cost = f"{accumulation} counting forwards" if accumulation > 1 else "no counting forward"
+        cost = f"{counted} counting forward{'s' if counted > 1 else ''}" if counted else "no counting forward"
         yield f"auxiliary loss times {balance.aux_loss_coef:g} over the global batch, {cost} a step"
     if balance.z_loss_coef:
         yield f"z-loss times {balance.z_loss_coef:g}"
