@@ -160,8 +160,11 @@ def plan_save(model: PreTrainedModel) -> dict[str, LazyTensor]:
     state = model_tensors(model)
     kept = _untied(model, state) - set(model._keys_to_ignore_on_save or ())
     lazies = {name: LazyTensor.of(StateTensor(name, state[name])) for name in state if name in kept}
+    whole: Any = whole_of(model)
+    if whole is not model:
+        whole._weight_conversions = getattr(model, "_weight_conversions", None)  # what loading has remembered
     with own_classes(model), torch.no_grad():
-        saved: dict[str, Any] = revert_weight_conversion(model, dict(lazies))
+        saved: dict[str, Any] = revert_weight_conversion(whole, dict(lazies))
     before, after = (sum(tensor.numel() for tensor in each.values()) for each in (lazies, saved))
     if before != after:
         raise InputError(
@@ -287,7 +290,7 @@ def _convert(
             group.converter.add_tensor(target, key, pattern, lazy)
     try:
         with torch.no_grad():
-            made = group.converter.convert(target, model=model, config=model.config)
+            made = group.converter.convert(target, model=whole_of(model), config=model.config)
     except Exception as error:
         # Any failure of a conversion means that the files do not hold what the family's rule expects.
         problems.incomplete.append(f"{target}: {error}")
