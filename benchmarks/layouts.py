@@ -5,8 +5,9 @@
 Trains a small Qwen3-MoE on real text (the docs of Python's standard library) four times from the same weights on the
 same rows: by plain transformers and PyTorch in one process, and by `expertmesh train` on FSDP 2, on FSDP 2 (EP 2) ×
 TP 2 × PP 2, and on HSDP 4 (replicate 2, CP 2, EP 4) × TP 2. Then each goes on from each other's
-checkpoint. Reports the largest relative difference of any step's loss; in fp32 it has to stay below 1e-4. bf16 is trained as well
-and reported. Steps per second are of gloo ranks that share a few cores: they compare layouts with each other only.
+checkpoint. Reports the largest relative difference of any step's loss; in fp32 it has to stay below 1e-4. bf16 is
+trained as well and reported. Steps per second are of gloo ranks that share a few cores: they compare layouts with each
+other only.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ _HOME = {
     "causal_lm_loss": "expertmesh.training.loss",
     "clip_grad_norm_": "expertmesh.parallel.gradients",
     "count_targets": "expertmesh.training.loss",
+    "forward_backward": "expertmesh.training.step",
     "init_mesh": "expertmesh.mesh",
     "load_checkpoint": "expertmesh.checkpoint.interface",
     "load_model": "expertmesh.model",
@@ -37,6 +38,7 @@ __all__ = [
     "causal_lm_loss",
     "clip_grad_norm_",
     "count_targets",
+    "forward_backward",
     "init_mesh",
     "load_checkpoint",
     "load_model",
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from expertmesh.parallel.gradients import clip_grad_norm_
     from expertmesh.training.loss import causal_lm_loss, count_targets
     from expertmesh.training.router_loss import router_losses
+    from expertmesh.training.step import forward_backward
     from expertmesh.weights.save import save_model
 
 

@@ -15,6 +15,7 @@ from typing import Literal
 from torch import nn
 
 from expertmesh.config.errors import InputError
+from expertmesh.whole import whole_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,10 @@ def is_adapter(name: str) -> bool:
 
 
 def describe(model: nn.Module) -> Anatomy:
-    """Find the parts of `model`. Raises `InputError` naming the module that cannot be sharded, and why."""
+    """Find the parts of `model`, of all its pipeline stages. Raises `InputError` naming the module that cannot be
+    sharded, and why.
+    """
+    model = whole_of(model)
     specs = tuple(experts_spec(name, module) for name, module in model.named_modules() if _is_experts(module))
     specs = tuple(replace(spec, top_k=spec.top_k or _top_k_of_block(model, spec)) for spec in specs)
     family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)

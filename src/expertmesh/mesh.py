@@ -36,6 +36,8 @@ class Layout:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    pp_schedule: str = "1f1b"
+    pp_virtual_stages: int = 1
 
     @property
     def efsdp(self) -> int:
@@ -50,6 +52,11 @@ class Layout:
     def data_ranks(self) -> int:
         """How many ranks read rows of their own: cp and tp ranks share rows."""
         return self.replicate * self.fsdp
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Ranks that hold one pipeline stage (or the same several): contiguous ones."""
+        return self.world_size // self.pp
 
     def data_rank(self, rank: int) -> int:
         """Which share of the batch `rank` reads, in `range(data_ranks)`."""
@@ -119,7 +126,10 @@ def resolve_layout(parallel: ParallelConfig, world_size: int, num_experts: int |
             raise InputError(
                 f"parallel.ep {ep} does not divide the model's {num_experts} experts; valid values: {_listed(choices)}"
             )
-    return Layout(fsdp=fsdp, ep=ep, **fixed)
+    schedule = parallel.pp_schedule
+    if schedule == "auto":
+        schedule = "1f1b" if parallel.pp_virtual_stages == 1 else "interleaved_1f1b"
+    return Layout(fsdp=fsdp, ep=ep, pp_schedule=schedule, pp_virtual_stages=parallel.pp_virtual_stages, **fixed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,6 +179,11 @@ class Mesh:
     def shard_group(self) -> dist.ProcessGroup:
         """The ranks that together hold every parameter of a pipeline stage exactly once: fsdp·cp·tp = efsdp·ep."""
         return self.whole.get_group("fsdp")
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        """The ranks that pass one share of the batch on through all stages; only where pp > 1."""
+        return self.dense.get_group("pp")
 
     def coordinate(self, axis: str) -> int:
         """This rank's place along an axis of the dense view; 0 where the axis has one rank."""

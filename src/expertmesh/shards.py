@@ -10,10 +10,13 @@ slice first, efsdp inside it). Nothing here communicates.
 import math
 from collections.abc import Iterator, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from expertmesh.whole import is_elsewhere, place_of
 
 # (start, stop) for every dim of the global tensor; () is the box of a scalar.
 Box = tuple[tuple[int, int], ...]
@@ -22,9 +25,12 @@ Box = tuple[tuple[int, int], ...]
 def local_box(tensor: Tensor) -> Box:
     """The box of the global tensor that this rank's local tensor is; the whole of it for a plain tensor.
 
-    Empty shards have start == stop on the sharded dim. A rank outside the tensor's mesh holds an empty box.
+    Empty shards have start == stop on the sharded dim. A rank outside the tensor's mesh holds an empty box, and so does
+    one of another pipeline stage (but a scalar's box is never empty).
     """
     box = full_box(tensor.shape)
+    if is_elsewhere(tensor):
+        return tuple((0, 0) for _ in box)
     if not isinstance(tensor, DTensor):
         return box
     coordinate = tensor.device_mesh.get_coordinate()
@@ -49,20 +55,31 @@ def local_box(tensor: Tensor) -> Box:
 def owns_copy(tensor: Tensor) -> bool:
     """Whether this rank is the one replica that writes its box of `tensor`.
 
-    True where the coordinates on all `Replicate` axes are 0; for a plain tensor, on rank 0. The tensor's
+    True where the coordinates on all `Replicate` axes are 0; for a plain tensor, on the first rank (of the stage that
+    answers for it). The tensor's
     mesh has to contain every axis on which the tensor is replicated.
     """
+    place = place_of(tensor)
+    if place is not None and (place.elsewhere or place.is_copy):
+        return False
     if isinstance(tensor, DTensor):
         coordinate = tensor.device_mesh.get_coordinate()
         if coordinate is None:
             return False
         replicated = (axis for axis, kind in enumerate(tensor.placements) if isinstance(kind, Replicate))
         return all(coordinate[axis] == 0 for axis in replicated)
+    if place is not None:
+        return place.is_first_rank
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's own storage of `tensor`, detached: writing into it writes into the parameter."""
+    """This rank's own storage of `tensor`, detached: writing into it writes into the parameter.
+
+    Of what another pipeline stage holds: an empty tensor on the CPU.
+    """
+    if is_elsewhere(tensor):
+        return torch.empty([0] * tensor.dim(), dtype=tensor.dtype)
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 import expertmesh as em
 from expertmesh.adapters.peft_format import file_keys
 from expertmesh.adapters.plan import plan_of
-from expertmesh.mesh import Mesh
+from expertmesh.mesh import Mesh, mesh_of
 from tests.families.tiny import random_model
 from tests.support.models import tiny_model
-from tests.support.reference import OPTIM, Row, _equal_on_every_rank, _rows, padded
+from tests.support.reference import OPTIM, Row, _equal_on_every_rank, _rows, of_all_stages, padded
 
 STEPS, MAX_NORM, R, ALPHA = 4, 0.5, 4, 8.0
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -204,17 +204,22 @@ def take_steps(model: Any, mesh: Mesh, rows: Sequence[Sequence[Row]], micro_batc
     for step, step_rows in enumerate(rows):
         total = sum(int((labels[1:] != -100).sum()) for _, labels in step_rows)
         mine = range(mesh.data_rank, len(step_rows), mesh.layout.data_ranks)
-        loss = torch.zeros((), dtype=torch.float64)
+        loss, batches = torch.zeros((), dtype=torch.float64), []
         for first in range(0, len(mine), micro_batch):
             chosen = mine[first : first + micro_batch]
             batch = padded([step_rows[row] for row in chosen])
             batch["row_numbers"] = torch.tensor([step * len(step_rows) + row for row in chosen])
-            share = em.causal_lm_loss(model, batch, target_tokens=total, chunk_tokens=16)
-            share.backward()
-            loss += share.detach()
+            batches.append(batch)
+        if mesh.layout.pp > 1:
+            loss = em.forward_backward(model, batches, target_tokens=total, chunk_tokens=16).loss
+        else:
+            for batch in batches:
+                share = em.causal_lm_loss(model, batch, target_tokens=total, chunk_tokens=16)
+                share.backward()
+                loss += share.detach()
         dist.all_reduce(loss)
         losses.append(float(loss))
-        gradients = gradients or {name: full(p.grad) for name, p in trained.items()}
+        gradients = gradients or of_all_stages(model, mesh, lambda p: p.grad)
         norms.append(float(em.clip_grad_norm_(model, MAX_NORM)))
         optimizer.step()
         optimizer.zero_grad()
@@ -223,7 +228,7 @@ def take_steps(model: Any, mesh: Mesh, rows: Sequence[Sequence[Row]], micro_batc
 
 def trainables(model: nn.Module) -> dict[str, torch.Tensor]:
     """Everything that trains, whole, by our names. Collective."""
-    return {name: full(p) for name, p in model.named_parameters() if p.requires_grad}
+    return of_all_stages(model, mesh_of(model), lambda p: p)
 
 
 def in_files(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

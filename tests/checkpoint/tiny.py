@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 import expertmesh as em
 from expertmesh.checkpoint.state import model_state, optimizer_state
 from expertmesh.mesh import Mesh
+from expertmesh.whole import is_elsewhere
 from tests.support.models import tiny_model
-from tests.support.reference import OPTIM, padded
+from tests.support.reference import OPTIM, joined_stages, padded
 
 ROWS = 8
 
@@ -34,7 +35,7 @@ class Job:
             rows = [torch.randint(96, (6 + row,), generator=generator) for row in range(ROWS)]
             mine = [(ids, ids.clone()) for ids in rows[self.mesh.data_rank :: self.mesh.layout.data_ranks]]
             total = sum(len(ids) - 1 for ids in rows)
-            em.causal_lm_loss(self.model, padded(mine), target_tokens=total).backward()
+            em.forward_backward(self.model, [padded(mine)], target_tokens=total)
             em.clip_grad_norm_(self.model, 0.5)
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -42,10 +43,12 @@ class Job:
     def state(self) -> dict[str, torch.Tensor]:
         """Every tensor of model and optimizer, whole, on every rank."""
         tensors = {**model_state(self.model), **optimizer_state(self.model, self.optimizer)}
-        return {
+        own = {
             name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
             for name, tensor in tensors.items()
+            if not is_elsewhere(tensor)
         }
+        return own if self.mesh.layout.pp == 1 else joined_stages(own, self.mesh)
 
 
 def save(family: str, parallel: em.ParallelConfig, steps: int, directory: Path) -> dict[str, torch.Tensor]:

@@ -75,12 +75,14 @@ def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(tmp_path: 
 def test_every_problem_is_reported_at_once_each_with_its_place(tmp_path: Path) -> None:
     path = write(tmp_path, "train:\n  max_steps: many\noptim:\n  learning_rate: 1e-5\n  lr: 2\n")
     with pytest.raises(InputError) as caught:
-        load_config(path, ["parallel.pp=2", "log.every_steps=0"])
+        load_config(path, ["parallel.pp_schedule=zbv", "log.every_steps=0"])
     assert set(str(caught.value).splitlines()) == {
         f"{path}:6: train.max_steps must be an integer of at least 1 or null, not 'many'",
         f"{path}:9: optim.lr is not a key of the configuration; did you mean optim.learning_rate?",
         "override 'log.every_steps=0': log.every_steps must be an integer of at least 1, not 0",
-        "override 'parallel.pp=2': parallel.pp is 2, but pipeline parallelism is not available yet; set parallel.pp to 1",
+        "override 'parallel.pp_schedule=zbv': parallel.pp_schedule: zbv computes weight gradients apart from the rest "
+        "of backward, where FSDP2 does not reduce them and the last stage silently gets none; use 1f1b or "
+        "interleaved_1f1b",
     }
 
 

@@ -65,7 +65,6 @@ def test_a_value_of_another_kind_is_refused_and_named(tmp_path: Path, override: 
 @pytest.mark.parametrize(
     ("override", "off"),
     [
-        ("parallel.pp=2", "set parallel.pp to 1"),
         ("log.report_to=[jsonl, trackio]", "use jsonl or tensorboard"),
     ],
 )
@@ -134,8 +133,8 @@ def test_valid_choices_of_every_kind_are_accepted(tmp_path: Path) -> None:
 
 
 def test_sections_built_in_python_refuse_in_the_same_sentences() -> None:
-    with pytest.raises(InputError, match=r"^parallel\.pp is 2, but pipeline parallelism is not available yet"):
-        ParallelConfig(pp=2)
+    with pytest.raises(InputError, match=r"^parallel\.pp_virtual_stages is 2, but pp is 1; set"):
+        ParallelConfig(pp_virtual_stages=2)
     with pytest.raises(InputError, match=r"^parallel\.ep must be an integer of at least 1 or auto, not '2'$"):
         ParallelConfig(ep="2")  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"^precision\.compute is float32, which is wider"):

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import expertmesh as em
 from expertmesh.mesh import Mesh
+from expertmesh.whole import own_parameters
 from tests.support.models import tiny_model
 
 STEPS, ROWS, VOCABULARY, MAX_NORM = 4, 8, 96, 0.5
@@ -139,19 +140,22 @@ def train_sharded(
     for step_rows in expected.rows:
         total = sum(int((labels[1:] != -100).sum()) for _, labels in step_rows)
         mine = step_rows[mesh.data_rank :: mesh.layout.data_ranks]
-        loss = torch.zeros((), dtype=torch.float64)
-        for start in range(0, len(mine), micro_batch):
-            batch = padded(mine[start : start + micro_batch])
-            share = em.causal_lm_loss(model, batch, target_tokens=total, chunk_tokens=16)
-            share.backward()
-            loss += share.detach()
+        batches = [padded(mine[start : start + micro_batch]) for start in range(0, len(mine), micro_batch)]
+        if mesh.layout.pp > 1:
+            loss = em.forward_backward(model, batches, target_tokens=total, chunk_tokens=16).loss
+        else:
+            loss = torch.zeros((), dtype=torch.float64)
+            for batch in batches:
+                share = em.causal_lm_loss(model, batch, target_tokens=total, chunk_tokens=16)
+                share.backward()
+                loss += share.detach()
         dist.all_reduce(loss)
         losses.append(float(loss))
-        gradients = gradients or {name: _full(p.grad) for name, p in model.named_parameters()}
+        gradients = gradients or of_all_stages(model, mesh, lambda parameter: parameter.grad)
         norms.append(float(em.clip_grad_norm_(model, MAX_NORM)))
         optimizer.step()
         optimizer.zero_grad()
-    weights = {name: _full(parameter.detach()) for name, parameter in model.named_parameters()}
+    weights = of_all_stages(model, mesh, lambda parameter: parameter.detach())
     experts = [name for name in gradients if ".experts." in name]
     joint = [torch.cat([part[name].flatten() for name in experts]).norm() for part in (gradients, expected.gradients)]
     return Distance(
@@ -162,6 +166,27 @@ def train_sharded(
         expert_ratio=float(joint[0] / joint[1]),
         replicas_equal=_equal_on_every_rank(weights),
     )
+
+
+def of_all_stages(model: nn.Module, mesh: Mesh, value: Callable[[nn.Parameter], Any]) -> dict[str, torch.Tensor]:
+    """`value` of each parameter that trains, whole, by name; with pipeline stages, those of all of them. Collective."""
+    trained = {name: parameter for name, parameter in own_parameters(model).items() if parameter.requires_grad}
+    own = {name: _full(value(parameter)).detach() for name, parameter in trained.items()}
+    if mesh.layout.pp == 1:
+        return own
+    return joined_stages(own, mesh)
+
+
+def joined_stages(own: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
+    """What each stage has, of all of them; what several have must be equal. Collective along pp."""
+    gathered: list[Any] = [None] * mesh.layout.pp
+    dist.all_gather_object(gathered, own, group=mesh.pp_group)
+    joined: dict[str, torch.Tensor] = {}
+    for stage in gathered:
+        for name, tensor in stage.items():
+            assert name not in joined or torch.equal(joined[name], tensor), f"{name} differs between stages"
+            joined[name] = tensor
+    return joined
 
 
 def _full(tensor: Any) -> torch.Tensor:

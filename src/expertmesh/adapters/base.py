@@ -11,6 +11,7 @@ from torch import nn
 
 from expertmesh.config.errors import IntegrityError
 from expertmesh.weights.content import content_hash
+from expertmesh.whole import whole_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class Base:
 
 def remember_base(model: nn.Module) -> None:
     """Hash the frozen weights of a model with adapters. Every rank calls it; one all-reduce."""
-    dtypes = [str(p.dtype).removeprefix("torch.") for p in model.parameters() if not p.requires_grad]
+    frozen = (p for p in whole_of(model).parameters() if not p.requires_grad)
+    dtypes = [str(p.dtype).removeprefix("torch.") for p in frozen]
     model._expertmesh_base = Base(content_hash(model), max(set(dtypes), key=dtypes.count))  # type: ignore[assignment]
 
 

@@ -18,6 +18,7 @@ from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import StateTensor
+from expertmesh.whole import whole_of
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 # Ours, beside PEFT's own: which base the adapter was trained on.
@@ -135,6 +136,7 @@ def config_content(
     """adapter_config.json. Dropout is written as 0 when parameters are adapted: PEFT has none for those."""
     modules = [target.module for target in targets if not is_parameter(target)]
     parameters = [parameter_name(target) for target in targets if is_parameter(target)]
+    model = whole_of(model)
     every_module = [name for name, _ in model.named_modules()]
     every_parameter = [name for name, _ in model.named_parameters()]
     return {

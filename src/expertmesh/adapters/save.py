@@ -109,10 +109,11 @@ def filled_shares(model: PreTrainedModel, plan: AdapterPlan) -> dict[str, tuple[
     targets = [target for target in plan.targets if target.experts is not None]
     if not targets:
         return {}
+    adapters = adapter_tensors(model)
     counts_TE = torch.zeros(len(targets), max(target.experts or 0 for target in targets), dtype=torch.int64)
     sizes = []
     for row, target in enumerate(targets):
-        whole = model.get_submodule(target.module).get_parameter(target.leaves[1])
+        whole = adapters[f"{target.module}.{target.leaves[1]}"]
         sizes.append(whole.numel() // whole.shape[0])
         if owns_copy(whole):
             (first, last), *_ = local_box(whole)

@@ -24,9 +24,10 @@ from expertmesh.weights.agree import together
 from expertmesh.weights.files import FileTensor, open_checkpoint
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import refuse_non_finite
-from expertmesh.weights.mapping import adapter_tensors
+from expertmesh.weights.mapping import adapter_tensors, model_tensors
 from expertmesh.weights.pieces import Leaf
 from expertmesh.weights.reading import Fetch, read_box
+from expertmesh.whole import is_elsewhere, own_names
 
 
 @torch.no_grad()
@@ -54,11 +55,12 @@ def start(model: nn.Module, seed: int) -> None:
             checkpoint.read(leaf, box, out)
 
         for name, lazy in model_tensors_from(files, plan.targets, plan.lora.r, plan.weights).items():
-            box, local = local_box(tensors[name]), local_tensor(tensors[name])
+            box, local = local_box(tensors[name]), local_tensor(tensors[name])  # empty of another pipeline stage
             read_box(lazy, box, local, fetch)
             refuse_non_finite(name, lazy, box, local)
         for key, name in base_copies(files, plan.targets).items():
-            _check_copy(plan.weights, key, files[key], model.get_parameter(name), fetch)
+            if not is_elsewhere(base := model_tensors(model)[name]):
+                _check_copy(plan.weights, key, files[key], base, fetch)
 
 
 def check_files(plan: AdapterPlan) -> None:
@@ -87,7 +89,10 @@ def _check_copy(directory: Path, key: str, lazy: LazyTensor, base: torch.Tensor,
 
 
 def _start_anew(model: nn.Module, targets: Sequence[Target], lora: LoraConfig, seed: int) -> None:
+    here = set(own_names(model, [target.module for target in targets]))
     for target in targets:
+        if target.module not in here:
+            continue
         module = model.get_submodule(target.module)
         leaf_a, leaf_b = target.leaves
         whole = module.get_parameter(leaf_a)

@@ -22,6 +22,7 @@ from expertmesh.shards import Box, blocks, full_box, owns_copy, slices
 from expertmesh.weights.directory import io_errors
 from expertmesh.weights.files import as_bytes
 from expertmesh.weights.writing import CODES, FileLayout, lay_out_file, sync, write_synced
+from expertmesh.whole import is_elsewhere
 
 _BLOCK_ELEMENTS = 1 << 22
 
@@ -66,6 +67,8 @@ def take_part(rank: int, tensors: Mapping[str, Mapping[str, Tensor]], device: to
     for kind, state in tensors.items():
         values[kind] = {}
         for name, tensor in state.items():
+            if is_elsewhere(tensor):
+                continue
             box, local = held_part(tensor)
             mark = fingerprint(local) if is_replicated(tensor) and local.numel() else None
             writes = owns_copy(tensor) and local.numel() > 0

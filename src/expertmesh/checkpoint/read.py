@@ -40,6 +40,7 @@ from expertmesh.weights.agree import together
 from expertmesh.weights.files import DTYPES, Checkpoint, FileTensor, read_header, read_metadata
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.reading import read_box
+from expertmesh.whole import is_elsewhere
 
 _HASHED_BYTES = 1 << 24
 
@@ -196,7 +197,7 @@ def restore(model: PreTrainedModel, optimizer: torch.optim.Optimizer | None, sta
             saved = state.manifest.optimizer.items()
             shapes = {name: (DTYPES[entry.dtype], tuple(entry.shape)) for name, entry in saved}
             targets |= allocate_optimizer_state(model, optimizer, shapes)
-        read_state(state, targets)
+        read_state(state, {name: tensor for name, tensor in targets.items() if not is_elsewhere(tensor)})
         if rank < len(generators):
             set_rng_state(generators[rank], mesh_of(model).device)
 

@@ -14,6 +14,7 @@ from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.shards import Box, local_box, local_tensor, volume
 from expertmesh.weights.files import as_bytes
 from expertmesh.weights.mapping import adapter_tensors, model_tensors, tied_names
+from expertmesh.whole import is_elsewhere, own_parameters, place_of, placed_like, whole_state
 
 OPTIMIZER = "optimizer."
 _WORDS_PER_BLOCK = 1 << 22
@@ -40,7 +41,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
                     f"{type(optimizer).__name__}: state {slot} of {name} is neither a scalar tensor nor shaped like "
                     "the parameter; checkpoints cannot hold it"
                 )
-            slots[f"{OPTIMIZER}{name}.{slot}"] = value
+            slots[f"{OPTIMIZER}{name}.{slot}"] = placed_like(value, parameter)
     return slots
 
 
@@ -49,12 +50,17 @@ def allocate_optimizer_state(
 ) -> dict[str, Tensor]:
     """Give `optimizer` empty slots for everything in `saved` (dtype and shape by name), and return them by name.
 
+    Not for parameters that another pipeline stage holds.
+
     Raises `IntegrityError` for a slot that belongs to no trained parameter or does not fit it, with nothing changed.
     """
     updated = trained(model, optimizer)
+    elsewhere = {name for name, tensor in whole_state(model).items() if is_elsewhere(tensor) and tensor.requires_grad}
     places: dict[str, tuple[nn.Parameter, str]] = {}
     for key, (_, shape) in saved.items():
         name, _, slot = key.removeprefix(OPTIMIZER).rpartition(".")
+        if name in elsewhere:
+            continue
         if name not in updated:
             raise IntegrityError(f"the checkpoint has optimizer state {slot} of {name}, which this job does not train")
         parameter = updated[name]
@@ -63,8 +69,8 @@ def allocate_optimizer_state(
         places[key] = parameter, slot
     optimizer.state.clear()
     slots = {}
-    for key, (dtype, shape) in saved.items():
-        parameter, slot = places[key]
+    for key, (parameter, slot) in places.items():
+        dtype, shape = saved[key]
         # Like the parameter: a DTensor of a DTensor, and scalars where fused optimizers want their step counts.
         value = torch.empty_like(parameter, dtype=dtype) if shape else torch.empty((), dtype=dtype)
         slots[key] = value.detach() if shape else value.to(_scalar_device(optimizer, parameter))
@@ -98,6 +104,8 @@ def fingerprint_share(data: Tensor, at: int) -> Tensor:
 
 def is_replicated(tensor: Tensor) -> bool:
     """Whether several ranks hold the same part of `tensor`."""
+    if (place := place_of(tensor)) is not None and place.has_copy:
+        return True
     if not isinstance(tensor, DTensor):
         return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
     mesh = tensor.device_mesh
@@ -112,9 +120,11 @@ def held_part(tensor: Tensor) -> tuple[Box, Tensor]:
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters that `optimizer` updates, by name. `InputError` if it has others than the model."""
+    """The parameters that `optimizer` updates on this rank, by their names in the whole model. `InputError` if it has
+    others than the model.
+    """
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    found = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in owned}
+    found = {name: parameter for name, parameter in own_parameters(model).items() if id(parameter) in owned}
     if len(found) != len(owned):
         raise InputError("the optimizer updates parameters that the model does not have; build it after sharding")
     return found

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from expertmesh.checkpoint.directory import prune, published, step_name
 from expertmesh.checkpoint.manifest import Manifest
@@ -26,6 +26,7 @@ from expertmesh.mesh import mesh_of
 from expertmesh.weights.agree import from_first, together
 from expertmesh.weights.directory import io_errors, require_space, temporary_directory, wait_until_seen
 from expertmesh.weights.writing import sync, write_synced
+from expertmesh.whole import elsewhere, whole_state
 
 AXES = ("pp", "replicate", "fsdp", "cp", "tp", "ep", "efsdp")
 
@@ -98,9 +99,10 @@ class CheckpointWriter:
         mesh = mesh_of(model)
         target = self.directory / step_name(step)
         temporary = target.with_name(f"{target.name}.tmp-{from_first(f'{time.time_ns():x}')}")
-        tensors = {"model": model_state(model)}
+        tensors: dict[str, dict[str, Tensor]] = {"model": model_state(model)}
         if optimizer is not None:
             tensors["optimizer"] = optimizer_state(model, optimizer)
+        tensors, updated = _of_all_stages(model, tensors, trained(model, optimizer) if optimizer is not None else {})
         needed = sum(tensor.numel() * tensor.itemsize for state in tensors.values() for tensor in state.values())
         with temporary_directory(temporary, remove=self._rank == 0):
             with together("creating the checkpoint's directory"):
@@ -110,7 +112,6 @@ class CheckpointWriter:
                 wait_until_seen(temporary)
             with together("copying the training state"):
                 part = take_part(self._rank, tensors, mesh.device, copy=self.asynchronous)
-        updated = trained(model, optimizer) if optimizer is not None else ()
         facts = Facts(step, {axis: mesh.layout.size(axis) for axis in AXES}, tuple(updated))
         writing = self._thread.submit(write_part, part, temporary, mesh.layout.world_size)
         self._publishing = None
@@ -201,6 +202,26 @@ class CheckpointWriter:
             paused_seconds=save.paused + paused,
             seconds=time.monotonic() - save.started,
         )
+
+
+def _of_all_stages(
+    model: nn.Module, tensors: dict[str, dict[str, Tensor]], trained_here: Mapping[str, Tensor]
+) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
+    """`tensors` with the optimizer's of other pipeline stages, without values, and what all stages train, in order.
+
+    Issues an all-gather of names and shapes along pp; nothing without stages.
+    """
+    mesh = mesh_of(model)
+    if mesh.layout.pp == 1:
+        return tensors, list(trained_here)
+    own = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.get("optimizer", {}).items()}
+    gathered: list[tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], list[str]]] = [({}, [])] * mesh.layout.pp
+    dist.all_gather_object(gathered, (own, list(trained_here)), group=mesh.pp_group)
+    if "optimizer" in tensors:
+        every = {name: elsewhere(dtype, shape) for slots, _ in gathered for name, (dtype, shape) in slots.items()}
+        tensors = {**tensors, "optimizer": {**every, **tensors["optimizer"]}}
+    names = {name for _, of_stage in gathered for name in of_stage}
+    return tensors, [name for name in whole_state(model) if name in names]
 
 
 def _create(step: int, target: Path, temporary: Path, needed: int, files: Mapping[str, bytes]) -> None:

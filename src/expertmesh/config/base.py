@@ -52,11 +52,6 @@ def refuse(problems: list[str]) -> None:
         raise ValueError("\n".join(problems))
 
 
-def not_available(key: str, value: object, feature: str, off: str) -> str:
-    """The sentence for a key of the schema whose feature this version does not have."""
-    return f"{key} is {show(value)}, but {feature} not available yet; set {key} to {off}"
-
-
 def show(value: object) -> str:
     """A value as its author knows it from YAML; text in quotes, so that '10' and 10 look different."""
     if value is None or isinstance(value, bool):

@@ -6,12 +6,13 @@ the model or knows the number of ranks: what depends on those is checked where t
 """
 
 import math
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_serializer, model_validator
 
-from expertmesh.config.base import Listed, Section, not_available, refuse
+from expertmesh.config.base import Listed, Section, refuse
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Dtype = Literal["float32", "bfloat16", "float64"]
@@ -258,15 +259,35 @@ class ParallelConfig(Section):
     cp: PositiveInt = 1
     """Ranks over which each sequence is split (context parallelism, Ulysses)."""
     pp: PositiveInt = 1
-    """Pipeline parallelism; only 1 in this version."""
+    """Ranks over which the decoder's blocks are split, one after the other (pipeline parallelism)."""
+    pp_schedule: Literal["auto", "gpipe", "1f1b", "interleaved_1f1b"] = "auto"
+    """In which order stages run micro-batches forward and backward; auto is 1f1b, interleaved with virtual stages."""
+    pp_virtual_stages: PositiveInt = 1
+    """Stages that each pp rank holds; more than 1 make interleaved_1f1b, whose ranks wait less."""
+
+    @field_validator("pp_schedule", mode="before")
+    @classmethod
+    def _no_zero_bubble(cls, value: object) -> object:
+        name = re.sub(r"[^a-z0-9]", "", value.lower()) if isinstance(value, str) else ""
+        if any(part in name for part in ("zerobubble", "zbv", "zb1p", "dualpipe")):
+            raise ValueError(
+                f"{value} computes weight gradients apart from the rest of backward, where FSDP2 does not reduce them "
+                "and the last stage silently gets none; use 1f1b or interleaved_1f1b"
+            )
+        return value
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
-        problems = [
-            not_available(f"parallel.{axis}", getattr(self, axis), f"{name} parallelism is", "1")
-            for axis, name in (("pp", "pipeline"),)
-            if getattr(self, axis) > 1
-        ]
+        problems = []
+        virtual = self.pp_virtual_stages
+        if virtual > 1 and (self.pp == 1 or self.pp_schedule not in ("auto", "interleaved_1f1b")):
+            what = "pp is 1" if self.pp == 1 else f"pp_schedule is {self.pp_schedule}"
+            problems.append(f"parallel.pp_virtual_stages is {virtual}, but {what}; set parallel.pp_virtual_stages to 1")
+        if self.pp_schedule == "interleaved_1f1b" and virtual == 1:
+            problems.append(
+                "parallel.pp_schedule is interleaved_1f1b, but each rank has one stage; set parallel.pp_virtual_stages "
+                "to 2 or more"
+            )
         if isinstance(self.ep, int) and isinstance(self.fsdp, int) and not problems:
             ranks = self.fsdp * self.cp * self.tp
             if ranks % self.ep:

@@ -24,6 +24,7 @@ from expertmesh.experts.module_list import FusedExperts
 from expertmesh.experts.router_loss import aux_loss_refusal, router_logits_refusal
 from expertmesh.mesh import mesh_of
 from expertmesh.shards import full_box, local_box, local_tensor, slices
+from expertmesh.whole import own_names
 
 _BIAS_NAMES = ("e_score_correction_bias", "expert_bias")  # added to the scores for the choice alone, in every family
 
@@ -87,7 +88,11 @@ def update_router_bias(model: nn.Module, *, skipped: bool = False) -> None:
     balance = attached_balance(model)
     if not balance.biases:
         return
-    counts = [layer_of(model.get_submodule(experts)).take_step_load() for experts, _ in balance.biases]
+    here = set(own_names(model, [experts for experts, _ in balance.biases]))
+    counts = [
+        layer_of(model.get_submodule(experts)).take_step_load() if experts in here else None
+        for experts, _ in balance.biases
+    ]
     if skipped:
         return
     nothing_E = torch.zeros(balance.num_experts, dtype=torch.int64, device=mesh_of(model).device)
@@ -95,7 +100,9 @@ def update_router_bias(model: nn.Module, *, skipped: bool = False) -> None:
     dist.all_reduce(count_LE)
     # In integers: the sign is exact, and so the same everywhere.
     direction_LE = (count_LE.sum(dim=1, keepdim=True) - balance.num_experts * count_LE).sign()
-    for (_, name), direction_E in zip(balance.biases, direction_LE, strict=True):
+    for (experts, name), direction_E in zip(balance.biases, direction_LE, strict=True):
+        if experts not in here:
+            continue  # of another pipeline stage
         _move(_tensor(model, name), balance.bias_update_rate * direction_E)
 
 

@@ -26,10 +26,11 @@ from expertmesh.experts.balance import attach_balance, balance_of
 from expertmesh.experts.layer import install
 from expertmesh.mesh import Mesh, attach_mesh
 from expertmesh.parallel.context import refuse_context, split_attention
+from expertmesh.parallel.pipeline import cut, pipeline_of
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_mixed_dtypes, refuse_model
 from expertmesh.parallel.sequence import refuse_blocks, split_blocks
 from expertmesh.parallel.tensor import split_parts
-from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
+from expertmesh.parallel.tensor_plan import TensorPlan, attach_plan, tensor_plan
 
 
 def shard(
@@ -59,6 +60,9 @@ def shard(
         for name in anatomy.routers:
             model.get_submodule(name).requires_grad_(False)
 
+    balance, whole = balance_of(model, anatomy, moe), anatomy
+    if mesh.layout.pp > 1:
+        anatomy = cut(model, anatomy, mesh, compute)
     resolved = install(model, anatomy, mesh, dispatch=moe.dispatch, compute=moe.compute, dtype=compute)
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute == master else compute,  # of masters; a frozen base is in it already
@@ -67,11 +71,12 @@ def shard(
     )
     exempt = _exempt_modules(model, anatomy, kept_in_fp32) if policy.param_dtype is not None else []
     placed = _place_experts(model, anatomy, mesh, policy)
-    _place_dense(model, anatomy, mesh, policy, placed, exempt, tensor)
+    _place_dense(model, anatomy, mesh, policy, placed, exempt, tensor.within(anatomy.blocks))
     attach_mesh(model, mesh)
-    split_blocks(model, anatomy, mesh)
+    attach_plan(model, tensor)
+    split_blocks(model, whole, mesh)
     split_attention(model, anatomy, mesh)
-    attach_balance(model, balance_of(model, anatomy, moe))
+    attach_balance(model, balance)
     return resolved
 
 
@@ -142,8 +147,9 @@ def _place_dense(
         _sum_gradients(group[0])
     blocks = [model.get_submodule(name) for name in anatomy.blocks]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-    tied = head is not None and head.weight is embedding.weight
-    for module in [*blocks, *([] if tied else [embedding])]:
+    absent = next(embedding.parameters(), None) is None  # on another pipeline stage
+    tied = head is not None and not absent and getattr(head, "weight", None) is embedding.weight
+    for module in [*blocks, *([] if tied or absent else [embedding])]:
         fully_shard(module, mesh=mesh.dense_shard, mp_policy=policy, ignored_params=elsewhere)
         _sum_gradients(module)
     for part in tensor.parts:
@@ -198,7 +204,10 @@ def _prefetch(model: nn.Module, anatomy: Anatomy, tensor: TensorPlan) -> None:
         inside += [spec.name for spec in anatomy.experts if _in(spec.name, block)]
         modules = [model.get_submodule(name) for name in (block, *inside)]
         units.append([cast(FSDPModule, module) for module in modules if isinstance(module, FSDPModule)])
-    for unit, following in itertools.pairwise(units):
+    pipeline = pipeline_of(model)
+    for number, (unit, following) in enumerate(itertools.pairwise(units)):
+        if pipeline is not None and pipeline.stage_starts(anatomy.blocks[number + 1]):
+            continue  # what runs next is another stage
         unit[0].set_modules_to_forward_prefetch(following)
         following[0].set_modules_to_backward_prefetch(list(unit))
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from expertmesh.mesh import mesh_of
+from expertmesh.whole import is_copy, own_parameters
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float | None, norm_type: float = 2.0) -> torch.Tensor:
@@ -21,14 +22,17 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None, norm_type: float =
 
     `model` is one that was parallelized; gradients must be complete (after the last backward of the step). `norm_type`
     is any p > 0 or infinity. With `max_norm=None` the norm is only measured. Every rank must call it: one all-reduce
-    of one number over the shard group. Returns a 0-dim fp32 tensor (fp64 for fp64 gradients). A non-finite norm is
-    returned as it is and scales nothing, so that the caller can skip the step.
+    of one number over the shard group, and with pp one more over the stages. Returns a 0-dim fp32 tensor (fp64 for fp64
+    gradients). A non-finite norm is returned as it is and scales nothing, so that the caller can skip the step.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward without backward leaves the root's parameters gathered, and without gradients
-    gradients = [_local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-    total = global_norm(gradients, norm_type, model)
+    parameters = own_parameters(model).values()
+    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    # A weight that two pipeline stages share counts once.
+    counted = [_local(p.grad) for p in parameters if p.grad is not None and not is_copy(p)]
+    total = global_norm(counted, norm_type, model)
     if max_norm is not None and gradients:
         # The same rule as torch.nn.utils.clip_grad_norm_, without waiting for the device to decide.
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -38,18 +42,21 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None, norm_type: float =
 
 
 def global_norm(gradients: list[torch.Tensor], norm_type: float, model: nn.Module) -> torch.Tensor:
-    """The p-norm of all ranks' shards together. Collective over the shard group (one all-reduce)."""
+    """The p-norm of all ranks' shards together. Collective over the shard group, then over pp (one all-reduce each)."""
     mesh = mesh_of(model)
+    groups = [mesh.shard_group, *([mesh.pp_group] if mesh.layout.pp > 1 else [])]
     dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
     filled = [gradient for gradient in gradients if gradient.numel()]
     norms = [norm.to(dtype) for norm in torch._foreach_norm(filled, norm_type, dtype=dtype)] if filled else []
     local = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=mesh.device)
     if math.isinf(norm_type):
         total = local.max()
-        dist.all_reduce(total, dist.ReduceOp.MAX, group=mesh.shard_group)
+        for group in groups:
+            dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
         return total
     total = local.pow(norm_type).sum()
-    dist.all_reduce(total, dist.ReduceOp.SUM, group=mesh.shard_group)
+    for group in groups:
+        dist.all_reduce(total, dist.ReduceOp.SUM, group=group)
     return total.pow(1.0 / norm_type)
 
 

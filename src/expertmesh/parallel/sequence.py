@@ -81,8 +81,14 @@ def padded(batch: Batch, share: SequenceShare) -> Batch:
 
     Padding is behind every token that could attend to it, has no target and does not count as real.
     """
+    length = batch["input_ids"].shape[1]
+    return lengthened(batch, length + -length % share.parts, f"cannot be cut into {share.parts} parts (cp × tp)")
+
+
+def lengthened(batch: Batch, to: int, refusal: str) -> Batch:
+    """`batch` with its rows padded on the right to `to` positions. `refusal`: why a key that cannot be is refused."""
     rows, length = batch["input_ids"].shape
-    missing = -length % share.parts
+    missing = to - length
     if not missing:
         return batch
     longer = dict(batch)
@@ -97,10 +103,7 @@ def padded(batch: Batch, share: SequenceShare) -> Batch:
                 raise InputError(f"{key} {tuple(tensor.shape)} does not fit input_ids {(rows, length)}")
             longer[key] = F.pad(tensor, (0, missing), value=_PADDING[key])
         elif key != "row_numbers":
-            raise InputError(
-                f"parallel: {key} of a batch cannot be cut into {share.parts} parts (cp × tp); pad rows to a multiple "
-                "of that, or leave it out"
-            )
+            raise InputError(f"parallel: {key} of a batch {refusal}; pad rows to {to} positions, or leave it out")
     return longer
 
 

@@ -38,7 +38,6 @@ def split_parts(model: nn.Module, plan: TensorPlan, mesh: Mesh) -> set[nn.Parame
 
     Returns the split parameters. No communication.
     """
-    model._expertmesh_tensor_plan = plan  # type: ignore[assignment]
     split = set()
     for part in plan.parts:
         module = model.get_submodule(part.name)

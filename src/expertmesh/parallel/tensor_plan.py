@@ -11,7 +11,7 @@ ranks. Nothing here communicates.
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,6 +87,10 @@ class TensorPlan:
     parts: tuple[Part, ...]
     kept: tuple[tuple[str, str], ...]
 
+    def within(self, blocks: Sequence[str]) -> "TensorPlan":
+        """What of it happens in `blocks` (those of a pipeline stage)."""
+        return replace(self, parts=tuple(part for part in self.parts if any(_in(part.name, block) for block in blocks)))
+
     def lines(self) -> Iterator[str]:
         """What to print before training, alike parts of different blocks as one."""
         if self.tp == 1:
@@ -96,6 +100,11 @@ class TensorPlan:
         for text, count in _counted(f"{_short(name)} unsplit, on own positions: {why}" for name, why in self.kept):
             yield f"{count} × {text}"
         yield f"vocabulary: each rank computes 1/{self.tp} of the logits of all the group's positions"
+
+
+def attach_plan(model: nn.Module, plan: TensorPlan) -> None:
+    """Remember what was decided for the whole of `model`, to be told before training."""
+    model._expertmesh_tensor_plan = plan  # type: ignore[assignment]
 
 
 def attached_plan(model: nn.Module) -> TensorPlan:

@@ -4,6 +4,7 @@ It knows a sharded model and batches; it does not know how either came to be. Ev
 of `train_step` is the same sequence of collectives on all of them.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -13,24 +14,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from expertmesh.anatomy import Anatomy
 from expertmesh.config import Config
 from expertmesh.data import EvaluationBatches, Step, TrainingBatches
-from expertmesh.experts.balance import update_router_bias
+from expertmesh.experts.balance import attached_balance, update_router_bias
 from expertmesh.experts.collectives import all_gather
-from expertmesh.experts.layer import layer_of
+from expertmesh.experts.layer import ExpertLayer, layer_of
 from expertmesh.mesh import Mesh, set_timeout
 from expertmesh.parallel.gradients import clip_grad_norm_
 from expertmesh.training.checkpoints import RunCheckpoints
 from expertmesh.training.control import Control, Stopped, StopReason
 from expertmesh.training.faults import NonFiniteGuard, gradients_are_finite
 from expertmesh.training.first_loss import first_loss_lines
-from expertmesh.training.loss import causal_lm_loss
 from expertmesh.training.metrics import Reporter, StepMetrics, expert_load, peak_memory
 from expertmesh.training.resume import Counters
-from expertmesh.training.router_loss import RouterLosses, router_losses
+from expertmesh.training.step import StepLosses, forward_backward, forward_loss
+from expertmesh.whole import own_names
 
 
 @dataclass(slots=True)
@@ -144,22 +144,13 @@ class TrainingLoop:
 
         A skipped step uses up its place in the schedule.
         """
-        share = torch.zeros((), dtype=torch.float64)
         batches = [self._on_device(batch) for batch in step.micro_batches]
         self.control.progress.at(number, "forward and backward")
-        with router_losses(self.model, batches) as router_loss:
-            for index, batch in enumerate(batches, start=1):
-                if isinstance(self.model, FSDPModule) and self.mesh.layout.replicate > 1:
-                    # Between replicas once per step is enough.
-                    self.model.set_requires_all_reduce(index == len(batches))
-                loss = causal_lm_loss(self.model, batch, target_tokens=step.target_tokens)
-                (loss + router_loss()).backward()
-                share = share + loss.detach()
-                del loss  # and with it what the graph still holds
+        losses = forward_backward(self.model, batches, target_tokens=step.target_tokens)
         self.control.progress.at(number, "update")
         grad_norm = clip_grad_norm_(self.model, self.config.optim.max_grad_norm)
 
-        facts, norm = self._exchange(share, grad_norm, router_loss)
+        facts, norm = self._exchange(losses, grad_norm)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         skipped = guard.check(number, facts.losses, norm, facts.finite)
         if skipped is None:
@@ -169,11 +160,10 @@ class TrainingLoop:
         self.schedule.step()
         return _StepResult(sum(facts.losses), norm, learning_rate, skipped, facts)
 
-    def _exchange(
-        self, share: torch.Tensor, grad_norm: torch.Tensor, router_loss: RouterLosses
-    ) -> "tuple[_Facts, float]":
+    def _exchange(self, losses: StepLosses, grad_norm: torch.Tensor) -> "tuple[_Facts, float]":
         """Each rank's facts about the step, on every rank: one all-gather and one wait for the device."""
-        values = (share, grad_norm, router_loss.aux_loss, router_loss.z_loss)
+        values = (losses.loss, grad_norm, losses.aux_loss, losses.z_loss)
+        balance = attached_balance(self.model)
         loss, norm, aux_loss, z_loss = torch.stack([v.to(self.mesh.device, torch.float64) for v in values]).tolist()
         finite = math.isfinite(loss) and (math.isfinite(norm) or gradients_are_finite(self.model))
         stop, status = self.control.stop_requested(), self.checkpoints.writer.status()
@@ -189,43 +179,58 @@ class TrainingLoop:
             stop=StopReason(int(max(columns[3]))),
             overdue=bool(columns[4][0]),
             statuses=[int(value) for value in columns[5]],
-            aux_loss=sum(columns[6]) if router_loss.balance.aux_loss_coef else None,
-            z_loss=sum(columns[7]) if router_loss.balance.z_loss_coef else None,
+            aux_loss=sum(columns[6]) if balance.aux_loss_coef else None,
+            z_loss=sum(columns[7]) if balance.z_loss_coef else None,
         )
         return joined, norm
 
     def _expert_load(self) -> list[dict[str, float | int]]:
         """Tokens per layer and expert since the last report, over all ranks (one all-reduce)."""
-        counts = [layer_of(self.model.get_submodule(spec.name)).take_load() for spec in self.anatomy.experts]
-        counts_LE = torch.stack([count_E for count_E in counts if count_E is not None])
+        counts = [None if layer is None else layer.take_load() for layer in self._layers()]
+        counts_LE = self._stacked(counts)
         dist.all_reduce(counts_LE)
         return expert_load(counts_LE.cpu())
 
     def _pending_expert_load(self) -> list[list[int]] | None:
         """What `_expert_load` would count now, left where it is; the same on every rank (one all-reduce), or None."""
-        counts = [layer_of(self.model.get_submodule(spec.name)).load_E for spec in self.anatomy.experts]
-        if all(count_E is None for count_E in counts):
-            return None
-        counts_LE = torch.stack([count_E for count_E in counts if count_E is not None])
+        if self.counters.tokens == 0:
+            return None  # reported after this very step
+        counts_LE = self._stacked([None if layer is None else layer.load_E for layer in self._layers()])
         dist.all_reduce(counts_LE)
         pending: list[list[int]] = counts_LE.tolist()
         return pending
 
+    def _layers(self) -> list[ExpertLayer | None]:
+        """Of every MoE layer of the model; None for those of another pipeline stage."""
+        here = set(own_names(self.model, [spec.name for spec in self.anatomy.experts]))
+        return [
+            layer_of(self.model.get_submodule(spec.name)) if spec.name in here else None
+            for spec in self.anatomy.experts
+        ]
+
+    def _stacked(self, counts: list[torch.Tensor | None]) -> torch.Tensor:
+        """`[L, E]`, with zeros for what was counted elsewhere."""
+        nothing_E = torch.zeros(self.anatomy.num_experts, dtype=torch.int64, device=self.mesh.device)
+        return torch.stack([nothing_E if count_E is None else count_E for count_E in counts])
+
     def _restore_expert_load(self) -> None:
-        """Give rank 0 the counts of all ranks back; they are summed again before anybody sees them."""
-        if self.counters.expert_load is not None and self.mesh.rank == 0:
-            for spec, count_E in zip(self.anatomy.experts, self.counters.expert_load, strict=True):
-                layer_of(self.model.get_submodule(spec.name)).load_E = torch.tensor(count_E, device=self.mesh.device)
+        """Give one rank of each stage the counts of all ranks back; they are summed again before anybody sees them."""
+        if self.counters.expert_load is not None and self.mesh.rank % self.mesh.layout.ranks_per_stage == 0:
+            for layer, count_E in zip(self._layers(), self.counters.expert_load, strict=True):
+                if layer is not None:
+                    layer.load_E = torch.tensor(count_E, device=self.mesh.device)
 
     @torch.no_grad()
     def evaluate(self, batches: EvaluationBatches) -> float:
         """Mean loss per target token over the whole evaluation set; the same on every rank (one all-reduce)."""
         self.model.eval()
-        total = torch.zeros((), dtype=torch.float64)
-        for batch in batches:
-            total = total + causal_lm_loss(self.model, self._on_device(batch), target_tokens=batches.target_tokens)
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        # As many at a time as keep the stages of a pipeline busy.
+        at_a_time, remaining = 4 * self.mesh.layout.pp if self.mesh.layout.pp > 1 else 1, iter(batches)
+        while group := [self._on_device(batch) for batch in itertools.islice(remaining, at_a_time)]:
+            share = forward_loss(self.model, group, target_tokens=batches.target_tokens)
+            total += share.to(self.mesh.device)
         self.model.train()
-        total = total.to(self.mesh.device)
         dist.all_reduce(total)
         return float(total)
 

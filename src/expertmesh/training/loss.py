@@ -20,6 +20,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.generic import ModelOutput
 
 from expertmesh.config.errors import InputError
+from expertmesh.parallel.pipeline import pipeline_of
 from expertmesh.parallel.positions import gather
 from expertmesh.parallel.sequence import padded, sequence_share
 from expertmesh.training.base_model import base_name, head_of, run_base
@@ -45,17 +46,35 @@ def causal_lm_loss(
     """
     if isinstance(target_tokens, int) and target_tokens <= 0:
         raise InputError(f"target_tokens is {target_tokens}: a step without any target has no loss; check the labels")
-    router_losses, share, vocabulary = active_router_losses(model), sequence_share(model), vocabulary_share(model)
-    batch = padded(batch, share)
+    if pipeline_of(model) is not None:
+        raise InputError(
+            "causal_lm_loss computes the loss of one rank's whole model, and this one is cut into pipeline stages; use "
+            "expertmesh.forward_backward(model, micro_batches, target_tokens=n), which works for every layout"
+        )
+    router_losses = active_router_losses(model)
+    batch = padded(batch, sequence_share(model))
     base, empty_logits, router_logits = run_base(model, batch, router_logits=router_losses is not None)
     if router_losses is not None:
         router_losses.add(router_logits, batch)
+    return loss_of_base(model, base, empty_logits, batch["labels"], target_tokens, chunk_tokens)
+
+
+def loss_of_base(
+    model: nn.Module,
+    base: ModelOutput,
+    empty_logits: torch.Tensor,
+    labels: torch.Tensor,
+    target_tokens: int | torch.Tensor,
+    chunk_tokens: int = 1024,
+) -> torch.Tensor:
+    """`causal_lm_loss` from what `run_base` returned; `labels` `[B, S]` are of whole, padded rows."""
+    share, vocabulary = sequence_share(model), vocabulary_share(model)
     hidden_BSH = base["last_hidden_state"]
     if vocabulary is not None:
         # Each rank of the group has a part of the vocabulary for all positions, instead of all of it for its own.
         hidden_BSH = gather(hidden_BSH, 1, vocabulary.group)
     cut = share.own if vocabulary is None else share.of_context
-    target_N, place_N = _targets(batch["labels"].to(hidden_BSH.device), cut)
+    target_N, place_N = _targets(labels.to(hidden_BSH.device), cut)
     hidden_NH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1]).index_select(0, place_N)
     others = {key: value for key, value in base.items() if key != "last_hidden_state"}
     output = partial(type(base), **others)

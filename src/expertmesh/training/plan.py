@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from torch import nn
+from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -12,11 +13,13 @@ from expertmesh.anatomy import Anatomy, is_adapter
 from expertmesh.config import Config
 from expertmesh.data import DataReport, TrainingBatches
 from expertmesh.experts.balance import Balance, attached_balance
-from expertmesh.mesh import Mesh
+from expertmesh.mesh import Layout, Mesh
 from expertmesh.parallel.checkpointing import CheckpointedLayers, CheckpointingMode, checkpointed_layers
 from expertmesh.parallel.compiling import compiled_parts
 from expertmesh.parallel.context import context_lines
+from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.tensor_plan import attached_plan
+from expertmesh.training.pipeline import schedule_kind
 from expertmesh.training.preflight import Checked
 
 
@@ -39,6 +42,9 @@ def plan_lines(
     yield from (f"           {line}" for line in layout.table().splitlines())
     yield from (f"cp         {line}" for line in context_lines(model, layout))
     yield from (f"tp         {line}" for line in attached_plan(model).lines())
+    pipeline = pipeline_of(model)
+    if pipeline is not None:
+        yield from (f"stages     {line}" for line in _stage_lines(pipeline, batches.accumulation))
     dense, expert, adapters = local_parameters(model, anatomy)
     counts = f"{dense:,} dense + {expert:,} expert{f' + {adapters:,} adapter' if adapters else ''} parameters"
     yield f"per rank   {counts}, {gib(bytes_to_load)} to load"
@@ -49,7 +55,8 @@ def plan_lines(
     if lora is not None:
         router = "adapted" if any(target.group == "router" for target in lora.targets) else "frozen"
     yield f"experts    dispatch {resolved['dispatch']}, compute {resolved['compute']}, router {router}"
-    yield from (f"balance    {line}" for line in _balance_lines(attached_balance(model), batches.accumulation))
+    counted = batches.accumulation if batches.accumulation > 1 or pipeline is not None else 0
+    yield from (f"balance    {line}" for line in _balance_lines(attached_balance(model), counted))
     if lora is not None:
         yield from (f"lora       {line}" for line in adapter_plan_lines(lora, anatomy))
     yield f"memory     {_checkpointing_line(checkpointing, config.train.checkpoint_layers, len(anatomy.blocks))}"
@@ -63,6 +70,32 @@ def plan_lines(
         f"× {batches.accumulation} accumulation"
     )
     yield f"steps      {total_steps} optimizer steps, {config.optim.name}, {config.schedule.name} schedule"
+
+
+def _stage_lines(pipeline: Pipeline, micro_batches: int) -> Iterator[str]:
+    """Which blocks are where, in which order micro-batches run, and how long ranks wait."""
+    layout, last = pipeline.mesh.layout, len(pipeline.stages) - 1
+    for stage, numbers in enumerate(pipeline.stages):
+        first_rank = stage % layout.pp * layout.ranks_per_stage
+        ranks = f"rank {first_rank}"
+        if layout.ranks_per_stage > 1:
+            ranks = f"ranks {first_rank} to {first_rank + layout.ranks_per_stage - 1}"
+        parts = ["embedding"] if stage == 0 else []
+        parts += [f"blocks {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"block {numbers[0]}"]
+        parts += ["final norm and head"] if stage == last else []
+        yield f"{stage}: {', '.join(parts)} on {ranks}"
+    name: str = layout.pp_schedule
+    if name == "1f1b" and schedule_kind(pipeline, micro_batches) is ScheduleGPipe:
+        name = "gpipe (which 1f1b is with fewer micro-batches than stages)"
+    bubble = bubble_fraction(layout, micro_batches)
+    yield f"{name}, {micro_batches} micro-batches a step; ranks wait {bubble:.0%} of it if stages are equally fast"
+
+
+def bubble_fraction(layout: Layout, micro_batches: int) -> float:
+    """The share of a step in which a rank waits for others, with stages that take equally long and instant messages:
+    (pp - 1) / (v · m + pp - 1) for m micro-batches and v stages on each rank.
+    """
+    return (layout.pp - 1) / (layout.pp_virtual_stages * micro_batches + layout.pp - 1)
 
 
 def local_parameters(model: nn.Module, anatomy: Anatomy) -> tuple[int, int, int]:
@@ -79,9 +112,9 @@ def local_parameters(model: nn.Module, anatomy: Anatomy) -> tuple[int, int, int]
     return dense, expert, adapters
 
 
-def _balance_lines(balance: Balance, accumulation: int) -> Iterator[str]:
+def _balance_lines(balance: Balance, counted: int) -> Iterator[str]:
     if balance.aux_loss_coef:
-        cost = f"{accumulation} counting forwards" if accumulation > 1 else "no counting forward"
+        cost = f"{counted} counting forward{'s' if counted > 1 else ''}" if counted else "no counting forward"
         yield f"auxiliary loss times {balance.aux_loss_coef:g} over the global batch, {cost} a step"
     if balance.z_loss_coef:
         yield f"z-loss times {balance.z_loss_coef:g}"

@@ -29,9 +29,11 @@ from expertmesh.parallel.checkpointing import refuse_checkpointing
 from expertmesh.parallel.compiling import refuse_compile
 from expertmesh.parallel.context import refuse_context
 from expertmesh.parallel.mixing import carried_state
+from expertmesh.parallel.pipeline import plan_cut
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_model
 from expertmesh.parallel.sequence import refuse_blocks
 from expertmesh.parallel.tensor_plan import tensor_plan
+from expertmesh.training.pipeline import interleaves
 from expertmesh.training.resume import config_differences, find_start, flat
 from expertmesh.weights.skeleton import build_meta_model, kept_in_fp32, read_model_config
 
@@ -88,8 +90,24 @@ def preflight(config: Config, world_size: int) -> Checked:
         refuse_checkpointing(model, anatomy, config.train.checkpoint_layers)
     if config.train.compile:
         refuse_compile(model, layout)
+    if layout.pp > 1:
+        plan_cut(model, anatomy, layout)
+        accumulation = accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
+        _refuse_interleaving(layout, accumulation)
     load_tokenizer(config.model)
     return Checked(model_config, directory, anatomy, layout)
+
+
+def _refuse_interleaving(layout: Layout, accumulation: int) -> None:
+    """A schedule that only some steps could run is refused, rather than replaced in all of them."""
+    if layout.pp_virtual_stages > 1 and not interleaves(accumulation, layout.pp):
+        rounds = accumulation // layout.pp
+        raise InputError(
+            f"parallel.pp_schedule: interleaved_1f1b runs micro-batches in {rounds} equal rounds, and the "
+            f"{accumulation} of a step (train.global_batch_size over data ranks and train.micro_batch_size) are no "
+            f"multiple of {rounds}; change train.global_batch_size so that they are a multiple of {layout.pp}, or set "
+            "parallel.pp_virtual_stages to 1"
+        )
 
 
 def refuse_output_dir(config: Config) -> None:

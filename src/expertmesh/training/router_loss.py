@@ -16,12 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError
 from expertmesh.experts.balance import attached_balance
 from expertmesh.experts.router_loss import chosen_pairs, probability_sums, squared_logsumexp
 from expertmesh.mesh import mesh_of
+from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.sequence import padded, sequence_share
 from expertmesh.training.base_model import real_tokens_here, run_base
+from expertmesh.training.pipeline import StageOutput, run_pipeline
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -36,12 +39,15 @@ def router_losses(model: nn.Module, micro_batches: Sequence[Batch]) -> Iterator[
                 (loss + router_loss()).backward()
 
     `micro_batches` are this rank's, on its device, in the order in which they are trained, equally many on every rank.
-    Every rank calls it. With the auxiliary loss on and several micro-batches each runs once without gradients (forward
-    collectives), with the random numbers that it will train with. One all-reduce of E + 1 numbers over all ranks.
+    Every rank calls it. With the auxiliary loss on and several micro-batches (or pipeline stages, which learn of each
+    other's layers too late) each runs once without gradients (forward collectives), with the random numbers that it
+    will train with. One all-reduce of E + 1 numbers over all ranks.
     """
     losses = RouterLosses(model, micro_batches)
-    if losses.balance.aux_loss_coef and len(micro_batches) > 1:
+    if losses.balance.aux_loss_coef and (len(micro_batches) > 1 or pipeline_of(model) is not None):
         losses.count(micro_batches)
+    elif losses.balance.has_losses and pipeline_of(model) is not None:
+        losses.count([])
     token = _active.set(losses)
     try:
         yield losses
@@ -60,7 +66,9 @@ class RouterLosses:
         self.balance = attached_balance(model)
         self.aux_loss = torch.zeros((), dtype=torch.float64)
         self.z_loss = torch.zeros((), dtype=torch.float64)
-        self._left = len(micro_batches)
+        self._pipeline = pipeline_of(model)
+        own_stages = 1 if self._pipeline is None else len(self._pipeline.own_stages)
+        self._left = len(micro_batches) * own_stages
         self._share_of_rows = sequence_share(model)
         self._real = [self._real_here(batch) for batch in micro_batches] if self.balance.has_losses else []
         self._step: _Step | None = None
@@ -84,6 +92,10 @@ class RouterLosses:
         pairs_E = torch.zeros(self.balance.num_experts, dtype=torch.int64, device=device)
         devices = [] if device.type == "cpu" else [device]
         with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type):
+            if self._pipeline is not None:
+                pairs_E += self._count_through_stages(self._pipeline, micro_batches)
+                self._step = self._join(pairs_E)
+                return
             for batch, real_T in zip(micro_batches, self._real, strict=True):
                 _, _, logits = run_base(self.model, padded(batch, self._share_of_rows), router_logits=True)
                 pairs_E += self._pairs(logits, real_T)
@@ -103,7 +115,11 @@ class RouterLosses:
         real_T = self._real_here(batch)
         if self._step is None:
             self._step = self._join(self._pairs(logits, real_T))
-        rows, share = self._step.tokens * len(logits), logits[0].new_zeros((), dtype=torch.float32)
+        layers = len(logits) if self._pipeline is None else len(describe(self.model).experts)
+        rows, share = self._step.tokens * layers, torch.zeros((), device=real_T.device)
+        if not logits:  # a pipeline stage without MoE layers
+            self._share = share
+            return
         if self.balance.aux_loss_coef:
             weight_E = self.balance.num_experts * self._step.pairs_E / rows / rows
             sums_E = torch.stack([probability_sums(logits_TE, real_T) for logits_TE in logits]).sum(dim=0)
@@ -137,14 +153,29 @@ class RouterLosses:
         """Chosen pairs of all layers together `[E]`; zeros where nobody asks for them."""
         if not self.balance.aux_loss_coef:
             return torch.zeros(self.balance.num_experts, dtype=torch.int64, device=real_T.device)
+        if not logits:
+            return torch.zeros(self.balance.num_experts, dtype=torch.int64, device=real_T.device)
         return torch.stack([chosen_pairs(logits_TE, self.balance.top_k, real_T) for logits_TE in logits]).sum(dim=0)
+
+    def _count_through_stages(self, pipeline: Pipeline, micro_batches: Sequence[Batch]) -> torch.Tensor:
+        """Chosen pairs of this rank's stages `[E]`; as collective as a forward of all stages."""
+        pairs_E = torch.zeros(self.balance.num_experts, dtype=torch.int64, device=pipeline.mesh.device)
+
+        def add(output: StageOutput) -> None:
+            nonlocal pairs_E
+            pairs_E = pairs_E + self._pairs(output.router_logits, self._real[output.number])
+
+        if micro_batches:
+            run_pipeline(self.model, pipeline, micro_batches, add, router_logits=True)
+        return pairs_E
 
     def _join(self, pairs_E: torch.Tensor) -> "_Step":
         """Sums over all ranks: one all-reduce of E + 1 integers."""
         tokens = torch.stack([real_T.sum() for real_T in self._real]).sum()
         sums_E1 = torch.cat([pairs_E, tokens.to(pairs_E)[None]])
         dist.all_reduce(sums_E1)
-        return _Step(sums_E1[:-1].double(), sums_E1[-1].double())
+        # Each stage counted its own layers, and the same tokens.
+        return _Step(sums_E1[:-1].double(), sums_E1[-1].double() / mesh_of(self.model).layout.pp)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from expertmesh.weights.files import Checkpoint, FileTensor
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.module_list import list_rules
 from expertmesh.weights.pieces import Leaf
+from expertmesh.whole import whole_of, whole_state
 
 _LISTED = 10
 
@@ -103,8 +104,11 @@ class _Problems:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by state-dict name, without adapters; tied ones under each of their names."""
-    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if not is_adapter(name)}
+    """Parameters and persistent buffers by state-dict name, without adapters; tied ones under each of their names.
+
+    Of the whole model: what another pipeline stage holds is there without values (whole.py).
+    """
+    state = {name: value for name, value in whole_state(model).items() if not is_adapter(name)}
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise InputError(f"{type(model).__name__}: state {name} is not a tensor, which is not supported")
@@ -112,8 +116,8 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The low-rank adapters by their names; empty for a model without."""
-    return {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
+    """The low-rank adapters of the whole model by their names; empty for a model without."""
+    return {name: parameter for name, parameter in whole_state(model).items() if is_adapter(name)}
 
 
 def plan_load(model: PreTrainedModel, checkpoint: Checkpoint) -> LoadPlan:
@@ -126,7 +130,9 @@ def plan_load(model: PreTrainedModel, checkpoint: Checkpoint) -> LoadPlan:
     _refuse_quantized(model, checkpoint)
     state = model_tensors(model)
     with own_classes(model):
-        conversions = [*get_model_conversion_mapping(model), *list_rules(model)]
+        # By the modules of all stages.
+        whole: Any = whole_of(model)
+        conversions = [*get_model_conversion_mapping(whole), *list_rules(whole)]
     problems = _Problems()
     groups, unexpected = _match(model, checkpoint, state, conversions, problems)
     ignored, problems.unexpected = _split_ignored(model, unexpected)
@@ -154,8 +160,11 @@ def plan_save(model: PreTrainedModel) -> dict[str, LazyTensor]:
     state = model_tensors(model)
     kept = _untied(model, state) - set(model._keys_to_ignore_on_save or ())
     lazies = {name: LazyTensor.of(StateTensor(name, state[name])) for name in state if name in kept}
+    whole: Any = whole_of(model)
+    if whole is not model:
+        whole._weight_conversions = getattr(model, "_weight_conversions", None)  # what loading has remembered
     with own_classes(model), torch.no_grad():
-        saved: dict[str, Any] = revert_weight_conversion(model, dict(lazies))
+        saved: dict[str, Any] = revert_weight_conversion(whole, dict(lazies))
     before, after = (sum(tensor.numel() for tensor in each.values()) for each in (lazies, saved))
     if before != after:
         raise InputError(
@@ -281,7 +290,7 @@ def _convert(
             group.converter.add_tensor(target, key, pattern, lazy)
     try:
         with torch.no_grad():
-            made = group.converter.convert(target, model=model, config=model.config)
+            made = group.converter.convert(target, model=whole_of(model), config=model.config)
     except Exception as error:
         # Any failure of a conversion means that the files do not hold what the family's rule expects.
         problems.incomplete.append(f"{target}: {error}")
@@ -311,7 +320,7 @@ def _gap(keys: Sequence[str]) -> str | None:
 def _split_ignored(model: PreTrainedModel, unexpected: list[str]) -> tuple[tuple[str, ...], list[str]]:
     """Set apart what `from_pretrained` would not complain about either."""
     patterns = list(model._keys_to_ignore_on_load_unexpected or ())
-    buffers = [name for name, _ in model.named_buffers()]
+    buffers = [name for name, _ in whole_of(model).named_buffers()]
     # Buffers that old checkpoints hold and that models compute today.
     patterns += [r"rotary_emb\.inv_freq"] if any(name.endswith("rotary_emb.inv_freq") for name in buffers) else []
     patterns += [r"(^|\.)position_ids$"] if any(name.endswith("position_ids") for name in buffers) else []
@@ -323,7 +332,7 @@ def _untied(model: PreTrainedModel, state: dict[str, Tensor]) -> set[str]:
     """The names to save: of tied tensors, the one that the family does not declare as the copy."""
     declared = [
         f"{prefix}.{pattern}" if prefix else pattern
-        for prefix, module in model.named_modules()
+        for prefix, module in whole_of(model).named_modules()
         for pattern in getattr(module, "_tied_weights_keys", None) or {}
     ]
     kept = set(state)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,7 @@ from expertmesh.weights.pieces import Leaf, Piece
 from expertmesh.weights.reading import read_box
 from expertmesh.weights.skeleton import kept_in_fp32
 from expertmesh.weights.writing import Layout, lay_out, write_box
+from expertmesh.whole import place_of, whole_of
 
 _BLOCK_ELEMENTS = 1 << 20
 
@@ -120,10 +122,11 @@ def save_values(
     with together("planning what to save"):
         specs = _saved_specs(model, {**lazies, **{tensor.name: LazyTensor.of(tensor) for tensor in kept}}, dtype)
     main_dtype = dtype or next(lazy.dtype for lazy in lazies.values() if lazy.is_floating_point())
+    whole_model: Any = whole_of(model)
     layout, written = write_directory(
         directory,
         lazies,
-        lambda temporary: lay_out(temporary, specs, max_shard_bytes, model.num_parameters()),
+        lambda temporary: lay_out(temporary, specs, max_shard_bytes, whole_model.num_parameters()),
         lambda temporary, layout: write_companions(model, temporary, layout, tokenizer, main_dtype),
         values,
         kept,
@@ -290,9 +293,25 @@ def _write_gathered(lazies: Mapping[str, LazyTensor], layout: Layout, values: Va
 
 
 def _gather(lazy: LazyTensor) -> dict[str, Tensor]:
-    """The sharded tensors behind `lazy`, whole, by name."""
+    """The sharded tensors behind `lazy`, whole, by name; and those that only another pipeline stage has."""
     leaves = [leaf for leaf in lazy.leaves() if isinstance(leaf, StateTensor)]
-    return {leaf.name: leaf.tensor.full_tensor() for leaf in leaves if isinstance(leaf.tensor, DTensor)}
+    gathered = {leaf.name: leaf.tensor.full_tensor() for leaf in leaves if isinstance(leaf.tensor, DTensor)}
+    for leaf in leaves:
+        if place_of(leaf.tensor) is not None:
+            gathered[leaf.name] = _from_its_stage(leaf.tensor, gathered.get(leaf.name, leaf.tensor))
+    return gathered
+
+
+def _from_its_stage(tensor: Tensor, full: Tensor) -> Tensor:
+    """`full` of the rank that answers for `tensor`, on all ranks. One all-reduce and one broadcast."""
+    place, rank = place_of(tensor), dist.get_rank()
+    answers = place is not None and not place.elsewhere and not place.is_copy and place.is_first_rank
+    source = torch.tensor([rank if answers else dist.get_world_size()], device=collective_device())
+    dist.all_reduce(source, op=dist.ReduceOp.MIN)
+    device = collective_device()
+    values = full.detach().to(device) if answers else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    dist.broadcast(values, src=int(source.item()))
+    return values
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from transformers.initialization import meta_device_safe_creation_ops
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from expertmesh.config.errors import InputError
-from expertmesh.weights.mapping import model_tensors, tied_names
+from expertmesh.weights.mapping import tied_names
 from expertmesh.weights.module_list import fuse_lists_of_experts
 
 # What a model directory consists of, apart from code: weights, JSON, and the tokenizer's plain-text files.
@@ -118,7 +118,7 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
     Only this rank's shards are allocated. Unlike `to_empty` it keeps the buffers that `build_meta_model`
     computed, and ties stay ties.
     """
-    tied = [names for names in tied_names(model_tensors(model)) if len(names) > 1]
+    tied = [names for names in tied_names(dict(model.state_dict(keep_vars=True))) if len(names) > 1]
 
     def move(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
@@ -128,7 +128,7 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
     for first, *others in tied:
         for name in others:
             parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, model_tensors(model)[first])
+            setattr(model.get_submodule(parent), leaf, model.state_dict(keep_vars=True)[first])
 
 
 def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:

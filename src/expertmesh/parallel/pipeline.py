@@ -1,0 +1,311 @@
+"""Pipeline parallelism: each pp rank keeps the blocks of its stages; the rest of the model becomes placeholders.
+
+Blocks of other stages are replaced by modules without parameters that keep the places, so that the names of what stays
+do not depend on the cut. The family's own forward still runs from end to end on every stage, on the whole batch: it
+computes masks, rotary tables and whatever else blocks get, from token and position ids. Only the hidden state comes
+from elsewhere: it enters where the placeholder before the first block of a stage would give it, and leaves where the
+one behind the last block gets it. What stands before the blocks (embedding) is on the first stage, what stands behind
+them (final norm, head) on the last; a weight that is tied between the two is on both.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from expertmesh.anatomy import Anatomy
+from expertmesh.config.errors import InputError
+from expertmesh.experts.adapted import adapter_state
+from expertmesh.mesh import Layout, Mesh
+from expertmesh.parallel.sequence import decoder_blocks
+from expertmesh.parallel.stage_probe import Decoder, probe, rehearse
+from expertmesh.parallel.stages import plan_stages
+from expertmesh.whole import Whole, keep_whole, twin_on_meta, whole_state
+
+
+@dataclass(slots=True, eq=False)
+class Pipeline:
+    """How a model was cut. `blocks` are the whole decoder's, `stages` the numbers of each stage's blocks. `hidden` and
+    `dtype`: what the hidden state between stages is, beside rows and positions. `running`: the stage that runs now.
+    """
+
+    mesh: Mesh
+    blocks: tuple[str, ...]
+    stages: tuple[range, ...]
+    hidden: tuple[int, ...]
+    dtype: torch.dtype
+    # Stand in for blocks of this rank's other stages while one of them runs.
+    idle: dict[int, "Placeholder"] = field(default_factory=dict)
+    running: int | None = None
+
+    @property
+    def own_stages(self) -> tuple[int, ...]:
+        """The numbers of this rank's stages."""
+        return stages_of(self.mesh.layout, self.mesh.coordinate("pp"))
+
+    @property
+    def own_blocks(self) -> list[int]:
+        return [block for stage in self.own_stages for block in self.stages[stage]]
+
+    def stage_starts(self, block: str) -> bool:
+        """Whether `block` is the first of a stage."""
+        return any(self.blocks[numbers.start] == block for numbers in self.stages)
+
+    def is_last(self, stage: int) -> bool:
+        return stage == len(self.stages) - 1
+
+
+def stages_of(layout: Layout, pp_rank: int) -> tuple[int, ...]:
+    """Which stages one pp rank holds."""
+    return tuple(range(pp_rank, layout.pp * layout.pp_virtual_stages, layout.pp))
+
+
+def pipeline_of(model: nn.Module) -> Pipeline | None:
+    """How `model` was cut; None for one that is whole on every rank."""
+    pipeline = getattr(model, "_expertmesh_pipeline", None)
+    return pipeline if isinstance(pipeline, Pipeline) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a model is going to be cut: the blocks of each stage; the modules that not every pp rank holds, by name, and
+    the pp ranks that do; the hidden state's dims beside rows and positions.
+    """
+
+    blocks: tuple[str, ...]
+    stages: tuple[range, ...]
+    parts: dict[str, frozenset[int]]
+    hidden: tuple[int, ...]
+
+
+def plan_cut(model: nn.Module, anatomy: Anatomy, layout: Layout) -> Cut:
+    """Raises `InputError` by name for a model that cannot be cut; nothing is changed. Every rank plans the same."""
+    blocks = decoder_blocks(anatomy)
+    stages = plan_stages(model, anatomy, blocks, layout)
+    decoder = probe(twin_on_meta(model), blocks, anatomy.experts)
+    parts = _parts(model, decoder, blocks, layout, stages)
+    trained = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
+    for rank in range(layout.pp):
+        if not any(rank in ranks and _in(name, part) for part, ranks in parts.items() for name in trained):
+            own = stages_of(layout, rank)
+            numbers = [str(number) for stage in own for number in stages[stage]]
+            raise InputError(
+                f"parallel.pp: nothing on stage {own[0]} (blocks {', '.join(numbers)}) is trained, so that it would "
+                "only hand tokens on; set parallel.pp to 1, or widen lora.targets"
+            )
+    bare = twin_on_meta(model)
+    _put_placeholders(bare, parts, blocks, next(iter(bare.parameters())).dtype, torch.device("meta"))
+    rehearse(bare)
+    return Cut(tuple(blocks), stages, parts, decoder.hidden)
+
+
+def cut(model: nn.Module, anatomy: Anatomy, mesh: Mesh, dtype: torch.dtype) -> Anatomy:
+    """Keep what this rank's stages hold of `model`, in place; returns the anatomy of that. No communication.
+
+    `dtype` is the compute dtype. Everything that asks about the whole model goes through whole.py from now on.
+    """
+    plan = plan_cut(model, anatomy, mesh.layout)
+    blocks, parts = plan.blocks, plan.parts
+    pipeline = Pipeline(mesh, blocks, plan.stages, plan.hidden, dtype)
+    rank = mesh.coordinate("pp")
+    keep_whole(model, _whole(model, parts, mesh))
+    state = adapter_state(model)
+    gone = [name for name, ranks in parts.items() if rank not in ranks]
+    _put_placeholders(model, gone, blocks, dtype, mesh.device)
+    pipeline.idle.update({number: _idle(model.get_submodule(blocks[number])) for number in pipeline.own_blocks})
+    model._expertmesh_pipeline = pipeline  # type: ignore[assignment]
+    model.register_forward_pre_hook(_refuse_alone)
+    if state is not None:
+        # Found by `adapter_state` also where no module of the stage is adapted.
+        model._expertmesh_adapter = state  # type: ignore[assignment]
+    return _without(anatomy, gone)
+
+
+def _put_placeholders(
+    model: nn.Module, names: Iterable[str], blocks: Sequence[str], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Replace the modules `names`, in place."""
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    for name in names:
+        module = model.get_submodule(name)
+        stand_in: nn.Module
+        if name in blocks:
+            stand_in = Placeholder(module)
+        elif any(part is embedding for part in module.modules()):
+            stand_in = _NoEmbedding(embedding, dtype, device)
+        else:
+            stand_in = _PassThrough(module)
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, stand_in)
+
+
+@contextmanager
+def running(model: nn.Module, stage: int, received: torch.Tensor | None) -> Iterator["Leaving"]:
+    """While the model's forward runs one stage: only its blocks compute, the first of them on `received`, the hidden
+    state `[B, S, ...]` of this rank's positions (None on the first stage).
+    """
+    pipeline = pipeline_of(model)
+    assert pipeline is not None
+    active = pipeline.stages[stage]
+    blocks = model.get_submodule(pipeline.blocks[0].rpartition(".")[0])._modules
+    keys = [name.rpartition(".")[2] for name in pipeline.blocks]
+    idle = {keys[n]: pipeline.idle[n] for n in pipeline.own_blocks if n not in active}
+    computing = {key: blocks[key] for key in idle}
+    blocks.update(idle)
+    pipeline.running = stage
+    leaving = Leaving()
+    enter = blocks[keys[active.start - 1]] if active.start else None
+    leave = blocks[keys[active.stop]] if active.stop < len(keys) else None
+    try:
+        if enter is not None:
+            assert isinstance(enter, Placeholder)
+            enter.gives = received
+        if leave is not None:
+            assert isinstance(leave, Placeholder)
+            leave.catches = leaving
+        yield leaving
+    finally:
+        if isinstance(enter, Placeholder):
+            enter.gives = None
+        if isinstance(leave, Placeholder):
+            leave.catches = None
+        blocks.update(computing)
+        pipeline.running = None
+
+
+@dataclass(slots=True)
+class Leaving:
+    """The hidden state behind a stage's last block, once it has run; None on the last stage, whose base gives it."""
+
+    hidden: torch.Tensor | None = None
+
+
+class Placeholder(nn.Module):
+    """In the place of a block that does not compute here: gives its input on, and has the block's plain attributes."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(block).items():
+            if not name.startswith("_") and not isinstance(value, torch.Tensor | nn.Module) and name != "training":
+                setattr(self, name, value)
+        self.gives: torch.Tensor | None = None
+        self.catches: Leaving | None = None
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.catches is not None:
+            self.catches.hidden = hidden_states
+        return hidden_states if self.gives is None else self.gives
+
+
+def _refuse_alone(model: nn.Module, args: Any) -> None:
+    """Called as a whole (`model(...)`, `generate`), one stage would give nonsense and say nothing."""
+    pipeline = pipeline_of(model)
+    if pipeline is not None and pipeline.running is None:
+        raise InputError(
+            "this model is cut into pipeline stages, of which each rank holds its own, and cannot be called alone; "
+            "train it by expertmesh.forward_backward, or save it and load it without parallel.pp"
+        )
+
+
+def _idle(block: nn.Module) -> Placeholder:
+    placeholder = Placeholder(block)
+    # A child, so that whoever walks through the model while another stage runs (FSDP2, transformers) finds it.
+    placeholder.block = block
+    return placeholder
+
+
+class _PassThrough(nn.Module):
+    """In the place of a module around the blocks that is on another stage: gives its first argument back."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.stands_for = type(module).__name__
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = args[0] if args else next(iter(kwargs.values()))
+        # FSDP2 wants no view from the root, and a head is asked about no token.
+        return given.clone() if isinstance(given, torch.Tensor) and given.numel() == 0 else given
+
+
+class _NoEmbedding(nn.Module):
+    """In the place of the embedding: zeros of its shape and dtype, which take no memory and which no block sees."""
+
+    def __init__(self, embedding: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        weight = embedding.weight
+        assert isinstance(weight, torch.Tensor)
+        self.num_embeddings, self.embedding_dim = weight.shape[0], weight.shape[-1]
+        self.padding_idx = getattr(embedding, "padding_idx", None)
+        # No parameter: for families that ask it for dtype or device.
+        self.weight = torch.empty(0, dtype=dtype, device=device)
+
+    def forward(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        zero = torch.zeros((), dtype=self.weight.dtype, device=input_ids.device)
+        return zero.expand(*input_ids.shape, self.embedding_dim)
+
+
+def _parts(
+    model: nn.Module, decoder: Decoder, blocks: Sequence[str], layout: Layout, stages: tuple[range, ...]
+) -> dict[str, frozenset[int]]:
+    """`Cut.parts`."""
+    parts: dict[str, frozenset[int]] = {}
+    for stage, numbers in enumerate(stages):
+        parts |= {blocks[number]: frozenset([stage % layout.pp]) for number in numbers}
+    ends = ((decoder.before, 0), (decoder.behind, (len(stages) - 1) % layout.pp))
+    for names, rank in ends:
+        for name in sorted(names):
+            if not any(_in(name, part) for part in parts):
+                parts[_outermost(model, name, names, blocks)] = frozenset([rank])
+    return parts
+
+
+def _outermost(model: nn.Module, parameter: str, among: frozenset[str], blocks: Sequence[str]) -> str:
+    """The largest module around `parameter` all of whose parameters are `among` those of the same end."""
+    steps = parameter.split(".")[:-1]
+    for depth in range(1, len(steps) + 1):
+        name = ".".join(steps[:depth])
+        inside = {leaf for leaf, _ in model.get_submodule(name).named_parameters(name, remove_duplicate=False)}
+        if inside <= among and not any(_in(block, name) for block in blocks):
+            return name
+    family = model.config.model_type  # type: ignore[union-attr]
+    raise InputError(
+        f"parallel.pp: {family} cannot be cut into stages: {parameter} belongs to a module that holds the blocks, or "
+        "parameters from both ends of them; set parallel.pp to 1"
+    )
+
+
+def _whole(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh) -> Whole:
+    """What is in several stages, and who answers for it: the first of them."""
+    everywhere = frozenset(range(mesh.layout.pp))
+    holders: dict[int, frozenset[int]] = {}
+    state = whole_state(model)
+    for name, tensor in state.items():
+        of_name = next((ranks for part, ranks in parts.items() if _in(name, part)), everywhere)
+        holders[id(tensor)] = holders.get(id(tensor), frozenset()) | of_name
+    rank = mesh.coordinate("pp")
+    held = {name: holders[id(tensor)] for name, tensor in state.items() if rank in holders[id(tensor)]}
+    return Whole(
+        twin=twin_on_meta(model),
+        copies=frozenset(name for name, ranks in held.items() if min(ranks) != rank),
+        copied=frozenset(name for name, ranks in held.items() if min(ranks) == rank and len(ranks) > 1),
+        is_first_rank=mesh.rank % mesh.layout.ranks_per_stage == 0,
+    )
+
+
+def _in(name: str, parent: str) -> bool:
+    return name.startswith(f"{parent}.")
+
+
+def _without(anatomy: Anatomy, gone: Sequence[str]) -> Anatomy:
+    def stays(name: str) -> bool:
+        return not any(name == part or _in(name, part) for part in gone)
+
+    return Anatomy(
+        blocks=tuple(filter(stays, anatomy.blocks)),
+        experts=tuple(spec for spec in anatomy.experts if stays(spec.name)),
+        routers=tuple(filter(stays, anatomy.routers)),
+        shared_experts=tuple(filter(stays, anatomy.shared_experts)),
+    )

@@ -1,0 +1,225 @@
+"""Proof on the spot that a decoder can be cut between its blocks: one forward on meta, watched operation by operation.
+
+Between stages travels the hidden state and nothing else; what else a block gets (masks, rotary tables) each stage
+computes again from the batch. So nothing that a block reads may come from an earlier block or from the embedding other
+than through its hidden state: no tensor of its call, none in a container that blocks write to, none kept in a module.
+Values are followed through every operation, integers included. The same run tells which parameters around the blocks
+are used before them and which behind, and what the hidden state looks like. Needs no weights; no communication.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from expertmesh.anatomy import ExpertsSpec
+from expertmesh.config.errors import InputError
+
+_ROWS, _LENGTH = 2, 8
+_BEFORE = -1  # where a value comes from: before the blocks, block number n, or behind the last
+# What takes shape and dtype of a tensor and none of its values.
+_LIKE = frozenset(f"{kind}_like" for kind in ("empty", "zeros", "ones", "full")) | frozenset(
+    f"new_{kind}" for kind in ("empty", "zeros", "ones", "full")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """What the run has shown: parameters outside of the blocks, by name, that are used before them and behind them,
+    and what the hidden state between blocks has beside rows and positions (its last dim and maybe others).
+    """
+
+    before: frozenset[str]
+    behind: frozenset[str]
+    hidden: tuple[int, ...]
+
+
+class _Carried(Exception):
+    """A block read what another one, or the embedding, has made."""
+
+
+def probe(twin: nn.Module, blocks: Sequence[str], experts: Sequence[ExpertsSpec]) -> Decoder:
+    """Run `twin`, a model on meta that nobody else uses, watched. `blocks` are its decoder's, in order.
+
+    Raises `InputError` naming the block that needs more than its hidden state, or why that cannot be known.
+    """
+    family = twin.config.model_type  # type: ignore[union-attr]
+    for spec in experts:
+        # What they compute is no question here, and tokens cannot be sorted without values.
+        module: Any = twin.get_submodule(spec.name)
+        module.forward = _one_row if spec.call == "dense" else _weighted
+    watch = _Watch(twin, blocks)
+    try:
+        with watch.hooks(), watch:
+            _forward(twin)
+    except _Carried as carried:
+        raise InputError(f"parallel.pp: {family} cannot be cut into stages: {carried}; set parallel.pp to 1") from None
+    except Exception as cause:
+        # The family's code on tensors without values: whatever it raises, nothing is known.
+        raise InputError(
+            f"parallel.pp: {family} cannot be run without values ({type(cause).__name__}: {str(cause)[:160]}), so it "
+            "is not known whether its blocks need more than the hidden state; set parallel.pp to 1"
+        ) from cause
+    return watch.decoder()
+
+
+def rehearse(twin: nn.Module) -> None:
+    """Run a model on meta that has placeholders wherever a stage may have them. Raises `InputError` if it cannot."""
+    family = twin.config.model_type  # type: ignore[union-attr]
+    try:
+        with _WithoutValues():
+            _forward(twin)
+    except Exception as cause:
+        # The family's own forward asks a module for more than to be called.
+        raise InputError(
+            f"parallel.pp: {family} cannot be cut into stages: its forward does not run without the modules of another "
+            f"stage ({type(cause).__name__}: {str(cause)[:160]}); set parallel.pp to 1"
+        ) from cause
+
+
+def _forward(twin: nn.Module) -> None:
+    twin.eval()  # dropout wants to know which tokens these are
+    twin(input_ids=torch.zeros(_ROWS, _LENGTH, dtype=torch.int64, device="meta"), use_cache=False)
+
+
+def _weighted(hidden_states: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
+    return hidden_states * (index_TK * weight_TK).sum().to(hidden_states.dtype)
+
+
+def _one_row(hidden_states: torch.Tensor) -> torch.Tensor:
+    return hidden_states * 1
+
+
+class _WithoutValues(TorchDispatchMode):
+    """Answers the few questions about values that are asked on the way to a mask."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return args[0].dtype == torch.bool or 1  # such as "all rows are one sample"
+        return func(*args, **(kwargs or {}))
+
+
+class _Watch(_WithoutValues):
+    """Labels every value with where it comes from; an operation in a block that reads another's raises `_Carried`."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
+        super().__init__()
+        self.model, self.blocks = model, blocks
+        self.at = _BEFORE
+        self.hidden: tuple[int, ...] = ()
+        self.labels: Any = WeakIdKeyDictionary()
+        inside = set()
+        for number, name in enumerate(blocks):
+            for parameter in model.get_submodule(name).parameters():
+                if parameter in self.labels:
+                    raise InputError(f"parallel.pp: {name} shares a parameter with another block; set parallel.pp to 1")
+                self.labels[parameter] = number
+                inside.add(id(parameter))
+        # Under each of their names: a tied weight is used on both sides.
+        self.outside = {n: p for n, p in model.named_parameters(remove_duplicate=False) if id(p) not in inside}
+        self.used: dict[int, set[int]] = {id(parameter): set() for parameter in self.outside.values()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if func is torch.ops.aten._local_scalar_dense.default or func.__name__.partition(".")[0] in _LIKE:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        for leaf in inputs:
+            if id(leaf) in self.used:
+                self.used[id(leaf)].add(self.at)
+                self.labels[leaf] = self.at
+        labels = {self.labels[leaf] for leaf in inputs if leaf in self.labels}
+        self._refuse_foreign(labels, f"by {func.__name__}")
+        out = func(*args, **kwargs)
+        if labels:
+            changed = inputs[:1] if func._schema.is_mutable else []
+            for leaf in [*tree_leaves(out), *changed]:
+                if isinstance(leaf, torch.Tensor):
+                    self.labels[leaf] = self.at
+        return out
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for number, name in enumerate(self.blocks):
+                block = self.model.get_submodule(name)
+                enter = block.register_forward_pre_hook(self._enterer(number), with_kwargs=True)
+                leave = block.register_forward_hook(self._leaver(number))
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
+            yield
+
+    def decoder(self) -> Decoder:
+        behind = len(self.blocks)
+        if self.at != behind:
+            raise self._refusal(f"{self.blocks[self.at + 1]} was not run in a forward of text")
+        names: dict[int, set[str]] = {_BEFORE: set(), behind: set()}
+        for name, parameter in self.outside.items():
+            uses = self.used[id(parameter)]
+            if not uses <= {_BEFORE, behind}:
+                raise self._refusal(f"{name} is used between blocks")
+            if len(uses) == 2:
+                # Tied: which of its modules is which is known of embedding and head alone.
+                embedding, head = self._ends()
+                if (parent := name.rpartition(".")[0]) not in (embedding, head):
+                    raise self._refusal(f"{name} is used before the blocks and behind them")
+                uses = {_BEFORE} if parent == embedding else {behind}
+            # What text never uses (a vision tower) stays with the embedding.
+            names[min(uses, default=_BEFORE)].add(name)
+        return Decoder(frozenset(names[_BEFORE]), frozenset(names[behind]), self.hidden)
+
+    def _ends(self) -> tuple[str, str]:
+        model: Any = self.model
+        modules = {id(module): name for name, module in model.named_modules()}
+        return modules.get(id(model.get_input_embeddings()), ""), modules.get(id(model.get_output_embeddings()), "")
+
+    def _refusal(self, why: str) -> InputError:
+        family = self.model.config.model_type  # type: ignore[union-attr]
+        return InputError(f"parallel.pp: {family} cannot be cut into stages: {why}; set parallel.pp to 1")
+
+    def _refuse_foreign(self, labels: set[int], how: str) -> None:
+        foreign = sorted(labels - {self.at})
+        if self.at == _BEFORE or not foreign:
+            return
+        reader = self.blocks[self.at] if self.at < len(self.blocks) else "what follows the last block"
+        maker = "the embedding" if foreign[0] == _BEFORE else self.blocks[foreign[0]]
+        raise _Carried(f"{reader} reads what {maker} has computed, beside the hidden state ({how})")
+
+    def _enterer(self, number: int) -> Any:
+        def enter(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if self.at != number + _BEFORE:
+                raise _Carried(f"{self.blocks[number]} does not run after the block before it")
+            self.at = number
+            others = (args[1:], {key: value for key, value in kwargs.items() if key != "hidden_states"})
+            given = [leaf for leaf in tree_leaves(others) if isinstance(leaf, torch.Tensor)]
+            self._refuse_foreign({self.labels[leaf] for leaf in given if leaf in self.labels}, "in its call")
+            fresh = self._fresh(hidden)
+            return ((fresh, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": fresh})
+
+        return enter
+
+    def _leaver(self, number: int) -> Any:
+        def leave(block: nn.Module, args: Any, output: Any) -> Any:
+            if not isinstance(output, torch.Tensor):
+                raise _Carried(f"{self.blocks[number]} returns {type(output).__name__}, not the hidden state alone")
+            if output.shape[:2] != (_ROWS, _LENGTH) or self.hidden not in ((), tuple(output.shape[2:])):
+                raise _Carried(f"{self.blocks[number]} gives a hidden state of {list(output.shape)}")
+            self.hidden = tuple(output.shape[2:])
+            if number < len(self.blocks) - 1:
+                return None
+            self.at = number + 1
+            return self._fresh(output)
+
+        return leave
+
+    def _fresh(self, hidden: torch.Tensor) -> torch.Tensor:
+        fresh = torch.empty_like(hidden)
+        self.labels[fresh] = self.at
+        return fresh

@@ -1,0 +1,136 @@
+"""Which blocks are on which stage, and which models cannot be cut between their blocks."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from expertmesh.anatomy import describe
+from expertmesh.config.errors import InputError
+from expertmesh.mesh import Layout
+from expertmesh.parallel.pipeline import plan_cut, stages_of
+from expertmesh.parallel.stage_probe import probe
+from expertmesh.parallel.stages import balanced
+from expertmesh.training.pipeline import interleaves, same_shape
+from expertmesh.training.plan import bubble_fraction
+from expertmesh.whole import twin_on_meta
+from tests.families.tiny import random_model
+from tests.support.models import tiny_model
+
+
+@pytest.mark.parametrize(
+    ("work", "stages", "expected"),
+    [
+        ([1, 1, 1, 1], 2, [2, 2]),
+        ([1, 1, 1, 1, 1], 2, [2, 3]),
+        ([1, 1, 1, 1 + 2], 2, [3, 1]),  # a head as heavy as two blocks
+        ([9, 1, 1, 1], 3, [1, 1, 2]),
+        ([1] * 61, 8, [7, 7, 7, 8, 8, 8, 8, 8]),
+        ([0, 0, 5], 3, [1, 1, 1]),
+    ],
+)
+def test_the_heaviest_stage_is_as_light_as_can_be_and_none_is_empty(
+    work: list[float], stages: int, expected: list[int]
+) -> None:
+    found = balanced(work, stages)
+    assert sorted(len(each) for each in found) == sorted(expected)
+    assert [block for stage in found for block in stage] == list(range(len(work)))
+    assert max(sum(work[b] for b in stage) for stage in found) == max(
+        sum(work[b] for b in stage) for stage in _cut(expected)
+    )
+
+
+def _cut(sizes: list[int]) -> list[range]:
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def test_stages_go_round_the_ranks() -> None:
+    layout = Layout(pp=2, pp_virtual_stages=3)
+    assert [stages_of(layout, rank) for rank in range(2)] == [(0, 2, 4), (1, 3, 5)]
+    assert bubble_fraction(Layout(pp=4), 12) == 3 / 15
+    assert bubble_fraction(Layout(pp=4, pp_virtual_stages=2), 12) == 3 / 27
+    assert [n for n in range(1, 9) if interleaves(n, 2)] == [1, 2, 3, 4, 6, 8]
+
+
+def test_each_end_of_the_decoder_is_on_its_stage() -> None:
+    model = tiny_model("deepseek_v3", num_hidden_layers=3, tie_word_embeddings=True)
+    plan = plan_cut(model, describe(model), Layout(pp=2))
+    assert {name: set(ranks) for name, ranks in plan.parts.items()} == {
+        "model.embed_tokens": {0},
+        **{f"model.layers.{n}": {stage} for stage, numbers in enumerate(plan.stages) for n in numbers},
+        "model.norm": {1},
+        "lm_head": {1},
+    }
+    assert plan.hidden == (32,)
+
+
+# What crosses between blocks beside the hidden state, by family.
+CARRIED = {
+    ("Gemma4ForCausalLM", "gemma4"): r"layers\.0 reads what the embedding has computed",  # per-layer inputs
+    ("GlmMoeDsaForCausalLM", "glm_moe_dsa"): r"layers\.0 returns tuple, not the hidden state",  # and chosen indices
+    ("ZayaForCausalLM", "zaya"): r"layers\.0 returns tuple, not the hidden state",  # and the router's state
+    ("Qwen4ExpForCausalLM", "qwen4_exp"): r"cannot be run without values",
+}
+
+
+@pytest.mark.parametrize(("kind", "reason"), CARRIED.items(), ids=lambda value: str(value[1])[:20])
+def test_a_family_that_passes_more_than_the_hidden_state_is_refused_by_name(kind: tuple[str, str], reason: str) -> None:
+    model = random_model(*kind)
+    with pytest.raises(InputError, match=reason):
+        plan_cut(model, describe(model), Layout(pp=2))
+
+
+class _KeepsAside(nn.Module):
+    """A norm that looks at what the same norm of the block before has seen."""
+
+    seen: list[torch.Tensor] = []  # noqa: RUF012
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(x.argmax(-1))
+        return self.norm(x) + self.seen[0].unsqueeze(-1)
+
+
+def test_what_blocks_keep_aside_for_each_other_is_seen_even_in_integers() -> None:
+    model: Any = tiny_model("qwen3_moe")
+    anatomy = describe(model)
+    probe(twin_on_meta(model), anatomy.blocks, anatomy.experts)
+    for layer in model.model.layers:
+        layer.input_layernorm = _KeepsAside(layer.input_layernorm)
+    with pytest.raises(InputError, match=r"model\.layers\.1 reads what model\.layers\.0 has computed, beside"):
+        probe(twin_on_meta(model), anatomy.blocks, anatomy.experts)
+
+
+class _AskingRotary(nn.Module):
+    """Rotary tables of a family that asks its final norm for a dtype."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.rotary, self.held = model.rotary_emb, [model]
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return self.rotary(x.to(self.held[0].norm.weight.dtype), position_ids)
+
+
+def test_a_forward_that_needs_a_module_of_another_stage_is_refused_before_it_runs() -> None:
+    model: Any = tiny_model("qwen3_moe")
+    model.model.rotary_emb = _AskingRotary(model.model)
+    with pytest.raises(InputError, match=r"does not run without the modules of another stage \(AttributeError"):
+        plan_cut(model, describe(model), Layout(pp=2))
+
+
+def test_micro_batches_get_one_shape_without_a_target_or_a_real_token_more() -> None:
+    short = {"input_ids": torch.ones(1, 3, dtype=torch.int64), "labels": torch.ones(1, 3, dtype=torch.int64)}
+    ids = torch.ones(2, 5, dtype=torch.int64)
+    long = {"input_ids": ids, "labels": ids, "row_numbers": torch.tensor([4, 5]), "attention_mask": ids}
+    first, second = same_shape([{**short, "row_numbers": torch.tensor([6])}, long], 2)
+    assert first["input_ids"].shape == second["input_ids"].shape == (2, 6)
+    assert first["labels"].tolist() == [[1, 1, 1, -100, -100, -100], [-100] * 6]
+    assert first["real_tokens"].tolist() == [[True] * 3 + [False] * 3, [False] * 6]
+    assert first["row_numbers"].tolist() == [6, 6]
+    assert second["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 0]] * 2
