@@ -13,7 +13,7 @@ here exactly once.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -116,12 +116,13 @@ def _query_heads(module: Any) -> int:
     return int(next((heads for heads in own if isinstance(heads, int)), module.config.num_attention_heads))
 
 
-def split_attention(model: nn.Module, anatomy: Anatomy, mesh: Mesh) -> None:
-    """Let the attention of the decoder's blocks exchange positions for heads. Called by `shard`; no communication."""
+def split_attention(model: nn.Module, blocks: Sequence[str], mesh: Mesh) -> None:
+    """Let the attention of `blocks`, those of the decoder that are here, exchange positions for heads. Called by
+    `shard`; no communication.
+    """
     if mesh.layout.cp == 1:
         return
     group = mesh.dense.get_group("cp")
-    blocks = decoder_blocks(anatomy)
     configs: dict[int, Any] = {}
     for block in blocks:
         here = []

@@ -28,7 +28,7 @@ from expertmesh.mesh import Mesh, attach_mesh
 from expertmesh.parallel.context import refuse_context, split_attention
 from expertmesh.parallel.pipeline import cut, pipeline_of
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_mixed_dtypes, refuse_model
-from expertmesh.parallel.sequence import refuse_blocks, split_blocks
+from expertmesh.parallel.sequence import decoder_blocks, refuse_blocks, split_blocks
 from expertmesh.parallel.tensor import split_parts
 from expertmesh.parallel.tensor_plan import TensorPlan, attach_plan, tensor_plan
 
@@ -75,7 +75,7 @@ def shard(
     attach_mesh(model, mesh)
     attach_plan(model, tensor)
     split_blocks(model, whole, mesh)
-    split_attention(model, anatomy, mesh)
+    split_attention(model, [block for block in decoder_blocks(whole) if block in anatomy.blocks], mesh)
     attach_balance(model, balance)
     return resolved
 
