@@ -5,6 +5,7 @@ counts, accumulation, clipping, AdamW. The planted bugs show that each compariso
 """
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -188,6 +189,30 @@ def _losses_with_and_without_gradients() -> tuple[float, float, float]:
 def test_evaluation_gives_the_same_loss_and_leaves_training_alone() -> None:
     for before, training, after in run_ranks(_losses_with_and_without_gradients, 2):
         assert before == training == after
+
+
+def _packed(parallel: em.ParallelConfig) -> tuple[float, dict[str, torch.Tensor]]:
+    """Three samples in one row of odd length, kept apart by their position ids alone."""
+    model = tiny_model("qwen3_moe")
+    em.parallelize(model, em.init_mesh(parallel))
+    ids_S = torch.randint(96, (21,), generator=torch.Generator().manual_seed(0))
+    starts = (0, 6, 13, 21)
+    positions_S = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(starts)])
+    labels_S = torch.where(positions_S == 0, -100, ids_S)
+    batch = {"input_ids": ids_S[None], "labels": labels_S[None], "position_ids": positions_S[None]}
+    share = em.causal_lm_loss(model, batch, target_tokens=18)
+    share.backward()
+    total = share.detach().clone()
+    dist.all_reduce(total)
+    return float(total), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def test_packed_samples_stay_apart() -> None:
+    ((loss, gradients),) = run_ranks(_packed, 1, em.ParallelConfig(ep=1))
+    for found, split in run_ranks(_packed, 2, em.ParallelConfig(tp=2, ep=2)):
+        assert found == pytest.approx(loss, rel=1e-6)
+        for name, gradient in gradients.items():
+            assert float((split[name] - gradient).norm() / gradient.norm()) <= TOLERANCE, name
 
 
 def _sent(parallel: em.ParallelConfig, tamper: Callable[[Mesh], None] | None = None) -> int:

@@ -107,6 +107,15 @@ def test_blocks_that_hand_on_more_for_each_position_are_refused(kind: str, famil
         refuse_blocks(model, describe(model), Layout(tp=2))
 
 
+def test_a_convolution_outside_of_attention_is_refused() -> None:
+    model: Any = tiny_model("mixtral")
+    model.model.layers[1].post_attention_layernorm.shift = nn.Conv1d(32, 32, 2)
+    with pytest.raises(
+        InputError, match=r"layers\.1\.post_attention_layernorm\.shift may let positions see each other"
+    ):
+        _plan(model)
+
+
 class _Attention(nn.Module):
     """Multi-head attention without a plan. `together`: every head looks where all of them want to."""
 

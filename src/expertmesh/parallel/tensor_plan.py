@@ -131,6 +131,7 @@ def tensor_plan(model: nn.Module, anatomy: Anatomy, tp: int, kept_in_fp32: Calla
     confirmed: dict[Any, str | None] = {}
     for block in blocks:
         mixers = list(_mixers(model, block))
+        _refuse_hidden_mixing(model, block, mixers, tp)
         others = {name.rpartition(".")[0] for name in _named(styles) if _in(name, block)}
         others = {name for name in others if not any(name == mixer or _in(name, mixer) for mixer in mixers)}
         for name, module in model.get_submodule(block).named_modules(prefix=block):
@@ -178,6 +179,16 @@ def _mixers(model: nn.Module, block: str) -> Iterator[str]:
         if _MIXES_POSITIONS & set(inspect.signature(module.forward).parameters):
             found.append(name)
             yield name
+
+
+def _refuse_hidden_mixing(model: nn.Module, block: str, mixers: list[str], tp: int) -> None:
+    """A convolution over positions elsewhere would see this rank's alone."""
+    for name, module in model.get_submodule(block).named_modules(prefix=block):
+        if isinstance(module, nn.Conv1d) and not any(name == mixer or _in(name, mixer) for mixer in mixers):
+            raise InputError(
+                f"parallel.tp {tp}: {name} may let positions see each other outside of what is recognised as "
+                "attention; set parallel.tp to 1"
+            )
 
 
 def _mixer_part(
