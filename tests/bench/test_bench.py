@@ -23,7 +23,7 @@ from expertmesh.cli.main import main
 from expertmesh.config.errors import InputError
 from tests.support.ranks import run_ranks
 
-CPU = torch.device("cpu")
+pytestmark = pytest.mark.timeout(300)
 TINY = Case(tokens=32, sequence=32, compute="float32").tiny()
 SHAPE = Shape(hidden=32, width=16, experts=4, top_k=2)
 SMALLEST = Sizes(
@@ -45,7 +45,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest sizes; ranks are forked instead of started anew, and a peak is measured in this process."""
 
     def forked(mode: str, case: Case, names: Sequence[str], repeats: int) -> dict[str, Any]:
-        first: dict[str, Any] = run_ranks(worker.MODES[mode], case.ranks, case, names, repeats)[0]
+        first: dict[str, Any] = run_ranks(worker.MODES[mode], case.ranks, case, names, repeats, timeout=200)[0]
         return first
 
     for module in (step, load):
@@ -91,17 +91,25 @@ def test_a_peer_that_is_not_there_is_named_and_ours_is_measured_alone(
 ) -> None:
     real = peers._version
     monkeypatch.setattr(peers, "_version", lambda name: None if name in ("peft", "accelerate") else real(name))
-    assert main(["bench", "lora", "--quick"]) == 0
+    assert main(["bench", "lora", "step", "load", "--quick"]) == 0
     printed = capsys.readouterr().out
     assert "accelerate not installed, peft not installed" in printed
-    assert "missing     PEFT is not installed; pip install 'expertmesh[peers]'; ours is measured alone" in printed
-    assert "ratio " not in printed
-    monkeypatch.setattr(parts, "why_missing", lambda peer: f"{peer} is too old")
-    assert main(["bench", "step", "load", "--quick"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.count("missing     transformers is too old") == 2
+    install = "pip install 'expertmesh[peers]'; ours is measured alone"
+    assert f"missing     PEFT is not installed; {install}" in printed
+    assert printed.count(f"missing     transformers' expert parallelism needs accelerate; {install}") == 2
+    assert "\nratio " not in printed
     assert "expertmesh_ep2" in printed
     assert "transformers_ep" not in printed
+
+
+def test_a_transformers_without_expert_parallelism_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclasses.dataclass
+    class OlderConfig:
+        tp_size: int = 1
+
+    assert peers.why_missing("transformers") is None
+    monkeypatch.setattr("transformers.distributed.configuration_utils.DistributedConfig", OlderConfig)
+    assert "has no expert parallelism on FSDP2" in str(peers.why_missing("transformers"))
 
 
 def test_what_does_not_compute_the_same_is_refused(
@@ -140,7 +148,6 @@ def test_a_wrong_part_or_number_of_ranks_is_refused_before_anything_is_measured(
     assert check_ranks(None, torch.device("cuda"), False, parts.ACCELERATOR) == 2
 
 
-@pytest.mark.timeout(300)
 def test_a_real_launch_starts_the_installed_worker(tmp_path: Path) -> None:
     from expertmesh.bench.case import write_checkpoint
 

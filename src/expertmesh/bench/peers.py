@@ -29,9 +29,12 @@ def why_missing(peer: str) -> str | None:
         known = set()
     else:
         known = {field.name for field in dataclasses.fields(DistributedConfig)}
-    if known >= {"ep_size", "fsdp_size"}:
-        return None
-    return f"transformers {_version('transformers')} has no expert parallelism on FSDP2; pip install -U transformers"
+    if not known >= {"ep_size", "fsdp_size"}:
+        return (
+            f"transformers {_version('transformers')} has no expert parallelism on FSDP2; pip install -U transformers"
+        )
+    # Its loader asks for it as soon as it is told to shard.
+    return None if _version("accelerate") else f"transformers' expert parallelism needs accelerate; {EXTRA}"
 
 
 def machine(device: torch.device) -> dict[str, Any]:
