@@ -89,15 +89,14 @@ def test_compiled_code_gives_the_eager_gradients_for_any_length() -> None:
         _check(found)
 
 
-def test_shared_experts_and_recomputed_blocks_trace_to_graphs_that_are_equal_too() -> None:
-    with mock.patch.object(torch, "compile", TRACED), mock.patch.object(compiling, "_probe"):
-        _check(run_ranks(lambda: _compare("deepseek_v3", 1, ("none", "full")), 1, timeout=200)[0])
+def test_shared_experts_dense_mlps_and_adapters_trace_to_graphs_that_are_equal_too() -> None:
+    def compare() -> list[tuple[float, list[int]]]:
+        lora = em.LoraConfig(r=8)
+        adapted = _compare("qwen3_moe", 1, ("selective",), layers=1, lora=lora)
+        return _compare("deepseek_v3", 1, ("full",)) + adapted
 
-
-def test_adapters_are_compiled_with_what_they_adapt() -> None:
-    lora = em.LoraConfig(r=8, targets=("attention", "experts", "shared_experts"))
     with mock.patch.object(torch, "compile", TRACED), mock.patch.object(compiling, "_probe"):
-        _check(run_ranks(lambda: _compare("deepseek_v3", 1, ("full",), lora=lora), 1, timeout=200)[0])
+        _check(run_ranks(compare, 1, timeout=110)[0])
 
 
 def test_parts_are_whole_modules_beside_routers_and_experts() -> None:
