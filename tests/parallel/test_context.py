@@ -29,6 +29,8 @@ from tests.adapters.reference import (
     trainables,
     worst,
 )
+from tests.experts.test_balance import _train as _balance
+from tests.experts.test_balance import expected as balanced
 from tests.parallel.test_router_loss import _packed, _train, expected
 from tests.support.models import tiny_model
 from tests.support.ranks import RankFailed, run_ranks
@@ -189,6 +191,31 @@ def _flash(axes: Axes) -> list[Any]:
 def test_flash_attention_sees_the_samples_of_the_whole_row() -> None:
     for seen in run_ranks(_flash, 4, {"cp": 4, "ep": 1}):
         assert seen == [[[0, 1, 2, 0, 1, 2, 3, 0]], (1, 1), 8, "flash_attention_2"]
+
+
+def _kept_alive() -> tuple[int, int]:
+    """Bytes behind what the first block gets, and of its own share of the row."""
+    model: Any = tiny_model("qwen3_moe")
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(**ALONE)))
+    seen = []
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    ids = torch.arange(8)[None]
+    em.causal_lm_loss(model, {"input_ids": ids, "labels": ids}, target_tokens=7)
+    return seen[0].untyped_storage().nbytes(), seen[0].numel() * 4
+
+
+def test_no_rank_keeps_whole_rows_until_backward() -> None:
+    for behind, own in run_ranks(_kept_alive, 2):
+        assert behind == own == 4 * 32 * 4
+
+
+def test_correction_biases_move_by_the_load_of_all_parts_of_a_row() -> None:
+    want = balanced()
+    parallel = em.ParallelConfig(cp=2, ep=4)
+    for found in run_ranks(lambda: _balance(want, parallel, 2, activation_checkpointing=True), 4):
+        assert all(torch.equal(got, count) for got, count in zip(found.loads, want.counts, strict=True))
+        assert all(torch.equal(got, bias) for got, bias in zip(found.biases, want.biases, strict=True))
+        assert found.weight <= TOLERANCE
 
 
 # Planted bugs ------------------------------------------------------------------------------------------------------
