@@ -154,8 +154,8 @@ def context_lines(model: nn.Module, layout: Layout) -> Iterator[str]:
     if here:
         backends = ", ".join(sorted({context.backend for context in here}))
         yield (
-            f"{layout.cp} ranks share rows: 1/{layout.cp} of the positions each, whole rows of 1/{layout.cp} of the heads "
-            f"in {len(here)} attentions ({backends})"
+            f"{layout.cp} ranks share rows: each has 1/{layout.cp} of the positions, and for attention ({backends}) "
+            f"whole rows of 1/{layout.cp} of the heads"
         )
 
 
