@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Ernie4_5_MoeConfig,
+    GptOssConfig,
     MixtralConfig,
     OlmoeConfig,
     PreTrainedConfig,
@@ -43,6 +44,9 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     if family == "ernie4_5_moe":
         sizes = {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 0}
         return Ernie4_5_MoeConfig(**{**SIZES, **sizes, "intermediate_size": 48, **changes})
+    if family == "gpt_oss":
+        sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 16, "head_dim": 8}
+        return GptOssConfig(**{**SIZES, **sizes, "sliding_window": 6, **changes})
     if family == "deepseek_v3":
         sizes = {
             "n_routed_experts": 8,
@@ -66,11 +70,15 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
 
 
 def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
-    """A model of `family` in `dtype` with eager reference experts; router biases are random, not zero."""
+    """A model of `family` in `dtype` with eager reference experts; biases of routers and experts are random, not
+    zero."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes), dtype=dtype)
     model.config._experts_implementation = "eager"
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.uniform_(-0.2, 0.2)
+    for name, parameter in model.named_parameters():
+        if name.endswith("proj_bias"):
+            nn.init.uniform_(parameter, -0.2, 0.2)
     return model.train()

@@ -41,8 +41,10 @@ class _LinearForward(nn.Module):
         out: torch.Tensor = super().forward(x)
         state = adapter_state_of(self)
         assert state is not None
-        a_rK, b_Nr = (self.get_parameter(leaf).to(x.dtype) for leaf in ("lora_A", "lora_B"))
-        kept = state.dropped(x, str(self._expertmesh_name)) if self.training else x
+        # Where tp splits the layer these are this rank's parts, and plain tensors for the time of the call.
+        a_rK, b_Nr = (self._parameters[leaf].to(x.dtype) for leaf in ("lora_A", "lora_B"))  # type: ignore[union-attr]
+        first_column = int(getattr(self, "_expertmesh_first_column", 0))
+        kept = state.dropped(x, str(self._expertmesh_name), first_column) if self.training else x
         return torch.add(out, F.linear(F.linear(kept, a_rK), b_Nr), alpha=state.scaling)
 
 

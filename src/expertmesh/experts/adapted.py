@@ -39,10 +39,10 @@ class AdapterState:
             )
         return Dropout(self.dropout, salt_of(self.seed, module), self.number_T)
 
-    def dropped(self, x: torch.Tensor, module: str) -> torch.Tensor:
-        """`x` `[..., in]` with its dropout."""
+    def dropped(self, x: torch.Tensor, module: str, first_column: int = 0) -> torch.Tensor:
+        """`x` `[..., in]` with its dropout. Where tp splits `in`, this rank's part starts at `first_column`."""
         dropout = self.dropout_of(module, x.numel() // x.shape[-1])
-        return x if dropout is None else x * keep_mask(dropout, x.shape[-1], x.dtype).view(x.shape)
+        return x if dropout is None else x * keep_mask(dropout, x.shape[-1], x.dtype, first_column).view(x.shape)
 
 
 def adapter_state_of(module: nn.Module) -> AdapterState | None:

@@ -35,16 +35,16 @@ def all_to_all_even(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     return received
 
 
-def all_gather(block: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Concatenate every rank's `block` (same shape on each) on dim 0."""
-    gathered = block.new_empty(block.shape[0] * group.size(), *block.shape[1:])
+def all_gather(block: torch.Tensor, group: dist.ProcessGroup, into: torch.Tensor | None = None) -> torch.Tensor:
+    """Concatenate every rank's `block` (same shape on each) on dim 0, in a new tensor or in `into`."""
+    gathered = block.new_empty(block.shape[0] * group.size(), *block.shape[1:]) if into is None else into
     _all_gather(gathered, block.contiguous(), group=group)
     return gathered
 
 
-def reduce_scatter(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Sum `blocks` over the ranks; this rank keeps its own part of dim 0."""
-    own = blocks.new_empty(blocks.shape[0] // group.size(), *blocks.shape[1:])
+def reduce_scatter(blocks: torch.Tensor, group: dist.ProcessGroup, into: torch.Tensor | None = None) -> torch.Tensor:
+    """Sum `blocks` over the ranks; this rank keeps its own part of dim 0, in a new tensor or in `into`."""
+    own = blocks.new_empty(blocks.shape[0] // group.size(), *blocks.shape[1:]) if into is None else into
     _reduce_scatter(own, blocks.contiguous(), group=group)
     return own
 

@@ -25,9 +25,13 @@ class Dropout:
     number_P: torch.Tensor
 
 
-def keep_mask(dropout: Dropout, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """`[P, width]`: 0 with the dropout's probability, else 1 / (1 - probability). No host synchronisation."""
-    number_P, column_W = dropout.number_P, torch.arange(width, device=dropout.number_P.device)
+def keep_mask(dropout: Dropout, width: int, dtype: torch.dtype, first_column: int = 0) -> torch.Tensor:
+    """`[P, width]`: 0 with the dropout's probability, else 1 / (1 - probability). No host synchronisation.
+
+    The columns are those from `first_column` on.
+    """
+    number_P = dropout.number_P
+    column_W = torch.arange(first_column, first_column + width, device=number_P.device)
     keep_PW = torch.empty(number_P.shape[0], width, dtype=dtype, device=number_P.device)
     # Of the 2**53 values that the upper bits take, as many are dropped as the probability says.
     threshold = int(dropout.probability * 2**53)

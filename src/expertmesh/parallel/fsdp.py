@@ -9,6 +9,7 @@ layout and every accumulation count by construction.
 import hashlib
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -25,9 +26,13 @@ from expertmesh.experts.adapted import adapter_state
 from expertmesh.experts.balance import attach_balance, balance_of
 from expertmesh.experts.layer import install
 from expertmesh.mesh import Mesh, attach_mesh
+from expertmesh.parallel.context import refuse_context, split_attention
 from expertmesh.parallel.pipeline import cut, pipeline_of
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_mixed_dtypes, refuse_model
-from expertmesh.parallel.sequence import split_blocks
+from expertmesh.parallel.sequence import refuse_blocks, split_blocks
+from expertmesh.parallel.tensor import split_parts
+from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
+from expertmesh.whole import own_names
 
 
 def shard(
@@ -43,10 +48,13 @@ def shard(
     anatomy = describe(model)
     master, compute, reduce = (getattr(torch, name) for name in (precision.params, precision.compute, precision.reduce))
     refuse_model(model, anatomy, moe)
+    refuse_context(model, anatomy, mesh.layout)
     adapted = adapter_state(model) is not None
     refuse_mixed_dtypes(model, master, compute if adapted else master, kept_in_fp32)
     for spec in anatomy.experts:
         expert_shard_dim(spec, mesh.layout)
+    refuse_blocks(model, anatomy, mesh.layout)
+    tensor = tensor_plan(model, anatomy, mesh.layout.tp, kept_in_fp32)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if not on_meta:
         _check_equal_on_every_rank(model)
@@ -57,6 +65,8 @@ def shard(
     balance, whole = balance_of(model, anatomy, moe), anatomy
     if mesh.layout.pp > 1:
         anatomy = cut(model, anatomy, mesh, compute)
+        here = set(own_names(model, [part.name for part in tensor.parts]))
+        tensor = replace(tensor, parts=tuple(part for part in tensor.parts if part.name in here))
     resolved = install(model, anatomy, mesh, dispatch=moe.dispatch, compute=moe.compute, dtype=compute)
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute == master else compute,  # of masters; a frozen base is in it already
@@ -65,9 +75,10 @@ def shard(
     )
     exempt = _exempt_modules(model, anatomy, kept_in_fp32) if policy.param_dtype is not None else []
     placed = _place_experts(model, anatomy, mesh, policy)
-    _place_dense(model, anatomy, mesh, policy, placed, exempt)
+    _place_dense(model, anatomy, mesh, policy, placed, exempt, tensor)
     attach_mesh(model, mesh)
     split_blocks(model, whole, mesh)
+    split_attention(model, whole, mesh)
     attach_balance(model, balance)
     return resolved
 
@@ -123,27 +134,38 @@ def _place_dense(
     policy: MixedPrecisionPolicy,
     experts: set[nn.Parameter],
     exempt: list[str],
+    tensor: TensorPlan,
 ) -> None:
-    """One FSDP2 group per block, one for the input embedding (unless tied), one for what is left at the root.
+    """One FSDP2 group per block, one for each part of it that tp splits, one for the input embedding (unless tied),
+    one for what is left at the root.
 
     The modules named in `exempt` are never cast; those of one block share a group.
     """
+    split = split_parts(model, tensor, mesh)
+    elsewhere = experts | split
     for _, names in itertools.groupby(exempt, key=lambda name: next((b for b in anatomy.blocks if _in(name, b)), name)):
         group = [model.get_submodule(name) for name in names]
         uncast = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
-        fully_shard(group, mesh=mesh.dense_shard, mp_policy=uncast, ignored_params=experts)
+        fully_shard(group, mesh=mesh.dense_shard, mp_policy=uncast, ignored_params=elsewhere)
         _sum_gradients(group[0])
     blocks = [model.get_submodule(name) for name in anatomy.blocks]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     absent = next(embedding.parameters(), None) is None  # on another pipeline stage
     tied = head is not None and not absent and getattr(head, "weight", None) is embedding.weight
     for module in [*blocks, *([] if tied or absent else [embedding])]:
-        fully_shard(module, mesh=mesh.dense_shard, mp_policy=policy, ignored_params=experts)
+        fully_shard(module, mesh=mesh.dense_shard, mp_policy=policy, ignored_params=elsewhere)
         _sum_gradients(module)
-    fully_shard(model, mesh=mesh.dense_shard, mp_policy=policy, ignored_params=experts)
+    for part in tensor.parts:
+        # After their blocks: those have the whole parameters of a part, and would not look into one with a group.
+        if part.is_split:
+            module = model.get_submodule(part.name)
+            others = {parameter for parameter in module.parameters() if parameter not in split}
+            fully_shard(module, mesh=mesh.split_shard, mp_policy=policy, ignored_params=others)
+            _sum_gradients(module)
+    fully_shard(model, mesh=mesh.dense_shard, mp_policy=policy, ignored_params=elsewhere)
     _sum_gradients(model)
     model.register_forward_hook(_reshard_without_backward)
-    _prefetch(model, anatomy)
+    _prefetch(model, anatomy, tensor)
 
 
 def _exempt_modules(model: nn.Module, anatomy: Anatomy, kept_in_fp32: Callable[[str], bool]) -> list[str]:
@@ -177,11 +199,12 @@ def _reshard_without_backward(model: nn.Module, args: Any, output: Any) -> None:
         cast(FSDPModule, model).reshard()
 
 
-def _prefetch(model: nn.Module, anatomy: Anatomy) -> None:
+def _prefetch(model: nn.Module, anatomy: Anatomy, tensor: TensorPlan) -> None:
     """Gather the next block while this one computes; the dispatch's host wait defeats FSDP2's implicit prefetch."""
     units = []
     for block in anatomy.blocks:
-        inside = [spec.name for spec in anatomy.experts if _in(spec.name, block)]
+        inside = [part.name for part in tensor.parts if part.is_split and _in(part.name, block)]
+        inside += [spec.name for spec in anatomy.experts if _in(spec.name, block)]
         modules = [model.get_submodule(name) for name in (block, *inside)]
         units.append([cast(FSDPModule, module) for module in modules if isinstance(module, FSDPModule)])
     pipeline = pipeline_of(model)

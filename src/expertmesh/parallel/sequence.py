@@ -10,7 +10,8 @@ Every gradient is then a partial sum over cp and tp, and FSDP2 adds them up over
     B rows, S positions of a whole row, a rank holds S / (cp * tp) of them
 """
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,15 +22,20 @@ from torch import nn
 
 from expertmesh.anatomy import Anatomy
 from expertmesh.config.errors import InputError
-from expertmesh.mesh import Mesh
+from expertmesh.mesh import Layout, Mesh
 
 Batch = Mapping[str, torch.Tensor]
 # Values for padded positions; position ids restart there, so that packed rows do not reach into the padding.
 _PADDING = {"input_ids": 0, "labels": -100, "attention_mask": 0, "real_tokens": 0}
-# What a block gets for each position of its attention, and which dim the positions are.
-_BY_POSITION = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
-# What it gets for the whole row.
-_WHOLE = ("hidden_states", "attention_mask")
+# What a block gets for each position, and which dim the positions are: for its attention, and beside it.
+_OF_ATTENTION = {"position_embeddings": -2, "attention_scaling": -2, "position_ids": -1, "cache_position": -1}
+_BESIDE_ATTENTION = {"per_layer_input": 1, "input_ids": 1}
+# What attention hands on to the attention of the next block, for the positions that it computes.
+_BETWEEN_ATTENTION = ("prev_topk_indices",)
+# What some families' blocks hand on for each position beside hidden states.
+_NOT_SPLIT = ("block_states", "conv_mask", "ple_input_ids", "prev_router_hidden_states")
+# What it gets for whole rows, for its attention as well.
+_WHOLE = ("hidden_states", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +107,23 @@ def lengthened(batch: Batch, to: int, refusal: str) -> Batch:
     return longer
 
 
+def refuse_blocks(model: nn.Module, anatomy: Anatomy, layout: Layout) -> None:
+    """Raise `InputError` for a model whose blocks are known to take more than positions can be cut for.
+
+    What is not known here is refused in the first forward.
+    """
+    if layout.cp * layout.tp == 1:
+        return
+    for name in decoder_blocks(anatomy):
+        taken = inspect.signature(model.get_submodule(name).forward).parameters
+        if odd := [key for key in _NOT_SPLIT if key in taken]:
+            family = model.config.model_type  # type: ignore[union-attr]
+            raise InputError(
+                f"parallel: {name} of {family} gets {odd[0]} for each position, which cp and tp do not split; set "
+                "parallel.cp and parallel.tp to 1"
+            )
+
+
 def split_blocks(model: nn.Module, anatomy: Anatomy, mesh: Mesh) -> None:
     """Let the decoder's blocks run on this rank's positions. Called by `parallelize`; no communication.
 
@@ -110,8 +133,9 @@ def split_blocks(model: nn.Module, anatomy: Anatomy, mesh: Mesh) -> None:
     if share.parts == 1:
         return
     for index, name in enumerate(decoder_blocks(anatomy)):
-        hook = partial(_enter_block, share, name, index == 0)
-        model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+        block = model.get_submodule(name)
+        names = list(inspect.signature(block.forward).parameters)
+        block.register_forward_pre_hook(partial(_enter_block, share, name, names, index == 0), with_kwargs=True)
 
 
 def decoder_blocks(anatomy: Anatomy) -> list[str]:
@@ -122,28 +146,48 @@ def decoder_blocks(anatomy: Anatomy) -> list[str]:
 
 
 def _enter_block(
-    share: SequenceShare, name: str, is_first: bool, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    share: SequenceShare,
+    name: str,
+    names: list[str],
+    is_first: bool,
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    hidden = args[0] if args else kwargs["hidden_states"]
+    """A hook before a block, whose arguments are called `names`: what it gets for whole rows becomes this rank's."""
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if given.get("past_key_values") is not None:
+        raise InputError("parallel.cp and parallel.tp split rows that are whole, so a model on them cannot generate")
+    hidden = given["hidden_states"]
     length = hidden.shape[1] * (1 if is_first else share.parts)
+    if length % share.parts:
+        raise InputError(
+            f"parallel: rows of {length} positions cannot be cut into {share.parts} parts (cp × tp); pad them, or call "
+            "causal_lm_loss, which does"
+        )
+    here = {key: _part(share, name, key, value, length) for key, value in given.items()}
     if is_first:
         # A copy: FSDP2 and families that change hidden states in place must not reach the whole rows.
-        hidden = share.own(hidden, 1).contiguous()
-    for key, value in kwargs.items():
-        if key in _BY_POSITION:
-            kwargs[key] = _cut_all(value, partial(_cut_positions, share, _BY_POSITION[key], length))
-        elif isinstance(value, torch.Tensor) and key not in _WHOLE and length in value.shape[:2] and length > 1:
-            raise InputError(f"parallel: {name} gets {key} for each position, which cp and tp do not split")
-    if any(isinstance(value, torch.Tensor) for value in args[1:]):
-        raise InputError(f"parallel: {name} is called with tensors without names, which cp and tp do not split")
-    if args:
-        return (hidden, *args[1:]), kwargs
-    return args, kwargs | {"hidden_states": hidden}
+        here["hidden_states"] = share.own(hidden, 1).contiguous()
+    return tuple(here[key] for key in names[: len(args)]), {key: here[key] for key in kwargs}
 
 
-def _cut_positions(share: SequenceShare, dim: int, length: int, x: torch.Tensor) -> torch.Tensor:
+def _part(share: SequenceShare, name: str, key: str, value: Any, length: int) -> Any:
+    """What a block gets of one of its arguments, which is for `length` positions."""
+    if key in _OF_ATTENTION:
+        return _cut_all(value, partial(_cut_positions, share.of_context, _OF_ATTENTION[key], length))
+    if key in _BESIDE_ATTENTION and value is not None:
+        return share.own(value, _BESIDE_ATTENTION[key])
+    if isinstance(value, torch.Tensor) and key not in _WHOLE and not (key in _BETWEEN_ATTENTION and share.cp == 1):
+        raise InputError(f"parallel: {name} gets {key} {tuple(value.shape)}, which cp and tp do not know how to split")
+    return value
+
+
+def _cut_positions(
+    cut: Callable[[torch.Tensor, int], torch.Tensor], dim: int, length: int, x: torch.Tensor
+) -> torch.Tensor:
     # Tables may be shared by all positions.
-    return share.of_context(x, dim) if x.shape[dim] == length else x
+    return cut(x, dim) if x.shape[dim] == length else x
 
 
 def _cut_all(value: Any, cut: Any) -> Any:

@@ -8,7 +8,7 @@ chunks of target tokens, gradients of a chunk are taken at once, and the chunk's
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,11 @@ from transformers.utils.generic import ModelOutput
 
 from expertmesh.config.errors import InputError
 from expertmesh.parallel.pipeline import pipeline_of
-from expertmesh.parallel.sequence import SequenceShare, padded, sequence_share
+from expertmesh.parallel.positions import gather
+from expertmesh.parallel.sequence import padded, sequence_share
 from expertmesh.training.base_model import base_name, head_of, run_base
 from expertmesh.training.router_loss import active_router_losses
+from expertmesh.training.vocabulary import SplitHead, vocabulary_share
 
 IGNORED = -100
 BaseOutput = Callable[..., ModelOutput]
@@ -66,16 +68,22 @@ def loss_of_base(
     chunk_tokens: int = 1024,
 ) -> torch.Tensor:
     """`causal_lm_loss` from what `run_base` returned; `labels` `[B, S]` are of whole, padded rows."""
-    share = sequence_share(model)
+    share, vocabulary = sequence_share(model), vocabulary_share(model)
     hidden_BSH = base["last_hidden_state"]
-    target_N, place_N = _targets(labels.to(hidden_BSH.device), share)
+    if vocabulary is not None:
+        # Each rank of the group has a part of the vocabulary for all positions, instead of all of it for its own.
+        hidden_BSH = gather(hidden_BSH, 1, vocabulary.group)
+    cut = share.own if vocabulary is None else share.of_context
+    target_N, place_N = _targets(labels.to(hidden_BSH.device), cut)
     hidden_NH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1]).index_select(0, place_N)
     others = {key: value for key, value in base.items() if key != "last_hidden_state"}
     output = partial(type(base), **others)
     training = torch.is_grad_enabled()
     if not training and isinstance(model, FSDPModule):
         model.unshard()  # the root was resharded after its forward; the head runs after it
-    total = _HeadLoss.apply(hidden_NH, target_N, model, output, chunk_tokens, training, *_head_parameters(model))
+    split = None if vocabulary is None else vocabulary.split(head_of(model))
+    parameters = [p if split is None else split.of(p) for p in _head_parameters(model)]
+    total = _HeadLoss.apply(hidden_NH, target_N, model, output, chunk_tokens, training, split, *parameters)
     # The root's output joins the graph (adding zero, from zero logits), so that FSDP2's root hook runs in backward.
     loss: torch.Tensor = (total + empty_logits.sum().to(total.dtype)) / target_tokens
     if not training and isinstance(model, FSDPModule):
@@ -88,10 +96,12 @@ def count_targets(labels: torch.Tensor) -> int:
     return int((labels[:, 1:] != IGNORED).sum())
 
 
-def _targets(labels: torch.Tensor, share: SequenceShare) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target tokens of this rank's positions and the flat positions that predict them."""
+def _targets(
+    labels: torch.Tensor, cut: Callable[[torch.Tensor, int], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target tokens of the positions that `cut` takes out of all, and the flat positions that predict them."""
     # Shifted before they are cut: the last position here predicts the first token of the next rank's.
-    following = share.own(F.pad(labels[:, 1:], (0, 1), value=IGNORED), 1).reshape(-1)
+    following = cut(F.pad(labels[:, 1:], (0, 1), value=IGNORED), 1).reshape(-1)
     place_N = (following != IGNORED).nonzero().squeeze(1)
     return following.index_select(0, place_N), place_N
 
@@ -118,7 +128,8 @@ class _HeadLoss(torch.autograd.Function):
         output: BaseOutput,
         chunk: int,
         training: bool,
-        *parameters: nn.Parameter,
+        split: SplitHead | None,
+        *parameters: torch.Tensor,
     ) -> torch.Tensor:
         wanted = [parameter for parameter in parameters if parameter.requires_grad]
         wide = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
@@ -128,10 +139,13 @@ class _HeadLoss(torch.autograd.Function):
         sums = [torch.zeros_like(parameter, dtype=wide) for parameter in wanted] if training else []
         for start in range(0, hidden_NH.shape[0], chunk):
             part = slice(start, start + chunk)
-            with torch.set_grad_enabled(training):
+            with torch.set_grad_enabled(training), nullcontext() if split is None else split.computing():
                 hidden_CH = hidden_NH[part].detach().requires_grad_(training)
-                logits_CV = head_logits(model, hidden_CH, output)
-                loss = F.cross_entropy(logits_CV.to(wide), target_N[part], reduction="sum")
+                logits_CV = head_logits(model, hidden_CH, output).to(wide)
+                if split is None:
+                    loss = F.cross_entropy(logits_CV, target_N[part], reduction="sum")
+                else:
+                    loss = split.share.cross_entropy(logits_CV, target_N[part])
                 total += loss.detach()
             if grad_hidden_NH is not None:
                 grad_hidden_NH[part], *grads = torch.autograd.grad(loss, [hidden_CH, *wanted])
@@ -140,14 +154,15 @@ class _HeadLoss(torch.autograd.Function):
         if training:
             ctx.save_for_backward(grad_hidden_NH, *(s.to(p.dtype) for s, p in zip(sums, wanted, strict=True)))
             ctx.wanted = [parameter.requires_grad for parameter in parameters]
-        return total
+        # Every rank of a tp group has the whole loss of the group's positions, and shares have to add up to it.
+        return total if split is None else total / split.share.ranks
 
     @staticmethod
     def backward(ctx: Any, grad_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_hidden_NH, *sums = ctx.saved_tensors
         scaled = iter([s * grad_total.to(s.dtype) for s in sums])
         of_parameters = [next(scaled) if wanted else None for wanted in ctx.wanted]
-        return grad_hidden_NH * grad_total.to(grad_hidden_NH.dtype), None, None, None, None, None, *of_parameters
+        return grad_hidden_NH * grad_total.to(grad_hidden_NH.dtype), *[None] * 6, *of_parameters
 
 
 def head_logits(model: nn.Module, hidden_CH: torch.Tensor, output: BaseOutput = MoeModelOutputWithPast) -> torch.Tensor:

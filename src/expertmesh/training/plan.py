@@ -14,7 +14,9 @@ from expertmesh.config import Config
 from expertmesh.data import DataReport, TrainingBatches
 from expertmesh.experts.balance import Balance, attached_balance
 from expertmesh.mesh import Layout, Mesh
+from expertmesh.parallel.context import context_lines
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
+from expertmesh.parallel.tensor_plan import attached_plan
 from expertmesh.training.pipeline import schedule_kind
 from expertmesh.training.preflight import Checked
 
@@ -39,6 +41,8 @@ def plan_lines(
     pipeline = pipeline_of(model)
     if pipeline is not None:
         yield from (f"stages     {line}" for line in _stage_lines(pipeline, batches.accumulation))
+    yield from (f"cp         {line}" for line in context_lines(model, layout))
+    yield from (f"tp         {line}" for line in attached_plan(model).lines())
     dense, expert, adapters = local_parameters(model, anatomy)
     counts = f"{dense:,} dense + {expert:,} expert{f' + {adapters:,} adapter' if adapters else ''} parameters"
     yield f"per rank   {counts}, {gib(bytes_to_load)} to load"

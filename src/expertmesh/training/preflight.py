@@ -25,15 +25,17 @@ from expertmesh.data import load_tokenizer
 from expertmesh.data.loader import accumulation_of
 from expertmesh.experts.layer import choose_backend
 from expertmesh.mesh import Layout, resolve_layout
+from expertmesh.parallel.context import refuse_context
+from expertmesh.parallel.mixing import carried_state
 from expertmesh.parallel.pipeline import plan_cut
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_model
+from expertmesh.parallel.sequence import refuse_blocks
+from expertmesh.parallel.tensor_plan import tensor_plan
 from expertmesh.training.pipeline import interleaves
 from expertmesh.training.resume import config_differences, find_start, flat
-from expertmesh.weights.skeleton import build_meta_model, read_model_config
+from expertmesh.weights.skeleton import build_meta_model, kept_in_fp32, read_model_config
 
 MODEL, ADAPTER = "model", "adapter"
-# What mixes positions other than attention; packed samples would leak into each other through it.
-_RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "short_conv", "compressed")
 # What a run that was killed before it had written config.yaml may have left behind; nothing of it is worth keeping.
 _LEFT_BY_A_START = re.compile(r"lock\.json(\..+)?|config\.yaml\.tmp")
 _CAUSAL_MASK = re.compile(r"create_(\w+_)?causal_mask")
@@ -73,12 +75,15 @@ def preflight(config: Config, world_size: int) -> Checked:
     for spec in anatomy.experts:
         expert_shard_dim(spec, layout)
         choose_backend(spec, config.moe.compute, getattr(torch, config.precision.compute))
+    refuse_blocks(model, anatomy, layout)
+    tensor_plan(model, anatomy, layout.tp, kept_in_fp32(model, getattr(torch, config.precision.compute)))
     accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
     if config.data.packing:
         _refuse_packing(config, model)
     if config.lora is not None:
         check_files(adapt(model, config.lora, getattr(torch, config.precision.params), config.model.name_or_path))
     refuse_model(model, anatomy, config.moe)
+    refuse_context(model, anatomy, layout)
     if layout.pp > 1:
         plan_cut(model, anatomy, layout)
         accumulation = accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
@@ -135,16 +140,7 @@ def packing_refusal(model: nn.Module) -> str | None:
     sequence do not know about samples, and neither does a model with mask code of its own.
     """
     config: Any = model.config
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    recurrent = sorted(kind for kind in kinds if any(name in kind for name in _RECURRENT_LAYERS))
-    carries = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Conv1d)
-        or {"A_log", "dt_bias"} & {leaf for leaf, _ in module.named_parameters(recurse=False)}
-    ]
-    if recurrent or carries:
-        what = f"{recurrent[0]} layers" if recurrent else carries[0]
+    if what := carried_state(model):
         return f"{config.model_type} carries state along the sequence ({what}), so samples packed together would mix"
     if any(hasattr(module, "get_rope_index") for module in model.modules()):
         return f"{config.model_type} numbers positions along several axes, so samples do not start again at position 0"

@@ -1,0 +1,162 @@
+"""Tensor parallelism of a model's blocks: carries out a `TensorPlan` by parameters that are DTensors over tp, and by
+class mixins in front of the modules that use them.
+
+Activations are plain tensors. A split part gathers its tp group's positions, its own code runs with fewer heads or
+features, its last layer sums over the group and hands each rank its own positions. The part's output is a sum over
+the group of what each rank computes, so every gradient in it is a partial sum as well, whole or split, and FSDP2
+completes those of whole parameters over fsdp·cp·tp and those of split ones over fsdp·cp.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from expertmesh.config.errors import InputError
+from expertmesh.experts.adapted import adapter_state
+from expertmesh.mesh import Mesh
+from expertmesh.parallel.positions import gather, own_part, reduce_scatter
+from expertmesh.parallel.tensor_plan import Part, TensorPlan
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """What a mixin knows of its module."""
+
+    part: Part
+    group: dist.ProcessGroup
+    leaf: str = ""
+
+
+def split_parts(model: nn.Module, plan: TensorPlan, mesh: Mesh) -> set[nn.Parameter]:
+    """Make the parameters that tp splits DTensors and let their modules run with shares. Called by `shard`.
+
+    Returns the split parameters. No communication.
+    """
+    model._expertmesh_tensor_plan = plan  # type: ignore[assignment]
+    split = set()
+    for part in plan.parts:
+        module = model.get_submodule(part.name)
+        group = mesh.dense.get_group("tp")
+        if part.is_split:
+            for name, dim in part.parameter_dims(module).items():
+                parent, _, leaf = name.rpartition(".")
+                whole = module.get_parameter(name)
+                own = nn.Parameter(_own_slice(whole, dim, mesh), requires_grad=whole.requires_grad)
+                setattr(module.get_submodule(parent), leaf, own)
+                split.add(own)
+            for leaf in part.columns:
+                _put_in_front(module.get_submodule(leaf), _Columns, _Running(part, group, leaf))
+            assert part.rows is not None
+            _put_in_front(module.get_submodule(part.rows), _Rows, _Running(part, group, part.rows))
+        _put_in_front(module, _Gathering, _Running(part, group))
+    return split
+
+
+def _own_slice(whole: torch.Tensor, dim: int, mesh: Mesh) -> DTensor:
+    """This rank's part of a full tensor as the DTensor whose global value is `whole`."""
+    tp = mesh.split["tp"]
+    size = whole.shape[dim] // tp.size()
+    local = whole.detach().narrow(dim, tp.get_local_rank() * size, size).clone()
+    local = local if local.is_meta else local.to(mesh.device)
+    return DTensor.from_local(local, tp, [Shard(dim)], run_check=False)
+
+
+def _put_in_front(module: nn.Module, kind: type[nn.Module], running: _Running) -> None:
+    module._expertmesh_tensor = running  # type: ignore[assignment]
+    module.__class__ = type(type(module).__name__, (kind, type(module)), {})
+
+
+class _Gathering(nn.Module):
+    """In front of an attention or MLP: gives it all positions of the group, and its own positions back."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        running = cast(_Running, self._expertmesh_tensor)
+        hidden, others = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
+        _refuse_other_positions(running.part, hidden, [*others, *kwargs.values()])
+        whole = gather(hidden, hidden.dim() - 2, running.group)
+        with _numbered(self, hidden.shape[:-1], running.group), _local(self, running.part.bare):
+            output = super().forward(whole, *others, **kwargs)
+        return output if running.part.is_split else _own_positions(output, whole.shape[:2], running.group)
+
+
+class _Columns(nn.Module):
+    """In front of a linear layer whose outputs are split, adapted or not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        running = cast(_Running, self._expertmesh_tensor)
+        with _local(self, ("weight", "bias", "lora_B")):
+            out: torch.Tensor = super().forward(x)
+        return gather(out, out.dim() - 1, running.group) if running.leaf in running.part.gathered else out
+
+
+class _Rows(nn.Module):
+    """In front of a linear layer whose inputs are split, adapted or not. Its bias is added to the sum, once."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        running = cast(_Running, self._expertmesh_tensor)
+        if running.part.cuts_input:
+            x = own_part(x, x.dim() - 1, running.group)
+        # Dropout of an adapter masks by column, so it has to know which ones these are.
+        self._expertmesh_first_column = running.group.rank() * x.shape[-1]
+        bias, self._parameters["bias"] = self._parameters["bias"], None
+        try:
+            with _local(self, ("weight", "lora_A")):
+                partial: torch.Tensor = super().forward(x)
+        finally:
+            self._parameters["bias"] = bias
+        out = reduce_scatter(partial, partial.dim() - 2, running.group)
+        return out if bias is None else out + bias
+
+
+@contextmanager
+def _local(module: nn.Module, leaves: tuple[str, ...]) -> Iterator[None]:
+    """While it computes, a module's split parameters are this rank's plain tensors, with gradients to the DTensors."""
+    split = {leaf: p for leaf in leaves if isinstance(p := module._parameters.get(leaf), DTensor)}
+    # Written past `__setattr__`, as torch.func.functional_call does: for the time of the call they are no parameters.
+    module._parameters.update({leaf: cast(Any, parameter).to_local() for leaf, parameter in split.items()})
+    try:
+        yield
+    finally:
+        module._parameters.update(cast(Any, split))
+
+
+@contextmanager
+def _numbered(module: nn.Module, shape: torch.Size, group: dist.ProcessGroup) -> Iterator[None]:
+    """While a part computes with all positions, adapters' dropout has their numbers: one more gather where there is
+    any.
+    """
+    state = adapter_state(module)
+    own = None if state is None else state.number_T
+    if state is None or own is None or own.numel() != shape.numel():
+        yield
+        return
+    state.number_T = gather(own.view(shape), len(shape) - 1, group).reshape(-1)
+    try:
+        yield
+    finally:
+        state.number_T = own
+
+
+def _own_positions(output: Any, whole: torch.Size, group: dist.ProcessGroup) -> Any:
+    """Of what a part that is not split returns: one tensor or several, each with positions on dim 1."""
+    if isinstance(output, tuple):
+        return tuple(_own_positions(value, whole, group) for value in output)
+    if isinstance(output, torch.Tensor) and output.dim() == 3 and output.shape[:2] == whole:
+        return own_part(output, 1, group)
+    return output
+
+
+def _refuse_other_positions(part: Part, hidden: torch.Tensor, others: list[Any]) -> None:
+    """What else a block may hand over for each position would have to be gathered too."""
+    for other in others:
+        if isinstance(other, torch.Tensor) and other.is_floating_point() and other.shape[:-1] == hidden.shape[:-1]:
+            raise InputError(
+                f"parallel.tp: {part.name} gets more than its hidden states for each position, which tp does not "
+                "gather; set parallel.tp to 1"
+            )

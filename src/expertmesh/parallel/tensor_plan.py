@@ -1,0 +1,329 @@
+"""What tensor parallelism does with each part of a model's blocks: decided on meta, before any weight is read.
+
+Follows the family's own transformers plan (`model.tp_plan`); where that says nothing about an attention, its structure:
+linear layers of whole heads before and behind it. A part that is split gathers the positions of its tp group, computes
+with its share of heads or features, and its last layer sums over the group while it gives each rank its own positions
+back. What cannot be split runs unsplit: an MLP on the rank's own positions, a layer that mixes positions on all of the
+group's, on every rank of it, which is repeated work and said in the plan. Experts are never split: ep takes those
+ranks. Nothing here communicates.
+"""
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from expertmesh.anatomy import Anatomy, is_adapter
+from expertmesh.config.errors import InputError
+from expertmesh.parallel.sequence import decoder_blocks
+
+# A module of a block whose forward takes one of these lets positions see each other.
+_MIXES_POSITIONS = {
+    "attention_mask",
+    "cache_params",
+    "layer_past",
+    "past_key_value",
+    "past_key_values",
+    "position_embeddings",
+}
+_COLUMNS = {"colwise", "colwise_gather_output", "colwise_rep"}
+_GATHERED = {"colwise_gather_output", "colwise_rep"}
+_ROWS = {"rowwise", "rowwise_split_input", "rowwise_rep"}
+_CUT_INPUT = {"rowwise_split_input", "rowwise_rep"}
+# Parameters that stay whole, with gradients that are partial sums like everybody's: nothing to do.
+_UNSPLIT = {"local_params", "mla_kv_a_proj", "replicate", "replicated_with_grad_allreduce"}
+# Attention by structure, for families whose plan leaves it out.
+_HEADS_ONLY = {"q_proj", "k_proj", "v_proj", "gate_proj", "q_b_proj", "kv_b_proj"}
+_SHARED_BY_HEADS = {"q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"}
+_LAST = ("o_proj", "out_proj")
+# An attention that counts its heads itself, instead of letting `view` do it, cannot have fewer.
+_COUNTS_HEADS = re.compile(r"self\.(config\.)?(num_(attention_|key_value_|kv_)?heads|n_heads?|hidden_size|embed_dim)\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One module that gathers positions: what its ranks split, or why they all compute the whole of it.
+
+    Names are relative to the module. `columns` are linear layers whose outputs are split, those of `gathered` put
+    together again; `rows` the last one, whose inputs are split (`cuts_input`: out of whole ones); `bare` parameters of
+    the module itself with one entry per head.
+    """
+
+    name: str
+    mixes_positions: bool
+    columns: tuple[str, ...] = ()
+    gathered: tuple[str, ...] = ()
+    rows: str | None = None
+    cuts_input: bool = False
+    bare: tuple[str, ...] = ()
+    why_whole: str = ""
+
+    @property
+    def is_split(self) -> bool:
+        return self.rows is not None
+
+    def parameter_dims(self, module: nn.Module) -> dict[str, int]:
+        """Which parameters of the module tp splits, adapters' among them, and on which dim."""
+        dims = dict.fromkeys(self.bare, 0)
+        for name in (*self.columns, self.rows or ""):
+            linear = module.get_submodule(name)
+            # B gives what the layer's outputs are, A takes what its inputs are.
+            split, dim = (("weight", "lora_A"), 1) if name == self.rows else (("weight", "bias", "lora_B"), 0)
+            dims |= {f"{name}.{leaf}": dim for leaf in split if linear._parameters.get(leaf) is not None}
+        return dims
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """`parts` in module order. `kept` are modules that transformers' plan splits and this one does not, and why."""
+
+    tp: int
+    parts: tuple[Part, ...]
+    kept: tuple[tuple[str, str], ...]
+
+    def lines(self) -> Iterator[str]:
+        """What to print before training, alike parts of different blocks as one."""
+        if self.tp == 1:
+            return
+        for text, count in _counted(_said_of(part) for part in self.parts):
+            yield f"{count} × {text}"
+        for text, count in _counted(f"{_short(name)} unsplit, on own positions: {why}" for name, why in self.kept):
+            yield f"{count} × {text}"
+        yield f"vocabulary: each rank computes 1/{self.tp} of the logits of all the group's positions"
+
+
+def attached_plan(model: nn.Module) -> TensorPlan:
+    """What `shard` has done with `model`; nothing where tp is 1."""
+    plan = getattr(model, "_expertmesh_tensor_plan", None)
+    return plan if isinstance(plan, TensorPlan) else TensorPlan(1, (), ())
+
+
+def tensor_plan(model: nn.Module, anatomy: Anatomy, tp: int, kept_in_fp32: Callable[[str], bool]) -> TensorPlan:
+    """What `tp` ranks do with `model`. Raises `InputError`, naming the module, where heads do not fit the ranks."""
+    if tp == 1:
+        return TensorPlan(1, (), ())
+    family = str(model.config.model_type)  # type: ignore[union-attr]
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    if not isinstance(head, nn.Linear):
+        raise InputError(
+            f"parallel.tp {tp}: the output embedding of {family} ({type(head).__name__}) is no linear layer whose rows "
+            "could be split; set parallel.tp to 1"
+        )
+    blocks = decoder_blocks(anatomy)
+    styles = _styles(model, anatomy, blocks)
+    parts: list[Part] = []
+    kept: list[tuple[str, str]] = []
+    for block in blocks:
+        mixers = list(_mixers(model, block))
+        others = {name.rpartition(".")[0] for name in _named(styles) if _in(name, block)}
+        others = {name for name in others if not any(name == mixer or _in(name, mixer) for mixer in mixers)}
+        for name, module in model.get_submodule(block).named_modules(prefix=block):
+            if name in mixers:
+                part = _mixer_part(model, name, styles, family, tp)
+            elif name in others:
+                part = _mlp_part(model, name, _below(styles, name))
+            else:
+                continue
+            if part.is_split and (reason := _unsplittable(part, module, tp, kept_in_fp32)):
+                part = Part(name, part.mixes_positions, why_whole=reason)
+            if part.is_split or part.mixes_positions:
+                parts.append(part)
+            else:
+                kept.append((name, part.why_whole))
+    if not any(part.mixes_positions for part in parts):
+        raise InputError(
+            f"parallel.tp {tp}: no module of {blocks[0]} of {family} is recognised as attention, so positions cannot "
+            "be split; set parallel.tp to 1"
+        )
+    return TensorPlan(tp, tuple(parts), tuple(kept))
+
+
+def _styles(model: nn.Module, anatomy: Anatomy, blocks: list[str]) -> dict[str, str]:
+    """The family's style for each module or parameter of the decoder's blocks, experts and routers left out."""
+    plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    patterns = [(re.compile(re.escape(key).replace(r"\*", r"\d+")), style) for key, style in plan.items()]
+    outside = [*(spec.name for spec in anatomy.experts), *anatomy.routers]
+    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    return {
+        name: style
+        for name in names
+        if any(_in(name, block) for block in blocks) and not any(name == other or _in(name, other) for other in outside)
+        for pattern, style in patterns
+        if pattern.fullmatch(name)
+    }
+
+
+def _mixers(model: nn.Module, block: str) -> Iterator[str]:
+    """The outermost modules of a block that let positions see each other."""
+    found: list[str] = []
+    for name, module in model.get_submodule(block).named_modules(prefix=block):
+        if name == block or any(_in(name, other) for other in found):
+            continue
+        if _MIXES_POSITIONS & set(inspect.signature(module.forward).parameters):
+            found.append(name)
+            yield name
+
+
+def _mixer_part(model: nn.Module, name: str, styles: dict[str, str], family: str, tp: int) -> Part:
+    module = model.get_submodule(name)
+    own = _below(styles, name)
+    part = _part(module, name, own, mixes_positions=True) if any(_named(own)) else _by_structure(module, name)
+    if part.is_split:
+        _refuse_heads(part, module, family, tp)
+    return part
+
+
+def _mlp_part(model: nn.Module, name: str, own: dict[str, str]) -> Part:
+    return _part(model.get_submodule(name), name, own, mixes_positions=False)
+
+
+def _named(styles: Mapping[str, str]) -> Iterator[str]:
+    """What the plan splits."""
+    return (name for name, style in styles.items() if style in _COLUMNS | _ROWS)
+
+
+def _part(module: nn.Module, name: str, own: dict[str, str], *, mixes_positions: bool) -> Part:
+    """By the family's plan, which has to be one that is understood: whole otherwise."""
+
+    def whole(why: str) -> Part:
+        return Part(name, mixes_positions, why_whole=why)
+
+    unknown = [f"{leaf} {style}" for leaf, style in own.items() if style not in _COLUMNS | _ROWS | _UNSPLIT]
+    if unknown:
+        return whole(f"transformers' {unknown[0]} is not supported")
+    bare = tuple(leaf for leaf, style in own.items() if style in _COLUMNS and leaf in module._parameters)
+    columns = tuple(leaf for leaf, style in own.items() if style in _COLUMNS and leaf not in bare)
+    rows = [leaf for leaf, style in own.items() if style in _ROWS]
+    if len(rows) != 1 or not columns:
+        return whole("transformers' plan has no layers before and behind it to split")
+    odd = [leaf for leaf in (*columns, *rows) if not isinstance(module.get_submodule(leaf), nn.Linear)]
+    if odd:
+        return whole(f"{odd[0]} is no linear layer")
+    gathered = tuple(leaf for leaf in columns if own[leaf] in _GATHERED)
+    cuts_input = own[rows[0]] in _CUT_INPUT
+    if gathered and (gathered != columns or not cuts_input or bare):
+        return whole("transformers' plan gathers some of its outputs only")
+    return Part(name, mixes_positions, columns, gathered, rows[0], cuts_input, bare)
+
+
+def _by_structure(module: nn.Module, name: str) -> Part:
+    """Split by heads what has linear layers of whole heads before and behind, and nothing beside that sees them all."""
+
+    def whole(why: str) -> Part:
+        return Part(name, True, why_whole=f"transformers' plan leaves it out, and {why}")
+
+    children = {leaf: child for leaf, child in module.named_children() if any(True for _ in child.parameters())}
+    rows = [leaf for leaf in _LAST if leaf in children]
+    columns = tuple(leaf for leaf in children if leaf in _HEADS_ONLY)
+    standard = {"q_proj", "k_proj", "v_proj"} <= set(columns)
+    latent = "kv_b_proj" in columns and bool({"q_proj", "q_b_proj"} & set(columns)) and "k_proj" not in columns
+    if len(rows) != 1 or not (standard or latent):
+        return whole("its layers are not known")
+    if not all(isinstance(children[leaf], nn.Linear) for leaf in (*columns, *rows)):
+        return whole("not all of its layers are linear")
+    head_dim = getattr(module, "head_dim", None)
+    for leaf, child in children.items():
+        norm = standard and all(tuple(p.shape) == (head_dim,) for p in child.parameters())
+        if leaf not in (*columns, *rows) and not norm and not (latent and leaf in _SHARED_BY_HEADS):
+            return whole(f"{leaf} may see all heads")
+    last: Any = children[rows[0]]
+    if "gate_proj" in columns and children["gate_proj"].out_features != last.in_features:
+        return whole("gate_proj is not one gate per feature")
+    bare = tuple(leaf for leaf in module._parameters if not is_adapter(leaf) and module._parameters[leaf] is not None)
+    if any(leaf != "sinks" for leaf in bare):
+        return whole(f"{bare[0]} may see all heads")
+    if counts := _counts_heads(module):
+        return whole(f"its code uses {counts}")
+    return Part(name, True, columns, (), rows[0], False, bare)
+
+
+def _counts_heads(module: nn.Module) -> str | None:
+    """What in the module's code depends on how many heads there are in all, if anything."""
+    for kind in type(module).__mro__:
+        if kind is nn.Module:
+            break
+        for attribute, function in vars(kind).items():
+            if not inspect.isfunction(function) or attribute == "__init__":
+                continue
+            if found := _COUNTS_HEADS.search(inspect.getsource(function)):
+                return found[0]
+    return None
+
+
+def _refuse_heads(part: Part, module: nn.Module, family: str, tp: int) -> None:
+    """Raise `InputError` unless each rank gets whole heads, of queries and of keys and values."""
+    counts = dict(_heads(part, module))
+    common = math.gcd(*counts.values())
+    for leaf, heads in counts.items():
+        if heads % tp:
+            choices = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+            raise InputError(
+                f"parallel.tp {tp}: {part.name}.{leaf} of {family} has {heads} heads, which {tp} ranks cannot share "
+                f"evenly; valid values for this model: {choices}"
+            )
+
+
+def _heads(part: Part, module: Any) -> Iterator[tuple[str, int]]:
+    """How many heads there are in each layer that is split: its features over those of a head, where that is known."""
+    head_dim = getattr(module, "head_dim", None) or getattr(module, "qk_head_dim", None)
+    value_dim = getattr(module, "v_head_dim", None) or head_dim
+    features = {leaf: module.get_submodule(leaf).out_features for leaf in part.columns}
+    assert part.rows is not None
+    features[part.rows] = module.get_submodule(part.rows).in_features
+    sizes = {part.rows: value_dim, "v_proj": value_dim, "kv_b_proj": None}
+    for leaf, width in features.items():
+        size = sizes.get(leaf, head_dim)
+        yield leaf, width // size if size and width % size == 0 else width
+    for leaf in part.bare:
+        yield leaf, module.get_parameter(leaf).shape[0]
+
+
+def _unsplittable(part: Part, module: nn.Module, tp: int, kept_in_fp32: Callable[[str], bool]) -> str | None:
+    dims = part.parameter_dims(module)
+    for name, dim in dims.items():
+        size = module.get_parameter(name).shape[dim]
+        if size % tp:
+            return f"{tp} ranks cannot share the {size} of {name} evenly"
+        if kept_in_fp32(f"{part.name}.{name}"):
+            return f"{name} is kept in float32"
+    return None
+
+
+def _below(styles: dict[str, str], name: str) -> dict[str, str]:
+    """The styles of what is in a module, and of the module itself as ""."""
+    return {
+        (leaf[len(name) + 1 :] if leaf != name else ""): style
+        for leaf, style in styles.items()
+        if leaf == name or _in(leaf, name)
+    }
+
+
+def _said_of(part: Part) -> str:
+    short = _short(part.name)
+    if not part.is_split:
+        return f"{short} whole on each rank of the group, which repeats its work: {part.why_whole}"
+    columns = ", ".join((*part.columns, *part.bare))
+    if part.gathered:
+        return f"{short} by columns ({columns}) and rows ({part.rows}); what is between is whole on each rank, repeated"
+    what = "heads" if part.mixes_positions else "features"
+    return f"{short} by {what}: columns of {columns}, rows of {part.rows}"
+
+
+def _counted(texts: Iterator[str]) -> list[tuple[str, int]]:
+    counts: dict[str, int] = {}
+    for text in texts:
+        counts[text] = counts.get(text, 0) + 1
+    return list(counts.items())
+
+
+def _short(name: str) -> str:
+    """Without the block: what is alike in all of them."""
+    return re.sub(r"^.*\.\d+\.", "", name)
+
+
+def _in(name: str, parent: str) -> bool:
+    return name.startswith(f"{parent}.")

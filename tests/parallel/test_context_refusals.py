@@ -1,0 +1,102 @@
+"""What cannot be split over cp exactly is refused by name, from the model's code and configuration, before weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from expertmesh.anatomy import describe
+from expertmesh.config.errors import InputError
+from expertmesh.mesh import Layout
+from expertmesh.parallel import mixing
+from expertmesh.parallel.context import refuse_context
+from expertmesh.training.preflight import preflight
+from expertmesh.weights.skeleton import build_meta_model
+from tests.families.catalogue import families
+from tests.families.tiny import tiny_config as family_config
+from tests.support.models import tiny_config
+from tests.training.tiny_run import run_config, write_inputs
+
+CLASSES = {family.name: family.model_class for family in families() if family.model_class}
+# For each reason one family whose code has it.
+REFUSED = [
+    ("qwen3_next", r"carries state along the sequence \(linear_attention layers\)"),
+    ("jamba", r"carries state along the sequence"),
+    ("lfm2_moe", r"carries state along the sequence \(conv layers\)"),
+    ("deepseek_v4", r"carries state along the sequence \(compressed_sparse_attention layers\)"),
+    ("zaya", r"carries state along the sequence \(model\.layers\.0\.self_attn.*conv_qk_depthwise\)"),
+    ("deepseek_v32", r"passes indices to its attention \(model\.layers\.0\.self_attn\)"),
+    ("minimax_m3_vl", r"passes block_indices to its attention"),
+    ("llama4", r"looks along the sequence by itself in model\.layers\.0\.self_attn \(arange\)"),
+]
+
+
+def _refuse(config: Any, layout: Layout) -> None:
+    model = build_meta_model(config, torch.float32)
+    refuse_context(model, describe(model), layout)
+
+
+@pytest.mark.parametrize(("family", "reason"), REFUSED)
+def test_what_mixes_positions_by_itself_is_refused_by_name(family: str, reason: str) -> None:
+    config = family_config(CLASSES[family], family)
+    with pytest.raises(InputError, match=rf"parallel\.cp 2: {family}.*{reason}.*set parallel\.cp to 1"):
+        _refuse(config, Layout(cp=2))
+    _refuse(config, Layout(cp=1, fsdp=2))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "ernie4_5_moe"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_through_the_registry_is_not(family: str, attention: str) -> None:
+    _refuse(tiny_config(family, attn_implementation="eager" if family == "gpt_oss" else attention), Layout(cp=4))
+
+
+def test_query_heads_that_cp_does_not_divide_are_refused_with_the_nearest_choice() -> None:
+    config = tiny_config("qwen3_moe", num_attention_heads=6)
+    with pytest.raises(
+        InputError, match=r"has 6 query heads, which cp does not divide; valid values: 1, 2, 3, 6; the nearest is 3$"
+    ):
+        _refuse(config, Layout(cp=4))
+    with pytest.raises(InputError, match=r"has 3 query heads \(of 6, over tp 2\).*valid values: 1, 3"):
+        _refuse(config, Layout(cp=2, tp=2))
+
+
+class _Attention(nn.Module):
+    """Hard-coded attention, as some models with code of their own have it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def test_attention_in_code_of_its_own_is_refused_by_name() -> None:
+    model: Any = build_meta_model(tiny_config("qwen3_moe"), torch.float32)
+    anatomy, first = describe(model), model.model.layers[0]
+    first.another = _Attention()
+    with pytest.raises(InputError, match=r"by itself in model\.layers\.0\.another \(scaled_dot_product_attention\)"):
+        refuse_context(model, anatomy, Layout(cp=2))
+    del first.another
+    first.self_attn = _Attention()
+    with pytest.raises(InputError, match=r"no attention through transformers' registry in model\.layers\.0"):
+        refuse_context(model, anatomy, Layout(cp=2))
+
+
+def test_an_attention_outside_the_blocks_is_refused_by_name() -> None:
+    model: Any = build_meta_model(tiny_config("qwen3_moe"), torch.float32)
+    model.model.pooler = type(model.model.layers[0].self_attn)(model.config, 0)
+    with pytest.raises(InputError, match=r"attends outside its decoder blocks \(model\.pooler\)"):
+        refuse_context(model, describe(model), Layout(cp=2))
+
+
+def test_eager_functions_are_read_for_what_they_take_from_their_module() -> None:
+    model: Any = build_meta_model(tiny_config("gpt_oss"), torch.float32)
+    call = mixing.registry_call(model.model.layers[0].self_attn)
+    assert call is not None
+    assert mixing.attributes_read(call.global_of(call.default)) == {"num_key_value_groups", "sinks", "training"}
+    assert "s_aux" in call.keywords
+
+
+def test_preflight_refuses_before_ranks_start(tmp_path: Path) -> None:
+    config = run_config(write_inputs(tmp_path), tmp_path / "run", "parallel.cp=8", "train.global_batch_size=8")
+    with pytest.raises(InputError, match=r"parallel\.cp 8: qwen3_moe has 4 query heads.*the nearest is 4"):
+        preflight(config, 8)

@@ -1,0 +1,115 @@
+"""What tensor parallelism will do with a model is known, said and refused before any rank starts or weight is read."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from expertmesh.anatomy import describe
+from expertmesh.config.errors import InputError
+from expertmesh.mesh import Layout
+from expertmesh.parallel.sequence import refuse_blocks
+from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
+from tests.families.tiny import random_model
+from tests.support.models import tiny_model
+
+
+def _plan(model: Any, tp: int = 2, kept: str | None = None) -> TensorPlan:
+    return tensor_plan(model, describe(model), tp, lambda name: kept is not None and name.endswith(kept))
+
+
+def _lines(model: Any, **options: Any) -> list[str]:
+    return list(_plan(model, **options).lines())
+
+
+VOCABULARY = "vocabulary: each rank computes 1/2 of the logits of all the group's positions"
+
+
+def test_without_tp_there_is_nothing_to_say() -> None:
+    assert _lines(tiny_model("qwen3_moe"), tp=1) == []
+
+
+def test_the_familys_own_plan_is_followed() -> None:
+    assert _lines(tiny_model("qwen3_moe", mlp_only_layers=[0])) == [
+        "2 × self_attn by heads: columns of q_proj, k_proj, v_proj, rows of o_proj",
+        "1 × mlp by features: columns of gate_proj, up_proj, rows of down_proj",
+        VOCABULARY,
+    ]
+
+
+def test_latent_attention_that_the_plan_leaves_out_is_split_by_its_structure() -> None:
+    assert _lines(tiny_model("deepseek_v3")) == [
+        "2 × self_attn by heads: columns of q_b_proj, kv_b_proj, rows of o_proj",
+        "1 × mlp by features: columns of gate_proj, up_proj, rows of down_proj",
+        "1 × mlp.shared_experts by features: columns of gate_proj, up_proj, rows of down_proj",
+        VOCABULARY,
+    ]
+
+
+def test_work_that_every_rank_repeats_is_said() -> None:
+    (line, said) = _lines(tiny_model("olmoe"))
+    assert line.startswith("2 × self_attn by columns (q_proj, k_proj, v_proj) and rows (o_proj)")
+    assert line.endswith("what is between is whole on each rank, repeated")
+    assert said == VOCABULARY
+    lines = _lines(random_model("Lfm2MoeForCausalLM", "lfm2_moe"))
+    assert any(re.search(r"conv whole on each rank of the group, which repeats its work: .*", line) for line in lines)
+
+
+def test_an_mlp_that_does_not_come_out_even_stays_whole_on_own_positions() -> None:
+    lines = _lines(tiny_model("deepseek_v3", intermediate_size=49))
+    why = "2 ranks cannot share the 49 of gate_proj.weight evenly"
+    assert f"1 × mlp unsplit, on own positions: {why}" in lines
+
+
+def test_what_is_kept_in_fp32_is_not_split_with_what_is_not() -> None:
+    lines = _lines(tiny_model("deepseek_v3"), kept="down_proj.weight")
+    assert any("mlp unsplit, on own positions: down_proj.weight is kept in float32" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "changes", "what"),
+    [
+        ("qwen3_moe", 4, {}, r"k_proj of qwen3_moe has 2 heads, which 4 ranks cannot share evenly.*: 1, 2$"),
+        ("mixtral", 3, {}, r"q_proj of mixtral has 4 heads, which 3 ranks cannot share evenly.*: 1, 2$"),
+        ("deepseek_v3", 8, {}, r"q_b_proj of deepseek_v3 has 4 heads, which 8 ranks cannot share evenly.*: 1, 2, 4$"),
+        ("olmoe", 4, {}, r"k_proj of olmoe has 2 heads, which 4 ranks cannot share evenly"),
+    ],
+)
+def test_heads_that_ranks_cannot_share_are_refused_by_name(
+    family: str, tp: int, changes: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(InputError, match=rf"^parallel\.tp {tp}: model\.layers\.0\.self_attn\.{what}"):
+        _plan(tiny_model(family, **changes), tp)
+
+
+def test_a_head_that_is_no_linear_layer_is_refused() -> None:
+    model: Any = tiny_model("mixtral")
+    model.lm_head = nn.Sequential(model.lm_head)
+    with pytest.raises(InputError, match=r"output embedding of mixtral \(Sequential\) is no linear layer"):
+        _plan(model)
+
+
+@pytest.mark.parametrize(("kind", "family"), [("Gemma4ForCausalLM", "gemma4"), ("ZayaForCausalLM", "zaya")])
+def test_blocks_that_hand_on_more_for_each_position_are_refused(kind: str, family: str) -> None:
+    model = random_model(kind, family)
+    refuse_blocks(model, describe(model), Layout(fsdp=2))
+    with pytest.raises(
+        InputError, match=r"^parallel: .* for each position, which cp and tp do not split; set parallel"
+    ):
+        refuse_blocks(model, describe(model), Layout(tp=2))
+
+
+def test_code_that_counts_heads_is_not_split_by_structure() -> None:
+    model: Any = tiny_model("deepseek_v3")
+    attention = model.model.layers[0].self_attn
+
+    class Counting(type(attention)):  # type: ignore[misc]
+        def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None) -> torch.Tensor:
+            return hidden_states.view(-1, self.num_heads, 8)
+
+    attention.__class__ = Counting
+    part = _plan(model).parts[0]
+    assert not part.is_split
+    assert part.why_whole == "transformers' plan leaves it out, and its code uses self.num_heads"
