@@ -80,9 +80,9 @@ def test_every_problem_is_reported_at_once_each_with_its_place(tmp_path: Path) -
         f"{path}:6: train.max_steps must be an integer of at least 1 or null, not 'many'",
         f"{path}:9: optim.lr is not a key of the configuration; did you mean optim.learning_rate?",
         "override 'log.every_steps=0': log.every_steps must be an integer of at least 1, not 0",
-        "override 'parallel.pp_schedule=zbv': parallel.pp_schedule: zbv computes weight gradients apart from the rest "
-        "of backward, where FSDP2 does not reduce them and the last stage silently gets none; use 1f1b or "
-        "interleaved_1f1b",
+        "override 'parallel.pp_schedule=zbv': parallel.pp_schedule is 'zbv', but zero-bubble schedules compute weight "
+        "gradients apart from the rest of backward, where FSDP2 does not reduce them and the last stage silently gets "
+        "none; use 1f1b or interleaved_1f1b",
     }
 
 

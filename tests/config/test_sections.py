@@ -140,6 +140,13 @@ def test_valid_choices_of_every_kind_are_accepted(tmp_path: Path) -> None:
 def test_sections_built_in_python_refuse_in_the_same_sentences() -> None:
     with pytest.raises(InputError, match=r"^parallel\.pp_virtual_stages is 2, but pp is 1; set"):
         ParallelConfig(pp_virtual_stages=2)
+    with pytest.raises(InputError, match=r"^parallel\.pp_virtual_stages is 2, but pp_schedule is gpipe; set"):
+        ParallelConfig(pp=2, pp_virtual_stages=2, pp_schedule="gpipe")
+    with pytest.raises(InputError, match=r"^parallel\.pp_schedule is interleaved_1f1b, but each rank has one stage"):
+        ParallelConfig(pp=2, pp_schedule="interleaved_1f1b")
+    for name in ("InterleavedZeroBubble", "zbv_zero_bubble", "dual_pipe_v", "zb1p"):
+        with pytest.raises(InputError, match=r"zero-bubble schedules compute weight gradients apart"):
+            ParallelConfig(pp=2, pp_schedule=name)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"^parallel\.ep must be an integer of at least 1 or auto, not '2'$"):
         ParallelConfig(ep="2")  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"^precision\.compute is float32, which is wider"):

@@ -227,3 +227,19 @@ def test_a_step_sends_what_the_formula_says(virtual: int) -> None:
     sent = run_ranks(_count_messages, 2, virtual)
     assert sum(len(each) for each in sent) == 2 * batches * (2 * virtual - 1)
     assert {size} == {each for rank in sent for each in rank}
+
+
+AXES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
+    "tp": ("qwen3_moe", 4, {"pp": 2, "tp": 2}, {"tie_word_embeddings": True}),
+    "tp with a dense stage": ("deepseek_v3", 4, {"pp": 2, "tp": 2}, {}),
+    "cp": ("qwen3_moe", 4, {"pp": 2, "cp": 2}, {}),
+    "cp with a dense stage, ep 2": ("deepseek_v3", 4, {"pp": 2, "cp": 2, "ep": 2}, {}),
+    "cp, interleaved": ("qwen3_moe", 4, {"pp": 2, "cp": 2, "pp_virtual_stages": 2}, {"num_hidden_layers": 4}),
+    "tp and ep": ("qwen3_moe", 8, {"pp": 2, "tp": 2, "ep": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("axes", AXES)
+def test_stages_of_other_axes_equal_the_unsharded_model(axes: str) -> None:
+    family, world, parallel, changes = AXES[axes]
+    _check(_run(family, world, parallel, 2, changes))

@@ -271,8 +271,8 @@ class ParallelConfig(Section):
         name = re.sub(r"[^a-z0-9]", "", value.lower()) if isinstance(value, str) else ""
         if any(part in name for part in ("zerobubble", "zbv", "zb1p", "dualpipe")):
             raise ValueError(
-                f"{value} computes weight gradients apart from the rest of backward, where FSDP2 does not reduce them "
-                "and the last stage silently gets none; use 1f1b or interleaved_1f1b"
+                "zero-bubble schedules compute weight gradients apart from the rest of backward, where FSDP2 does not "
+                "reduce them and the last stage silently gets none; use 1f1b or interleaved_1f1b"
             )
         return value
 
