@@ -220,7 +220,9 @@ class _Unit(torch.autograd.Function):
             if grad is not None and result.requires_grad
         ]
         sources = [*(value for value in inputs if value.requires_grad), *(v for v in leaves.values() if v.requires_grad)]
-        found = torch.autograd.grad([r for r, _ in used], sources, [g for _, g in used], allow_unused=True)
+        found: tuple[Tensor | None, ...] = (None,) * len(sources)
+        if sources and used:  # frozen weights below the first adapter have neither
+            found = torch.autograd.grad([r for r, _ in used], sources, [g for _, g in used], allow_unused=True)
         of_inputs, of_leaves = iter(found[: sum(wanted)]), found[sum(wanted) :]
         trained = [(name, leaf.detach()) for name, leaf in leaves.items() if leaf.requires_grad]
         del results, used, inputs, leaves, sources, found
