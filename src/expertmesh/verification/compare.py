@@ -66,18 +66,24 @@ def distances(
 
 
 def figures(
-    found: Mapping[str, Distance], tolerance: float, own: Mapping[str, Distance] | None = None, *, floor: bool = False
+    found: Mapping[str, Distance],
+    tolerance: float,
+    own: Mapping[str, Distance] | None = None,
+    *,
+    floor: bool = False,
+    alike: Callable[[str], str] | None = None,
 ) -> Iterator[Figure]:
     """Each tensor's error beside its limit: `tolerance`, or what `own` allows where that is more.
 
     `floor`: count tensors that are next to nothing beside all others as a little larger, as gradients need it.
+    `alike`: names with the same value share the worst own error (default: `kind`).
     """
-    least = floor_of(found) if floor else 0.0
+    least, group = floor_of(found) if floor else 0.0, alike or kind
     allowed: dict[str, float] = {}
     for name, distance in (own or {}).items():
-        allowed[kind(name)] = max(allowed.get(kind(name), 0.0), OWN_ERRORS * distance.relative(least))
+        allowed[group(name)] = max(allowed.get(group(name), 0.0), OWN_ERRORS * distance.relative(least))
     for name, distance in found.items():
-        yield Figure(name, distance.relative(least), max(tolerance, allowed.get(kind(name), 0.0)))
+        yield Figure(name, distance.relative(least), max(tolerance, allowed.get(group(name), 0.0)))
 
 
 def joint(found: Mapping[str, Distance]) -> Distance:

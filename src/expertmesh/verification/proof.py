@@ -6,6 +6,7 @@ self-test computes no reference twice.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,16 +41,22 @@ class Expectations:
     """The unsharded model's results on the first step, by dtype; shared by all jobs of one layout."""
 
     found: dict[torch.dtype, Expected] = field(default_factory=dict)
+    trajectories: dict[torch.dtype, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Proof:
-    """One job under proof. `tamper` plants a bug after loading, `tamper_gradients` after backward."""
+    """One job under proof. `tamper` plants a bug after loading, `tamper_gradients` after backward,
+    `tamper_optimizer` after each optimizer step, `tamper_resumed` after loading a checkpoint,
+    `tamper_files` (on rank 0) in a directory just saved."""
 
     setup: Setup
     expectations: Expectations = field(default_factory=Expectations)
     tamper: Tamper | None = None
     tamper_gradients: Tamper | None = None
+    tamper_optimizer: Tamper | None = None
+    tamper_resumed: Tamper | None = None
+    tamper_files: Callable[[Path], None] | None = None
     escalates: bool = True
     noise: dict[str, float] = field(default_factory=dict)
     _subjects: dict[str, Subject] = field(default_factory=dict)

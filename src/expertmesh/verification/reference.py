@@ -104,7 +104,7 @@ class Reference:
         mesh = self.subject.mesh
         placed = data.placed(mesh.layout, mesh.rank) or [_nothing()]
         real = bool(data.placed(mesh.layout, mesh.rank))
-        batch = _Batch.of(placed, mesh.device)
+        batch = Batch.of(placed, mesh.device)
         balance = attached_balance(self.subject.model)
         watch = ReferenceWatch(
             self.streamed.model,
@@ -149,7 +149,7 @@ class Reference:
             loss=float(value),
             aux_loss=None if aux is None or not balance.aux_loss_coef else float(aux.detach()),
             z_loss=None if z is None or not balance.z_loss_coef else self._summed(z),
-            gradients=sums.parts,
+            gradients=sums.kept.parts,
             squares=sums.squares,
         )
 
@@ -183,23 +183,43 @@ class Reference:
         return float(value)
 
 
+class Parts:
+    """What this rank of the job holds of whole tensors of the reference, in the job's names: `parts`."""
+
+    def __init__(self, reference: Reference) -> None:
+        self._places = reference.places
+        self._boxes = boxes(reference.subject)
+        self.parts: dict[str, Tensor] = {}
+
+    def take(self, name: str, whole: Tensor) -> None:
+        """Keep the part of a whole tensor; nothing of one that the job has not here."""
+        into, box = self._places.get(name, (name, full_box(whole.shape)))
+        if into not in self._boxes:
+            return
+        held = self._boxes[into]
+        if into not in self.parts:
+            self.parts[into] = torch.zeros(extents(held), dtype=whole.dtype, device=whole.device)
+        common = intersect(box, held)
+        if common is not None:
+            self.parts[into][slices(common, held)] = whole.view(extents(box))[slices(common, box)]
+
+
 class _Sums:
     """Gradients summed over ranks, of which this rank keeps what it holds of the job."""
 
     def __init__(self, reference: Reference, whole: Whole | None) -> None:
-        self._reference, self._whole = reference, whole
-        self._boxes = boxes(reference.subject)
+        self._speaks, self._whole = reference.subject.speaks, whole
         names = list(reference.streamed.names.values())
         self._tied = {name for name in names if names.count(name) > 1}
         self._pending: dict[str, Tensor] = {}
-        self.parts: dict[str, Tensor] = {}
+        self.kept = Parts(reference)
         self.squares: dict[str, float] = {}
 
     def add(self, name: str, gradient: Tensor) -> None:
         """The share of this rank's samples. One all-reduce."""
         total = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        if not self._reference.subject.speaks:
-            total.zero_()
+        if not self._speaks:
+            total = torch.zeros_like(total)
         dist.all_reduce(total)
         if name in self._tied:  # comes once for each unit that holds it
             total = self._pending.pop(name, torch.zeros_like(total)) + total
@@ -215,19 +235,11 @@ class _Sums:
         self.squares[name] = float(total.double().square().sum())
         if self._whole is not None:
             self._whole(name, total)
-        into, box = self._reference.places.get(name, (name, full_box(total.shape)))
-        if into not in self._boxes:
-            return
-        held = self._boxes[into]
-        if into not in self.parts:
-            self.parts[into] = torch.zeros(extents(held), dtype=total.dtype, device=total.device)
-        common = intersect(box, held)
-        if common is not None:
-            self.parts[into][slices(common, held)] = total.view(extents(box))[slices(common, box)]
+        self.kept.take(name, total)
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
+class Batch:
     """All samples of a rank as one right-padded batch."""
 
     placed: list[Placed]
@@ -236,7 +248,7 @@ class _Batch:
     mask: Tensor
 
     @classmethod
-    def of(cls, placed: list[Placed], device: torch.device) -> "_Batch":
+    def of(cls, placed: list[Placed], device: torch.device) -> "Batch":
         ids = pad_sequence([sample.input_ids for sample in placed], batch_first=True)
         labels = pad_sequence([sample.labels for sample in placed], batch_first=True, padding_value=IGNORE)
         mask = pad_sequence([torch.ones_like(sample.input_ids) for sample in placed], batch_first=True)
@@ -259,7 +271,7 @@ class _Batch:
         return flags, choices
 
 
-def _per_row(value_TX: Tensor, batch: _Batch) -> Tensor:
+def _per_row(value_TX: Tensor, batch: Batch) -> Tensor:
     return value_TX.reshape(*batch.ids.shape, -1)
 
 

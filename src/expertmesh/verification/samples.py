@@ -5,7 +5,7 @@ each sample alone, so that a mistake in packing, padding or dealing rows to rank
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -70,6 +70,17 @@ class StepData:
         """Rows of the whole step."""
         return len(self._loader(Layout(), 0, None, packing).plan(0).rows)
 
+    def with_length(self, max_length: int) -> "StepData":
+        """The same samples in rows of another length."""
+        return replace(self, max_length=max_length)
+
+    def repeated(self, multiple: int) -> "StepData":
+        """A multiple of so many rows, each of one sample, beginning again where there are too few."""
+        count = len(self.dataset)
+        samples = [self.dataset.sample(number % count) for number in range(-(-count // multiple) * multiple)]
+        kept = [(sample.input_ids, sample.labels != IGNORE) for sample in samples]
+        return replace(self, dataset=_dataset(kept), packing=False)
+
     def uneven(self) -> "StepData":
         """The same tokens with very uneven numbers of targets: sample i keeps the first (1 + i mod 4) / 4 of them."""
         samples = [self.dataset.sample(index) for index in range(len(self.dataset))]
@@ -79,11 +90,7 @@ class StepData:
             wanted = np.zeros(len(sample.labels), dtype=np.bool_)
             wanted[places[: max(1, len(places) * (1 + number % 4) // 4)]] = True
             kept.append((sample.input_ids, wanted))
-        return self._with(kept)
-
-    def _with(self, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> "StepData":
-        dataset = TokenizedDataset([ids.astype(np.int32) for ids, _ in samples], [targets for _, targets in samples])
-        return StepData(dataset, self.max_length, self.packing, self.micro_batch_size, self.pad_token_id)
+        return replace(self, dataset=_dataset(kept))
 
     def _loader(self, layout: Layout, rank: int, micro: int | None, packing: bool | None) -> TrainingBatches:
         size = self.micro_batch_size if micro is None else micro
