@@ -7,7 +7,10 @@ the job's. A model that does not fit into one process is read back one block at 
 
 import gc
 import importlib.util
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -20,9 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from expertmesh.adapters.merge import merge
 from expertmesh.adapters.save import save_adapter
-from expertmesh.config.errors import ExpertmeshError
+from expertmesh.config.errors import ExpertmeshError, IntegrityError
 from expertmesh.verification import subject as job
 from expertmesh.verification.compare import OWN_ERRORS, Distance, distances, figures, gathered
 from expertmesh.verification.proof import Proof
@@ -37,10 +39,14 @@ _SHARE_OF_MEMORY = 0.5
 SAVED = "saved model in plain transformers"
 ADAPTER = "adapter in stock PEFT"
 MERGED = "merged adapter in plain transformers"
+_OF_A_JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def check_artifacts(proof: Proof, scratch: Path) -> list[Check]:
-    """Every rank calls it. Saves into `scratch`, which all ranks see, and removes it again."""
+def check_artifacts(proof: Proof, scratch: Path, *, merges: bool = True) -> list[Check]:
+    """Every rank calls it. Saves into `scratch`, which all ranks see, and removes it again.
+
+    Without `merges` an adapter is merged only if stock PEFT is not there to read it.
+    """
     proof.forget()
     gc.collect()
     setup, precision = proof.setup, proof.precisions[0]
@@ -57,7 +63,7 @@ def check_artifacts(proof: Proof, scratch: Path) -> list[Check]:
             Check.not_run(ADAPTER, why),
             Check.not_run(MERGED, why),
         ]
-    return [Check.not_run(SAVED, "this run saves adapters"), *_adapters(proof, subject, logits, scratch)]
+    return [Check.not_run(SAVED, "this run saves adapters"), *_adapters(proof, subject, logits, scratch, merges)]
 
 
 def _model(proof: Proof, subject: Subject, logits: Tensor, scratch: Path) -> Check:
@@ -77,7 +83,7 @@ def _model(proof: Proof, subject: Subject, logits: Tensor, scratch: Path) -> Che
     return check
 
 
-def _adapters(proof: Proof, subject: Subject, logits: Tensor, scratch: Path) -> list[Check]:
+def _adapters(proof: Proof, subject: Subject, logits: Tensor, scratch: Path, merges: bool) -> list[Check]:
     adapter, merged = scratch / "adapter", scratch / "merged"
     save_adapter(subject.model, adapter)
     if proof.tamper_files is not None and subject.mesh.rank == 0:
@@ -93,8 +99,12 @@ def _adapters(proof: Proof, subject: Subject, logits: Tensor, scratch: Path) -> 
         else:
             found = _compared(proof, subject, logits, lambda: _with_peft(proof, adapter))
             checks.append(_check(proof, ADAPTER, found))
-        if setup.dropped is not None:
+        if not merges and checks[0].status != "not run":
+            checks.append(Check.not_run(MERGED, "the adapter was read by PEFT"))
+        elif setup.dropped is not None:
             checks.append(Check.not_run(MERGED, "merging needs the whole model; leave --layers out"))
+        elif subject.precision.params == "float64":
+            checks.append(Check.not_run(MERGED, "merging writes float32 at most"))
         else:
             found = _compared(proof, subject, logits, lambda: _merged(proof, adapter, merged))
             checks.append(_check(proof, MERGED, found))
@@ -159,9 +169,15 @@ def _with_peft(proof: Proof, adapter: Path) -> Any:
 
 
 def _merged(proof: Proof, adapter: Path, target: Path) -> Any:
+    """By the command that a user would give, in a process of its own: merging is for one process."""
     config = proof.setup.config.model
-    dtype = proof.judge(proof.precisions[0])
-    merge(adapter, target, base=str(proof.setup.directory), dtype=dtype, trust_remote_code=config.trust_remote_code)
+    command = [sys.executable, "-m", "expertmesh", "merge", str(adapter), "--output", str(target)]
+    command += ["--base", str(proof.setup.directory), "--dtype", "float32"]
+    command += ["--trust-remote-code"] if config.trust_remote_code else []
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_A_JOB}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise IntegrityError(f"expertmesh merge ended with {done.returncode}: {done.stderr.strip()[-500:]}")
     return _plain(proof, target)
 
 

@@ -46,9 +46,11 @@ class Expectations:
 
 @dataclass(slots=True)
 class Proof:
-    """One job under proof. `tamper` plants a bug after loading, `tamper_gradients` after backward,
+    """One job under proof.
+
+    `tamper` plants a bug after loading, `tamper_gradients` after backward,
     `tamper_optimizer` after each optimizer step, `tamper_resumed` after loading a checkpoint,
-    `tamper_files` (on rank 0) in a directory just saved."""
+    `tamper_files` (on rank 0) in a directory just saved; `clip` may be another than the product's."""
 
     setup: Setup
     expectations: Expectations = field(default_factory=Expectations)
@@ -57,6 +59,7 @@ class Proof:
     tamper_optimizer: Tamper | None = None
     tamper_resumed: Tamper | None = None
     tamper_files: Callable[[Path], None] | None = None
+    clip: Callable[[Subject, float | None], float] = job.clip
     escalates: bool = True
     noise: dict[str, float] = field(default_factory=dict)
     _subjects: dict[str, Subject] = field(default_factory=dict)
@@ -98,7 +101,7 @@ class Proof:
                 self.tamper_gradients(subject)
             before = job.gradients(subject)
             max_norm = self.expected(self.judge(precision)).norm / 2
-            norm = job.clip(subject, max_norm)
+            norm = self.clip(subject, max_norm)
             after = job.gradients(subject)
             scaled = {
                 name: float(after[name].double().norm() / size)

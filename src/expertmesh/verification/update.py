@@ -61,7 +61,7 @@ def _steps(proof: Proof, subject: Subject, name: str, trajectory: "_Trajectory |
         if proof.tamper_gradients is not None:
             proof.tamper_gradients(subject)
         losses.append(outcome.loss)
-        norms.append(job.clip(subject, config.max_grad_norm))
+        norms.append(proof.clip(subject, config.max_grad_norm))
         plain.step(subject)
         job.update(subject)
         if proof.tamper_optimizer is not None:
