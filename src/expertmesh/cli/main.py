@@ -238,7 +238,7 @@ VERBS = {
     "train": Verb("fine-tune the model that a YAML file describes", _train_arguments, _train),
     "inspect": Verb("show what a model is made of and how it can be laid out", _inspect_arguments, _inspect),
     "check": Verb("validate a YAML file, its data and its tokenizer without training", _check_arguments, _check),
-    "verify": Verb("prove that a job computes what the unsharded model does, or check a checkpoint", prove.add_arguments, prove.run),
+    "verify": Verb("prove a job against the unsharded model, or check a checkpoint", prove.add_arguments, prove.run),
     "export": Verb("write a checkpoint as a plain Hugging Face directory", _export_arguments, _export),
     "merge": Verb("write an adapter and its base as one plain Hugging Face directory", _merge_arguments, _merge),
 }

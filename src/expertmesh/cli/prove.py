@@ -34,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the YAML file of a run, to prove its sharded job; or a checkpoint directory, or that of a run",
     )
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="instead of the file's value")
-    parser.add_argument("--json", metavar="FILE", help="write the report to FILE (of a configuration: default output_dir)")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the report to FILE (of a configuration: default output_dir)"
+    )
     proof = parser.add_argument_group("to prove a job")
     proof.add_argument("--model", metavar="DIR", help="instead of CONFIG: a model, on random token ids")
     proof.add_argument("--parallel", metavar='"ep=4 fsdp=4"', help="the layout, for --model")
@@ -62,7 +64,9 @@ def run(options: argparse.Namespace) -> int:
     if odd:
         raise InputError(f"verify: {odd[0]} beside --model; give one of them")
     sizes = _sizes(options.parallel or "")
-    return _prove(_configuration(options.model, sizes, words, _ranks(sizes, options.nproc)), options, _ranks(sizes, options.nproc))
+    return _prove(
+        _configuration(options.model, sizes, words, _ranks(sizes, options.nproc)), options, _ranks(sizes, options.nproc)
+    )
 
 
 def _is_configuration(path: str) -> bool:

@@ -1,7 +1,7 @@
 """Layer 6: what the job saves is what it trained: other tools read the files and give its logits.
 
-After one optimizer step the model is saved and read by plain transformers; of a run with adapters the adapter is read by
-stock PEFT on its base, and merged and read by plain transformers. Each time the logits on rank 0's samples have to be
+After one optimizer step the model is saved and read by plain transformers; of a run with adapters the adapter is read
+by stock PEFT on its base, and merged and read by plain transformers. Each time the logits on rank 0's samples must be
 the job's. A model that does not fit into one process is read back one block at a time instead.
 """
 
@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -77,7 +78,9 @@ def _model(proof: Proof, subject: Subject, logits: Tensor, scratch: Path) -> Che
     else:
         setup = replace(proof.setup, directory=directory, dropped=None)
         expected = Reference(setup, subject, proof.judge(subject.precision)).run(proof.setup.steps[0])
-        distance = distances({"logits": logits}, {"logits": expected.seen.tensors["logits"]}, lambda name: subject.speaks)
+        distance = distances(
+            {"logits": logits}, {"logits": expected.seen.tensors["logits"]}, lambda name: subject.speaks
+        )
         check = Check.of(SAVED, figures(distance, _limit(proof)), "read one block at a time, as it fits no process")
     _remove(directory)
     return check
@@ -195,11 +198,13 @@ def _remove(directory: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars."""
+    """Without the progress bars and the deprecations of other libraries."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT's, of names that transformers has renamed
+            yield
     finally:
         if shown:
             transformers_logging.enable_progress_bar()

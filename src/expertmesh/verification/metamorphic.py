@@ -19,14 +19,15 @@ from expertmesh.checkpoint.state import fingerprint
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
 from expertmesh.data import Step
+from expertmesh.mesh import resolve_layout
 from expertmesh.parallel.checkpointing import checkpoint_blocks
 from expertmesh.parallel.refusals import expert_shard_dim
-from expertmesh.mesh import resolve_layout
 from expertmesh.shards import local_tensor
 from expertmesh.verification import subject as job
 from expertmesh.verification.compare import OWN_ERRORS, figures, gathered, kind, scalar
 from expertmesh.verification.proof import Proof, label
 from expertmesh.verification.result import Check, Figure
+from expertmesh.verification.samples import StepData
 from expertmesh.verification.sketch import apart, sketch
 from expertmesh.verification.subject import Subject, all_tensors
 
@@ -75,7 +76,9 @@ def _same(proof: Proof, name: str, one: _Taken, other: _Taken, elements: dict[st
     limit = proof.tolerance(proof.precisions[0])
     found = apart(one.gradients, other.gradients, elements)
     compared = [
-        Figure(figure.tensor, figure.error, max(figure.limit, 2 * OWN_ERRORS * proof.noise.get(kind(figure.tensor), 0.0)))
+        Figure(
+            figure.tensor, figure.error, max(figure.limit, 2 * OWN_ERRORS * proof.noise.get(kind(figure.tensor), 0.0))
+        )
         for figure in figures(found, limit, floor=True)
     ]
     whole = max(limit, 2 * OWN_ERRORS * max(proof.noise.values(), default=0.0))
@@ -171,7 +174,7 @@ def check_resume(proof: Proof, scratch: Path) -> Check:
     return Check.that(name, not everyone, sum(gathered(len(whole))), note)
 
 
-def _step(subject: Subject, data: job.StepData) -> None:
+def _step(subject: Subject, data: StepData) -> None:
     job.backward(subject, subject.batches(data))
     job.clip(subject, subject.setup.config.optim.max_grad_norm)
     job.update(subject)

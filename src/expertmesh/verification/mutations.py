@@ -172,7 +172,7 @@ def _local_norm(subject: Subject, max_norm: float | None) -> float:
 
 def _stale(proof: Proof) -> None:
     """After its second step, one rank goes on with the moments that it had after the first."""
-    before: dict[nn.Parameter, dict[str, Tensor]] = {}
+    before: dict[Any, dict[str, Tensor]] = {}
     steps = [0]
 
     @torch.no_grad()

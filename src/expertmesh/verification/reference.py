@@ -7,6 +7,7 @@ packing, no micro-batches, no product code for dispatch, experts, loss, router l
     T tokens of this rank's samples, V vocabulary, E experts
 """
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -51,7 +52,7 @@ class Expected:
 
     @property
     def norm(self) -> float:
-        return float(sum(self.squares.values())) ** 0.5
+        return math.sqrt(sum(self.squares.values()))
 
 
 Whole = Callable[[str, Tensor], None]
@@ -141,7 +142,10 @@ class Reference:
         return Expected(
             seen=Seen(
                 {name: keep.pick(name, batch.own(tensor)[: None if real else 0]) for name, tensor in tensors.items()},
-                {name: batch.own(_per_row(index, batch))[: None if real else 0].cpu() for name, index in watch.choices.items()},
+                {
+                    name: batch.own(_per_row(index, batch))[: None if real else 0].cpu()
+                    for name, index in watch.choices.items()
+                },
             ),
             margins={name: batch.own(_per_row(m, batch)).squeeze(-1).cpu() for name, m in watch.margins.items()},
             token_losses=token_losses.detach().double().cpu() if self.subject.speaks else torch.zeros(0),
@@ -172,7 +176,9 @@ class Reference:
                 others = [each[number].to(device) for rank, each in enumerate(gathered) if rank != dist.get_rank()]
                 layers.append(torch.cat([mine if self.subject.speaks else mine[:0], *others]))
             aux = function(tuple(layers), balance.num_experts, balance.top_k) + zero
-        squares = [torch.logsumexp(each.to(torch.promote_types(each.dtype, torch.float32)), -1).square().sum() for each in own]
+        squares = [
+            torch.logsumexp(each.to(torch.promote_types(each.dtype, torch.float32)), -1).square().sum() for each in own
+        ]
         z = torch.stack(squares).sum() / (rows * len(own))
         return aux, z
 

@@ -28,7 +28,7 @@ from expertmesh.verification.metamorphic import check_metamorphic
 from expertmesh.verification.mutations import self_test
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.proof import Proof, label
-from expertmesh.verification.result import Check, Layer, Report, layer_lines, mutation_lines, write_json
+from expertmesh.verification.result import Check, Layer, Mutation, Report, layer_lines, mutation_lines, write_json
 from expertmesh.verification.setup import Setup, set_up
 from expertmesh.verification.update import check_update
 from expertmesh.weights.agree import from_first, together
@@ -168,7 +168,9 @@ def _scratch(config: Config, options: VerifyOptions) -> Iterator[Path]:
             try:
                 directory.mkdir()
             except OSError as error:
-                raise InputError(f"{directory}: cannot be made: {error.strerror}; output_dir must be writable") from error
+                raise InputError(
+                    f"{directory}: cannot be made: {error.strerror}; output_dir must be writable"
+                ) from error
     try:
         yield directory
     finally:

@@ -131,7 +131,7 @@ def steps_of(
     made = []
     for _ in range(steps):
         chosen: list[tuple[np.ndarray, np.ndarray]] = []
-        while len(chosen) < (4 * rows if packing else rows):
+        while len(chosen) < (16 * rows if packing else rows):
             cut = _cut(next(samples), longest)
             if packing and sum(len(ids) for ids, _ in chosen) + len(cut[0]) > rows * length:
                 break

@@ -68,7 +68,7 @@ class Setup:
         """Let `model` be filled from files that hold more layers than it has."""
         if self.dropped is not None:
             known = set(model._keys_to_ignore_on_load_unexpected or ())
-            model._keys_to_ignore_on_load_unexpected = known | {self.dropped}  # type: ignore[assignment]
+            model._keys_to_ignore_on_load_unexpected = known | {self.dropped}
 
 
 def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:

@@ -1,8 +1,8 @@
 """A few numbers that tell two sharded tensors apart, whatever their layouts: random projections.
 
 Each element is multiplied by a sign that its place in the global tensor decides, and all are summed. For two tensors
-with the difference d, the difference of such sums is zero on average and |d| in the root mean square: eight of them tell
-within a factor of two how far apart the tensors are. No rank needs to hold the same part twice.
+with the difference d, the difference of such sums is zero on average and |d| in the root mean square: eight of them
+tell within a factor of two how far apart the tensors are. No rank needs to hold the same part twice.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,9 @@ def sketch(subject: Subject, tensors: Mapping[str, Tensor]) -> dict[str, list[fl
     """Of each sharded tensor of `subject`, given this rank's parts: projections, then the squared norm. Collective."""
     places, counts, parameters = boxes(subject), owned(subject), subject.parameters()
     mine = {
-        name: _projections(value, places[name], tuple(parameters[name].shape)) if counts[name] else [0.0] * (PROJECTIONS + 1)
+        name: _projections(value, places[name], tuple(parameters[name].shape))
+        if counts[name]
+        else [0.0] * (PROJECTIONS + 1)
         for name, value in tensors.items()
     }
     totals: dict[str, list[float]] = {}
@@ -32,7 +34,9 @@ def sketch(subject: Subject, tensors: Mapping[str, Tensor]) -> dict[str, list[fl
     return totals
 
 
-def apart(one: Mapping[str, list[float]], other: Mapping[str, list[float]], elements: Mapping[str, int]) -> dict[str, Distance]:
+def apart(
+    one: Mapping[str, list[float]], other: Mapping[str, list[float]], elements: Mapping[str, int]
+) -> dict[str, Distance]:
     """How far two sketched runs are from each other; what only one has is compared with zeros."""
     zeros = [0.0] * (PROJECTIONS + 1)
     found = {}

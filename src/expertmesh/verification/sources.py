@@ -6,7 +6,7 @@ they mean, `W + scaling * B A`, whatever way the product computes them.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from expertmesh.verification.streaming import Weights
 from expertmesh.weights.audit import LibraryFiles
 from expertmesh.weights.files import open_checkpoint
 from expertmesh.weights.load import weights_file
-from expertmesh.weights.mapping import LoadPlan, model_tensors, plan_load, tied_names
+from expertmesh.weights.mapping import LoadPlan, model_tensors, plan_load
 from expertmesh.weights.reading import read_box
 
 
@@ -70,11 +70,11 @@ class MemoryWeights:
         return leaves[name]
 
 
-def in_memory(model: PreTrainedModel, weights: Weights, device: torch.device) -> MemoryWeights:
-    """All leaves of all tensors of `model`, copied to the host."""
+def in_memory(names: Iterable[str], weights: Weights, device: torch.device) -> MemoryWeights:
+    """All leaves of the tensors `names` (of tied ones the first), copied to the host."""
     tensors: dict[str, Tensor] = {}
-    for names in tied_names(model_tensors(model)):
-        tensors |= {leaf: value.cpu() for leaf, value in weights.leaves(names[0]).items()}
+    for name in names:
+        tensors |= {leaf: value.cpu() for leaf, value in weights.leaves(name).items()}
     return MemoryWeights(tensors, device)
 
 

@@ -1,9 +1,9 @@
 """Runs a Hugging Face model with the weights of one block in memory at a time, forward and backward.
 
-The model stays on meta and runs its own code from its root; each *unit* (a decoder block, the embedding, the norm, the
-head) gets its weights when it is called and loses them when it returns. Backward goes through the units in reverse: each
-runs again from its saved inputs, with weights that want gradients, and hands these to a sink. So a model larger than
-any device, or than a machine, can be a reference.
+The model has no weights of its own and runs its own code from its root; each *unit* (a decoder block, the embedding,
+the norm, the head) gets its weights when it is called and loses them when it returns. Backward goes through the units
+in reverse: each runs again from its saved inputs, with weights that want gradients, and hands these to a sink. So a
+model larger than any device, or than a machine, can be a reference.
 
 Plain autograd and `torch.func.functional_call`: nothing of the product's own layers is in here.
 """
@@ -41,7 +41,7 @@ class Weights(Protocol):
 
 @dataclass(slots=True)
 class Streamed:
-    """A model on meta whose units are fed by `weights`. `watch` may record what a unit's modules do.
+    """A model, given on meta, whose units are fed by `weights`. `watch` may record what a unit's modules do.
 
     `trained`: the leaves of the weights whose gradients are wanted.
     """
@@ -53,30 +53,52 @@ class Streamed:
     trained: frozenset[str]
     sink: Sink | None = None
     names: dict[str, str] = field(default_factory=dict)
+    loose: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         state = model_tensors(self.model)
         self.names = {name: names[0] for names in tied_names(state) for name in names}
-        self.model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.device))
+        self.model._apply(self._placeholder)
 
     @contextmanager
     def installed(self, anatomy: Anatomy) -> Iterator[None]:
         """While the model may be called."""
-        units = list(units_of(self.model, anatomy))
+        units, loose = parts_of(self.model, anatomy)
+        meta = {name: self.model.get_parameter(name) for name in loose}
         try:
             for name in units:
                 module = self.model.get_submodule(name)
                 module.forward = partial(_run, self, name, module, module.forward)
+            for name in loose:
+                (value,) = self.weights.leaves(self.names[name]).values()
+                self.loose[name] = nn.Parameter(value, requires_grad=name in self.trained)
+                self._set(name, self.loose[name])
             yield
         finally:
             for name in units:
                 del self.model.get_submodule(name).forward
+            for name in loose:
+                self._set(name, meta[name])
+            self.loose.clear()
+
+    def _placeholder(self, tensor: Tensor) -> Tensor:
+        """A single zero with the shape and the device of the tensor: some models' code asks where a weight is."""
+        if not tensor.is_meta:
+            return tensor.to(self.device)
+        return torch.zeros((), dtype=tensor.dtype, device=self.device).expand(tensor.shape)
+
+    def _set(self, name: str, parameter: nn.Parameter) -> None:
+        parent, _, leaf = name.rpartition(".")
+        setattr(self.model.get_submodule(parent), leaf, parameter)
 
     def backward(self, loss: Tensor, sink: Sink) -> None:
         """Hand the gradient of every trained tensor to `sink`, unit by unit from the last to the first."""
         self.sink = sink
         try:
             loss.backward()
+            for name, parameter in self.loose.items():
+                if parameter.requires_grad:
+                    sink(name, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         finally:
             self.sink = None
 
@@ -97,21 +119,25 @@ class Watch(Protocol):
         ...
 
 
-def units_of(model: nn.Module, anatomy: Anatomy) -> Iterator[str]:
-    """Names of the blocks and of the largest modules with parameters that hold no block, in module order."""
+def parts_of(model: nn.Module, anatomy: Anatomy) -> tuple[list[str], list[str]]:
+    """Units: the blocks, and the largest modules with parameters that hold no block, in module order. And loose
+    parameters: those that a module which holds blocks has of its own, few and small; they stay in memory.
+    """
+    units: list[str] = []
+    loose: list[str] = []
 
-    def visit(name: str, module: nn.Module) -> Iterator[str]:
+    def visit(name: str, module: nn.Module) -> None:
         if name in anatomy.blocks:
-            yield name
+            units.append(name)
         elif any(block.startswith(f"{name}.") or not name for block in anatomy.blocks):
-            own = [leaf for leaf, _ in module.named_parameters(recurse=False)]
-            assert not own, f"{name or type(module).__name__} holds blocks and parameters of its own: {own}"
+            loose.extend(leaf for leaf, _ in module.named_parameters(prefix=name, recurse=False))
             for leaf, child in module.named_children():
-                yield from visit(f"{name}.{leaf}" if name else leaf, child)
+                visit(f"{name}.{leaf}" if name else leaf, child)
         elif any(True for _ in module.state_dict()):
-            yield name
+            units.append(name)
 
-    yield from visit("", model)
+    visit("", model)
+    return units, loose
 
 
 @dataclass(slots=True)
@@ -135,12 +161,12 @@ class _Call:
             state[name] = streamed.weights.value(first, leaves)
         args, kwargs = pytree.tree_unflatten(_filled(self.arguments, tensors), self.arguments.spec)
         wrapped = self.module.forward
-        self.module.forward = self.forward  # type: ignore[method-assign]
+        self.module.forward = self.forward
         try:
             with streamed.watch.during(self.name, again):
                 output = functional_call(self.module, state, args, kwargs, tie_weights=False)
         finally:
-            self.module.forward = wrapped  # type: ignore[method-assign]
+            self.module.forward = wrapped
         flat, spec = pytree.tree_flatten(output)
         self.outputs = _Flat([_TENSOR if isinstance(value, Tensor) else value for value in flat], spec)
         results = [value for value in flat if isinstance(value, Tensor)]
@@ -219,7 +245,10 @@ class _Unit(torch.autograd.Function):
             for result, grad in zip(results, grads, strict=True)
             if grad is not None and result.requires_grad
         ]
-        sources = [*(value for value in inputs if value.requires_grad), *(v for v in leaves.values() if v.requires_grad)]
+        sources = [
+            *(value for value in inputs if value.requires_grad),
+            *(v for v in leaves.values() if v.requires_grad),
+        ]
         found: tuple[Tensor | None, ...] = (None,) * len(sources)
         if sources and used:  # frozen weights below the first adapter have neither
             found = torch.autograd.grad([r for r, _ in used], sources, [g for _, g in used], allow_unused=True)

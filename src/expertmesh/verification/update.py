@@ -3,9 +3,9 @@
 First each rank repeats its optimizer's arithmetic in fp64, from its own weights and clipped gradients, on a sample of
 elements of each shard: weights and moments must be the rounding of that. Then, where the whole unsharded model fits in
 the machine, it takes the same steps: losses, norms and weights are compared. AdamW divides by the size of each
-element's gradient, so that where a gradient is rounding alone its sign is chance and the step as large as any. The limit
-for weights is therefore how far the unsharded model moves otherwise when noise of the size that layer 3 allows is added
-to its gradients.
+element's gradient, so that where a gradient is rounding alone its sign is chance and the step as large as any. The
+limit for weights is therefore how far the unsharded model moves otherwise when noise of the size that layer 3 allows is
+added to its gradients.
 """
 
 import os
@@ -92,8 +92,8 @@ class _Plain:
         self.parameters: dict[str, nn.Parameter] = {}
         for name, parameter in subject.parameters().items():
             held = _sample(local_tensor(parameter))
-            self.start[name] = held.double().cpu()
-            self.parameters[name] = nn.Parameter(held.double().cpu())
+            self.start[name] = held.double().cpu().clone()
+            self.parameters[name] = nn.Parameter(self.start[name].clone())
         self.optimizer = plain_optimizer(list(self.parameters.values()), subject.setup.config.optim)
         self.steps = 0
 
@@ -262,7 +262,7 @@ def _train(proof: Proof, dtype: torch.dtype, noise: float = 0.0) -> _Run:
 
 def _loaded(reference: Reference) -> tuple[MemoryWeights, Weights]:
     device, weights = reference.subject.mesh.device, reference.weights
-    memory = in_memory(reference.streamed.model, weights, device)
+    memory = in_memory(dict.fromkeys(reference.streamed.names.values()), weights, device)
     if not isinstance(weights, Adapted):
         return memory, memory
     adapted = Adapted(memory, weights.plan, weights.anatomy, weights.dtype, device, held=memory.tensors)

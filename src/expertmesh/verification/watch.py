@@ -142,6 +142,6 @@ def router_recorders(model: PreTrainedModel) -> list[_Recorder]:
     for part in model.modules():
         declared = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits")
         for one in declared if isinstance(declared, list) else [declared] if declared is not None else []:
-            kind = getattr(one, "target_class", one)
+            kind: Any = getattr(one, "target_class", one)
             found[_Recorder(kind, getattr(one, "index", 0), getattr(one, "layer_name", None))] = None
     return list(found)
