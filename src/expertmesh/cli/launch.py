@@ -26,8 +26,10 @@ from expertmesh.training.control import Control
 CPU_RANKS = 2
 
 
-def run(config: Config, options: RunOptions) -> int:
+def run(config: Config, options: RunOptions, function: str | None = None) -> int:
     """Train on the ranks of the surrounding job, or on local ranks; returns the exit code.
+
+    With `function` (`module:function`) the ranks run that instead, which then checks the configuration itself.
 
     Raises `ExpertmeshError`: for local ranks before they start, where a light check finds the cause, or after
     they have ended by it.
@@ -35,13 +37,15 @@ def run(config: Config, options: RunOptions) -> int:
     deadline = None if options.max_seconds is None else time.monotonic() + options.max_seconds
     if in_job():
         check_job(options)
-        control = Control(deadline=deadline, audit=options.audit)
-        return run_rank(config, TRAIN, control, _printer(control))
+        control = Control(deadline=deadline, audit=options.audit, arguments=options.arguments)
+        return run_rank(config, function or TRAIN, control, _printer(control))
+    ranks = local_ranks(options.nproc)
+    if function is not None:
+        return launch(config, ranks, function, options=options, deadline=deadline)
     from expertmesh.training.preflight import (
         preflight,
     )  # heavy to import, and each rank of a job calls it itself
 
-    ranks = local_ranks(options.nproc)
     preflight(config, ranks)
     return launch(config, ranks, options=options, deadline=deadline)
 
@@ -94,6 +98,7 @@ def launch(
     """
     options = options or RunOptions()
     worker = ["--parent", str(os.getpid()), "--launch", uuid.uuid4().hex, "--train", train, "--audit", options.audit]
+    worker += ["--arguments", options.arguments] if options.arguments else []
     if deadline is not None:
         worker += ["--deadline", repr(deadline)]
     with stop_requests() as requests, tempfile.TemporaryDirectory(prefix="expertmesh-") as directory:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import NoReturn
 
+from expertmesh.cli import prove
 from expertmesh.cli.launch import in_job
 from expertmesh.cli.launch import run as run_training
 from expertmesh.cli.options import RunOptions, duration, size
@@ -131,13 +132,6 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", metavar="N", type=_positive, default=3, help="samples to show (default: 3)")
 
 
-def _verify_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a checkpoint directory, or that of a run: its newest checkpoint"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write what was found, with a hash of every expert, to FILE")
-
-
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint",
@@ -230,12 +224,6 @@ def _check(options: argparse.Namespace) -> int:
     return check.run(config, options.samples)
 
 
-def _verify(options: argparse.Namespace) -> int:
-    from expertmesh.cli import verify
-
-    return verify.run(options.checkpoint, options.json)
-
-
 def _export(options: argparse.Namespace) -> int:
     from expertmesh.cli import export
 
@@ -280,7 +268,7 @@ VERBS = {
     "train": Verb("fine-tune the model that a YAML file describes", _train_arguments, _train),
     "inspect": Verb("show what a model is made of and how it can be laid out", _inspect_arguments, _inspect),
     "check": Verb("validate a YAML file, its data and its tokenizer without training", _check_arguments, _check),
-    "verify": Verb("compare a checkpoint with its hashes and look at each of its experts", _verify_arguments, _verify),
+    "verify": Verb("prove a job against the unsharded model, or check a checkpoint", prove.add_arguments, prove.run),
     "export": Verb("write a checkpoint as a plain Hugging Face directory", _export_arguments, _export),
     "merge": Verb("write an adapter and its base as one plain Hugging Face directory", _merge_arguments, _merge),
     "report": Verb("write one HTML page about a run", _report_arguments, _report),

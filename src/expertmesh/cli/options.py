@@ -16,13 +16,14 @@ _THOUSANDS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 class RunOptions:
     """`max_seconds` counts from the start of the command, over all restarts; None is no limit.
 
-    `audit`: compare samples or all of the loaded weights with their files.
+    `audit`: compare samples or all of the loaded weights with their files. `arguments`: see `Control`.
     """
 
     nproc: int | None = None
     max_seconds: float | None = None
     max_restarts: int = 0
     audit: Literal["sampled", "full"] = "sampled"
+    arguments: str = ""
 
 
 def duration(text: str) -> float:

@@ -83,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     parser.add_argument("--launch", required=True)
     parser.add_argument("--deadline", type=float)
     parser.add_argument("--audit", default="sampled")
+    parser.add_argument("--arguments", default="")
     parser.add_argument("--train", default=TRAIN)
     options = parser.parse_args(arguments)
 
@@ -91,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     progress = Progress(progress_file(options.records, rank))
     progress.start()
     _watch(options.parent, progress)
-    control = Control(progress, options.deadline, options.launch, options.audit)
+    control = Control(progress, options.deadline, options.launch, options.audit, options.arguments)
 
     def record(failure: RankFailure) -> None:
         failure.write(options.records)

@@ -38,8 +38,9 @@ from expertmesh.training.resume import config_differences, find_start, flat
 from expertmesh.weights.skeleton import build_meta_model, kept_in_fp32, read_model_config
 
 MODEL, ADAPTER = "model", "adapter"
-# What a run that was killed before it had written config.yaml may have left behind; nothing of it is worth keeping.
-_LEFT_BY_A_START = re.compile(r"lock\.json(\..+)?|config\.yaml\.tmp")
+# What a run that was killed before it had written config.yaml may have left behind, none of it worth keeping, and what
+# `verify` writes before there is a run.
+_LEFT_BY_A_START = re.compile(r"lock\.json(\..+)?|config\.yaml\.tmp|verification\.json")
 _CAUSAL_MASK = re.compile(r"create_(\w+_)?causal_mask")
 
 

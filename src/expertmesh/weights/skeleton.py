@@ -72,14 +72,15 @@ def build_meta_model(
     directory: str | Path | None = None,
     attention: str | None = None,
     trust_remote_code: bool = False,
+    fuse: bool = True,
 ) -> PreTrainedModel:
     """The causal language model of `config` with parameters and persistent buffers on meta.
 
     Floating-point parameters are `dtype` (the master dtype), except what the family keeps in fp32 when
     `dtype` is narrower; persistent buffers as `from_pretrained(dtype=dtype)` gives them. Non-persistent
     buffers are on the CPU with their values. The generation config comes from `directory` if it has one.
-    `attention` is transformers' `attn_implementation`. Experts that are a list of MLPs are fused. Raises
-    `InputError` for what transformers cannot build, and for remote code without the flag.
+    `attention` is transformers' `attn_implementation`. Experts that are a list of MLPs are fused, unless `fuse` is off.
+    Raises `InputError` for what transformers cannot build, and for remote code without the flag.
     """
     _refuse_remote_code(Path(config.name_or_path or "") / "config.json", config.to_dict(), trust_remote_code)
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
@@ -91,7 +92,8 @@ def build_meta_model(
     except (ValueError, ImportError, AttributeError, TypeError) as error:
         raise InputError(f"{config.model_type}: transformers cannot build a causal LM of it: {error}") from error
     assert isinstance(model, PreTrainedModel)
-    fuse_lists_of_experts(model)
+    if fuse:
+        fuse_lists_of_experts(model)
     _keep_in_fp32(model, dtype)
     _compute_buffers(model)
     if directory is not None and model.can_generate():

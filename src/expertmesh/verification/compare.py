@@ -1,0 +1,133 @@
+"""How far apart two runs are, and how far they may be.
+
+The error of a tensor is the norm of the difference over the norm of what is expected, over all ranks together. In fp32
+it must be at most 1e-5 (fp64: 1e-10): some forty times what sums of a few thousand terms lose to rounding, and a
+thousand times less than the smallest known bug costs. Where a model's own arithmetic is worse conditioned than that,
+and always in bf16, the unsharded model judges itself: the job may be 1.5 times as far from the unsharded model in a
+wider dtype as the unsharded model in the job's own dtype is, in its worst tensor of the same kind.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from expertmesh.verification.result import Figure
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+OWN_ERRORS = 1.5
+# A gradient whose mean element is this much smaller than the whole model's is nothing but the rounding of terms that
+# cancel (a key bias under a softmax, for one); it is compared as if it were this large.
+_LEAST_RMS = 1e-3
+_FEW = 64
+_BLOCK = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """Over all ranks: squared norms of the difference and of what was expected, and elements."""
+
+    difference: float
+    expected: float
+    elements: int
+
+    def relative(self, least_rms: float = 0.0) -> float:
+        size = max(math.sqrt(self.expected), least_rms * math.sqrt(self.elements))
+        if size == 0.0:
+            return 0.0 if self.difference == 0.0 else math.inf
+        return math.sqrt(self.difference) / size
+
+
+def distances(
+    got: Mapping[str, Tensor], expected: Mapping[str, Tensor], counts: Callable[[str], bool]
+) -> dict[str, Distance]:
+    """Of each tensor; `counts` says whether this rank's part of it does. One gathering of three numbers per tensor.
+
+    What only one side has is compared with zeros.
+    """
+    mine: dict[str, tuple[float, float, int]] = {}
+    for name in sorted(got.keys() | expected.keys()):
+        if not counts(name):
+            continue
+        one, other = got.get(name), expected.get(name)
+        like = one if one is not None else other
+        assert like is not None
+        a, b = (torch.zeros_like(like) if each is None else each for each in (one, other))
+        mine[name] = (*_squares(a, b.to(a.device)), b.numel())
+    totals: dict[str, list[float]] = {}
+    for part in gathered(mine):
+        for name, values in part.items():
+            totals[name] = [old + new for old, new in zip(totals.get(name, (0.0, 0.0, 0)), values, strict=True)]
+    return {name: Distance(values[0], values[1], int(values[2])) for name, values in totals.items()}
+
+
+def _squares(got: Tensor, expected: Tensor) -> tuple[float, float]:
+    """Of the difference and of what was expected, in fp64, with small temporaries and one wait for the device."""
+    sums = torch.zeros(2, dtype=torch.float64, device=got.device)
+    for a, b in zip(got.reshape(-1).split(_BLOCK), expected.reshape(-1).split(_BLOCK), strict=True):
+        wide = b.double()
+        sums += torch.stack([(a.double() - wide).square().sum(), wide.square().sum()])
+    difference, size = sums.tolist()
+    return difference, size
+
+
+def figures(
+    found: Mapping[str, Distance],
+    tolerance: float,
+    own: Mapping[str, Distance] | None = None,
+    *,
+    floor: bool = False,
+) -> Iterator[Figure]:
+    """Each tensor's error beside its limit: `tolerance`, or what `own` allows where that is more.
+
+    `floor`: count tensors that are next to nothing beside all others as a little larger, as gradients need it.
+    """
+    least = floor_of(found) if floor else 0.0
+    allowed: dict[str, float] = {}
+    for name, distance in (own or {}).items():
+        allowed[kind(name)] = max(allowed.get(kind(name), 0.0), OWN_ERRORS * distance.relative(least))
+    worst = max(allowed.values(), default=0.0)
+    for name, distance in found.items():
+        # The own error of a few numbers may be small by luck; those are held to the model's worst tensor.
+        limit = worst if distance.elements < _FEW else allowed.get(kind(name), 0.0)
+        yield Figure(name, distance.relative(least), max(tolerance, limit))
+
+
+def joint(found: Mapping[str, Distance]) -> Distance:
+    """All tensors as one."""
+    parts = found.values()
+    return Distance(
+        sum(each.difference for each in parts),
+        sum(each.expected for each in parts),
+        sum(each.elements for each in parts),
+    )
+
+
+def floor_of(found: Mapping[str, Distance]) -> float:
+    """The smallest gradient per element that is told from zero."""
+    whole = joint(found)
+    return _LEAST_RMS * math.sqrt(whole.expected / max(1, whole.elements))
+
+
+def scalar(name: str, got: float, expected: float, limit: float) -> Figure:
+    """The relative error of one number."""
+    size = abs(expected)
+    error = abs(got - expected) / size if size else (0.0 if got == expected else math.inf)
+    return Figure(name, error, limit)
+
+
+def kind(name: str) -> str:
+    """A name without its layer."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def gathered(mine: Any) -> list[Any]:
+    """What every rank has to say, on every rank. One gathering of objects on the default group."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found

@@ -1,0 +1,178 @@
+"""A whole verification, from a configuration to its report: goes through the layers in order and says what it finds.
+
+Called in every rank, under torchrun or our own launcher, before the process group exists, as training is. Changes no
+run: what it writes goes to a directory of its own beside `output_dir`, which it removes, and to the JSON report.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from expertmesh.config import Config
+from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.mesh import current_device, start_process_group
+from expertmesh.training.control import Control
+from expertmesh.verification.artifacts import check_artifacts
+from expertmesh.verification.backward import check_backward
+from expertmesh.verification.bytes import check_bytes
+from expertmesh.verification.forward import check_forward
+from expertmesh.verification.metamorphic import check_metamorphic
+from expertmesh.verification.mutations import self_test
+from expertmesh.verification.options import VerifyOptions
+from expertmesh.verification.proof import Proof, label
+from expertmesh.verification.result import Check, Layer, Report, layer_lines, mutation_lines, write_json
+from expertmesh.verification.setup import Setup, set_up
+from expertmesh.verification.update import check_update
+from expertmesh.weights.agree import from_first, together
+
+REPORT_FILE = "verification.json"
+_SHOWN = 20
+
+
+def verify(config: Config, control: Control | None = None) -> Report:
+    """Prove the job of `config` on the ranks at hand; `control.arguments` are `VerifyOptions` as JSON.
+
+    Every rank calls it, with the same configuration; rank 0 prints and writes the report. Raises on all ranks alike
+    `InputError` for what cannot run and `IntegrityError` when anything is not as it should be.
+    """
+    control = control or Control()
+    options = VerifyOptions.load(control.arguments)
+    started = time.monotonic()
+    start_process_group(current_device(), config.distributed.first_step_timeout_seconds)
+    control.progress.at(0, "reading the data")
+    with together("preparing the verification"):
+        setup = set_up(config, options, dist.get_world_size())
+    torch.manual_seed(config.train.seed + dist.get_rank())
+    report = Report(_facts(setup, options))
+    _say(_head(setup, report.facts))
+    with _scratch(config, options) as scratch:
+        proof = Proof(setup)
+        for name, check in _layers(proof, scratch):
+            if name in options.only:
+                control.progress.at(0, f"verifying: {name}")
+                _run(report, name, check)
+        if options.self_test:
+            control.progress.at(0, "verifying: self-test")
+            proof.forget()
+            report.mutations = self_test(setup, proof.expectations, scratch)
+            _say(mutation_lines(report.mutations))
+    report.seconds = time.monotonic() - started
+    _finish(report, config, options)
+    return report
+
+
+def _layers(proof: Proof, scratch: Path) -> list[tuple[str, Callable[[], list[Check]]]]:
+    return [
+        ("bytes", lambda: check_bytes(proof)),
+        ("forward", lambda: check_forward(proof)),
+        ("backward", lambda: check_backward(proof)),
+        ("update", lambda: check_update(proof)),
+        ("metamorphic", lambda: check_metamorphic(proof, scratch)),
+        ("artifacts", lambda: check_artifacts(proof, scratch)),
+    ]
+
+
+def _run(report: Report, name: str, check: Callable[[], list[Check]]) -> None:
+    started = time.monotonic()
+    layer = Layer(name, check())
+    layer.seconds = time.monotonic() - started
+    report.layers.append(layer)
+    _say(layer_lines(layer))
+
+
+def _finish(report: Report, config: Config, options: VerifyOptions) -> None:
+    failures = json.loads(from_first(json.dumps([line[:500] for line in report.failures[:_SHOWN]])))
+    path = options.report or (None if options.random_data else str(Path(config.output_dir) / REPORT_FILE))
+    with together("writing the report"):
+        if path is not None and dist.get_rank() == 0:
+            try:
+                write_json(report, Path(path))
+            except OSError as error:
+                raise InputError(f"{path}: the report cannot be written: {error.strerror}") from error
+    where = f"; {path}" if path is not None else ""
+    if failures:
+        count = len(report.failures)
+        raise IntegrityError(
+            "\n".join([f"not verified: {count} check{'s' if count > 1 else ''} failed{where}", *failures])
+        )
+    checks = [check for layer in report.layers for check in layer.checks]
+    done = sum(check.status == "pass" for check in checks)
+    left = sum(check.status == "not run" for check in checks)
+    caught = [mutation for mutation in report.mutations if mutation.status == "pass"]
+    tested = f", {len(caught)} of {len(report.mutations)} planted bugs caught" if report.mutations else ""
+    _say([f"verified    {done} checks passed, {left} not run{tested} ({report.seconds:.0f} s){where}"])
+
+
+def _facts(setup: Setup, options: VerifyOptions) -> dict[str, Any]:
+    config, layout = setup.config, setup.layout
+    first = setup.steps[0]
+    return {
+        "model": config.model.name_or_path,
+        "model_type": setup.model_config.model_type,
+        "layers": setup.layers[0],
+        "layers_of_the_model": setup.layers[1],
+        "layout": {axis: layout.size(axis) for axis in ("pp", "replicate", "fsdp", "cp", "tp", "ep", "efsdp")},
+        "ranks": layout.world_size,
+        "device": current_device().type,
+        "precision": label(config.precision),
+        "lora": config.lora is not None,
+        "steps": len(setup.steps),
+        "samples_of_a_step": len(first.dataset),
+        "tokens_of_a_step": first.dataset.tokens,
+        "targets_of_a_step": first.targets,
+        "packing": config.data.packing,
+        "only": list(options.only),
+        "notes": list(setup.notes),
+        "versions": {name: version(name) for name in ("expertmesh", "torch", "transformers")},
+    }
+
+
+def _head(setup: Setup, facts: dict[str, Any]) -> Iterator[str]:
+    kept, every = setup.layers
+    layers = f"{every} layers" if kept == every else f"the first {kept} of {every} layers"
+    yield f"model       {facts['model']}: {facts['model_type']}, {layers}, {facts['precision']}"
+    axes = " × ".join(f"{axis} {size}" for axis, size in facts["layout"].items() if size > 1) or "one process"
+    yield f"job         {facts['ranks']} rank{'s' if facts['ranks'] > 1 else ''} ({facts['device']}): {axes}"
+    how = "packed" if facts["packing"] else "padded"
+    yield (
+        f"data        {facts['steps']} steps; the first has {facts['samples_of_a_step']:,} samples, {how}, of "
+        f"{facts['tokens_of_a_step']:,} tokens and {facts['targets_of_a_step']:,} targets"
+    )
+    yield from (f"note        {note}" for note in facts["notes"])
+
+
+def _say(lines: Any) -> None:
+    """On rank 0."""
+    if dist.get_rank() == 0:
+        for line in lines:
+            print(line, flush=True)
+
+
+@contextmanager
+def _scratch(config: Config, options: VerifyOptions) -> Iterator[Path]:
+    """A directory that all ranks see: beside `output_dir`, as far as that path exists."""
+    beside = Path.cwd() if options.random_data else Path(config.output_dir).absolute().parent
+    while not beside.exists():
+        beside = beside.parent
+    directory = Path(from_first(str(beside / f".expertmesh-verify-{time.time_ns():x}")))
+    with together("making a directory for what is saved"):
+        if dist.get_rank() == 0:
+            try:
+                directory.mkdir()
+            except OSError as error:
+                raise InputError(
+                    f"{directory}: cannot be made: {error.strerror}; output_dir must be writable"
+                ) from error
+    try:
+        yield directory
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(directory, ignore_errors=True)

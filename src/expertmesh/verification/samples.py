@@ -1,0 +1,170 @@
+"""What a verification computes on: a few steps of the run's own samples, small enough for the tokens allowed.
+
+The sharded job gets its batches from the product's own loader, packed or padded as the run says; the reference gets
+each sample alone, so that a mistake in packing, padding or dealing rows to ranks shows. Every rank makes the same.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expertmesh.config import Config
+from expertmesh.config.errors import InputError
+from expertmesh.data import IGNORE, Sample, Step, TokenizedDataset, TrainingBatches
+from expertmesh.mesh import Layout
+
+LEAST_LENGTH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One sample and where the sharded job has it: row `row` of micro-batch `micro`, from position `start`."""
+
+    input_ids: Tensor
+    labels: Tensor
+    micro: int
+    row: int
+    start: int
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepData:
+    """The samples of one optimizer step. `max_length` is that of its rows."""
+
+    dataset: TokenizedDataset
+    max_length: int
+    packing: bool
+    micro_batch_size: int
+    pad_token_id: int
+
+    @property
+    def targets(self) -> int:
+        """Counted here once more: labels but for each sample's first."""
+        return sum(int((self.dataset.sample(i).labels[1:] != IGNORE).sum()) for i in range(len(self.dataset)))
+
+    def batches(self, layout: Layout, rank: int, *, micro: int | None = None, packing: bool | None = None) -> Step:
+        """The step as the data rank of `rank` trains on it, by the product's own loader."""
+        return next(self._loader(layout, rank, micro, packing).epoch(0))
+
+    def placed(self, layout: Layout, rank: int) -> list[Placed]:
+        """The samples of the data rank of `rank`, in the order of its micro-batches."""
+        loader = self._loader(layout, rank, None, None)
+        mine = list(loader.plan(0).rows)[layout.data_rank(rank) :: layout.data_ranks]
+        found = []
+        for number, samples in enumerate(mine):
+            start = 0
+            for index in samples.tolist():
+                sample = self.dataset.sample(index)
+                ids, labels = torch.from_numpy(sample.input_ids), torch.from_numpy(sample.labels)
+                found.append(Placed(ids, labels, *divmod(number, self.micro_batch_size), start))
+                start += len(ids)
+        return found
+
+    def rows(self, packing: bool | None = None) -> int:
+        """Rows of the whole step."""
+        return len(self._loader(Layout(), 0, None, packing).plan(0).rows)
+
+    def with_length(self, max_length: int) -> "StepData":
+        """The same samples in rows of another length."""
+        return replace(self, max_length=max_length)
+
+    def repeated(self, multiple: int) -> "StepData":
+        """A multiple of so many rows, each of one sample, beginning again where there are too few."""
+        count = len(self.dataset)
+        samples = [self.dataset.sample(number % count) for number in range(-(-count // multiple) * multiple)]
+        kept = [(sample.input_ids, sample.labels != IGNORE) for sample in samples]
+        return replace(self, dataset=_dataset(kept), packing=False)
+
+    def uneven(self) -> "StepData":
+        """The same tokens with very uneven numbers of targets: sample i keeps the first (1 + i mod 4) / 4 of them."""
+        samples = [self.dataset.sample(index) for index in range(len(self.dataset))]
+        kept = []
+        for number, sample in enumerate(samples):
+            places = (sample.labels != IGNORE).nonzero()[0]
+            wanted = np.zeros(len(sample.labels), dtype=np.bool_)
+            wanted[places[: max(1, len(places) * (1 + number % 4) // 4)]] = True
+            kept.append((sample.input_ids, wanted))
+        return replace(self, dataset=_dataset(kept))
+
+    def _loader(self, layout: Layout, rank: int, micro: int | None, packing: bool | None) -> TrainingBatches:
+        size = self.micro_batch_size if micro is None else micro
+        packed = self.packing if packing is None else packing
+        per_pass = size * layout.data_ranks
+        rows = len(self.dataset)  # at most so many, packed or not
+        return TrainingBatches(
+            self.dataset,
+            global_batch_size=-(-rows // per_pass) * per_pass,
+            micro_batch_size=size,
+            data_rank=layout.data_rank(rank),
+            data_ranks=layout.data_ranks,
+            packing=packed,
+            shuffle=False,
+            seed=0,
+            pad_token_id=self.pad_token_id,
+            max_length=self.max_length,
+        )
+
+
+def steps_of(
+    dataset: TokenizedDataset, config: Config, layout: Layout, *, tokens: int, steps: int, pad_token_id: int
+) -> list[StepData]:
+    """`steps` steps of about `tokens` tokens, from the samples that the run trains on first, in its order.
+
+    A step has the run's rows, but at most two micro-batches per rank, cut to what the tokens allow and to no less than
+    `LEAST_LENGTH`; of a long sample the part that ends with its last target stays. A small data set is used again.
+    """
+    train, packing = config.train, config.data.packing
+    per_pass = train.micro_batch_size * layout.data_ranks
+    rows = per_pass * min(2, train.global_batch_size // per_pass)
+    length = min(config.data.max_length, max(LEAST_LENGTH, tokens // rows))
+    longest = max(LEAST_LENGTH // 2, length // 2) if packing else length
+    order = np.arange(len(dataset))
+    if config.data.shuffle:
+        order = np.random.default_rng([train.seed, 0]).permutation(len(dataset))
+    samples = _endless(dataset, order)
+    made = []
+    for _ in range(steps):
+        chosen: list[tuple[np.ndarray, np.ndarray]] = []
+        while len(chosen) < (16 * rows if packing else rows):
+            cut = _cut(next(samples), longest)
+            if packing and sum(len(ids) for ids, _ in chosen) + len(cut[0]) > rows * length:
+                break
+            chosen.append(cut)
+        made.append(StepData(_dataset(chosen), length, packing, train.micro_batch_size, pad_token_id))
+    return made
+
+
+def random_dataset(vocab_size: int, length: int, samples: int, seed: int) -> TokenizedDataset:
+    """Token ids drawn at random, of different lengths, all of them targets but the first quarter of each sample."""
+    generator = np.random.default_rng(seed)
+    ids = [generator.integers(vocab_size, size=max(4, length - 3 * n % (length // 2))) for n in range(samples)]
+    targets = [np.arange(len(each)) >= len(each) // 4 for each in ids]
+    return TokenizedDataset([each.astype(np.int32) for each in ids], targets)
+
+
+def _endless(dataset: TokenizedDataset, order: np.ndarray) -> Iterator[Sample]:
+    if not len(dataset):
+        raise InputError("the training data has no sample to verify on; correct data.train")
+    while True:
+        for index in order.tolist():
+            yield dataset.sample(index)
+
+
+def _cut(sample: Sample, longest: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and targets of at most `longest` tokens that end with the last target."""
+    targets = sample.labels != IGNORE
+    stop = len(targets) if len(targets) <= longest else int(targets.nonzero()[0][-1]) + 1
+    part = slice(max(0, stop - longest), max(stop, min(longest, len(targets))))
+    ids, kept = sample.input_ids[part], targets[part].copy()
+    kept[0] = False
+    return ids, kept
+
+
+def _dataset(samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> TokenizedDataset:
+    return TokenizedDataset([ids.astype(np.int32) for ids, _ in samples], [targets for _, targets in samples])

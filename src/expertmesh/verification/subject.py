@@ -1,0 +1,282 @@
+"""The sharded job under proof: built, filled, run and stepped by the calls that training makes.
+
+Beyond that it only looks: hooks note what blocks give and which experts are chosen, gradients are read where they are.
+All functions are collective: every rank calls them alike.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+import expertmesh.parallel.gradients as gradients_module
+from expertmesh.adapters.plan import plan_of
+from expertmesh.adapters.start import start as start_adapters
+from expertmesh.config import ParallelConfig, PrecisionConfig
+from expertmesh.data import Step
+from expertmesh.experts.balance import attached_balance, update_router_bias
+from expertmesh.mesh import Mesh, init_mesh, set_timeout
+from expertmesh.model import prepare_model
+from expertmesh.shards import Box, local_box, local_tensor, owns_copy, slices
+from expertmesh.training.loss import causal_lm_loss
+from expertmesh.training.optimizer import build_optimizer
+from expertmesh.training.router_loss import router_losses
+from expertmesh.training.run import checkpointing_mode
+from expertmesh.verification.samples import Placed, StepData
+from expertmesh.verification.setup import Setup
+from expertmesh.verification.sources import adapter_shapes, adapter_value
+from expertmesh.weights.load import fill
+from expertmesh.weights.mapping import model_tensors
+
+
+@dataclass(slots=True)
+class Subject:
+    """One sharded model with its optimizer."""
+
+    setup: Setup
+    mesh: Mesh
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    precision: PrecisionConfig
+
+    def batches(self, data: StepData, *, micro: int | None = None, packing: bool | None = None) -> Step:
+        """The step's micro-batches of this data rank, on its device."""
+        step = data.batches(self.mesh.layout, self.mesh.rank, micro=micro, packing=packing)
+        moved = tuple({key: value.to(self.mesh.device) for key, value in batch.items()} for batch in step.micro_batches)
+        return replace(step, micro_batches=moved)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank answers for its data rank's rows: one of those that share them."""
+        layout, rank = self.mesh.layout, self.mesh.rank
+        return rank % (layout.cp * layout.tp) == 0 and rank < layout.world_size // layout.pp
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What this rank trains a part of, by name."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step gave, over all ranks. Router losses are without their factors, None where they are off."""
+
+    loss: float
+    aux_loss: float | None
+    z_loss: float | None
+
+
+def build(
+    setup: Setup,
+    *,
+    precision: PrecisionConfig | None = None,
+    parallel: ParallelConfig | None = None,
+    checkpointing: bool | None = None,
+    loaded: bool = True,
+) -> Subject:
+    """The job of the configuration, or a variant of it. Adapters get values by their names instead of zeros.
+
+    With `loaded=False` the shards are allocated and hold nothing yet.
+    """
+    config = setup.config
+    precision = precision or config.precision
+    mesh = init_mesh(parallel or config.parallel, num_experts=setup.anatomy.num_experts)
+    set_timeout(mesh, config.distributed.first_step_timeout_seconds)
+    attention = config.model.attention
+    if attention == "flash_attention_2" and precision.compute != "bfloat16":
+        attention = "sdpa"
+    model, _ = prepare_model(
+        setup.model_config,
+        setup.directory,
+        mesh,
+        precision=precision,
+        moe=config.moe,
+        attention=attention,
+        trust_remote_code=config.model.trust_remote_code,
+        activation_checkpointing=checkpointing_mode(config, mesh) if checkpointing is None else checkpointing,
+        lora=config.lora,
+        name=config.model.name_or_path,
+        revision=config.model.revision,
+    )
+    setup.forget_layers(model)
+    fill(model, setup.directory, allocate_on=mesh.device)
+    start_adapters(model, config.train.seed)
+    fill_adapters(model)
+    return Subject(setup, mesh, model, build_optimizer(model, config.optim), precision)
+
+
+@torch.no_grad()
+def fill_adapters(model: PreTrainedModel) -> None:
+    """Values that depend on names alone, as the reference has them. No communication."""
+    if (plan := plan_of(model)) is None:
+        return
+    state = dict(model.named_parameters())
+    for target in plan.targets:
+        for name, shape in adapter_shapes(target, plan.lora.r).items():
+            if name in state:
+                local_tensor(state[name]).copy_(adapter_value(name, shape)[slices(local_box(state[name]))])
+
+
+def backward(subject: Subject, step: Step) -> Outcome:
+    """All micro-batches of one optimizer step, as the training loop runs them; gradients are complete afterwards."""
+    model, batches = subject.model, list(step.micro_batches)
+    share = torch.zeros((), dtype=torch.float64)
+    with router_losses(model, batches) as router_loss:
+        for index, batch in enumerate(batches, start=1):
+            if isinstance(model, FSDPModule) and subject.mesh.layout.replicate > 1:
+                model.set_requires_all_reduce(index == len(batches))
+            loss = causal_lm_loss(model, batch, target_tokens=step.target_tokens)
+            (loss + router_loss()).backward()
+            share = share + loss.detach().cpu()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    sums = torch.stack([value.to(subject.mesh.device, torch.float64) for value in
+                        (share, router_loss.aux_loss, router_loss.z_loss)])  # fmt: skip
+    dist.all_reduce(sums)
+    balance = attached_balance(model)
+    total, aux, z = sums.tolist()
+    return Outcome(total, aux if balance.aux_loss_coef else None, z if balance.z_loss_coef else None)
+
+
+def clip(subject: Subject, max_norm: float | None) -> float:
+    """The product's own norm and clipping."""
+    return float(gradients_module.clip_grad_norm_(subject.model, max_norm))
+
+
+def update(subject: Subject) -> None:
+    """One optimizer step on the gradients that are there, and what the trainer does after it."""
+    subject.optimizer.step()
+    update_router_bias(subject.model)
+    subject.optimizer.zero_grad(set_to_none=True)
+
+
+def gradients(subject: Subject) -> dict[str, Tensor]:
+    """This rank's shards of all gradients, as they are now; zeros where there is none."""
+    found = {}
+    for name, parameter in subject.parameters().items():
+        held = local_tensor(parameter)
+        grad = parameter.grad
+        found[name] = torch.zeros_like(held) if grad is None else local_tensor(grad).clone()
+    return found
+
+
+def boxes(subject: Subject) -> dict[str, Box]:
+    """What this rank holds of each trained tensor."""
+    return {name: local_box(parameter) for name, parameter in subject.parameters().items()}
+
+
+def owned(subject: Subject) -> dict[str, bool]:
+    """Of which tensors this rank's part counts, where several ranks hold the same."""
+    return {name: owns_copy(parameter) for name, parameter in subject.parameters().items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a forward showed of this data rank's samples: `tensors` by name `[T, ...]`, `choices` `[T, K]` by module."""
+
+    tensors: dict[str, Tensor]
+    choices: dict[str, Tensor]
+
+
+@torch.no_grad()
+def forward(subject: Subject, data: StepData, places: "Places") -> Seen:
+    """Logits, what every block gives, and the experts chosen, of the samples of this data rank; in evaluation."""
+    step, placed = subject.batches(data), data.placed(subject.mesh.layout, subject.mesh.rank)
+    tensors: dict[str, list[Tensor]] = {}
+    choices: dict[str, list[Tensor]] = {}
+    subject.model.eval()
+    for number, batch in enumerate(step.micro_batches):
+        shape = tuple(batch["input_ids"].shape)
+        mine = [sample for sample in placed if sample.micro == number]
+        inputs = {key: v for key, v in batch.items() if key not in ("labels", "row_numbers", "real_tokens")}
+        with _noting(subject) as noted:
+            logits = subject.model(**inputs, use_cache=False).logits
+        noted.outputs["logits"] = logits
+        for name, value in noted.outputs.items():
+            tensors.setdefault(name, []).append(_cut_out(value, mine))
+        for name, index in noted.choices.items():
+            if index.shape[0] == shape[0] * shape[1]:
+                choices.setdefault(name, []).append(_cut_out(index.view(*shape, -1), mine))
+    subject.model.train()
+    return Seen(
+        {name: places.pick(name, torch.cat(values)) for name, values in tensors.items()},
+        {name: torch.cat(values).cpu() for name, values in choices.items()},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Which of a data rank's tokens are kept of wide tensors: all of them, or a sample that `seed` decides."""
+
+    tokens: int
+    elements: int = 1 << 24
+    seed: int = 0
+
+    def pick(self, name: str, value_TX: Tensor) -> Tensor:
+        """Rows of `[T, X]`, in fp32 or wider, on the host."""
+        most = max(1, self.elements // max(1, value_TX.shape[-1]))
+        if len(value_TX) > most:
+            order = torch.randperm(len(value_TX), generator=torch.Generator().manual_seed(self.seed))
+            value_TX = value_TX[order[:most].sort().values.to(value_TX.device)]
+        return value_TX.cpu().to(torch.promote_types(value_TX.dtype, torch.float32))
+
+
+@dataclass(slots=True)
+class _Noted:
+    outputs: dict[str, Tensor]
+    choices: dict[str, Tensor]
+
+
+@contextmanager
+def _noting(subject: Subject) -> Iterator[_Noted]:
+    """Hooks on blocks and experts for the time of one forward."""
+    noted = _Noted({}, {})
+    modules = dict(subject.model.named_modules())
+
+    def output_of(name: str) -> Any:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            noted.outputs[name] = output if isinstance(output, Tensor) else output[0]
+
+        return note
+
+    def choice_of(name: str) -> Any:
+        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            noted.choices[name] = chosen(args, kwargs)
+
+        return note
+
+    anatomy = subject.setup.anatomy
+    hooks = [modules[name].register_forward_hook(output_of(name)) for name in anatomy.blocks if name in modules]
+    hooks += [
+        modules[spec.name].register_forward_pre_hook(choice_of(spec.name), with_kwargs=True)
+        for spec in anatomy.experts
+        if spec.name in modules and spec.call != "dense"
+    ]
+    try:
+        yield noted
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def chosen(args: Any, kwargs: Any) -> Tensor:
+    """The expert ids `[T, K]` among the arguments of an experts module."""
+    index: Tensor = next(value for value in (*args, *kwargs.values()) if not value.is_floating_point())
+    return index.detach()
+
+
+def _cut_out(value_BSX: Tensor, placed: list[Placed]) -> Tensor:
+    """The samples' own tokens of a micro-batch, one sample after the other."""
+    parts = [value_BSX[sample.row, sample.start : sample.start + len(sample)] for sample in placed]
+    return torch.cat(parts) if parts else value_BSX[:0].flatten(0, 1)
+
+
+def all_tensors(subject: Subject) -> dict[str, Tensor]:
+    """Parameters (trained or not) and persistent buffers of this rank, by name."""
+    return {**model_tensors(subject.model), **dict(subject.model.named_parameters())}
