@@ -29,7 +29,7 @@ REFUSED = [
     ("zaya", r"carries state along the sequence \(model\.layers\.0\.self_attn.*conv_qk_depthwise\)"),
     ("deepseek_v32", r"passes indices to its attention \(model\.layers\.0\.self_attn\)"),
     ("minimax_m3_vl", r"passes block_indices to its attention"),
-    ("llama4", r"looks along the sequence by itself in model\.layers\.0\.self_attn \(arange\)"),
+    ("llama4", r"may look along the sequence by itself in model\.layers\.0\.self_attn \(arange\)"),
 ]
 
 
@@ -69,13 +69,24 @@ class _Attention(nn.Module):
         return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
+class _ByHand(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.mT).softmax(-1) @ x
+
+
+class _Shift(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[:, :1], x[:, :-1]], dim=1)
+
+
 def test_attention_in_code_of_its_own_is_refused_by_name() -> None:
     model: Any = build_meta_model(tiny_config("qwen3_moe"), torch.float32)
     anatomy, first = describe(model), model.model.layers[0]
-    first.another = _Attention()
-    with pytest.raises(InputError, match=r"by itself in model\.layers\.0\.another \(scaled_dot_product_attention\)"):
-        refuse_context(model, anatomy, Layout(cp=2))
-    del first.another
+    for another, used in ((_Attention, "scaled_dot_product_attention"), (_ByHand, "@"), (_Shift, r"\[:, a:b\]")):
+        first.another = another()
+        with pytest.raises(InputError, match=rf"by itself in model\.layers\.0\.another \({used}\)"):
+            refuse_context(model, anatomy, Layout(cp=2))
+        del first.another
     first.self_attn = _Attention()
     with pytest.raises(InputError, match=r"no attention through transformers' registry in model\.layers\.0"):
         refuse_context(model, anatomy, Layout(cp=2))

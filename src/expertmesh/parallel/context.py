@@ -78,7 +78,7 @@ def refuse_context(model: nn.Module, anatomy: Anatomy, layout: Layout) -> None:
             _refuse_attention(where, instead, name, module)
             heads.add(_query_heads(module))
         if own := own_code_along_the_sequence(model, anatomy, block):
-            raise InputError(f"{where} looks along the sequence by itself in {own[0]} ({own[1]}); {instead}")
+            raise InputError(f"{where} may look along the sequence by itself in {own[0]} ({own[1]}); {instead}")
     per_rank = math.gcd(*heads) // layout.tp
     if per_rank % layout.cp:
         valid = [size for size in range(1, per_rank + 1) if per_rank % size == 0]

@@ -16,12 +16,14 @@ from typing import Any
 
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, is_adapter
+from expertmesh.anatomy import Anatomy
 
 # Kinds of layers (config.layer_types) that mix positions by something other than attention over all of them.
 _RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "short_conv", "compressed")
-# Calls that see where in the sequence a token is, or its neighbours.
-_ALONG_THE_SEQUENCE = {"arange", "linspace", "cumsum", "cumprod", "roll", "flip", "unfold", "conv1d"}
+# What code needs to see where in the sequence a token is, or its neighbours; norms, routers, projections and MLPs do
+# without. A product of two activations is attention, or may be.
+_ALONG_THE_SEQUENCE = {"arange", "linspace", "cumsum", "cumprod", "roll", "flip", "unfold", "conv1d", "pad", "diff"}
+_ALONG_THE_SEQUENCE |= {"matmul", "bmm", "baddbmm", "einsum", "@", "[:, a:b]"}
 _ALONG_THE_SEQUENCE |= {"scaled_dot_product_attention", "flex_attention", "flash_attn_func", "flash_attn_varlen_func"}
 
 
@@ -65,15 +67,18 @@ def attentions(model: nn.Module, block: str) -> dict[str, Any]:
 
 
 def own_code_along_the_sequence(model: nn.Module, anatomy: Anatomy, block: str) -> tuple[str, str] | None:
-    """The first module of a block whose code looks along the sequence by itself, and the call that does; or None."""
+    """The first module of a block whose code may look along the sequence by itself, and what it uses; or None.
+
+    Experts are left out: they are called with tokens, not with rows. The attention function is no part of its class.
+    """
     experts = [spec.name for spec in anatomy.experts]
     for name, module in model.get_submodule(block).named_modules(prefix=block):
         inside = any(name == each or name.startswith(f"{each}.") for each in experts)
-        if inside or is_adapter(name) or type(module).__module__.startswith("torch."):
+        if inside:
             continue
         for tree in _trees(type(module)):
-            called = {_called(call) for call in _calls(tree)}
-            if found := sorted(called & _ALONG_THE_SEQUENCE):
+            used = {_called(call) for call in _calls(tree)} | {_operator(node) for node in ast.walk(tree)}
+            if found := sorted(used & _ALONG_THE_SEQUENCE):
                 return name, found[0]
     return None
 
@@ -110,9 +115,9 @@ def attributes_read(function: Any, argument: str = "module") -> frozenset[str]:
 
 
 def _owners(kind: type) -> Iterator[type]:
-    """The module classes that a class is made of, but for torch's own (FSDP2 puts one of those first)."""
+    """The module classes that a class is made of, but for torch's (FSDP2 puts one of those first) and our adapters."""
     own = (each for each in kind.__mro__ if issubclass(each, nn.Module))
-    yield from (each for each in own if not each.__module__.startswith("torch."))
+    yield from (each for each in own if not each.__module__.startswith(("torch.", "expertmesh.")))
 
 
 def _trees(kind: type) -> Iterator[ast.AST]:
@@ -129,6 +134,18 @@ def _tree(owner: Any) -> ast.AST:
 
 def _calls(tree: ast.AST) -> Iterator[ast.Call]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def _operator(node: ast.AST) -> str:
+    """A matrix product, or a part of the second dim taken from all of the first; else nothing."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+        return "@"
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple) and len(node.slice.elts) > 1:
+        rows, positions = node.slice.elts[:2]
+        whole = isinstance(rows, ast.Slice) and rows.lower is None and rows.upper is None
+        part = isinstance(positions, ast.Slice) and (positions.lower is not None or positions.upper is not None)
+        return "[:, a:b]" if whole and part else ""
+    return ""
 
 
 def _called(call: ast.Call) -> str:
