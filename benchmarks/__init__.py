@@ -1,1 +1,1 @@
-"""Measurements of expertmesh beside its peers; each script's docstring is the command that runs it."""
+"""Measurements of expertmesh beside its peers; RESULTS.md has their commands. Most live in `expertmesh.bench`."""

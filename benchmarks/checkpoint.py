@@ -23,9 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .case import Case, write_checkpoint
-from .step import launch, machine
-from .worker import median
+from expertmesh.bench.case import Case, write_checkpoint
+from expertmesh.bench.step import launch, machine
+from expertmesh.bench.worker import median
 
 CASE = Case(tokens=512, compute="float32", ranks=2, layers=4)
 
@@ -47,7 +47,7 @@ def main() -> None:
         case = write_checkpoint(case, Path(scratch) / "model")
         files = Path(scratch) / "files"
         files.mkdir()
-        ours = launch("save", case, [str(files)], arguments.repeats)
+        ours = launch("save", case, [str(files)], arguments.repeats, "benchmarks.saving")
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.checkpoint", "--repeats", str(arguments.repeats)]
         command += ["--trainer", case.to_json(), str(files)]
         done = subprocess.run(command, check=True, capture_output=True, text=True)

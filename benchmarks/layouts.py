@@ -3,10 +3,11 @@
     python -m benchmarks.layouts [--steps 100] [--document docs/layouts.md]
 
 Trains a small Qwen3-MoE on real text (the docs of Python's standard library) four times from the same weights on the
-same rows: by plain transformers and PyTorch in one process, and by `expertmesh train` on FSDP 2, on FSDP 2 (EP 2) × TP 2
-× PP 2, and on HSDP 4 (replicate 2, CP 2, EP 4) × TP 2. Then each layout goes on from each other layout's checkpoint.
-Reports the largest relative difference of any step's loss; in fp32 it has to stay below 1e-4. bf16 is trained as well
-and reported. Steps per second are of gloo ranks that share a few cores: they compare layouts with each other only.
+same rows: by plain transformers and PyTorch in one process, and by `expertmesh train` on FSDP 2, on FSDP 2 (EP 2) ×
+TP 2 × PP 2, and on HSDP 4 (replicate 2, CP 2, EP 4) × TP 2. Then each goes on from each other's
+checkpoint. Reports the largest relative difference of any step's loss; in fp32 it has to stay below 1e-4. bf16 is
+trained as well and reported. Steps per second are of gloo ranks that share a few cores: they compare layouts with each
+other only.
 """
 
 from __future__ import annotations
@@ -26,13 +27,12 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from expertmesh.bench.step import machine
 from expertmesh.config import Config, load_config
 from expertmesh.data import TrainingBatches, build_dataset, load_tokenizer
 from expertmesh.demo.dataset import stdlib_samples, write_dataset
 from expertmesh.demo.tokenizer import train_tokenizer
 from expertmesh.training.optimizer import build_optimizer
-
-from .step import machine
 
 TOLERANCE = 1e-4
 MAX_LENGTH, BATCH, CONTINUED = 128, 8, 10
@@ -250,11 +250,11 @@ def document(
 
 
 _INTRODUCTION = """\
-The reference experiment of this field, as `python -m benchmarks.layouts` ran it: the same seed checkpoint (Qwen3-MoE, 4
-layers, 8 experts, random weights) and the same rows, {steps} optimizer steps of AdamW with clipping. One process runs plain
-transformers and PyTorch without any sharding. Every difference is relative to its loss at the same step; in fp32 the
-largest of any step has to stay below {tolerance:g}. Each layout then goes on for {continued} steps from each other layout's
-checkpoint, against the one process that was never interrupted."""
+The reference experiment of this field, as `python -m benchmarks.layouts` ran it: the same seed checkpoint (Qwen3-MoE,
+4 layers, 8 experts, random weights) and the same rows, {steps} optimizer steps of AdamW with clipping. One process runs
+plain transformers and PyTorch without any sharding. Every difference is relative to its loss at the same step; in fp32
+the largest of any step has to stay below {tolerance:g}. Each layout then goes on for {continued} steps from each other
+layout's checkpoint, against the one process that was never interrupted."""
 
 
 def _difference(curve: Curve, reference: Curve) -> str:

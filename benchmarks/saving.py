@@ -19,7 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from .case import Case, input_ids
+from expertmesh.bench import worker
+from expertmesh.bench.case import Case, input_ids
 
 STEP = 1
 
@@ -153,3 +154,7 @@ def _slowest(run: Callable[[], object]) -> float:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+if __name__ == "__main__":
+    worker.main({"save": lambda case, names, repeats: measure_saving(case, Path(names[0]), repeats)})

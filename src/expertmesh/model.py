@@ -13,8 +13,10 @@ from expertmesh.adapters.plan import adapt
 from expertmesh.adapters.start import start
 from expertmesh.config import LoraConfig, MoeConfig, PrecisionConfig
 from expertmesh.mesh import Mesh
-from expertmesh.parallel.checkpointing import checkpoint_blocks
+from expertmesh.parallel.checkpointing import CheckpointedLayers, CheckpointingMode, checkpoint_blocks
+from expertmesh.parallel.compiling import compile_blocks
 from expertmesh.parallel.fsdp import shard
+from expertmesh.weights.agree import together
 from expertmesh.weights.audit import AuditMode, AuditReport, audit_weights
 from expertmesh.weights.load import LoadReport, fill
 from expertmesh.weights.module_list import fuse_lists_of_experts
@@ -27,7 +29,9 @@ def parallelize(
     *,
     precision: PrecisionConfig | None = None,
     moe: MoeConfig | None = None,
-    activation_checkpointing: bool = False,
+    activation_checkpointing: CheckpointingMode | bool = "none",
+    checkpoint_layers: CheckpointedLayers = "all",
+    compile: bool = False,
     lora: LoraConfig | None = None,
     seed: int = 42,
 ) -> PreTrainedModel:
@@ -37,6 +41,9 @@ def parallelize(
     of a checksum per parameter). Each rank keeps its own slices, so memory falls to one share. Without `precision`,
     parameters keep their dtype and everything runs in it. With `lora` the model is frozen and gets adapters, whose
     first values depend on `seed` alone. Experts that are a list of MLPs are fused first.
+
+    `activation_checkpointing`, `checkpoint_layers` and `compile` are the keys of `train` (docs/training.md); True and
+    False stand for "full" and "none".
     """
     if precision is None:
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -47,8 +54,10 @@ def parallelize(
         adapt(model, lora, getattr(torch, precision.params), model.config.name_or_path or None)
     shard(model, mesh, precision, moe or MoeConfig(), kept_in_fp32=kept)
     start(model, seed)
-    if activation_checkpointing:
-        checkpoint_blocks(model)
+    checkpoint_blocks(model, activation_checkpointing, checkpoint_layers)
+    if compile:
+        with together("trying torch.compile"):
+            compile_blocks(model)
     return model
 
 
@@ -62,7 +71,9 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     attention: str = "auto",
-    activation_checkpointing: bool = False,
+    activation_checkpointing: CheckpointingMode | bool = "none",
+    checkpoint_layers: CheckpointedLayers = "all",
+    compile: bool = False,
     audit: AuditMode = "sampled",
     seed: int = 42,
 ) -> PreTrainedModel:
@@ -72,7 +83,7 @@ def load_model(
     Raises `InputError` before any weight is read for what is not supported, `IntegrityError` when the files do not
     fill the model exactly once, or when the `audit` finds a value in memory that is not the files': it compares samples
     of each expert and each shard, or, "full", every byte. With `lora` the weights are frozen, in precision.compute, and
-    get adapters, whose first values depend on `seed` alone.
+    get adapters, whose first values depend on `seed` alone. The other options are those of `parallelize`.
     """
     config, directory = read_model_config(str(name_or_path), revision=revision, trust_remote_code=trust_remote_code)
     model, _ = prepare_model(
@@ -84,6 +95,8 @@ def load_model(
         attention=attention,
         trust_remote_code=trust_remote_code,
         activation_checkpointing=activation_checkpointing,
+        checkpoint_layers=checkpoint_layers,
+        compile=compile,
         lora=lora,
         name=str(name_or_path),
         revision=revision,
@@ -102,7 +115,9 @@ def prepare_model(
     moe: MoeConfig,
     attention: str = "auto",
     trust_remote_code: bool = False,
-    activation_checkpointing: bool = False,
+    activation_checkpointing: CheckpointingMode | bool = "none",
+    checkpoint_layers: CheckpointedLayers = "all",
+    compile: bool = False,
     lora: LoraConfig | None = None,
     name: str | None = None,
     revision: str | None = None,
@@ -123,8 +138,10 @@ def prepare_model(
     if lora is not None:
         adapt(model, lora, getattr(torch, precision.params), name or config.name_or_path or None, revision)
     resolved = shard(model, mesh, precision, moe, kept_in_fp32=kept)
-    if activation_checkpointing:
-        checkpoint_blocks(model)
+    checkpoint_blocks(model, activation_checkpointing, checkpoint_layers)
+    if compile:
+        with together("trying torch.compile"):
+            compile_blocks(model)
     model.train()
     return model, resolved
 

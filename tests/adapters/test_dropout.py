@@ -61,6 +61,7 @@ def test_every_layout_and_batch_drops_the_same(adapter: Path, alone: dict[str, t
     for world, options in [
         (2, {"ep": 2, "micro_batch": 2}),
         (4, {"ep": 2, "replicate": 2, "activation_checkpointing": True}),
+        (2, {"ep": 2, "activation_checkpointing": "selective"}),
         (4, {"ep": 4, "moe": em.MoeConfig(dispatch="all_gather", compute="loop")}),
     ]:
         trained = run_ranks(lambda options=options: _trained(adapter, **options), world)[0]

@@ -30,6 +30,11 @@ def refusal(tmp_path: Path, *overrides: str) -> str:
         "train.max_steps=10.0",
         "train.max_steps=true",
         "train.seed=-1",
+        "train.activation_checkpointing=some",
+        "train.checkpoint_layers=1",
+        "train.checkpoint_layers=every",
+        "train.checkpoint_layers=[-1]",
+        "train.compile=yes",
         "optim.learning_rate='1e-5'",
         "optim.learning_rate=0",
         "optim.learning_rate=.nan",
@@ -177,3 +182,14 @@ def test_adapters_have_targets_and_a_scaling_by_default(tmp_path: Path) -> None:
 def test_what_an_adapter_says_itself_cannot_be_said_twice(tmp_path: Path, said: str) -> None:
     message = refusal(tmp_path, f"lora={{from_adapter: some/where, {said}}}")
     assert f"lora.{said.partition(':')[0]} is said by the adapter" in message
+
+
+def test_a_choice_of_blocks_needs_a_mode_and_names_each_block_once(tmp_path: Path) -> None:
+    for mode in ("auto", "none"):
+        message = refusal(tmp_path, f"train.activation_checkpointing={mode}", "train.checkpoint_layers=2")
+        assert f"train.checkpoint_layers does nothing with train.activation_checkpointing {mode}" in message
+    for layers in ("[0, 0]", "[]"):
+        message = refusal(tmp_path, "train.activation_checkpointing=full", f"train.checkpoint_layers={layers}")
+        assert f"train.checkpoint_layers is {layers}, but a list names at least one block" in message
+    config = load_config(write(tmp_path), ["train.activation_checkpointing=full", "train.checkpoint_layers=[0, 3]"])
+    assert config.train.checkpoint_layers == (0, 3)

@@ -134,15 +134,21 @@ def _whole(tensor: Any) -> torch.Tensor:
 
 # (world size, ep, replicate, rows of a micro-batch)
 @pytest.mark.parametrize(
-    ("layout", "checkpointed"),
-    [((1, 1, 1, 2), False), ((2, 2, 1, 4), False), ((2, 2, 1, 2), True), ((4, 2, 1, 1), False), ((4, 2, 2, 2), True)],
+    ("layout", "mode"),
+    [
+        ((1, 1, 1, 2), "none"),
+        ((2, 2, 1, 4), "none"),
+        ((2, 2, 1, 2), "selective"),
+        ((4, 2, 1, 1), "none"),
+        ((4, 2, 2, 2), "full"),
+    ],
 )
 def test_four_steps_move_the_bias_as_the_rule_does_and_alike_on_every_rank(
-    layout: tuple[int, int, int, int], checkpointed: bool
+    layout: tuple[int, int, int, int], mode: str
 ) -> None:
     world, ep, replicate, micro_batch = layout
     parallel, want = em.ParallelConfig(ep=ep, replicate=replicate), expected()
-    for found in run_ranks(lambda: _train(want, parallel, micro_batch, activation_checkpointing=checkpointed), world):
+    for found in run_ranks(lambda: _train(want, parallel, micro_batch, activation_checkpointing=mode), world):
         assert all(torch.equal(got, count) for got, count in zip(found.loads, want.counts, strict=True))
         assert all(torch.equal(got, bias) for got, bias in zip(found.biases, want.biases, strict=True))
         assert found.weight <= 1e-5

@@ -1,13 +1,23 @@
 """A recomputed block chooses the same experts, even when its scores would now say otherwise."""
 
+from contextlib import AbstractContextManager
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from expertmesh.experts.kept import keeping_contexts
 from expertmesh.experts.routing import confirm_choice, is_recomputing, routing_contexts
+from expertmesh.parallel.checkpointing import _together
 
 
-def test_the_second_run_keeps_the_first_choice_and_follows_the_new_scores() -> None:
+def _selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    return _together([routing_contexts, keeping_contexts])
+
+
+@pytest.mark.parametrize("context_fn", [routing_contexts, _selective])
+def test_the_second_run_keeps_the_first_choice_and_follows_the_new_scores(context_fn: Any) -> None:
     runs: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
 
     def router(scores: torch.Tensor) -> torch.Tensor:
@@ -19,7 +29,7 @@ def test_the_second_run_keeps_the_first_choice_and_follows_the_new_scores() -> N
         return values * values
 
     scores = torch.tensor([[0.1, 0.9, 0.5, 0.2]], requires_grad=True)
-    checkpoint(router, scores, use_reentrant=False, context_fn=routing_contexts).sum().backward()
+    checkpoint(router, scores, use_reentrant=False, context_fn=context_fn).sum().backward()
     (_, first, recomputing_first), (values, second, recomputing_second) = runs
     assert first.tolist() == second.tolist() == [[1, 2]]
     assert torch.equal(values, torch.tensor([[-0.9, -0.5]]))
@@ -27,7 +37,8 @@ def test_the_second_run_keeps_the_first_choice_and_follows_the_new_scores() -> N
     assert not is_recomputing()
 
 
-def test_a_router_that_decides_by_other_means_is_held_to_its_first_choice() -> None:
+@pytest.mark.parametrize("context_fn", [routing_contexts, _selective])
+def test_a_router_that_decides_by_other_means_is_held_to_its_first_choice(context_fn: Any) -> None:
     runs = 0
 
     def router(scores: torch.Tensor) -> torch.Tensor:
@@ -39,7 +50,7 @@ def test_a_router_that_decides_by_other_means_is_held_to_its_first_choice() -> N
 
     scores = torch.rand(1, 4, requires_grad=True)
     with pytest.raises(RuntimeError, match="chose other experts"):
-        checkpoint(router, scores, use_reentrant=False, context_fn=routing_contexts).sum().backward()
+        checkpoint(router, scores, use_reentrant=False, context_fn=context_fn).sum().backward()
 
 
 def test_without_replay_the_choice_would_have_changed() -> None:

@@ -12,6 +12,7 @@ from expertmesh.config import MoeConfig
 from expertmesh.config.errors import InputError
 from expertmesh.parallel.refusals import refuse_model
 from expertmesh.weights.skeleton import build_meta_model
+from tests.families.axes import AXES, prove_axis
 from tests.families.catalogue import Family
 from tests.families.lora import LAYOUTS as LORA_LAYOUTS
 from tests.families.lora import NoAdapters, prove_adapters
@@ -22,7 +23,10 @@ from tests.families.tiny import random_model, tiny_config
 
 
 def outcome_of(
-    family: Family, layouts: Sequence[Layout] = LAYOUTS, lora_layouts: Sequence[Layout] = LORA_LAYOUTS
+    family: Family,
+    layouts: Sequence[Layout] = LAYOUTS,
+    lora_layouts: Sequence[Layout] = LORA_LAYOUTS,
+    axes: Sequence[str] = tuple(AXES),
 ) -> Outcome:
     """Build, look for a refusal, prove. A proof that does not hold is raised as it is: it is a bug."""
     name, kind = family.name, family.model_class
@@ -37,7 +41,9 @@ def outcome_of(
     packing = packing_of(random_model(kind, name))
     with tempfile.TemporaryDirectory(prefix="family-") as scratch:
         proof = prove(kind, name, Path(scratch, "full"), layouts)
-        return Outcome(name, kind, "proven", proof, packing, _lora(kind, name, Path(scratch, "lora"), lora_layouts))
+        lora = _lora(kind, name, Path(scratch, "lora"), lora_layouts)
+        proven = {axis: prove_axis(kind, name, Path(scratch, axis), axis) for axis in axes}
+        return Outcome(name, kind, "proven", proof, packing, lora, axes=proven)
 
 
 def _lora(model_class: str, family: str, scratch: Path, layouts: Sequence[Layout]) -> Proof | str:

@@ -9,7 +9,7 @@ keys and shapes, what plain `from_pretrained` reads back, and greedy generation.
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -76,17 +76,25 @@ def rows_of(step: int) -> list[torch.Tensor]:
     return [torch.randint(3, VOCABULARY, (17 + 4 * row,), generator=generator) for row in range(ROWS)]
 
 
-def prove(model_class: str, family: str, scratch: Path, layouts: Sequence[Layout] = LAYOUTS) -> Proof:
+def prove(
+    model_class: str,
+    family: str,
+    scratch: Path,
+    layouts: Sequence[Layout] = LAYOUTS,
+    axes: Mapping[str, int] | None = None,
+) -> Proof:
     """Prove a family at each of `layouts`, or raise what does not hold. `scratch` is an empty directory.
+
+    `axes` are further sizes of `ParallelConfig`.
 
     In fp32, to `TOLERANCE`. Where a family's own arithmetic is too badly conditioned for that, fp32 cannot tell right
     from wrong: then fp64 has to agree to the same tolerance, and fp32 may differ by what two runs differ that are each
     as far from the truth as the unsharded fp32 model is (with a margin of a half).
     """
-    errors = measure(model_class, family, scratch / "fp32", layouts, torch.float32)
+    errors = measure(model_class, family, scratch / "fp32", layouts, torch.float32, axes=axes)
     if max(errors.gradient, errors.loss, errors.weight) <= TOLERANCE:
         return Proof(errors)
-    exact = measure(model_class, family, scratch / "fp64", layouts, torch.float64)
+    exact = measure(model_class, family, scratch / "fp64", layouts, torch.float64, axes=axes)
     for what in ("gradient", "loss", "weight"):
         error = getattr(exact, what)
         assert error <= TOLERANCE, f"{what} is off by {error:.1e} also in fp64 ({exact.tensor} is worst)"
@@ -104,6 +112,7 @@ def measure(
     layouts: Sequence[Layout],
     dtype: torch.dtype,
     tamper: Callable[[nn.Module], None] | None = None,
+    axes: Mapping[str, int] | None = None,
 ) -> Errors:
     """The errors of a family in `dtype`; raises where files or generation differ. `tamper` plants a bug after load."""
     # What from_pretrained makes of the files is the reference: at least one family resets a buffer after reading it.
@@ -116,8 +125,9 @@ def measure(
     found = []
     for world, ep, compute in layouts:
         target = scratch / f"world{world}-ep{ep}"
+        parallel = em.ParallelConfig(ep=ep, **(axes or {}))
         moe = em.MoeConfig(compute="loop" if dtype == torch.float64 else compute)
-        found.append(run_ranks(_rank, world, source, target, ep, moe, expected, dtype, tamper, timeout=120)[0])
+        found.append(run_ranks(_rank, world, source, target, parallel, moe, expected, dtype, tamper, timeout=120)[0])
         assert _header(target) == _header(source), f"other keys or shapes than the input's: {_diff(target, source)}"
         _check_read_back(type(model), target, generated, dtype)
         shutil.rmtree(target)
@@ -184,14 +194,14 @@ def _counter(counts: dict[str, torch.Tensor], spec: ExpertsSpec) -> Any:
 def _rank(
     source: Path,
     target: Path,
-    ep: int,
+    parallel: em.ParallelConfig,
     moe: em.MoeConfig,
     expected: Expected,
     dtype: torch.dtype,
     tamper: Callable[[nn.Module], None] | None,
 ) -> Errors:
     """One rank's work; every rank returns the same."""
-    mesh = em.init_mesh(em.ParallelConfig(ep=ep), num_experts=EXPERTS)
+    mesh = em.init_mesh(parallel, num_experts=EXPERTS)
     name: Any = str(dtype).removeprefix("torch.")
     precision = em.PrecisionConfig(params=name, compute=name, reduce=name)
     model = em.load_model(source, mesh, precision=precision, moe=moe)

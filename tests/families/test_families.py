@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from tests.families.catalogue import Family, families
 from tests.families.outcomes import outcome_of
 from tests.families.proof import TOLERANCE, Layout, measure
-from tests.families.table import PATH, read, read_lora
+from tests.families.table import PATH, read, read_axes, read_lora
 
 CORE = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe", "olmoe")
 ROTATING = 3
@@ -38,16 +38,19 @@ def _chosen() -> list[Family]:
 
 @pytest.mark.parametrize("family", _chosen(), ids=lambda family: family.name)
 def test_a_family_is_what_the_table_says(family: Family) -> None:
-    outcome, text = outcome_of(family, LAYOUTS, LAYOUTS[1:]), PATH.read_text()
+    text = PATH.read_text()
+    outcome = outcome_of(family, LAYOUTS, LAYOUTS[1:], axes=tuple(read_axes(text).get(family.name, ())))
     assert outcome.kind == read(text)[family.name]
     if outcome.kind == "proven":
         assert (not isinstance(outcome.lora, str)) is read_lora(text)[family.name]
+        proven = {axis: not isinstance(proof, str) for axis, proof in outcome.axes.items()}
+        assert proven == read_axes(text)[family.name]
 
 
 def test_llama4_as_it_is_published_with_its_vision_tower() -> None:
     """The table has its text model; published checkpoints hold that inside a larger one, head included."""
     family = Family("llama4_published", "Llama4ForConditionalGeneration", automatic=False, interface=False)
-    assert outcome_of(family, LAYOUTS[:1]).kind == "proven"
+    assert outcome_of(family, LAYOUTS[:1], axes=()).kind == "proven"
 
 
 def test_the_table_has_every_family_of_the_transformers_it_names() -> None:

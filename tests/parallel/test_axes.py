@@ -12,7 +12,10 @@ TOLERANCE = 1e-5
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {"tp": 2, "cp": 2, "ep": 4}),
     (4, {"tp": 2, "cp": 2, "ep": 2}),
+    (4, {"pp": 2, "tp": 2, "ep": 2}),
+    (4, {"pp": 2, "cp": 2, "ep": 2}),
     (8, {"replicate": 2, "cp": 2, "tp": 2, "ep": 4}),
+    (8, {"pp": 2, "fsdp": 2, "tp": 2, "ep": 2}),
 ]
 
 
@@ -22,7 +25,7 @@ def _all(family: str, layouts: list[dict[str, Any]]) -> list[Distance]:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_context_and_tensor_parallelism_together_equal_one_process(family: str) -> None:
+def test_axes_together_equal_one_process(family: str) -> None:
     reference(family)
     for ranks in (4, 8):
         layouts = [layout for size, layout in LAYOUTS if size == ranks]

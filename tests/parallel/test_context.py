@@ -5,6 +5,8 @@ rank, uneven targets. The planted bugs at the end show what it sees.
 """
 
 import copy
+import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from transformers import modeling_flash_attention_utils as flash
 
 import expertmesh as em
 from expertmesh.mesh import Mesh
@@ -29,10 +32,12 @@ from tests.adapters.reference import (
     trainables,
     worst,
 )
+from tests.experts.test_balance import _train as _balance
+from tests.experts.test_balance import expected as balanced
 from tests.parallel.test_router_loss import _packed, _train, expected
 from tests.support.models import tiny_model
 from tests.support.ranks import RankFailed, run_ranks
-from tests.support.reference import Distance, _rows, reference, train_sharded
+from tests.support.reference import Distance, _rows, padded, reference, train_sharded
 
 TOLERANCE = 1e-5
 Axes = dict[str, int]
@@ -189,6 +194,85 @@ def _flash(axes: Axes) -> list[Any]:
 def test_flash_attention_sees_the_samples_of_the_whole_row() -> None:
     for seen in run_ranks(_flash, 4, {"cp": 4, "ep": 1}):
         assert seen == [[[0, 1, 2, 0, 1, 2, 3, 0]], (1, 1), 8, "flash_attention_2"]
+
+
+def _kept_alive() -> tuple[int, int]:
+    """Bytes behind what the first block gets, and of its own share of the row."""
+    model: Any = tiny_model("qwen3_moe")
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(**ALONE)))
+    seen = []
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    ids = torch.arange(8)[None]
+    em.causal_lm_loss(model, {"input_ids": ids, "labels": ids}, target_tokens=7)
+    return seen[0].untyped_storage().nbytes(), seen[0].numel() * 4
+
+
+def test_no_rank_keeps_whole_rows_until_backward() -> None:
+    for behind, own in run_ranks(_kept_alive, 2):
+        assert behind == own == 4 * 32 * 4
+
+
+def test_correction_biases_move_by_the_load_of_all_parts_of_a_row() -> None:
+    want = balanced()
+    parallel = em.ParallelConfig(cp=2, ep=4)
+    for found in run_ranks(lambda: _balance(want, parallel, 2, activation_checkpointing=True), 4):
+        assert all(torch.equal(got, count) for got, count in zip(found.loads, want.counts, strict=True))
+        assert all(torch.equal(got, bias) for got, bias in zip(found.biases, want.biases, strict=True))
+        assert found.weight <= TOLERANCE
+
+
+def _varlen(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, **options: Any) -> torch.Tensor:
+    """flash_attn_varlen_func in plain torch: `[T, heads, D]`, samples between the borders."""
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+    assert options["causal"]
+    borders, samples = cu_seqlens_q.tolist(), []
+    for first, last in itertools.pairwise(borders):
+        q, k, v = (x[first:last].transpose(0, 1)[None] for x in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=options["softmax_scale"], enable_gqa=True)
+        samples.append(out[0].transpose(0, 1))
+    return torch.cat(samples)
+
+
+def _with_flash(want: Any, axes: Axes, prepare: Callable[[Any], Any]) -> Any:
+    functions = (None, _varlen, None, flash._pad_input, flash._unpad_input)
+    mock.patch.object(flash, "_lazy_imports", return_value=functions).start()
+    model = copy.deepcopy(want.model)
+    model.config._attn_implementation = "flash_attention_2"
+    return _train(dataclasses.replace(want, model=model), em.ParallelConfig(**axes), 4, prepare=prepare)
+
+
+@pytest.mark.parametrize("rows", ["packed", "padded"])
+def test_transformers_flash_path_separates_samples_and_padding_of_whole_rows(rows: str) -> None:
+    """Its own unpadding and its own reading of position ids; only the kernels are replaced."""
+    want = expected("qwen3_moe")
+    for each in run_ranks(_with_flash, 2, want, WITH_EP, _packed if rows == "packed" else padded):
+        assert max(each.loss, each.aux_loss, each.z_loss, each.gradient[0]) <= TOLERANCE, each
+
+
+def _flex() -> list[Any]:
+    """Which mask a backend gets that has masks of its own kind, and for how many positions."""
+    seen: list[Any] = []
+
+    def backend(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        seen.extend([mask, query.shape[2]])
+        raise _PositionsSeen
+
+    mask = mock.patch.dict(
+        context.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping,
+        {"flex_attention": lambda **options: ("block mask", options["q_length"], options["kv_length"])},
+    )
+    model: Any = tiny_model("qwen3_moe")
+    model.config._attn_implementation = "flex_attention"
+    with mask, mock.patch.dict(context.ALL_ATTENTION_FUNCTIONS._global_mapping, {"flex_attention": backend}):
+        em.parallelize(model, em.init_mesh(em.ParallelConfig(**ALONE)))
+        ids = torch.arange(8)[None]
+        with pytest.raises(_PositionsSeen):
+            em.causal_lm_loss(model, {"input_ids": ids, "labels": ids}, target_tokens=7)
+    return seen
+
+
+def test_flex_attention_gets_its_own_mask_of_whole_rows() -> None:
+    assert run_ranks(_flex, 2) == [[("block mask", 8, 8), 8]] * 2
 
 
 # Planted bugs ------------------------------------------------------------------------------------------------------

@@ -67,9 +67,12 @@ def test_the_other_dispatcher_and_backend_give_the_same_result(option: dict[str,
     _check(_run("deepseek_v3", (4, 2, 1, 1), moe=em.MoeConfig(**option)))
 
 
-@pytest.mark.parametrize("layout", [(2, 1, 1, 1), (4, 2, 1, 1), (4, 1, 2, 1)])
-def test_checkpointed_blocks_give_the_same_result(layout: tuple[int, int, int, int]) -> None:
-    _check(_run("deepseek_v3", layout, activation_checkpointing=True))
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [((2, 1, 1, 1), "full"), ((4, 2, 1, 1), "full"), ((4, 1, 2, 1), "selective"), ((4, 4, 1, 2), "selective")],
+)
+def test_checkpointed_blocks_give_the_same_result(layout: tuple[int, int, int, int], mode: str) -> None:
+    _check(_run("deepseek_v3", layout, activation_checkpointing=mode))
 
 
 def test_experts_that_efsdp_does_not_divide_are_sharded_on_a_later_dim() -> None:

@@ -5,6 +5,7 @@ counts, accumulation, clipping, AdamW. The planted bugs show that each compariso
 """
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -169,6 +170,51 @@ def test_router_losses_count_every_token_once() -> None:
         assert found.load == 2 * 2 * sum(len(ids) for ids, _ in want.rows)
 
 
+def _losses_with_and_without_gradients() -> tuple[float, float, float]:
+    model = tiny_model("deepseek_v3")
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(tp=2, ep=2)))
+    ids_BS = torch.randint(96, (2, 15), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for training in (False, True, False):
+        with torch.set_grad_enabled(training):
+            share = em.causal_lm_loss(model, {"input_ids": ids_BS, "labels": ids_BS}, target_tokens=28)
+        if training:
+            share.backward()
+        total = share.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total))
+    return losses[0], losses[1], losses[2]
+
+
+def test_evaluation_gives_the_same_loss_and_leaves_training_alone() -> None:
+    for before, training, after in run_ranks(_losses_with_and_without_gradients, 2):
+        assert before == training == after
+
+
+def _packed(parallel: em.ParallelConfig) -> tuple[float, dict[str, torch.Tensor]]:
+    """Three samples in one row of odd length, kept apart by their position ids alone."""
+    model = tiny_model("qwen3_moe")
+    em.parallelize(model, em.init_mesh(parallel))
+    ids_S = torch.randint(96, (21,), generator=torch.Generator().manual_seed(0))
+    starts = (0, 6, 13, 21)
+    positions_S = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(starts)])
+    labels_S = torch.where(positions_S == 0, -100, ids_S)
+    batch = {"input_ids": ids_S[None], "labels": labels_S[None], "position_ids": positions_S[None]}
+    share = em.causal_lm_loss(model, batch, target_tokens=18)
+    share.backward()
+    total = share.detach().clone()
+    dist.all_reduce(total)
+    return float(total), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def test_packed_samples_stay_apart() -> None:
+    ((loss, gradients),) = run_ranks(_packed, 1, em.ParallelConfig(ep=1))
+    for found, split in run_ranks(_packed, 2, em.ParallelConfig(tp=2, ep=2)):
+        assert found == pytest.approx(loss, rel=1e-6)
+        for name, gradient in gradients.items():
+            assert float((split[name] - gradient).norm() / gradient.norm()) <= TOLERANCE, name
+
+
 def _sent(parallel: em.ParallelConfig, tamper: Callable[[Mesh], None] | None = None) -> int:
     """Bytes that this rank hands to all-to-alls in one forward and backward."""
     model = tiny_model("qwen3_moe")
@@ -242,7 +288,7 @@ def test_bytes_over_tp_are_those_of_the_formula(checkpointed: bool) -> None:
     for family, changes, parts, features in [
         ("qwen3_moe", {"mlp_only_layers": [0]}, 3, 0),
         ("deepseek_v3", {}, 4, 0),
-        ("olmoe", {}, 2, 2 * 16 * (32 + 2 * 16) * 4),  # and queries, keys and values of all heads, put together again
+        ("olmoe", {}, 2, 2 * 16 * (32 + 16) * 4),  # and queries and keys of all heads, for their norms
     ]:
         expected = (parts * passes + 2) * states + parts * (passes // 2) * features
         counted = run_ranks(_exchanged, 2, family, changes, checkpointed)

@@ -48,11 +48,17 @@ def test_latent_attention_that_the_plan_leaves_out_is_split_by_its_structure() -
     ]
 
 
+def test_norms_over_all_heads_do_not_keep_heads_together() -> None:
+    heads = "2 × self_attn by heads: columns of q_proj, k_proj, v_proj, rows of o_proj; q_norm, k_norm of all heads"
+    assert _lines(tiny_model("olmoe")) == [heads, VOCABULARY]
+
+
 def test_work_that_every_rank_repeats_is_said() -> None:
-    (line, said) = _lines(tiny_model("olmoe"))
-    assert line.startswith("2 × self_attn by columns (q_proj, k_proj, v_proj) and rows (o_proj)")
-    assert line.endswith("what is between is whole on each rank, repeated")
-    assert said == VOCABULARY
+    lines = _lines(random_model("MiniMaxM3VLForCausalLM", "minimax_m3_vl"))
+    assert (
+        "2 × self_attn by columns (q_proj, k_proj, v_proj) and rows (o_proj); what is between is whole on each "
+        in lines[0]
+    )
     lines = _lines(random_model("Lfm2MoeForCausalLM", "lfm2_moe"))
     assert any(re.search(r"conv whole on each rank of the group, which repeats its work: .*", line) for line in lines)
 
@@ -99,6 +105,48 @@ def test_blocks_that_hand_on_more_for_each_position_are_refused(kind: str, famil
         InputError, match=r"^parallel: .* for each position, which cp and tp do not split; set parallel"
     ):
         refuse_blocks(model, describe(model), Layout(tp=2))
+
+
+def test_a_convolution_outside_of_attention_is_refused() -> None:
+    model: Any = tiny_model("mixtral")
+    model.model.layers[1].post_attention_layernorm.shift = nn.Conv1d(32, 32, 2)
+    with pytest.raises(
+        InputError, match=r"layers\.1\.post_attention_layernorm\.shift may let positions see each other"
+    ):
+        _plan(model)
+
+
+class _Attention(nn.Module):
+    """Multi-head attention without a plan. `together`: every head looks where all of them want to."""
+
+    head_dim, config = 4, None
+
+    def __init__(self, together: bool) -> None:
+        super().__init__()
+        self.together = together
+        self.q_proj, self.o_proj = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.k_proj, self.v_proj = nn.Linear(16, 8), nn.Linear(16, 8)
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        shape = (*hidden_states.shape[:2], -1, self.head_dim)
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (layer(hidden_states).view(shape).transpose(1, 2) for layer in layers)
+        scores = query @ key.repeat_interleave(2, dim=1).mT
+        scores = scores.mean(dim=1, keepdim=True).expand_as(scores) if self.together else scores
+        out = (scores + attention_mask).softmax(-1) @ value.repeat_interleave(2, dim=1)
+        return self.o_proj(out.transpose(1, 2).reshape(*hidden_states.shape[:2], -1))
+
+
+@pytest.mark.parametrize(
+    ("together", "why"),
+    [(False, None), (True, r"transformers' plan leaves it out, and its heads see each other \(off by .*\)")],
+)
+def test_attention_without_a_plan_is_split_only_if_its_heads_add_up(together: bool, why: str | None) -> None:
+    model: Any = tiny_model("deepseek_v3")
+    model.model.layers[1].self_attn = _Attention(together)
+    part = next(part for part in _plan(model).parts if part.name == "model.layers.1.self_attn")
+    assert part.is_split == (not together)
+    assert why is None or re.fullmatch(why, part.why_whole)
 
 
 def test_code_that_counts_heads_is_not_split_by_structure() -> None:

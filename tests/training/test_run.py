@@ -84,11 +84,19 @@ def test_a_run_equals_plain_torch_on_the_rows_in_file_order(
     assert load_config(tmp_path / "run" / "config.yaml") == config
 
 
-def test_packed_shuffled_epochs_evaluation_and_tensorboard(inputs: Path, tmp_path: Path) -> None:
+def test_packed_shuffled_epochs_evaluation_and_tensorboard(
+    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     options = ["data.packing=true", "data.shuffle=true", "train.max_steps=null", "train.num_epochs=2"]
     options += [f"data.eval=[{{path: {inputs / 'train.jsonl'}}}]", "train.eval_every_steps=1"]
-    options += ["train.activation_checkpointing=full", "log.report_to=[tensorboard]", "optim={name: sgd}"]
+    options += [
+        "train.activation_checkpointing=selective",
+        "train.checkpoint_layers=[1]",
+        "log.report_to=[tensorboard]",
+        "optim={name: sgd}",
+    ]
     run_ranks(train, 2, run_config(inputs, tmp_path / "run", *options))
+    assert "memory     activation checkpointing selective of 1 of 2 blocks (1)\n" in capfd.readouterr().out
     rows = metrics(tmp_path / "run")
     steps = [row for row in rows if "loss" in row]
     evaluations = [row for row in rows if "eval_loss" in row]

@@ -60,7 +60,7 @@ def _train_unsharded(directory: Path, target: Path) -> None:
     model.save_pretrained(target)
 
 
-def _train_sharded(directory: Path, target: Path, ep: int, dispatch: Any, checkpointing: bool, in_memory: bool) -> int:
+def _train_sharded(directory: Path, target: Path, ep: int, dispatch: Any, checkpointing: str, in_memory: bool) -> int:
     mesh = em.init_mesh(em.ParallelConfig(ep=ep), num_experts=8)
     moe = em.MoeConfig(dispatch=dispatch)
     model: Any
@@ -90,15 +90,15 @@ def _read(directory: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("changes", "world", "ep", "dispatch", "checkpointing", "in_memory"),
     [
-        ({"style": "deepseek"}, 2, 2, "all_to_all", False, False),
-        ({"style": "qwen"}, 4, 2, "all_to_all", True, False),
-        ({"style": "qwen", "expert": "biased"}, 2, 2, "all_gather", False, True),
-        ({"style": "deepseek", "expert": "plain"}, 1, 1, "auto", True, False),
+        ({"style": "deepseek"}, 2, 2, "all_to_all", "none", False),
+        ({"style": "qwen"}, 4, 2, "all_to_all", "selective", False),
+        ({"style": "qwen", "expert": "biased"}, 2, 2, "all_gather", "none", True),
+        ({"style": "deepseek", "expert": "plain"}, 1, 1, "auto", "full", False),
     ],
     ids=["deepseek", "qwen-checkpointed", "biased-in-memory", "plain-1-rank"],
 )
 def test_sharded_training_equals_the_models_own_code_and_its_files(
-    tmp_path: Path, changes: dict[str, Any], world: int, ep: int, dispatch: str, checkpointing: bool, in_memory: bool
+    tmp_path: Path, changes: dict[str, Any], world: int, ep: int, dispatch: str, checkpointing: str, in_memory: bool
 ) -> None:
     source, reference, target = (tmp_path / name for name in ("source", "reference", "target"))
     write_list_model(source, **changes)

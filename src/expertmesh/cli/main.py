@@ -179,6 +179,22 @@ def _output_arguments(parser: argparse.ArgumentParser, default_dtype: str) -> No
     parser.add_argument("--trust-remote-code", action="store_true", help="let the model's own Python code run")
 
 
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="the output_dir of a run, finished or not")
+    parser.add_argument("--output", metavar="FILE", help="where to write the page (default: RUN/report.html)")
+
+
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("parts", metavar="PART", nargs="*", help="step, layer, load or lora (default: all of them)")
+    parser.add_argument(
+        "--quick", action="store_true", help="smaller sizes and fewer repetitions: a look, not a result"
+    )
+    parser.add_argument(
+        "--nproc", metavar="N", type=_positive, help="local ranks (default: one per accelerator; CPU: 4)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write every figure to FILE")
+
+
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
@@ -246,6 +262,20 @@ def _merge(options: argparse.Namespace) -> int:
     )
 
 
+def _report(options: argparse.Namespace) -> int:
+    from expertmesh.cli import report
+
+    return report.run(options.run, options.output)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    # torch reads it when it is imported; its profiler warns of every block that was there before.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from expertmesh.cli import bench
+
+    return bench.run(options.parts, options.quick, options.nproc, options.json)
+
+
 VERBS = {
     "train": Verb("fine-tune the model that a YAML file describes", _train_arguments, _train),
     "inspect": Verb("show what a model is made of and how it can be laid out", _inspect_arguments, _inspect),
@@ -253,4 +283,6 @@ VERBS = {
     "verify": Verb("compare a checkpoint with its hashes and look at each of its experts", _verify_arguments, _verify),
     "export": Verb("write a checkpoint as a plain Hugging Face directory", _export_arguments, _export),
     "merge": Verb("write an adapter and its base as one plain Hugging Face directory", _merge_arguments, _merge),
+    "report": Verb("write one HTML page about a run", _report_arguments, _report),
+    "bench": Verb("measure expertmesh beside its peers on this machine", _bench_arguments, _bench),
 }

@@ -26,6 +26,8 @@ ELSEWHERE = {
     "max_seq_length": "data.max_length",
     "seq_len": "data.max_length",
     "gradient_checkpointing": "train.activation_checkpointing",
+    "activation_checkpoint": "train.activation_checkpointing",
+    "torch_compile": "train.compile",
     "dtype": "precision.compute",
     "dataset": "data.train",
 }

@@ -208,11 +208,31 @@ class TrainConfig(Section):
     """Evaluate on data.eval every this many optimizer steps and at the end; null: only at the end."""
     seed: int = Field(default=42, ge=0, lt=2**63)
     """Seed of everything random: shuffling and dropout."""
-    activation_checkpointing: Literal["auto", "none", "full"] = "auto"
-    """Recompute each block in backward instead of keeping its activations; auto decides and prints."""
+    activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
+    """Recompute blocks in backward instead of keeping their activations: all of a block (full), or all but dispatch,
+    experts, combine and fused attention (selective). auto is full on accelerators and none on a CPU."""
+    checkpoint_layers: Literal["all"] | Annotated[int, Field(ge=2)] | Listed[Annotated[int, Field(ge=0)]] = "all"
+    """Which blocks activation_checkpointing is for, numbered from 0: all, N for every Nth from the first on, or a list
+    of numbers; the others keep their activations."""
+    compile: bool = False
+    """Compile the dense parts of each block (attention, norms, dense MLPs, shared experts) with torch.compile."""
+
+    @field_validator("checkpoint_layers", mode="after")
+    @classmethod
+    def _each_once(cls, value: object) -> object:
+        if isinstance(value, tuple) and (not value or len(set(value)) < len(value)):
+            raise ValueError("a list names at least one block, and none twice; give all, a number or another list")
+        return value
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
+        if self.checkpoint_layers != "all" and self.activation_checkpointing not in ("selective", "full"):
+            refuse(
+                [
+                    "train.checkpoint_layers does nothing with train.activation_checkpointing "
+                    f"{self.activation_checkpointing}; set that to selective or full"
+                ]
+            )
         if self.global_batch_size % self.micro_batch_size:
             refuse(
                 [

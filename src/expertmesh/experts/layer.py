@@ -29,6 +29,7 @@ from expertmesh.experts.dispatch import (
 )
 from expertmesh.experts.dropout import Dropout
 from expertmesh.experts.form import ExpertWeights, MlpForm
+from expertmesh.experts.kept import computed_once
 from expertmesh.experts.lora import Adapter, Adapters, adapted_expert_mlp
 from expertmesh.experts.post_norm import normed_expert_mlp
 from expertmesh.experts.real_tokens import real_tokens
@@ -86,6 +87,14 @@ class ExpertLayer:
     ) -> torch.Tensor:
         confirm_choice(index_TK)
         self._count(experts, index_TK, real_T)
+        out_TH = computed_once(partial(self._compute, experts, hidden, index_TK, weight_TK))
+        # Not a view: FSDP2 hooks this output, and a model may add to it in place.
+        return out_TH if hidden.dim() == 2 else out_TH.view(hidden.shape).clone()
+
+    def _compute(
+        self, experts: nn.Module, hidden: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """Dispatch, experts, combine: `[T, H]` in `hidden`'s dtype."""
         hidden_TH = hidden.reshape(-1, hidden.shape[-1]).to(self.dtype)
         rows_RH, weight_P, pairs, ticket = self.dispatcher.dispatch(hidden_TH, index_TK, weight_TK)
         weights = self._weights(experts)
@@ -97,9 +106,7 @@ class ExpertLayer:
             out_RH = adapted_expert_mlp(rows_RH, weight_P, pairs, weights, self.form, adapters, dropout)
         else:
             out_RH = expert_mlp(rows_RH, weight_P, pairs, weights, self.form)
-        out_TH = self.dispatcher.combine(out_RH, ticket).to(hidden.dtype)
-        # Not a view: FSDP2 hooks this output, and a model may add to it in place.
-        return out_TH if hidden.dim() == 2 else out_TH.view(hidden.shape).clone()
+        return self.dispatcher.combine(out_RH, ticket).to(hidden.dtype)
 
     def forward_dense(self, experts: nn.Module, rows_NH: torch.Tensor) -> torch.Tensor:
         """For blocks that pass every token to every expert, `[E * T, H]`, with zeros where it did not choose it.

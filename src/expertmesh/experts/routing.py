@@ -75,6 +75,10 @@ def _during(choices: _Choices, *, replays: bool) -> Iterator[None]:
             yield
     finally:
         _run.reset(token)
+        if replays:
+            # Now, not when Python finds the cycle that the exception makes by which torch ends a second run early.
+            choices.topk.clear()
+            choices.experts.clear()
 
 
 class _TopkOnce(TorchFunctionMode):

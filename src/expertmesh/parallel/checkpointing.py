@@ -1,55 +1,130 @@
-"""Activation checkpointing of whole blocks, with routing decided once and dropout repeated.
+"""Activation checkpointing of whole blocks: `full` recomputes all of a block in backward, `selective` all but what is
+dear: dispatch, experts, combine and fused attention (experts/kept.py).
 
 Uses transformers' own hook (`gradient_checkpointing_enable`, non-reentrant), so every family that declares itself
 checkpointable works. `routing_contexts` makes the second run choose the same experts as the first; adapters' dropout
 gets the token numbers of the first run back, since other micro-batches may have come in between.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
+from expertmesh.anatomy import Anatomy, describe
 from expertmesh.config.errors import InputError
 from expertmesh.experts.adapted import AdapterState, adapter_state
+from expertmesh.experts.kept import keeping_contexts
 from expertmesh.experts.routing import routing_contexts
 
+CheckpointingMode = Literal["none", "selective", "full"]
+CheckpointedLayers = Literal["all"] | int | Sequence[int]
+_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-def checkpoint_blocks(model: nn.Module) -> None:
-    """Recompute each block in backward instead of keeping its activations (`activation_checkpointing: full`).
 
-    Every rank calls it alike: a recomputed block repeats its dispatch, which is collective.
+def checkpoint_blocks(
+    model: nn.Module, mode: CheckpointingMode | bool = "full", layers: CheckpointedLayers = "all"
+) -> None:
+    """Recompute blocks in backward instead of keeping their activations. `True` is "full" and `False` "none".
+
+    `layers` says which blocks, numbered from 0 as they run: "all", N for every Nth from the first on, or their numbers.
+    Every rank calls it alike: a block that is recomputed in full repeats its dispatch, which is collective. Raises
+    `InputError` for a model that cannot do it.
     """
+    mode = mode if isinstance(mode, str) else ("full" if mode else "none")
+    if mode not in get_args(CheckpointingMode):
+        raise InputError(f"activation_checkpointing is {mode!r}; set it to none, selective or full")
+    if mode == "none":
+        if layers != "all":
+            raise InputError(f"checkpoint_layers is {layers}, but activation_checkpointing is none; set one of them")
+        return
+    anatomy = describe(model)
+    refuse_checkpointing(model, anatomy, layers)
     state = adapter_state(model)
-    contexts = routing_contexts if state is None or state.dropout == 0.0 else partial(_numbered_contexts, state)
-    options = {"use_reentrant": False, "context_fn": contexts}
-    if not getattr(model, "supports_gradient_checkpointing", False):
-        raise InputError(
-            f"train.activation_checkpointing: full is not supported by {type(model).__name__}; set it to none"
-        )
+    makers: list[Callable[[], _Contexts]] = [routing_contexts]
+    if mode == "selective":
+        makers.append(keeping_contexts)
+    if state is not None and state.dropout > 0.0:
+        makers.append(partial(_numbering_contexts, state))
     # transformers renamed its hook and deprecated the old name in 5.23; 5.17 has only that.
+    options = {"use_reentrant": False, "context_fn": partial(_together, makers)}
     enable: Any = getattr(model, "activation_checkpointing_enable", None)
     if enable is not None:
         enable(activation_checkpointing_kwargs=options)
     else:
         enable = model.gradient_checkpointing_enable
         enable(gradient_checkpointing_kwargs=options)
+    chosen = checkpointed_layers(layers, len(anatomy.blocks))
+    for number, name in enumerate(anatomy.blocks):
+        if number not in chosen:
+            model.get_submodule(name).gradient_checkpointing = False  # type: ignore[assignment]
 
 
-def _numbered_contexts(state: AdapterState) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    first, second = routing_contexts()
-    return first, _renumbered(second, state, state.number_T)
+def checkpointed_layers(layers: CheckpointedLayers, blocks: int) -> list[int]:
+    """The numbers of the blocks that `layers` means in a model of `blocks` blocks, or `InputError`."""
+    if layers == "all":
+        return list(range(blocks))
+    if isinstance(layers, int):
+        if layers < 2:
+            raise InputError(f"checkpoint_layers is {layers}; set it to all, or to at least 2 for every Nth block")
+        return list(range(0, blocks, layers))
+    missing = [number for number in layers if not 0 <= number < blocks]
+    if missing:
+        raise InputError(
+            f"train.checkpoint_layers names block {missing[0]}, but the model has blocks 0 to {blocks - 1}; remove it"
+        )
+    return sorted(set(layers))
+
+
+def refuse_checkpointing(model: nn.Module, anatomy: Anatomy, layers: CheckpointedLayers) -> None:
+    """Raise `InputError` for a model whose blocks cannot be recomputed, or not each by itself as `layers` asks."""
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise InputError(f"train.activation_checkpointing is not supported by {type(model).__name__}; set it to none")
+    if "value" in inspect.signature(model._set_gradient_checkpointing).parameters:  # type: ignore[arg-type]
+        # transformers drops the options then, and with them what makes routing be decided once.
+        raise InputError(
+            f"train.activation_checkpointing: the code of {type(model).__name__} has the switch in an old form, which "
+            "takes no options; set it to none"
+        )
+    checkpointed_layers(layers, len(anatomy.blocks))
+    blocks = (model.get_submodule(name) for name in anatomy.blocks)
+    joint = next(
+        (block for block in blocks if not isinstance(getattr(block, "gradient_checkpointing", None), bool)), None
+    )
+    if layers != "all" and joint is not None:
+        raise InputError(
+            f"train.checkpoint_layers is {layers}, but transformers has no switch for each {type(joint).__name__} of "
+            f"{model.config.model_type}; set train.checkpoint_layers to all"  # type: ignore[union-attr]
+        )
+
+
+def _together(makers: Sequence[Callable[[], _Contexts]]) -> _Contexts:
+    """torch's `context_fn`: for each run of a block all contexts in one."""
+    pairs = [make() for make in makers]
+    return _stacked([first for first, _ in pairs]), _stacked([second for _, second in pairs])
 
 
 @contextmanager
-def _renumbered(run: AbstractContextManager[Any], state: AdapterState, number_T: torch.Tensor | None) -> Iterator[None]:
-    """`run`, while the adapters see the tokens that they saw when its block ran first."""
+def _stacked(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def _numbering_contexts(state: AdapterState) -> _Contexts:
+    return ExitStack(), _renumbered(state, state.number_T)
+
+
+@contextmanager
+def _renumbered(state: AdapterState, number_T: torch.Tensor | None) -> Iterator[None]:
+    """The adapters see the tokens that they saw when their block ran first."""
     now, state.number_T = state.number_T, number_T
     try:
-        with run:
-            yield
+        yield
     finally:
         state.number_T = now

@@ -13,7 +13,7 @@ here exactly once.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -116,12 +116,13 @@ def _query_heads(module: Any) -> int:
     return int(next((heads for heads in own if isinstance(heads, int)), module.config.num_attention_heads))
 
 
-def split_attention(model: nn.Module, anatomy: Anatomy, mesh: Mesh) -> None:
-    """Let the attention of the decoder's blocks exchange positions for heads. Called by `shard`; no communication."""
+def split_attention(model: nn.Module, blocks: Sequence[str], mesh: Mesh) -> None:
+    """Let the attention of `blocks`, those of the decoder that are here, exchange positions for heads. Called by
+    `shard`; no communication.
+    """
     if mesh.layout.cp == 1:
         return
     group = mesh.dense.get_group("cp")
-    blocks = decoder_blocks(anatomy)
     configs: dict[int, Any] = {}
     for block in blocks:
         here = []
@@ -153,8 +154,8 @@ def context_lines(model: nn.Module, layout: Layout) -> Iterator[str]:
     if here:
         backends = ", ".join(sorted({context.backend for context in here}))
         yield (
-            f"{layout.cp} ranks share rows: 1/{layout.cp} of the positions each, whole rows of 1/{layout.cp} of the heads "
-            f"in {len(here)} attentions ({backends})"
+            f"{layout.cp} ranks share rows: each has 1/{layout.cp} of the positions, and for attention ({backends}) "
+            f"whole rows of 1/{layout.cp} of the heads"
         )
 
 

@@ -9,7 +9,6 @@ layout and every accumulation count by construction.
 import hashlib
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -29,10 +28,9 @@ from expertmesh.mesh import Mesh, attach_mesh
 from expertmesh.parallel.context import refuse_context, split_attention
 from expertmesh.parallel.pipeline import cut, pipeline_of
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_mixed_dtypes, refuse_model
-from expertmesh.parallel.sequence import refuse_blocks, split_blocks
+from expertmesh.parallel.sequence import decoder_blocks, refuse_blocks, split_blocks
 from expertmesh.parallel.tensor import split_parts
-from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
-from expertmesh.whole import own_names
+from expertmesh.parallel.tensor_plan import TensorPlan, attach_plan, tensor_plan
 
 
 def shard(
@@ -65,8 +63,6 @@ def shard(
     balance, whole = balance_of(model, anatomy, moe), anatomy
     if mesh.layout.pp > 1:
         anatomy = cut(model, anatomy, mesh, compute)
-        here = set(own_names(model, [part.name for part in tensor.parts]))
-        tensor = replace(tensor, parts=tuple(part for part in tensor.parts if part.name in here))
     resolved = install(model, anatomy, mesh, dispatch=moe.dispatch, compute=moe.compute, dtype=compute)
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute == master else compute,  # of masters; a frozen base is in it already
@@ -75,10 +71,11 @@ def shard(
     )
     exempt = _exempt_modules(model, anatomy, kept_in_fp32) if policy.param_dtype is not None else []
     placed = _place_experts(model, anatomy, mesh, policy)
-    _place_dense(model, anatomy, mesh, policy, placed, exempt, tensor)
+    _place_dense(model, anatomy, mesh, policy, placed, exempt, tensor.within(anatomy.blocks))
     attach_mesh(model, mesh)
+    attach_plan(model, tensor)
     split_blocks(model, whole, mesh)
-    split_attention(model, whole, mesh)
+    split_attention(model, [block for block in decoder_blocks(whole) if block in anatomy.blocks], mesh)
     attach_balance(model, balance)
     return resolved
 

@@ -167,8 +167,8 @@ def _enter_block(
         )
     here = {key: _part(share, name, key, value, length) for key, value in given.items()}
     if is_first:
-        # A copy: FSDP2 and families that change hidden states in place must not reach the whole rows.
-        here["hidden_states"] = share.own(hidden, 1).contiguous()
+        # A copy, not a view: the whole rows must not live until backward, nor see what a block does in place.
+        here["hidden_states"] = share.own(hidden, 1).clone()
     return tuple(here[key] for key in names[: len(args)]), {key: here[key] for key in kwargs}
 
 

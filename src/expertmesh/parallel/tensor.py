@@ -38,7 +38,6 @@ def split_parts(model: nn.Module, plan: TensorPlan, mesh: Mesh) -> set[nn.Parame
 
     Returns the split parameters. No communication.
     """
-    model._expertmesh_tensor_plan = plan  # type: ignore[assignment]
     split = set()
     for part in plan.parts:
         module = model.get_submodule(part.name)
@@ -52,6 +51,8 @@ def split_parts(model: nn.Module, plan: TensorPlan, mesh: Mesh) -> set[nn.Parame
                 split.add(own)
             for leaf in part.columns:
                 _put_in_front(module.get_submodule(leaf), _Columns, _Running(part, group, leaf))
+            for leaf in part.norms:
+                _put_in_front(module.get_submodule(leaf), _AllHeads, _Running(part, group, leaf))
             assert part.rows is not None
             _put_in_front(module.get_submodule(part.rows), _Rows, _Running(part, group, part.rows))
         _put_in_front(module, _Gathering, _Running(part, group))
@@ -93,6 +94,15 @@ class _Columns(nn.Module):
         with _local(self, ("weight", "bias", "lora_B")):
             out: torch.Tensor = super().forward(x)
         return gather(out, out.dim() - 1, running.group) if running.leaf in running.part.gathered else out
+
+
+class _AllHeads(nn.Module):
+    """In front of a norm over all heads, of which the rank has some. It is computed by each rank of the group."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        running = cast(_Running, self._expertmesh_tensor)
+        normed: torch.Tensor = super().forward(gather(x, x.dim() - 1, running.group))
+        return own_part(normed, x.dim() - 1, running.group)
 
 
 class _Rows(nn.Module):

@@ -11,14 +11,15 @@ ranks. Nothing here communicates.
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from expertmesh.anatomy import Anatomy, is_adapter
 from expertmesh.config.errors import InputError
+from expertmesh.parallel.confirm_heads import why_not_split
 from expertmesh.parallel.sequence import decoder_blocks
 
 # A module of a block whose forward takes one of these lets positions see each other.
@@ -50,7 +51,7 @@ class Part:
 
     Names are relative to the module. `columns` are linear layers whose outputs are split, those of `gathered` put
     together again; `rows` the last one, whose inputs are split (`cuts_input`: out of whole ones); `bare` parameters of
-    the module itself with one entry per head.
+    the module itself with one entry per head, `norms` those that normalise all heads of queries or of keys together.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Part:
     rows: str | None = None
     cuts_input: bool = False
     bare: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
     why_whole: str = ""
 
     @property
@@ -85,6 +87,10 @@ class TensorPlan:
     parts: tuple[Part, ...]
     kept: tuple[tuple[str, str], ...]
 
+    def within(self, blocks: Sequence[str]) -> "TensorPlan":
+        """What of it happens in `blocks` (those of a pipeline stage)."""
+        return replace(self, parts=tuple(part for part in self.parts if any(_in(part.name, block) for block in blocks)))
+
     def lines(self) -> Iterator[str]:
         """What to print before training, alike parts of different blocks as one."""
         if self.tp == 1:
@@ -94,6 +100,11 @@ class TensorPlan:
         for text, count in _counted(f"{_short(name)} unsplit, on own positions: {why}" for name, why in self.kept):
             yield f"{count} × {text}"
         yield f"vocabulary: each rank computes 1/{self.tp} of the logits of all the group's positions"
+
+
+def attach_plan(model: nn.Module, plan: TensorPlan) -> None:
+    """Remember what was decided for the whole of `model`, to be told before training."""
+    model._expertmesh_tensor_plan = plan  # type: ignore[assignment]
 
 
 def attached_plan(model: nn.Module) -> TensorPlan:
@@ -117,13 +128,15 @@ def tensor_plan(model: nn.Module, anatomy: Anatomy, tp: int, kept_in_fp32: Calla
     styles = _styles(model, anatomy, blocks)
     parts: list[Part] = []
     kept: list[tuple[str, str]] = []
+    confirmed: dict[Any, str | None] = {}
     for block in blocks:
         mixers = list(_mixers(model, block))
+        _refuse_hidden_mixing(model, block, mixers, tp)
         others = {name.rpartition(".")[0] for name in _named(styles) if _in(name, block)}
         others = {name for name in others if not any(name == mixer or _in(name, mixer) for mixer in mixers)}
         for name, module in model.get_submodule(block).named_modules(prefix=block):
             if name in mixers:
-                part = _mixer_part(model, name, styles, family, tp)
+                part = _mixer_part(model, name, styles, family, tp, confirmed)
             elif name in others:
                 part = _mlp_part(model, name, _below(styles, name))
             else:
@@ -168,13 +181,51 @@ def _mixers(model: nn.Module, block: str) -> Iterator[str]:
             yield name
 
 
-def _mixer_part(model: nn.Module, name: str, styles: dict[str, str], family: str, tp: int) -> Part:
+def _refuse_hidden_mixing(model: nn.Module, block: str, mixers: list[str], tp: int) -> None:
+    """A convolution over positions elsewhere would see this rank's alone."""
+    for name, module in model.get_submodule(block).named_modules(prefix=block):
+        if isinstance(module, nn.Conv1d) and not any(name == mixer or _in(name, mixer) for mixer in mixers):
+            raise InputError(
+                f"parallel.tp {tp}: {name} may let positions see each other outside of what is recognised as "
+                "attention; set parallel.tp to 1"
+            )
+
+
+def _mixer_part(
+    model: nn.Module,
+    name: str,
+    styles: dict[str, str],
+    family: str,
+    tp: int,
+    confirmed: dict[Any, str | None],
+) -> Part:
+    """`confirmed`: what was found out about attention of the same kind, and why it is not split, if it is not."""
     module = model.get_submodule(name)
     own = _below(styles, name)
-    part = _part(module, name, own, mixes_positions=True) if any(_named(own)) else _by_structure(module, name)
+    if any(_named(own)):
+        part = _part(module, name, own, mixes_positions=True)
+        if part.gathered and (norms := _norms_of_all_heads(part, module)):
+            # The plan gathers for these norms; they alone need all heads.
+            by_heads = replace(part, gathered=(), cuts_input=False, norms=norms)
+            part = by_heads if _why_not_split(by_heads, module, tp, confirmed) is None else part
+        if part.is_split:
+            _refuse_heads(part, module, family, tp)
+        return part
+    part = _by_structure(module, name)
     if part.is_split:
         _refuse_heads(part, module, family, tp)
+        if reason := _why_not_split(part, module, tp, confirmed):
+            return Part(name, True, why_whole=f"transformers' plan leaves it out, and {reason}")
     return part
+
+
+def _why_not_split(part: Part, module: nn.Module, tp: int, confirmed: dict[Any, str | None]) -> str | None:
+    """As confirm_heads.py found out, once for each kind of attention."""
+    kind = (type(module), tuple((leaf, parameter.shape) for leaf, parameter in module.named_parameters()))
+    if kind not in confirmed:
+        heads, dims = dict(_heads(part, module)), part.parameter_dims(module)
+        confirmed[kind] = why_not_split(module, heads, str(part.rows), dims, part.norms, tp)
+    return confirmed[kind]
 
 
 def _mlp_part(model: nn.Module, name: str, own: dict[str, str]) -> Part:
@@ -192,7 +243,9 @@ def _part(module: nn.Module, name: str, own: dict[str, str], *, mixes_positions:
     def whole(why: str) -> Part:
         return Part(name, mixes_positions, why_whole=why)
 
-    unknown = [f"{leaf} {style}" for leaf, style in own.items() if style not in _COLUMNS | _ROWS | _UNSPLIT]
+    unknown = [
+        f"{leaf or _short(name)} {style}" for leaf, style in own.items() if style not in _COLUMNS | _ROWS | _UNSPLIT
+    ]
     if unknown:
         return whole(f"transformers' {unknown[0]} is not supported")
     bare = tuple(leaf for leaf, style in own.items() if style in _COLUMNS and leaf in module._parameters)
@@ -239,6 +292,16 @@ def _by_structure(module: nn.Module, name: str) -> Part:
     if counts := _counts_heads(module):
         return whole(f"its code uses {counts}")
     return Part(name, True, columns, (), rows[0], False, bare)
+
+
+def _norms_of_all_heads(part: Part, module: nn.Module) -> tuple[str, ...]:
+    """The norms of queries and keys, where nothing else sees more than one head."""
+    children = {leaf: child for leaf, child in module.named_children() if any(True for _ in child.parameters())}
+    norms = tuple(leaf for leaf in children if leaf not in (*part.columns, part.rows))
+    widths: dict[str, Any] = {f"{leaf[0]}_norm": module.get_submodule(leaf).out_features for leaf in part.columns}
+    fit = all([p.shape.numel() for p in children[leaf].parameters()] == [widths.get(leaf)] for leaf in norms)
+    known = set(part.columns) == {"q_proj", "k_proj", "v_proj"} and hasattr(module, "head_dim")
+    return norms if known and fit and _counts_heads(module) is None else ()
 
 
 def _counts_heads(module: nn.Module) -> str | None:
@@ -310,7 +373,8 @@ def _said_of(part: Part) -> str:
     if part.gathered:
         return f"{short} by columns ({columns}) and rows ({part.rows}); what is between is whole on each rank, repeated"
     what = "heads" if part.mixes_positions else "features"
-    return f"{short} by {what}: columns of {columns}, rows of {part.rows}"
+    norms = f"; {', '.join(part.norms)} of all heads" if part.norms else ""
+    return f"{short} by {what}: columns of {columns}, rows of {part.rows}{norms}"
 
 
 def _counted(texts: Iterator[str]) -> list[tuple[str, int]]:

@@ -165,6 +165,14 @@ class RunLock:
                 continue  # a file system that fails now and then costs one heartbeat of many
 
 
+def holder(directory: Path) -> Owner | None:
+    """Who holds the lock of `directory`, or left it behind; None for nobody. Changes nothing.
+
+    For readers: what they are told may be over the moment after.
+    """
+    return _read(directory / NAME)
+
+
 def _create(path: Path, owner: Owner) -> bool:
     """Whether this call created the file; of many at the same time, one does."""
     try:

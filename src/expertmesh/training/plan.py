@@ -14,6 +14,8 @@ from expertmesh.config import Config
 from expertmesh.data import DataReport, TrainingBatches
 from expertmesh.experts.balance import Balance, attached_balance
 from expertmesh.mesh import Layout, Mesh
+from expertmesh.parallel.checkpointing import CheckpointedLayers, CheckpointingMode, checkpointed_layers
+from expertmesh.parallel.compiling import compiled_parts
 from expertmesh.parallel.context import context_lines
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.tensor_plan import attached_plan
@@ -32,17 +34,17 @@ def plan_lines(
     *,
     total_steps: int,
     bytes_to_load: int,
-    checkpointing: bool,
+    checkpointing: CheckpointingMode,
 ) -> Iterator[str]:
     """The plan of this rank, line by line. `model` is sharded and may still be on meta. No communication."""
     layout, anatomy = mesh.layout, checked.anatomy
     yield f"model      {config.model.name_or_path}: {checked.model_config.model_type}, " + _experts_line(anatomy)
     yield from (f"           {line}" for line in layout.table().splitlines())
+    yield from (f"cp         {line}" for line in context_lines(model, layout))
+    yield from (f"tp         {line}" for line in attached_plan(model).lines())
     pipeline = pipeline_of(model)
     if pipeline is not None:
         yield from (f"stages     {line}" for line in _stage_lines(pipeline, batches.accumulation))
-    yield from (f"cp         {line}" for line in context_lines(model, layout))
-    yield from (f"tp         {line}" for line in attached_plan(model).lines())
     dense, expert, adapters = local_parameters(model, anatomy)
     counts = f"{dense:,} dense + {expert:,} expert{f' + {adapters:,} adapter' if adapters else ''} parameters"
     yield f"per rank   {counts}, {gib(bytes_to_load)} to load"
@@ -57,7 +59,9 @@ def plan_lines(
     yield from (f"balance    {line}" for line in _balance_lines(attached_balance(model), counted))
     if lora is not None:
         yield from (f"lora       {line}" for line in adapter_plan_lines(lora, anatomy))
-    yield f"memory     activation checkpointing {'full' if checkpointing else 'none'}"
+    yield f"memory     {_checkpointing_line(checkpointing, config.train.checkpoint_layers, len(anatomy.blocks))}"
+    if config.train.compile:
+        yield f"compile    {_compile_line(model, anatomy)}"
     for report in reports:
         yield from (f"data       {line}" for line in report.lines())
     train, ranks = config.train, layout.data_ranks
@@ -116,6 +120,19 @@ def _balance_lines(balance: Balance, counted: int) -> Iterator[str]:
         yield f"z-loss times {balance.z_loss_coef:g}"
     if balance.biases:
         yield f"{len(balance.biases)} correction biases move by {balance.bias_update_rate:g} a step"
+
+
+def _checkpointing_line(mode: CheckpointingMode, layers: CheckpointedLayers, blocks: int) -> str:
+    if mode == "none" or layers == "all":
+        return f"activation checkpointing {mode}"
+    chosen = checkpointed_layers(layers, blocks)
+    return f"activation checkpointing {mode} of {len(chosen)} of {blocks} blocks ({', '.join(map(str, chosen))})"
+
+
+def _compile_line(model: nn.Module, anatomy: Anatomy) -> str:
+    parts = list(compiled_parts(model, anatomy))
+    kinds = dict.fromkeys(type(model.get_submodule(name)).__name__ for name in parts)
+    return f"{len(parts)} dense parts of {len(anatomy.blocks)} blocks ({', '.join(kinds)})"
 
 
 def _experts_line(anatomy: Anatomy) -> str:

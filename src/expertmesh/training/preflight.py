@@ -25,6 +25,8 @@ from expertmesh.data import load_tokenizer
 from expertmesh.data.loader import accumulation_of
 from expertmesh.experts.layer import choose_backend
 from expertmesh.mesh import Layout, resolve_layout
+from expertmesh.parallel.checkpointing import refuse_checkpointing
+from expertmesh.parallel.compiling import refuse_compile
 from expertmesh.parallel.context import refuse_context
 from expertmesh.parallel.mixing import carried_state
 from expertmesh.parallel.pipeline import plan_cut
@@ -84,6 +86,10 @@ def preflight(config: Config, world_size: int) -> Checked:
         check_files(adapt(model, config.lora, getattr(torch, config.precision.params), config.model.name_or_path))
     refuse_model(model, anatomy, config.moe)
     refuse_context(model, anatomy, layout)
+    if config.train.activation_checkpointing in ("selective", "full"):
+        refuse_checkpointing(model, anatomy, config.train.checkpoint_layers)
+    if config.train.compile:
+        refuse_compile(model, layout)
     if layout.pp > 1:
         plan_cut(model, anatomy, layout)
         accumulation = accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)

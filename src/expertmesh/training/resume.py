@@ -29,6 +29,8 @@ _FREE_KEYS = (
     "train.num_epochs",
     "train.micro_batch_size",
     "train.activation_checkpointing",
+    "train.checkpoint_layers",
+    "train.compile",
     "train.eval_every_steps",
     "moe.dispatch",
     "moe.compute",

@@ -27,6 +27,7 @@ from expertmesh.data import (
 )
 from expertmesh.mesh import Mesh, current_device, init_mesh, set_timeout, start_process_group
 from expertmesh.model import load_weights, prepare_model
+from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.training.checkpoints import open_checkpoints
 from expertmesh.training.control import Control
 from expertmesh.training.lock import RunLock
@@ -35,6 +36,7 @@ from expertmesh.training.metrics import open_reporter
 from expertmesh.training.optimizer import build_optimizer, build_schedule
 from expertmesh.training.plan import plan_lines
 from expertmesh.training.preflight import ADAPTER, MODEL, Checked, preflight
+from expertmesh.training.recording import record_start
 from expertmesh.training.resume import Counters, Identity, check_start, find_start
 from expertmesh.training.weights_report import AUDIT_FILE, adapter_lines, loaded_lines, saved_lines
 from expertmesh.weights.agree import from_first, together
@@ -105,7 +107,7 @@ def _train(config: Config, control: Control, checked: Checked, device: torch.dev
     start = Path(shared) if (shared := from_first(str(found or ""))) else None
 
     torch.manual_seed(config.train.seed + mesh.rank)
-    checkpointing = checkpoints_activations(config, mesh)
+    checkpointing = checkpointing_mode(config, mesh)
     model, resolved = prepare_model(
         checked.model_config,
         checked.directory,
@@ -115,6 +117,8 @@ def _train(config: Config, control: Control, checked: Checked, device: torch.dev
         attention=config.model.attention,
         trust_remote_code=config.model.trust_remote_code,
         activation_checkpointing=checkpointing,
+        checkpoint_layers=config.train.checkpoint_layers,
+        compile=config.train.compile,
         lora=config.lora,
         name=config.model.name_or_path,
         revision=config.model.revision,
@@ -125,6 +129,7 @@ def _train(config: Config, control: Control, checked: Checked, device: torch.dev
     with together("writing the configuration"):
         if mesh.rank == 0:
             _write_config(config, directory / "config.yaml")
+    printed: list[str] = []
     if mesh.rank == 0:
         if start is None and (directory / "metrics.jsonl").exists():
             print(f"{directory} holds an unfinished run without a checkpoint; it starts again from the beginning")
@@ -141,9 +146,24 @@ def _train(config: Config, control: Control, checked: Checked, device: torch.dev
             checkpointing=checkpointing,
         ):
             print(line, flush=True)
+            printed.append(line)
     optimizer, counters = _load(config, control, checked, mesh, model, start, changes)
     with together("opening the metrics"):
         reporter = open_reporter(config.log, directory, total_steps, is_main=mesh.rank == 0, done=counters.step)
+    record_start(
+        config,
+        checked,
+        mesh,
+        model,
+        resolved,
+        reports,
+        batches,
+        total_steps=total_steps,
+        bytes_to_load=to_load,
+        checkpointing=checkpointing,
+        after_step=counters.step,
+        printed=printed,
+    )
     loop = TrainingLoop(
         config=config,
         mesh=mesh,
@@ -229,10 +249,12 @@ def _load(
     return optimizer, counters
 
 
-def checkpoints_activations(config: Config, mesh: Mesh) -> bool:
-    """`auto` recomputes on accelerators, where memory is what runs out, and keeps activations on a CPU."""
+def checkpointing_mode(config: Config, mesh: Mesh) -> CheckpointingMode:
+    """`auto` recomputes whole blocks on accelerators, where memory is what runs out, and keeps activations on a CPU."""
     mode = config.train.activation_checkpointing
-    return mesh.device.type != "cpu" if mode == "auto" else mode == "full"
+    if mode == "auto":
+        return "none" if mesh.device.type == "cpu" else "full"
+    return mode
 
 
 def _dataset(config: Config, part: str, tokenizer: Any, checked: Checked) -> tuple[TokenizedDataset, DataReport]:

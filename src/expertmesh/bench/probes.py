@@ -8,6 +8,7 @@ calls.
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -29,14 +30,14 @@ class Traffic:
     bytes: int = 0
 
 
-class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CollectiveCounter(TorchDispatchMode):
     """Counts every c10d operation issued under it, by kind: all_to_all, all_gather, reduce_scatter, ...
 
     Raises RuntimeError on a communicating c10d operation that it does not know, rather than miss its bytes.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.traffic: dict[str, Traffic] = {}
 
     def __torch_dispatch__(
@@ -129,16 +130,34 @@ def peak_allocated_bytes(run: Callable[[], object]) -> int:
     Exact, from torch's allocator: unlike resident memory it does not depend on what the C library keeps or
     gives back.
     """
+    live = peak = 0
+    for change in _allocations(run):
+        live += change
+        peak = max(peak, live)
+    return peak
+
+
+def held_bytes(run: Callable[[], object]) -> int:
+    """CPU tensor memory that `run` leaves behind, its result included: for a forward, what backward needs. Exact."""
+    return sum(_allocations(run))
+
+
+def _allocations(run: Callable[[], object]) -> list[int]:
+    """What `run` allocated (positive) and freed (negative), in bytes and in order."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells every start on stderr
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
+        result = run()
     results = profiler.profiler.kineto_results if profiler.profiler else None
     assert results is not None
     changes = [event for event in results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(changes, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
+    del result
+    return [event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the accelerator; nothing to wait for on CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def _status_bytes(field: str) -> int:

@@ -1,9 +1,9 @@
-"""One rank of a benchmark run; started by `step.py`, never by hand.
+"""One rank of a benchmark run; started by `launch` of step.py, never by hand.
 
 `time` builds every system on the same ranks and alternates them, so that a busy neighbour slows all of them
-alike. `memory` and `load` build one system in a fresh process. `save` is checkpoint.py's. `profile` prints where one
-system's CPU time goes on rank 0. Rank 0 writes the result as JSON; every rank leaves through `os._exit`, because
-gloo's teardown aborts at random.
+alike. `memory` and `load` build one system in a fresh process. `profile` prints where one system's CPU time goes on
+rank 0. Rank 0 writes the result as JSON; every rank leaves through `os._exit`, because gloo's teardown aborts at
+random.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from . import probes
-from .case import Case, write_checkpoint
-from .saving import measure_saving
-from .systems import System, build
+from expertmesh.bench import probes
+from expertmesh.bench.case import Case, write_checkpoint
+from expertmesh.bench.systems import System, build
+from expertmesh.mesh import current_device
+
+# (case, systems, repeats) to what rank 0 writes; every rank calls it.
+Mode = Callable[[Case, Sequence[str], int], dict[str, Any]]
 
 
-def main() -> None:
+def main(modes: Mapping[str, Mode] | None = None) -> None:
+    """Run one of `modes` (default: `MODES`) as the rank that RANK names, on its accelerator or the CPU."""
+    modes = modes or MODES
     parser = argparse.ArgumentParser()
-    parser.add_argument("mode", choices=("time", "memory", "load", "save", "profile"))
+    parser.add_argument("mode", choices=tuple(modes))
     parser.add_argument("--case", required=True)
     parser.add_argument("--systems", required=True)
     parser.add_argument("--repeats", type=int, required=True)
@@ -42,26 +47,19 @@ def main() -> None:
     arguments = parser.parse_args()
     case, names = Case.from_json(arguments.case), arguments.systems.split(",")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = current_device()
+    own = dist.get_default_backend_for_device(device)
     dist.init_process_group(
-        "gloo",
+        own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}",
         init_method=f"file://{arguments.store}",
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=600),
     )
-    if arguments.mode == "time":
-        result = measure_time(case, names, arguments.repeats)
-    elif arguments.mode == "memory":
-        result = measure_memory(case, names[0], arguments.repeats)
-    elif arguments.mode == "load":
-        result = measure_load(case, names[0])
-    elif arguments.mode == "save":
-        result = measure_saving(case, Path(names[0]), arguments.repeats)
-    else:
-        result = {"profile": profile(case, names[0], arguments.repeats)}
+    result = modes[arguments.mode](case, names, arguments.repeats)
     if rank == 0:
         Path(arguments.out).write_text(json.dumps(result))
-    dist.barrier()
+    meet()
     os._exit(0)
 
 
@@ -104,7 +102,7 @@ def first_step(system: System | None) -> tuple[float, float]:
         gradient = parameter.grad
         if gradient is not None:
             # Every system shards every parameter over all ranks, so local squares add up to the norm.
-            square += _local(gradient).double().square().sum()
+            square += _local(gradient).double().square().sum().cpu()
     totals = torch.stack([share.double().cpu(), square])
     dist.all_reduce(totals)
     forget_gradients(system)
@@ -114,10 +112,12 @@ def first_step(system: System | None) -> tuple[float, float]:
 def timed_step(system: System | None) -> tuple[float, float]:
     """One step from a common start: (slowest rank's wall seconds, CPU seconds of all ranks); collective."""
     gc.collect()
-    dist.barrier()
+    probes.synchronize(current_device())
+    meet()
     cpu, wall = time.process_time(), time.perf_counter()
     if system:
         system.step()
+    probes.synchronize(current_device())
     spent = (time.perf_counter() - wall, time.process_time() - cpu)
     forget_gradients(system)
     everyone = gather(spent)
@@ -131,21 +131,24 @@ def measure_memory(case: Case, name: str, repeats: int) -> dict[str, Any]:
     system. `load` is the peak while the checkpoint is read, `step` the peak over the steps after it, with
     parameters and gradients. Both count file pages, e.g. of a mapped checkpoint, which the kernel can drop
     and ranks share; `step_anonymous` leaves them out, and is the figure to compare. `tensors` is what
-    torch itself had allocated at the peak of one more step: exact, without what communication libraries take.
+    torch itself had allocated at the peak of one more step: exact, without what communication libraries take. On an
+    accelerator all of them are what torch had allocated there.
     """
+    if current_device().type != "cpu":
+        return _measure_device_memory(case, name, repeats)
     warm_up(case, name)
     imports, imported_files = probes.resident_bytes(), probes.file_bytes()
     probes.reset_peak()
     system = build(name, case)
     load = probes.peak_resident_bytes() - imports
     gc.collect()
-    dist.barrier()
+    meet()
     probes.reset_peak()
     for _ in range(repeats):
         if system:
             system.step()
             forget_gradients(system)
-        dist.barrier()
+        meet()
     step = probes.peak_resident_bytes() - imports
     # The kernel keeps no peak of anonymous memory, but steps map no files, so this is the peak's share.
     anonymous = step - (probes.file_bytes() - imported_files)
@@ -154,6 +157,22 @@ def measure_memory(case: Case, name: str, repeats: int) -> dict[str, Any]:
         held = sum(_local(parameter).nbytes for parameter in system.module.parameters())
         tensors = held + probes.peak_allocated_bytes(system.step)
     row = {"imports": imports, "load": load, "step": step, "step_anonymous": anonymous, "tensors": tensors}
+    return {"ranks": [row for row in gather(row if system else None) if row]}
+
+
+def _measure_device_memory(case: Case, name: str, repeats: int) -> dict[str, Any]:
+    device = current_device()
+    torch.accelerator.reset_peak_memory_stats(device)
+    system = build(name, case)
+    load = torch.accelerator.max_memory_allocated(device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    for _ in range(repeats):
+        if system:
+            system.step()
+            forget_gradients(system)
+        meet()
+    step = torch.accelerator.max_memory_allocated(device)
+    row = {"imports": 0, "load": load, "step": step, "step_anonymous": step, "tensors": step}
     return {"ranks": [row for row in gather(row if system else None) if row]}
 
 
@@ -168,11 +187,12 @@ def measure_load(case: Case, name: str) -> dict[str, Any]:
     warm_up(case, name)
     probes.reset_peak()
     resident, anonymous, file = probes.resident_bytes(), probes.anonymous_bytes(), probes.file_bytes()
-    dist.barrier()
+    meet()
     read = probes.read_bytes()
     with probes.SampledPeaks() as peaks:
         start = time.perf_counter()
         system = build(name, case)
+        probes.synchronize(current_device())
         seconds = time.perf_counter() - start
     read = probes.read_bytes() - read
     row = {"peak": probes.peak_resident_bytes() - resident, "kept": probes.resident_bytes() - resident}
@@ -181,6 +201,7 @@ def measure_load(case: Case, name: str) -> dict[str, Any]:
     parameters = [_local(parameter.detach()) for parameter in system.module.parameters()]
     row |= {"shard": sum(parameter.nbytes for parameter in parameters), "read": read}
     square = torch.stack([parameter.double().square().sum() for parameter in parameters]).sum()
+    square = square.cpu()
     dist.all_reduce(square)
     return {"seconds": max(gather(seconds)), "ranks": gather(row), "square": square.item()}
 
@@ -192,7 +213,7 @@ def warm_up(case: Case, name: str) -> None:
         warm = build(name, tiny)
         if warm:
             warm.step()
-        dist.barrier()
+        meet()
     del warm
     gc.collect()
 
@@ -206,7 +227,7 @@ def profile(case: Case, name: str, repeats: int) -> str:
             if system:
                 system.step()
             forget_gradients(system)
-            dist.barrier()
+            meet()
     return str(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60))
 
 
@@ -214,6 +235,11 @@ def forget_gradients(system: System | None) -> None:
     """Drop the gradients, outside every measurement."""
     if system:
         system.module.zero_grad(set_to_none=True)
+
+
+def meet() -> None:
+    """A barrier of all ranks on the host; collective (one all-reduce of a number on the CPU)."""
+    dist.all_reduce(torch.zeros(()))
 
 
 def gather(value: Any) -> list[Any]:
@@ -241,6 +267,14 @@ class _Nothing:
 
     def __exit__(self, *_: object) -> None:
         return None
+
+
+MODES: dict[str, Mode] = {
+    "time": measure_time,
+    "memory": lambda case, names, repeats: measure_memory(case, names[0], repeats),
+    "load": lambda case, names, repeats: measure_load(case, names[0]),
+    "profile": lambda case, names, repeats: {"profile": profile(case, names[0], repeats)},
+}
 
 
 if __name__ == "__main__":

@@ -111,7 +111,9 @@ def write_checkpoint(case: Case, directory: Path, max_shard_size: str = "50GB") 
     thing.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.manual_seed(0)
     auto: Any = AutoModelForCausalLM
     model = auto.from_config(qwen3_moe_config(case), dtype=getattr(torch, case.params))

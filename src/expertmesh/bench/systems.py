@@ -13,12 +13,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from .case import Case, input_ids
+from expertmesh.bench.case import Case, input_ids
+from expertmesh.mesh import current_device
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ def _transformers_step(model: nn.Module, ids_BS: torch.Tensor, share: float) -> 
 
     def step() -> torch.Tensor:
         loss: torch.Tensor = model(input_ids=ids_BS, labels=ids_BS, use_cache=False).loss
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach() * share
 
     return step
@@ -76,7 +78,8 @@ def _transformers_sharded(case: Case, ep: int) -> System:
     note = f"{case.params} parameters, " + (
         f"fsdp_mixed_precision: {case.compute} compute, float32 reduce" if mixed else "the same compute and reduce"
     )
-    return System(model, _transformers_step(model, input_ids(case, dist.get_rank()), 1 / world), note)
+    ids_BS = input_ids(case, dist.get_rank()).to(current_device())
+    return System(model, _transformers_step(model, ids_BS, 1 / world), note)
 
 
 def transformers_ep(case: Case, ep: int) -> System:
@@ -99,18 +102,19 @@ def unsharded(case: Case, size: int) -> System | None:
         raise ValueError("`unsharded` takes no size")
     if dist.get_rank() != 0:
         return None
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         case.checkpoint, dtype=case.dtype, experts_implementation="grouped_mm", attn_implementation="sdpa"
     )
-    model.train()
-    batches = [input_ids(case, rank) for rank in range(case.ranks)]
+    device = current_device()
+    model.to(device).train()
+    batches = [input_ids(case, rank).to(device) for rank in range(case.ranks)]
 
     def step() -> torch.Tensor:
         total = torch.zeros(())
         for ids_BS in batches:
             loss = model(input_ids=ids_BS, labels=ids_BS, use_cache=False).loss / len(batches)
             loss.backward()
-            total += loss.detach().float()
+            total += loss.detach().float().cpu()
         return total
 
     return System(model, step, f"{case.compute} parameters, gradients and compute; all ranks' tokens in one process")
@@ -149,7 +153,7 @@ def _expertmesh(case: Case, ep: int, compute: str, *, lora: bool = False, update
     moe = em.MoeConfig(compute=compute)  # type: ignore[arg-type]
     adapters = em.LoraConfig(r=16) if lora else None
     model = em.load_model(case.checkpoint, mesh, precision=precision, moe=moe, attention="sdpa", lora=adapters)
-    ids_BS = input_ids(case, dist.get_rank())
+    ids_BS = input_ids(case, dist.get_rank()).to(mesh.device)
     batch = {"input_ids": ids_BS, "labels": ids_BS}
     targets = em.count_targets(ids_BS) * dist.get_world_size()
 
@@ -158,7 +162,7 @@ def _expertmesh(case: Case, ep: int, compute: str, *, lora: bool = False, update
 
     def step() -> torch.Tensor:
         loss = em.causal_lm_loss(model, batch, target_tokens=targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         if optimizer is not None:
             em.clip_grad_norm_(model, 1.0)
             optimizer.step()

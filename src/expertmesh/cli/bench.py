@@ -1,0 +1,105 @@
+"""`expertmesh bench [step|layer|load|lora]`: expertmesh beside its peers on this machine, in one run, as tables.
+
+For someone who wants to know what to expect here before believing figures from elsewhere. Repetitions of all systems
+alternate, medians are compared, and systems that do not compute the same are refused (exit 3).
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from expertmesh.bench import peers
+from expertmesh.bench.parts import PARTS, Result, check_ranks, sizes_for
+from expertmesh.cli.text import printable
+from expertmesh.config.errors import InputError
+from expertmesh.weights.directory import io_errors
+
+
+def run(parts: Sequence[str], quick: bool, nproc: int | None, report: str | None) -> int:
+    """Measure `parts` (all, if none is named) and print their tables; returns 0. `report` is a JSON file to write.
+
+    Raises `InputError` for what this machine cannot do, `IntegrityError` when a peer computes something else.
+    """
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown:
+        raise InputError(f"bench has no part {unknown[0]}; use {', '.join(PARTS)}, or none for all")
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    sizes = sizes_for(device, quick)
+    ranks = check_ranks(nproc, device, quick, sizes)
+    machine = peers.machine(device)
+    for line in _machine_lines(machine, ranks, device):
+        print(line, flush=True)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        if device.type == "cpu":
+            # As the ranks of a step: one thread, so that figures of machines with many cores can be compared.
+            torch.set_num_threads(1)
+        for part in dict.fromkeys(parts or PARTS):
+            print(f"\n## {part}: {PARTS[part].summary}\n", flush=True)
+            results.append(PARTS[part].run(sizes, ranks, device))
+            for line in _result_lines(results[-1]):
+                print(printable(line), flush=True)
+    finally:
+        torch.set_num_threads(threads)
+    if report is not None:
+        _write(Path(report), {"machine": machine, "ranks": ranks, "quick": quick}, results)
+    return 0
+
+
+def _machine_lines(machine: dict[str, Any], ranks: int, device: torch.device) -> Iterator[str]:
+    versions = ", ".join(f"{name} {version or 'not installed'}" for name, version in machine["versions"].items())
+    yield f"versions    {versions}"
+    where = "a thread each" if device.type == "cpu" else "an accelerator each"
+    yield f"machine     {machine['device']}; step and load on {ranks} local rank{'s' * (ranks > 1)}, {where}"
+    busy = machine["load_average"][0]
+    if device.type == "cpu" and busy > 0.5:
+        yield f"note        the machine is busy (load average {busy:.1f}); ratios hold better than seconds"
+
+
+def _result_lines(result: Result) -> Iterator[str]:
+    yield aligned(result.table)
+    yield ""
+    if result.missing is not None:
+        yield f"missing     {result.missing}; ours is measured alone"
+    width = max((len(ratio.what) for ratio in result.ratios), default=0)
+    for ratio in result.ratios:
+        yield f"ratio       {ratio.what:<{width}}  {ratio.value:.2f}× {result.peer}"
+
+
+def aligned(text: str) -> str:
+    """Markdown tables in `text` with columns of equal width, fit to be read as they are."""
+    lines = text.splitlines()
+    tables: dict[int, list[list[str]]] = {}
+    for number, line in enumerate(lines):
+        if line.startswith("|"):
+            first = number if not (number and lines[number - 1].startswith("|")) else max(tables)
+            tables.setdefault(first, []).append([cell.strip() for cell in line.strip("|").split("|")])
+    for first, rows in tables.items():
+        widths = [max(len(cell) for cell in column if set(cell) != {"-"}) for column in zip(*rows, strict=True)]
+        for place, row in enumerate(rows):
+            cells = [
+                "-" * width if place == 1 else cell.ljust(width) if column == 0 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            lines[first + place] = f"| {' | '.join(cells)} |"
+    return "\n".join(lines)
+
+
+def _write(path: Path, head: dict[str, Any], results: Sequence[Result]) -> None:
+    found = {
+        result.part: {
+            "peer": result.peer,
+            "missing": result.missing,
+            "ratios": [dataclasses.asdict(ratio) | {"ratio": ratio.value} for ratio in result.ratios],
+            "figures": result.data,
+        }
+        for result in results
+    }
+    content = json.dumps({"format": "expertmesh-bench", "version": 1, **head, "parts": found}, indent=1) + "\n"
+    with io_errors(path, len(content)):
+        path.write_text(content, encoding="utf-8")

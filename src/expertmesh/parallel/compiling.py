@@ -1,0 +1,107 @@
+"""torch.compile of the dense parts of each block: attention, norms, dense MLPs, shared experts (`train.compile`).
+
+Compiled in place, so that names, state dict and FSDP2's groups stay as they are; parts of one class share their code.
+Routers and routed experts run as they are: what a router chooses must not depend on a compiler, and dispatch waits for
+counts. A part is one graph or is refused by name: nothing falls back to eager silently. Evaluation is eager.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from expertmesh.anatomy import Anatomy, describe
+from expertmesh.config.errors import InputError
+from expertmesh.experts.adapted import adapter_state
+from expertmesh.mesh import Layout, mesh_of
+
+# Code is compiled per class, and again for other sizes, masks or dtypes. torch's own limit of 8 is for one function.
+_VARIANTS = 64
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Make the dense parts of every block of a sharded `model` (which may be on meta) compile when they first run.
+
+    Every rank calls it; no communication. Raises `InputError` for what is not exact, or where torch.compile does not
+    work at all: a part of a line is compiled to find out. Parts that do not compile are refused when they first run.
+    """
+    mesh, anatomy = mesh_of(model), describe(model)
+    refuse_compile(model, mesh.layout)
+    _probe(mesh.device)
+    torch._dynamo.config.recompile_limit = max(_VARIANTS, torch._dynamo.config.recompile_limit)
+    compiled: dict[type, Callable[..., Any]] = {}
+    for name in compiled_parts(model, anatomy):
+        part: Any = model.get_submodule(name)
+        kind = type(part)
+        if kind not in compiled:
+            compiled[kind] = torch.compile(kind.forward, fullgraph=True)
+        part.forward = partial(_forward, part, name, compiled[kind])
+
+
+def refuse_compile(model: nn.Module, layout: Layout) -> None:
+    """Raise `InputError` for what `train.compile` is not proven for."""
+    state = adapter_state(model)
+    if state is not None and state.dropout > 0.0:
+        raise InputError(
+            f"train.compile: lora.dropout is {state.dropout}, whose masks depend on each token's number, which "
+            "compiled code would take for a constant; set lora.dropout to 0 or train.compile to false"
+        )
+    for axis in ("tp", "cp", "pp"):
+        if layout.size(axis) > 1:
+            raise InputError(f"train.compile is not proven with parallel.{axis}; set one of them to its default")
+
+
+def compiled_parts(model: nn.Module, anatomy: Anatomy) -> Iterator[str]:
+    """Names of the outermost modules inside the blocks that have parameters and neither routers nor routed experts."""
+    apart = {spec.name for spec in anatomy.experts} | set(anatomy.routers)
+    for block in anatomy.blocks:
+        yield from _parts_of(block, model.get_submodule(block), apart)
+
+
+def _parts_of(parent: str, module: nn.Module, apart: set[str]) -> Iterator[str]:
+    for leaf, child in module.named_children():
+        name = f"{parent}.{leaf}"
+        if name in apart or not any(True for _ in child.parameters()):
+            continue
+        own = type(child).__module__.startswith("torch.nn.")  # one kernel, or a container
+        if own or any(inner.startswith(f"{name}.") for inner in apart):
+            yield from _parts_of(name, child, apart)
+        else:
+            yield name
+
+
+def _forward(part: nn.Module, name: str, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not part.training:
+        return type(part).forward(part, *args, **kwargs)
+    try:
+        return compiled(part, *args, **kwargs)
+    except _refusals() as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
+        raise InputError(
+            f"train.compile: {name} ({type(part).__name__}) cannot be compiled as one graph: {reason}; set "
+            "train.compile to false"
+        ) from error
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # two seconds, for those who compile
+
+    return TorchDynamoException, FailOnRecompileLimitHit
+
+
+def _probe(device: torch.device) -> None:
+    """Compile and run something: whether there is a compiler that works is not known otherwise."""
+    try:
+        torch.compile(_twice, fullgraph=True)(torch.ones(2, device=device))
+    except Exception as error:  # whatever torch, a C++ compiler or Triton raise: it does not work here
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
+        raise InputError(
+            f"train.compile: torch.compile does not work on {device.type} here: {reason}; install a C++ compiler (and "
+            "Triton for an accelerator), or set train.compile to false"
+        ) from error
+
+
+def _twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2

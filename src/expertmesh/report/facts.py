@@ -1,0 +1,194 @@
+"""The sections that are told and not drawn: the plan against what was measured, verification, starts, configuration."""
+
+import math
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+from expertmesh.report.html import Html, join, table, tag
+from expertmesh.report.run import AUDIT_FILE, CONFIG_FILE, RESULTS, VERIFICATION_FILE, Run
+from expertmesh.report.words import NOTHING, duration, highest, last, middle, number, plural, size, whole
+from expertmesh.training.record import Prediction, RunRecord, Start
+
+
+def plan(run: Run) -> Html:
+    """What was planned beside what happened."""
+    if run.record is None:
+        return tag("p", "The run has left no run.json, so what was planned is not known.")
+    start = run.record.starts[-1]
+    head = ("", "planned", "measured", "measured / planned")
+    parts = [table(head, list(_planned(run, run.record, start)), label="Plan and measurement", numbers=1)]
+    if start.plan is None:
+        parts.append(
+            tag(
+                "p",
+                "Speed and memory were not predicted for this run, so they stand without a comparison.",
+                class_="soft",
+            )
+        )
+    elif start.device == "cpu" and start.plan.peak_memory_bytes is not None:
+        parts.append(
+            tag(
+                "p",
+                "On a CPU, what is measured is the resident memory of the whole process, with Python and libraries.",
+                class_="soft",
+            )
+        )
+    parts.append(tag("h3", "The plan as it was printed"))
+    parts.append(tag("pre", "\n".join(start.printed), tabindex=0))
+    return join(*parts)
+
+
+def _planned(run: Run, record: RunRecord, start: Start) -> Iterator[tuple[object, ...]]:
+    metrics = run.metrics
+    since = metrics.step > start.after_step
+    yield "optimizer steps", f"{start.total_steps:,}", f"{run.last_step:,}", _ratio(run.last_step, start.total_steps)
+    if run.config is not None:
+        epoch = last(metrics["epoch"])
+        passes = record.train_data.tokens * epoch
+        yield "passes over the data", f"up to {run.config.train.num_epochs}", number(epoch, 3), ""
+        yield (
+            "input tokens",
+            f"{record.train_data.tokens:,} a pass",
+            f"about {whole(passes)}" if passes else NOTHING,
+            "",
+        )
+    sequences = start.micro_batch_size * start.data_ranks * start.accumulation
+    batch = f"{start.micro_batch_size} micro-batch × {start.data_ranks} data ranks × {start.accumulation} accumulation"
+    yield "sequences a step", f"{sequences:,} = {batch}", "", ""
+    yield "target tokens a step", "", whole(middle(metrics["target_tokens"])), ""
+    predicted = start.plan or Prediction()
+    seconds = middle(metrics.step_seconds()[since])
+    yield (
+        "seconds a step",
+        _known(predicted.step_seconds, duration),
+        duration(seconds),
+        _ratio(seconds, predicted.step_seconds),
+    )
+    speed = middle(metrics["tokens_per_second"][since])
+    yield (
+        "tokens per second",
+        _known(predicted.tokens_per_second, whole),
+        whole(speed),
+        _ratio(speed, predicted.tokens_per_second),
+    )
+    memory = highest(metrics["peak_memory_bytes"][since])
+    yield (
+        "peak memory of a rank",
+        _known(predicted.peak_memory_bytes, size),
+        size(memory),
+        _ratio(memory, predicted.peak_memory_bytes),
+    )
+
+
+def _known(value: float | None, words: Any) -> str:
+    return words(value) if value is not None else NOTHING
+
+
+def _ratio(measured: float, planned: float | None) -> str:
+    if planned is None or planned <= 0 or not math.isfinite(measured):
+        return ""
+    return f"{measured / planned:.2f}×"
+
+
+def verification(run: Run) -> Html:
+    """What `expertmesh verify` found, or how to have it look."""
+    found = run.verification
+    parts: list[Html] = []
+    if found is None:
+        command = f"expertmesh verify {shlex.quote(str(run.directory / CONFIG_FILE))}"
+        parts.append(
+            tag("p", tag("strong", "Not verified."), " Whether the job computes what the unsharded model does:")
+        )  # fmt: skip
+        parts.append(tag("pre", command))
+    else:
+        word = tag("strong", "Passed" if found.sound else "FAILED", class_="good" if found.sound else "bad")
+        failed = [layer.name for layer in found.layers if not layer.passed]
+        told = (
+            "every layer agrees with the unsharded model."
+            if found.sound
+            else f"see {', '.join(failed) or 'the report'}."
+        )
+        if found.sound is not found.passed:
+            told = "the report says passed, but its layers do not; it counts as failed."
+        parts.append(tag("p", word, ": ", told, " From ", tag("code", VERIFICATION_FILE), "."))
+        rows: list[tuple[object, ...]] = [
+            (
+                layer.name,
+                tag("span", "passed" if layer.passed else "FAILED", class_="good" if layer.passed else "bad"),
+                number(layer.worst) if isinstance(layer.worst, int | float) else layer.worst or NOTHING,
+                tag("code", layer.tensor) if layer.tensor else NOTHING,
+                layer.detail or "",
+            )
+            for layer in found.layers
+        ]
+        head = ("layer", "result", "worst figure", "in tensor", "")
+        parts.append(table(head, rows, label="Verification layer by layer"))
+    if run.audit is not None:
+        told = (
+            f" compared every byte of {plural(run.audit.tensors, 'tensor')}, {size(run.audit.bytes_compared)}, with "
+            "the files in "
+        )
+        parts.append(
+            tag("p", "The audit at the start (", tag("code", AUDIT_FILE), ")", told, tag("code", run.audit.source), ".")
+        )
+    return join(*parts)
+
+
+def starts(run: Run) -> Html:
+    """When and where the run ran, what it has left, and by which versions."""
+    parts: list[Html] = []
+    if run.record is not None:
+        rows: list[tuple[object, ...]] = []
+        for start in run.record.starts:
+            axes = ", ".join(f"{axis} {size}" for axis, size in start.layout.items() if size > 1) or "one process"
+            shown = f"{start.world_size:,} × {start.device_name}"
+            choices = (
+                f"dispatch {start.dispatch}, compute {start.compute}, checkpointing {start.activation_checkpointing}"
+            )
+            rows.append((start.started, f"{start.after_step:,}", shown, axes, choices))
+        head = ("started", "after step", "ranks", "layout", "chosen")
+        parts.append(table(head, rows, label="Starts of the run"))
+        parts.append(tag("h3", "What a rank holds"))
+        shares: list[tuple[object, ...]] = [
+            (
+                f"{share.ranks:,} of {run.record.starts[-1].world_size:,}",
+                f"{share.dense:,}",
+                f"{share.expert:,}",
+                f"{share.adapter:,}",
+                size(share.bytes_to_load),
+            )
+            for share in run.record.starts[-1].shares
+        ]
+        head = ("ranks", "dense parameters", "expert parameters", "of adapters", "to load")
+        parts.append(table(head, shares, label="What a rank holds", numbers=1))
+        parts.append(tag("h3", "Versions"))
+        parts.append(table(("", "version"), _versions(run.record), label="Versions"))
+    parts.append(tag("h3", "What it has left"))
+    kept = [f"checkpoints of {_steps(run.checkpoints)}"] if run.checkpoints else ["no checkpoint"]
+    kept += [f"{name}/" for name in RESULTS if name in run.results]
+    parts.append(tag("p", tag("code", str(run.directory)), ": ", ", ".join(kept), "."))
+    return join(*parts)
+
+
+def _versions(record: RunRecord) -> list[tuple[object, ...]]:
+    """Of the last start; where an earlier one differed, that too."""
+    rows: list[tuple[object, ...]] = []
+    for name, value in record.starts[-1].versions.items():
+        earlier = [start.versions.get(name, "none") for start in record.starts[:-1]]
+        others = dict.fromkeys(each for each in earlier if each != value)
+        rows.append((name, value + (f" (earlier: {', '.join(others)})" if others else "")))
+    return rows
+
+
+def _steps(steps: tuple[int, ...]) -> str:
+    shown = [f"step {step:,}" for step in steps[-6:]]
+    return (f"{len(steps) - 6:,} more and " if len(steps) > 6 else "") + ", ".join(shown)
+
+
+def configuration(run: Run) -> Html:
+    if run.config_text is None:
+        return tag("p", "There is no configuration that can be read.")
+    return join(
+        tag("p", "As it was resolved, defaults included.", class_="soft"), tag("pre", run.config_text, tabindex=0)
+    )

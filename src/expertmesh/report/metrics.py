@@ -1,0 +1,171 @@
+"""Reads `metrics.jsonl` as columns of numbers, whatever state the run is in or ended in.
+
+Nothing in the file is trusted: a line cut short by a kill, values that are null because they were not finite, rows
+without keys that are optional, lines that are no rows at all. What could not be used is said in `notes`.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from expertmesh.config.errors import InputError
+
+Column = npt.NDArray[np.float64]
+NUMBERS = (
+    "epoch", "loss", "grad_norm", "learning_rate", "target_tokens", "tokens_per_second", "peak_memory_bytes",
+    "elapsed_seconds", "aux_loss", "z_loss",
+)  # fmt: skip
+LOAD_KEYS = ("max_over_mean", "entropy", "dead")
+_LINES_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Rows in the order of their steps. S reported steps, L MoE layers; what a row does not say is NaN.
+
+    `numbers` has one column `[S]` for each of `NUMBERS`; `load_SL` one table `[S, L]` for each of `LOAD_KEYS`.
+    """
+
+    step: npt.NDArray[np.int64]
+    numbers: dict[str, Column]
+    load_SL: dict[str, npt.NDArray[np.float32]]
+    skipped: tuple[tuple[int, str], ...]
+    eval_step: npt.NDArray[np.int64]
+    eval_loss: Column
+    eval_target_tokens: Column
+    notes: tuple[str, ...]
+
+    def __getitem__(self, name: str) -> Column:
+        return self.numbers[name]
+
+    def has(self, name: str) -> bool:
+        """Whether any row says something finite of it."""
+        return bool(np.isfinite(self.numbers[name]).any())
+
+    @property
+    def layers(self) -> int:
+        return int(self.load_SL["dead"].shape[1])
+
+    def step_seconds(self) -> Column:
+        """Seconds per step since the row before, pauses for evaluation and checkpoints included; NaN for the first."""
+        if not len(self.step):
+            return np.empty(0)
+        steps, seconds = np.diff(self.step, prepend=np.nan), np.diff(self["elapsed_seconds"], prepend=np.nan)
+        # Where a run was interrupted, the time between is lost; it never runs backwards.
+        return np.where(seconds >= 0, seconds / steps, np.nan)
+
+
+@dataclass(slots=True)
+class _Rows:
+    """What has been read so far; a later row of a step takes the place of an earlier one."""
+
+    steps: dict[int, list[float]] = field(default_factory=dict)
+    loads: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
+    skipped: dict[int, str] = field(default_factory=dict)
+    evaluations: dict[int, tuple[float, float]] = field(default_factory=dict)
+    repeated: set[int] = field(default_factory=set)
+    strange: list[int] = field(default_factory=list)
+    cut_short: bool = False
+
+    def add(self, number: int, line: bytes) -> None:
+        row = _parse(line)
+        step = row.get("step") if row is not None else None
+        if row is None or type(step) is not int or not 0 < step < 2**53:
+            self.strange.append(number)
+        elif "eval_loss" in row:
+            self.evaluations[step] = (_number(row["eval_loss"]), _number(row.get("eval_target_tokens")))
+        elif "loss" in row:
+            if step in self.steps:
+                self.repeated.add(step)
+            self.steps[step] = [_number(row.get(key)) for key in NUMBERS]
+            self.loads[step] = _load(row.get("expert_load"))
+            self.skipped.pop(step, None)
+            if row.get("skipped") is not None:
+                self.skipped[step] = str(row["skipped"])
+        else:
+            self.strange.append(number)
+
+    def notes(self) -> Iterator[str]:
+        if self.cut_short:
+            yield "The last line of metrics.jsonl is cut short, as a run leaves it that is killed while it writes."
+        if self.strange:
+            named = ", ".join(str(number) for number in self.strange[:_LINES_NAMED])
+            more = f" and {len(self.strange) - _LINES_NAMED:,} more" if len(self.strange) > _LINES_NAMED else ""
+            yield f"Lines of metrics.jsonl that are no rows of metrics are left out: {named}{more}."
+        if self.repeated:
+            yield f"Steps that metrics.jsonl reports twice: {len(self.repeated):,}; the later row counts."
+
+
+def read_metrics(path: Path) -> Metrics:
+    """The rows of `path`; no rows if there is no such file. `InputError` if it cannot be read."""
+    rows = _Rows()
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    # Only what ends in a newline was written whole.
+                    rows.cut_short = True
+                elif line.strip():
+                    rows.add(number, line)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    return _columns(rows)
+
+
+def _columns(rows: _Rows) -> Metrics:
+    steps, evaluated = sorted(rows.steps), sorted(rows.evaluations)
+    table = np.array([rows.steps[step] for step in steps], dtype=np.float64).reshape(len(steps), len(NUMBERS))
+    layers = max((len(load) for load in rows.loads.values()), default=0)
+    load_SLK = np.full((len(steps), layers, len(LOAD_KEYS)), np.nan, dtype=np.float32)
+    for place, step in enumerate(steps):
+        load_LK = rows.loads[step]
+        load_SLK[place, : len(load_LK)] = load_LK
+    return Metrics(
+        step=np.array(steps, dtype=np.int64),
+        numbers={key: table[:, place] for place, key in enumerate(NUMBERS)},
+        load_SL={key: load_SLK[:, :, place] for place, key in enumerate(LOAD_KEYS)},
+        skipped=tuple(sorted(rows.skipped.items())),
+        eval_step=np.array(evaluated, dtype=np.int64),
+        eval_loss=np.array([rows.evaluations[step][0] for step in evaluated], dtype=np.float64),
+        eval_target_tokens=np.array([rows.evaluations[step][1] for step in evaluated], dtype=np.float64),
+        notes=tuple(rows.notes()),
+    )
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _number(value: Any) -> float:
+    """A finite number, or NaN for everything else: null, text, true, and what no float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        number = float(value)
+    except OverflowError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
+
+
+def _load(value: Any) -> npt.NDArray[np.float32]:
+    """`[L, K]`: a row for every layer, NaN where it says nothing."""
+    layers: Iterable[Any] = value if isinstance(value, list) else ()
+    numbers = [
+        [_number(layer.get(key)) if isinstance(layer, dict) else math.nan for key in LOAD_KEYS] for layer in layers
+    ]
+    with np.errstate(over="ignore"):
+        table = np.array(numbers, dtype=np.float32).reshape(len(numbers), len(LOAD_KEYS))
+    table[~np.isfinite(table)] = np.nan
+    return table

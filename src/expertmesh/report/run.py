@@ -1,0 +1,171 @@
+"""Everything that a run's directory tells, read for the report; nothing in it is changed.
+
+A run may be going on, finished, stopped, killed or empty; files that are damaged or not there are said so in `notes`
+and the report goes without them.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from expertmesh.checkpoint.directory import CHECKPOINTS, published
+from expertmesh.config import Config, load_config
+from expertmesh.config.errors import ExpertmeshError, InputError
+from expertmesh.report.metrics import Metrics, read_metrics
+from expertmesh.training.lock import Owner, holder
+from expertmesh.training.record import RECORD_FILE, RunRecord, read_record
+
+CONFIG_FILE, METRICS_FILE, VERIFICATION_FILE, AUDIT_FILE = (
+    "config.yaml", "metrics.jsonl", "verification.json", "audit.json"
+)  # fmt: skip
+RESULTS = ("model", "adapter")
+Content = TypeVar("Content", bound=BaseModel)
+State = Literal["running", "finished", "ended", "stopped", "not started"]
+
+
+class VerifiedLayer(BaseModel):
+    """One layer of `expertmesh verify`: the worst figure that it found, and in which tensor."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    passed: bool
+    worst: float | int | str | None = None
+    tensor: str | None = None
+    detail: str | None = None
+
+
+class Verification(BaseModel):
+    """What `expertmesh verify` wrote to verification.json, as far as the report shows it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    schema_version: int = Field(ge=1, le=1)
+    passed: bool
+    layers: tuple[VerifiedLayer, ...]
+
+    @property
+    def sound(self) -> bool:
+        """Passed, and no layer says otherwise."""
+        return self.passed and bool(self.layers) and all(layer.passed for layer in self.layers)
+
+
+class Audit(BaseModel):
+    """What `train --audit full` wrote to audit.json, without the hashes."""
+
+    model_config = ConfigDict(frozen=True)
+
+    source: str
+    tensors: int
+    bytes_compared: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run. `config_text` is config.yaml as it is; `config` is None where it cannot be read as one."""
+
+    directory: Path
+    config_text: str | None
+    config: Config | None
+    metrics: Metrics
+    record: RunRecord | None
+    verification: Verification | None
+    audit: Audit | None
+    checkpoints: tuple[int, ...]
+    results: tuple[str, ...]
+    owner: Owner | None
+    notes: tuple[str, ...]
+
+    @property
+    def last_step(self) -> int:
+        """The last step that is reported, 0 for none."""
+        return int(self.metrics.step[-1]) if len(self.metrics.step) else 0
+
+    @property
+    def total_steps(self) -> int | None:
+        """How many steps the run was to have, if it is known."""
+        if self.record is not None:
+            return self.record.starts[-1].total_steps
+        return self.config.train.max_steps if self.config is not None else None
+
+    @property
+    def state(self) -> State:
+        if self.owner is not None and not self.owner.is_gone():
+            return "running"
+        if self.results:
+            return "finished"
+        if self.owner is not None:
+            return "ended"
+        return "stopped" if self.last_step else "not started"
+
+
+def read_run(directory: Path) -> Run:
+    """Read the run in `directory`. `InputError` if there is none, or if its metrics cannot be read."""
+    if not directory.is_dir():
+        raise InputError(f"{directory}: no such directory; give the output_dir of a run")
+    if not any((directory / name).exists() for name in (CONFIG_FILE, METRICS_FILE, RECORD_FILE)):
+        raise InputError(
+            f"{directory}: holds no run: there is no {CONFIG_FILE}, {METRICS_FILE} or {RECORD_FILE}; give the "
+            "output_dir of a run of expertmesh train"
+        )
+    notes: list[str] = []
+    text, config = _config(directory / CONFIG_FILE, notes)
+    metrics = read_metrics(directory / METRICS_FILE)
+    return Run(
+        directory=directory,
+        config_text=text,
+        config=config,
+        metrics=metrics,
+        record=_record(directory, notes),
+        verification=_json_file(directory / VERIFICATION_FILE, Verification, notes),
+        audit=_json_file(directory / AUDIT_FILE, Audit, notes),
+        checkpoints=tuple(step for step, _ in published(directory / CHECKPOINTS)),
+        results=tuple(name for name in RESULTS if (directory / name).is_dir()),
+        owner=holder(directory),
+        notes=(*metrics.notes, *notes),
+    )
+
+
+def _config(path: Path, notes: list[str]) -> tuple[str | None, Config | None]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        notes.append(f"{CONFIG_FILE} cannot be read ({error.strerror}), so the configuration is not shown.")
+        return None, None
+    try:
+        return text, load_config(path)
+    except ExpertmeshError as error:
+        notes.append(f"{CONFIG_FILE} is no configuration for this version of expertmesh: {error}")
+        return text, None
+
+
+def _record(directory: Path, notes: list[str]) -> RunRecord | None:
+    try:
+        record = read_record(directory)
+    except ExpertmeshError as error:
+        notes.append(f"{RECORD_FILE} is left out: {error}")
+        return None
+    if record is None:
+        notes.append(f"There is no {RECORD_FILE}, so ranks, layout, versions and the plan are not known.")
+    return record
+
+
+def _json_file(path: Path, kind: type[Content], notes: list[str]) -> Content | None:
+    """The file as `kind`; None if it is not there, and with a note if it is something else."""
+    try:
+        content: Any = json.loads(path.read_bytes())
+        return kind.model_validate(content)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        notes.append(f"{path.name} is left out: it cannot be read ({error.strerror}).")
+    except (ValidationError, ValueError, RecursionError) as error:
+        first = str(error).splitlines()[0]
+        if isinstance(error, ValidationError):
+            where = ".".join(str(part) for part in error.errors()[0]["loc"])
+            first = f"{where}: {error.errors()[0]['msg']}"
+        notes.append(f"{path.name} is left out: it is not what this version of expertmesh reads ({first}).")
+    return None

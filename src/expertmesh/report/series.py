@@ -1,0 +1,94 @@
+"""Thins out what has more points than a picture can show, without hiding an outlier.
+
+A line keeps, of every group of steps, the median, the lowest and the highest value; a heat map keeps the worst of every
+column. What was done is told by `Line.steps_per_point` and `Grid.steps_per_column`, for the caption.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+MAX_POINTS = 600
+MAX_COLUMNS = 320
+Numbers = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Points of a line, all of one length. `low` and `high` equal `middle` where a point is one row.
+
+    `smooth` is a median over the neighbourhood of each point, None for so few points that it would say nothing.
+    """
+
+    step: Numbers
+    middle: Numbers
+    low: Numbers
+    high: Numbers
+    smooth: Numbers | None
+    rows_per_point: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A heat map `[L, C]`: columns of equal width in steps from `first` to `last`; NaN where no row was reported."""
+
+    values_LC: npt.NDArray[np.float32]
+    first: float
+    last: float
+    rows_per_column: int
+
+
+def line(step: npt.NDArray[np.int64], values: Numbers) -> Line:
+    """Thin `values [S]` out to at most `MAX_POINTS`, each of equally many rows."""
+    group = max(1, -(-len(step) // MAX_POINTS))
+    groups = -(-len(step) // group)
+    # The last group is filled up with what counts for nothing.
+    padded = np.full((2, groups * group), np.nan)
+    padded[0, : len(step)], padded[1, : len(step)] = step, values
+    steps, table = padded.reshape(2, groups, group)
+    middle = _ignoring_nan(np.nanmedian, table)
+    return Line(
+        step=_ignoring_nan(np.nanmean, steps),
+        middle=middle,
+        low=_ignoring_nan(np.nanmin, table),
+        high=_ignoring_nan(np.nanmax, table),
+        smooth=_smoothed(middle),
+        rows_per_point=group,
+    )
+
+
+def _smoothed(values: Numbers) -> Numbers | None:
+    """The median of each point's neighbourhood, a twentieth of all points wide; a gap stays one."""
+    half = len(values) // 40
+    if half < 1:
+        return None
+    padded = np.concatenate([np.full(half, np.nan), values, np.full(half, np.nan)])
+    smooth: Numbers = _ignoring_nan(np.nanmedian, np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1))
+    smooth[np.isnan(values)] = np.nan
+    return smooth
+
+
+def grid(step: npt.NDArray[np.int64], values_SL: npt.NDArray[np.float32], worst: Callable[..., Any]) -> Grid:
+    """Columns of equal width in steps, at most `MAX_COLUMNS`; `worst` (`np.nanmax` or `np.nanmin`) joins their rows."""
+    gap = float(np.median(np.diff(step))) if len(step) > 1 else 1.0
+    first, last = float(step[0]) - gap / 2, float(step[-1]) + gap / 2
+    columns = int(min(MAX_COLUMNS, max(1, round((last - first) / gap))))
+    place_S = np.minimum(((step - first) / (last - first) * columns).astype(np.int64), columns - 1)
+    values_LC = np.full((values_SL.shape[1], columns), np.nan, dtype=np.float32)
+    most = 1
+    for column in np.unique(place_S):
+        rows_SL = values_SL[place_S == column]
+        most = max(most, len(rows_SL))
+        values_LC[:, column] = _ignoring_nan(worst, rows_SL, axis=0)
+    return Grid(values_LC, first, last, most)
+
+
+def _ignoring_nan(function: Callable[..., Any], table: npt.NDArray[Any], axis: int = -1) -> Any:
+    """numpy warns about groups without a value; here they are gaps."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return function(table, axis=axis)

@@ -1,0 +1,137 @@
+"""`output_dir/run.json`: what a run is and how each of its starts was laid out, for whoever looks at the run later.
+
+Rank 0 writes it whenever a run starts or is resumed (recording.py); `expertmesh report` reads it. One entry of `starts`
+for every start whose rows are still in `metrics.jsonl`. Nothing here needs torch, and training never reads it back.
+"""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from expertmesh.config.errors import InputError, IntegrityError
+
+RECORD_FILE = "run.json"
+FORMAT: Literal["expertmesh-run"] = "expertmesh-run"
+SCHEMA_VERSION: Literal[1] = 1
+_Count = Field(ge=0)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class MoeLayer(_Strict):
+    """One layer of routed experts, in the order of `expert_load` in metrics.jsonl; `name` is the module's. `top_k` is
+    None where the model does not say it."""
+
+    name: str
+    experts: int = Field(ge=1)
+    top_k: int | None = Field(ge=1)
+
+
+class DataCounts(_Strict):
+    """What became of the rows of a data set; one pass over it has `tokens` tokens."""
+
+    rows: int = _Count
+    samples: int = _Count
+    tokens: int = _Count
+    target_tokens: int = _Count
+
+
+class Share(_Strict):
+    """`ranks` ranks hold this many elements each, and read this many bytes of the model's files."""
+
+    ranks: int = Field(ge=1)
+    dense: int = _Count
+    expert: int = _Count
+    adapter: int = _Count
+    bytes_to_load: int = _Count
+
+
+class Prediction(_Strict):
+    """What was predicted for a step of this start, under the names and in the units of metrics.jsonl."""
+
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    peak_memory_bytes: float | None = None
+
+
+class Start(_Strict):
+    """One start of the run, after step `after_step` (0: from the beginning).
+
+    `started` is in ISO 8601, UTC. `layout` has the size of every axis of both views. `dispatch`, `compute` and
+    `activation_checkpointing` are what `auto` became. `printed` is the plan as `train` printed it, line by line.
+    """
+
+    started: str
+    after_step: int = _Count
+    total_steps: int = Field(ge=1)
+    world_size: int = Field(ge=1)
+    layout: dict[str, int]
+    device: str
+    device_name: str
+    versions: dict[str, str]
+    shares: list[Share]
+    micro_batch_size: int = Field(ge=1)
+    data_ranks: int = Field(ge=1)
+    accumulation: int = Field(ge=1)
+    dispatch: str
+    compute: str
+    activation_checkpointing: str
+    printed: list[str]
+    plan: Prediction | None = None
+
+
+class RunRecord(_Strict):
+    """What run.json holds. `parameters` counts each element of the model once, adapters included."""
+
+    format: Literal["expertmesh-run"] = FORMAT
+    schema_version: Literal[1] = SCHEMA_VERSION
+    model_type: str
+    parameters: int = _Count
+    blocks: int = _Count
+    moe_layers: list[MoeLayer]
+    train_data: DataCounts
+    eval_data: DataCounts | None
+    starts: list[Start] = Field(min_length=1)
+
+    def after(self, earlier: "RunRecord | None") -> "RunRecord":
+        """This record of one start, behind the starts of `earlier` that it goes on from.
+
+        What a start did after the step at which the next one began again is no longer in metrics.jsonl; a start of
+        which nothing is left there is left out.
+        """
+        first = self.starts[0].after_step
+        kept = [start for start in earlier.starts if start.after_step < first] if earlier is not None else []
+        return self.model_copy(update={"starts": [*kept, *self.starts]})
+
+
+def read_record(directory: Path) -> RunRecord | None:
+    """The run.json of the run in `directory`; None if there is none.
+
+    Raises `InputError` for a file that cannot be read or that a newer version wrote, `IntegrityError` for one that is
+    damaged.
+    """
+    path = directory / RECORD_FILE
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(f"{path}: damaged: is not JSON ({error})") from error
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if type(version) is int and version > SCHEMA_VERSION:
+        raise InputError(
+            f"{path}: has schema version {version}, newer than the {SCHEMA_VERSION} that this version of expertmesh "
+            "reads; update expertmesh"
+        )
+    try:
+        return RunRecord.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise IntegrityError(f"{path}: damaged: {where}: {first['msg']}") from error

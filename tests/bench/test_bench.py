@@ -1,0 +1,168 @@
+"""`expertmesh bench` at the smallest sizes: what it prints and refuses; no time is ever compared with anything."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import benchmarks.layer
+import benchmarks.load
+import benchmarks.lora
+import benchmarks.step
+from expertmesh.bench import layer, load, lora, parts, peers, step, worker
+from expertmesh.bench.case import Case
+from expertmesh.bench.layer import Shape
+from expertmesh.bench.lora import AdapterCase
+from expertmesh.bench.parts import PARTS, Sizes, check_ranks
+from expertmesh.cli.bench import aligned
+from expertmesh.cli.main import main
+from expertmesh.config.errors import InputError
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.timeout(300)
+TINY = Case(tokens=32, sequence=32, compute="float32").tiny()
+SHAPE = Shape(hidden=32, width=16, experts=4, top_k=2)
+SMALLEST = Sizes(
+    step=TINY,
+    load=dataclasses.replace(TINY, params="bfloat16", compute="bfloat16"),
+    layer=SHAPE,
+    layer_dtypes=(torch.float32,),
+    layer_tokens=(24,),
+    lora=(AdapterCase(24, SHAPE, "float32"),),
+    step_repeats=2,
+    load_repeats=1,
+    layer_repeats=2,
+    lora_repeats=2,
+)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest sizes; ranks are forked instead of started anew, and a peak is measured in this process."""
+
+    def forked(mode: str, case: Case, names: Sequence[str], repeats: int) -> dict[str, Any]:
+        first: dict[str, Any] = run_ranks(worker.MODES[mode], case.ranks, case, names, repeats, timeout=200)[0]
+        return first
+
+    for module in (step, load):
+        monkeypatch.setattr(module, "launch", forked)
+    monkeypatch.setattr(lora, "peak_in_process", lora.peak_of)
+    monkeypatch.setattr(parts, "CPU_QUICK", SMALLEST)
+    # What these tests promise is about a CPU, wherever they run.
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+
+
+def test_all_parts_beside_all_peers_in_one_command(
+    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--quick", "--json", str(tmp_path / "bench.json")]) == 0
+    printed = capsys.readouterr().out
+    for name, part in PARTS.items():
+        assert f"## {name}: {part.summary}" in printed
+    for system in ("transformers_ep2", "expertmesh_ep2", "transformers_grouped_mm", "expertmesh_loop", "PEFT"):
+        assert system in printed
+    assert f"torch {torch.__version__}" in printed
+    assert "2 local ranks, a thread each" in printed
+    written = json.loads((tmp_path / "bench.json").read_text())
+    assert {key: written[key] for key in ("format", "version", "ranks", "quick")} == {
+        "format": "expertmesh-bench", "version": 1, "ranks": 2, "quick": True,
+    }  # fmt: skip
+    assert written["machine"]["versions"]["torch"] == torch.__version__
+    ratios = {part: [ratio["what"] for ratio in found["ratios"]] for part, found in written["parts"].items()}
+    assert ratios["step"] == [
+        "wall seconds", "CPU seconds of all ranks", "all-to-all bytes", "peak memory of a rank",
+        "peak tensor memory of a rank",
+    ]  # fmt: skip
+    assert ratios["lora"] == ["seconds, float32, 24 tokens", "peak memory, float32, 24 tokens"]
+    assert len(ratios["layer"]) == 6
+    assert len(ratios["load"]) == 4
+    assert all(found["missing"] is None for found in written["parts"].values())
+    # Exact, so the same everywhere: each token travels once, not once for every expert.
+    traffic = next(ratio for ratio in written["parts"]["step"]["ratios"] if ratio["what"] == "all-to-all bytes")
+    assert traffic["ratio"] < 0.9
+
+
+def test_a_peer_that_is_not_there_is_named_and_ours_is_measured_alone(
+    small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = peers._version
+    monkeypatch.setattr(peers, "_version", lambda name: None if name in ("peft", "accelerate") else real(name))
+    assert main(["bench", "lora", "step", "load", "--quick"]) == 0
+    printed = capsys.readouterr().out
+    assert "accelerate not installed, peft not installed" in printed
+    install = "pip install 'expertmesh[peers]'; ours is measured alone"
+    assert f"missing     PEFT is not installed; {install}" in printed
+    assert printed.count(f"missing     transformers' expert parallelism needs accelerate; {install}") == 2
+    assert "\nratio " not in printed
+    assert "expertmesh_ep2" in printed
+    assert "transformers_ep" not in printed
+
+
+def test_a_transformers_without_expert_parallelism_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclasses.dataclass
+    class OlderConfig:
+        tp_size: int = 1
+
+    assert peers.why_missing("transformers") is None
+    monkeypatch.setattr("transformers.distributed.configuration_utils.DistributedConfig", OlderConfig)
+    assert "has no expert parallelism on FSDP2" in str(peers.why_missing("transformers"))
+
+
+def test_what_does_not_compute_the_same_is_refused(
+    small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = layer.BUILDERS["expertmesh_loop"]
+
+    def wrong(shape: Shape, weights: layer.Weights) -> layer.Experts:
+        experts = right(shape, weights)
+        return lambda *inputs: experts(*inputs) * 1.01
+
+    monkeypatch.setitem(layer.BUILDERS, "expertmesh_loop", wrong)
+    assert main(["bench", "layer", "--quick"]) == 3
+    assert "expertmesh_loop does not compute what transformers_grouped_mm does: output" in capsys.readouterr().err
+    real = lora.SYSTEMS["ours"]
+    monkeypatch.setitem(lora.SYSTEMS, "ours", lambda case, device: lambda: [2 * r for r in real(case, device)()])
+    assert main(["bench", "lora", "--quick"]) == 3
+    assert "ours does not compute what PEFT does: result 0" in capsys.readouterr().err
+    for module, part, said in ((step, "step", "computes something else"), (load, "load", "holds other weights")):
+        monkeypatch.setattr(module, "disagreements", lambda *_, said=said: said)
+        assert main(["bench", part, "--quick"]) == 3
+        assert said in capsys.readouterr().err
+
+
+def test_a_wrong_part_or_number_of_ranks_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    assert main(["bench", "stpe"]) == 2
+    assert "bench has no part stpe; use step, layer, load, lora" in capsys.readouterr().err
+    assert main(["bench", "--nproc", "3"]) == 2
+    assert "--nproc 3 does not divide the 64 experts of a layer; use 1, 2, 4, 8" in capsys.readouterr().err
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    with pytest.raises(InputError, match="has 2 accelerators"):
+        check_ranks(4, torch.device("cuda"), False, parts.ACCELERATOR)
+    assert check_ranks(None, torch.device("cuda"), False, parts.ACCELERATOR) == 2
+
+
+def test_a_real_launch_starts_the_installed_worker(tmp_path: Path) -> None:
+    from expertmesh.bench.case import write_checkpoint
+
+    case = dataclasses.replace(write_checkpoint(TINY, tmp_path / "model"), ranks=1)
+    found = step.launch("time", case, ["expertmesh_ep1"], 1)
+    assert len(found["expertmesh_ep1"]["wall"]) == 1
+
+
+def test_the_scripts_of_the_published_figures_are_the_same_code() -> None:
+    for script, module in (
+        (benchmarks.step, step), (benchmarks.layer, layer), (benchmarks.load, load), (benchmarks.lora, lora),
+    ):  # fmt: skip
+        assert script.main is module.main
+
+
+def test_tables_are_aligned_and_stay_markdown() -> None:
+    text = "title\n\n| a | long |\n|---|---|\n| longer | 1 |\n\n| x |\n|---|\n| 2 |"
+    assert aligned(text) == ("title\n\n| a      | long |\n| ------ | ---- |\n| longer |    1 |\n\n| x |\n| - |\n| 2 |")

@@ -1,0 +1,153 @@
+"""Compiled dense parts give the eager gradients, keep every name, and are refused by name where they cannot.
+
+One test compiles for real (tens of seconds); the others trace with torch's own "aot_eager", which is the same graph
+without generated code.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import expertmesh as em
+from expertmesh.anatomy import describe
+from expertmesh.config.errors import InputError
+from expertmesh.mesh import Layout
+from expertmesh.parallel import compiling
+from expertmesh.parallel.compiling import compile_blocks, compiled_parts, refuse_compile
+from tests.support.models import tiny_model
+from tests.support.ranks import run_ranks
+from tests.support.reference import _rows, padded
+
+TOLERANCE = 1e-5
+TRACED = partial(torch.compile, backend="aot_eager")
+
+
+def _step(model: nn.Module, mesh: Any, lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Whole gradients summed over micro-batches of these lengths, other rows on every data rank."""
+    model.zero_grad()
+    for length in lengths:
+        rows = [(ids.repeat(4)[:length], ids.repeat(4)[:length]) for ids, _ in _rows(mesh.data_rank, ())[:2]]
+        em.causal_lm_loss(model, padded(rows), target_tokens=200, chunk_tokens=16).backward()
+    whole = {n: p.grad.full_tensor() for n, p in model.named_parameters() if isinstance(p.grad, DTensor)}
+    assert whole
+    return whole
+
+
+def _worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max(float((found[n] - g).norm() / g.norm().clamp_min(1e-12)) for n, g in expected.items())
+
+
+def _graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def _compare(
+    family: str, ep: int, modes: tuple[str, ...], layers: int = 2, **options: Any
+) -> list[tuple[float, list[int]]]:
+    """For each mode, the distance from eager, and how many graphs there were after each further set of lengths."""
+    mesh, initial, found = em.init_mesh(em.ParallelConfig(ep=ep)), tiny_model(family, num_hidden_layers=layers), []
+    eager = em.parallelize(copy.deepcopy(initial), mesh, **options)  # type: ignore[arg-type]
+    names = list(eager.state_dict())
+    expected = _step(eager, mesh, (9, 14))
+    for mode in modes:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        compiled = copy.deepcopy(initial)
+        em.parallelize(compiled, mesh, activation_checkpointing=mode, compile=True, **options)  # type: ignore[arg-type]
+        assert list(compiled.state_dict()) == names
+        distance, graphs = _worst(_step(compiled, mesh, (9, 14)), expected), [_graphs()]
+        for lengths in ((30, 11),):
+            _step(compiled, mesh, lengths)
+            graphs.append(_graphs())
+        compiled.eval()
+        with torch.no_grad():
+            compiled(input_ids=torch.arange(6)[None])
+        graphs.append(_graphs())
+        found.append((distance, graphs))
+    return found
+
+
+def _check(found: list[tuple[float, list[int]]]) -> None:
+    for distance, graphs in found:
+        assert distance <= TOLERANCE
+        assert 3 <= graphs[0] <= 12  # attention, norm, two MLPs: for the first length, for all others, for no mask
+        assert len(set(graphs)) == 1, "a length or an evaluation has compiled again"
+
+
+@pytest.mark.timeout(400)
+def test_compiled_code_gives_the_eager_gradients_for_any_length() -> None:
+    for found in run_ranks(lambda: _compare("qwen3_moe", 2, ("selective",), layers=1), 2, timeout=400):
+        _check(found)
+
+
+def test_shared_experts_dense_mlps_and_adapters_trace_to_graphs_that_are_equal_too() -> None:
+    def compare() -> list[tuple[float, list[int]]]:
+        lora = em.LoraConfig(r=8)
+        adapted = _compare("qwen3_moe", 1, ("selective",), layers=1, lora=lora)
+        return _compare("deepseek_v3", 1, ("full",)) + adapted
+
+    with mock.patch.object(torch, "compile", TRACED), mock.patch.object(compiling, "_probe"):
+        _check(run_ranks(compare, 1, timeout=110)[0])
+
+
+def test_parts_are_whole_modules_beside_routers_and_experts() -> None:
+    model = tiny_model("deepseek_v3")
+    parts = list(compiled_parts(model, describe(model)))
+    inside = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+    sparse = ("self_attn", "mlp.shared_experts", "input_layernorm", "post_attention_layernorm")
+    assert parts == [f"model.layers.0.{part}" for part in inside] + [f"model.layers.1.{part}" for part in sparse]
+
+
+def _refusal(tamper: Callable[[Any], None], **options: Any) -> str:
+    model: Any = tiny_model("qwen3_moe")
+    mesh = em.init_mesh(em.ParallelConfig(ep=1))
+    try:
+        em.parallelize(model, mesh, compile=True, **options)
+        tamper(model)
+        _step(model, mesh, (9,))
+    except InputError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def _breaks_the_graph(model: Any) -> None:
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break(msg="a branch that depends on data")
+        return hidden
+
+    kind = type(model.model.layers[0].input_layernorm)
+    mock.patch.object(kind, "forward", forward).start()
+    compile_blocks(model)
+
+
+def test_what_cannot_be_compiled_is_refused_by_name() -> None:
+    with mock.patch.object(torch, "compile", TRACED), mock.patch.object(compiling, "_probe"):
+        (broken,) = run_ranks(lambda: _refusal(_breaks_the_graph), 1)
+        (dropout,) = run_ranks(lambda: _refusal(lambda model: None, lora=em.LoraConfig(dropout=0.1)), 1)
+    assert broken.startswith(
+        "train.compile: model.layers.0.input_layernorm (Qwen3MoeRMSNorm) cannot be compiled as one graph: "
+    )
+    assert broken.endswith("; set train.compile to false")
+    assert dropout.startswith("train.compile: lora.dropout is 0.1, ")
+    for axis in ("tp", "cp", "pp"):
+        layout = Layout(**{"pp": 1, "replicate": 1, "fsdp": 2, "cp": 1, "tp": 1, "ep": 1, axis: 2})
+        with pytest.raises(InputError, match=f"not proven with parallel.{axis}"):
+            refuse_compile(tiny_model("qwen3_moe"), layout)
+
+
+def test_a_machine_without_a_compiler_is_refused_before_weights_are_read() -> None:
+    import torch._inductor.config as inductor
+
+    with mock.patch.object(inductor.cpp, "cxx", (None, "/nowhere/c++")):
+        (refused,) = run_ranks(lambda: _refusal(lambda model: None), 1)
+    assert "torch.compile does not work on cpu here: " in refused
+    assert refused.endswith("install a C++ compiler (and Triton for an accelerator), or set train.compile to false")

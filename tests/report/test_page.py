@@ -1,0 +1,267 @@
+"""The page of every kind of run: well-formed, alone, telling what is there and what is not."""
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertmesh.cli.main import main
+from expertmesh.report.page import render
+from expertmesh.report.run import RESULTS, read_run
+from expertmesh.training.lock import RunLock, holder
+from expertmesh.training.preflight import ADAPTER, MODEL
+from tests.report.made_up import PREDICTED, row, start, write_run
+from tests.report.parsed import Page
+
+SECTIONS = {"training", "experts", "plan", "verification", "starts", "configuration"}
+
+
+def page_of(directory: Path) -> Page:
+    page = Page(render(read_run(directory)))
+    assert set(page.texts) >= SECTIONS
+    assert page.tags.count("h1") == 1
+    return page
+
+
+def verification(sound: bool = True, **last: Any) -> dict[str, Any]:
+    layer = {
+        "name": "backward",
+        "passed": True,
+        "worst": 3.1e-7,
+        "tensor": "model.norm.weight",
+        "detail": "212 gradients",
+    }
+    return {
+        "schema_version": 1,
+        "passed": sound,
+        "layers": [{"name": "bytes", "passed": True, "worst": None, "tensor": None, "detail": None}, layer | last],
+    }
+
+
+def test_a_run_s_figures_tables_and_configuration_are_on_the_page(tmp_path: Path) -> None:
+    rows = [row(step, 40, 3) for step in range(1, 41)]
+    rows[6] = row(7, 40, 3, skipped="the loss is nan on rank 1") | {"loss": None, "grad_norm": None}
+    rows += [{"step": step, "eval_loss": 3.0 - step / 40, "eval_target_tokens": 500} for step in (20, 40)]
+    starts = [start(), start(20, world_size=8, versions={"expertmesh": "0.1.0", "torch": "2.12.0"}), start(30)]
+    run = write_run(tmp_path / "a run", rows=rows, starts=starts)
+    (run / "model").mkdir()
+    for step in (20, 40):
+        (run / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    page = page_of(run)
+    told = [described.split(" over steps")[0] for described in page.described]
+    assert told == [
+        "Loss", "Gradient norm", "Learning rate", "Tokens per second", "Peak memory, GiB",
+        "Expert load per layer", "Entropy of the experts' shares per layer", "Dead experts per layer",
+    ]  # fmt: skip
+    assert "Finished at step 40 of 40; the result is in model/" in page.texts["top"]
+    assert (
+        "some/model: qwen3_moe, 1.23M parameters, 3 MoE layers of 8 experts. Full fine-tuning on 4 ranks" in page.text
+    )
+    assert "Skipped steps: 1" in page.texts["training"]
+    assert "the loss is nan on rank 1" in page.texts["training"]
+    assert "1 row without a finite value" in page.texts["training"]
+    assert "Dashed vertical lines mark where the run was resumed" in page.texts["training"]
+    assert "last evaluation 2" in page.texts["training"]
+    assert "in block 3 at step 16" in page.texts["experts"]  # the third MoE layer is in the fourth block
+    assert "24 = 2 micro-batch × 4 data ranks × 3 accumulation" in page.texts["plan"]
+    assert "Speed and memory were not predicted" in page.texts["plan"]
+    assert "2.13.0 (earlier: 2.12.0)" in page.texts["starts"]
+    assert "checkpoints of step 20, step 40, model/" in page.texts["starts"]
+    assert "max_grad_norm: 1.0" in page.texts["configuration"]
+
+
+def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> None:
+    rows = [row(step, 40, 1, tokens_per_second=5000.0) for step in range(1, 41)]
+    page = page_of(write_run(tmp_path / "run", rows=rows, starts=[start(plan=PREDICTED)]))
+    told = page.texts["plan"]
+    for figures in ("0.25 s0.5 s2.00×", "10,0005,0000.50×", "2.00 GiB3.00 GiB1.50×"):
+        assert figures in told
+    assert "the resident memory of the whole process" in told
+    assert "not predicted" not in told
+
+
+def test_a_prediction_is_compared_with_what_came_after_its_start_alone(tmp_path: Path) -> None:
+    rows = [row(step, 40, 1, tokens_per_second=100.0 if step <= 20 else 20_000.0) for step in range(1, 41)]
+    page = page_of(write_run(tmp_path / "run", rows=rows, starts=[start(), start(20, plan=PREDICTED, device="cuda")]))
+    assert "10,00020,0002.00×" in page.texts["plan"]
+    assert "resident" not in page.texts["plan"]
+
+
+HOSTILE = (
+    "</style></title><script>alert(1)</script><img src=http://evil/x onerror=alert(1)>&amp;'\"$\\frac$\u202e\x1b[2J"
+)
+
+
+def test_no_string_of_a_run_can_become_markup(tmp_path: Path) -> None:
+    directory = tmp_path / "<script>alert(2)</script>&'\""
+    versions, layout = {HOSTILE: HOSTILE}, {HOSTILE: 4}
+    hostile = start(device_name=HOSTILE, dispatch=HOSTILE, printed=[HOSTILE], versions=versions, layout=layout)
+    rows = [row(1, 2, 2), row(2, 2, 2, skipped=HOSTILE)]
+    run = write_run(directory, model=HOSTILE.replace("\x1b", ""), starts=[hostile], rows=rows)
+    record = json.loads((run / "run.json").read_text())
+    record["model_type"] = record["moe_layers"][0]["name"] = HOSTILE
+    (run / "run.json").write_text(json.dumps(record))
+    told = verification(name=HOSTILE, tensor=HOSTILE, detail=HOSTILE, worst=HOSTILE)
+    (run / "verification.json").write_text(json.dumps(told))
+    (run / "audit.json").write_text(json.dumps({"source": HOSTILE, "tensors": 3, "bytes_compared": 7}))
+    page = page_of(run)  # no script, no handler, nothing that loads: see Page
+    shown = HOSTILE.replace("\u202e", "\\u202e").replace("\x1b", "\\x1b")
+    for section in ("top", "training", "plan", "verification", "starts"):
+        assert "<script>alert(" in page.texts[section], section
+        assert not {"\u202e", "\x1b"} & set(page.texts[section])
+    for section in ("training", "plan", "verification", "starts"):
+        assert shown in page.texts[section], section
+    assert "<script>alert(1)</script>" in page.texts["configuration"]
+
+
+def test_an_empty_run_says_that_nothing_has_happened_yet(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=0)
+    page = page_of(run)
+    assert "Not started: no step has been reported yet" in page.texts["top"]
+    assert "no step yet" in page.texts["training"]
+    assert "svg" not in page.tags
+    for name in ("config.yaml", "run.json"):
+        (run / name).unlink()
+    page = page_of(run)  # metrics.jsonl alone, and empty
+    assert "There is no run.json" in page.texts["top"]
+    assert "no configuration that can be read" in page.texts["configuration"]
+
+
+def test_one_step_a_step_without_any_number_and_no_layer_are_drawn_too(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path / "one", rows=[row(1, 1, 1)]))
+    assert page.tags.count("svg") == 8
+    null = dict.fromkeys(("loss", "grad_norm", "learning_rate", "tokens_per_second", "peak_memory_bytes"))
+    page = page_of(write_run(tmp_path / "none", rows=[row(1, 2, 0) | null, row(2, 2, 0) | null]))
+    assert page.tags.count("svg") == 0
+    assert "No step has reported the load" in page.texts["experts"]
+    equal = [row(step, 3, 2, grad_norm=0.0) for step in (1, 2, 3)]
+    for each in equal:
+        for layer in each["expert_load"]:
+            layer |= {"max_over_mean": 1.0, "entropy": 1.0, "dead": 0}
+    page = page_of(write_run(tmp_path / "equal", rows=equal))
+    assert "Dead experts: none." in page.texts["experts"]
+
+
+def test_a_run_that_goes_on_is_told_from_one_whose_process_is_gone(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row(41, 41, 3))[:100])
+    with RunLock(run):
+        page = page_of(run)
+        assert "Running: step 40 of 40 when this page was written" in page.texts["top"]
+        assert "cut short" in page.texts["top"]
+        owner = holder(run)
+    assert owner is not None
+    dead = asdict(owner) | {"process_started": "0", "heartbeat": time.time() - 1e6}
+    (run / "lock.json").write_text(json.dumps(dead))
+    (run / "checkpoints" / "step-00000020").mkdir(parents=True)
+    told = page_of(run).texts["top"]
+    assert "Ended early after step 40 of 40: its process is gone and has left no result." in told
+    assert f"expertmesh train {run}/config.yaml continues from the checkpoint of step 20." in told
+    (run / "lock.json").unlink()
+    assert "Stopped after step 40 of 40" in page_of(run).texts["top"]
+
+
+def test_thousands_of_steps_are_thinned_and_the_page_says_so(tmp_path: Path) -> None:
+    rows = [row(step, 5000, 2) for step in range(1, 5001)]
+    rows[3210]["loss"] = 777.0
+    run = write_run(tmp_path / "run", rows=rows)
+    source = render(read_run(run))
+    told = Page(source).texts
+    assert "each of the 556 is the median of 9 rows" in told["training"]
+    assert "highest 777" in told["training"]
+    assert "the worst of up to 16 rows" in told["experts"]
+    assert len(source) < 500_000
+
+
+def test_verification_is_shown_as_it_is_or_its_command_if_there_is_none(tmp_path: Path) -> None:
+    run, shown = write_run(tmp_path / "run", steps=1, layers=0), {}
+    for name, content in {
+        "none": None,
+        "passed": verification(),
+        "failed": verification(False, passed=False, worst=0.25),
+        "contradiction": verification(True, passed=False),
+        "empty": verification() | {"layers": []},
+        "newer": verification() | {"schema_version": 2},
+        "damaged": {"passed": True},
+    }.items():
+        (run / "verification.json").unlink(missing_ok=True)
+        if content is not None:
+            (run / "verification.json").write_text(json.dumps(content))
+        page = page_of(run)
+        shown[name] = page.texts["verification"], page.texts["top"]
+    for name in ("none", "newer", "damaged"):
+        assert "Not verified." in shown[name][0]
+        assert f"expertmesh verify {run}/config.yaml" in shown[name][0]
+        assert ("verification.json is left out" in shown[name][1]) is (name != "none")
+    assert "Passed: every layer agrees with the unsharded model" in shown["passed"][0]
+    assert "backwardpassed3.1e-07model.norm.weight212 gradients" in shown["passed"][0]
+    assert "2 of 2 layers passed" in shown["passed"][1]
+    assert "FAILED: see backward" in shown["failed"][0]
+    for name in ("contradiction", "empty"):
+        assert "FAILED: the report says passed, but its layers do not" in shown[name][0]
+
+
+def test_damaged_files_are_named_and_the_rest_is_shown(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "config.yaml").write_text("trian: {}\n")
+    (run / "run.json").write_text("{")
+    (run / "audit.json").write_text("[]")
+    page = page_of(run)
+    for sentence in ("trian is not a key", "run.json is left out", "audit.json is left out"):
+        assert sentence in page.texts["top"]
+    assert "trian: {}" in page.texts["configuration"]
+    assert page.tags.count("svg") == 8
+
+
+def test_the_results_that_the_report_looks_for_are_those_that_training_leaves() -> None:
+    assert (MODEL, ADAPTER) == RESULTS
+
+
+def test_the_command_writes_the_page_into_the_run_or_where_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run")
+    assert main(["report", str(run)]) == 0
+    assert f"report      {run}/report.html" in capsys.readouterr().out
+    Page((run / "report.html").read_text("utf-8"))
+    assert main(["report", str(run), "--output", str(tmp_path / "page.html")]) == 0
+    Page((tmp_path / "page.html").read_text("utf-8"))
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert main(["report", str(run), "--output", str(tmp_path / "absent" / "page.html")]) == 2
+    assert "cannot be written: No such file" in capsys.readouterr().err
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path, said in ((tmp_path / "absent", "no such directory"), (tmp_path, "holds no run")):
+        assert main(["report", str(path)]) == 2
+        assert said in capsys.readouterr().err
+    assert not os.listdir(tmp_path)
+
+
+def test_without_matplotlib_the_command_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr("importlib.machinery.PathFinder.find_spec", _without_matplotlib())
+    assert main(["report", str(run)]) == 2
+    assert "pip install 'expertmesh[report]'" in capsys.readouterr().err
+    assert not (run / "report.html").exists()
+
+
+def _without_matplotlib() -> Any:
+    from importlib.machinery import PathFinder
+
+    real = PathFinder.find_spec
+
+    def find(name: str, path: Any = None, target: Any = None) -> Any:
+        return None if name.partition(".")[0] == "matplotlib" else real(name, path, target)
+
+    return find

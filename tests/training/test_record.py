@@ -1,0 +1,114 @@
+"""run.json: what a run says about itself when it starts, over all the times that it starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from expertmesh.config import Config
+from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.training.record import Share, Start, read_record
+from expertmesh.training.run import train
+from tests.report.made_up import record, start
+from tests.support.ranks import run_ranks
+from tests.training.tiny_run import ROWS, STEPS, run_config, train_steps, write_inputs
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def _config(inputs: Path, output: Path, *overrides: str) -> Config:
+    return run_config(inputs, output, "checkpoint.every_steps=1", *overrides)
+
+
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_a_run_leaves_its_layout_and_what_every_rank_holds(inputs: Path, tmp_path: Path, replicate: int) -> None:
+    overrides = ["parallel.ep=2", f"parallel.replicate={replicate}", "train.max_steps=1"]
+    run_ranks(train, 2 * replicate, _config(inputs, tmp_path / "run", *overrides))
+    found = read_record(tmp_path / "run")
+    assert found is not None
+    model = load_file(inputs / "model" / "model.safetensors")
+    # Each element once, whatever the number of copies.
+    assert found.parameters == sum(tensor.numel() for tensor in model.values())
+    assert found.train_data.samples == len(ROWS)
+    assert [layer.name for layer in found.moe_layers] == [f"model.layers.{n}.mlp.experts" for n in (0, 1)]
+    (only,) = found.starts
+    assert (only.after_step, only.total_steps, only.world_size) == (0, 1, 2 * replicate)
+    assert (only.layout["ep"], only.layout["efsdp"], only.layout["replicate"]) == (2, 1, replicate)
+    assert sum(share.ranks for share in only.shares) == 2 * replicate
+    held = sum(share.ranks * (share.dense + share.expert + share.adapter) for share in only.shares)
+    assert held == replicate * found.parameters
+    experts = sum(tensor.numel() for name, tensor in model.items() if "experts" in name)
+    assert {share.expert for share in only.shares} == {experts // 2}
+    assert only.printed[0].startswith("model      ")
+    assert only.printed[-1].startswith("steps      1 optimizer steps")
+
+
+def test_a_resumed_run_adds_a_start_and_one_that_begins_anew_has_no_other(inputs: Path, tmp_path: Path) -> None:
+    run_ranks(train_steps, 2, _config(inputs, tmp_path / "run", "parallel.ep=2"), 1)
+    run_ranks(train_steps, 1, _config(inputs, tmp_path / "run"), 1)
+    run_ranks(train, 1, _config(inputs, tmp_path / "run"))
+    found = read_record(tmp_path / "run")
+    assert found is not None
+    assert [(each.after_step, each.world_size) for each in found.starts] == [(0, 2), (1, 1), (2, 1)]
+    assert found.starts[-1].total_steps == STEPS
+
+
+def test_starts_of_which_no_row_is_left_are_left_out() -> None:
+    def starts(*after: int) -> list[Start]:
+        return [start(step) for step in after]
+
+    earlier = record(starts(0, 10, 20))
+    for after, kept in ((0, []), (10, [0]), (15, [0, 10]), (20, [0, 10]), (30, [0, 10, 20])):
+        joined = record(starts(after)).after(earlier)
+        assert [each.after_step for each in joined.starts] == [*kept, after]
+    assert len(record(starts(7)).after(None).starts) == 1
+
+
+def test_a_record_that_is_damaged_does_not_keep_a_run_from_training(inputs: Path, tmp_path: Path) -> None:
+    config = _config(inputs, tmp_path / "run")
+    run_ranks(train_steps, 1, config, 1)
+    (tmp_path / "run" / "run.json").write_text("{")
+    with pytest.raises(IntegrityError, match=r"run\.json: damaged: is not JSON"):
+        read_record(tmp_path / "run")
+    run_ranks(train, 1, config)
+    found = read_record(tmp_path / "run")
+    assert found is not None
+    assert [each.after_step for each in found.starts] == [1]
+
+
+def _refused(config: Config) -> str:
+    with pytest.raises(InputError) as refused:
+        train(config)
+    return str(refused.value)
+
+
+def test_a_record_that_cannot_be_written_ends_all_ranks_alike(inputs: Path, tmp_path: Path) -> None:
+    config = _config(inputs, tmp_path / "run", "parallel.ep=2")
+    run_ranks(train_steps, 2, config, 1)
+    (tmp_path / "run" / "run.json").unlink()
+    (tmp_path / "run" / "run.json").mkdir()
+    first, second = run_ranks(_refused, 2, config)
+    assert first == second
+    assert "run.json" in first
+
+
+def test_reading_refuses_what_a_newer_version_wrote_and_names_what_is_wrong(tmp_path: Path) -> None:
+    assert read_record(tmp_path) is None
+    whole = record([start()]).model_dump(mode="json")
+    for changed, error, sentence in (
+        ({"schema_version": 2}, InputError, "newer than the 1"),
+        ({"parameters": "many"}, IntegrityError, "damaged: parameters"),
+        ({"unknown": 1}, IntegrityError, "damaged: unknown"),
+        ({"starts": []}, IntegrityError, "damaged: starts"),
+    ):
+        (tmp_path / "run.json").write_text(json.dumps(whole | changed))
+        with pytest.raises(error, match=sentence):
+            read_record(tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps(whole))
+    found = read_record(tmp_path)
+    assert found is not None
+    assert found.starts[0].shares == [Share(ranks=4, dense=10, expert=20, adapter=0, bytes_to_load=60)]
