@@ -3,6 +3,7 @@
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import expertmesh as em
 from expertmesh.checkpoint.export import export
 from expertmesh.checkpoint.manifest import read_manifest
 from expertmesh.config.errors import IntegrityError
+from expertmesh.weights import save as weights_save
 from tests.checkpoint.tiny import Job, load, save
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
@@ -112,6 +114,21 @@ def _round(source: Path, target: Path, parallel: em.ParallelConfig, **options: A
     model = em.load_model(source, mesh, precision=em.PrecisionConfig(compute="float32"), audit="full", **options)
     report = em.save_model(model, target)
     return report.bytes_written
+
+
+def _gather_everything(source: Path, target: Path) -> None:
+    """As for a family whose files hold values computed from those in memory."""
+    with mock.patch.object(weights_save, "_is_gathered", return_value=True):
+        _round(source, target, em.ParallelConfig(ep=2, pp=2))
+
+
+def test_tensors_that_are_computed_from_another_stage_are_written_right(tmp_path: Path) -> None:
+    model: Any = tiny_model("qwen3_moe", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "source")
+    run_ranks(_gather_everything, 4, tmp_path / "source", tmp_path / "target")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "target"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize("stages", STAGES)

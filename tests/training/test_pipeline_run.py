@@ -3,12 +3,16 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from expertmesh.checkpoint.export import export
+from expertmesh.config import Config
 from expertmesh.config.errors import InputError
+from expertmesh.training import step
 from expertmesh.training.preflight import preflight
 from expertmesh.training.run import train
 from tests.support.ranks import run_ranks
@@ -98,11 +102,31 @@ def test_adapters_are_the_same_with_stages(inputs: Path, tmp_path: Path) -> None
     assert configs[0] == configs[1]
 
 
+def _train_with_a_bad_loss(config: Config) -> None:
+    real, calls = step.loss_of_base, 0
+
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        loss = real(*args, **kwargs)
+        return loss * float("nan") if calls == 6 else loss  # the second micro-batch of the second step
+
+    with mock.patch.object(step, "loss_of_base", poisoned):
+        train(config)
+
+
+def test_a_loss_that_is_not_finite_skips_the_step_on_every_stage(inputs: Path, tmp_path: Path) -> None:
+    run_ranks(_train_with_a_bad_loss, 2, run_config(inputs, tmp_path / "run", "parallel.ep=1", "parallel.pp=2"))
+    rows = metrics(tmp_path / "run")
+    assert [row.get("skipped") for row in rows] == [None, "the loss is nan on rank 1", None]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["parallel.pp=3", "train.global_batch_size=6"], "3 stages .* and the model has 2"),
         (["parallel.pp=2", "parallel.pp_virtual_stages=2"], "4 stages .2 × 2 virtual stages. need as many blocks"),
+        (["lora={targets: [layers.1.self_attn.o_proj]}", "parallel.pp=2"], "nothing on stage 0 .blocks 0. is trained"),
     ],
 )
 def test_stages_that_cannot_be_are_refused_before_ranks_start(

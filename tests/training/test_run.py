@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from expertmesh.config import Config, load_config
 from expertmesh.config.errors import InputError
 from expertmesh.data import TokenizedDataset
-from expertmesh.training import loop
+from expertmesh.training import step as step_module
 from expertmesh.training.preflight import preflight
 from expertmesh.training.run import train
 from tests.support.models import tiny_model
@@ -107,7 +107,7 @@ def test_packed_shuffled_epochs_evaluation_and_tensorboard(
 
 
 def _train_with_bad_losses(config: Config, bad_steps: set[int]) -> None:
-    real, step = loop.causal_lm_loss, 0
+    real, step = step_module.causal_lm_loss, 0
 
     def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
         nonlocal step
@@ -115,7 +115,7 @@ def _train_with_bad_losses(config: Config, bad_steps: set[int]) -> None:
         loss = real(*args, **kwargs)
         return loss * float("nan") if step in bad_steps and dist.get_rank() == 1 else loss
 
-    with mock.patch.object(loop, "causal_lm_loss", poisoned):
+    with mock.patch.object(step_module, "causal_lm_loss", poisoned):
         train(config)
 
 

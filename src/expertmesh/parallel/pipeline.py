@@ -191,6 +191,8 @@ class Placeholder(nn.Module):
         for name, value in vars(block).items():
             if not name.startswith("_") and not isinstance(value, torch.Tensor | nn.Module) and name != "training":
                 setattr(self, name, value)
+        if isinstance(getattr(block, "gradient_checkpointing", None), bool):
+            self.gradient_checkpointing = False  # of the class in some families; every block has to have the switch
         self.gives: torch.Tensor | None = None
         self.catches: Leaving | None = None
 
