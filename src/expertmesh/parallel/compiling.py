@@ -48,7 +48,7 @@ def refuse_compile(model: nn.Module, layout: Layout) -> None:
             f"train.compile: lora.dropout is {state.dropout}, whose masks depend on each token's number, which "
             "compiled code would take for a constant; set lora.dropout to 0 or train.compile to false"
         )
-    # Their recurrences run in fp32 whatever the dtype and differ by more than rounding (Qwen3-Next: 1.2e-5, in fp64 6e-5)
+    # Their recurrences run in fp32 in every dtype and differ by more than rounding (Qwen3-Next: 1.2e-5; 6e-5 in fp64).
     carries = next((name for name, module in model.named_modules() if _carries_state(module)), None)
     if carries is not None:
         raise InputError(
