@@ -2,7 +2,8 @@
 
 Choices are compared token by token. Where they differ, the unsharded model says how near the choice was: by rounding
 alone it is a tie, which is counted and followed; else it is wrong. In bf16 choices differ from fp32's in the unsharded
-model as well; there the job must not differ from it more often than the unsharded bf16 model does.
+model as well; there the job must not differ from it more often than the unsharded bf16 model does, and everything else
+is compared with the unsharded model following the job's choices.
 """
 
 import math
@@ -57,13 +58,14 @@ def _in_fp32(proof: Proof, precision: PrecisionConfig) -> list[Check]:
 def _in_bf16(proof: Proof, precision: PrecisionConfig) -> list[Check]:
     """fp32 is the truth, the unsharded bf16 model the yardstick."""
     name = label(precision)
-    exact, own = proof.expected(torch.float32), proof.expected(torch.bfloat16)
     seen = proof.seen(precision)
+    flips = _flips(seen, proof.expected(torch.bfloat16).seen, proof.expected(torch.float32).seen, name)
+    exact, own = (proof.following(dtype, precision) for dtype in (torch.float32, torch.bfloat16))
     found = list(figures(_distances(proof, seen, exact), 0.0, _distances(proof, own.seen, exact)))
     mean_error = sum(gathered(float((own.token_losses - exact.token_losses).abs().sum()))) / exact.targets
     limit = OWN_ERRORS * mean_error / abs(exact.loss)
     return [
-        _flips(seen, own.seen, exact.seen, name),
+        flips,
         Check.of(f"{name}: outputs of blocks", [figure for figure in found if figure.tensor != "logits"]),
         Check.of(f"{name}: logits", [figure for figure in found if figure.tensor == "logits"]),
         Check.of(f"{name}: losses", _losses(proof, precision, exact, limit, own)),

@@ -65,6 +65,7 @@ class Proof:
     _subjects: dict[str, Subject] = field(default_factory=dict)
     _seen: dict[str, Seen] = field(default_factory=dict)
     _graded: dict[str, Graded] = field(default_factory=dict)
+    _following: dict[str, Expected] = field(default_factory=dict)
 
     @property
     def precisions(self) -> list[PrecisionConfig]:
@@ -124,6 +125,19 @@ class Proof:
     def follow(self, dtype: torch.dtype, forced: dict[str, Any]) -> None:
         """Let the reference take the job's side in ties from now on."""
         self.expectations.found[dtype] = self.reference(dtype).run(self.setup.steps[0], forced=forced)
+
+    def following(self, dtype: torch.dtype, precision: PrecisionConfig) -> Expected:
+        """What the unsharded model gives when every token takes the experts that the job chose.
+
+        In bf16 choices between near experts fall otherwise in every run, and one token's other expert outweighs all
+        rounding; choices are therefore judged apart.
+        """
+        key = f"{label(precision)}, {dtype}"
+        if key not in self._following:
+            seen = self.seen(precision)
+            forced = {name: (torch.ones(len(index), dtype=torch.bool), index) for name, index in seen.choices.items()}
+            self._following[key] = self.reference(dtype).run(self.setup.steps[0], forced=forced)
+        return self._following[key]
 
     def reference(self, dtype: torch.dtype) -> Reference:
         """A new one; its weights come from the files."""
