@@ -28,7 +28,7 @@ from expertmesh.verification.metamorphic import check_metamorphic
 from expertmesh.verification.mutations import self_test
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.proof import Proof, label
-from expertmesh.verification.result import Check, Layer, Mutation, Report, layer_lines, mutation_lines, write_json
+from expertmesh.verification.result import Check, Layer, Report, layer_lines, mutation_lines, write_json
 from expertmesh.verification.setup import Setup, set_up
 from expertmesh.verification.update import check_update
 from expertmesh.weights.agree import from_first, together
