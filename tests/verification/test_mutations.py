@@ -9,7 +9,7 @@ from expertmesh.training.control import Control
 from expertmesh.verification import run as runner
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.proof import Proof
-from expertmesh.verification.result import Check, Figure, Report
+from expertmesh.verification.result import Check, Figure, Mutation, Report
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
@@ -81,7 +81,7 @@ def test_a_red_check_ends_the_job_on_every_rank_with_its_figure(inputs: Path) ->
 
 
 def _misses(config: object, control: Control) -> str:
-    runner.self_test = lambda *args: [runner.Mutation("a bug", "backward", (("forward", "logits"),))]  # type: ignore
+    runner.self_test = lambda *args: [Mutation("a bug", "backward", (("forward", "logits"),))]  # type: ignore
     with pytest.raises(IntegrityError) as caught:
         runner.verify(config, control)  # type: ignore[arg-type]
     return str(caught.value)

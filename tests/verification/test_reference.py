@@ -1,6 +1,5 @@
 """The streamed reference is the whole model's own result, with the weights of one block in memory at a time."""
 
-import gc
 import weakref
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ def _whole(directory: Path, setup: Setup) -> tuple[float, dict[str, Tensor]]:
         logits = model(input_ids=torch.from_numpy(sample.input_ids)[None], use_cache=False).logits[0]
         loss = F.cross_entropy(logits[:-1], torch.from_numpy(sample.labels)[1:], reduction="sum") / data.targets
         loss.backward()
-        total += float(loss)
+        total += float(loss.detach())
     return total, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -76,7 +75,6 @@ def _most_blocks_alive(setup: Setup) -> int:
 
     def counting(self: FileWeights, name: str) -> dict[str, Tensor]:
         nonlocal most
-        gc.collect()
         found = leaves(self, name)
         alive.append((name, weakref.ref(found[name])))
         blocks = [block for block in setup.anatomy.blocks for n, r in alive if r() is not None and n.startswith(block)]

@@ -31,11 +31,12 @@ def check_backward(proof: Proof) -> list[Check]:
 def _checks(proof: Proof, precision: PrecisionConfig) -> list[Check]:
     name, limit = label(precision), proof.tolerance(precision)
     counts = owned(proof.subject(precision))
-    graded, expected = proof.graded(precision), proof.expected(proof.judge(precision))
+    graded = proof.graded(precision)
+    expected = proof.expected(proof.judge(precision)) if limit else proof.following(torch.float32, precision)
     found = distances(graded.gradients, expected.gradients, counts.__getitem__)
     own: dict[str, Distance] | None = None
     if not limit:
-        own = distances(proof.expected(torch.bfloat16).gradients, expected.gradients, counts.__getitem__)
+        own = distances(proof.following(torch.bfloat16, precision).gradients, expected.gradients, counts.__getitem__)
     compared = list(figures(found, limit, own, floor=True))
     if proof.escalates and limit and precision.compute == "float32" and any(figure.share > 1 for figure in compared):
         exact = proof.expected(torch.float64)

@@ -2,7 +2,8 @@
 
 Choices are compared token by token. Where they differ, the unsharded model says how near the choice was: by rounding
 alone it is a tie, which is counted and followed; else it is wrong. In bf16 choices differ from fp32's in the unsharded
-model as well; there the job must not differ from it more often than the unsharded bf16 model does.
+model as well; there the job must not differ from it more often than the unsharded bf16 model does, and everything else
+is compared with the unsharded model following the job's choices.
 """
 
 import math
@@ -33,9 +34,7 @@ def check_forward(proof: Proof) -> list[Check]:
 def _in_fp32(proof: Proof, precision: PrecisionConfig) -> list[Check]:
     name, dtype, limit = label(precision), proof.judge(precision), proof.tolerance(precision)
     seen = proof.seen(precision)
-    choices = _compare_choices(seen, proof.expected(dtype), limit)
-    if choices.ties:
-        proof.follow(dtype, choices.forced)
+    choices = _follow_ties(proof, seen, dtype, limit)
     expected = proof.expected(dtype)
     found = list(figures(_distances(proof, seen, expected), limit))
     if proof.escalates and dtype == torch.float32 and any(figure.share > 1 for figure in found):
@@ -57,13 +56,14 @@ def _in_fp32(proof: Proof, precision: PrecisionConfig) -> list[Check]:
 def _in_bf16(proof: Proof, precision: PrecisionConfig) -> list[Check]:
     """fp32 is the truth, the unsharded bf16 model the yardstick."""
     name = label(precision)
-    exact, own = proof.expected(torch.float32), proof.expected(torch.bfloat16)
     seen = proof.seen(precision)
+    flips = _flips(seen, proof.expected(torch.bfloat16).seen, proof.expected(torch.float32).seen, name)
+    exact, own = (proof.following(dtype, precision) for dtype in (torch.float32, torch.bfloat16))
     found = list(figures(_distances(proof, seen, exact), 0.0, _distances(proof, own.seen, exact)))
     mean_error = sum(gathered(float((own.token_losses - exact.token_losses).abs().sum()))) / exact.targets
     limit = OWN_ERRORS * mean_error / abs(exact.loss)
     return [
-        _flips(seen, own.seen, exact.seen, name),
+        flips,
         Check.of(f"{name}: outputs of blocks", [figure for figure in found if figure.tensor != "logits"]),
         Check.of(f"{name}: logits", [figure for figure in found if figure.tensor == "logits"]),
         Check.of(f"{name}: losses", _losses(proof, precision, exact, limit, own)),
@@ -93,51 +93,54 @@ def _losses(
 
 
 @dataclass(frozen=True, slots=True)
-class _Compared:
-    """Over all ranks: tokens whose experts were compared, and of these the wrong ones and the ties; where the first
-    wrong one is. `forced` is this rank's: see `Reference.run`.
-    """
+class _Choices:
+    """Over all ranks: choices compared, ties followed, and the first layer with choices that are wrong."""
 
-    tokens: int
-    wrong: int
+    compared: int
     ties: int
+    wrong: int
     where: str
-    forced: dict[str, tuple[Tensor, Tensor]]
 
     def check(self, precision: str) -> Check:
         name = f"{precision}: experts chosen"
-        if not self.tokens:
+        if not self.compared:
             return Check.not_run(name, "the family's blocks do not say whom they choose")
         ties = "no ties" if not self.ties else f"{self.ties} tie{'s' if self.ties > 1 else ''}, followed"
         note = ties if not self.wrong else f"{self.wrong} differ without a tie, first in {self.where}; {ties}"
-        return Check.that(name, not self.wrong, self.tokens, note)
+        return Check.that(name, not self.wrong, self.compared, note)
 
 
-def _compare_choices(seen: Seen, expected: Expected, limit: float) -> _Compared:
-    """Token by token and layer by layer, as sets. A difference is a tie where scores are within `limit`."""
-    tokens, wrong, ties, forced = 0, [], 0, {}
-    for module, wanted in expected.seen.choices.items():
-        got = seen.choices.get(module)
-        if got is None:
-            continue
-        differs = _differ(got, wanted)
-        # A router without a choice among scores (by a hash of the token, for one) has no ties.
-        margin_T = expected.margins.get(module, torch.full(differs.shape, math.inf))
-        tie = differs & (margin_T[: len(differs)] <= limit)
-        tokens += len(differs)
-        ties += int(tie.sum())
-        if bool((differs & ~tie).any()):
-            wrong.append((module, int((differs & ~tie).sum())))
-        forced[module] = tie, got
-    everyone = gathered((tokens, wrong, ties))
-    all_wrong = [each for _, part, _ in everyone for each in part]
-    return _Compared(
-        sum(part[0] for part in everyone),
-        sum(count for _, count in all_wrong),
-        sum(part[2] for part in everyone),
-        all_wrong[0][0] if all_wrong else "",
-        forced,
-    )
+def _follow_ties(proof: Proof, seen: Seen, dtype: torch.dtype, limit: float) -> _Choices:
+    """Compare choices token by token, as sets, layer after layer. A difference is a tie where scores are within
+    `limit`; the reference then runs again and takes the job's side, since everything after a tie may differ.
+    """
+    forced: dict[str, tuple[Tensor, Tensor]] = {}
+    ties = 0
+    while True:
+        expected = proof.expected(dtype)
+        mine: dict[str, tuple[int, int, int]] = {}
+        tied: dict[str, Tensor] = {}
+        for module, wanted in expected.seen.choices.items():
+            if module in seen.choices:
+                differs = _differ(seen.choices[module], wanted)
+                # A router without a choice among scores (by a hash of the token, for one) has no ties.
+                margin_T = expected.margins.get(module, torch.full(differs.shape, math.inf))
+                tied[module] = differs & (margin_T[: len(differs)] <= limit)
+                mine[module] = len(differs), int(differs.sum()), int(tied[module].sum())
+        totals: dict[str, list[int]] = {}
+        for part in gathered(mine):
+            for module, counts in part.items():
+                totals[module] = [old + new for old, new in zip(totals.get(module, (0, 0, 0)), counts, strict=True)]
+        compared = sum(counts[0] for counts in totals.values())
+        first = next((module for module, counts in totals.items() if counts[1]), None)
+        if first is None:
+            return _Choices(compared, ties, 0, "")
+        if totals[first][2] == 0 or first in forced:
+            return _Choices(compared, ties, totals[first][1] - totals[first][2], first)
+        ties += totals[first][2]
+        flags = tied.get(first, torch.zeros(0, dtype=torch.bool))
+        forced[first] = flags, seen.choices.get(first, torch.zeros(0, 1, dtype=torch.int64))
+        proof.follow(forced)
 
 
 def _flips(seen: Seen, own: Seen, exact: Seen, precision: str) -> Check:

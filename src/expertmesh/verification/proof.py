@@ -41,6 +41,7 @@ class Expectations:
     """The unsharded model's results on the first step, by dtype; shared by all jobs of one layout."""
 
     found: dict[torch.dtype, Expected] = field(default_factory=dict)
+    forced: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     trajectories: dict[torch.dtype, Any] = field(default_factory=dict)
 
 
@@ -65,6 +66,7 @@ class Proof:
     _subjects: dict[str, Subject] = field(default_factory=dict)
     _seen: dict[str, Seen] = field(default_factory=dict)
     _graded: dict[str, Graded] = field(default_factory=dict)
+    _following: dict[str, Expected] = field(default_factory=dict)
 
     @property
     def precisions(self) -> list[PrecisionConfig]:
@@ -118,12 +120,28 @@ class Proof:
 
     def expected(self, dtype: torch.dtype) -> Expected:
         if dtype not in self.expectations.found:
-            self.expectations.found[dtype] = self.reference(dtype).run(self.setup.steps[0])
+            # In bf16 choices are the unsharded model's own; how often they are others is what is compared.
+            forced = {} if dtype == torch.bfloat16 else self.expectations.forced
+            self.expectations.found[dtype] = self.reference(dtype).run(self.setup.steps[0], forced=forced)
         return self.expectations.found[dtype]
 
-    def follow(self, dtype: torch.dtype, forced: dict[str, Any]) -> None:
-        """Let the reference take the job's side in ties from now on."""
-        self.expectations.found[dtype] = self.reference(dtype).run(self.setup.steps[0], forced=forced)
+    def follow(self, forced: dict[str, tuple[Tensor, Tensor]]) -> None:
+        """Let the reference take the job's side in these ties from now on; what it gave before is forgotten."""
+        self.expectations.forced = dict(forced)
+        self.expectations.found.clear()
+
+    def following(self, dtype: torch.dtype, precision: PrecisionConfig) -> Expected:
+        """What the unsharded model gives when every token takes the experts that the job chose.
+
+        In bf16 choices between near experts fall otherwise in every run, and one token's other expert outweighs all
+        rounding; choices are therefore judged apart.
+        """
+        key = f"{label(precision)}, {dtype}"
+        if key not in self._following:
+            seen = self.seen(precision)
+            forced = {name: (torch.ones(len(index), dtype=torch.bool), index) for name, index in seen.choices.items()}
+            self._following[key] = self.reference(dtype).run(self.setup.steps[0], forced=forced)
+        return self._following[key]
 
     def reference(self, dtype: torch.dtype) -> Reference:
         """A new one; its weights come from the files."""

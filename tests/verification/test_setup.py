@@ -1,0 +1,103 @@
+"""What is verified: the run's own samples within the tokens allowed, the layers asked for, nothing random."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from expertmesh.config.errors import InputError
+from expertmesh.data import IGNORE
+from expertmesh.mesh import Layout
+from expertmesh.verification.options import VerifyOptions
+from expertmesh.verification.samples import StepData, random_dataset
+from expertmesh.verification.setup import Setup, set_up
+from tests.training.tiny_run import run_config, write_inputs
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("inputs")
+    for family in ("qwen3_moe", "deepseek_v3"):
+        write_inputs(root / family, family)
+    return root
+
+
+def _setup(inputs: Path, *overrides: str, family: str = "qwen3_moe", world: int = 2, **options: int) -> Setup:
+    config = run_config(inputs / family, inputs / "out", *overrides)
+    return set_up(config, VerifyOptions(**options), world)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+@pytest.mark.parametrize("layout", [Layout(fsdp=2), Layout(fsdp=2, replicate=2), Layout(fsdp=1, tp=2)])
+def test_each_sample_is_where_the_loader_puts_it(inputs: Path, packing: str, layout: Layout) -> None:
+    data = _setup(inputs, f"data.packing={packing}", tokens=512).steps[0]
+    seen = 0
+    for rank in range(layout.world_size):
+        batches = data.batches(layout, rank).micro_batches
+        for sample in data.placed(layout, rank):
+            row = batches[sample.micro]["input_ids"][sample.row]
+            labels = batches[sample.micro]["labels"][sample.row]
+            assert torch.equal(row[sample.start :][: len(sample)], sample.input_ids)
+            assert torch.equal(labels[sample.start :][: len(sample)], sample.labels)
+            seen += len(sample)
+    assert seen == data.dataset.tokens * layout.world_size // layout.data_ranks
+
+
+def test_a_step_has_about_the_tokens_asked_for_and_the_runs_first_samples(inputs: Path) -> None:
+    setup = _setup(inputs, "data.packing=true", tokens=128)
+    for data in setup.steps:
+        assert data.dataset.tokens <= 128
+        assert data.targets == sum(data.dataset.target_counts) > 0
+    whole = _setup(inputs, tokens=1 << 20).steps[0]
+    assert whole.dataset.tokens > 64
+    assert whole.targets == whole.batches(Layout(fsdp=2), 0).target_tokens
+
+
+def test_uneven_targets_differ_fourfold(inputs: Path) -> None:
+    data = _setup(inputs, tokens=512).steps[0].repeated(8).uneven()
+    assert data.rows() == 8
+    counts = data.dataset.target_counts
+    assert counts.min() >= 1
+    assert counts.max() >= 2 * counts.min()
+    assert data.targets == counts.sum() == sum(int((data.dataset.sample(i).labels != IGNORE).sum()) for i in range(8))
+
+
+def test_long_samples_keep_the_part_that_ends_with_their_last_target(inputs: Path) -> None:
+    from expertmesh.data import Sample
+    from expertmesh.verification.samples import _cut
+
+    ids = np.arange(20)
+    labels = np.where((ids >= 9) & (ids < 12), ids, IGNORE)
+    kept, targets = _cut(Sample(ids, labels), 5)
+    assert kept.tolist() == [7, 8, 9, 10, 11]
+    assert targets.tolist() == [False, False, True, True, True]
+    assert _cut(Sample(ids, labels), 30)[0].tolist() == ids.tolist()
+
+
+def test_random_ids_are_within_the_vocabulary() -> None:
+    dataset = random_dataset(7, 16, 5, seed=1)
+    assert dataset.largest_id() is not None
+    assert dataset.largest_id()[0] < 7  # type: ignore[index]
+    assert dataset.lengths.max() <= 16
+    assert StepData(dataset, 16, False, 1, 0).targets > 0
+
+
+def test_the_first_layers_alone(inputs: Path) -> None:
+    setup = _setup(inputs, layers=1)
+    assert setup.anatomy.blocks == ("model.layers.0",)
+    assert setup.layers == (1, 2)
+    assert setup.dropped == r"(^|\.)layers\.(1)\."
+    assert _setup(inputs, layers=2).dropped is None
+
+
+def test_layers_without_experts_are_refused(inputs: Path) -> None:
+    with pytest.raises(InputError, match=r"--layers 1: .*no routed experts.*keep more layers"):
+        _setup(inputs, "parallel.ep=1", family="deepseek_v3", layers=1)
+
+
+def test_dropout_is_off_and_said(inputs: Path) -> None:
+    setup = _setup(inputs, "lora={r: 2, dropout: 0.5}")
+    assert setup.config.lora is not None
+    assert setup.config.lora.dropout == 0.0
+    assert setup.notes == ("lora.dropout 0.5 is off",)

@@ -1,0 +1,72 @@
+"""A router's tie is counted and followed: the job may take the other expert and be as right; anything else is wrong."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from expertmesh.shards import local_box, local_tensor
+from expertmesh.verification.backward import check_backward
+from expertmesh.verification.forward import check_forward
+from expertmesh.verification.options import VerifyOptions
+from expertmesh.verification.proof import Proof
+from expertmesh.verification.result import Check
+from expertmesh.verification.setup import set_up
+from expertmesh.verification.subject import Subject
+from tests.support.ranks import run_ranks
+from tests.training.tiny_run import run_config, write_inputs
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose routers cannot tell expert 0 from expert 1."""
+    root = write_inputs(tmp_path_factory.mktemp("inputs"))
+    path = root / "model" / "model.safetensors"
+    tensors = load_file(path)
+    for name, value in tensors.items():
+        if name.endswith("mlp.gate.weight"):
+            value[1] = value[0]
+    save_file(tensors, path, {"format": "pt"})
+    return root
+
+
+def _checks(inputs: Path, factor: float) -> list[Check]:
+    def prefer_expert_1(subject: Subject) -> None:
+        """In the job, its score is another by this factor."""
+        for name in subject.setup.anatomy.routers:
+            weight = subject.model.get_submodule(name).weight
+            (start, stop), *_ = local_box(weight)
+            if start <= 1 < stop:
+                local_tensor(weight)[1 - start] *= factor
+
+    config = run_config(inputs, inputs / "out", "train.max_steps=1")
+    setup = set_up(config, VerifyOptions(tokens=256), 2)
+    proof = Proof(setup, tamper=prefer_expert_1, escalates=False)
+    return [*check_forward(proof), *check_backward(proof)]
+
+
+def test_ties_are_followed_and_everything_after_them_is_compared(inputs: Path) -> None:
+    checks = run_ranks(_checks, 2, inputs, 1 + 2.0**-22)[0]
+    assert checks[0].note != "no ties"
+    assert checks[0].note.endswith("followed")
+    assert [check.name for check in checks if check.status != "pass"] == []
+
+
+def test_a_router_that_scores_otherwise_is_wrong(inputs: Path) -> None:
+    checks = {check.name: check for check in run_ranks(_checks, 2, inputs, 1.5)[0]}
+    assert checks["float32: experts chosen"].status == "fail"
+    assert "differ without a tie, first in model.layers.0.mlp.experts" in checks["float32: experts chosen"].note
+    assert checks["float32: logits"].status == checks["float32: gradients"].status == "fail"
+
+
+def test_margins_are_of_the_last_expert_chosen() -> None:
+    from expertmesh.verification.watch import ReferenceWatch, _Choices
+
+    class Spec:
+        name, num_experts = "experts", 4
+
+    watch = ReferenceWatch(None, None, 2)  # type: ignore[arg-type]
+    with _Choices(watch, Spec, again=False):  # type: ignore[arg-type]
+        torch.topk(torch.tensor([[4.0, 3.0, 2.0, 1.0], [4.0, 4.0, 1.0, 4.0]]), 2)
+    assert watch.margins["experts"].tolist() == pytest.approx([1 / 3, 0.0])
