@@ -1,0 +1,272 @@
+"""What the family's own code of a block keeps and computes, found by running it on meta: no weights, no formulas per family.
+
+The blocks run forward and backward on meta tensors, their experts replaced by nothing (our own expert layer has exact
+formulas, memory.py) and attention by what a fused kernel saves. So a norm that works in fp32, a latent attention or a
+shared expert costs what its code costs. One block of each kind is run; figures are linear in the micro-batch.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from expertmesh.anatomy import Anatomy
+from expertmesh.planning.census import Census
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFigures:
+    """Of one block without its routed experts, for one sequence on one rank (no tp, no cp); bytes and FLOPs.
+
+    `saved` stays from forward to backward, `forward` and `backward` come on top while it runs; `gradients` is the part
+    of `backward` that is parameters' gradients and does not grow with the micro-batch. `choices` is what checkpointing
+    keeps of the router's choice. `products` are FLOPs of matrix products in forward, `attention` those of attention.
+    """
+
+    saved: int
+    forward: int
+    backward: int
+    gradients: int
+    choices: int
+    products: int
+    attention: int
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """Figures of each kind of block, and `outside`: bytes that stay of what is around the blocks, the base model's
+    output left out.
+
+    `first_saves_less`: how much less the first block saves when nothing before it trains (adapters).
+    """
+
+    blocks: Mapping[int, BlockFigures]
+    outside: int
+    first_saves_less: int
+
+
+def probe(model: nn.Module, anatomy: Anatomy, kinds: Mapping[int, int], length: int, packed: bool) -> Probed:
+    """Run `model` (on meta, in the compute dtype, not sharded) on one and two sequences of `length` tokens.
+
+    `kinds` maps the index of a block to its kind; one block of each kind is run. `packed` gives attention the explicit
+    mask that keeps samples apart.
+    """
+    with _without_experts(model, anatomy), _thinned(model, anatomy, kinds) as blocks:
+        one, two = (_run(model, blocks, rows, length, packed) for rows in (1, 2))
+        frozen = not next(model.get_input_embeddings().parameters()).requires_grad  # type: ignore[operator]
+        first = _run(model, blocks, 1, length, packed, embeds=True) if frozen else one
+    figures = {}
+    for kind, single, double in zip(dict.fromkeys(kinds.values()), one.blocks, two.blocks, strict=True):
+        backward = max(0, double.backward - single.backward)
+        figures[kind] = BlockFigures(
+            saved=single.saved,
+            forward=single.forward,
+            backward=backward,
+            gradients=max(0, single.backward - backward),
+            choices=single.choices,
+            products=single.products,
+            attention=single.attention,
+        )
+    return Probed(figures, one.outside, one.first - first.first)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """One block in one run; what `BlockFigures` says."""
+
+    saved: int = 0
+    forward: int = 0
+    backward: int = 0
+    choices: int = 0
+    products: int = 0
+    attention: int = 0
+
+
+@dataclass(slots=True)
+class _Result:
+    blocks: list[_Seen]
+    outside: int
+    first: int
+
+
+class _Attention(TorchFunctionMode):
+    """Stands in for fused attention and counts router choices; both go to the block that runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = _Seen()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.__bool__:
+            return True  # what mask functions ask about positions: whether they are those of one sample, unpadded
+        if func is F.scaled_dot_product_attention:
+            query, key, value, *rest = args
+            mask = rest[0] if rest else kwargs.get("attn_mask")
+            batch, heads, length, width = query.shape
+            pairs = batch * heads * length * key.shape[2]
+            self.current.attention += 2 * pairs * (width + value.shape[-1])
+            return _FusedAttention.apply(query, key, value, mask)
+        result = func(*args, **kwargs)
+        if func in (torch.topk, torch.Tensor.topk):
+            self.current.choices += result.indices.nbytes
+        return result
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Saves what fused kernels save: query, key, value, output, one number per row, and a mask as they convert it."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any) -> Any:
+        # Laid out as [B, S, h, d], like the kernels', so that what follows need not copy it.
+        batch, heads, length, _ = query.shape
+        out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        rows = query.new_empty(batch, heads, length, dtype=torch.float32)
+        bias = mask.to(query.dtype) if mask is not None and mask.dtype == torch.bool else mask
+        ctx.save_for_backward(query, key, value, out, rows, bias)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Any) -> Any:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+
+class _NoExperts(torch.autograd.Function):
+    """An output like the tokens, and nothing kept."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Any, *others: Any) -> Any:
+        ctx.like = [(t.shape, t.dtype) if isinstance(t, torch.Tensor) else None for t in (hidden, *others)]
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return tuple(
+            grad.new_empty(like[0], dtype=like[1]) if needed and like else None
+            for like, needed in zip(ctx.like, ctx.needs_input_grad, strict=True)
+        )
+
+
+@contextmanager
+def _without_experts(model: nn.Module, anatomy: Anatomy) -> Iterator[None]:
+    modules: list[Any] = [model.get_submodule(spec.name) for spec in anatomy.experts]
+    before = [vars(module).get("forward") for module in modules]
+    for module in modules:
+        module.forward = _NoExperts.apply
+    try:
+        yield
+    finally:
+        for module, own in zip(modules, before, strict=True):
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+
+
+@contextmanager
+def _thinned(model: nn.Module, anatomy: Anatomy, kinds: Mapping[int, int]) -> Iterator[list[nn.Module]]:
+    """Leave one block of each kind in their lists, the first and the last of them twice.
+
+    What a block keeps shows where the next one begins; and what the model holds on to while it runs, in the first.
+    """
+    firsts = [next(index for index, kind in kinds.items() if kind == wanted) for wanted in dict.fromkeys(kinds.values())]
+    names = [anatomy.blocks[index] for index in firsts]
+    measured = [model.get_submodule(name) for name in names]
+    whole: dict[str, nn.ModuleList] = {}
+    for name in anatomy.blocks:
+        parent = name.rpartition(".")[0]
+        whole.setdefault(parent, model.get_submodule(parent))  # type: ignore[arg-type]
+    for parent in whole:
+        holder, _, leaf = parent.rpartition(".")
+        kept = [m for n, m in zip(names, measured, strict=True) if n.rpartition(".")[0] == parent]
+        setattr(model.get_submodule(holder), leaf, nn.ModuleList([*kept[:1], *kept, *kept[-1:]]))
+    try:
+        yield measured
+    finally:
+        for parent, blocks in whole.items():
+            holder, _, leaf = parent.rpartition(".")
+            setattr(model.get_submodule(holder), leaf, blocks)
+
+
+def _run(
+    model: nn.Module, blocks: Sequence[nn.Module], rows: int, length: int, packed: bool, embeds: bool = False
+) -> _Result:
+    """One forward and backward of the base model under the census. `embeds`: as the embedding is, frozen."""
+    census, attention, counter = Census(), _Attention(), FlopCounterMode(display=False)
+    watch = _Watch(census, attention, counter)
+    handles = []
+    for block in blocks:
+        handles.append(block.register_forward_pre_hook(watch.begin, with_kwargs=True))
+        handles.append(block.register_forward_hook(watch.end))
+    base: Any = model.base_model
+    if not embeds:
+        handles.append(model.get_input_embeddings().register_forward_hook(_start_graph))  # type: ignore[operator]
+    inputs: dict[str, Any] = {"input_ids": torch.zeros(rows, length, dtype=torch.int64, device="meta")}
+    if packed:
+        inputs["attention_mask"] = torch.zeros(rows, 1, length, length, dtype=torch.bool, device="meta")
+    try:
+        census.know(model.parameters())
+        census.know(model.buffers())
+        known = census.live
+        with torch.enable_grad(), attention, counter, census:
+            hidden = base(**inputs, use_cache=False)[0]
+            end = census.live
+            hidden.backward(torch.empty_like(hidden))
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter in model.parameters():
+            parameter.grad = None
+    calls, starts = watch.calls, [*watch.starts, end]
+    for (_, seen), before, after in zip(calls, starts[:-1], starts[1:], strict=True):
+        seen.saved = after - before
+    lasting = {block: seen for block, seen in calls[1:-1]}
+    # The model's own reference to the first block's input ends with it.
+    outside = end - known - hidden.nbytes - sum(lasting[block].saved for block, _ in calls)
+    found = [lasting.get(id(block), _Seen()) for block in blocks]
+    return _Result(found, outside, calls[0][1].saved)
+
+
+def _start_graph(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    """Under adapters the first block's input has no gradient; every other block's has. Not as a leaf, which stays."""
+    return output if output.requires_grad else output + torch.zeros_like(output[0, 0, 0], requires_grad=True)
+
+
+class _Watch:
+    """Reads the census where blocks begin and end, call by call."""
+
+    def __init__(self, census: Census, attention: _Attention, counter: FlopCounterMode) -> None:
+        self.census, self.attention, self.counter = census, attention, counter
+        self.starts: list[int] = []
+        self.calls: list[tuple[int, _Seen]] = []
+
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        seen = self.attention.current = _Seen()
+        self.calls.append((id(module), seen))
+        self.starts.append(self.census.live)
+        self.census.reset_peak()
+        seen.products = -self.counter.get_total_flops()
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self._backward_ends(seen))
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        seen = self.attention.current
+        seen.forward = self.census.peak - self.census.live
+        seen.products += self.counter.get_total_flops()
+        hidden.register_hook(lambda _: self._backward_begins(seen))
+
+    def _backward_begins(self, seen: _Seen) -> None:
+        self.census.reset_peak()
+        seen.backward = -self.census.live
+
+    def _backward_ends(self, seen: _Seen) -> None:
+        seen.backward += self.census.peak
