@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 # c10d operations by kind. All-to-all counts its input (rows to itself included), the others the larger side.
 _KINDS = {
@@ -40,13 +41,16 @@ class Sent:
 class Census(TorchDispatchMode):
     """Under it, `live` is what tensors made since it began hold (and those given to `know`), `peak` the most of it.
 
-    `sent[group][kind]` counts collectives; groups go by their names. Not to be nested.
+    `sent[group][kind]` counts collectives; groups go by their names. `operations` counts what is more than a view, and
+    `moved` the bytes that these read and write, matrix products left out. Not to be nested.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.live = 0
         self.peak = 0
+        self.operations = 0
+        self.moved = 0
         self.sent: dict[str, dict[str, Sent]] = defaultdict(lambda: defaultdict(Sent))
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
@@ -82,10 +86,20 @@ class Census(TorchDispatchMode):
         if namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             self._send(name, args)
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if type(leaf) in _PLAIN or _is_fake(leaf):
-                self._note(leaf.untyped_storage())
+        outputs = [leaf for leaf in tree_leaves(result) if type(leaf) in _PLAIN or _is_fake(leaf)]
+        for output in outputs:
+            self._note(output.untyped_storage())
+        self._work(func, args, outputs)
         return result
+
+    def _work(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> None:
+        inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        read = {tensor.untyped_storage()._cdata for tensor in inputs if type(tensor) in _PLAIN or _is_fake(tensor)}
+        makes = any(tensor.untyped_storage()._cdata not in read for tensor in outputs)
+        if makes or func._schema.is_mutable:
+            self.operations += 1
+            if func._overloadpacket not in flop_registry:
+                self.moved += sum(tensor.nbytes for tensor in (*inputs, *outputs))
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()

@@ -19,6 +19,7 @@ from expertmesh.anatomy import Anatomy, ExpertsSpec, describe, is_adapter
 from expertmesh.config import LoraConfig, PrecisionConfig
 from expertmesh.experts.layer import choose_backend, is_silu_gated
 from expertmesh.planning.probe import BlockFigures, Probed, probe
+from expertmesh.planning.routing import Choice
 from expertmesh.weights.skeleton import build_meta_model, kept_in_fp32
 
 
@@ -60,7 +61,7 @@ class Experts:
     """The routed experts of one block. `matrices` are per expert: (elements, trains, bytes as stored)."""
 
     spec: ExpertsSpec
-    top_k: int
+    choice: Choice
     matrices: tuple[tuple[int, bool, int], ...]
     looped: bool
     silu: bool
@@ -225,7 +226,9 @@ class _Reader:
     def signature(self, block: str) -> Any:
         module = self.model.get_submodule(block)
         inside = [(n.removeprefix(block), p.shape, p.requires_grad) for n, p in self._of(block)]
-        kinds = tuple(str(getattr(part, "layer_type", getattr(part, "attention_type", ""))) for part in module.children())
+        kinds = tuple(
+            str(getattr(part, "layer_type", getattr(part, "attention_type", ""))) for part in module.children()
+        )
         window = tuple(str(getattr(part, "sliding_window", "")) for part in module.children())
         return type(module).__name__, str(getattr(module, "attention_type", "")), kinds, window, tuple(inside)
 
@@ -252,10 +255,13 @@ class _Reader:
             trained = parameter.requires_grad
             own = self.width if self.lora is not None and not is_adapter(name) else self.master
             matrices.append((parameter.numel() // spec.num_experts, trained, own.itemsize))
+        text = self.model.config.get_text_config()
+        groups, kept = (getattr(text, key, None) for key in ("n_group", "topk_group"))
+        limited = isinstance(groups, int) and isinstance(kept, int) and 1 <= kept < groups
         assert spec.top_k is not None
         return Experts(
             spec=spec,
-            top_k=spec.top_k,
+            choice=Choice(spec.num_experts, spec.top_k, *((groups, kept) if limited else ())),
             matrices=tuple(matrices),
             looped=choose_backend(spec, self.compute, self.width) == "loop",  # type: ignore[arg-type]
             silu=is_silu_gated(module, spec),

@@ -195,7 +195,7 @@ class _Model:
     # Activations.
 
     def routing(self, experts: Experts) -> Routing:
-        return expected(self.tokens, experts.spec.num_experts, experts.top_k, self.layout.ep, self.imbalance)
+        return expected(self.tokens, experts.choice, self.layout.ep, self.imbalance)
 
     def _saved(self, block: Block) -> float:
         """Everything that backward of a block reads, when nothing is recomputed."""
@@ -214,7 +214,7 @@ class _Model:
             # The rows are the block's own tokens, which its router has saved.
             return pairs + route.pairs * INDEX + (route.tokens + 1) * INDEX
         rows = route.rows * (spec.hidden_size * self.compute + INDEX)
-        way_back = (route.pairs + route.tokens * experts.top_k + 2 * route.sent + route.tokens) * INDEX
+        way_back = (route.pairs + route.tokens * experts.choice.top_k + 2 * route.sent + route.tokens) * INDEX
         return pairs + rows + way_back
 
     def _kept(self, block: Block) -> float:
@@ -226,7 +226,7 @@ class _Model:
         if block.experts is None:
             return kept
         route = self.routing(block.experts)
-        kept += route.tokens * block.experts.top_k * 4
+        kept += route.tokens * block.experts.choice.top_k * 4
         if self.mode == "selective":
             kept += self.saved_by_experts(block.experts) + self.hidden
         return kept

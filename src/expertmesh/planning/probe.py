@@ -7,7 +7,7 @@ shared expert costs what its code costs. One block of each kind is run; figures 
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class BlockFigures:
     `saved` stays from forward to backward, `forward` and `backward` come on top while it runs; `gradients` is the part
     of `backward` that is parameters' gradients and does not grow with the micro-batch. `choices` is what checkpointing
     keeps of the router's choice. `products` are FLOPs of matrix products in forward, `attention` those of attention.
+    `moved`: bytes that other operations read and write in forward and in backward; `operations`: how many all are.
     """
 
     saved: int
@@ -36,6 +37,8 @@ class BlockFigures:
     choices: int
     products: int
     attention: int
+    moved: tuple[int, int]
+    operations: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,8 @@ def probe(model: nn.Module, anatomy: Anatomy, kinds: Mapping[int, int], length: 
             choices=single.choices,
             products=single.products,
             attention=single.attention,
+            moved=(single.moved[0], single.moved[1]),
+            operations=(single.operations[0], single.operations[1]),
         )
     return Probed(figures, one.outside, one.first - first.first)
 
@@ -86,6 +91,13 @@ class _Seen:
     choices: int = 0
     products: int = 0
     attention: int = 0
+    moved: list[int] = field(default_factory=lambda: [0, 0])
+    operations: list[int] = field(default_factory=lambda: [0, 0])
+
+    def work(self, direction: int, census: Census, sign: int) -> None:
+        """Start (-1) or stop (+1) counting what one direction does."""
+        self.moved[direction] += sign * census.moved
+        self.operations[direction] += sign * census.operations
 
 
 @dataclass(slots=True)
@@ -176,7 +188,9 @@ def _thinned(model: nn.Module, anatomy: Anatomy, kinds: Mapping[int, int]) -> It
 
     What a block keeps shows where the next one begins; and what the model holds on to while it runs, in the first.
     """
-    firsts = [next(index for index, kind in kinds.items() if kind == wanted) for wanted in dict.fromkeys(kinds.values())]
+    firsts = [
+        next(index for index, kind in kinds.items() if kind == wanted) for wanted in dict.fromkeys(kinds.values())
+    ]
     names = [anatomy.blocks[index] for index in firsts]
     measured = [model.get_submodule(name) for name in names]
     whole: dict[str, nn.ModuleList] = {}
@@ -253,6 +267,7 @@ class _Watch:
         self.calls.append((id(module), seen))
         self.starts.append(self.census.live)
         self.census.reset_peak()
+        seen.work(0, self.census, -1)
         seen.products = -self.counter.get_total_flops()
         if hidden.requires_grad:
             hidden.register_hook(lambda _: self._backward_ends(seen))
@@ -261,12 +276,15 @@ class _Watch:
         hidden = output[0] if isinstance(output, tuple) else output
         seen = self.attention.current
         seen.forward = self.census.peak - self.census.live
+        seen.work(0, self.census, +1)
         seen.products += self.counter.get_total_flops()
         hidden.register_hook(lambda _: self._backward_begins(seen))
 
     def _backward_begins(self, seen: _Seen) -> None:
         self.census.reset_peak()
+        seen.work(1, self.census, -1)
         seen.backward = -self.census.live
 
     def _backward_ends(self, seen: _Seen) -> None:
+        seen.work(1, self.census, +1)
         seen.backward += self.census.peak

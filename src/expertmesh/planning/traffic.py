@@ -115,11 +115,11 @@ def _of_dispatch(
     assert block.experts is not None
     experts, ranks, compute = block.experts, layout.ep, BYTES_OF[facts.precision.compute]
     tokens = batch.rows * facts.length / (layout.cp * layout.tp)
-    route = expected(tokens, experts.spec.num_experts, experts.top_k, ranks, imbalance)
+    route = expected(tokens, experts.choice, ranks, imbalance)
     row = experts.spec.hidden_size * compute
     weight = max(4, compute)
     counts = (ranks + experts.spec.num_experts) * 8
-    forward = counts + route.sent * row + tokens * experts.top_k * 2 * weight + route.rows * row
+    forward = counts + route.sent * row + tokens * experts.choice.top_k * 2 * weight + route.rows * row
     backward = route.sent * row + route.rows * row + route.pairs * weight
     runs = 2 if mode == "full" else 1
     calls = (4 * runs + 3) * batch.accumulation
