@@ -196,11 +196,11 @@ def _yaml(options: argparse.Namespace, job: Job, best: Candidate, lora: LoraConf
             "output_dir": f"runs/{Path(options.model).name}",
         }
     )
-    speed = best.speed
+    speed, devices = best.speed, job.devices
+    peak, tokens = best.memory.total / 2**30, speed.tokens / speed.seconds
     return (
-        f"# expertmesh plan for {job.devices}: {best.memory.total / 2**30:.1f} GiB a rank, {speed.seconds:.2f} s a step, "
-        f"{speed.tokens / speed.seconds:,.0f} tokens/s predicted.\n"
-        f"# Start it with {job.devices.per_node} ranks on each of {job.devices.nodes} node(s); set data.train to your data.\n"
+        f"# expertmesh plan for {devices}: {peak:.1f} GiB a rank, {speed.seconds:.2f} s a step, {tokens:,.0f} tokens/s.\n"
+        f"# Start {devices.per_node} ranks on each of {devices.nodes} node(s); set data.train to your data.\n"
     ) + dump_config(config)
 
 

@@ -139,5 +139,5 @@ def _group_of(args: Any) -> str:
     """The name of the process group among a c10d operation's arguments."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
-            return str(dist.ProcessGroup.unbox(arg).group_name)  # type: ignore[attr-defined]
+            return str(dist.ProcessGroup.unbox(arg).group_name)
     return next((arg for arg in args if isinstance(arg, str)), "")

@@ -180,7 +180,8 @@ def facts_of_model(
     embeds = names[id(embedding)]
     around = [name for name, _ in model.named_parameters() if not _inside(name, anatomy.blocks)]
     in_root = [name for name in around if tied or not name.startswith(f"{embeds}.")]
-    attention_heads = int(getattr(text, "num_attention_heads", 1))
+    sizes = text.to_dict()  # attributes that differ between layers cannot be asked for
+    attention_heads = int(sizes.get("num_attention_heads") or 1)
     return Facts(
         family=str(model.config.model_type),
         blocks=tuple(made[kind] for kind in kinds.values()),
@@ -191,8 +192,8 @@ def facts_of_model(
         vocabulary=int(text.vocab_size),
         hidden=anatomy.experts[0].hidden_size,
         heads=attention_heads,
-        key_value_heads=int(getattr(text, "num_key_value_heads", None) or attention_heads),
-        head_width=int(getattr(text, "head_dim", None) or anatomy.experts[0].hidden_size // attention_heads),
+        key_value_heads=int(sizes.get("num_key_value_heads") or attention_heads),
+        head_width=int(sizes.get("head_dim") or anatomy.experts[0].hidden_size // attention_heads),
         length=length,
         packed=packed,
         outside=probed.outside,

@@ -53,7 +53,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, item.name) for item in fields(self) if item.name != "moment")
+        return float(sum(getattr(self, item.name) for item in fields(self) if item.name != "moment"))
 
     @property
     def state(self) -> float:

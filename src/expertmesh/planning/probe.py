@@ -1,12 +1,12 @@
-"""What the family's own code of a block keeps and computes, found by running it on meta: no weights, no formulas per family.
+"""What a block's own code keeps and computes, found by running it on meta: no weights, no formulas per family.
 
 The blocks run forward and backward on meta tensors, their experts replaced by nothing (our own expert layer has exact
 formulas, memory.py) and attention by what a fused kernel saves. So a norm that works in fp32, a latent attention or a
 shared expert costs what its code costs. One block of each kind is run; figures are linear in the micro-batch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from expertmesh.anatomy import Anatomy
+from expertmesh.config.errors import InputError
 from expertmesh.planning.census import Census
 
 
@@ -58,14 +59,31 @@ def probe(model: nn.Module, anatomy: Anatomy, kinds: Mapping[int, int], length: 
     """Run `model` (on meta, in the compute dtype, not sharded) on one and two sequences of `length` tokens.
 
     `kinds` maps the index of a block to its kind; one block of each kind is run. `packed` gives attention the explicit
-    mask that keeps samples apart.
+    mask that keeps samples apart. Raises `NotProbed` where the family's code needs values.
     """
-    with _without_experts(model, anatomy), _thinned(model, anatomy, kinds) as blocks:
-        one, two = (_run(model, blocks, rows, length, packed) for rows in (1, 2))
+    try:
+        return _probe(model, anatomy, kinds, length, packed)
+    except Exception as error:
+        # Another package's code on tensors without values: whatever it raises, its figures cannot be had.
+        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise NotProbed(f"{model.config.model_type}: its code does not run without values ({cause})") from error  # type: ignore[union-attr]
+
+
+class NotProbed(InputError):
+    """A family whose blocks cannot be run on meta; there is no plan for it."""
+
+
+def _probe(model: nn.Module, anatomy: Anatomy, kinds: Mapping[int, int], length: int, packed: bool) -> Probed:
+    firsts = {kind: index for index, kind in reversed(kinds.items())}
+    measured = [anatomy.blocks[index] for index in sorted(firsts.values())]
+    with _without_experts(model, anatomy):
+        one, two = (_run(model, anatomy, measured, rows, length, packed) for rows in (1, 2))
         frozen = not next(model.get_input_embeddings().parameters()).requires_grad  # type: ignore[operator]
-        first = _run(model, blocks, 1, length, packed, embeds=True) if frozen else one
+        first = _run(model, anatomy, measured, 1, length, packed, embeds=True) if frozen else one
     figures = {}
-    for kind, single, double in zip(dict.fromkeys(kinds.values()), one.blocks, two.blocks, strict=True):
+    in_order = sorted(firsts, key=firsts.__getitem__)
+    unreached = [_Seen()] * (len(in_order) - len(one.blocks))  # of towers that text does not come to
+    for kind, single, double in zip(in_order, one.blocks + unreached, two.blocks + unreached, strict=True):
         backward = max(0, double.backward - single.backward)
         figures[kind] = BlockFigures(
             saved=single.saved,
@@ -167,69 +185,56 @@ class _NoExperts(torch.autograd.Function):
 
 
 @contextmanager
-def _without_experts(model: nn.Module, anatomy: Anatomy) -> Iterator[None]:
-    modules: list[Any] = [model.get_submodule(spec.name) for spec in anatomy.experts]
-    before = [vars(module).get("forward") for module in modules]
-    for module in modules:
-        module.forward = _NoExperts.apply
+def _replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Modules with another forward, for the time of the block."""
+    before = {module: vars(module).get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        module.forward = forward
     try:
         yield
     finally:
-        for module, own in zip(modules, before, strict=True):
+        for module, own in before.items():
             if own is None:
                 del module.forward
             else:
                 module.forward = own
 
 
-@contextmanager
-def _thinned(model: nn.Module, anatomy: Anatomy, kinds: Mapping[int, int]) -> Iterator[list[nn.Module]]:
-    """Leave one block of each kind in their lists, the first and the last of them twice.
-
-    What a block keeps shows where the next one begins; and what the model holds on to while it runs, in the first.
-    """
-    firsts = [
-        next(index for index, kind in kinds.items() if kind == wanted) for wanted in dict.fromkeys(kinds.values())
-    ]
-    names = [anatomy.blocks[index] for index in firsts]
-    measured = [model.get_submodule(name) for name in names]
-    whole: dict[str, nn.ModuleList] = {}
-    for name in anatomy.blocks:
-        parent = name.rpartition(".")[0]
-        whole.setdefault(parent, model.get_submodule(parent))  # type: ignore[arg-type]
-    for parent in whole:
-        holder, _, leaf = parent.rpartition(".")
-        kept = [m for n, m in zip(names, measured, strict=True) if n.rpartition(".")[0] == parent]
-        setattr(model.get_submodule(holder), leaf, nn.ModuleList([*kept[:1], *kept, *kept[-1:]]))
-    try:
-        yield measured
-    finally:
-        for parent, blocks in whole.items():
-            holder, _, leaf = parent.rpartition(".")
-            setattr(model.get_submodule(holder), leaf, blocks)
+def _without_experts(model: nn.Module, anatomy: Anatomy) -> AbstractContextManager[None]:
+    return _replaced({model.get_submodule(spec.name): _NoExperts.apply for spec in anatomy.experts})
 
 
 def _run(
-    model: nn.Module, blocks: Sequence[nn.Module], rows: int, length: int, packed: bool, embeds: bool = False
+    model: nn.Module,
+    anatomy: Anatomy,
+    measured: Sequence[str],
+    rows: int,
+    length: int,
+    packed: bool,
+    embeds: bool = False,
 ) -> _Result:
-    """One forward and backward of the base model under the census. `embeds`: as the embedding is, frozen."""
+    """One forward and backward of the base model under the census. `embeds`: as the embedding is, frozen.
+
+    Every block that is not `measured` hands on what it gets, so that those that are get the arguments of their place.
+    """
     census, attention, counter = Census(), _Attention(), FlopCounterMode(display=False)
     watch = _Watch(census, attention, counter)
-    handles = []
-    for block in blocks:
-        handles.append(block.register_forward_pre_hook(watch.begin, with_kwargs=True))
-        handles.append(block.register_forward_hook(watch.end))
+    blocks = {name: model.get_submodule(name) for name in anatomy.blocks}
+    forwards = {
+        block: watch.twice(block.forward) if name in measured else watch.hand_on for name, block in blocks.items()
+    }
     base: Any = model.base_model
-    if not embeds:
-        handles.append(model.get_input_embeddings().register_forward_hook(_start_graph))  # type: ignore[operator]
     inputs: dict[str, Any] = {"input_ids": torch.zeros(rows, length, dtype=torch.int64, device="meta")}
     if packed:
         inputs["attention_mask"] = torch.zeros(rows, 1, length, length, dtype=torch.bool, device="meta")
+    handles = []
+    if not embeds:
+        handles.append(model.get_input_embeddings().register_forward_hook(_start_graph))  # type: ignore[operator]
     try:
         census.know(model.parameters())
         census.know(model.buffers())
         known = census.live
-        with torch.enable_grad(), attention, counter, census:
+        with torch.enable_grad(), _replaced(forwards), attention, counter, census:
             hidden = base(**inputs, use_cache=False)[0]
             end = census.live
             hidden.backward(torch.empty_like(hidden))
@@ -238,14 +243,8 @@ def _run(
             handle.remove()
         for parameter in model.parameters():
             parameter.grad = None
-    calls, starts = watch.calls, [*watch.starts, end]
-    for (_, seen), before, after in zip(calls, starts[:-1], starts[1:], strict=True):
-        seen.saved = after - before
-    lasting = {block: seen for block, seen in calls[1:-1]}
-    # The model's own reference to the first block's input ends with it.
-    outside = end - known - hidden.nbytes - sum(lasting[block].saved for block, _ in calls)
-    found = [lasting.get(id(block), _Seen()) for block in blocks]
-    return _Result(found, outside, calls[0][1].saved)
+    outside = end - known - hidden.nbytes - 2 * sum(seen.saved for seen in watch.seen)
+    return _Result(watch.seen, outside, watch.first)
 
 
 def _start_graph(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -254,31 +253,52 @@ def _start_graph(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Te
 
 
 class _Watch:
-    """Reads the census where blocks begin and end, call by call."""
+    """Runs each measured block twice in a row and reads the census around the second run: what a block keeps shows
+    when its successor's input is its output and nobody holds its own input any more.
+    """
 
     def __init__(self, census: Census, attention: _Attention, counter: FlopCounterMode) -> None:
         self.census, self.attention, self.counter = census, attention, counter
-        self.starts: list[int] = []
-        self.calls: list[tuple[int, _Seen]] = []
+        self.seen: list[_Seen] = []
+        self.first = 0
+        self._tuples = False
 
-    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        seen = self.attention.current = _Seen()
-        self.calls.append((id(module), seen))
-        self.starts.append(self.census.live)
-        self.census.reset_peak()
-        seen.work(0, self.census, -1)
-        seen.products = -self.counter.get_total_flops()
-        if hidden.requires_grad:
+    def twice(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = self.census.live
+            hidden = self._only(forward(*args, **kwargs))
+            args, kwargs = _with_hidden(args, kwargs, None)
+            if not self.seen:
+                self.first = self.census.live - start
+            seen = self.attention.current = _Seen()
+            self.seen.append(seen)
+            before = self.census.live
+            self.census.reset_peak()
+            seen.work(0, self.census, -1)
+            seen.products = -self.counter.get_total_flops()
             hidden.register_hook(lambda _: self._backward_ends(seen))
+            held = [hidden]
+            del hidden
+            args, kwargs = _with_hidden(args, kwargs, held.pop())
+            out = forward(*args, **kwargs)
+            args, kwargs = _with_hidden(args, kwargs, None)
+            seen.work(0, self.census, +1)
+            seen.products += self.counter.get_total_flops()
+            seen.saved = self.census.live - before
+            seen.forward = self.census.peak - self.census.live
+            self._only(out).register_hook(lambda _: self._backward_begins(seen))
+            return out
 
-    def end(self, module: nn.Module, args: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        seen = self.attention.current
-        seen.forward = self.census.peak - self.census.live
-        seen.work(0, self.census, +1)
-        seen.products += self.counter.get_total_flops()
-        hidden.register_hook(lambda _: self._backward_begins(seen))
+        return run
+
+    def hand_on(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        return (hidden, None) if self._tuples else hidden
+
+    def _only(self, output: Any) -> torch.Tensor:
+        self._tuples = isinstance(output, tuple)
+        hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return hidden
 
     def _backward_begins(self, seen: _Seen) -> None:
         self.census.reset_peak()
@@ -288,3 +308,8 @@ class _Watch:
     def _backward_ends(self, seen: _Seen) -> None:
         seen.work(1, self.census, +1)
         seen.backward += self.census.peak
+
+
+def _with_hidden(args: Any, kwargs: Any, hidden: Any) -> tuple[Any, Any]:
+    """The arguments of a block with other hidden states."""
+    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})

@@ -33,6 +33,8 @@ def plan_lines(
     layout, anatomy = mesh.layout, checked.anatomy
     yield f"model      {config.model.name_or_path}: {checked.model_config.model_type}, " + _experts_line(anatomy)
     yield from (f"           {line}" for line in layout.table().splitlines())
+    if checked.layout_reason is not None:
+        yield f"layout     {checked.layout_reason}"
     dense, expert, adapters = local_parameters(model, anatomy)
     counts = f"{dense:,} dense + {expert:,} expert{f' + {adapters:,} adapter' if adapters else ''} parameters"
     yield f"per rank   {counts}, {gib(bytes_to_load)} to load"

@@ -24,8 +24,9 @@ from expertmesh.config.errors import InputError
 from expertmesh.data import load_tokenizer
 from expertmesh.data.loader import accumulation_of
 from expertmesh.experts.layer import choose_backend
-from expertmesh.mesh import Layout, resolve_layout
+from expertmesh.mesh import Layout
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_model
+from expertmesh.planning.choose import choose_layout
 from expertmesh.training.resume import config_differences, find_start, flat
 from expertmesh.weights.skeleton import build_meta_model, read_model_config
 
@@ -45,6 +46,7 @@ class Checked:
     directory: Path
     anatomy: Anatomy
     layout: Layout
+    layout_reason: str | None
 
     @property
     def vocab_size(self) -> int:
@@ -67,7 +69,8 @@ def preflight(config: Config, world_size: int) -> Checked:
         trust_remote_code=config.model.trust_remote_code,
     )
     anatomy = describe(model)
-    layout = resolve_layout(config.parallel, world_size, anatomy.num_experts)
+    chosen = choose_layout(config, model_config, world_size, anatomy.num_experts)
+    layout = chosen.layout
     for spec in anatomy.experts:
         expert_shard_dim(spec, layout)
         choose_backend(spec, config.moe.compute, getattr(torch, config.precision.compute))
@@ -78,7 +81,7 @@ def preflight(config: Config, world_size: int) -> Checked:
         check_files(adapt(model, config.lora, getattr(torch, config.precision.params), config.model.name_or_path))
     refuse_model(model, anatomy, config.moe)
     load_tokenizer(config.model)
-    return Checked(model_config, directory, anatomy, layout)
+    return Checked(model_config, directory, anatomy, layout, chosen.reason)
 
 
 def refuse_output_dir(config: Config) -> None:
