@@ -142,14 +142,14 @@ class _Attention(TorchFunctionMode):
             batch, heads, length, width = query.shape
             pairs = batch * heads * length * key.shape[2]
             self.current.attention += 2 * pairs * (width + value.shape[-1])
-            return _FusedAttention.apply(query, key, value, mask)
+            return FusedAttention.apply(query, key, value, mask)
         result = func(*args, **kwargs)
         if func in (torch.topk, torch.Tensor.topk):
             self.current.choices += result.indices.nbytes
         return result
 
 
-class _FusedAttention(torch.autograd.Function):
+class FusedAttention(torch.autograd.Function):
     """Saves what fused kernels save: query, key, value, output, one number per row, and a mask as they convert it."""
 
     @staticmethod
