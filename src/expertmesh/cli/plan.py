@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     if options.simulate:
         from expertmesh.cli import simulate  # heavy, and only wanted here
 
-        simulate.run(config, job, best, lora, options.trust_remote_code)
+        simulate.run(config, job, best, lora)
     return 0
 
 
@@ -199,7 +199,8 @@ def _yaml(options: argparse.Namespace, job: Job, best: Candidate, lora: LoraConf
     speed, devices = best.speed, job.devices
     peak, tokens = best.memory.total / 2**30, speed.tokens / speed.seconds
     return (
-        f"# expertmesh plan for {devices}: {peak:.1f} GiB a rank, {speed.seconds:.2f} s a step, {tokens:,.0f} tokens/s.\n"
+        f"# expertmesh plan for {devices}: {peak:.1f} GiB a rank, {speed.seconds:.2f} s a step, {tokens:,.0f} "
+        "tokens/s.\n"
         f"# Start {devices.per_node} ranks on each of {devices.nodes} node(s); set data.train to your data.\n"
     ) + dump_config(config)
 

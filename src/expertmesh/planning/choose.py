@@ -56,7 +56,9 @@ def choose_layout(config: Config, model_config: PreTrainedConfig, world_size: in
         best = min(fitting, key=lambda each: (each.speed.seconds, each.memory.total))
         why = "the fastest that fits"
     sizes = ", ".join(str(candidate.layout.ep) for candidate in found)
-    figures = f"{best.memory.total / GIB:.1f} GiB of {job.budget / GIB:.1f} a rank and {best.speed.seconds:.2f} s a step"
+    figures = (
+        f"{best.memory.total / GIB:.1f} GiB of {job.budget / GIB:.1f} a rank and {best.speed.seconds:.2f} s a step"
+    )
     return Chosen(best.layout, f"ep {best.layout.ep} of {sizes}: {why}; {figures} predicted for {devices}")
 
 
@@ -112,4 +114,3 @@ def _is_possible(layout: Layout, num_experts: int) -> bool:
     except InputError:
         return False
     return True
-

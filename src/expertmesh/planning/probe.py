@@ -74,7 +74,7 @@ class NotProbed(InputError):
 
 
 def _probe(model: nn.Module, anatomy: Anatomy, kinds: Mapping[int, int], length: int, packed: bool) -> Probed:
-    firsts = {kind: index for index, kind in reversed(kinds.items())}
+    firsts = {kind: index for index, kind in sorted(kinds.items(), reverse=True)}
     measured = [anatomy.blocks[index] for index in sorted(firsts.values())]
     with _without_experts(model, anatomy):
         one, two = (_run(model, anatomy, measured, rows, length, packed) for rows in (1, 2))

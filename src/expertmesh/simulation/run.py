@@ -55,9 +55,11 @@ def simulate(
     precision: PrecisionConfig | None = None,
     lora: LoraConfig | None = None,
     choice: Choice,
+    packed: bool = False,
 ) -> Simulated:
     """One micro-batch of `rows` sequences of `length` tokens on rank 0 of `world_size`. Needs a process without a
-    process group. Experts have to compute in bfloat16: torch's grouped product knows no other dtype on fake tensors.
+    process group. `packed`: with the explicit mask of packed samples. Experts have to compute in bfloat16: torch's
+    grouped product knows no other dtype on fake tensors.
     """
     precision = precision or PrecisionConfig()
     if dist.is_initialized():
@@ -84,7 +86,7 @@ def simulate(
             materialize(model, mesh.device)
             _fake_buffers(model)
             with stand_ins(choice, rows * length, mesh.layout.ep):
-                census, state = _steps(model, rows, length)
+                census, state = _steps(model, rows, length, packed)
         return Simulated(
             world_size=world_size,
             peak=census.peak,
@@ -99,13 +101,15 @@ def simulate(
         dist.destroy_process_group()
 
 
-def _steps(model: nn.Module, rows: int, length: int) -> tuple[Census, int]:
+def _steps(model: nn.Module, rows: int, length: int, packed: bool) -> tuple[Census, int]:
     """A first step, in which FSDP2 and the optimizer allocate what stays, and one that is counted."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
     batch = {
         "input_ids": torch.zeros(rows, length, dtype=torch.int64),
         "labels": torch.zeros(rows, length, dtype=torch.int64),
     }
+    if packed:
+        batch["attention_mask"] = torch.zeros(rows, 1, length, length, dtype=torch.bool)
 
     def step() -> None:
         loss = causal_lm_loss(model, batch, target_tokens=rows * (length - 1))
@@ -139,7 +143,11 @@ def _fake_buffers(model: nn.Module) -> None:
 
 def _by_axis(census: Census, mesh: Mesh) -> dict[tuple[str, str], tuple[int, int]]:
     """Groups of equal ranks share one process group; its traffic goes to the first axis that has it."""
-    axes = {view.get_group(axis).group_name: axis for view in (mesh.expert, mesh.dense) for axis in view.mesh_dim_names or ()}
+    axes: dict[str, str] = {
+        str(view.get_group(axis).group_name): axis
+        for view in (mesh.expert, mesh.dense)
+        for axis in view.mesh_dim_names or ()
+    }
     found: dict[tuple[str, str], tuple[int, int]] = {}
     for group, kinds in census.sent.items():
         for kind, sent in kinds.items():
@@ -147,4 +155,3 @@ def _by_axis(census: Census, mesh: Mesh) -> dict[tuple[str, str], tuple[int, int
             calls, size = found.get(key, (0, 0))
             found[key] = calls + sent.calls, size + sent.bytes
     return found
-

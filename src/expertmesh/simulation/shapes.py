@@ -1,17 +1,20 @@
 """Configurations with the shapes of published models, for simulations and examples; nothing is downloaded."""
 
+from typing import Any
+
 from transformers import DeepseekV3Config, PreTrainedConfig, Qwen3MoeConfig
 
 
 def qwen3_30b_a3b() -> PreTrainedConfig:
     """48 layers of 128 experts, top-8; 30.5 B parameters."""
+    sizes: dict[str, Any] = {"head_dim": 128}  # taken from the keyword arguments
     return Qwen3MoeConfig(
+        **sizes,
         vocab_size=151936,
         hidden_size=2048,
         num_hidden_layers=48,
         num_attention_heads=32,
         num_key_value_heads=4,
-        head_dim=128,
         moe_intermediate_size=768,
         num_experts=128,
         num_experts_per_tok=8,
@@ -22,7 +25,7 @@ def qwen3_30b_a3b() -> PreTrainedConfig:
 
 
 def deepseek_v3() -> PreTrainedConfig:
-    """61 layers, 58 of them with 256 routed experts in 8 groups and a shared one, latent attention; 671 B parameters."""
+    """61 layers, 58 of them with 256 routed experts in 8 groups and a shared one; 671 B parameters."""
     return DeepseekV3Config(
         vocab_size=129280,
         hidden_size=7168,
