@@ -112,7 +112,7 @@ def resolve_layout(parallel: ParallelConfig, world_size: int, num_experts: int |
     if parallel.ep == "auto":
         if num_experts is None:
             raise InputError("parallel.ep: auto needs the number of experts of a model; set ep or pass num_experts")
-        # The planner will weigh bytes against memory; until then: as many as fit a node, where all-to-all is cheap.
+        # What `train` has the planner choose (planning/choose.py): as many as fit a node, where all-to-all is cheap.
         node = int(os.environ.get("LOCAL_WORLD_SIZE", 8))
         ep = max((size for size in choices if size <= node), default=1)
     else:

@@ -17,6 +17,7 @@ from expertmesh.cli import prove
 from expertmesh.cli.launch import in_job
 from expertmesh.cli.launch import run as run_training
 from expertmesh.cli.options import RunOptions, duration, size
+from expertmesh.cli.plan_options import add_arguments as plan_arguments
 from expertmesh.cli.text import printable
 from expertmesh.cli.worker import leave
 from expertmesh.config import load_config
@@ -224,6 +225,12 @@ def _check(options: argparse.Namespace) -> int:
     return check.run(config, options.samples)
 
 
+def _plan(options: argparse.Namespace) -> int:
+    from expertmesh.cli import plan
+
+    return plan.run(options)
+
+
 def _export(options: argparse.Namespace) -> int:
     from expertmesh.cli import export
 
@@ -268,6 +275,7 @@ VERBS = {
     "train": Verb("fine-tune the model that a YAML file describes", _train_arguments, _train),
     "inspect": Verb("show what a model is made of and how it can be laid out", _inspect_arguments, _inspect),
     "check": Verb("validate a YAML file, its data and its tokenizer without training", _check_arguments, _check),
+    "plan": Verb("predict memory, speed and cost of every layout, without GPUs", plan_arguments, _plan),
     "verify": Verb("prove a job against the unsharded model, or check a checkpoint", prove.add_arguments, prove.run),
     "export": Verb("write a checkpoint as a plain Hugging Face directory", _export_arguments, _export),
     "merge": Verb("write an adapter and its base as one plain Hugging Face directory", _merge_arguments, _merge),

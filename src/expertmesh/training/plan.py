@@ -45,6 +45,8 @@ def plan_lines(
     pipeline = pipeline_of(model)
     if pipeline is not None:
         yield from (f"stages     {line}" for line in _stage_lines(pipeline, batches.accumulation))
+    if checked.layout_reason is not None:
+        yield f"layout     {checked.layout_reason}"
     dense, expert, adapters = local_parameters(model, anatomy)
     counts = f"{dense:,} dense + {expert:,} expert{f' + {adapters:,} adapter' if adapters else ''} parameters"
     yield f"per rank   {counts}, {gib(bytes_to_load)} to load"

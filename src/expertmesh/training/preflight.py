@@ -24,7 +24,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.data import load_tokenizer
 from expertmesh.data.loader import accumulation_of
 from expertmesh.experts.layer import choose_backend
-from expertmesh.mesh import Layout, resolve_layout
+from expertmesh.mesh import Layout
 from expertmesh.parallel.checkpointing import refuse_checkpointing
 from expertmesh.parallel.compiling import refuse_compile
 from expertmesh.parallel.context import refuse_context
@@ -33,6 +33,7 @@ from expertmesh.parallel.pipeline import plan_cut
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_model
 from expertmesh.parallel.sequence import refuse_blocks
 from expertmesh.parallel.tensor_plan import tensor_plan
+from expertmesh.planning.choose import choose_layout
 from expertmesh.training.pipeline import interleaves
 from expertmesh.training.resume import config_differences, find_start, flat
 from expertmesh.weights.skeleton import build_meta_model, kept_in_fp32, read_model_config
@@ -52,6 +53,7 @@ class Checked:
     directory: Path
     anatomy: Anatomy
     layout: Layout
+    layout_reason: str | None
 
     @property
     def vocab_size(self) -> int:
@@ -74,7 +76,8 @@ def preflight(config: Config, world_size: int) -> Checked:
         trust_remote_code=config.model.trust_remote_code,
     )
     anatomy = describe(model)
-    layout = resolve_layout(config.parallel, world_size, anatomy.num_experts)
+    chosen = choose_layout(config, model_config, world_size, anatomy.num_experts)
+    layout = chosen.layout
     for spec in anatomy.experts:
         expert_shard_dim(spec, layout)
         choose_backend(spec, config.moe.compute, getattr(torch, config.precision.compute))
@@ -96,7 +99,7 @@ def preflight(config: Config, world_size: int) -> Checked:
         accumulation = accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
         _refuse_interleaving(layout, accumulation)
     load_tokenizer(config.model)
-    return Checked(model_config, directory, anatomy, layout)
+    return Checked(model_config, directory, anatomy, layout, chosen.reason)
 
 
 def _refuse_interleaving(layout: Layout, accumulation: int) -> None:

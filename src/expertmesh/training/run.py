@@ -3,6 +3,7 @@
 Called in every rank, under torchrun or our own launcher, before the process group exists.
 """
 
+import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 from expertmesh.adapters.save import save_adapter
 from expertmesh.adapters.start import start as start_adapters
 from expertmesh.checkpoint.interface import load_directory
-from expertmesh.config import Config, dump_config
+from expertmesh.config import Config, ParallelConfig, dump_config
 from expertmesh.data import (
     DataReport,
     EvaluationBatches,
@@ -28,6 +29,7 @@ from expertmesh.data import (
 from expertmesh.mesh import Mesh, current_device, init_mesh, set_timeout, start_process_group
 from expertmesh.model import load_weights, prepare_model
 from expertmesh.parallel.checkpointing import CheckpointingMode
+from expertmesh.planning.search import explicit
 from expertmesh.training.checkpoints import open_checkpoints
 from expertmesh.training.control import Control
 from expertmesh.training.lock import RunLock
@@ -75,7 +77,9 @@ def _train(config: Config, control: Control, checked: Checked, device: torch.dev
         training = _dataset(config, "train", tokenizer, checked)
         evaluation = _dataset(config, "eval", tokenizer, checked) if config.data.eval else None
 
-    mesh = init_mesh(config.parallel, num_experts=checked.anatomy.num_experts, device=device)
+    # Every rank has come to the same layout by itself; should one ever not, rank 0's holds.
+    parallel = ParallelConfig(**json.loads(from_first(explicit(checked.layout).model_dump_json())))
+    mesh = init_mesh(parallel, num_experts=checked.anatomy.num_experts, device=device)
     set_timeout(mesh, config.distributed.first_step_timeout_seconds)
     share: dict[str, Any] = {
         "micro_batch_size": config.train.micro_batch_size,

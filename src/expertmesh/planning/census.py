@@ -1,0 +1,143 @@
+"""Counts what a piece of training holds and sends: bytes of live tensors, their peak, and bytes of each collective.
+
+Used by the probe (a block of a model on meta), by the simulation (fake tensors) and by the measurements on real ranks,
+so that all three count the same thing. Sizes come from storages, each counted once while anything refers to it; what a
+kernel allocates inside itself is not seen. Collectives are counted where torch hands them to c10d.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+# c10d operations by kind. All-to-all counts its input (rows to itself included), the others the larger side.
+_KINDS = {
+    "all_to_all": ("alltoall_base_", "alltoall_", "all_to_all_single"),
+    "all_gather": ("_allgather_base_", "allgather_", "all_gather_into_tensor", "all_gather_into_tensor_out"),
+    "reduce_scatter": ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor"),
+    "all_reduce": ("allreduce_", "all_reduce", "all_reduce_"),
+    "broadcast": ("broadcast_", "broadcast"),
+    "send": ("send", "isend"),
+    "receive": ("recv_", "irecv"),
+}
+_SILENT = ("wait_tensor", "barrier", "_wrap_tensor_autograd")
+
+
+@dataclass(slots=True)
+class Sent:
+    """Calls and bytes of one kind of collective over one group."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+class Census(TorchDispatchMode):
+    """Under it, `live` is what tensors made since it began hold (and those given to `know`), `peak` the most of it.
+
+    `sent[group][kind]` counts collectives; groups go by their names. `operations` counts what is more than a view, and
+    `moved` the bytes that these read and write, matrix products left out. Not to be nested.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self.operations = 0
+        self.moved = 0
+        self.sent: dict[str, dict[str, Sent]] = defaultdict(lambda: defaultdict(Sent))
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[Any]] = {}
+
+    def __enter__(self) -> Self:
+        # FSDP2 frees and regrows parameters by resizing storages, which no dispatch sees.
+        self._resize = torch.UntypedStorage.resize_
+        census = self
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = census._resize(storage, size)
+            census._note(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*exception)
+
+    def know(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count these as well, from now on."""
+        for tensor in tensors:
+            self._note(tensor.untyped_storage())
+
+    def reset_peak(self) -> None:
+        self.peak = self.live
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            self._send(name, args)
+        result = func(*args, **(kwargs or {}))
+        outputs = [leaf for leaf in tree_leaves(result) if type(leaf) in _PLAIN or _is_fake(leaf)]
+        for output in outputs:
+            self._note(output.untyped_storage())
+        self._work(func, args, outputs)
+        return result
+
+    def _work(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> None:
+        inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        read = {tensor.untyped_storage()._cdata for tensor in inputs if type(tensor) in _PLAIN or _is_fake(tensor)}
+        makes = any(tensor.untyped_storage()._cdata not in read for tensor in outputs)
+        if makes or func._schema.is_mutable:
+            self.operations += 1
+            if func._overloadpacket not in flop_registry:
+                self.moved += sum(tensor.nbytes for tensor in (*inputs, *outputs))
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._sizes:
+            self._sizes[key] = 0
+            self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
+        self.live += size - self._sizes[key]
+        self._sizes[key] = size
+        self.peak = max(self.peak, self.live)
+
+    def _forget(self, key: int) -> None:
+        self.live -= self._sizes.pop(key, 0)
+        self._references.pop(key, None)
+
+    def _send(self, name: str, args: Any) -> None:
+        if name in _SILENT:
+            return
+        kind = next((kind for kind, names in _KINDS.items() if name in names), None)
+        if kind is None:
+            raise RuntimeError(f"the census does not know the c10d operation {name}, so its bytes would be missed")
+        sizes = [sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, torch.Tensor)) for arg in args]
+        entry = self.sent[_group_of(args)][kind]
+        entry.calls += 1
+        entry.bytes += sizes[1] if name in ("alltoall_base_", "alltoall_") else max(sizes)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_fake(leaf: Any) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(leaf, FakeTensor)
+
+
+def _group_of(args: Any) -> str:
+    """The name of the process group among a c10d operation's arguments."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return str(dist.ProcessGroup.unbox(arg).group_name)
+    return next((arg for arg in args if isinstance(arg, str)), "")

@@ -1,0 +1,170 @@
+"""The devices a plan is made for: a table with sources (hardware.yaml), extended or overridden by a file of the user's.
+
+Numbers are peaks as vendors state them; `Efficiency` says how much of a peak training reaches, with one set of defaults
+that benchmarks calibrate. A plan is only as good as these few numbers, so they are printed with it.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from expertmesh.config.base import Section, refuse
+from expertmesh.config.errors import InputError
+from expertmesh.config.explain import explain
+from expertmesh.config.yaml_text import parse_yaml
+
+
+class Efficiency(Section):
+    """What share of a peak is reached."""
+
+    products: float = Field(default=0.65, gt=0, le=1)
+    """Dense matrix products in bf16: large ones of the published H100 runs reach 0.6 to 0.75."""
+    experts: float = Field(default=0.25, gt=0, le=1)
+    """Grouped products: 242 of 989 TFLOP/s in torch's grouped_mm on an H100, Qwen3-30B shape (VeOmni issue 460)."""
+    attention: float = Field(default=0.35, gt=0, le=1)
+    """Fused attention, forward and backward: FlashAttention-2 on an H100, about 350 TFLOP/s (arXiv 2407.08608)."""
+    memory: float = Field(default=0.7, gt=0, le=1)
+    """Element-wise operations, of the memory bandwidth."""
+    links: float = Field(default=0.75, gt=0, le=1)
+    """All-gather and reduce-scatter of large buffers, of the link."""
+    all_to_all: float = Field(default=0.4, gt=0, le=1)
+    """All-to-all with uneven splits: 41 to 203 of 450 GB/s over NVLink by the eager path (kraken pull request 32)."""
+    overlap: float = Field(default=0.7, gt=0, le=1)
+    """Share of compute behind which prefetched collectives can hide: the first and last blocks of each pass cannot."""
+    interference: float = Field(default=0.2, ge=0, le=1)
+    """What a hidden collective still costs of its time: its kernels take 16 to 24 of an H100's 132 multiprocessors."""
+
+
+class Hardware(Section):
+    """One kind of device, in nodes of `devices_per_node`. FLOP/s, bytes, bytes per second and direction, seconds."""
+
+    section: ClassVar[str] = ""
+
+    matches: tuple[str, ...] = ()
+    """Parts of the name that the driver gives the device."""
+    flops: Mapping[str, PositiveFloat]
+    """Dense peak by compute dtype."""
+    memory: PositiveFloat
+    """Bytes of memory of one device."""
+    memory_bandwidth: PositiveFloat
+    within_node: PositiveFloat
+    """Bandwidth of one device to the others of its node."""
+    between_nodes: PositiveFloat
+    """Bandwidth of one device to other nodes."""
+    devices_per_node: PositiveInt = 8
+    overhead: float = Field(default=3.5e9, ge=0)
+    """Bytes that the driver's context and communication buffers take of each device."""
+    headroom: float = Field(default=0.05, ge=0, lt=1)
+    """Share of memory left free, for the allocator's gaps and a prediction that is a little low."""
+    launch_seconds: PositiveFloat = 6.0e-6
+    """Time of the host for one eager operation; a device that computes faster waits for it."""
+    collective_seconds: PositiveFloat = 2.5e-5
+    """Latency of one collective."""
+    storage: PositiveFloat = 2.0e9
+    """Bytes per second that one node writes to shared storage."""
+    hours_between_failures: PositiveFloat = 50_000.0
+    """Of one device: 419 interruptions of 16,384 H100 in 54 days (arXiv 2407.21783) are one in 50,700 hours."""
+    price: PositiveFloat | None = None
+    """Of one device and hour, in whatever currency."""
+    efficiency: Efficiency = Efficiency()
+    sources: Mapping[str, str]
+    """Where each number is from."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_tuple(cls, value: Any) -> Any:
+        if isinstance(value, dict) and isinstance(value.get("matches"), list):
+            return {**value, "matches": tuple(value["matches"])}
+        return value
+
+    @model_validator(mode="after")
+    def _combine(self) -> Self:
+        required = ("flops", "memory", "memory_bandwidth", "within_node", "between_nodes")
+        missing = [name for name in required if name not in self.sources]
+        refuse([f"sources has nothing for {missing[0]}; say where the number is from"] if missing else [])
+        if "bfloat16" not in self.flops:
+            refuse(["flops has no bfloat16; give the dense peak in bf16"])
+        return self
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of products in `dtype`; half of fp32's where float64 is not listed."""
+        return float(self.flops.get(dtype) or self.flops.get("float32", self.flops["bfloat16"] / 16) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What a job runs on: `nodes` of `per_node` devices each."""
+
+    name: str
+    nodes: int
+    per_node: int
+    hardware: Hardware
+
+    @property
+    def count(self) -> int:
+        return self.nodes * self.per_node
+
+    def __str__(self) -> str:
+        return f"{self.nodes}x{self.per_node} {self.name}"
+
+
+def hardware_table(extra: str | Path | None = None) -> dict[str, Hardware]:
+    """Every known device by name; those of the file `extra` replace or join ours. `InputError` for a bad file."""
+    text = files("expertmesh.planning").joinpath("hardware.yaml").read_text(encoding="utf-8")
+    table = _read(text, "hardware.yaml")
+    if extra is not None:
+        try:
+            table |= _read(Path(extra).read_text(encoding="utf-8"), str(extra))
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--hardware {extra}: cannot be read: {error}") from error
+    return table
+
+
+def parse_devices(text: str, table: Mapping[str, Hardware]) -> Devices:
+    """`2x8 h200` (nodes x devices), or `16 h200` (whole nodes as far as they go). `InputError` names what is wrong."""
+    matched = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*(?:x\s+|\s)\s*([\w.-]+)\s*", text.lower())
+    if matched is None:
+        raise InputError(f"--devices {text!r}: write nodes x devices and their kind, as in '2x8 h200'")
+    nodes, count, name = matched[1], int(matched[2]), matched[3]
+    if name not in table:
+        raise InputError(f"--devices {text!r}: {name} is not known; use one of {', '.join(table)}, or --hardware FILE")
+    hardware = table[name]
+    if nodes is not None:
+        devices = Devices(name, int(nodes), count, hardware)
+    elif count <= hardware.devices_per_node:
+        devices = Devices(name, 1, count, hardware)
+    elif count % hardware.devices_per_node == 0:
+        devices = Devices(name, count // hardware.devices_per_node, hardware.devices_per_node, hardware)
+    else:
+        raise InputError(
+            f"--devices {text!r}: {count} is not a multiple of the {hardware.devices_per_node} devices of a node; "
+            "write nodes x devices"
+        )
+    if not 1 <= devices.count <= 65536:
+        raise InputError(f"--devices {text!r}: {devices.count} devices; a plan is for 1 to 65,536")
+    return devices
+
+
+def match_device(name: str, table: Mapping[str, Hardware]) -> str | None:
+    """The table's name of the device that the driver calls `name`, or None."""
+    return next(
+        (key for key, each in table.items() if any(part.lower() in name.lower() for part in each.matches)), None
+    )
+
+
+def _read(text: str, where: str) -> dict[str, Hardware]:
+    content = parse_yaml(text, where).value
+    if not isinstance(content, dict):
+        raise InputError(f"{where}: is not a table of devices by name")
+    table = {}
+    for name, values in content.items():
+        try:
+            table[str(name).lower()] = Hardware.model_validate(values)
+        except ValidationError as error:
+            raise InputError(f"{where}: {explain(error, Hardware, prefix=(str(name),))}") from None
+    return table

@@ -1,0 +1,65 @@
+"""What `parallel.ep: auto` becomes: the same for the launcher and every rank, with a reason, never against the user."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from expertmesh.config import Config, load_config
+from expertmesh.mesh import Layout
+from expertmesh.planning import choose
+from expertmesh.planning.choose import choose_layout, devices_here
+from expertmesh.planning.hardware import Devices, hardware_table
+from expertmesh.simulation.shapes import qwen3_30b_a3b
+from tests.support.models import tiny_config
+
+
+def _config(tmp_path: Path, *overrides: str) -> Config:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {name_or_path: m}\ndata: {train: [{path: t.jsonl}], max_length: 64}\noutput_dir: o\n")
+    return load_config(file, overrides)
+
+
+def test_launcher_and_ranks_choose_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, model = _config(tmp_path), tiny_config("qwen3_moe")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    by_launcher = choose_layout(config, model, 4, 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert choose_layout(config, model, 4, 8) == by_launcher
+    assert by_launcher.reason is not None
+    assert f"ep {by_launcher.layout.ep} of 1, 2, 4" in by_launcher.reason
+
+
+def test_explicit_values_are_not_argued_with(tmp_path: Path) -> None:
+    chosen = choose_layout(_config(tmp_path, "parallel.ep=2"), tiny_config("qwen3_moe"), 4, 8)
+    assert chosen.layout == Layout(fsdp=4, ep=2)
+    assert chosen.reason is None
+    two = choose_layout(_config(tmp_path, "parallel.replicate=2"), tiny_config("qwen3_moe"), 4, 8)
+    assert (two.layout.replicate, two.layout.fsdp) == (2, 2)
+
+
+def test_on_gpus_the_fastest_that_fits_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hardware = hardware_table()["h200"]
+    monkeypatch.setattr(choose, "devices_here", lambda world: Devices("h200", world // 8, 8, hardware))
+    config = _config(tmp_path, "train.global_batch_size=64", "data.max_length=4096")
+    chosen = choose_layout(config, qwen3_30b_a3b(), 8, 128)
+    assert chosen.reason is not None
+    assert "the fastest that fits" in chosen.reason
+
+
+def test_a_device_that_nobody_knows_takes_the_largest_ep_of_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "devices_here", lambda world: None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    chosen = choose_layout(_config(tmp_path), tiny_config("qwen3_moe"), 4, 8)
+    assert chosen.layout.ep == 2
+    assert chosen.reason is not None
+    assert "does not know this device" in chosen.reason
+
+
+def test_the_table_knows_this_machine() -> None:
+    if not torch.accelerator.is_available():
+        devices: Any = devices_here(2)
+        assert (devices.name, devices.count) == ("cpu", 2)

@@ -1,0 +1,34 @@
+"""Predictions against what real gloo ranks hold and send; benchmarks/planning.py has all points."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks.planning import POINTS, Honesty, measure
+from expertmesh.planning import memory, traffic
+from expertmesh.planning.routing import Routing
+
+BY_NAME = {point.name: point for point in POINTS}
+STATE, SAVED, PEAK, TRAFFIC = 0.05, 0.05, 0.10, 0.02
+
+
+def _check(found: Honesty) -> None:
+    assert abs(found.state) <= STATE, found
+    assert abs(found.saved) <= SAVED, found
+    assert abs(found.peak) <= PEAK, found
+    assert abs(found.traffic) <= TRAFFIC, found
+
+
+@pytest.mark.parametrize("name", ["qwen3 ep2 of 4", "deepseek ep4 of 4, full", "qwen3 ep2 of 4, LoRA"])
+def test_predictions_are_what_ranks_hold_and_send(name: str) -> None:
+    _check(measure(BY_NAME[name]))
+
+
+def test_a_copy_of_a_token_for_each_expert_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copies(tokens: float, choice: Any, ranks: int, imbalance: float = 1.0) -> Routing:
+        return Routing(tokens, tokens * choice.top_k, tokens * choice.top_k, tokens * choice.top_k)
+
+    monkeypatch.setattr(traffic, "expected", copies)
+    monkeypatch.setattr(memory, "expected", copies)
+    with pytest.raises(AssertionError):
+        _check(measure(BY_NAME["qwen3 ep4 of 4"]))

@@ -1,0 +1,185 @@
+"""Layouts, their order, and the sentences of those that cannot be; devices and routing; no rank is started."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertmesh.cli.main import main
+from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig, load_config
+from expertmesh.config.errors import InputError
+from expertmesh.mesh import Layout
+from expertmesh.planning import search
+from expertmesh.planning.facts import Facts, facts_of
+from expertmesh.planning.hardware import Devices, hardware_table, parse_devices
+from expertmesh.planning.memory import Batch, memory_of, stage_blocks, state_of
+from expertmesh.planning.routing import Choice, rows_per_token
+from expertmesh.planning.search import Job, plan
+from expertmesh.planning.traffic import traffic_of
+from expertmesh.simulation.shapes import deepseek_v3, qwen3_30b_a3b
+from tests.support.models import tiny_model
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Facts:
+    return facts_of(qwen3_30b_a3b(), length=4096, precision=PrecisionConfig())
+
+
+def _devices(text: str) -> Devices:
+    return parse_devices(text, hardware_table())
+
+
+def test_parameter_counts_are_the_published_ones(qwen: Facts) -> None:
+    assert qwen.total == 30_532_122_624
+    facts = facts_of(deepseek_v3(), length=128, precision=PrecisionConfig())
+    assert facts.total == 671_026_404_352
+    assert len(facts.moe) == 58
+
+
+@pytest.mark.parametrize(("ranks", "choice"), list(itertools.product((1, 2, 4, 8), (Choice(8, 3), Choice(8, 2, 4, 2)))))
+def test_rows_per_token_equals_counting_every_choice(ranks: int, choice: Choice) -> None:
+    in_group = choice.experts // choice.groups
+    counts = []
+    for groups in itertools.combinations(range(choice.groups), choice.kept):
+        reachable = [expert for expert in range(choice.experts) if expert // in_group in groups]
+        for experts in itertools.combinations(reachable, choice.top_k):
+            counts.append(len({expert * ranks // choice.experts for expert in experts}))
+    assert rows_per_token(choice, ranks) == pytest.approx(sum(counts) / len(counts))
+
+
+def test_state_of_all_ranks_is_sixteen_bytes_for_each_parameter(qwen: Facts) -> None:
+    for layout in (Layout(fsdp=8, ep=8), Layout(fsdp=16, ep=4), Layout(replicate=2, fsdp=8, ep=2)):
+        state = state_of(qwen, layout)
+        whole = (state.frozen + state.master) * layout.fsdp
+        assert whole == pytest.approx(4 * qwen.total, rel=0.001)
+
+
+def test_plan_ranks_by_its_goal_and_says_why_others_do_not_fit(qwen: Facts) -> None:
+    job = Job(qwen, _devices("1x8 h200"), 64)
+    fast, small = plan(job, "speed"), plan(job, "memory")
+    assert [each.speed.seconds for each in fast.candidates] == sorted(each.speed.seconds for each in fast.candidates)
+    assert small.best is not None
+    assert fast.best is not None
+    assert small.best.memory.total < fast.best.memory.total
+    assert all(each.memory.total <= job.budget for each in fast.candidates)
+    reasons = [each.reason for each in fast.rejected if each.layout.replicate == 4]
+    assert reasons
+    assert "does not fit: " in reasons[0]
+    assert "try replicate=2 or --lora r=16" in reasons[0]
+    uneven = plan(Job(qwen, _devices("1x8 h200"), 12)).rejected
+    assert any(
+        "12 sequences cannot be dealt evenly to 8 data ranks; try --global-batch-size 16" in r.reason for r in uneven
+    )
+
+
+def test_sixteen_thousand_devices_are_planned(qwen: Facts) -> None:
+    found = plan(Job(qwen, _devices("2048x8 h100"), 16384))
+    assert found.best is not None
+    assert found.best.layout.world_size == 16384
+
+
+def test_axes_that_the_configuration_refuses_are_not_planned(qwen: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(qwen, _devices("1x8 h100"), 64)
+    monkeypatch.setattr(search, "_answers", {f"parallel.{axis}": False for axis in ("tp", "cp", "pp")})
+    assert all(layout.tp == layout.cp == layout.pp == 1 for layout in search.layouts(job))
+    monkeypatch.setattr(search, "accepts_parallel", lambda axis: True)
+    monkeypatch.setattr(search, "_accepted", lambda axes: True)
+    sizes = {(layout.pp, layout.cp, layout.tp) for layout in search.layouts(job)}
+    assert {(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)} <= sizes
+
+
+@pytest.mark.parametrize("layout", [Layout(fsdp=4, tp=2, ep=8), Layout(fsdp=4, cp=2, ep=8), Layout(pp=2, fsdp=4, ep=4)])
+def test_other_axes_lower_what_they_are_for(qwen: Facts, layout: Layout) -> None:
+    alone = memory_of(qwen, Layout(fsdp=4, ep=4), Batch(1, 4), "none")
+    split = memory_of(qwen, layout, Batch(1, 4), "none")
+    assert split.total < alone.total
+    axis = next(axis for axis in ("tp", "cp", "pp") if layout.size(axis) > 1)
+    assert any(transfer.axis == axis for transfer in traffic_of(qwen, layout, Batch(1, 4), "none"))
+    assert sum(len(stage_blocks(qwen, layout, stage)) for stage in range(layout.pp)) == len(qwen.blocks)
+
+
+def test_adapters_need_a_fraction_of_the_state(qwen: Facts) -> None:
+    adapted = facts_of(qwen3_30b_a3b(), length=4096, precision=PrecisionConfig(), lora=LoraConfig())
+    state = state_of(adapted, Layout(fsdp=8, ep=8))
+    assert state.frozen * 8 == pytest.approx(2 * qwen.total, rel=0.001)
+    assert state.master * 8 == pytest.approx(4 * (adapted.total - qwen.total), rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("2x8 h300", "h300 is not known; use one of h100"),
+        ("h100", "write nodes x devices and their kind"),
+        ("12 h100", "12 is not a multiple of the 8 devices of a node"),
+        ("0 h100", "0 devices"),
+    ],
+)
+def test_bad_devices_are_refused_in_a_sentence(text: str, sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        _devices(text)
+
+
+def test_hardware_of_the_users_joins_the_table_and_is_checked(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    lines = ["flops: {bfloat16: 1.0e12}", "memory: 1.0e9", "memory_bandwidth: 1.0e9", "within_node: 1.0e9"]
+    sources = "{flops: me, memory: me, memory_bandwidth: me, within_node: me, between_nodes: me}"
+    entry = "\n  ".join(["mine:", *lines, "between_nodes: 1.0e9", f"sources: {sources}"])
+    file.write_text(entry)
+    assert parse_devices("4 mine", hardware_table(file)).count == 4
+    assert "h100" in hardware_table(file)
+    file.write_text(entry.replace("memory: 1.0e9", "memroy: 1.0e9", 1))
+    with pytest.raises(InputError, match="memroy"):
+        hardware_table(file)
+    file.write_text(entry.replace("between_nodes: me", "other: me"))
+    with pytest.raises(InputError, match="sources has nothing for between_nodes"):
+        hardware_table(file)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("model")
+    model: Any = tiny_model("qwen3_moe")
+    model.config.save_pretrained(root)
+    return root
+
+
+def test_yaml_is_a_configuration_that_train_reads(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(directory), "--devices", "4 cpu", "--seq-len", "64", "--lora", "r=8", "--yaml"]
+    assert main(["plan", *arguments]) == 0
+    file = tmp_path / "run.yaml"
+    file.write_text(capsys.readouterr().out)
+    config = load_config(file)
+    assert config.lora is not None
+    assert config.lora.r == 8
+    assert config.data.max_length == 64
+    assert isinstance(config.parallel.fsdp, int)
+    assert config.parallel.fsdp * config.parallel.replicate == 4
+
+
+def test_command_line_prints_the_plan_and_refuses_bad_input(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = [str(directory), "--seq-len", "64", "--devices"]
+    assert main(["plan", *small, "2x2 cpu", "--tokens", "1M", "--price", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "at its peak" in out
+    assert "not hidden" in out
+    assert "token budget" in out
+    assert main(["plan", *small, "2x2 cpu", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["candidates"][0]["memory"]["total"] > 0
+    assert main(["plan", *small, "2x2 abacus"]) == 2
+    assert main(["plan", *small, "2x2 cpu", "--lora", "rank=8"]) == 2
+    assert main(["plan", str(directory / "nowhere"), "--devices", "1 cpu"]) == 2
+
+
+def test_axes_given_by_the_user_are_kept(qwen: Facts) -> None:
+    job = Job(qwen, _devices("1x8 h200"), 64)
+    found = plan(job, fixed=ParallelConfig(ep=4, replicate=1))
+    assert {(each.layout.ep, each.layout.replicate) for each in found.candidates} == {(4, 1)}
