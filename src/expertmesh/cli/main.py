@@ -257,8 +257,8 @@ VERBS = {
     "train": Verb("fine-tune the model that a YAML file describes", _train_arguments, _train),
     "inspect": Verb("show what a model is made of and how it can be laid out", _inspect_arguments, _inspect),
     "check": Verb("validate a YAML file, its data and its tokenizer without training", _check_arguments, _check),
-    "plan": Verb("predict memory, speed and cost of every layout, without GPUs", plan_arguments, _plan),
     "verify": Verb("compare a checkpoint with its hashes and look at each of its experts", _verify_arguments, _verify),
     "export": Verb("write a checkpoint as a plain Hugging Face directory", _export_arguments, _export),
     "merge": Verb("write an adapter and its base as one plain Hugging Face directory", _merge_arguments, _merge),
+    "plan": Verb("predict memory, speed and cost of every layout, without GPUs", plan_arguments, _plan),
 }
