@@ -90,7 +90,7 @@ class Block:
     inputs_gathered: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Facts:
     """A model, a precision and a sequence length. Blocks in order; equal ones are the same object."""
 

@@ -7,15 +7,17 @@ docs/planning.md derives them; benchmarks/planning.py compares them with what ra
     R rows received, P pairs, H hidden, I intermediate, W columns of the up projection, L experts on a rank
 """
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from expertmesh.config.sections import BYTES_OF
 from expertmesh.mesh import Layout
 from expertmesh.parallel.refusals import expert_shard_dim
-from expertmesh.planning.facts import Block, Experts, Facts, Unit, Weight
+from expertmesh.planning.facts import Block, Experts, Facts, Unit
 from expertmesh.planning.routing import Routing, expected
 
 Mode = Literal["none", "selective", "full"]
@@ -53,7 +55,8 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return float(sum(getattr(self, item.name) for item in fields(self) if item.name != "moment"))
+        held = self.unsharded + self.activations + self.dispatch + self.logits + self.working
+        return self.state + held + self.overhead
 
     @property
     def state(self) -> float:
@@ -86,7 +89,13 @@ def memory_of(
     `gloo` reduces from a copy of its input.
     """
     model = _Model(facts, layout, batch, mode, moments, overhead, imbalance, chunk_tokens, gloo)
-    return max((moment for stage in range(layout.pp) for moment in model.moments_of(stage)), key=lambda m: m.total)
+    # The first stage has most micro-batches in flight and the embedding, the last one the head.
+    stages = {0, layout.pp - 1}
+    _, stage, worst = max(
+        ((model.total(stage, moment), stage, moment) for stage in stages for moment in model.moments_of(stage)),
+        key=lambda found: found[0],
+    )
+    return model.memory(stage, worst)
 
 
 def saved_of(facts: Facts, layout: Layout, batch: Batch, mode: Mode, imbalance: float = 1.0) -> float:
@@ -97,54 +106,102 @@ def saved_of(facts: Facts, layout: Layout, batch: Batch, mode: Mode, imbalance: 
 
 def state_of(facts: Facts, layout: Layout, stage: int = 0) -> State:
     """What rank 0 of a stage keeps of parameters; the largest share of each, as FSDP2 gives the first ranks more."""
-    blocks = stage_blocks(facts, layout, stage)
-    units = [unit for block in blocks for unit in (block.unit, block.uncast) if unit is not None]
-    units += [facts.embedding] if stage == 0 and facts.embedding is not None else []
-    units += [facts.root] if stage in (0, layout.pp - 1) else []
     frozen = master = gradients = 0.0
-    for unit in units:
-        for weight in unit.weights:
-            size = shard_numel(weight, layout) * weight.bytes
-            frozen += 0 if weight.trains else size
-            master += size if weight.trains else 0
-    gradients = master
-    for block in blocks:
+    for unit, times in stage_units(facts, layout.pp, stage):
+        sizes = sizes_of(unit, layout)
+        frozen += times * sizes.frozen
+        master += times * sizes.master
+        gradients += times * sizes.master
+    for block, times in stage_kinds(facts, layout.pp, stage):
         if block.experts is not None:
             for elements, trains, width in block.experts.matrices:
-                size = elements * block.experts.spec.num_experts / layout.ep / layout.efsdp * width
+                size = times * elements * block.experts.spec.num_experts / layout.ep / layout.efsdp * width
                 frozen += 0 if trains else size
                 master += size if trains else 0
                 gradients += size if trains else 0
     return State(frozen, master, gradients)
 
 
-def shard_ranks(weight: Weight, layout: Layout) -> int:
-    """Over how many ranks FSDP2 shards a dense parameter; what tp has split is sharded over the others."""
-    return layout.fsdp * layout.cp * (1 if weight.split else layout.tp)
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of one dense FSDP2 group under one layout. Bytes of a rank's shards that do not train and that do; of gathered
+    parameters, their flat buffer and their gradients, as computed with; elements of the buffer that is reduced.
+    """
+
+    frozen: float
+    master: float
+    gathered: float
+    flat: float
+    gradients: float
+    reduced: float
 
 
-def gathered_numel(weight: Weight, layout: Layout) -> int:
-    """Elements of a dense parameter once FSDP2 has gathered it."""
-    return weight.numel // (layout.tp if weight.split else 1)
+def sizes_of(unit: Unit | None, layout: Layout) -> Sizes:
+    """What tp has split is sharded over fsdp and cp, everything else over tp as well."""
+    return _sizes(unit, layout.fsdp * layout.cp, layout.tp)
 
 
-def padded_numel(weight: Weight, layout: Layout) -> int:
-    """The same with the padding that collectives carry."""
-    return weight.padded(shard_ranks(weight, layout)) // (layout.tp if weight.split else 1)
+@cache
+def _sizes(unit: Unit | None, ranks: int, tp: int) -> Sizes:
+    totals = [0.0] * 6
+    for weight in () if unit is None else unit.weights:
+        over, split = (ranks, tp) if weight.split else (ranks * tp, 1)
+        first = (weight.shape or (1,))[0]
+        shard = -(-first // over) * (weight.numel // first) / split * weight.bytes
+        gathered = weight.numel // split
+        padded = weight.padded(over) // split
+        trains = weight.trains
+        totals[0] += 0 if trains else shard
+        totals[1] += shard if trains else 0
+        totals[2] += gathered * weight.compute
+        totals[3] += padded * weight.compute if ranks * tp > 1 else 0
+        totals[4] += gathered * weight.compute if trains else 0
+        totals[5] += padded if trains else 0
+    return Sizes(*totals)
 
 
-def shard_numel(weight: Weight, layout: Layout) -> float:
-    """Elements on the first rank, which has the largest share."""
-    first, rest = (weight.shape or (1,))[0], weight.numel // (weight.shape or (1,))[0]
-    here = -(-first // shard_ranks(weight, layout)) * rest
-    return here / (layout.tp if weight.split else 1)
-
-
-def stage_blocks(facts: Facts, layout: Layout, stage: int) -> tuple[Block, ...]:
+@cache
+def stage_blocks(facts: Facts, stages: int, stage: int) -> tuple[Block, ...]:
     """The contiguous share of blocks of a pipeline stage; the first stages get what is left over."""
-    each, more = divmod(len(facts.blocks), layout.pp)
+    each, more = divmod(len(facts.blocks), stages)
     start = stage * each + min(stage, more)
     return facts.blocks[start : start + each + (stage < more)]
+
+
+@cache
+def stage_kinds(facts: Facts, stages: int, stage: int) -> tuple[tuple[Block, int], ...]:
+    """The kinds of blocks of a stage, and how many there are of each."""
+    return tuple(Counter(stage_blocks(facts, stages, stage)).items())
+
+
+@cache
+def stage_units(facts: Facts, stages: int, stage: int) -> tuple[tuple[Unit, int], ...]:
+    """The same for dense FSDP2 groups; embedding and head are on the first and the last stage."""
+    units = [(unit, times) for block, times in stage_kinds(facts, stages, stage) for unit in (block.unit, block.uncast)]
+    units += [(facts.embedding, 1)] if stage == 0 else []
+    units += [(facts.root, 1)] if stage in (0, stages - 1) else []
+    return tuple((unit, times) for unit, times in units if unit is not None)
+
+
+@cache
+def _edges(facts: Facts, stages: int, stage: int) -> tuple[int, ...]:
+    """Blocks at which the peak can be: what is saved falls and gradients grow evenly in between."""
+    places: dict[Block, list[int]] = {}
+    for index, block in enumerate(stage_blocks(facts, stages, stage)):
+        places.setdefault(block, []).append(index)
+    return tuple(sorted({edge for found in places.values() for edge in (found[0], found[-1])}, reverse=True))
+
+
+class _Moment(NamedTuple):
+    """What is held at one moment beside state; `share` of the gradients are there in the last micro-batch."""
+
+    name: str
+    share: float
+    unsharded: float
+    activations: float
+    dispatch: float = 0.0
+    logits: float = 0.0
+    working: float = 0.0
 
 
 class _Model:
@@ -167,11 +224,12 @@ class _Model:
         self.compute = BYTES_OF[facts.precision.compute]
         self.master = BYTES_OF[facts.precision.params]
         self.reduce = max(BYTES_OF[facts.precision.reduce], self.compute)
+        self.states = {stage: state_of(facts, layout, stage) for stage in {0, layout.pp - 1}}
         self.tokens = batch.rows * facts.length / (layout.cp * layout.tp)
         self.hidden = self.tokens * facts.hidden * self.compute
         self.chunk = min(chunk_tokens, batch.rows * (facts.length - 1) / layout.cp)
         self.gathers_experts = layout.efsdp * layout.replicate > 1
-        kinds = {id(block): block for block in facts.blocks}
+        kinds = {id(block): block for block, _ in stage_kinds(facts, 1, 0)}
         self.saved = {key: self._saved(block) for key, block in kinds.items()}
         self.kept = {key: self._kept(block) for key, block in kinds.items()}
         self.outside = facts.outside * batch.rows / (layout.cp * layout.tp)
@@ -179,7 +237,7 @@ class _Model:
         self.last = self.hidden if facts.head_trains else 0.0
 
     def stage(self, stage: int) -> tuple[Block, ...]:
-        return stage_blocks(self.facts, self.layout, stage)
+        return stage_blocks(self.facts, self.layout.pp, stage)
 
     def kept_by(self, blocks: tuple[Block, ...]) -> list[float]:
         """What stays after each block's forward, those before it included."""
@@ -235,27 +293,19 @@ class _Model:
 
     def unsharded(self, unit: Unit | None) -> float:
         """Gathered parameters, as computed with."""
-        if unit is None:
-            return 0.0
-        return sum(gathered_numel(weight, self.layout) * weight.compute for weight in unit.weights)
+        return sizes_of(unit, self.layout).gathered
 
     def flat(self, unit: Unit | None) -> float:
         """The buffer a prefetched group is gathered into."""
-        if unit is None or self.layout.fsdp * self.layout.cp * self.layout.tp == 1:
-            return 0.0
-        return sum(padded_numel(weight, self.layout) * weight.compute for weight in unit.weights)
+        return sizes_of(unit, self.layout).flat
 
     def gradients(self, unit: Unit | None) -> float:
         """Unsharded gradients of a group."""
-        if unit is None:
-            return 0.0
-        return sum(gathered_numel(w, self.layout) * w.compute for w in unit.weights if w.trains)
+        return sizes_of(unit, self.layout).gradients
 
     def reduced(self, unit: Unit | None) -> float:
         """The buffer that a group's gradients are reduced from."""
-        if unit is None:
-            return 0.0
-        return sum(padded_numel(w, self.layout) * self.reduce for w in unit.weights if w.trains)
+        return sizes_of(unit, self.layout).reduced * self.reduce
 
     def copied(self, unit: Unit | None) -> float:
         """Gloo's own copy of that buffer."""
@@ -315,10 +365,34 @@ class _Model:
 
     # Moments.
 
-    def moments_of(self, stage: int) -> Iterator[Memory]:
+    def total(self, stage: int, moment: "_Moment") -> float:
+        """Bytes of everything at a moment."""
+        state = self.states[stage]
+        share = 1.0 if self.batch.accumulation > 1 else moment.share
+        kept = state.frozen + state.master * (1 + self.moment_count) + state.gradients * share
+        return kept + sum(moment[2:]) + self.overhead
+
+    def memory(self, stage: int, moment: "_Moment") -> Memory:
+        """The same, item by item."""
+        state = self.states[stage]
+        return Memory(
+            frozen=state.frozen,
+            master=state.master,
+            gradients=state.gradients * (1.0 if self.batch.accumulation > 1 else moment.share),
+            moments=state.master * self.moment_count,
+            unsharded=moment.unsharded,
+            activations=moment.activations,
+            dispatch=moment.dispatch,
+            logits=moment.logits,
+            working=moment.working,
+            overhead=self.overhead,
+            moment=moment.name,
+        )
+
+    def moments_of(self, stage: int) -> Iterator["_Moment"]:
         """Every moment of a step at which the peak can be, for one rank of a pipeline stage."""
+        at = _Moment
         blocks = self.stage(stage)
-        state = state_of(self.facts, self.layout, stage)
         flying = self.in_flight(stage)
         root = self.unsharded(self.facts.root)
         last = stage == self.layout.pp - 1
@@ -326,33 +400,9 @@ class _Model:
         kept = self.kept_by(blocks)
         before = (flying - 1) * kept[-1] + self.outside + (self.last if last else 0.0)
 
-        def at(
-            moment: str,
-            share: float,
-            unsharded: float,
-            activations: float,
-            dispatch: float = 0.0,
-            logits: float = 0.0,
-            working: float = 0.0,
-        ) -> Memory:
-            whole = self.batch.accumulation > 1
-            return Memory(
-                frozen=state.frozen,
-                master=state.master,
-                gradients=state.gradients * (1.0 if whole else share),
-                moments=state.master * self.moment_count,
-                unsharded=unsharded,
-                activations=activations,
-                dispatch=dispatch,
-                logits=logits,
-                working=working,
-                overhead=self.overhead,
-                moment=moment,
-            )
-
         if last:
             yield at("loss", 0.0, root, before + kept[-1], logits=self._head())
-        for index in self._interesting(blocks):
+        for index in _edges(self.facts, self.layout.pp, stage):
             block = blocks[index]
             previous = blocks[index - 1] if index else None
             share = 1 - (index + 1) / len(blocks)
@@ -399,13 +449,6 @@ class _Model:
         """The reduction buffer that the block behind this one still holds."""
         return self.reduced(blocks[index + 1].unit) if index + 1 < len(blocks) else 0.0
 
-    def _interesting(self, blocks: tuple[Block, ...]) -> list[int]:
-        """Blocks at which the peak can be: what is saved falls and gradients grow evenly in between."""
-        places: dict[int, list[int]] = {}
-        for index, block in enumerate(blocks):
-            places.setdefault(id(block), []).append(index)
-        return sorted({edge for found in places.values() for edge in (found[0], found[-1])}, reverse=True)
-
     def _head(self) -> float:
         """The loss in chunks (training/loss.py): hidden states, sums of the head's gradient, one chunk's logits."""
         vocabulary = self.facts.vocabulary / self.layout.tp
@@ -428,5 +471,6 @@ class _Model:
 
 def shards_evenly(facts: Facts, layout: Layout) -> None:
     """Raise `InputError` where efsdp cannot shard a rank's experts."""
-    for spec in {(s.num_experts, s.hidden_size, s.intermediate_size): s for s in facts.anatomy.experts}.values():
-        expert_shard_dim(spec, layout)
+    for block, _ in stage_kinds(facts, 1, 0):
+        if block.experts is not None:
+            expert_shard_dim(block.experts.spec, layout)

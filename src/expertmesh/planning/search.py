@@ -4,7 +4,7 @@ An axis, a checkpointing mode or a combination is considered exactly if the conf
 names what `train` refuses. All arithmetic; 16,384 devices take seconds.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +19,8 @@ from expertmesh.planning.speed import Speed, speed_of
 Goal = Literal["speed", "memory"]
 MODES: tuple[Mode, ...] = ("none", "selective", "full")
 GIB = 2**30
+# Layouts of which every mode and micro-batch size is looked at.
+FULLY_CONSIDERED = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +81,24 @@ def plan(job: Job, goal: Goal = "speed", fixed: ParallelConfig | None = None) ->
     """Look at every layout of the job's devices. `fixed` holds axes the user has set; `auto` ones are free."""
     feasible: list[Candidate] = []
     rejected: list[Rejected] = []
-    considered = 0
+    frugal: list[Candidate] = []
     for layout in layouts(job, fixed):
-        reason, found = _refusal(job, layout), list[Candidate]()
-        if reason is None:
-            found = list(_variants(job, layout))
-            considered += len(found)
-            fitting = [candidate for candidate in found if candidate.fits(job)]
-            if fitting:
-                feasible.append(min(fitting, key=_order(goal)))
-                continue
-            reason = _too_large(job, found)
-        rejected.append(Rejected(layout, reason))
+        if (reason := _refusal(job, layout)) is not None:
+            rejected.append(Rejected(layout, reason))
+            continue
+        least = _most_frugal(job, layout)
+        if least.fits(job):
+            frugal.append(least)
+        else:
+            rejected.append(Rejected(layout, _too_large(job, least)))
+    # Thousands of layouts of a large job are told apart by their most frugal form; the best get all their variants.
+    frugal.sort(key=_order(goal))
+    considered = len(frugal)
+    for least in frugal[:FULLY_CONSIDERED]:
+        fitting = [candidate for candidate in _variants(job, least.layout) if candidate.fits(job)]
+        considered += len(fitting)
+        feasible.append(min([least, *fitting], key=_order(goal)))
+    feasible += frugal[FULLY_CONSIDERED:]
     feasible.sort(key=_order(goal))
     return Plan(job, goal, tuple(feasible), tuple(rejected), considered)
 
@@ -223,9 +231,13 @@ def _variants(job: Job, layout: Layout) -> Iterator[Candidate]:
                 break
 
 
-def _too_large(job: Job, found: Sequence[Candidate]) -> str:
-    """By how much the smallest variant does not fit, what of it is largest, and what to try."""
-    least = min(found, key=lambda candidate: candidate.memory.total)
+def _most_frugal(job: Job, layout: Layout) -> Candidate:
+    """One sequence at a time, recomputing as much as there is."""
+    return evaluate(job, layout, modes(job.facts)[-1], Batch(1, job.global_batch_size // layout.data_ranks))
+
+
+def _too_large(job: Job, least: Candidate) -> str:
+    """By how much the most frugal form does not fit, what of it is largest, and what to try."""
     memory = least.memory
     state, held = memory.state / GIB, memory.activations / GIB
     text = f"does not fit: {memory.total / GIB:.0f} GiB of {job.budget / GIB:.0f}; state {state:.0f}"

@@ -7,12 +7,13 @@ tp and cp do not. docs/planning.md derives it and compares it with published run
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from expertmesh.config.sections import BYTES_OF
 from expertmesh.mesh import DENSE_AXES, EXPERT_AXES, Layout
 from expertmesh.planning.facts import Block, Facts
 from expertmesh.planning.hardware import Devices
-from expertmesh.planning.memory import Batch, Mode, stage_blocks, state_of
+from expertmesh.planning.memory import Batch, Mode, stage_kinds, state_of
 from expertmesh.planning.routing import expected
 from expertmesh.planning.traffic import Transfer, traffic_of
 
@@ -81,12 +82,14 @@ class _Time:
     def total(self) -> float:
         return self.products + self.experts + self.attention + self.memory + self.host
 
-    def add(self, products: float, experts: float, attention: float, memory: float, launches: float) -> None:
-        self.products += products
-        self.experts += experts
-        self.attention += attention
-        self.memory += memory
-        self.host += max(0.0, launches - products - experts - attention - memory)
+    def add(
+        self, count: int, products: float, experts: float, attention: float, memory: float, launches: float
+    ) -> None:
+        self.products += count * products
+        self.experts += count * experts
+        self.attention += count * attention
+        self.memory += count * memory
+        self.host += count * max(0.0, launches - products - experts - attention - memory)
 
 
 def speed_of(
@@ -96,8 +99,8 @@ def speed_of(
     hardware = devices.hardware
     peak = hardware.peak(facts.precision.compute)
     forward, backward = _Time(), _Time()
-    for block in stage_blocks(facts, layout, 0):
-        _add_block(block, facts, layout, batch, mode, devices, peak, imbalance, forward, backward)
+    for block, count in stage_kinds(facts, layout.pp, 0):
+        _add_block(block, count, facts, layout, batch, mode, devices, peak, imbalance, forward, backward)
     per_micro = forward.total + backward.total
     times = batch.accumulation
     trains = state_of(facts, layout)
@@ -120,6 +123,7 @@ def speed_of(
     )
 
 
+@cache
 def model_flops(facts: Facts) -> float:
     """FLOPs per token, forward and backward: 6 per active parameter (4 where it is frozen), and causal attention."""
     total = 0.0
@@ -139,6 +143,7 @@ def _expert_elements(block: Block) -> float:
 
 def _add_block(
     block: Block,
+    count: int,
     facts: Facts,
     layout: Layout,
     batch: Batch,
@@ -174,9 +179,10 @@ def _add_block(
         launches = [a + b * hardware.launch_seconds for a, b in zip(launches, EXPERT_OPERATIONS, strict=True)]
         kept = experts if mode == "selective" else 0.0
     grows = 1 if facts.adapted else 2
-    forward.add(products, experts, attention, moved[0], launches[0])
+    forward.add(count, products, experts, attention, moved[0], launches[0])
     again = mode != "none"
     backward.add(
+        count,
         products * (grows + again),
         experts * (grows + again) - kept,
         attention * (2.5 + again),

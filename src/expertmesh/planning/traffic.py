@@ -5,13 +5,13 @@ crosses a link is less by the rank's own part: `Transfer.wire`. docs/planning.md
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from expertmesh.config.sections import BYTES_OF
 from expertmesh.mesh import Layout
 from expertmesh.planning.facts import Block, Facts, Unit
-from expertmesh.planning.memory import Batch, Mode, padded_numel, shard_ranks, stage_blocks
+from expertmesh.planning.memory import Batch, Mode, sizes_of, stage_kinds, stage_units
 from expertmesh.planning.routing import expected
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
@@ -60,39 +60,35 @@ def traffic_of(
 def _transfers(
     facts: Facts, layout: Layout, batch: Batch, mode: Mode, stage: int, imbalance: float
 ) -> Iterator[Transfer]:
-    blocks = stage_blocks(facts, layout, stage)
     last = stage == layout.pp - 1
-    units: list[tuple[Unit | None, int]] = [(unit, 2) for block in blocks for unit in (block.unit, block.uncast)]
-    units += [(facts.embedding, 2)] if stage == 0 else []
-    units += [(facts.root, 1)] if stage == 0 or last else []
-    for unit, gathers in units:
-        if unit is not None:
-            yield from _of_unit(unit, gathers, facts, layout, batch)
-    for block in blocks:
-        if block.experts is not None:
-            yield from _of_experts(block, facts, layout, batch)
-            yield from _of_dispatch(block, facts, layout, batch, mode, imbalance)
-        yield from _of_sequence(block, facts, layout, batch, mode)
+    for unit, times in stage_units(facts, layout.pp, stage):
+        yield from _of_unit(unit, times, 1 if unit is facts.root else 2, facts, layout, batch)
+    for block, times in stage_kinds(facts, layout.pp, stage):
+        for transfer in _of_block(block, facts, layout, batch, mode, imbalance):
+            yield replace(transfer, calls=times * transfer.calls, bytes=times * transfer.bytes)
     if layout.pp > 1:
         hidden = batch.rows * facts.length / (layout.cp * layout.tp) * facts.hidden * BYTES_OF[facts.precision.compute]
         ends = (stage > 0) + (not last)
         yield Transfer("pp", "send", ends * batch.accumulation, ends * batch.accumulation * hidden, 2, False)
 
 
-def _of_unit(unit: Unit, gathers: int, facts: Facts, layout: Layout, batch: Batch) -> Iterator[Transfer]:
+def _of_block(
+    block: Block, facts: Facts, layout: Layout, batch: Batch, mode: Mode, imbalance: float
+) -> Iterator[Transfer]:
+    if block.experts is not None:
+        yield from _of_experts(block, facts, layout, batch)
+        yield from _of_dispatch(block, facts, layout, batch, mode, imbalance)
+    yield from _of_sequence(block, facts, layout, batch, mode)
+
+
+def _of_unit(unit: Unit, units: int, gathers: int, facts: Facts, layout: Layout, batch: Batch) -> Iterator[Transfer]:
     """FSDP2 gathers a dense group before forward and again before backward (the root only once), and reduces once."""
     reduce = max(BYTES_OF[facts.precision.reduce], BYTES_OF[facts.precision.compute])
-    for split in (False, True):
-        weights = [weight for weight in unit.weights if weight.split == split or layout.tp == 1]
-        if not weights or (split and layout.tp == 1):
-            continue
-        ranks = shard_ranks(weights[0], layout)
-        gathered = sum(padded_numel(weight, layout) * weight.compute for weight in weights)
-        reduced = sum(padded_numel(weight, layout) for weight in weights if weight.trains) * reduce
-        times = gathers * batch.accumulation
-        yield Transfer("fsdp", "all_gather", times, times * gathered, ranks, True)
-        yield Transfer("fsdp", "reduce_scatter", batch.accumulation, batch.accumulation * reduced, ranks, True)
-        yield Transfer("replicate", "all_reduce", 1, reduced / ranks, layout.replicate, True)
+    sizes, ranks = sizes_of(unit, layout), layout.fsdp * layout.cp * layout.tp
+    reduced, times = units * sizes.reduced * reduce, units * batch.accumulation
+    yield Transfer("fsdp", "all_gather", gathers * times, gathers * times * sizes.flat, ranks, True)
+    yield Transfer("fsdp", "reduce_scatter", times, batch.accumulation * reduced, ranks, True)
+    yield Transfer("replicate", "all_reduce", units, reduced / ranks, layout.replicate, True)
 
 
 def _of_experts(block: Block, facts: Facts, layout: Layout, batch: Batch) -> Iterator[Transfer]:
