@@ -98,7 +98,7 @@ def test_a_bug_keeps_its_traceback(config: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["verfy", "x"], "'verfy' is not a verb; use one of train, inspect, check, verify, export"),
+        (["verfy", "x"], "'verfy' is not a verb; use one of train, inspect, check, plan, verify, export"),
         ([], "a verb is missing; use one of train, inspect, check, verify, export"),
         (["train"], "the following arguments are required: CONFIG"),
         (["train", "x", "--nproc", "0"], "argument --nproc: '0' is not a positive number"),
