@@ -33,12 +33,12 @@ for step in range(STEPS):
     batch = {"input_ids": ids.clamp(min=0), "labels": ids.masked_fill(~real, -100), "attention_mask": real.long()}
     targets = torch.tensor(em.count_targets(batch["labels"]), device=mesh.device)
     dist.all_reduce(targets)  # targets of the whole step: what makes the sum over ranks the mean
-    loss = em.causal_lm_loss(model, batch, target_tokens=targets)
-    loss.backward()
+    targets //= dist.get_world_size() // mesh.layout.data_ranks  # ranks along tp, cp and pp have counted the same rows
+    loss = em.forward_backward(model, [batch], target_tokens=targets).loss
     grad_norm = em.clip_grad_norm_(model, max_norm=1.0)
     optimizer.step()
     optimizer.zero_grad()
-    dist.all_reduce(loss := loss.detach())
+    dist.all_reduce(loss)
     if mesh.rank == 0:
         print(f"step {step + 1}  loss {loss.item():.4f}  grad norm {grad_norm.item():.3f}")
 

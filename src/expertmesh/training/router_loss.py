@@ -64,8 +64,7 @@ class RouterLosses:
     def __init__(self, model: nn.Module, micro_batches: Sequence[Batch]) -> None:
         self.model = model
         self.balance = attached_balance(model)
-        self.aux_loss = torch.zeros((), dtype=torch.float64)
-        self.z_loss = torch.zeros((), dtype=torch.float64)
+        self.aux_loss = self.z_loss = nothing_on_device_of(micro_batches)
         self._pipeline = pipeline_of(model)
         own_stages = 1 if self._pipeline is None else len(self._pipeline.own_stages)
         self._left = len(micro_batches) * own_stages
@@ -176,6 +175,14 @@ class RouterLosses:
         dist.all_reduce(sums_E1)
         # Each stage counted its own layers, and the same tokens.
         return _Step(sums_E1[:-1].double(), sums_E1[-1].double() / mesh_of(self.model).layout.pp)
+
+
+def nothing_on_device_of(micro_batches: Sequence[Batch]) -> torch.Tensor:
+    """Where a sum over micro-batches starts, 0-dim fp64: on the same kind of device on every rank, also on those whose
+    pipeline stages add nothing to it, so that all ranks can reduce it together.
+    """
+    device = micro_batches[0]["input_ids"].device if micro_batches else None
+    return torch.zeros((), dtype=torch.float64, device=device)
 
 
 @dataclass(frozen=True, slots=True)

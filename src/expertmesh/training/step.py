@@ -19,7 +19,7 @@ from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.sequence import sequence_share
 from expertmesh.training.loss import causal_lm_loss, loss_of_base
 from expertmesh.training.pipeline import StageOutput, run_pipeline, same_shape
-from expertmesh.training.router_loss import active_router_losses, router_losses
+from expertmesh.training.router_loss import active_router_losses, nothing_on_device_of, router_losses
 from expertmesh.whole import own_parameters, place_of
 
 Batch = Mapping[str, torch.Tensor]
@@ -27,7 +27,7 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepLosses:
-    """This rank's shares, 0-dim and without graph; the step's values are the sums over all ranks.
+    """This rank's shares, 0-dim, fp64, on its device and without graph; the step's values are the sums over all ranks.
 
     `loss`: token losses over target tokens. `aux_loss` and `z_loss`: of the routers, without their factors; zero where
     they are off.
@@ -59,7 +59,7 @@ def forward_backward(
     pipeline = pipeline_of(model)
     if pipeline is not None:
         return _through_stages(model, pipeline, micro_batches, target_tokens, chunk_tokens)
-    share = torch.zeros((), dtype=torch.float64)
+    share = nothing_on_device_of(micro_batches)
     with router_losses(model, micro_batches) as router_loss:
         for index, batch in enumerate(micro_batches, start=1):
             if isinstance(model, FSDPModule) and mesh_of(model).layout.replicate > 1:
@@ -77,7 +77,7 @@ def forward_loss(model: nn.Module, batches: Sequence[Batch], *, target_tokens: i
     """This rank's share of the loss over `batches`, without gradients: 0-dim, fp64. Every rank calls it, with equally
     many batches (and the same ones along pp).
     """
-    share = torch.zeros((), dtype=torch.float64)
+    share = nothing_on_device_of(batches)
     pipeline = pipeline_of(model)
     if pipeline is None:
         for batch in batches:
@@ -102,7 +102,7 @@ def _through_stages(
     target_tokens: int | torch.Tensor,
     chunk_tokens: int,
 ) -> StepLosses:
-    share = torch.zeros((), dtype=torch.float64)
+    share = nothing_on_device_of(micro_batches)
     batches = same_shape(micro_batches, sequence_share(model).parts)
     tied = _tied_between_stages(model)
     before = [parameter.grad for parameter in tied]

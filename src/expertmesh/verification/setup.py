@@ -90,6 +90,7 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
     model = _built(config, model_config)
     anatomy = _checked_anatomy(model, kept)
     layout = resolve_layout(config.parallel, world_size, anatomy.num_experts)
+    _refuse_axes(layout, options)
     for spec in anatomy.experts:
         expert_shard_dim(spec, layout)
         choose_backend(spec, config.moe.compute, getattr(torch, config.precision.compute))
@@ -121,6 +122,16 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
         dropped,
         refusal is None,
     )
+
+
+def _refuse_axes(layout: Layout, options: VerifyOptions) -> None:
+    """Beside its bytes, a job is compared rank by rank: whole rows that pass through the whole model on one rank."""
+    axis = next((axis for axis in ("pp", "cp", "tp") if layout.size(axis) > 1), None)
+    if axis is not None and (options.self_test or options.only != ("bytes",)):
+        raise InputError(
+            f"verify: parallel.{axis} is {layout.size(axis)}, and what a job computes is compared only where each rank "
+            f"has whole rows and the whole model; verify with parallel.{axis}=1, or the bytes alone with --only bytes"
+        )
 
 
 def in_float32(precision: PrecisionConfig) -> PrecisionConfig:
