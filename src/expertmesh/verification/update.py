@@ -67,8 +67,10 @@ def _steps(proof: Proof, subject: Subject, name: str, trajectory: "_Trajectory |
         if proof.tamper_optimizer is not None:
             proof.tamper_optimizer(subject)
     steps = len(losses)
+    weights = gathered_worst(plain.weights(subject))
+    lost = "storing the weights rounds more than they move" if any(figure.limit >= 1 for figure in weights) else ""
     checks = [
-        Check.of(f"{name}: {steps} steps of {config.name} in fp64: weights", gathered_worst(plain.weights(subject))),
+        Check.of(f"{name}: {steps} steps of {config.name} in fp64: weights", weights, lost),
         Check.of(f"{name}: {steps} steps of {config.name} in fp64: moments", gathered_worst(plain.moments(subject))),
     ]
     if isinstance(trajectory, str):
