@@ -207,10 +207,9 @@ class _Trajectory:
         moved = {n: local_tensor(p) - self.start[n] for n, p in subject.parameters().items()}
         found = distances(moved, self.run.moved, counts)
         noise = distances(self.noisy.moved, self.run.moved, counts)
-        allowed: dict[str, float] = {}
-        for tensor, distance in noise.items():
-            allowed[kind(tensor)] = max(allowed.get(kind(tensor), limit), distance.relative())
-        weights = [Figure(n, each.relative(), allowed[kind(n)]) for n, each in found.items()]
+        # Of any tensor: which of them have an element whose sign is chance is chance, too.
+        allowed = max([limit, *(distance.relative() for distance in noise.values())])
+        weights = [Figure(n, each.relative(), allowed) for n, each in found.items()]
         weights.append(Figure("all weights together", joint(found).relative(), max(limit, joint(noise).relative())))
         scalars = []
         for what, got, wanted, off in (
