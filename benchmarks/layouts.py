@@ -258,8 +258,8 @@ The reference experiment of this field, as `python -m benchmarks.layouts` ran it
 4 layers, 8 experts, random weights) and the same rows, {steps} optimizer steps of AdamW with clipping. One process runs
 plain transformers and PyTorch without any sharding. Every difference is relative to its loss at the same step; in fp32
 the largest of any step has to stay below {tolerance:g}. Each layout then goes on for {continued} steps from each other
-layout's checkpoint, against the one process that was never interrupted. The second row is one process again, with other
-micro-batches: what rounding alone does. AdamW's eps is 1e-5, because with 1e-8 rounding alone is amplified: gradients
+layout's checkpoint, against the one process that was never interrupted. The second row is one process again, with
+other micro-batches: what rounding alone does. AdamW's eps is 1e-5, because 1e-8 amplifies rounding alone: gradients
 near zero then move weights by whole steps, some token's experts change, and two runs of one process are 2e-4 apart after
 100 steps."""
 

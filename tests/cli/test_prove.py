@@ -8,7 +8,8 @@ import pytest
 import expertmesh.cli.prove as command_line
 from expertmesh.cli.main import main
 from expertmesh.cli.options import RunOptions
-from expertmesh.config import Config
+from expertmesh.config import Config, load_config
+from expertmesh.training.preflight import refuse_output_dir
 from expertmesh.verification.options import VerifyOptions
 from tests.training.tiny_run import run_config, write_inputs
 
@@ -48,6 +49,7 @@ def test_verify_proves_a_configuration_on_ranks_of_its_own(
     assert report["status"] == "pass"
     assert [layer["name"] for layer in report["layers"]] == ["bytes", "forward"]
     assert list((tmp_path / "run").iterdir()) == [tmp_path / "run" / "verification.json"]
+    refuse_output_dir(load_config(tmp_path / "run.yaml"))  # the run can start there
 
 
 def test_a_model_alone_is_verified_on_random_tokens(inputs: Path, started: list[tuple[Config, RunOptions]]) -> None:

@@ -8,6 +8,7 @@ import torch
 
 import expertmesh as em
 from expertmesh.config.errors import InputError
+from expertmesh.parallel.gradients import global_norm
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
 
@@ -31,6 +32,20 @@ def test_the_norm_equals_the_unsharded_one_and_clipping_reaches_the_limit(norm_t
     for before, after in run_ranks(_norm_of_known_gradients, 4, norm_type, expected / 3):
         assert before == pytest.approx(expected, rel=1e-5)
         assert after == pytest.approx(expected / 3, rel=1e-5)
+
+
+def _norm_of_a_large_gradient(gradient: torch.Tensor) -> float:
+    model = copy.deepcopy(MODEL)
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=1), num_experts=8))
+    return float(global_norm([gradient], 2.0, model))
+
+
+def test_the_norm_of_a_large_gradient_is_not_lost_to_rounding() -> None:
+    """Added one after the other in fp32, four million squares of such sizes are 1e-5 off and more."""
+    gradient = torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)) * 1e-3
+    gradient[1 << 21 :] *= 100
+    (norm,) = run_ranks(_norm_of_a_large_gradient, 1, gradient)
+    assert norm == pytest.approx(float(gradient.double().norm()), rel=1e-6)
 
 
 def _clip_a_gradient_that_is_not_finite() -> tuple[bool, bool]:

@@ -42,6 +42,10 @@ def test_a_tensor_may_be_as_far_off_as_the_unsharded_models_worst_of_its_kind() 
     shares = {figure.tensor: figure.share for figure in figures(found, 1e-5, own)}
     assert shares["layers.0.w"] == pytest.approx(2e-2 / (1.5 * 2e-2))
     assert shares["head"] > 1
+    few = {"head": Distance(4e-4, 1.0, 16), "body": Distance(4e-4, 1.0, 100)}
+    own = {"head": Distance(0.0, 1.0, 16), "body": Distance(1e-4, 1.0, 100)}
+    limits = {figure.tensor: figure.limit for figure in figures(few, 1e-5, own)}
+    assert limits["head"] == pytest.approx(2 * limits["body"])
     assert kind("model.layers.12.mlp.experts.3.up") == "model.layers.*.mlp.experts.*.up"
 
 

@@ -12,7 +12,7 @@ from expertmesh.verification.forward import check_forward
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.proof import Proof
 from expertmesh.verification.result import Check
-from expertmesh.verification.setup import set_up
+from expertmesh.verification.setup import Setup, set_up
 from expertmesh.verification.subject import Subject
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import run_config, write_inputs
@@ -31,7 +31,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def _checks(inputs: Path, factor: float) -> list[Check]:
+def _checks(setup: Setup, factor: float) -> list[Check]:
     def prefer_expert_1(subject: Subject) -> None:
         """In the job, its score is another by this factor."""
         for name in subject.setup.anatomy.routers:
@@ -40,21 +40,23 @@ def _checks(inputs: Path, factor: float) -> list[Check]:
             if start <= 1 < stop:
                 local_tensor(weight)[1 - start] *= factor
 
-    config = run_config(inputs, inputs / "out", "train.max_steps=1")
-    setup = set_up(config, VerifyOptions(tokens=256), 2)
     proof = Proof(setup, tamper=prefer_expert_1, escalates=False)
     return [*check_forward(proof), *check_backward(proof)]
 
 
+def _setup(inputs: Path) -> Setup:
+    return set_up(run_config(inputs, inputs / "out"), VerifyOptions(tokens=256), 2)
+
+
 def test_ties_are_followed_and_everything_after_them_is_compared(inputs: Path) -> None:
-    checks = run_ranks(_checks, 2, inputs, 1 + 2.0**-22)[0]
+    checks = run_ranks(_checks, 2, _setup(inputs), 1 + 2.0**-22)[0]
     assert checks[0].note != "no ties"
     assert checks[0].note.endswith("followed")
     assert [check.name for check in checks if check.status != "pass"] == []
 
 
 def test_a_router_that_scores_otherwise_is_wrong(inputs: Path) -> None:
-    checks = {check.name: check for check in run_ranks(_checks, 2, inputs, 1.5)[0]}
+    checks = {check.name: check for check in run_ranks(_checks, 2, _setup(inputs), 1.5)[0]}
     assert checks["float32: experts chosen"].status == "fail"
     assert "differ without a tie, first in model.layers.0.mlp.experts" in checks["float32: experts chosen"].note
     assert checks["float32: logits"].status == checks["float32: gradients"].status == "fail"

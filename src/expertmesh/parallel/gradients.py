@@ -47,7 +47,9 @@ def global_norm(gradients: list[torch.Tensor], norm_type: float, model: nn.Modul
     groups = [mesh.shard_group, *([mesh.pp_group] if mesh.layout.pp > 1 else [])]
     dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
     filled = [gradient for gradient in gradients if gradient.numel()]
-    norms = [norm.to(dtype) for norm in torch._foreach_norm(filled, norm_type, dtype=dtype)] if filled else []
+    # In fp32 torch's CPU kernel adds one after the other: 3.6e-4 off at 20 M elements. Accelerators add in a tree.
+    wide = torch.float64 if mesh.device.type == "cpu" else dtype
+    norms = [norm.to(dtype) for norm in torch._foreach_norm(filled, norm_type, dtype=wide)] if filled else []
     local = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=mesh.device)
     if math.isinf(norm_type):
         total = local.max()

@@ -198,13 +198,15 @@ def _remove(directory: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the progress bars and the deprecations of other libraries."""
-    shown = transformers_logging.is_progress_bar_enabled()
+    """Without the progress bars, reports and deprecations of other libraries."""
+    shown, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # layers that --layers leaves out would be reported as unexpected
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT's, of names that transformers has renamed
             yield
     finally:
+        transformers_logging.set_verbosity(verbosity)
         if shown:
             transformers_logging.enable_progress_bar()

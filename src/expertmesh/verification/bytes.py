@@ -84,7 +84,8 @@ def replicas(subject: Subject, name: str, also: dict[str, Tensor] | None = None)
             times[place] += 1
     different = {place for place, values in found.items() if len(values) > 1}
     copied, tied = sum(count > 1 for count in times.values()), sum(count - 1 for count in names.values())
-    note = f"of {len(found):,} parts" + (f"; {tied} tied to another" if tied else "")
+    note = f"of {len(found):,} parts" if copied else f"no rank holds a copy of any of {len(found):,} parts"
+    note += f"; {tied} tied to another" if tied else ""
     if different:
         which = next(each for each in gathered([prints[p][0] for p in different if p in prints]) if each)
         note = f"{which[0]} differs between ranks that hold the same part of it"

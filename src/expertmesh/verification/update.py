@@ -67,8 +67,10 @@ def _steps(proof: Proof, subject: Subject, name: str, trajectory: "_Trajectory |
         if proof.tamper_optimizer is not None:
             proof.tamper_optimizer(subject)
     steps = len(losses)
+    weights = gathered_worst(plain.weights(subject))
+    lost = "storing the weights rounds more than they move" if any(figure.limit >= 1 for figure in weights) else ""
     checks = [
-        Check.of(f"{name}: {steps} steps of {config.name} in fp64: weights", gathered_worst(plain.weights(subject))),
+        Check.of(f"{name}: {steps} steps of {config.name} in fp64: weights", weights, lost),
         Check.of(f"{name}: {steps} steps of {config.name} in fp64: moments", gathered_worst(plain.moments(subject))),
     ]
     if isinstance(trajectory, str):
@@ -205,10 +207,9 @@ class _Trajectory:
         moved = {n: local_tensor(p) - self.start[n] for n, p in subject.parameters().items()}
         found = distances(moved, self.run.moved, counts)
         noise = distances(self.noisy.moved, self.run.moved, counts)
-        allowed: dict[str, float] = {}
-        for tensor, distance in noise.items():
-            allowed[kind(tensor)] = max(allowed.get(kind(tensor), limit), distance.relative())
-        weights = [Figure(n, each.relative(), allowed[kind(n)]) for n, each in found.items()]
+        # Of any tensor: which of them have an element whose sign is chance is chance, too.
+        allowed = max([limit, *(distance.relative() for distance in noise.values())])
+        weights = [Figure(n, each.relative(), allowed) for n, each in found.items()]
         weights.append(Figure("all weights together", joint(found).relative(), max(limit, joint(noise).relative())))
         scalars = []
         for what, got, wanted, off in (
