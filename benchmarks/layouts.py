@@ -260,8 +260,8 @@ plain transformers and PyTorch without any sharding. Every difference is relativ
 the largest of any step has to stay below {tolerance:g}. Each layout then goes on for {continued} steps from each other
 layout's checkpoint, against the one process that was never interrupted. The second row is one process again, with
 other micro-batches: what rounding alone does. AdamW's eps is 1e-5, because 1e-8 amplifies rounding alone: gradients
-near zero then move weights by whole steps, some token's experts change, and two runs of one process are 2e-4 apart after
-100 steps."""
+near zero then move weights by whole steps, some token's experts change, and two runs of one process are 2e-4 apart
+after 100 steps."""
 
 
 def _difference(curve: Curve, reference: Curve) -> str:
