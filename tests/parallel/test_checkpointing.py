@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import expertmesh as em
-from benchmarks.probes import held_bytes
 from expertmesh.anatomy import describe
+from expertmesh.bench.probes import held_bytes
 from expertmesh.config.errors import InputError
 from expertmesh.experts import compute, dispatch, kept, layer
 from expertmesh.experts.dispatch import AllToAllDispatcher

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.probes import count_collectives
 
 import expertmesh as em
+from expertmesh.bench.probes import count_collectives
 from expertmesh.checkpoint.export import export
 from expertmesh.training.run import train
 from tests.checkpoint.tiny import Job, load, save

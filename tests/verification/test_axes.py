@@ -19,12 +19,19 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-@pytest.mark.parametrize("axis", ["tp", "cp", "pp"])
-def test_what_a_job_computes_on_another_axis_is_refused_by_name(inputs: Path, axis: str) -> None:
-    config = run_config(inputs, inputs / "out", f"parallel.{axis}=2", "parallel.ep=1")
+def test_what_a_job_on_stages_computes_is_refused_by_name(inputs: Path) -> None:
+    config = run_config(inputs, inputs / "out", "parallel.pp=2", "parallel.ep=1")
     for options in (VerifyOptions(), VerifyOptions(only=("bytes",), self_test=True)):
-        with pytest.raises(InputError, match=rf"parallel\.{axis} is 2.*parallel\.{axis}=1.*--only bytes"):
+        with pytest.raises(InputError, match=r"parallel\.pp is 2.*parallel\.pp=1.*--only bytes"):
             set_up(config, options, 2)
+
+
+@pytest.mark.parametrize("axes", ["tp", "cp"])
+def test_a_job_on_shared_rows_is_verified_and_its_bugs_are_caught(inputs: Path, axes: str) -> None:
+    config = run_config(inputs, inputs / "out", f"parallel.{axes}=2", "parallel.ep=2")
+    options = VerifyOptions(tokens=256, self_test=True, report=str(inputs / f"{axes}-all.json"))
+    reports: list[Report] = run_ranks(verify, 2, config, Control(arguments=options.dump()), timeout=110)
+    assert [report.status for report in reports] == ["pass", "pass"], reports[0].failures
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp", "pp"])

@@ -125,12 +125,11 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
 
 
 def _refuse_axes(layout: Layout, options: VerifyOptions) -> None:
-    """Beside its bytes, a job is compared rank by rank: whole rows that pass through the whole model on one rank."""
-    axis = next((axis for axis in ("pp", "cp", "tp") if layout.size(axis) > 1), None)
-    if axis is not None and (options.self_test or options.only != ("bytes",)):
+    """Beside its bytes, a job is compared where one rank sees the output of every block."""
+    if layout.pp > 1 and (options.self_test or options.only != ("bytes",)):
         raise InputError(
-            f"verify: parallel.{axis} is {layout.size(axis)}, and what a job computes is compared only where each rank "
-            f"has whole rows and the whole model; verify with parallel.{axis}=1, or the bytes alone with --only bytes"
+            f"verify: parallel.pp is {layout.pp}, and what a job computes is compared only where each rank has the "
+            "whole model; verify with parallel.pp=1, or the bytes alone with --only bytes"
         )
 
 

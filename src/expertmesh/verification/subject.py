@@ -23,11 +23,12 @@ from expertmesh.data import Step
 from expertmesh.experts.balance import attached_balance, update_router_bias
 from expertmesh.mesh import Mesh, init_mesh, set_timeout
 from expertmesh.model import prepare_model
+from expertmesh.parallel.positions import gather
+from expertmesh.parallel.sequence import padded, sequence_share
 from expertmesh.shards import Box, local_box, local_tensor, owns_copy, slices
-from expertmesh.training.loss import causal_lm_loss
 from expertmesh.training.optimizer import build_optimizer
-from expertmesh.training.router_loss import router_losses
 from expertmesh.training.run import checkpointing_mode
+from expertmesh.training.step import forward_backward
 from expertmesh.verification.samples import Placed, StepData
 from expertmesh.verification.setup import Setup
 from expertmesh.verification.sources import adapter_shapes, adapter_value
@@ -124,20 +125,13 @@ def fill_adapters(model: PreTrainedModel) -> None:
 
 def backward(subject: Subject, step: Step) -> Outcome:
     """All micro-batches of one optimizer step, as the training loop runs them; gradients are complete afterwards."""
-    model, batches = subject.model, list(step.micro_batches)
-    share = torch.zeros((), dtype=torch.float64)
-    with router_losses(model, batches) as router_loss:
-        for index, batch in enumerate(batches, start=1):
-            if isinstance(model, FSDPModule) and subject.mesh.layout.replicate > 1:
-                model.set_requires_all_reduce(index == len(batches))
-            loss = causal_lm_loss(model, batch, target_tokens=step.target_tokens)
-            (loss + router_loss()).backward()
-            share = share + loss.detach().cpu()
+    model = subject.model
+    losses = forward_backward(model, step.micro_batches, target_tokens=step.target_tokens)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    sums = torch.stack([value.to(subject.mesh.device, torch.float64) for value in
-                        (share, router_loss.aux_loss, router_loss.z_loss)])  # fmt: skip
+    values = (losses.loss, losses.aux_loss, losses.z_loss)
+    sums = torch.stack([value.to(subject.mesh.device, torch.float64) for value in values])
     dist.all_reduce(sums)
     balance = attached_balance(model)
     total, aux, z = sums.tolist()
@@ -191,7 +185,8 @@ def forward(subject: Subject, data: StepData, places: "Places") -> Seen:
     tensors: dict[str, list[Tensor]] = {}
     choices: dict[str, list[Tensor]] = {}
     subject.model.eval()
-    for number, batch in enumerate(step.micro_batches):
+    share = sequence_share(subject.model)
+    for number, batch in enumerate(padded(each, share) for each in step.micro_batches):
         shape = tuple(batch["input_ids"].shape)
         mine = [sample for sample in placed if sample.micro == number]
         inputs = {key: v for key, v in batch.items() if key not in ("labels", "row_numbers", "real_tokens")}
@@ -199,10 +194,11 @@ def forward(subject: Subject, data: StepData, places: "Places") -> Seen:
             logits = subject.model(**inputs, use_cache=False).logits
         noted.outputs["logits"] = logits
         for name, value in noted.outputs.items():
-            tensors.setdefault(name, []).append(_cut_out(value, mine))
+            tensors.setdefault(name, []).append(_cut_out(_whole_rows(subject, value), mine))
         for name, index in noted.choices.items():
-            if index.shape[0] == shape[0] * shape[1]:
-                choices.setdefault(name, []).append(_cut_out(index.view(*shape, -1), mine))
+            if index.shape[0] * share.parts == shape[0] * shape[1]:
+                index_BSK = _whole_rows(subject, index.view(shape[0], -1, index.shape[-1]))
+                choices.setdefault(name, []).append(_cut_out(index_BSK, mine))
     subject.model.train()
     return Seen(
         {name: places.pick(name, torch.cat(values)) for name, values in tensors.items()},
@@ -263,6 +259,14 @@ def _noting(subject: Subject) -> Iterator[_Noted]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _whole_rows(subject: Subject, value_BSX: Tensor) -> Tensor:
+    """What the ranks that share rows have of them, all positions. Collective over tp and cp: one all-gather each."""
+    for axis in ("tp", "cp"):
+        if subject.mesh.layout.size(axis) > 1:
+            value_BSX = gather(value_BSX, 1, subject.mesh.dense.get_group(axis))
+    return value_BSX
 
 
 def chosen(args: Any, kwargs: Any) -> Tensor:
