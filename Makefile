@@ -16,8 +16,9 @@ $(STAMP): pyproject.toml constraints/ci.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/ci.txt -e ".[dev,tensorboard,report]"
 	@touch $@
 
+# Two files at a time: half of the tests are one process, which leaves a core idle.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Every Mixture-of-Experts family of the installed transformers; rewrites docs/models.md. Some minutes.
 families: setup
