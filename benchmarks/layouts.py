@@ -261,10 +261,10 @@ the largest of any step has to stay below {tolerance:g}. Each layout then goes o
 layout's checkpoint, against the one process that was never interrupted. The second row is one process again, with
 other micro-batches: what rounding alone does.
 
-Learning rate and AdamW's eps (3e-4, 1e-5) are such that training does not amplify rounding: all weights changed by 1e-5 of
-themselves change no loss of 100 steps by more than 1.4e-5. At 1e-3 the same change leads to 2e-3, as does a single token
-whose second expert is decided by rounding: there FSDP 2 alone ended 2e-3 from one process, and the layout with three more
-axes 2e-7, by chance."""
+Learning rate and AdamW's eps (3e-4, 1e-5) are such that training does not amplify rounding: all weights changed by 1e-5
+of themselves change no loss of 100 steps by more than 1.4e-5. At 1e-3 the same change leads to 2e-3, as does a single
+token whose second expert is decided by rounding: there FSDP 2 alone ended 2e-3 from one process, and the layout with
+three more axes 2e-7, by chance."""
 
 
 def _difference(curve: Curve, reference: Curve) -> str:
