@@ -98,10 +98,15 @@ def memory_of(
     return model.memory(stage, worst)
 
 
-def saved_of(facts: Facts, layout: Layout, batch: Batch, mode: Mode, imbalance: float = 1.0) -> float:
-    """Bytes saved between forward and backward of one micro-batch, by the blocks, what is around them and the head."""
+def saved_of(
+    facts: Facts, layout: Layout, batch: Batch, mode: Mode, imbalance: float = 1.0, *, stage: int = 0
+) -> float:
+    """Bytes saved between forward and backward of one micro-batch, by a stage's blocks, what is around them and the
+    head.
+    """
     model = _Model(facts, layout, batch, mode, 0, 0.0, imbalance, CHUNK_TOKENS, False)
-    return model.kept_by(model.stage(0))[-1] + model.outside + model.head_saved()
+    last = stage == layout.pp - 1
+    return model.kept_by(model.stage(stage))[-1] + model.outside + (model.head_saved() if last else 0.0)
 
 
 def state_of(facts: Facts, layout: Layout, stage: int = 0) -> State:
