@@ -143,7 +143,8 @@ def measure(point: Point) -> Honesty:
         saved = saved_of(facts, layout, point.batch, point.mode, stage=stage)
         saves.append(saved / (sum(rank["saved"] for rank in ranks) / each) - 1)
         for transfer in traffic_of(facts, layout, point.batch, point.mode, stage=stage):
-            axis = next((name for name in ranks[0]["axes"] if _serves(name, transfer.axis, transfer.kind)), transfer.axis)
+            joint = (name for name, kind in ranks[0]["axes"] if kind == transfer.kind)
+            axis = next((name for name in joint if transfer.axis in name.split(" + ")), transfer.axis)
             sent.setdefault((axis, transfer.kind), [0.0, 0.0])[1] += transfer.bytes / layout.pp
         for rank in ranks:
             for key, size in rank["sent"].items():
@@ -235,6 +236,12 @@ def _axis(axes: dict[str, set[str]], group: str, kind: str) -> str | None:
     return " + ".join(axis for axis in _KINDS if axis in axes.get(group, ()) and kind in _KINDS[axis]) or None
 
 
+def _joint(axes: dict[str, set[str]]) -> list[tuple[str, str]]:
+    """Every (axis or axes, kind) that groups serve here."""
+    kinds = {kind for used in _KINDS.values() for kind in used}
+    return [(name, kind) for group in axes for kind in kinds if (name := _axis(axes, group, kind))]
+
+
 @contextmanager
 def _noting_saved(model: Any, census: Census) -> Iterator[list[float]]:
     """What each forward leaves for backward, in order. The root's gathered parameters are no activation."""
@@ -273,13 +280,13 @@ def main(names: list[str]) -> None:
             found = measure(point)
             cells = (f"{value:+.1%}" for value in (found.state, found.saved, found.peak, found.traffic))
             print(f"| {point.name} | {' | '.join(cells)} |", flush=True)
-            axes = ("-" if axis not in found.axes else _beside(*found.axes[axis]) for axis in _KINDS)
-            lines.append(f"| {point.name} | {' | '.join(axes)} |")
-    print(f"\n| point | {' | '.join(_KINDS)} |\n{'|---' * (1 + len(_KINDS))}|", *lines, sep="\n")
+            lines += [f"| {point.name} | {axis} | {_beside(*sizes)} |" for axis, sizes in found.axes.items()]
+    print("\n| point | axis | measured, kB | formula, kB | |\n|---|---|---|---|---|", *lines, sep="\n")
 
 
 def _beside(measured: float, predicted: float) -> str:
-    return f"{measured / 1e3:,.1f} ({predicted / measured - 1:+.1%})" if measured else f"0 ({predicted:.0f})"
+    off = f"{predicted / measured - 1:+.1%}" if measured else "not sent"
+    return f"{measured / 1e3:,.1f} | {predicted / 1e3:,.1f} | {off}"
 
 
 if __name__ == "__main__":

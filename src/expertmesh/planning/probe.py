@@ -27,7 +27,8 @@ class BlockFigures:
 
     `saved` stays from forward to backward, `forward` and `backward` come on top while it runs; `gradients` is the part
     of `backward` that is parameters' gradients and does not grow with the micro-batch. `choices` is what checkpointing
-    keeps of the router's choice. `products` are FLOPs of matrix products in forward, `attention` those of attention.
+    keeps of the router's choice, `attended` what attention gives and `normalisers` its number per row, `mask` the part
+    of `saved` that is masks, for all pairs of positions on every rank. `products` are FLOPs of matrix products in forward, `attention` those of attention.
     `moved`: bytes that other operations read and write in forward and in backward; `operations`: how many all are.
     """
 
@@ -36,6 +37,9 @@ class BlockFigures:
     backward: int
     gradients: int
     choices: int
+    attended: int
+    normalisers: int
+    mask: int
     products: int
     attention: int
     moved: tuple[int, int]
@@ -45,13 +49,14 @@ class BlockFigures:
 @dataclass(frozen=True, slots=True)
 class Probed:
     """Figures of each kind of block, and `outside`: bytes that stay of what is around the blocks, the base model's
-    output left out.
+    output left out; `tables` is the part of it that was there before the first block (rotary tables), for whole rows.
 
     `first_saves_less`: how much less the first block saves when nothing before it trains (adapters).
     """
 
     blocks: Mapping[int, BlockFigures]
     outside: int
+    tables: int
     first_saves_less: int
 
 
@@ -91,12 +96,15 @@ def _probe(model: nn.Module, anatomy: Anatomy, kinds: Mapping[int, int], length:
             backward=backward,
             gradients=max(0, single.backward - backward),
             choices=single.choices,
+            attended=single.attended,
+            normalisers=single.normalisers,
+            mask=single.mask,
             products=single.products,
             attention=single.attention,
             moved=(single.moved[0], single.moved[1]),
             operations=(single.operations[0], single.operations[1]),
         )
-    return Probed(figures, one.outside, one.first - first.first)
+    return Probed(figures, one.outside, one.tables, one.first - first.first)
 
 
 @dataclass(slots=True)
@@ -107,6 +115,9 @@ class _Seen:
     forward: int = 0
     backward: int = 0
     choices: int = 0
+    attended: int = 0
+    normalisers: int = 0
+    mask: int = 0
     products: int = 0
     attention: int = 0
     moved: list[int] = field(default_factory=lambda: [0, 0])
@@ -122,6 +133,7 @@ class _Seen:
 class _Result:
     blocks: list[_Seen]
     outside: int
+    tables: int
     first: int
 
 
@@ -142,7 +154,12 @@ class _Attention(TorchFunctionMode):
             batch, heads, length, width = query.shape
             pairs = batch * heads * length * key.shape[2]
             self.current.attention += 2 * pairs * (width + value.shape[-1])
-            return FusedAttention.apply(query, key, value, mask)
+            out = FusedAttention.apply(query, key, value, mask)
+            self.current.attended += out.nbytes
+            self.current.normalisers += batch * heads * length * 4
+            if mask is not None:
+                self.current.mask += mask.numel() * (query.element_size() if mask.dtype == torch.bool else 0)
+            return out
         result = func(*args, **kwargs)
         if func in (torch.topk, torch.Tensor.topk):
             self.current.choices += result.indices.nbytes
@@ -244,7 +261,7 @@ def _run(
         for parameter in model.parameters():
             parameter.grad = None
     outside = end - known - hidden.nbytes - 2 * sum(seen.saved for seen in watch.seen)
-    return _Result(watch.seen, outside, watch.first)
+    return _Result(watch.seen, outside, watch.begin - known - hidden.nbytes, watch.first)
 
 
 def _start_graph(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -261,11 +278,14 @@ class _Watch:
         self.census, self.attention, self.counter = census, attention, counter
         self.seen: list[_Seen] = []
         self.first = 0
+        self.begin = 0
         self._tuples = False
 
     def twice(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             start = self.census.live
+            if not self.seen:
+                self.begin = start
             hidden = self._only(forward(*args, **kwargs))
             args, kwargs = _with_hidden(args, kwargs, None)
             if not self.seen:

@@ -184,6 +184,8 @@ def _refusal(job: Job, layout: Layout) -> str | None:
         shards_evenly(job.facts, layout)
     except InputError as error:
         return str(error)
+    if (refusal := job.facts.asked.refusal(layout)) is not None:
+        return refusal
     if job.global_batch_size % layout.data_ranks:
         return (
             f"a step's {job.global_batch_size} sequences cannot be dealt evenly to {layout.data_ranks} data ranks; try "
