@@ -27,6 +27,7 @@ class Asked:
         self._model, self._anatomy, self._heads, self._kept = model, anatomy, heads, kept_in_fp32
         self._blocks = decoder_blocks(anatomy)
         self._refusals: dict[tuple[str, int], str | None] = {}
+        self._plans: dict[int, TensorPlan] = {}
         self._stages: dict[int, tuple[tuple[int, ...], ...]] = {}
 
     def refusal(self, layout: Layout) -> str | None:
@@ -46,7 +47,9 @@ class Asked:
 
     def tensor_plan(self, tp: int) -> TensorPlan:
         """Raises `InputError` where tp ranks cannot share this model."""
-        return tensor_plan(self._model, self._anatomy, tp, self._kept)
+        if tp not in self._plans:
+            self._plans[tp] = tensor_plan(self._model, self._anatomy, tp, self._kept)
+        return self._plans[tp]
 
     def any_tensor_plan(self) -> TensorPlan:
         """Of the fewest ranks that can share this model; of one rank (nothing is split) where none can."""

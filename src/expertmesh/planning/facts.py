@@ -17,7 +17,7 @@ from expertmesh.adapters.plan import adapt
 from expertmesh.anatomy import Anatomy, ExpertsSpec, describe, is_adapter
 from expertmesh.config import LoraConfig, PrecisionConfig
 from expertmesh.experts.layer import choose_backend, is_silu_gated
-from expertmesh.parallel.tensor_plan import TensorPlan
+from expertmesh.parallel.tensor_plan import TensorPlan, shared_by_heads
 from expertmesh.planning.asked import Asked
 from expertmesh.planning.probe import BlockFigures, Probed, probe
 from expertmesh.planning.routing import Choice
@@ -147,6 +147,11 @@ class Facts:
         return tuple(block for block in self.blocks if block.experts is not None)
 
     @property
+    def embeds_trained(self) -> bool:
+        """Whether the embedding trains, so that the first block's input has a gradient."""
+        return any(weight.trains for weight in (self.root if self.embedding is None else self.embedding).weights)
+
+    @property
     def units(self) -> tuple[Unit, ...]:
         """Every dense FSDP2 group of the model."""
         inside = [unit for block in self.blocks for unit in block.units]
@@ -197,13 +202,14 @@ def facts_of_model(
     sizes = text.to_dict()  # attributes that differ between layers cannot be asked for
     attention_heads = int(sizes.get("num_attention_heads") or 1)
     asked = Asked(model, anatomy, attention_heads, kept_in_fp32(model, getattr(torch, precision.compute)))
-    reader = _Reader(model, anatomy, precision, lora, compute, asked.any_tensor_plan())
+    tensor = asked.any_tensor_plan()
+    reader = _Reader(model, anatomy, precision, lora, compute, tensor)
     kinds: dict[int, int] = {}
     signatures: dict[Any, int] = {}
     for index, name in enumerate(anatomy.blocks):
         kinds[index] = signatures.setdefault(reader.signature(name), len(signatures))
     explicit = packed and (model.config._attn_implementation != "flash_attention_2")
-    probed = probe(model, anatomy, kinds, length, explicit)
+    probed = probe(model, anatomy, kinds, length, explicit, shared_by_heads(model, tensor))
     made = {kind: reader.block(anatomy.blocks[index], probed, kind) for index, kind in reversed(kinds.items())}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight

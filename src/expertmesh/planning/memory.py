@@ -105,8 +105,8 @@ def saved_of(
     head.
     """
     model = _Model(facts, layout, batch, mode, 0, 0.0, imbalance, CHUNK_TOKENS, False)
-    last = stage == layout.pp - 1
-    return model.kept_by(model.stage(stage))[-1] + model.tables + (model.outside + model.head_saved() if last else 0.0)
+    kept = model.kept_by(model.stage(stage))[-1] + model.tables + model.handed(stage)
+    return kept + (model.outside + model.head_saved() if stage == layout.pp - 1 else 0.0)
 
 
 def state_of(facts: Facts, layout: Layout, stage: int = 0) -> State:
@@ -201,7 +201,7 @@ def _edges(facts: Facts, stages: int, stage: int) -> tuple[int, ...]:
 
 
 class _Moment(NamedTuple):
-    """What is held at one moment beside state; `share` of the gradients are there in the last micro-batch."""
+    """What is held at one moment beside state; `share` of the gradients are there by then."""
 
     name: str
     share: float
@@ -210,6 +210,11 @@ class _Moment(NamedTuple):
     dispatch: float = 0.0
     logits: float = 0.0
     working: float = 0.0
+
+
+def in_flight(layout: Layout, batch: Batch, stage: int) -> int:
+    """Micro-batches whose activations a stage holds at once (one forward, one backward: 1F1B)."""
+    return min(layout.pp - stage, batch.accumulation)
 
 
 class _Model:
@@ -255,9 +260,11 @@ class _Model:
             kept[0] -= self.facts.first_saves_less * self.batch.rows / (self.layout.cp * self.layout.tp)
         return list(accumulate(kept))
 
-    def in_flight(self, stage: int) -> int:
-        """Micro-batches whose activations a stage holds at once (one forward, one backward: 1F1B)."""
-        return min(self.layout.pp - stage, self.batch.accumulation)
+    def handed(self, stage: int) -> float:
+        """What a pipeline stage keeps of a micro-batch at its borders beside what its blocks keep: what it sends; and
+        where inputs of blocks are kept, the first block's is among what it has `received`.
+        """
+        return self.hidden * ((stage < self.layout.pp - 1) - (stage > 0 and self.mode != "none"))
 
     def received(self, stage: int) -> float:
         """Buffers for what a step's micro-batches receive: hidden states, and their gradients (training/pipeline.py)."""
@@ -273,6 +280,8 @@ class _Model:
         figures, layout = block.figures, self.layout
         gathered = (block.parts.split + block.parts.whole) * self.hidden * (layout.tp - 1)
         mask = figures.mask * self.batch.rows
+        # What each rank of tp computes for all heads: latents.
+        gathered += figures.latents * self.batch.rows / layout.cp * (1 - 1 / layout.tp)
         own = (figures.saved - figures.mask) * self.batch.rows / (layout.cp * layout.tp)
         # cp: what attention gives stays as it was before and after the exchange.
         own += figures.attended * self.batch.rows / (layout.cp * layout.tp) if layout.cp > 1 else 0
@@ -387,8 +396,7 @@ class _Model:
     def total(self, stage: int, moment: "_Moment") -> float:
         """Bytes of everything at a moment."""
         state = self.states[stage]
-        share = 1.0 if self.batch.accumulation > 1 else moment.share
-        kept = state.frozen + state.master * (1 + self.moment_count) + state.gradients * share
+        kept = state.frozen + state.master * (1 + self.moment_count) + state.gradients * moment.share
         return kept + sum(moment[2:]) + self.overhead
 
     def memory(self, stage: int, moment: "_Moment") -> Memory:
@@ -397,7 +405,7 @@ class _Model:
         return Memory(
             frozen=state.frozen,
             master=state.master,
-            gradients=state.gradients * (1.0 if self.batch.accumulation > 1 else moment.share),
+            gradients=state.gradients * moment.share,
             moments=state.master * self.moment_count,
             unsharded=moment.unsharded,
             activations=moment.activations,
@@ -410,22 +418,31 @@ class _Model:
 
     def moments_of(self, stage: int) -> Iterator["_Moment"]:
         """Every moment of a step at which the peak can be, for one rank of a pipeline stage."""
+        flying = in_flight(self.layout, self.batch, stage)
+        later = min(flying, self.batch.accumulation - 1)
+        if later < flying:
+            yield from self._backward_of(stage, flying, False)
+        if later:
+            # From the second micro-batch on gradients are whole, but fewer may be in flight.
+            yield from self._backward_of(stage, later, True)
+
+    def _backward_of(self, stage: int, flying: int, whole: bool) -> Iterator["_Moment"]:
+        """Moments of one micro-batch while `flying` hold activations; `whole`: gradients are there from before."""
         at = _Moment
         blocks = self.stage(stage)
-        flying = self.in_flight(stage)
         root = self.unsharded(self.facts.root) if has_root(self.facts, self.layout.pp, stage) else 0.0
         last = stage == self.layout.pp - 1
         head_gradient = self.gradients(self.facts.root) if last else 0.0
         kept = self.kept_by(blocks)
-        before = (flying - 1) * kept[-1] + flying * self.tables + self.received(stage)
+        before = (flying - 1) * kept[-1] + flying * (self.tables + self.handed(stage)) + self.received(stage)
         before += self.outside + self.last if last else 0.0
 
         if last:
-            yield at("loss", 0.0, root, before + kept[-1], logits=self._head())
+            yield at("loss", float(whole), root, before + kept[-1], logits=self._head())
         for index in _edges(self.facts, self.layout.pp, stage):
             block = blocks[index]
             previous = blocks[index - 1] if index else None
-            share = 1 - (index + 1) / len(blocks)
+            share = 1.0 if whole else 1 - (index + 1) / len(blocks)
             flats = self.flat(previous.unit) + self.flat(previous.split) if previous else 0.0
             flats += self.experts_flat(previous.experts) if previous else 0.0
             dense = sum(self.unsharded(unit) for unit in block.units)
@@ -433,6 +450,8 @@ class _Model:
             saved, mine = self.saved[id(block)], self.kept[id(block)]
             held = before + kept[index] + (saved - mine if self.mode != "none" else 0.0)
             held += self.hidden if self.mode != "none" else 0.0
+            # Selective: experts run backward first, from what was kept; then the rest of the block runs again.
+            early = before + kept[index] + self.hidden if self.mode == "selective" else held
             after = self._block_after(blocks, index)
             of_experts = 0.0
             if block.experts is not None:
@@ -441,14 +460,14 @@ class _Model:
                     forward = self.experts_forward(block.experts)
                     yield at("recomputing", share, common + gathered + after, held, forward)
                 backward = self.experts_backward(block.experts)
-                yield at("experts' backward", share, common + gathered + after, held, backward, 0.0, self.hidden)
+                yield at("experts' backward", share, common + gathered + after, early, backward, 0.0, self.hidden)
                 of_experts = self.saved_by_experts(block.experts)
                 reducing = self.experts_reduced(block.experts)
                 grads = self.experts_here(block.experts, self.compute, trains=True) if self.gathers_experts else 0.0
                 shard = 1 / self.layout.efsdp
                 copied = reducing if self.gloo and self.layout.efsdp > 1 else 0.0
                 reduced = common + max(grads + reducing, reducing + copied + reducing * shard)
-                yield at("experts' reduction", share, reduced, held - of_experts, 0.0, 0.0, 2 * self.hidden)
+                yield at("experts' reduction", share, reduced, early - of_experts, 0.0, 0.0, 2 * self.hidden)
                 after = reducing or after
             own = (block.figures.backward * self.batch.rows) / (self.layout.cp * self.layout.tp) + self.hidden
             gradients = block.figures.gradients / self.layout.tp

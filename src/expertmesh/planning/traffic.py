@@ -11,7 +11,7 @@ from typing import Literal
 from expertmesh.config.sections import BYTES_OF
 from expertmesh.mesh import Layout
 from expertmesh.planning.facts import Block, Facts, Unit
-from expertmesh.planning.memory import CHUNK_TOKENS, Batch, Mode, sizes_of, stage_kinds, stage_units
+from expertmesh.planning.memory import CHUNK_TOKENS, Batch, Mode, in_flight, sizes_of, stage_blocks, stage_kinds, stage_units
 from expertmesh.planning.routing import expected
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
@@ -66,11 +66,20 @@ def _transfers(
         # In one group with its block, but for what tp has split; so its calls count once.
         calls = times if layout.tp > 1 or unit not in splits else 0
         yield from _of_unit(unit, times, calls, 1 if unit is facts.root else 2, facts, layout, batch)
+    if in_flight(layout, batch, stage) > 1:
+        # The first backward's last prefetch finds a second forward recorded, and gathers that one's last block.
+        block = stage_blocks(facts, layout.pp, stage)[-1]
+        sizes = [sizes_of(unit, layout).flat for unit in (block.unit, None if layout.tp > 1 else block.split)]
+        yield Transfer("fsdp", "all_gather", 1, sum(sizes), layout.fsdp * layout.cp * layout.tp, True)
     for block, times in stage_kinds(facts, layout.pp, stage):
         for transfer in _of_block(block, facts, layout, batch, mode, imbalance):
             yield replace(transfer, calls=times * transfer.calls, bytes=times * transfer.bytes)
     if last:
         yield from _of_vocabulary(facts, layout, batch)
+    if stage == 0 and not facts.embeds_trained:
+        # The first gather of positions is of what has no gradient.
+        whole = _positions(facts, layout, batch) * facts.hidden * BYTES_OF[facts.precision.compute]
+        yield Transfer("tp", "reduce_scatter", -batch.accumulation, -batch.accumulation * whole, layout.tp, False)
     if layout.pp > 1:
         hidden = batch.rows * facts.length / (layout.cp * layout.tp) * facts.hidden * BYTES_OF[facts.precision.compute]
         ends = (stage > 0) + (not last)
@@ -134,7 +143,7 @@ def _of_sequence(block: Block, facts: Facts, layout: Layout, batch: Batch, mode:
     """tp gathers the sequence before each split part and scatters its sums; cp exchanges heads for positions."""
     compute = BYTES_OF[facts.precision.compute]
     forwards, parts = 1 if mode == "none" else 2, block.parts
-    positions = batch.rows * facts.length / layout.cp
+    positions = _positions(facts, layout, batch)
     whole = positions * facts.hidden * compute
     gathers = ((parts.split + parts.whole) * forwards + parts.split) * batch.accumulation
     # A block's second run ends with the last tensor that backward needs, which a last sum is not.
@@ -151,10 +160,15 @@ def _of_sequence(block: Block, facts: Facts, layout: Layout, batch: Batch, mode:
 def _of_vocabulary(facts: Facts, layout: Layout, batch: Batch) -> Iterator[Transfer]:
     """tp gathers positions before the head and sums their gradients; three numbers per target (vocabulary.py)."""
     times = batch.accumulation
-    whole = batch.rows * facts.length / layout.cp * facts.hidden * BYTES_OF[facts.precision.compute]
+    whole = _positions(facts, layout, batch) * facts.hidden * BYTES_OF[facts.precision.compute]
     yield Transfer("tp", "all_gather", times, times * whole, layout.tp, False)
     yield Transfer("tp", "reduce_scatter", times, times * whole, layout.tp, False)
     targets = batch.rows * (facts.length - 1) / layout.cp
     calls = 2 * -(-targets // CHUNK_TOKENS) * times
     numbers = 3 * targets * max(4, BYTES_OF[facts.precision.compute]) * times
     yield Transfer("tp", "all_reduce", calls, numbers, layout.tp, False)
+
+
+def _positions(facts: Facts, layout: Layout, batch: Batch) -> float:
+    """That a tp group holds together."""
+    return batch.rows * facts.length / layout.cp
