@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
@@ -246,7 +245,9 @@ def _joint(axes: dict[str, set[str]]) -> list[tuple[str, str]]:
 def _noting_saved(model: Any, census: Census) -> Iterator[list[float]]:
     """What each forward leaves for backward, in order. The root's gathered parameters are no activation."""
     saved: list[float] = []
-    whole, staged = training_step.causal_lm_loss, stages._Run.forward
+    loop: Any = training_step
+    staged: Any = stages._Run
+    before = loop.causal_lm_loss, staged.forward
 
     def noting(forward: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -257,11 +258,11 @@ def _noting_saved(model: Any, census: Census) -> Iterator[list[float]]:
 
         return run
 
-    training_step.causal_lm_loss, stages._Run.forward = noting(whole), noting(staged)  # type: ignore[method-assign]
+    loop.causal_lm_loss, staged.forward = map(noting, before)
     try:
         yield saved
     finally:
-        training_step.causal_lm_loss, stages._Run.forward = whole, staged  # type: ignore[method-assign]
+        loop.causal_lm_loss, staged.forward = before
 
 
 def _gathered(model: Any) -> int:

@@ -19,7 +19,19 @@ def _check(found: Honesty) -> None:
     assert abs(found.traffic) <= TRAFFIC, found
 
 
-@pytest.mark.parametrize("name", ["qwen3 ep2 of 4", "deepseek ep4 of 4, full", "qwen3 ep2 of 4, LoRA"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3 ep2 of 4",
+        "deepseek ep4 of 4, full",
+        "qwen3 ep2 of 4, LoRA",
+        "qwen3 tp2 ep2 of 4, LoRA",
+        "deepseek tp2 ep2 of 4",
+        "qwen3 cp2 ep2 of 4, selective",
+        "qwen3 tp2 cp2 ep4",
+        "qwen3 pp2 ep2, full, 4 micro-batches",
+    ],
+)
 def test_predictions_are_what_ranks_hold_and_send(name: str) -> None:
     _check(measure(BY_NAME[name]))
 

@@ -267,7 +267,7 @@ class _Model:
         return self.hidden * ((stage < self.layout.pp - 1) - (stage > 0 and self.mode != "none"))
 
     def received(self, stage: int) -> float:
-        """Buffers for what a step's micro-batches receive: hidden states, and their gradients (training/pipeline.py)."""
+        """Buffers for what a step's micro-batches receive: hidden states, and their gradients (torch's stages)."""
         return ((stage > 0) + (stage < self.layout.pp - 1)) * self.batch.accumulation * self.hidden
 
     # Activations.

@@ -63,12 +63,18 @@ class Probed:
 
 
 def probe(
-    model: nn.Module, anatomy: Anatomy, kinds: Mapping[int, int], length: int, packed: bool, latents: Collection[str] = ()
+    model: nn.Module,
+    anatomy: Anatomy,
+    kinds: Mapping[int, int],
+    length: int,
+    packed: bool,
+    latents: Collection[str] = (),
 ) -> Probed:
     """Run `model` (on meta, in the compute dtype, not sharded) on one and two sequences of `length` tokens.
 
     `kinds` maps the index of a block to its kind; one block of each kind is run. `packed` gives attention the explicit
-    mask that keeps samples apart; `latents` names modules of which tp leaves every rank the whole. Raises `NotProbed` where the family's code needs values.
+    mask that keeps samples apart; `latents` names modules of which tp leaves every rank the whole. Raises `NotProbed`
+    where the family's code needs values.
     """
     try:
         return _probe(model, anatomy, kinds, length, packed, latents)
@@ -257,7 +263,10 @@ def _run(
     for name in latents:
         if any(name.startswith(f"{block}.") for block in measured):
             module = model.get_submodule(name)
-            handles += [module.register_forward_pre_hook(watch.latent(-1)), module.register_forward_hook(watch.latent(1))]
+            handles += [
+                module.register_forward_pre_hook(watch.latent(-1)),
+                module.register_forward_hook(watch.latent(1)),
+            ]
     if not embeds:
         handles.append(model.get_input_embeddings().register_forward_hook(_start_graph))  # type: ignore[operator]
     try:
