@@ -1,29 +1,33 @@
 """Is the planner honest? Predicted state, activations, peak and bytes beside what gloo ranks hold and send.
 
-    python -m benchmarks.planning            # the table of docs/planning.md; a minute or two
+    python -m benchmarks.planning            # the tables of docs/planning.md; a few minutes
     python -m benchmarks.planning NAME ...   # some of its points
 
 Each point trains a small model for three steps on forked gloo ranks and counts the third under the census: storages of
-live tensors, saved bytes after forward, and every collective. Routing is the model's own, on random tokens.
+live tensors, saved bytes after forward, and every collective by the axis it runs over. Routing is the model's own, on
+random tokens.
 """
 
 import dataclasses
 import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import expertmesh as em
 from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig
-from expertmesh.mesh import resolve_layout
+from expertmesh.mesh import Mesh, resolve_layout
 from expertmesh.planning.census import Census
 from expertmesh.planning.facts import facts_of
 from expertmesh.planning.memory import Batch, Mode, memory_of, saved_of, state_of
 from expertmesh.planning.traffic import traffic_of
+from expertmesh.training import pipeline as stages
+from expertmesh.training import step as training_step
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks
 
@@ -83,6 +87,22 @@ def _points() -> tuple[Point, ...]:
         Point("deepseek ep2 of 4, LoRA", "deepseek_v3", 4, ep(2), lora=lora),
         Point("mixtral ep2 of 4", "mixtral", 4, ep(2)),
         Point("mixtral ep4 of 4, full", "mixtral", 4, ep(4), "full"),
+        Point("qwen3 ep2 of 4, selective", "qwen3_moe", 4, ep(2), "selective"),
+        Point("qwen3 tp2", "qwen3_moe", 2, ep(1, tp=2)),
+        Point("qwen3 tp2 ep2 of 4", "qwen3_moe", 4, ep(2, tp=2)),
+        Point("qwen3 tp2 ep2 of 4, full", "qwen3_moe", 4, ep(2, tp=2), "full"),
+        Point("qwen3 tp2 ep2 of 4, LoRA", "qwen3_moe", 4, ep(2, tp=2), lora=lora),
+        Point("deepseek tp2 ep2 of 4", "deepseek_v3", 4, ep(2, tp=2)),
+        Point("qwen3 cp2", "qwen3_moe", 2, ep(1, cp=2)),
+        Point("qwen3 cp2 ep2 of 4", "qwen3_moe", 4, ep(2, cp=2)),
+        Point("qwen3 cp2 ep2 of 4, full", "qwen3_moe", 4, ep(2, cp=2), "full"),
+        Point("qwen3 cp2 ep2 of 4, selective", "qwen3_moe", 4, ep(2, cp=2), "selective"),
+        Point("qwen3 cp4 of 4", "qwen3_moe", 4, ep(2, cp=4)),
+        Point("qwen3 tp2 cp2 ep4", "qwen3_moe", 4, ep(4, tp=2, cp=2)),
+        Point("qwen3 tp2 cp2 ep4, full", "qwen3_moe", 4, ep(4, tp=2, cp=2), "full"),
+        Point("qwen3 pp2, 2 micro-batches", "qwen3_moe", 2, ep(1, pp=2), batch=Batch(1, 2)),
+        Point("qwen3 pp2 ep2, 4 micro-batches", "qwen3_moe", 4, ep(2, pp=2), batch=Batch(1, 4)),
+        Point("qwen3 pp2 ep2, full, 4 micro-batches", "qwen3_moe", 4, ep(2, pp=2), "full", batch=Batch(1, 4)),
     )
 
 
@@ -91,12 +111,15 @@ POINTS = _points()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Honesty:
-    """Predicted over measured, minus one. `traffic` is the worst kind of collective with more than a kilobyte."""
+    """Predicted over measured, minus one; of the stages the worst. `traffic` is the worst axis and kind of collective
+    with more than a kilobyte; `axes` are its bytes of a rank and step, (measured, predicted), by axis.
+    """
 
     state: float
     saved: float
     peak: float
     traffic: float
+    axes: dict[str, tuple[float, float]]
 
 
 def config_of(point: Point) -> PreTrainedConfig:
@@ -109,24 +132,35 @@ def measure(point: Point) -> Honesty:
     results = run_ranks(_rank, point.ranks, point, timeout=120)
     facts = facts_of(config_of(point), length=LENGTH, precision=point.precision, lora=point.lora, packed=False)
     layout = resolve_layout(point.parallel, point.ranks, EXPERTS)
-    state = state_of(facts, layout)
-    predicted_state = state.frozen + 3 * state.master
-    predicted: dict[str, float] = {}
-    for transfer in traffic_of(facts, layout, point.batch, point.mode):
-        predicted[transfer.kind] = predicted.get(transfer.kind, 0.0) + transfer.bytes
-    measured: dict[str, float] = {}
-    for result in results:
-        for kind, size in result["sent"].items():
-            measured[kind] = measured.get(kind, 0.0) + size / point.ranks
-    kinds = {kind for kind, size in (measured | predicted).items() if size > 1024 and point.ranks > 1}
-    worst = max((predicted.get(kind, 0.0) / measured[kind] - 1 for kind in kinds), key=abs, default=0.0)
+    each = layout.ranks_per_stage
+    states, saves = [], []
+    sent: dict[tuple[str, str], list[float]] = {}
+    for stage in range(layout.pp):
+        ranks = results[stage * each : (stage + 1) * each]
+        state = state_of(facts, layout, stage)
+        states.append((state.frozen + 3 * state.master) / ranks[0]["state"] - 1)
+        saved = saved_of(facts, layout, point.batch, point.mode, stage=stage)
+        saves.append(saved / (sum(rank["saved"] for rank in ranks) / each) - 1)
+        for transfer in traffic_of(facts, layout, point.batch, point.mode, stage=stage):
+            joint = (name for name, kind in ranks[0]["axes"] if kind == transfer.kind)
+            axis = next((name for name in joint if transfer.axis in name.split(" + ")), transfer.axis)
+            sent.setdefault((axis, transfer.kind), [0.0, 0.0])[1] += transfer.bytes / layout.pp
+        for rank in ranks:
+            for key, size in rank["sent"].items():
+                sent.setdefault(key, [0.0, 0.0])[0] += size / point.ranks
+    compared = {key: sizes for key, sizes in sent.items() if max(sizes) > 1024}
+    worst = max((own / real - 1 if real else float("inf") for real, own in compared.values()), key=abs, default=0.0)
+    axes: dict[str, tuple[float, float]] = {}
+    for (axis, _), (real, own) in compared.items():
+        before = axes.get(axis, (0.0, 0.0))
+        axes[axis] = (before[0] + real, before[1] + own)
     peak = max(result["peak"] for result in results)
-    saved = sum(result["saved"] for result in results) / point.ranks
     return Honesty(
-        state=predicted_state / results[0]["state"] - 1,
-        saved=saved_of(facts, layout, point.batch, point.mode) / saved - 1,
+        state=max(states, key=abs),
+        saved=max(saves, key=abs),
         peak=memory_of(facts, layout, point.batch, point.mode, gloo=True).total / peak - 1,
         traffic=worst,
+        axes=axes,
     )
 
 
@@ -136,27 +170,15 @@ def _rank(point: Point) -> dict[str, Any]:
     if point.lora is not None:
         model.to(getattr(torch, point.precision.compute))
     mesh = em.init_mesh(point.parallel, num_experts=EXPERTS)
-    checkpointing = point.mode == "full"
-    em.parallelize(model, mesh, precision=point.precision, activation_checkpointing=checkpointing, lora=point.lora)
+    em.parallelize(model, mesh, precision=point.precision, activation_checkpointing=point.mode, lora=point.lora)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = torch.Generator().manual_seed(mesh.data_rank)
     shape = (point.batch.rows, LENGTH)
     ids = [torch.randint(VOCABULARY, shape, generator=generator) for _ in range(point.batch.accumulation)]
     batches = [{"input_ids": part, "labels": part, "attention_mask": torch.ones_like(part)} for part in ids]
-    saved: list[int] = []
 
-    def step(census: Census | None = None) -> None:
-        for index, batch in enumerate(batches, start=1):
-            if mesh.layout.replicate > 1:
-                model.set_requires_all_reduce(index == len(batches))
-            before = 0 if census is None else census.live
-            loss = em.causal_lm_loss(model, batch, target_tokens=1000)
-            if census is not None:
-                # The root's gathered parameters are no activation.
-                gathered = sum(p.nbytes for p in model.parameters() if not isinstance(p, DTensor))
-                saved.append(census.live - before - gathered)
-            loss.backward()
-            del loss
+    def step() -> None:
+        em.forward_backward(model, batches, target_tokens=1000)
         em.clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -165,19 +187,86 @@ def _rank(point: Point) -> dict[str, Any]:
     step()
     gc.collect()
     census = Census()
-    with census:
+    with census, _noting_saved(model, census) as saved:
         census.know(_local(parameter) for parameter in model.parameters())
         moments = [_local(tensor) for state in optimizer.state.values() for tensor in state.values()]
         census.know(tensor for tensor in moments if tensor.dim())
         state = census.live
         census.know(model.buffers())
         census.reset_peak()
-        step(census)
-    sent: dict[str, float] = {}
-    for kinds in census.sent.values():
+        step()
+    axes = _axes(mesh)
+    sent: dict[tuple[str, str], float] = {}
+    for group, kinds in census.sent.items():
         for kind, entry in kinds.items():
-            sent[kind] = sent.get(kind, 0.0) + entry.bytes
-    return {"state": state, "saved": saved[0], "peak": census.peak, "sent": sent}
+            # What one rank receives, another has sent.
+            if (axis := _axis(axes, group, kind)) is not None:
+                sent[axis, kind] = sent.get((axis, kind), 0.0) + entry.bytes
+    return {"state": state, "saved": saved[0], "peak": census.peak, "sent": sent, "axes": _joint(axes)}
+
+
+# What each axis is used for. All-reduces over fsdp are of single numbers.
+_KINDS = {
+    "fsdp": ("all_gather", "reduce_scatter"),
+    "efsdp": ("all_gather", "reduce_scatter"),
+    "replicate": ("all_reduce",),
+    "ep": ("all_to_all",),
+    "tp": ("all_gather", "reduce_scatter", "all_reduce"),
+    "cp": ("all_to_all",),
+    "pp": ("send",),
+}
+
+
+def _axes(mesh: Mesh) -> dict[str, set[str]]:
+    """The axes that a process group, by its name, is of; groups of one rank left out."""
+    found: dict[str, set[str]] = {}
+    for view in (mesh.dense, mesh.expert, mesh.whole, mesh.split):
+        for axis in view.mesh_dim_names or ():
+            group = view.get_group(axis)
+            # Alone in the dense view it is used for nothing.
+            unused = axis == "fsdp" and view not in (mesh.whole, mesh.split)
+            if group.size() > 1 and not unused:
+                found.setdefault(group.group_name, set()).add(axis)
+    return found
+
+
+def _axis(axes: dict[str, set[str]], group: str, kind: str) -> str | None:
+    """The axis; several where one group of ranks serves them all."""
+    return " + ".join(axis for axis in _KINDS if axis in axes.get(group, ()) and kind in _KINDS[axis]) or None
+
+
+def _joint(axes: dict[str, set[str]]) -> list[tuple[str, str]]:
+    """Every (axis or axes, kind) that groups serve here."""
+    kinds = {kind for used in _KINDS.values() for kind in used}
+    return [(name, kind) for group in axes for kind in kinds if (name := _axis(axes, group, kind))]
+
+
+@contextmanager
+def _noting_saved(model: Any, census: Census) -> Iterator[list[float]]:
+    """What each forward leaves for backward, in order. The root's gathered parameters are no activation."""
+    saved: list[float] = []
+    loop: Any = training_step
+    staged: Any = stages._Run
+    before = loop.causal_lm_loss, staged.forward
+
+    def noting(forward: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before = census.live - _gathered(model)
+            result = forward(*args, **kwargs)
+            saved.append(census.live - before - _gathered(model))
+            return result
+
+        return run
+
+    loop.causal_lm_loss, staged.forward = map(noting, before)
+    try:
+        yield saved
+    finally:
+        loop.causal_lm_loss, staged.forward = before
+
+
+def _gathered(model: Any) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters() if not isinstance(parameter, DTensor))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -186,11 +275,19 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def main(names: list[str]) -> None:
     print("| point | state | activations | peak | bytes, worst kind |\n|---|---|---|---|---|")
+    lines = []
     for point in POINTS:
         if not names or point.name in names:
             found = measure(point)
-            cells = (f"{value:+.1%}" for value in dataclasses.astuple(found))
+            cells = (f"{value:+.1%}" for value in (found.state, found.saved, found.peak, found.traffic))
             print(f"| {point.name} | {' | '.join(cells)} |", flush=True)
+            lines += [f"| {point.name} | {axis} | {_beside(*sizes)} |" for axis, sizes in found.axes.items()]
+    print("\n| point | axis | measured, kB | formula, kB | |\n|---|---|---|---|---|", *lines, sep="\n")
+
+
+def _beside(measured: float, predicted: float) -> str:
+    off = f"{predicted / measured - 1:+.1%}" if measured else "not sent"
+    return f"{measured / 1e3:,.1f} | {predicted / 1e3:,.1f} | {off}"
 
 
 if __name__ == "__main__":

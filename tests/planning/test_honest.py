@@ -19,7 +19,18 @@ def _check(found: Honesty) -> None:
     assert abs(found.traffic) <= TRAFFIC, found
 
 
-@pytest.mark.parametrize("name", ["qwen3 ep2 of 4", "deepseek ep4 of 4, full", "qwen3 ep2 of 4, LoRA"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3 ep2 of 4",
+        "deepseek ep4 of 4, full",
+        "qwen3 ep2 of 4, LoRA",
+        "qwen3 tp2 ep2 of 4, LoRA",
+        "qwen3 cp2 ep2 of 4, selective",
+        "qwen3 tp2 cp2 ep4",
+        "qwen3 pp2 ep2, full, 4 micro-batches",
+    ],
+)
 def test_predictions_are_what_ranks_hold_and_send(name: str) -> None:
     _check(measure(BY_NAME[name]))
 
@@ -32,3 +43,9 @@ def test_a_copy_of_a_token_for_each_expert_would_be_noticed(monkeypatch: pytest.
     monkeypatch.setattr(memory, "expected", copies)
     with pytest.raises(AssertionError):
         _check(measure(BY_NAME["qwen3 ep4 of 4"]))
+
+
+def test_a_gather_over_tp_that_is_forgotten_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traffic, "_of_vocabulary", lambda *_: ())
+    with pytest.raises(AssertionError):
+        _check(measure(BY_NAME["qwen3 tp2 ep2 of 4"]))

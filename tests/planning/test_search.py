@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Qwen3NextConfig
 
 from expertmesh.cli.main import main
 from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig, load_config
@@ -183,3 +184,36 @@ def test_axes_given_by_the_user_are_kept(qwen: Facts) -> None:
     job = Job(qwen, _devices("1x8 h200"), 64)
     found = plan(job, fixed=ParallelConfig(ep=4, replicate=1))
     assert {(each.layout.ep, each.layout.replicate) for each in found.candidates} == {(4, 1)}
+
+
+def test_what_train_refuses_for_a_model_is_not_ranked(qwen: Facts) -> None:
+    found = plan(Job(qwen, _devices("1x8 h200"), 64))
+    reasons = {each.layout: each.reason for each in found.rejected}
+    # 4 key and value heads.
+    assert all(each.layout.tp <= 4 for each in found.candidates)
+    assert any("k_proj of qwen3_moe has 4 heads" in reason for layout, reason in reasons.items() if layout.tp == 8)
+    config = Qwen3NextConfig(
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        linear_num_key_heads=4,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+    )
+    linear = facts_of(config, length=64, precision=PrecisionConfig(), packed=False)
+    refusal = linear.asked.refusal(Layout(cp=2))
+    assert refusal is not None
+    assert "carries state along the sequence" in refusal
+    assert linear.asked.refusal(Layout(pp=5)) is not None  # of 4 blocks
+    assert linear.asked.refusal(Layout(pp=2, tp=2)) is None
+
+
+def test_stages_are_those_that_training_cuts(qwen: Facts) -> None:
+    assert [len(stage_blocks(qwen, 2, stage)) for stage in range(2)] == [27, 21]

@@ -155,6 +155,17 @@ def tensor_plan(model: nn.Module, anatomy: Anatomy, tp: int, kept_in_fp32: Calla
     return TensorPlan(tp, tuple(parts), tuple(kept))
 
 
+def shared_by_heads(model: nn.Module, plan: TensorPlan) -> set[str]:
+    """The norms in split attention that each rank of a group computes whole: of latents, or of all heads together."""
+    return {
+        f"{part.name}.{leaf}"
+        for part in plan.parts
+        if part.is_split
+        for leaf, child in model.get_submodule(part.name).named_children()
+        if leaf in part.norms or (leaf in _SHARED_BY_HEADS and not isinstance(child, nn.Linear))
+    }
+
+
 def _styles(model: nn.Module, anatomy: Anatomy, blocks: list[str]) -> dict[str, str]:
     """The family's style for each module or parameter of the decoder's blocks, experts and routers left out."""
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}

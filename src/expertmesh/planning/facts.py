@@ -4,7 +4,6 @@ Read from config.json through the model on meta, so counts are exact for every f
 JSON. `Facts` is plain data: everything after it (memory.py, traffic.py, speed.py) is arithmetic.
 """
 
-import fnmatch
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -18,6 +17,8 @@ from expertmesh.adapters.plan import adapt
 from expertmesh.anatomy import Anatomy, ExpertsSpec, describe, is_adapter
 from expertmesh.config import LoraConfig, PrecisionConfig
 from expertmesh.experts.layer import choose_backend, is_silu_gated
+from expertmesh.parallel.tensor_plan import TensorPlan, shared_by_heads
+from expertmesh.planning.asked import Asked
 from expertmesh.planning.probe import BlockFigures, Probed, probe
 from expertmesh.planning.routing import Choice
 from expertmesh.weights.skeleton import build_meta_model, kept_in_fp32
@@ -25,24 +26,30 @@ from expertmesh.weights.skeleton import build_meta_model, kept_in_fp32
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One parameter that is not a routed expert's. `bytes` per element as stored, `compute` as computed with; `split`
-    over tp by the family's plan.
+    """One parameter that is not a routed expert's. `bytes` per element as stored, `compute` as computed with; `split`:
+    the dim that tp splits, or None.
     """
 
     shape: tuple[int, ...]
     trains: bool
     bytes: int
     compute: int
-    split: bool
+    split: int | None
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
 
-    def padded(self, ranks: int) -> int:
-        """Elements after FSDP2 has padded dim 0 to a multiple of `ranks`."""
+    def shard(self, ranks: int, tp: int) -> float:
+        """Elements of the largest of FSDP2's shards of dim 0, over `ranks` of fsdp and cp, and over tp: where that has
+        not split the parameter before, it is sharded over it as well.
+        """
         first, *others = self.shape or (1,)
-        return -(-first // ranks) * ranks * prod(others)
+        if self.split is None:
+            return -(-first // (ranks * tp)) * prod(others)
+        if self.split == 0:
+            return -(-(first // tp) // ranks) * prod(others)
+        return -(-first // ranks) * prod(others) / tp
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,13 +88,32 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """One kind of decoder block. `inputs_gathered`: how many of its parts gather the sequence under tp."""
+    """One kind of decoder block. `unit` is what FSDP2 groups at the block, `uncast` what it must not cast, and `split`
+    what tp splits (a group for each such part under tp, otherwise part of the block's own).
+    """
 
     unit: Unit
     uncast: Unit | None
+    split: Unit | None
     experts: Experts | None
     figures: BlockFigures
-    inputs_gathered: int
+    parts: "Parts"
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        return tuple(unit for unit in (self.unit, self.split, self.uncast) if unit is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How many parts of a block gather positions under tp: `split` ones, the last of which may be the block's `last`
+    module, and those that each rank computes `whole`. `features`: of outputs that are put together again.
+    """
+
+    split: int = 0
+    last: bool = False
+    whole: int = 0
+    features: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,20 +134,27 @@ class Facts:
     length: int
     packed: bool
     outside: int
+    tables: int
     first_saves_less: int
     precision: PrecisionConfig
     adapted: bool
     checkpointable: bool
     anatomy: Anatomy
+    asked: Asked
 
     @property
     def moe(self) -> tuple[Block, ...]:
         return tuple(block for block in self.blocks if block.experts is not None)
 
     @property
+    def embeds_trained(self) -> bool:
+        """Whether the embedding trains, so that the first block's input has a gradient."""
+        return any(weight.trains for weight in (self.root if self.embedding is None else self.embedding).weights)
+
+    @property
     def units(self) -> tuple[Unit, ...]:
         """Every dense FSDP2 group of the model."""
-        inside = [unit for block in self.blocks for unit in (block.uncast, block.unit)]
+        inside = [unit for block in self.blocks for unit in block.units]
         return tuple(unit for unit in (*inside, self.embedding, self.root) if unit is not None)
 
     @property
@@ -166,13 +199,17 @@ def facts_of_model(
     """The same for a model on meta in the compute dtype, with its adapters. It is left as it was."""
     anatomy = describe(model)
     text = model.config.get_text_config()
-    reader = _Reader(model, anatomy, precision, lora, compute)
+    sizes = text.to_dict()  # attributes that differ between layers cannot be asked for
+    attention_heads = int(sizes.get("num_attention_heads") or 1)
+    asked = Asked(model, anatomy, attention_heads, kept_in_fp32(model, getattr(torch, precision.compute)))
+    tensor = asked.any_tensor_plan()
+    reader = _Reader(model, anatomy, precision, lora, compute, tensor)
     kinds: dict[int, int] = {}
     signatures: dict[Any, int] = {}
     for index, name in enumerate(anatomy.blocks):
         kinds[index] = signatures.setdefault(reader.signature(name), len(signatures))
     explicit = packed and (model.config._attn_implementation != "flash_attention_2")
-    probed = probe(model, anatomy, kinds, length, explicit)
+    probed = probe(model, anatomy, kinds, length, explicit, shared_by_heads(model, tensor))
     made = {kind: reader.block(anatomy.blocks[index], probed, kind) for index, kind in reversed(kinds.items())}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
@@ -180,8 +217,6 @@ def facts_of_model(
     embeds = names[id(embedding)]
     around = [name for name, _ in model.named_parameters() if not _inside(name, anatomy.blocks)]
     in_root = [name for name in around if tied or not name.startswith(f"{embeds}.")]
-    sizes = text.to_dict()  # attributes that differ between layers cannot be asked for
-    attention_heads = int(sizes.get("num_attention_heads") or 1)
     return Facts(
         family=str(model.config.model_type),
         blocks=tuple(made[kind] for kind in kinds.values()),
@@ -197,11 +232,13 @@ def facts_of_model(
         length=length,
         packed=packed,
         outside=probed.outside,
+        tables=probed.tables,
         first_saves_less=probed.first_saves_less,
         precision=precision,
         adapted=lora is not None,
         checkpointable=bool(getattr(model, "supports_gradient_checkpointing", False)),
         anatomy=anatomy,
+        asked=asked,
     )
 
 
@@ -209,7 +246,13 @@ class _Reader:
     """Turns modules of a model on meta into units and blocks."""
 
     def __init__(
-        self, model: Any, anatomy: Anatomy, precision: PrecisionConfig, lora: LoraConfig | None, compute: str
+        self,
+        model: Any,
+        anatomy: Anatomy,
+        precision: PrecisionConfig,
+        lora: LoraConfig | None,
+        compute: str,
+        tensor: TensorPlan,
     ) -> None:
         self.model, self.anatomy, self.lora, self.compute = model, anatomy, lora, compute
         self.master: torch.dtype = getattr(torch, precision.params)
@@ -217,8 +260,13 @@ class _Reader:
         self.kept = kept_in_fp32(model, self.width)
         self.specs = {spec.name: spec for spec in anatomy.experts}
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
-        plan = dict(getattr(model, "tp_plan", None) or {})
-        self.split_patterns = [pattern for pattern, style in plan.items() if "wise" in style]
+        self.tensor = tensor
+        self.split_dims = {
+            f"{part.name}.{leaf}": dim
+            for part in tensor.parts
+            if part.is_split
+            for leaf, dim in part.parameter_dims(model.get_submodule(part.name)).items()
+        }
         self.of_block: dict[str, list[str]] = {name: [] for name in anatomy.blocks}
         for name in self.parameters:
             if (block := _block_of(name, self.of_block)) is not None:
@@ -237,14 +285,24 @@ class _Reader:
         spec = next((spec for spec in self.specs.values() if spec.name.startswith(f"{name}.")), None)
         dense = [n for n, _ in self._of(name) if not self._is_expert(n)]
         uncast = [n for n in dense if self._uncast(n)]
-        split = {n.removeprefix(f"{name}.").partition(".")[0] for n in dense if self._split(n)}
+        split = [n for n in dense if n in self.split_dims]
         return Block(
-            unit=self.unit([n for n in dense if n not in uncast]),
+            unit=self.unit([n for n in dense if n not in (*uncast, *split)]),
             uncast=self.unit(uncast) if uncast else None,
+            split=self.unit(split) if split else None,
             experts=None if spec is None else self._experts(spec),
             figures=probed.blocks[kind],
-            inputs_gathered=len(split),
+            parts=self._parts(name),
         )
+
+    def _parts(self, block: str) -> Parts:
+        parts = self.tensor.within([block]).parts
+        split = [part for part in parts if part.is_split]
+        features = sum(
+            self.model.get_submodule(f"{part.name}.{leaf}").out_features for part in split for leaf in part.gathered
+        )
+        last = bool(split) and not split[-1].mixes_positions
+        return Parts(len(split), last, len(parts) - len(split), features)
 
     def unit(self, names: Iterable[str]) -> Unit:
         return Unit(tuple(self._weight(name) for name in names))
@@ -276,7 +334,7 @@ class _Reader:
         stored = self.width if self.lora is not None and not is_adapter(name) else self.master
         compute = max(self.width.itemsize, 4 if kept else 0)
         stored_bytes = max(stored.itemsize, 4 if kept else 0)
-        return Weight(tuple(parameter.shape), parameter.requires_grad, stored_bytes, compute, self._split(name))
+        return Weight(tuple(parameter.shape), parameter.requires_grad, stored_bytes, compute, self.split_dims.get(name))
 
     def _of(self, block: str) -> list[tuple[str, nn.Parameter]]:
         return [(name, self.parameters[name]) for name in self.of_block[block]]
@@ -287,10 +345,6 @@ class _Reader:
 
     def _uncast(self, name: str) -> bool:
         return self.kept(name) and self.master != self.width
-
-    def _split(self, name: str) -> bool:
-        module = name.rpartition(".")[0]
-        return any(fnmatch.fnmatchcase(module, pattern) for pattern in self.split_patterns)
 
 
 def _block_of(name: str, blocks: Iterable[str] | dict[str, Any]) -> str | None:

@@ -98,10 +98,15 @@ def memory_of(
     return model.memory(stage, worst)
 
 
-def saved_of(facts: Facts, layout: Layout, batch: Batch, mode: Mode, imbalance: float = 1.0) -> float:
-    """Bytes saved between forward and backward of one micro-batch, by the blocks, what is around them and the head."""
+def saved_of(
+    facts: Facts, layout: Layout, batch: Batch, mode: Mode, imbalance: float = 1.0, *, stage: int = 0
+) -> float:
+    """Bytes saved between forward and backward of one micro-batch, by a stage's blocks, what is around them and the
+    head.
+    """
     model = _Model(facts, layout, batch, mode, 0, 0.0, imbalance, CHUNK_TOKENS, False)
-    return model.kept_by(model.stage(0))[-1] + model.outside + model.head_saved()
+    kept = model.kept_by(model.stage(stage))[-1] + model.tables + model.handed(stage)
+    return kept + (model.outside + model.head_saved() if stage == layout.pp - 1 else 0.0)
 
 
 def state_of(facts: Facts, layout: Layout, stage: int = 0) -> State:
@@ -145,16 +150,14 @@ def sizes_of(unit: Unit | None, layout: Layout) -> Sizes:
 def _sizes(unit: Unit | None, ranks: int, tp: int) -> Sizes:
     totals = [0.0] * 6
     for weight in () if unit is None else unit.weights:
-        over, split = (ranks, tp) if weight.split else (ranks * tp, 1)
-        first = (weight.shape or (1,))[0]
-        shard = -(-first // over) * (weight.numel // first) / split * weight.bytes
-        gathered = weight.numel // split
-        padded = weight.padded(over) // split
+        over, gathered = (ranks * tp, weight.numel) if weight.split is None else (ranks, weight.numel // tp)
+        shard = weight.shard(ranks, tp)
+        padded = shard * over
         trains = weight.trains
-        totals[0] += 0 if trains else shard
-        totals[1] += shard if trains else 0
+        totals[0] += 0 if trains else shard * weight.bytes
+        totals[1] += shard * weight.bytes if trains else 0
         totals[2] += gathered * weight.compute
-        totals[3] += padded * weight.compute if ranks * tp > 1 else 0
+        totals[3] += padded * weight.compute if over > 1 else 0
         totals[4] += gathered * weight.compute if trains else 0
         totals[5] += padded if trains else 0
     return Sizes(*totals)
@@ -162,10 +165,10 @@ def _sizes(unit: Unit | None, ranks: int, tp: int) -> Sizes:
 
 @cache
 def stage_blocks(facts: Facts, stages: int, stage: int) -> tuple[Block, ...]:
-    """The contiguous share of blocks of a pipeline stage; the first stages get what is left over."""
-    each, more = divmod(len(facts.blocks), stages)
-    start = stage * each + min(stage, more)
-    return facts.blocks[start : start + each + (stage < more)]
+    """The blocks of a pipeline stage, as training will cut them."""
+    if stages == 1:
+        return facts.blocks
+    return tuple(facts.blocks[number] for number in facts.asked.stages(stages)[stage])
 
 
 @cache
@@ -176,11 +179,16 @@ def stage_kinds(facts: Facts, stages: int, stage: int) -> tuple[tuple[Block, int
 
 @cache
 def stage_units(facts: Facts, stages: int, stage: int) -> tuple[tuple[Unit, int], ...]:
-    """The same for dense FSDP2 groups; embedding and head are on the first and the last stage."""
-    units = [(unit, times) for block, times in stage_kinds(facts, stages, stage) for unit in (block.unit, block.uncast)]
-    units += [(facts.embedding, 1)] if stage == 0 else []
-    units += [(facts.root, 1)] if stage in (0, stages - 1) else []
-    return tuple((unit, times) for unit, times in units if unit is not None)
+    """The same for dense FSDP2 groups; the embedding is on the first stage, the head on the last, both if tied."""
+    units = [(unit, times) for block, times in stage_kinds(facts, stages, stage) for unit in block.units]
+    units += [(facts.embedding, 1)] if stage == 0 and facts.embedding is not None else []
+    units += [(facts.root, 1)] if has_root(facts, stages, stage) else []
+    return tuple(units)
+
+
+def has_root(facts: Facts, stages: int, stage: int) -> bool:
+    """Whether a stage has what is around the blocks behind them (tied: before them as well)."""
+    return stage == stages - 1 or (stage == 0 and facts.embedding is None)
 
 
 @cache
@@ -193,7 +201,7 @@ def _edges(facts: Facts, stages: int, stage: int) -> tuple[int, ...]:
 
 
 class _Moment(NamedTuple):
-    """What is held at one moment beside state; `share` of the gradients are there in the last micro-batch."""
+    """What is held at one moment beside state; `share` of the gradients are there by then."""
 
     name: str
     share: float
@@ -202,6 +210,11 @@ class _Moment(NamedTuple):
     dispatch: float = 0.0
     logits: float = 0.0
     working: float = 0.0
+
+
+def in_flight(layout: Layout, batch: Batch, stage: int) -> int:
+    """Micro-batches whose activations a stage holds at once (one forward, one backward: 1F1B)."""
+    return min(layout.pp - stage, batch.accumulation)
 
 
 class _Model:
@@ -232,7 +245,8 @@ class _Model:
         kinds = {id(block): block for block, _ in stage_kinds(facts, 1, 0)}
         self.saved = {key: self._saved(block) for key, block in kinds.items()}
         self.kept = {key: self._kept(block) for key, block in kinds.items()}
-        self.outside = facts.outside * batch.rows / (layout.cp * layout.tp)
+        self.tables = facts.tables
+        self.outside = (facts.outside - facts.tables) * batch.rows / (layout.cp * layout.tp)
         # A head that trains saves its input, though it is called on no token of it (base_model.py).
         self.last = self.hidden if facts.head_trains else 0.0
 
@@ -246,9 +260,15 @@ class _Model:
             kept[0] -= self.facts.first_saves_less * self.batch.rows / (self.layout.cp * self.layout.tp)
         return list(accumulate(kept))
 
-    def in_flight(self, stage: int) -> int:
-        """Micro-batches whose activations a stage holds at once (one forward, one backward: 1F1B)."""
-        return min(self.layout.pp - stage, self.batch.accumulation)
+    def handed(self, stage: int) -> float:
+        """What a pipeline stage keeps of a micro-batch at its borders beside what its blocks keep: what it sends; and
+        where inputs of blocks are kept, the first block's is among what it has `received`.
+        """
+        return self.hidden * ((stage < self.layout.pp - 1) - (stage > 0 and self.mode != "none"))
+
+    def received(self, stage: int) -> float:
+        """Buffers for what a step's micro-batches receive: hidden states, and their gradients (torch's stages)."""
+        return ((stage > 0) + (stage < self.layout.pp - 1)) * self.batch.accumulation * self.hidden
 
     # Activations.
 
@@ -257,9 +277,15 @@ class _Model:
 
     def _saved(self, block: Block) -> float:
         """Everything that backward of a block reads, when nothing is recomputed."""
-        gathered = block.inputs_gathered * self.hidden * (self.layout.tp - 1)
-        own = block.figures.saved * self.batch.rows / (self.layout.cp * self.layout.tp)
-        return own + gathered + (self.saved_by_experts(block.experts) if block.experts else 0)
+        figures, layout = block.figures, self.layout
+        gathered = (block.parts.split + block.parts.whole) * self.hidden * (layout.tp - 1)
+        mask = figures.mask * self.batch.rows
+        # What each rank of tp computes for all heads: latents.
+        gathered += figures.latents * self.batch.rows / layout.cp * (1 - 1 / layout.tp)
+        own = (figures.saved - figures.mask) * self.batch.rows / (layout.cp * layout.tp)
+        # cp: what attention gives stays as it was before and after the exchange.
+        own += figures.attended * self.batch.rows / (layout.cp * layout.tp) if layout.cp > 1 else 0
+        return own + mask + gathered + (self.saved_by_experts(block.experts) if block.experts else 0)
 
     def saved_by_experts(self, experts: Experts) -> float:
         """compute.py saves rows, pre-activations and indices; dispatch.py the indices of the way back."""
@@ -279,8 +305,10 @@ class _Model:
         """What stays of a block between forward and backward in this mode."""
         if self.mode == "none":
             return self.saved[id(block)]
-        choices = block.figures.choices * self.batch.rows / (self.layout.cp * self.layout.tp)
-        kept = self.hidden + choices
+        share = self.batch.rows / (self.layout.cp * self.layout.tp)
+        kept = self.hidden + block.figures.choices * share
+        if self.mode == "selective":
+            kept += (block.figures.attended + block.figures.normalisers) * share
         if block.experts is None:
             return kept
         route = self.routing(block.experts)
@@ -368,8 +396,7 @@ class _Model:
     def total(self, stage: int, moment: "_Moment") -> float:
         """Bytes of everything at a moment."""
         state = self.states[stage]
-        share = 1.0 if self.batch.accumulation > 1 else moment.share
-        kept = state.frozen + state.master * (1 + self.moment_count) + state.gradients * share
+        kept = state.frozen + state.master * (1 + self.moment_count) + state.gradients * moment.share
         return kept + sum(moment[2:]) + self.overhead
 
     def memory(self, stage: int, moment: "_Moment") -> Memory:
@@ -378,7 +405,7 @@ class _Model:
         return Memory(
             frozen=state.frozen,
             master=state.master,
-            gradients=state.gradients * (1.0 if self.batch.accumulation > 1 else moment.share),
+            gradients=state.gradients * moment.share,
             moments=state.master * self.moment_count,
             unsharded=moment.unsharded,
             activations=moment.activations,
@@ -391,27 +418,40 @@ class _Model:
 
     def moments_of(self, stage: int) -> Iterator["_Moment"]:
         """Every moment of a step at which the peak can be, for one rank of a pipeline stage."""
+        flying = in_flight(self.layout, self.batch, stage)
+        later = min(flying, self.batch.accumulation - 1)
+        if later < flying:
+            yield from self._backward_of(stage, flying, False)
+        if later:
+            # From the second micro-batch on gradients are whole, but fewer may be in flight.
+            yield from self._backward_of(stage, later, True)
+
+    def _backward_of(self, stage: int, flying: int, whole: bool) -> Iterator["_Moment"]:
+        """Moments of one micro-batch while `flying` hold activations; `whole`: gradients are there from before."""
         at = _Moment
         blocks = self.stage(stage)
-        flying = self.in_flight(stage)
-        root = self.unsharded(self.facts.root)
+        root = self.unsharded(self.facts.root) if has_root(self.facts, self.layout.pp, stage) else 0.0
         last = stage == self.layout.pp - 1
         head_gradient = self.gradients(self.facts.root) if last else 0.0
         kept = self.kept_by(blocks)
-        before = (flying - 1) * kept[-1] + self.outside + (self.last if last else 0.0)
+        before = (flying - 1) * kept[-1] + flying * (self.tables + self.handed(stage)) + self.received(stage)
+        before += self.outside + self.last if last else 0.0
 
         if last:
-            yield at("loss", 0.0, root, before + kept[-1], logits=self._head())
+            yield at("loss", float(whole), root, before + kept[-1], logits=self._head())
         for index in _edges(self.facts, self.layout.pp, stage):
             block = blocks[index]
             previous = blocks[index - 1] if index else None
-            share = 1 - (index + 1) / len(blocks)
-            flats = self.flat(previous.unit) + self.experts_flat(previous.experts) if previous else 0.0
-            dense = self.unsharded(block.unit) + self.unsharded(block.uncast)
+            share = 1.0 if whole else 1 - (index + 1) / len(blocks)
+            flats = self.flat(previous.unit) + self.flat(previous.split) if previous else 0.0
+            flats += self.experts_flat(previous.experts) if previous else 0.0
+            dense = sum(self.unsharded(unit) for unit in block.units)
             common = root + head_gradient + flats + dense
             saved, mine = self.saved[id(block)], self.kept[id(block)]
             held = before + kept[index] + (saved - mine if self.mode != "none" else 0.0)
             held += self.hidden if self.mode != "none" else 0.0
+            # Selective: experts run backward first, from what was kept; then the rest of the block runs again.
+            early = before + kept[index] + self.hidden if self.mode == "selective" else held
             after = self._block_after(blocks, index)
             of_experts = 0.0
             if block.experts is not None:
@@ -420,34 +460,38 @@ class _Model:
                     forward = self.experts_forward(block.experts)
                     yield at("recomputing", share, common + gathered + after, held, forward)
                 backward = self.experts_backward(block.experts)
-                yield at("experts' backward", share, common + gathered + after, held, backward, 0.0, self.hidden)
+                yield at("experts' backward", share, common + gathered + after, early, backward, 0.0, self.hidden)
                 of_experts = self.saved_by_experts(block.experts)
                 reducing = self.experts_reduced(block.experts)
                 grads = self.experts_here(block.experts, self.compute, trains=True) if self.gathers_experts else 0.0
                 shard = 1 / self.layout.efsdp
                 copied = reducing if self.gloo and self.layout.efsdp > 1 else 0.0
                 reduced = common + max(grads + reducing, reducing + copied + reducing * shard)
-                yield at("experts' reduction", share, reduced, held - of_experts, 0.0, 0.0, 2 * self.hidden)
+                yield at("experts' reduction", share, reduced, early - of_experts, 0.0, 0.0, 2 * self.hidden)
                 after = reducing or after
             own = (block.figures.backward * self.batch.rows) / (self.layout.cp * self.layout.tp) + self.hidden
             gradients = block.figures.gradients / self.layout.tp
             yield at("block's backward", share, common + after + gradients, held - of_experts, 0.0, 0.0, own)
-            grads = self.gradients(block.unit)
-            reduced = common - dense + max(grads, self.copied(block.unit)) + self.reduced(block.unit)
+            grads = self.gradients(block.unit) + self.gradients(block.split)
+            copied = self.copied(block.unit) + self.copied(block.split)
+            reduced = common - dense + max(grads, copied) + self.reduced(block.unit) + self.reduced(block.split)
             yield at("block's reduction", share, reduced, held - saved, 0.0, 0.0, 2 * self.hidden)
         if stage == 0 and self.facts.embedding is not None:
             embedding = self.facts.embedding
             grads, reducing = self.gradients(embedding), self.reduced(embedding)
             waiting = self.unsharded(embedding) + grads + self._block_after(blocks, -1)
             ends = root + head_gradient + max(waiting, grads + reducing, reducing + self.copied(embedding))
-            yield at("embedding's gradient", 1.0, ends, (flying - 1) * kept[-1], 0.0, 0.0, self.hidden)
-        root_reduced = self.reduced(self.facts.root)
-        rest = max(head_gradient, self.copied(self.facts.root)) + root_reduced
-        yield at("head's reduction", 1.0, rest, 0.0)
+            yield at("embedding's gradient", 1.0, ends, before - self.tables, 0.0, 0.0, self.hidden)
+        if root:
+            root_reduced = self.reduced(self.facts.root)
+            rest = max(head_gradient, self.copied(self.facts.root)) + root_reduced
+            yield at("head's reduction", 1.0, rest, self.received(stage))
 
     def _block_after(self, blocks: tuple[Block, ...], index: int) -> float:
         """The reduction buffer that the block behind this one still holds."""
-        return self.reduced(blocks[index + 1].unit) if index + 1 < len(blocks) else 0.0
+        if index + 1 == len(blocks):
+            return 0.0
+        return self.reduced(blocks[index + 1].unit) + self.reduced(blocks[index + 1].split)
 
     def _head(self) -> float:
         """The loss in chunks (training/loss.py): hidden states, sums of the head's gradient, one chunk's logits."""

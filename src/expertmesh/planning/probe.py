@@ -5,7 +5,7 @@ formulas, memory.py) and attention by what a fused kernel saves. So a norm that 
 shared expert costs what its code costs. One block of each kind is run; figures are linear in the micro-batch.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +27,9 @@ class BlockFigures:
 
     `saved` stays from forward to backward, `forward` and `backward` come on top while it runs; `gradients` is the part
     of `backward` that is parameters' gradients and does not grow with the micro-batch. `choices` is what checkpointing
-    keeps of the router's choice. `products` are FLOPs of matrix products in forward, `attention` those of attention.
+    keeps of the router's choice, `attended` what attention gives and `normalisers` its number per row, `mask` the part
+    of `saved` that is masks, for all pairs of positions on every rank, `latents` the part that tp does not split.
+    `products` are FLOPs of matrix products in forward, `attention` those of attention.
     `moved`: bytes that other operations read and write in forward and in backward; `operations`: how many all are.
     """
 
@@ -36,6 +38,10 @@ class BlockFigures:
     backward: int
     gradients: int
     choices: int
+    attended: int
+    normalisers: int
+    mask: int
+    latents: int
     products: int
     attention: int
     moved: tuple[int, int]
@@ -45,24 +51,33 @@ class BlockFigures:
 @dataclass(frozen=True, slots=True)
 class Probed:
     """Figures of each kind of block, and `outside`: bytes that stay of what is around the blocks, the base model's
-    output left out.
+    output left out; `tables` is the part of it that was there before the first block (rotary tables), for whole rows.
 
     `first_saves_less`: how much less the first block saves when nothing before it trains (adapters).
     """
 
     blocks: Mapping[int, BlockFigures]
     outside: int
+    tables: int
     first_saves_less: int
 
 
-def probe(model: nn.Module, anatomy: Anatomy, kinds: Mapping[int, int], length: int, packed: bool) -> Probed:
+def probe(
+    model: nn.Module,
+    anatomy: Anatomy,
+    kinds: Mapping[int, int],
+    length: int,
+    packed: bool,
+    latents: Collection[str] = (),
+) -> Probed:
     """Run `model` (on meta, in the compute dtype, not sharded) on one and two sequences of `length` tokens.
 
     `kinds` maps the index of a block to its kind; one block of each kind is run. `packed` gives attention the explicit
-    mask that keeps samples apart. Raises `NotProbed` where the family's code needs values.
+    mask that keeps samples apart; `latents` names modules of which tp leaves every rank the whole. Raises `NotProbed`
+    where the family's code needs values.
     """
     try:
-        return _probe(model, anatomy, kinds, length, packed)
+        return _probe(model, anatomy, kinds, length, packed, latents)
     except Exception as error:
         # Another package's code on tensors without values: whatever it raises, its figures cannot be had.
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -73,13 +88,15 @@ class NotProbed(InputError):
     """A family whose blocks cannot be run on meta; there is no plan for it."""
 
 
-def _probe(model: nn.Module, anatomy: Anatomy, kinds: Mapping[int, int], length: int, packed: bool) -> Probed:
+def _probe(
+    model: nn.Module, anatomy: Anatomy, kinds: Mapping[int, int], length: int, packed: bool, latents: Collection[str]
+) -> Probed:
     firsts = {kind: index for index, kind in sorted(kinds.items(), reverse=True)}
     measured = [anatomy.blocks[index] for index in sorted(firsts.values())]
     with _without_experts(model, anatomy):
-        one, two = (_run(model, anatomy, measured, rows, length, packed) for rows in (1, 2))
+        one, two = (_run(model, anatomy, measured, rows, length, packed, latents) for rows in (1, 2))
         frozen = not next(model.get_input_embeddings().parameters()).requires_grad  # type: ignore[operator]
-        first = _run(model, anatomy, measured, 1, length, packed, embeds=True) if frozen else one
+        first = _run(model, anatomy, measured, 1, length, packed, latents, embeds=True) if frozen else one
     figures = {}
     in_order = sorted(firsts, key=firsts.__getitem__)
     unreached = [_Seen()] * (len(in_order) - len(one.blocks))  # of towers that text does not come to
@@ -91,12 +108,16 @@ def _probe(model: nn.Module, anatomy: Anatomy, kinds: Mapping[int, int], length:
             backward=backward,
             gradients=max(0, single.backward - backward),
             choices=single.choices,
+            attended=single.attended,
+            normalisers=single.normalisers,
+            mask=single.mask,
+            latents=single.latents,
             products=single.products,
             attention=single.attention,
             moved=(single.moved[0], single.moved[1]),
             operations=(single.operations[0], single.operations[1]),
         )
-    return Probed(figures, one.outside, one.first - first.first)
+    return Probed(figures, one.outside, one.tables, one.first - first.first)
 
 
 @dataclass(slots=True)
@@ -107,6 +128,10 @@ class _Seen:
     forward: int = 0
     backward: int = 0
     choices: int = 0
+    attended: int = 0
+    normalisers: int = 0
+    mask: int = 0
+    latents: int = 0
     products: int = 0
     attention: int = 0
     moved: list[int] = field(default_factory=lambda: [0, 0])
@@ -122,6 +147,7 @@ class _Seen:
 class _Result:
     blocks: list[_Seen]
     outside: int
+    tables: int
     first: int
 
 
@@ -142,7 +168,12 @@ class _Attention(TorchFunctionMode):
             batch, heads, length, width = query.shape
             pairs = batch * heads * length * key.shape[2]
             self.current.attention += 2 * pairs * (width + value.shape[-1])
-            return FusedAttention.apply(query, key, value, mask)
+            out = FusedAttention.apply(query, key, value, mask)
+            self.current.attended += out.nbytes
+            self.current.normalisers += batch * heads * length * 4
+            if mask is not None:
+                self.current.mask += mask.numel() * (query.element_size() if mask.dtype == torch.bool else 0)
+            return out
         result = func(*args, **kwargs)
         if func in (torch.topk, torch.Tensor.topk):
             self.current.choices += result.indices.nbytes
@@ -211,6 +242,7 @@ def _run(
     rows: int,
     length: int,
     packed: bool,
+    latents: Collection[str],
     embeds: bool = False,
 ) -> _Result:
     """One forward and backward of the base model under the census. `embeds`: as the embedding is, frozen.
@@ -228,6 +260,13 @@ def _run(
     if packed:
         inputs["attention_mask"] = torch.zeros(rows, 1, length, length, dtype=torch.bool, device="meta")
     handles = []
+    for name in latents:
+        if any(name.startswith(f"{block}.") for block in measured):
+            module = model.get_submodule(name)
+            handles += [
+                module.register_forward_pre_hook(watch.latent(-1)),
+                module.register_forward_hook(watch.latent(1)),
+            ]
     if not embeds:
         handles.append(model.get_input_embeddings().register_forward_hook(_start_graph))  # type: ignore[operator]
     try:
@@ -244,7 +283,7 @@ def _run(
         for parameter in model.parameters():
             parameter.grad = None
     outside = end - known - hidden.nbytes - 2 * sum(seen.saved for seen in watch.seen)
-    return _Result(watch.seen, outside, watch.first)
+    return _Result(watch.seen, outside, watch.begin - known - hidden.nbytes, watch.first)
 
 
 def _start_graph(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -261,11 +300,14 @@ class _Watch:
         self.census, self.attention, self.counter = census, attention, counter
         self.seen: list[_Seen] = []
         self.first = 0
+        self.begin = 0
         self._tuples = False
 
     def twice(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             start = self.census.live
+            if not self.seen:
+                self.begin = start
             hidden = self._only(forward(*args, **kwargs))
             args, kwargs = _with_hidden(args, kwargs, None)
             if not self.seen:
@@ -290,6 +332,14 @@ class _Watch:
             return out
 
         return run
+
+    def latent(self, sign: int) -> Callable[..., None]:
+        """A hook before (-1) or behind (+1) a module whose results count as latents."""
+
+        def hook(*_: Any) -> None:
+            self.attention.current.latents += sign * self.census.live
+
+        return hook
 
     def hand_on(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]

@@ -180,10 +180,14 @@ def divisors(number: int) -> list[int]:
 def _refusal(job: Job, layout: Layout) -> str | None:
     """Why `train` would refuse a layout, or None."""
     try:
-        resolve_layout(explicit(layout), layout.world_size, job.facts.anatomy.num_experts)
+        experts = job.facts.anatomy.num_experts
+        if experts % layout.ep or layout.world_size // (layout.pp * layout.replicate) % layout.ep:
+            resolve_layout(explicit(layout), layout.world_size, experts)  # which says so; all else fits by construction
         shards_evenly(job.facts, layout)
     except InputError as error:
         return str(error)
+    if (refusal := job.facts.asked.refusal(layout)) is not None:
+        return refusal
     if job.global_batch_size % layout.data_ranks:
         return (
             f"a step's {job.global_batch_size} sequences cannot be dealt evenly to {layout.data_ranks} data ranks; try "

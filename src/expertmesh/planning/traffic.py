@@ -11,7 +11,16 @@ from typing import Literal
 from expertmesh.config.sections import BYTES_OF
 from expertmesh.mesh import Layout
 from expertmesh.planning.facts import Block, Facts, Unit
-from expertmesh.planning.memory import Batch, Mode, sizes_of, stage_kinds, stage_units
+from expertmesh.planning.memory import (
+    CHUNK_TOKENS,
+    Batch,
+    Mode,
+    in_flight,
+    sizes_of,
+    stage_blocks,
+    stage_kinds,
+    stage_units,
+)
 from expertmesh.planning.routing import expected
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
@@ -61,11 +70,25 @@ def _transfers(
     facts: Facts, layout: Layout, batch: Batch, mode: Mode, stage: int, imbalance: float
 ) -> Iterator[Transfer]:
     last = stage == layout.pp - 1
+    splits = {block.split for block, _ in stage_kinds(facts, layout.pp, stage)}
     for unit, times in stage_units(facts, layout.pp, stage):
-        yield from _of_unit(unit, times, 1 if unit is facts.root else 2, facts, layout, batch)
+        # In one group with its block, but for what tp has split; so its calls count once.
+        calls = times if layout.tp > 1 or unit not in splits else 0
+        yield from _of_unit(unit, times, calls, 1 if unit is facts.root else 2, facts, layout, batch)
+    if in_flight(layout, batch, stage) > 1:
+        # The first backward's last prefetch finds a second forward recorded, and gathers that one's last block.
+        block = stage_blocks(facts, layout.pp, stage)[-1]
+        sizes = [sizes_of(unit, layout).flat for unit in (block.unit, None if layout.tp > 1 else block.split)]
+        yield Transfer("fsdp", "all_gather", 1, sum(sizes), layout.fsdp * layout.cp * layout.tp, True)
     for block, times in stage_kinds(facts, layout.pp, stage):
         for transfer in _of_block(block, facts, layout, batch, mode, imbalance):
             yield replace(transfer, calls=times * transfer.calls, bytes=times * transfer.bytes)
+    if last:
+        yield from _of_vocabulary(facts, layout, batch)
+    if stage == 0 and not facts.embeds_trained:
+        # The first gather of positions is of what has no gradient.
+        whole = _positions(facts, layout, batch) * facts.hidden * BYTES_OF[facts.precision.compute]
+        yield Transfer("tp", "reduce_scatter", -batch.accumulation, -batch.accumulation * whole, layout.tp, False)
     if layout.pp > 1:
         hidden = batch.rows * facts.length / (layout.cp * layout.tp) * facts.hidden * BYTES_OF[facts.precision.compute]
         ends = (stage > 0) + (not last)
@@ -81,14 +104,17 @@ def _of_block(
     yield from _of_sequence(block, facts, layout, batch, mode)
 
 
-def _of_unit(unit: Unit, units: int, gathers: int, facts: Facts, layout: Layout, batch: Batch) -> Iterator[Transfer]:
+def _of_unit(
+    unit: Unit, units: int, calls: int, gathers: int, facts: Facts, layout: Layout, batch: Batch
+) -> Iterator[Transfer]:
     """FSDP2 gathers a dense group before forward and again before backward (the root only once), and reduces once."""
     reduce = max(BYTES_OF[facts.precision.reduce], BYTES_OF[facts.precision.compute])
-    sizes, ranks = sizes_of(unit, layout), layout.fsdp * layout.cp * layout.tp
-    reduced, times = units * sizes.reduced * reduce, units * batch.accumulation
-    yield Transfer("fsdp", "all_gather", gathers * times, gathers * times * sizes.flat, ranks, True)
-    yield Transfer("fsdp", "reduce_scatter", times, batch.accumulation * reduced, ranks, True)
-    yield Transfer("replicate", "all_reduce", units, reduced / ranks, layout.replicate, True)
+    sizes, ranks = sizes_of(unit, layout), layout.fsdp * layout.cp
+    ranks *= 1 if unit.weights and unit.weights[0].split is not None else layout.tp
+    reduced, times = units * sizes.reduced * reduce, batch.accumulation
+    yield Transfer("fsdp", "all_gather", gathers * times * calls, gathers * times * units * sizes.flat, ranks, True)
+    yield Transfer("fsdp", "reduce_scatter", times * calls, times * reduced, ranks, True)
+    yield Transfer("replicate", "all_reduce", calls, reduced / ranks, layout.replicate, True)
 
 
 def _of_experts(block: Block, facts: Facts, layout: Layout, batch: Batch) -> Iterator[Transfer]:
@@ -125,12 +151,33 @@ def _of_dispatch(
 def _of_sequence(block: Block, facts: Facts, layout: Layout, batch: Batch, mode: Mode) -> Iterator[Transfer]:
     """tp gathers the sequence before each split part and scatters its sums; cp exchanges heads for positions."""
     compute = BYTES_OF[facts.precision.compute]
-    forwards = 1 if mode == "none" else 2
-    whole = batch.rows * facts.length / layout.cp * facts.hidden * compute
-    times = block.inputs_gathered * (forwards + 1) * batch.accumulation
-    yield Transfer("tp", "all_gather", times, times * whole, layout.tp, False)
-    yield Transfer("tp", "reduce_scatter", times, times * whole, layout.tp, False)
+    forwards, parts = 1 if mode == "none" else 2, block.parts
+    positions = _positions(facts, layout, batch)
+    whole = positions * facts.hidden * compute
+    gathers = ((parts.split + parts.whole) * forwards + parts.split) * batch.accumulation
+    # A block's second run ends with the last tensor that backward needs, which a last sum is not.
+    sums = (parts.split * (forwards + 1) - (parts.last and forwards == 2) + parts.whole) * batch.accumulation
+    features = positions * parts.features * compute * batch.accumulation
+    yield Transfer("tp", "all_gather", gathers, gathers * whole + forwards * features, layout.tp, False)
+    yield Transfer("tp", "reduce_scatter", sums, sums * whole + features, layout.tp, False)
     tokens = batch.rows * facts.length / (layout.cp * layout.tp)
     heads = 2 * facts.heads + 2 * max(facts.key_value_heads, layout.cp * layout.tp)
     times = (forwards + 1) * batch.accumulation
     yield Transfer("cp", "all_to_all", 4 * times, times * tokens * heads * facts.head_width * compute, layout.cp, False)
+
+
+def _of_vocabulary(facts: Facts, layout: Layout, batch: Batch) -> Iterator[Transfer]:
+    """tp gathers positions before the head and sums their gradients; three numbers per target (vocabulary.py)."""
+    times = batch.accumulation
+    whole = _positions(facts, layout, batch) * facts.hidden * BYTES_OF[facts.precision.compute]
+    yield Transfer("tp", "all_gather", times, times * whole, layout.tp, False)
+    yield Transfer("tp", "reduce_scatter", times, times * whole, layout.tp, False)
+    targets = batch.rows * (facts.length - 1) / layout.cp
+    calls = 2 * -(-targets // CHUNK_TOKENS) * times
+    numbers = 3 * targets * max(4, BYTES_OF[facts.precision.compute]) * times
+    yield Transfer("tp", "all_reduce", calls, numbers, layout.tp, False)
+
+
+def _positions(facts: Facts, layout: Layout, batch: Batch) -> float:
+    """That a tp group holds together."""
+    return batch.rows * facts.length / layout.cp
