@@ -99,7 +99,7 @@ def test_a_bug_keeps_its_traceback(config: str, monkeypatch: pytest.MonkeyPatch)
     ("arguments", "said"),
     [
         (["verfy", "x"], "'verfy' is not a verb; use one of train, inspect, check, plan, verify, export"),
-        ([], "a verb is missing; use one of train, inspect, check, verify, export"),
+        ([], "a verb is missing; use one of train, inspect, check, plan, verify, export"),
         (["train"], "the following arguments are required: CONFIG"),
         (["train", "x", "--nproc", "0"], "argument --nproc: '0' is not a positive number"),
         (["train", "x", "--max-time", "soon"], "argument --max-time: 'soon' is not a length of time; write 90s, 30m"),

@@ -279,8 +279,8 @@ def test_flex_attention_gets_its_own_mask_of_whole_rows() -> None:
 
 
 def _labels_cut_before_the_shift(model: nn.Module, mesh: Mesh) -> None:
-    def targets(labels: torch.Tensor, share: Any) -> Any:
-        following = F.pad(share.own(labels, 1)[:, 1:], (0, 1), value=-100).reshape(-1)
+    def targets(labels: torch.Tensor, cut: Any) -> Any:
+        following = F.pad(cut(labels, 1)[:, 1:], (0, 1), value=-100).reshape(-1)
         place_N = (following != -100).nonzero().squeeze(1)
         return following[place_N], place_N
 
@@ -305,7 +305,7 @@ def _gradients_times_cp(model: nn.Module, mesh: Mesh) -> None:
 
 def _positions_not_cut(model: nn.Module, mesh: Mesh) -> None:
     """Every rank's rotary table starts at position 0."""
-    first = lambda share, dim, length, x: x.narrow(dim, 0, length // share.cp)  # noqa: E731
+    first = lambda cut, dim, length, x: x.narrow(dim, 0, length // mesh.layout.cp)  # noqa: E731
     mock.patch.object(sequence, "_cut_positions", first).start()
 
 

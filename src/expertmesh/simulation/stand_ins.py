@@ -23,7 +23,7 @@ def stand_ins(choice: Choice, tokens: int, ranks: int) -> Iterator[None]:
     def counts(_: torch.Tensor) -> list[Any]:
         return [[rows] * ranks, [rows] * ranks, [pairs] * ranks, [pairs] * ranks]
 
-    def targets(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def targets(labels: torch.Tensor, _: object) -> tuple[torch.Tensor, torch.Tensor]:
         batch, length = labels.shape
         place_N = torch.zeros(batch * (length - 1), dtype=torch.int64, device=labels.device)
         return torch.zeros_like(place_N), place_N

@@ -141,11 +141,12 @@ class _HeadLoss(torch.autograd.Function):
             part = slice(start, start + chunk)
             with torch.set_grad_enabled(training), nullcontext() if split is None else split.computing():
                 hidden_CH = hidden_NH[part].detach().requires_grad_(training)
-                logits_CV = head_logits(model, hidden_CH, output).to(wide)
+                logits_CV = head_logits(model, hidden_CH, output)
+                # The wide copy has no name: it is gone before backward, as cross-entropy keeps its own.
                 if split is None:
-                    loss = F.cross_entropy(logits_CV, target_N[part], reduction="sum")
+                    loss = F.cross_entropy(logits_CV.to(wide), target_N[part], reduction="sum")
                 else:
-                    loss = split.share.cross_entropy(logits_CV, target_N[part])
+                    loss = split.share.cross_entropy(logits_CV.to(wide), target_N[part])
                 total += loss.detach()
             if grad_hidden_NH is not None:
                 grad_hidden_NH[part], *grads = torch.autograd.grad(loss, [hidden_CH, *wanted])
