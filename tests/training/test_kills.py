@@ -116,19 +116,14 @@ def _assert_as_if_nothing_had_happened(output: Path, whole: Path) -> None:
     for name, tensor in expected.items():
         assert torch.equal(tensor, got[name]), name
     assert rows_without_times(output) == rows_without_times(whole)
-    assert sorted(path.name for path in output.iterdir()) == [
-        "checkpoints",
-        "config.yaml",
-        "metrics.jsonl",
-        "model",
-        "run.json",
-    ]
+    written = ["checkpoints", "config.yaml", "metrics.jsonl", "model", "run.json"]
+    assert sorted(path.name for path in output.iterdir()) == written
     assert all(re.fullmatch(r"step-\d{8}", path.name) for path in (output / "checkpoints").iterdir())
 
 
 LOOP, PART, PUBLISH = "expertmesh.training.loop", "expertmesh.checkpoint.part", "expertmesh.checkpoint.publish"
 KILLS = {
-    "in a step": Kill(1, f"{LOOP}:causal_lm_loss", at=11, newest=4),
+    "in a step": Kill(1, "expertmesh.training.step:causal_lm_loss", at=11, newest=4),
     "while writing a part": Kill(1, f"{PART}:_write_all", at=100, how=_after_half_of_it, newest=2),
     "while writing rank 0's note": Kill(0, f"{PART}:write_synced", at=2, newest=2),
     "before publishing": Kill(0, f"{PUBLISH}:os.rename", about="step-00000004", newest=2),
