@@ -23,10 +23,13 @@ from expertmesh.planning.search import GIB, Candidate, Job, evaluate, explicit, 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A layout and why; `reason` is None where nothing was left to choose."""
+    """A layout and why; `reason` is None where nothing was left to choose. `predicted`: what it will take, where the
+    planner has chosen it.
+    """
 
     layout: Layout
     reason: str | None
+    predicted: Candidate | None = None
 
 
 def choose_layout(config: Config, model_config: PreTrainedConfig, world_size: int, num_experts: int) -> Chosen:
@@ -59,7 +62,8 @@ def choose_layout(config: Config, model_config: PreTrainedConfig, world_size: in
     figures = (
         f"{best.memory.total / GIB:.1f} GiB of {job.budget / GIB:.1f} a rank and {best.speed.seconds:.2f} s a step"
     )
-    return Chosen(best.layout, f"ep {best.layout.ep} of {sizes}: {why}; {figures} predicted for {devices}")
+    reason = f"ep {best.layout.ep} of {sizes}: {why}; {figures} predicted for {devices}"
+    return Chosen(best.layout, reason, best)
 
 
 def devices_here(world_size: int) -> Devices | None:

@@ -22,10 +22,20 @@ from expertmesh.data import DataReport, TrainingBatches
 from expertmesh.experts.collectives import all_gather
 from expertmesh.mesh import DENSE_AXES, EXPERT_AXES, Mesh
 from expertmesh.parallel.checkpointing import CheckpointingMode
+from expertmesh.planning.search import Candidate
 from expertmesh.shards import local_box, owns_copy, volume
 from expertmesh.training.plan import local_parameters
 from expertmesh.training.preflight import Checked
-from expertmesh.training.record import RECORD_FILE, DataCounts, MoeLayer, RunRecord, Share, Start, read_record
+from expertmesh.training.record import (
+    RECORD_FILE,
+    DataCounts,
+    MoeLayer,
+    Prediction,
+    RunRecord,
+    Share,
+    Start,
+    read_record,
+)
 from expertmesh.weights.agree import collective_device, together
 from expertmesh.weights.directory import io_errors
 from expertmesh.weights.writing import replace_synced
@@ -71,6 +81,7 @@ def record_start(
                 compute=resolved["compute"],
                 activation_checkpointing=checkpointing,
                 printed=list(printed),
+                plan=None if checked.predicted is None else _prediction(checked.predicted),
             )
             anatomy, counts = checked.anatomy, [_counts(report) for report in reports]
             layers = [MoeLayer(name=s.name, experts=s.num_experts, top_k=s.top_k) for s in anatomy.experts]
@@ -84,6 +95,16 @@ def record_start(
                 starts=[start],
             )
             _write(record, Path(config.output_dir))
+
+
+def _prediction(chosen: Candidate) -> Prediction:
+    """What the planner said of the layout that it chose (`parallel.ep: auto`)."""
+    seconds = chosen.speed.seconds
+    return Prediction(
+        step_seconds=seconds,
+        tokens_per_second=chosen.speed.tokens / seconds,
+        peak_memory_bytes=chosen.memory.total,
+    )
 
 
 def _write(record: RunRecord, directory: Path) -> None:
