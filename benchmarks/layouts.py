@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +250,12 @@ def document(
     lines += ["", "| gloo ranks sharing the cores of one machine | steps/s | peak memory of a rank |", "|---|---|---|"]
     for curve in curves[1:]:
         lines.append(f"| {curve.name} | {curve.steps_per_second:.2f} | {curve.peak_memory_bytes / 2**20:.0f} MiB |")
-    lines += ["", "Machine: " + ", ".join(f"{key} {value}" for key, value in machine().items()) + ".", ""]
+    here = machine()
+    lines += [
+        "",
+        f"Machine: {date.today()}, {here['device']}, {', '.join(map(' '.join, here['versions'].items()))}.",
+        "",
+    ]
     return "\n".join(lines)
 
 
