@@ -13,7 +13,7 @@ import pytest
 from expertmesh.training.control import ONE_REQUEST_SECONDS, Control, Stopped, StopReason
 from expertmesh.training.progress import Hearing, Progress
 
-LIMIT = 10.0
+LIMIT = 30.0
 
 
 def wait_until(true: Callable[[], object]) -> None:
