@@ -1,6 +1,7 @@
 """The page of every kind of run: well-formed, alone, telling what is there and what is not."""
 
 import json
+import math
 import os
 import sys
 import time
@@ -15,6 +16,7 @@ from expertmesh.report.page import render
 from expertmesh.report.run import RESULTS, read_run
 from expertmesh.training.lock import RunLock, holder
 from expertmesh.training.preflight import ADAPTER, MODEL
+from expertmesh.verification.result import Check, Figure, Layer, Mutation, Report, write_json
 from tests.report.made_up import PREDICTED, row, start, write_run
 from tests.report.parsed import Page
 
@@ -28,18 +30,19 @@ def page_of(directory: Path) -> Page:
     return page
 
 
-def verification(sound: bool = True, **last: Any) -> dict[str, Any]:
-    layer = {
-        "name": "backward",
-        "passed": True,
-        "worst": 3.1e-7,
-        "tensor": "model.norm.weight",
-        "detail": "212 gradients",
-    }
+def verification(status: str = "pass", name: str = "every gradient", note: str = "", **worst: Any) -> dict[str, Any]:
+    figure = {"tensor": "model.norm.weight", "error": 3.1e-7, "limit": 1e-5} | worst
+    check = {"name": name, "status": status, "worst": figure, "compared": 212, "note": note}
+    whole = {"name": "experts owned", "status": "pass", "worst": None, "compared": 64, "note": "each 1 time"}
     return {
-        "schema_version": 1,
-        "passed": sound,
-        "layers": [{"name": "bytes", "passed": True, "worst": None, "tensor": None, "detail": None}, layer | last],
+        "format": "expertmesh-proof",
+        "version": 1,
+        "status": status,
+        "layers": [
+            {"name": "bytes", "status": "pass", "seconds": 0.1, "checks": [whole]},
+            {"name": "backward", "status": status, "seconds": 0.1, "checks": [check]},
+        ],
+        "mutations": [],
     }
 
 
@@ -106,7 +109,7 @@ def test_no_string_of_a_run_can_become_markup(tmp_path: Path) -> None:
     record = json.loads((run / "run.json").read_text())
     record["model_type"] = record["moe_layers"][0]["name"] = HOSTILE
     (run / "run.json").write_text(json.dumps(record))
-    told = verification(name=HOSTILE, tensor=HOSTILE, detail=HOSTILE, worst=HOSTILE)
+    told = verification(name=HOSTILE, note=HOSTILE, tensor=HOSTILE, error=HOSTILE, limit=HOSTILE)
     (run / "verification.json").write_text(json.dumps(told))
     (run / "audit.json").write_text(json.dumps({"source": HOSTILE, "tensors": 3, "bytes_compared": 7}))
     page = page_of(run)  # no script, no handler, nothing that loads: see Page
@@ -184,11 +187,12 @@ def test_verification_is_shown_as_it_is_or_its_command_if_there_is_none(tmp_path
     for name, content in {
         "none": None,
         "passed": verification(),
-        "failed": verification(False, passed=False, worst=0.25),
-        "contradiction": verification(True, passed=False),
+        "failed": verification("fail", error=0.25),
+        "contradiction": verification("fail") | {"status": "pass"},
         "empty": verification() | {"layers": []},
-        "newer": verification() | {"schema_version": 2},
-        "damaged": {"passed": True},
+        "missed": verification() | {"mutations": [{"bug": "experts exchanged", "status": "fail"}]},
+        "newer": verification() | {"version": 2},
+        "damaged": {"status": "pass"},
     }.items():
         (run / "verification.json").unlink(missing_ok=True)
         if content is not None:
@@ -199,12 +203,28 @@ def test_verification_is_shown_as_it_is_or_its_command_if_there_is_none(tmp_path
         assert "Not verified." in shown[name][0]
         assert f"expertmesh verify {run}/config.yaml" in shown[name][0]
         assert ("verification.json is left out" in shown[name][1]) is (name != "none")
-    assert "Passed: every layer agrees with the unsharded model" in shown["passed"][0]
-    assert "backwardpassed3.1e-07model.norm.weight212 gradients" in shown["passed"][0]
+    assert "Passed: what was run agrees with the unsharded model" in shown["passed"][0]
+    assert "backwardevery gradientpass3.1e-071e-05model.norm.weight" in shown["passed"][0]
     assert "2 of 2 layers passed" in shown["passed"][1]
     assert "FAILED: see backward" in shown["failed"][0]
-    for name in ("contradiction", "empty"):
-        assert "FAILED: the report says passed, but its layers do not" in shown[name][0]
+    for name in ("contradiction", "empty", "missed"):
+        assert "FAILED: the report says passed, but what is in it does not" in shown[name][0]
+    assert "0 of 1 planted bug caught; not caught: experts exchanged" in shown["missed"][0]
+
+
+def test_what_verify_writes_is_what_the_report_reads(tmp_path: Path) -> None:
+    limit = Check.of("gradients", [Figure("model.norm.weight", 2e-6, 1e-5), Figure("lm_head.weight", math.nan, 1e-5)])
+    layers = [Layer("bytes", [Check.that("experts owned", True, 64)]), Layer("backward", [limit])]
+    missed = Mutation("experts exchanged", "forward", (("forward", "logits"),))
+    found = Report({}, [*layers, Layer("artifacts", [Check.not_run("adapter", "no adapters")])], [missed])
+    run = write_run(tmp_path / "run", steps=1, layers=0)
+    write_json(found, run / "verification.json")
+    page = page_of(run)
+    assert "verification.json is left out" not in page.texts["top"]
+    assert "FAILED: see backward" in page.texts["verification"]
+    assert "backwardgradientsfailnan1e-05lm_head.weight" in page.texts["verification"]
+    assert "artifactsadapternot run" in page.texts["verification"]
+    assert "1 of 1 planted bug caught" in page.texts["verification"]
 
 
 def test_damaged_files_are_named_and_the_rest_is_shown(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from expertmesh.report.html import Html, join, table, tag
-from expertmesh.report.run import AUDIT_FILE, CONFIG_FILE, RESULTS, VERIFICATION_FILE, Run
+from expertmesh.report.run import AUDIT_FILE, CONFIG_FILE, RESULTS, VERIFICATION_FILE, Run, Verification
 from expertmesh.report.words import NOTHING, duration, highest, last, middle, number, plural, size, whole
 from expertmesh.training.record import Prediction, RunRecord, Start
 
@@ -103,27 +103,22 @@ def verification(run: Run) -> Html:
         parts.append(tag("pre", command))
     else:
         word = tag("strong", "Passed" if found.sound else "FAILED", class_="good" if found.sound else "bad")
-        failed = [layer.name for layer in found.layers if not layer.passed]
+        failed = [layer.name for layer in found.layers if layer.status == "fail"]
         told = (
-            "every layer agrees with the unsharded model."
+            "what was run agrees with the unsharded model."
             if found.sound
             else f"see {', '.join(failed) or 'the report'}."
         )
-        if found.sound is not found.passed:
-            told = "the report says passed, but its layers do not; it counts as failed."
+        if found.status == "pass" and not found.sound:
+            told = "the report says passed, but what is in it does not; it counts as failed."
         parts.append(tag("p", word, ": ", told, " From ", tag("code", VERIFICATION_FILE), "."))
-        rows: list[tuple[object, ...]] = [
-            (
-                layer.name,
-                tag("span", "passed" if layer.passed else "FAILED", class_="good" if layer.passed else "bad"),
-                number(layer.worst) if isinstance(layer.worst, int | float) else layer.worst or NOTHING,
-                tag("code", layer.tensor) if layer.tensor else NOTHING,
-                layer.detail or "",
-            )
-            for layer in found.layers
-        ]
-        head = ("layer", "result", "worst figure", "in tensor", "")
-        parts.append(table(head, rows, label="Verification layer by layer"))
+        head = ("layer", "check", "result", "worst figure", "allowed", "in", "")
+        parts.append(table(head, list(_checks(found)), label="Verification layer by layer"))
+        if found.mutations:
+            caught = sum(bug.status == "pass" for bug in found.mutations)
+            missed = ", ".join(bug.bug for bug in found.mutations if bug.status == "fail")
+            told = f"{caught} of {plural(len(found.mutations), 'planted bug')} caught"
+            parts.append(tag("p", f"Self-test: {told}{f'; not caught: {missed}' if missed else ''}."))
     if run.audit is not None:
         told = (
             f" compared every byte of {plural(run.audit.tensors, 'tensor')}, {size(run.audit.bytes_compared)}, with "
@@ -133,6 +128,26 @@ def verification(run: Run) -> Html:
             tag("p", "The audit at the start (", tag("code", AUDIT_FILE), ")", told, tag("code", run.audit.source), ".")
         )
     return join(*parts)
+
+
+def _checks(found: Verification) -> Iterator[tuple[object, ...]]:
+    for layer in found.layers:
+        for number_of, check in enumerate(layer.checks):
+            classes = {"pass": "good", "fail": "bad", "not run": None}
+            worst = check.worst
+            yield (
+                layer.name if number_of == 0 else "",
+                check.name,
+                tag("span", check.status, class_=classes[check.status]),
+                NOTHING if worst is None else _figure(worst.error),
+                NOTHING if worst is None else _figure(worst.limit),
+                NOTHING if worst is None else tag("code", worst.tensor),
+                check.note,
+            )
+
+
+def _figure(value: float | str) -> str:
+    return value if isinstance(value, str) else number(value)
 
 
 def starts(run: Run) -> Html:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from expertmesh.checkpoint.directory import CHECKPOINTS, published
 from expertmesh.config import Config, load_config
@@ -23,34 +23,69 @@ CONFIG_FILE, METRICS_FILE, VERIFICATION_FILE, AUDIT_FILE = (
 )  # fmt: skip
 RESULTS = ("model", "adapter")
 Content = TypeVar("Content", bound=BaseModel)
+Status = Literal["pass", "fail", "not run"]
 State = Literal["running", "finished", "ended", "stopped", "not started"]
 
 
-class VerifiedLayer(BaseModel):
-    """One layer of `expertmesh verify`: the worst figure that it found, and in which tensor."""
+class VerifiedFigure(BaseModel):
+    """The worst of a check's comparisons; numbers that JSON does not have are words."""
+
+    model_config = ConfigDict(frozen=True)
+
+    tensor: str
+    error: float | str
+    limit: float | str
+
+
+class VerifiedCheck(BaseModel):
+    """One check of a layer. `note` says more, or why it was not run."""
 
     model_config = ConfigDict(frozen=True)
 
     name: str
-    passed: bool
-    worst: float | int | str | None = None
-    tensor: str | None = None
-    detail: str | None = None
+    status: Status
+    worst: VerifiedFigure | None
+    compared: int
+    note: str
 
 
-class Verification(BaseModel):
-    """What `expertmesh verify` wrote to verification.json, as far as the report shows it."""
+class VerifiedLayer(BaseModel):
+    """One layer of `expertmesh verify`."""
 
     model_config = ConfigDict(frozen=True)
 
-    schema_version: int = Field(ge=1, le=1)
-    passed: bool
+    name: str
+    status: Status
+    checks: tuple[VerifiedCheck, ...]
+
+
+class PlantedBug(BaseModel):
+    """One bug that `--self-test` planted; `pass` means caught."""
+
+    model_config = ConfigDict(frozen=True)
+
+    bug: str
+    status: Status
+
+
+class Verification(BaseModel):
+    """What `expertmesh verify` wrote to verification.json (docs/verify.md), as far as the report shows it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    format: Literal["expertmesh-proof"]
+    version: Literal[1]
+    status: Status
     layers: tuple[VerifiedLayer, ...]
+    mutations: tuple[PlantedBug, ...]
 
     @property
     def sound(self) -> bool:
-        """Passed, and no layer says otherwise."""
-        return self.passed and bool(self.layers) and all(layer.passed for layer in self.layers)
+        """Passed, and nothing in it says otherwise."""
+        inside = [layer.status for layer in self.layers]
+        inside += [check.status for layer in self.layers for check in layer.checks]
+        inside += [bug.status for bug in self.mutations]
+        return self.status == "pass" and "pass" in inside and "fail" not in inside
 
 
 class Audit(BaseModel):

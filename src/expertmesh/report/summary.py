@@ -107,7 +107,7 @@ def _figures(run: Run) -> Iterator[tuple[str, object, str]]:
         yield "Verified", "no", "not by expertmesh verify"
     else:
         good = verification.sound
-        count = sum(layer.passed for layer in verification.layers)
+        count = sum(layer.status == "pass" for layer in verification.layers)
         said = tag("span", "passed" if good else "FAILED", class_="good" if good else "bad")
         yield "Verified", said, f"{count} of {plural(len(verification.layers), 'layer')} passed"
 
