@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -95,7 +98,7 @@ class Curve:
     name: str
     losses: list[float]
     first: int = 1
-    steps_per_second: float = float("nan")
+    steps_per_second: float = math.nan
     peak_memory_bytes: int = 0
 
     def distance(self, reference: Curve) -> tuple[float, int]:
@@ -205,10 +208,12 @@ def _rows(config: Config, micro: int) -> TrainingBatches:
     )
 
 
-def run(root: Path, layout: Layout, steps: int, *, compute: str = "float32", start: Layout | None = None) -> Curve:
+def run(
+    root: Path, layout: Layout, steps: int, *, compute: str = "float32", start: Layout | None = None, micro: int = 2
+) -> Curve:
     """Train by the command line; from the last checkpoint of layout `start`, if given."""
     output = root / f"{layout.short}-{compute}{f'-from-{start.short}' if start else ''}"
-    command = ["train", str(configuration(root, output, steps, compute)), "--nproc", str(layout.ranks)]
+    command = ["train", str(configuration(root, output, steps, compute, micro)), "--nproc", str(layout.ranks)]
     name = layout.name if compute == "float32" else f"{layout.name}, {compute}"
     if start is not None:
         saved = root / f"{start.short}-{compute}" / "checkpoints" / f"step-{steps - CONTINUED:08d}"
@@ -223,9 +228,10 @@ def run(root: Path, layout: Layout, steps: int, *, compute: str = "float32", sta
         raise SystemExit(f"{name}: exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     print(f"  {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    timed = rows[-1]["elapsed_seconds"] - rows[0]["elapsed_seconds"]
+    # The first steps warm up.
+    times = [after["elapsed_seconds"] - before["elapsed_seconds"] for before, after in pairwise(rows[2:])]
     peak = max(row["peak_memory_bytes"] for row in rows)
-    return Curve(name, [row["loss"] for row in rows], rows[0]["step"], (len(rows) - 1) / timed, peak)
+    return Curve(name, [row["loss"] for row in rows], rows[0]["step"], 1 / median(times) if times else math.nan, peak)
 
 
 def document(

@@ -15,9 +15,10 @@ from expertmesh.mesh import Layout
 from expertmesh.planning import search
 from expertmesh.planning.facts import Facts, facts_of
 from expertmesh.planning.hardware import Devices, hardware_table, parse_devices
-from expertmesh.planning.memory import Batch, memory_of, stage_blocks, state_of
+from expertmesh.planning.memory import Batch, memory_of
 from expertmesh.planning.routing import Choice, rows_per_token
 from expertmesh.planning.search import Job, plan
+from expertmesh.planning.state import stage_blocks, state_of
 from expertmesh.planning.traffic import traffic_of
 from expertmesh.simulation.shapes import deepseek_v3, qwen3_30b_a3b
 from tests.support.models import tiny_model

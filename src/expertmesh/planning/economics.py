@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from math import sqrt
 
-from expertmesh.planning.memory import state_of
 from expertmesh.planning.search import Candidate, Job
+from expertmesh.planning.state import state_of
 
 RESTART_SECONDS = 600.0
 

@@ -7,7 +7,6 @@ docs/planning.md derives them; benchmarks/planning.py compares them with what ra
     R rows received, P pairs, H hidden, I intermediate, W columns of the up projection, L experts on a rank
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +18,7 @@ from expertmesh.mesh import Layout
 from expertmesh.parallel.refusals import expert_shard_dim
 from expertmesh.planning.facts import Block, Experts, Facts, Unit
 from expertmesh.planning.routing import Routing, expected
+from expertmesh.planning.state import has_root, sizes_of, stage_blocks, stage_kinds, state_of
 
 Mode = Literal["none", "selective", "full"]
 CHUNK_TOKENS = 1024  # causal_lm_loss's own
@@ -63,15 +63,6 @@ class Memory:
         return self.frozen + self.master + self.gradients + self.moments
 
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """Bytes of one rank's shards: of what does not train, of what does, and of one gradient for each of those."""
-
-    frozen: float
-    master: float
-    gradients: float
-
-
 def memory_of(
     facts: Facts,
     layout: Layout,
@@ -107,88 +98,6 @@ def saved_of(
     model = _Model(facts, layout, batch, mode, 0, 0.0, imbalance, CHUNK_TOKENS, False)
     kept = model.kept_by(model.stage(stage))[-1] + model.tables + model.handed(stage)
     return kept + (model.outside + model.head_saved() if stage == layout.pp - 1 else 0.0)
-
-
-def state_of(facts: Facts, layout: Layout, stage: int = 0) -> State:
-    """What rank 0 of a stage keeps of parameters; the largest share of each, as FSDP2 gives the first ranks more."""
-    frozen = master = gradients = 0.0
-    for unit, times in stage_units(facts, layout.pp, stage):
-        sizes = sizes_of(unit, layout)
-        frozen += times * sizes.frozen
-        master += times * sizes.master
-        gradients += times * sizes.master
-    for block, times in stage_kinds(facts, layout.pp, stage):
-        if block.experts is not None:
-            for elements, trains, width in block.experts.matrices:
-                size = times * elements * block.experts.spec.num_experts / layout.ep / layout.efsdp * width
-                frozen += 0 if trains else size
-                master += size if trains else 0
-                gradients += size if trains else 0
-    return State(frozen, master, gradients)
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Of one dense FSDP2 group under one layout. Bytes of a rank's shards that do not train and that do; of gathered
-    parameters, their flat buffer and their gradients, as computed with; elements of the buffer that is reduced.
-    """
-
-    frozen: float
-    master: float
-    gathered: float
-    flat: float
-    gradients: float
-    reduced: float
-
-
-def sizes_of(unit: Unit | None, layout: Layout) -> Sizes:
-    """What tp has split is sharded over fsdp and cp, everything else over tp as well."""
-    return _sizes(unit, layout.fsdp * layout.cp, layout.tp)
-
-
-@cache
-def _sizes(unit: Unit | None, ranks: int, tp: int) -> Sizes:
-    totals = [0.0] * 6
-    for weight in () if unit is None else unit.weights:
-        over, gathered = (ranks * tp, weight.numel) if weight.split is None else (ranks, weight.numel // tp)
-        shard = weight.shard(ranks, tp)
-        padded = shard * over
-        trains = weight.trains
-        totals[0] += 0 if trains else shard * weight.bytes
-        totals[1] += shard * weight.bytes if trains else 0
-        totals[2] += gathered * weight.compute
-        totals[3] += padded * weight.compute if over > 1 else 0
-        totals[4] += gathered * weight.compute if trains else 0
-        totals[5] += padded if trains else 0
-    return Sizes(*totals)
-
-
-@cache
-def stage_blocks(facts: Facts, stages: int, stage: int) -> tuple[Block, ...]:
-    """The blocks of a pipeline stage, as training will cut them."""
-    if stages == 1:
-        return facts.blocks
-    return tuple(facts.blocks[number] for number in facts.asked.stages(stages)[stage])
-
-
-@cache
-def stage_kinds(facts: Facts, stages: int, stage: int) -> tuple[tuple[Block, int], ...]:
-    """The kinds of blocks of a stage, and how many there are of each."""
-    return tuple(Counter(stage_blocks(facts, stages, stage)).items())
-
-
-@cache
-def stage_units(facts: Facts, stages: int, stage: int) -> tuple[tuple[Unit, int], ...]:
-    """The same for dense FSDP2 groups; the embedding is on the first stage, the head on the last, both if tied."""
-    units = [(unit, times) for block, times in stage_kinds(facts, stages, stage) for unit in block.units]
-    units += [(facts.embedding, 1)] if stage == 0 and facts.embedding is not None else []
-    units += [(facts.root, 1)] if has_root(facts, stages, stage) else []
-    return tuple(units)
-
-
-def has_root(facts: Facts, stages: int, stage: int) -> bool:
-    """Whether a stage has what is around the blocks behind them (tied: before them as well)."""
-    return stage == stages - 1 or (stage == 0 and facts.embedding is None)
 
 
 @cache

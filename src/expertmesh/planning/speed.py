@@ -13,8 +13,9 @@ from expertmesh.config.sections import BYTES_OF
 from expertmesh.mesh import DENSE_AXES, EXPERT_AXES, Layout
 from expertmesh.planning.facts import Block, Facts
 from expertmesh.planning.hardware import Devices
-from expertmesh.planning.memory import Batch, Mode, stage_kinds, state_of
+from expertmesh.planning.memory import Batch, Mode
 from expertmesh.planning.routing import expected
+from expertmesh.planning.state import stage_kinds, state_of
 from expertmesh.planning.traffic import Transfer, traffic_of
 
 # Operations of one expert layer, forward and backward, counted in benchmarks/planning.py.

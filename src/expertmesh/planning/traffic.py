@@ -11,17 +11,9 @@ from typing import Literal
 from expertmesh.config.sections import BYTES_OF
 from expertmesh.mesh import Layout
 from expertmesh.planning.facts import Block, Facts, Unit
-from expertmesh.planning.memory import (
-    CHUNK_TOKENS,
-    Batch,
-    Mode,
-    in_flight,
-    sizes_of,
-    stage_blocks,
-    stage_kinds,
-    stage_units,
-)
+from expertmesh.planning.memory import CHUNK_TOKENS, Batch, Mode, in_flight
 from expertmesh.planning.routing import expected
+from expertmesh.planning.state import sizes_of, stage_blocks, stage_kinds, stage_units
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
