@@ -37,7 +37,7 @@ COLUMNS = (
     "micro-batch",
     "peak",
     "s/step",
-    "tokens/s",
+    "tokens/s/device",
     "MFU",
 )
 

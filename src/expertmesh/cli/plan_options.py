@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _number(text: str) -> float:
-    matched = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
+    matched = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
     if matched is None or float(matched[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens; write 10B, 500M or a number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens; write 10B, 500M, 1e9 or a number")
     return float(matched[1]) * 1000.0 ** ["", "K", "M", "B", "T"].index(matched[2].upper())
