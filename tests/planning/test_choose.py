@@ -9,9 +9,9 @@ import torch
 from expertmesh.config import Config, load_config
 from expertmesh.mesh import Layout
 from expertmesh.planning import choose
-from expertmesh.planning.choose import choose_layout, devices_here
+from expertmesh.planning.choose import choose_layout, devices_here, forecast
 from expertmesh.planning.hardware import Devices, hardware_table
-from expertmesh.simulation.shapes import qwen3_30b_a3b
+from expertmesh.simulation.shapes import deepseek_v3, qwen3_30b_a3b
 from tests.support.models import tiny_config
 
 
@@ -63,3 +63,17 @@ def test_the_table_knows_this_machine() -> None:
     if not torch.accelerator.is_available():
         devices: Any = devices_here(2)
         assert (devices.name, devices.count) == ("cpu", 2)
+
+
+def test_every_run_is_told_what_a_step_will_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = _config(tmp_path, "train.global_batch_size=8", "data.max_length=4096", "parallel.ep=8")
+    here = forecast(config, tiny_config("qwen3_moe"), Layout(fsdp=8, ep=8))
+    assert here.candidate is not None
+    assert here.note == ""
+    hardware = hardware_table()["a100"]
+    monkeypatch.setattr(choose, "devices_here", lambda world: Devices("a100", 1, 8, hardware))
+    assert "may run out of memory" in forecast(config, deepseek_v3(), Layout(fsdp=8, ep=8)).note
+    monkeypatch.setattr(choose, "devices_here", lambda world: None)
+    unknown = forecast(config, tiny_config("qwen3_moe"), Layout(fsdp=8, ep=8))
+    assert unknown.candidate is None
+    assert "does not know this device" in unknown.note

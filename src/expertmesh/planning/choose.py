@@ -1,8 +1,8 @@
-"""What `parallel.ep: auto` becomes in `train`: the planner's choice for this model, these ranks and this machine.
+"""What the planner says of a run that starts here: what `parallel.ep: auto` becomes, and what a step will take.
 
-A pure function of the configuration, the model's config.json, the number of ranks and their device, so that the
-launcher and every rank come to the same layout. Where nothing can be predicted (a device that hardware.yaml does not
-know, a family whose code does not run without values) it is the largest ep that fits a node, and says so.
+The choice is a pure function of the configuration, the model's config.json, the number of ranks and their device, so
+that the launcher and every rank come to the same layout. Where nothing can be predicted (a device that hardware.yaml
+does not know, a family whose code does not run without values) it is the largest ep that fits a node, and says so.
 """
 
 import os
@@ -23,13 +23,18 @@ from expertmesh.planning.search import GIB, Candidate, Job, evaluate, explicit, 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A layout and why; `reason` is None where nothing was left to choose. `predicted`: what it will take, where the
-    planner has chosen it.
-    """
+    """A layout and why; `reason` is None where nothing was left to choose."""
 
     layout: Layout
     reason: str | None
-    predicted: Candidate | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a step of a run will take, and what there is to say about it; None where nothing can be predicted."""
+
+    candidate: Candidate | None
+    note: str = ""
 
 
 def choose_layout(config: Config, model_config: PreTrainedConfig, world_size: int, num_experts: int) -> Chosen:
@@ -63,7 +68,23 @@ def choose_layout(config: Config, model_config: PreTrainedConfig, world_size: in
         f"{best.memory.total / GIB:.1f} GiB of {job.budget / GIB:.1f} a rank and {best.speed.seconds:.2f} s a step"
     )
     reason = f"ep {best.layout.ep} of {sizes}: {why}; {figures} predicted for {devices}"
-    return Chosen(best.layout, reason, best)
+    return Chosen(best.layout, reason)
+
+
+def forecast(config: Config, model_config: PreTrainedConfig, layout: Layout) -> Forecast:
+    """Time and memory of a step of `config` in `layout` on the devices here. No communication; rank 0 calls it."""
+    devices = devices_here(layout.world_size)
+    if devices is None:
+        return Forecast(None, "the planner does not know this device")
+    try:
+        job = _job(config, model_config, devices)
+    except NotProbed as error:
+        return Forecast(None, f"there is no plan for {error}")
+    found = _candidate(config, job, layout)
+    # How much of the host's memory is for a rank is nobody's to know.
+    if devices.name == "cpu" or found.fits(job):
+        return Forecast(found)
+    return Forecast(found, f"the device has {job.budget / GIB:.1f} GiB for them, so this may run out of memory")
 
 
 def devices_here(world_size: int) -> Devices | None:

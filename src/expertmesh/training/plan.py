@@ -1,6 +1,7 @@
 """The plan that `train` prints before it reads weights: every derived value, so that nobody has to guess one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe
@@ -19,24 +20,35 @@ from expertmesh.parallel.compiling import compiled_parts
 from expertmesh.parallel.context import context_lines
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.tensor_plan import attached_plan
+from expertmesh.planning.choose import Forecast
 from expertmesh.training.pipeline import schedule_kind
 from expertmesh.training.preflight import Checked
 
 
-def plan_lines(
-    config: Config,
-    checked: Checked,
-    mesh: Mesh,
-    model: PreTrainedModel,
-    resolved: dict[str, str],
-    reports: Sequence[DataReport],
-    batches: TrainingBatches,
-    *,
-    total_steps: int,
-    bytes_to_load: int,
-    checkpointing: CheckpointingMode,
-) -> Iterator[str]:
-    """The plan of this rank, line by line. `model` is sharded and may still be on meta. No communication."""
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run on the point of reading weights, as this rank sees it. `model` is sharded and may still be on meta.
+
+    `resolved`: what `auto` of dispatch and compute became. `reports` are of the training and, if there is one, the
+    evaluation data. `forecast` is rank 0's, None elsewhere.
+    """
+
+    config: Config
+    checked: Checked
+    mesh: Mesh
+    model: PreTrainedModel
+    resolved: Mapping[str, str]
+    reports: Sequence[DataReport]
+    batches: TrainingBatches
+    total_steps: int
+    bytes_to_load: int
+    checkpointing: CheckpointingMode
+    forecast: Forecast | None
+
+
+def plan_lines(run: Prepared) -> Iterator[str]:
+    """The plan of this rank, line by line. No communication."""
+    config, checked, mesh, model, batches = run.config, run.checked, run.mesh, run.model, run.batches
     layout, anatomy = mesh.layout, checked.anatomy
     yield f"model      {config.model.name_or_path}: {checked.model_config.model_type}, " + _experts_line(anatomy)
     yield from (f"           {line}" for line in layout.table().splitlines())
@@ -49,29 +61,31 @@ def plan_lines(
         yield f"layout     {checked.layout_reason}"
     dense, expert, adapters = local_parameters(model, anatomy)
     counts = f"{dense:,} dense + {expert:,} expert{f' + {adapters:,} adapter' if adapters else ''} parameters"
-    yield f"per rank   {counts}, {gib(bytes_to_load)} to load"
+    yield f"per rank   {counts}, {gib(run.bytes_to_load)} to load"
     precision, lora = config.precision, plan_of(model)
     what, base = ("parameters", "") if lora is None else ("adapters", "base and ")
     yield f"precision  {precision.params} {what}, {precision.compute} {base}compute, {precision.reduce} reduce"
     router: str = config.moe.router
     if lora is not None:
         router = "adapted" if any(target.group == "router" for target in lora.targets) else "frozen"
-    yield f"experts    dispatch {resolved['dispatch']}, compute {resolved['compute']}, router {router}"
+    yield f"experts    dispatch {run.resolved['dispatch']}, compute {run.resolved['compute']}, router {router}"
     counted = batches.accumulation if batches.accumulation > 1 or pipeline is not None else 0
     yield from (f"balance    {line}" for line in _balance_lines(attached_balance(model), counted))
     if lora is not None:
         yield from (f"lora       {line}" for line in adapter_plan_lines(lora, anatomy))
-    yield f"memory     {_checkpointing_line(checkpointing, config.train.checkpoint_layers, len(anatomy.blocks))}"
+    yield f"memory     {_checkpointing_line(run.checkpointing, config.train.checkpoint_layers, len(anatomy.blocks))}"
     if config.train.compile:
         yield f"compile    {_compile_line(model, anatomy)}"
-    for report in reports:
+    for report in run.reports:
         yield from (f"data       {line}" for line in report.lines())
     train, ranks = config.train, layout.data_ranks
     yield (
         f"batch      {train.global_batch_size} sequences = {train.micro_batch_size} micro-batch × {ranks} data ranks "
         f"× {batches.accumulation} accumulation"
     )
-    yield f"steps      {total_steps} optimizer steps, {config.optim.name}, {config.schedule.name} schedule"
+    yield f"steps      {run.total_steps} optimizer steps, {config.optim.name}, {config.schedule.name} schedule"
+    if run.forecast is not None:
+        yield f"predicted  {_forecast_line(run.forecast)}"
 
 
 def _stage_lines(pipeline: Pipeline, micro_batches: int) -> Iterator[str]:
@@ -135,6 +149,14 @@ def _compile_line(model: nn.Module, anatomy: Anatomy) -> str:
     parts = list(compiled_parts(model, anatomy))
     kinds = dict.fromkeys(type(model.get_submodule(name)).__name__ for name in parts)
     return f"{len(parts)} dense parts of {len(anatomy.blocks)} blocks ({', '.join(kinds)})"
+
+
+def _forecast_line(forecast: Forecast) -> str:
+    found = forecast.candidate
+    if found is None:
+        return f"nothing: {forecast.note}"
+    text = f"{gib(round(found.memory.total))} of tensors a rank, {found.speed.seconds:.3g} s a step"
+    return f"{text}; {forecast.note}" if forecast.note else text
 
 
 def _experts_line(anatomy: Anatomy) -> str:

@@ -34,7 +34,6 @@ from expertmesh.parallel.refusals import expert_shard_dim, refuse_model
 from expertmesh.parallel.sequence import refuse_blocks
 from expertmesh.parallel.tensor_plan import tensor_plan
 from expertmesh.planning.choose import choose_layout
-from expertmesh.planning.search import Candidate
 from expertmesh.training.pipeline import interleaves
 from expertmesh.training.resume import config_differences, find_start, flat
 from expertmesh.weights.skeleton import build_meta_model, kept_in_fp32, read_model_config
@@ -55,7 +54,6 @@ class Checked:
     anatomy: Anatomy
     layout: Layout
     layout_reason: str | None
-    predicted: Candidate | None
 
     @property
     def vocab_size(self) -> int:
@@ -101,7 +99,7 @@ def preflight(config: Config, world_size: int) -> Checked:
         accumulation = accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
         _refuse_interleaving(layout, accumulation)
     load_tokenizer(config.model)
-    return Checked(model_config, directory, anatomy, layout, chosen.reason, chosen.predicted)
+    return Checked(model_config, directory, anatomy, layout, chosen.reason)
 
 
 def _refuse_interleaving(layout: Layout, accumulation: int) -> None:

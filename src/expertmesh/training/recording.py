@@ -6,7 +6,7 @@ Every rank calls `record_start`, since each tells how much of the model it holds
 import os
 import platform
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -16,15 +16,13 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 
-from expertmesh.config import Config
 from expertmesh.config.errors import ExpertmeshError
-from expertmesh.data import DataReport, TrainingBatches
+from expertmesh.data import DataReport
 from expertmesh.experts.collectives import all_gather
 from expertmesh.mesh import DENSE_AXES, EXPERT_AXES, Mesh
-from expertmesh.parallel.checkpointing import CheckpointingMode
-from expertmesh.planning.search import Candidate
+from expertmesh.planning.choose import Forecast
 from expertmesh.shards import local_box, owns_copy, volume
-from expertmesh.training.plan import local_parameters
+from expertmesh.training.plan import Prepared, local_parameters
 from expertmesh.training.preflight import Checked
 from expertmesh.training.record import (
     RECORD_FILE,
@@ -41,33 +39,20 @@ from expertmesh.weights.directory import io_errors
 from expertmesh.weights.writing import replace_synced
 
 
-def record_start(
-    config: Config,
-    checked: Checked,
-    mesh: Mesh,
-    model: nn.Module,
-    resolved: Mapping[str, str],
-    reports: Sequence[DataReport],
-    batches: TrainingBatches,
-    *,
-    total_steps: int,
-    bytes_to_load: int,
-    checkpointing: CheckpointingMode,
-    after_step: int,
-    printed: Sequence[str],
-) -> None:
-    """Add this start to the run's run.json. `reports` are of the training and, if there is one, the evaluation data.
+def record_start(run: Prepared, *, after_step: int, printed: Sequence[str]) -> None:
+    """Add this start to the run's run.json.
 
     Every rank calls it, `printed` is rank 0's. Issues one all-gather of five integers and one small all-reduce. Raises
     `InputError` on all ranks if rank 0 cannot write.
     """
-    shares, parameters = _shares(mesh, model, checked, bytes_to_load)
+    config, checked, mesh = run.config, run.checked, run.mesh
+    shares, parameters = _shares(mesh, run.model, checked, run.bytes_to_load)
     with together("writing run.json"):
         if mesh.rank == 0:
             start = Start(
                 started=datetime.now(UTC).isoformat(timespec="seconds"),
                 after_step=after_step,
-                total_steps=total_steps,
+                total_steps=run.total_steps,
                 world_size=mesh.layout.world_size,
                 layout={axis: mesh.layout.size(axis) for axis in dict.fromkeys((*DENSE_AXES, *EXPERT_AXES))},
                 device=mesh.device.type,
@@ -76,14 +61,14 @@ def record_start(
                 shares=shares,
                 micro_batch_size=config.train.micro_batch_size,
                 data_ranks=mesh.layout.data_ranks,
-                accumulation=batches.accumulation,
-                dispatch=resolved["dispatch"],
-                compute=resolved["compute"],
-                activation_checkpointing=checkpointing,
+                accumulation=run.batches.accumulation,
+                dispatch=run.resolved["dispatch"],
+                compute=run.resolved["compute"],
+                activation_checkpointing=run.checkpointing,
                 printed=list(printed),
-                plan=None if checked.predicted is None else _prediction(checked.predicted),
+                plan=_prediction(run.forecast),
             )
-            anatomy, counts = checked.anatomy, [_counts(report) for report in reports]
+            anatomy, counts = checked.anatomy, [_counts(report) for report in run.reports]
             layers = [MoeLayer(name=s.name, experts=s.num_experts, top_k=s.top_k) for s in anatomy.experts]
             record = RunRecord(
                 model_type=checked.model_config.model_type,
@@ -97,13 +82,14 @@ def record_start(
             _write(record, Path(config.output_dir))
 
 
-def _prediction(chosen: Candidate) -> Prediction:
-    """What the planner said of the layout that it chose (`parallel.ep: auto`)."""
-    seconds = chosen.speed.seconds
+def _prediction(forecast: Forecast | None) -> Prediction | None:
+    if forecast is None or forecast.candidate is None:
+        return None
+    speed = forecast.candidate.speed
     return Prediction(
-        step_seconds=seconds,
-        tokens_per_second=chosen.speed.tokens / seconds,
-        peak_memory_bytes=chosen.memory.total,
+        step_seconds=speed.seconds,
+        tokens_per_second=speed.tokens / speed.seconds,
+        peak_memory_bytes=forecast.candidate.memory.total,
     )
 
 

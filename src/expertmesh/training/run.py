@@ -29,6 +29,7 @@ from expertmesh.data import (
 from expertmesh.mesh import Mesh, current_device, init_mesh, set_timeout, start_process_group
 from expertmesh.model import load_weights, prepare_model
 from expertmesh.parallel.checkpointing import CheckpointingMode
+from expertmesh.planning.choose import Forecast, forecast
 from expertmesh.planning.search import explicit
 from expertmesh.training.checkpoints import open_checkpoints
 from expertmesh.training.control import Control
@@ -36,7 +37,7 @@ from expertmesh.training.lock import RunLock
 from expertmesh.training.loop import TrainingLoop
 from expertmesh.training.metrics import open_reporter
 from expertmesh.training.optimizer import build_optimizer, build_schedule
-from expertmesh.training.plan import plan_lines
+from expertmesh.training.plan import Prepared, plan_lines
 from expertmesh.training.preflight import ADAPTER, MODEL, Checked, preflight
 from expertmesh.training.recording import record_start
 from expertmesh.training.resume import Counters, Identity, check_start, find_start
@@ -133,28 +134,11 @@ def _train(config: Config, control: Control, checked: Checked, device: torch.dev
     with together("writing the configuration"):
         if mesh.rank == 0:
             _write_config(config, directory / "config.yaml")
-    printed: list[str] = []
-    if mesh.rank == 0:
-        if start is None and (directory / "metrics.jsonl").exists():
-            print(f"{directory} holds an unfinished run without a checkpoint; it starts again from the beginning")
-        for line in plan_lines(
-            config,
-            checked,
-            mesh,
-            model,
-            resolved,
-            reports,
-            batches,
-            total_steps=total_steps,
-            bytes_to_load=to_load,
-            checkpointing=checkpointing,
-        ):
-            print(line, flush=True)
-            printed.append(line)
-    optimizer, counters = _load(config, control, checked, mesh, model, start, changes)
-    with together("opening the metrics"):
-        reporter = open_reporter(config.log, directory, total_steps, is_main=mesh.rank == 0, done=counters.step)
-    record_start(
+    expected: Forecast | None = None
+    with together("predicting a step"):
+        if mesh.rank == 0:
+            expected = forecast(config, checked.model_config, mesh.layout)
+    run = Prepared(
         config,
         checked,
         mesh,
@@ -165,9 +149,18 @@ def _train(config: Config, control: Control, checked: Checked, device: torch.dev
         total_steps=total_steps,
         bytes_to_load=to_load,
         checkpointing=checkpointing,
-        after_step=counters.step,
-        printed=printed,
+        forecast=expected,
     )
+    printed: list[str] = []
+    if mesh.rank == 0:
+        if start is None and (directory / "metrics.jsonl").exists():
+            print(f"{directory} holds an unfinished run without a checkpoint; it starts again from the beginning")
+        printed = list(plan_lines(run))
+        print("\n".join(printed), flush=True)
+    optimizer, counters = _load(config, control, checked, mesh, model, start, changes)
+    with together("opening the metrics"):
+        reporter = open_reporter(config.log, directory, total_steps, is_main=mesh.rank == 0, done=counters.step)
+    record_start(run, after_step=counters.step, printed=printed)
     loop = TrainingLoop(
         config=config,
         mesh=mesh,
