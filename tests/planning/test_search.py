@@ -13,6 +13,7 @@ from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig, load_
 from expertmesh.config.errors import InputError
 from expertmesh.mesh import Layout
 from expertmesh.planning import search
+from expertmesh.planning.economics import economics_of
 from expertmesh.planning.facts import Facts, facts_of
 from expertmesh.planning.hardware import Devices, hardware_table, parse_devices
 from expertmesh.planning.memory import Batch, memory_of
@@ -177,8 +178,28 @@ def test_command_line_prints_the_plan_and_refuses_bad_input(
     content = json.loads(capsys.readouterr().out)
     assert content["candidates"][0]["memory"]["total"] > 0
     assert main(["plan", *small, "2x2 abacus"]) == 2
+    assert main(["plan", *small, "2x2 cpu", "--mtbf", "0"]) == 2
     assert main(["plan", *small, "2x2 cpu", "--lora", "rank=8"]) == 2
     assert main(["plan", str(directory / "nowhere"), "--devices", "1 cpu"]) == 2
+
+
+def test_budget_checkpoints_and_failures_by_hand(qwen: Facts) -> None:
+    job = Job(qwen, _devices("2x8 h200"), 64)
+    best = plan(job).best
+    assert best is not None
+    costs = economics_of(job, best, 1e9, 2.5, 16_000.0)
+    copies = best.layout.replicate
+    # Masters and two moments of one copy, in fp32, written by the nodes that hold it, 2 GB/s each.
+    assert costs.checkpoint_bytes == pytest.approx(12 * qwen.total, rel=0.001)
+    assert costs.save_seconds == pytest.approx(12 * qwen.total / (max(1, 2 / copies) * 2e9), rel=0.001)
+    assert costs.hours_between_failures == 1000
+    between = 1000 * 3600
+    assert costs.interval_seconds == pytest.approx((2 * costs.save_seconds * between) ** 0.5)
+    expected = costs.save_seconds / costs.interval_seconds + (costs.interval_seconds / 2 + 600) / between
+    assert costs.lost == pytest.approx(expected)
+    seconds = 1e9 * best.speed.seconds / (64 * 4096)
+    assert costs.hours == pytest.approx(seconds / 3600 / (1 - expected))
+    assert costs.cost == pytest.approx(costs.hours * 16 * 2.5)
 
 
 def test_axes_given_by_the_user_are_kept(qwen: Facts) -> None:

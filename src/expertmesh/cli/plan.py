@@ -51,6 +51,8 @@ def run(options: argparse.Namespace) -> int:
     for name in ("seq_len", "global_batch_size", "top"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
+    if options.mtbf is not None and not options.mtbf > 0:
+        raise InputError(f"--mtbf {options.mtbf:g}: must be more than 0 hours")
     if options.imbalance < 1:
         raise InputError(f"--imbalance {options.imbalance}: the busiest rank has at least the mean, 1")
     lora = None if options.lora is None else _lora(options.lora)
@@ -73,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     if options.yaml:
         print(_yaml(options, job, best, lora), end="")
         return 0
-    costs = economics_of(job, best, options.tokens, options.price)
+    costs = economics_of(job, best, options.tokens, options.price, options.mtbf)
     if options.json:
         print(json.dumps(_json(found, costs), indent=2))
         return 0

@@ -34,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--price", metavar="P", type=float, help="of one device and hour")
     parser.add_argument(
+        "--mtbf",
+        metavar="HOURS",
+        type=float,
+        help="hours of one device between failures (default: of the hardware table)",
+    )
+    parser.add_argument(
         "--imbalance",
         metavar="X",
         type=float,

@@ -26,15 +26,19 @@ class Economics:
     cost: float | None
 
 
-def economics_of(job: Job, candidate: Candidate, tokens: float | None, price: float | None) -> Economics:
-    """`tokens` is the budget, `price` that of a device and hour (default: the hardware table's)."""
+def economics_of(
+    job: Job, candidate: Candidate, tokens: float | None, price: float | None, device_hours_per_failure: float | None
+) -> Economics:
+    """`tokens` is the budget, `price` that of a device and hour; it and `device_hours_per_failure` default to the
+    hardware table's.
+    """
     hardware, layout = job.devices.hardware, candidate.layout
     kept = sum(state_of(job.facts, layout, stage).master for stage in range(layout.pp))
     size = kept * (1 + job.optimizer_moments) * layout.world_size / layout.replicate / layout.pp
     # The ranks of one copy write, each node at its own pace; training stands still only while the state is copied out.
     nodes = max(1.0, job.devices.nodes / layout.replicate)
     save = size / (nodes * hardware.storage)
-    between = hardware.hours_between_failures / job.devices.count * 3600
+    between = (device_hours_per_failure or hardware.hours_between_failures) / job.devices.count * 3600
     interval = sqrt(2 * save * between)
     lost = min(0.99, save / interval + (interval / 2 + RESTART_SECONDS) / between)
     hours = device_hours = cost = None
