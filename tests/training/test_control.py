@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,14 @@ def wait_until(true: Callable[[], object]) -> None:
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+@pytest.fixture
+def foreground() -> Iterator[None]:
+    """Whatever a shell starts in the background ignores Ctrl-C, the tests too, and an ignored signal stays ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def forked(function: Callable[[], None]) -> int:
@@ -53,6 +61,7 @@ def end_of(child: int) -> int:
         (signal.SIGINT, StopReason.SIGINT, 130, "Ctrl-C"),
     ],
 )
+@pytest.mark.usefixtures("foreground")
 def test_the_first_signal_inside_is_noted(number: int, reason: StopReason, code: int, name: str) -> None:
     control = Control()
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
