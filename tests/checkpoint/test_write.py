@@ -1,12 +1,18 @@
 """The writer between two saves: what goes on on its thread, and what the step that asks it never waits for."""
 
+import os
+import shutil
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
 import expertmesh as em
+from expertmesh.checkpoint.manifest import read_manifest
 from expertmesh.checkpoint.publish import publish
 from expertmesh.checkpoint.write import IDLE, PUBLISHED, WRITING, WRITTEN, CheckpointWriter
 from tests.checkpoint.tiny import Job
@@ -49,3 +55,48 @@ def _publish_slowly(directory: Path) -> None:
 
 def test_no_step_waits_for_rank_0_to_join_what_all_ranks_have_written(tmp_path: Path) -> None:
     run_ranks(_publish_slowly, 2, tmp_path)
+
+
+@contextmanager
+def _a_rank_is_lost(doing: str) -> Iterator[None]:
+    yield
+    raise ConnectionError(doing)
+
+
+def _lose_a_rank_while_publishing(directory: Path) -> None:
+    job = Job(tiny_model("qwen3_moe"), em.ParallelConfig(ep=2))
+    writer, go_on = CheckpointWriter(directory, asynchronous=True), threading.Event()
+    rename, target, remove = os.rename, directory / "step-00000001", shutil.rmtree
+
+    def renaming(*names: object) -> None:
+        go_on.wait()
+        rename(*names)  # type: ignore[arg-type]
+
+    def removing(path: Path, **options: object) -> None:
+        """What removes a directory holds on to it: renamed meanwhile, it is emptied under its new name."""
+        under_way = path.exists()
+        go_on.set()
+        while not target.exists():
+            pass
+        remove(target if under_way else path, ignore_errors=True)
+
+    with mock.patch("expertmesh.checkpoint.publish.os.rename", renaming):
+        writer.save(job.model, job.optimizer, 1, {})
+        while writer.status() != WRITTEN:
+            pass
+        dist.barrier()
+        writer.settle([WRITTEN] * 2)
+        threading.Timer(0.3, go_on.set).start()
+        with (
+            mock.patch("expertmesh.checkpoint.write.together", _a_rank_is_lost),
+            mock.patch("expertmesh.checkpoint.write.shutil.rmtree", removing),
+            pytest.raises(ConnectionError),
+        ):
+            writer.finish()
+    if dist.get_rank() == 0:
+        assert read_manifest(target).step == 1
+        assert [path.name for path in directory.iterdir()] == [target.name]
+
+
+def test_what_is_being_published_when_a_rank_is_lost_is_published_whole(tmp_path: Path) -> None:
+    run_ranks(_lose_a_rank_while_publishing, 2, tmp_path)

@@ -8,7 +8,7 @@ ever runs on that thread, and nothing of a checkpoint is visible under its name 
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,8 +161,11 @@ class CheckpointWriter:
                 if self._rank == 0:
                     (self._publishing or self._start_publishing()).result()
         except BaseException:
-            # All ranks have stopped writing: `together` lets none go on before that.
+            # All ranks have stopped writing, or one is lost, and what it leaves is removed at the next start.
             if self._rank == 0:
+                if self._publishing is not None:
+                    # A removal that has begun goes on inside the directory after the thread has renamed it.
+                    wait([self._publishing])
                 shutil.rmtree(save.temporary, ignore_errors=True)
             raise
         finally:
