@@ -17,7 +17,7 @@ from expertmesh.verification.compare import OWN_ERRORS, Distance, distances, fig
 from expertmesh.verification.proof import Proof, label
 from expertmesh.verification.reference import Expected
 from expertmesh.verification.result import Check, Figure
-from expertmesh.verification.subject import Seen
+from expertmesh.verification.seen import Seen
 
 # Chance at which counts of flips that differ are called different: once in a million verifications.
 _CHANCE = 1e-6
