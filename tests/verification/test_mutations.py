@@ -15,7 +15,7 @@ from tests.training.tiny_run import run_config, write_inputs
 
 EXPECTED = {
     "two experts exchanged": "bytes",
-    "the last token of a rank gets no expert": "forward",
+    "the first token of a rank gets no expert": "forward",
     "the router's gradient of other ranks dropped": "backward",
     "expert gradients twice as large": "backward",
     "clipped by each rank's own norm": "backward",

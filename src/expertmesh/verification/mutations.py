@@ -31,6 +31,7 @@ from expertmesh.verification.setup import Setup, in_float32
 from expertmesh.verification.subject import Subject, all_tensors
 from expertmesh.verification.update import check_update
 from expertmesh.weights.load import expert_tensors
+from expertmesh.whole import own_names
 
 Layers = Sequence[tuple[str, Callable[[Proof], list[Check]]]]
 PASSES: Layers = (("bytes", check_bytes), ("forward", check_forward), ("backward", check_backward))
@@ -79,7 +80,7 @@ def bugs(setup: Setup, scratch: Path) -> list[Bug]:
     moments = "sgd keeps no moments" if setup.config.optim.name == "sgd" else None
     return [
         Bug("two experts exchanged", "bytes", _set(tamper=_swap_experts)),
-        Bug("the last token of a rank gets no expert", "forward", _set(tamper=_drop_token)),
+        Bug("the first token of a rank gets no expert", "forward", _set(tamper=_drop_token)),
         Bug("the router's gradient of other ranks dropped", "backward", _set(tamper=_drop_router), refusal=routers),
         Bug("expert gradients twice as large", "backward", _set(tamper_gradients=_double)),
         Bug("clipped by each rank's own norm", "backward", _set(clip=_local_norm), refusal=shards),
@@ -104,19 +105,26 @@ def _set(**fields: Any) -> Callable[[Proof], None]:
 
 @torch.no_grad()
 def _swap_experts(subject: Subject) -> None:
-    """On the last rank; where it holds less than two experts, all ranks get rank 0's (transformers 45662)."""
+    """The last layer's on the last rank that has some; where it holds less than two, all ranks of its stage get those
+    of the stage's first (transformers 45662).
+    """
     state = all_tensors(subject)
     for experts in expert_tensors(subject.model)[-1:]:
         for name in experts.names:
             local = local_tensor(state[name])
             share = state[name].shape[0] // experts.count
-            if gathered(len(local)) == [len(local)] * dist.get_world_size() and len(local) >= 2 * share:
-                if subject.mesh.rank == subject.mesh.layout.world_size - 1:
-                    first = local[:share].clone()
-                    local[:share] = local[share : 2 * share]
-                    local[share : 2 * share] = first
-            else:
-                dist.broadcast(local.contiguous() if local.is_contiguous() else local, src=0)
+            shapes = gathered(tuple(local.shape) if local.numel() else None)
+            holders = [rank for rank, shape in enumerate(shapes) if shape is not None]
+            if shapes[holders[-1]][0] < 2 * share:
+                there = local.contiguous() if subject.mesh.rank == holders[0] else local.new_empty(shapes[holders[0]])
+                there = there.to(subject.mesh.device)  # ranks of other stages have nothing on their device
+                dist.broadcast(there, src=holders[0])
+                if there.shape == local.shape:
+                    local.copy_(there)
+            elif subject.mesh.rank == holders[-1]:
+                first = local[:share].clone()
+                local[:share] = local[share : 2 * share]
+                local[share : 2 * share] = first
 
 
 def _drop_token(subject: Subject) -> None:
@@ -124,11 +132,13 @@ def _drop_token(subject: Subject) -> None:
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         kept = torch.ones(output.shape[:-1], dtype=output.dtype, device=output.device)
-        kept.view(-1)[-1] = 0
+        kept.view(-1)[0] = 0  # the last one may be padding, which nobody misses
         return output * kept[..., None]
 
-    block = subject.model.get_submodule(spec.name.rpartition(".")[0] if spec.call == "dense" else spec.name)
-    block.register_forward_hook(lambda m, a, out: hook(m, a, out) if isinstance(out, Tensor) else out)
+    block = spec.name.rpartition(".")[0] if spec.call == "dense" else spec.name
+    for name in own_names(subject.model, [block]):
+        module = subject.model.get_submodule(name)
+        module.register_forward_hook(lambda m, a, out: hook(m, a, out) if isinstance(out, Tensor) else out)
 
 
 def _drop_router(subject: Subject) -> None:
@@ -140,7 +150,7 @@ def _drop_router(subject: Subject) -> None:
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(torch.zeros_like)
 
-    for name in subject.setup.anatomy.routers:
+    for name in own_names(subject.model, subject.setup.anatomy.routers):
         subject.model.get_submodule(name).register_forward_hook(hook)
 
 
@@ -155,7 +165,9 @@ def _why_no_router(setup: Setup) -> str | None:
 @torch.no_grad()
 def _double(subject: Subject) -> None:
     inside = tuple(f"{spec.name}." for spec in subject.setup.anatomy.experts)
-    found = {name: p for name, p in subject.parameters().items() if name.startswith(inside)} or subject.parameters()
+    found = {name: p for name, p in subject.parameters().items() if name.startswith(inside)}
+    if not any(gathered(bool(found))):  # adapters may leave experts alone
+        found = subject.parameters()
     for parameter in found.values():
         if parameter.grad is not None:
             local_tensor(parameter.grad).mul_(2)
