@@ -81,8 +81,9 @@ def test_a_red_check_ends_the_job_on_every_rank_with_its_figure(inputs: Path) ->
 
 
 def _misses(config: object, control: Control) -> str:
-    runner.self_test = lambda *args: [Mutation("a bug", "backward", (("forward", "logits"),))]  # type: ignore
-    with pytest.raises(IntegrityError) as caught:
+    missed = Mutation("a bug", "backward", (("forward", "logits"),))
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(IntegrityError) as caught:
+        patched.setattr(runner, "self_test", lambda *args: [missed])
         runner.verify(config, control)  # type: ignore[arg-type]
     return str(caught.value)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from expertmesh.adapters.peft_format import WEIGHTS_FILE
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
+from expertmesh.parallel.pipeline import pipeline_of
 from expertmesh.shards import local_tensor
 from expertmesh.verification.artifacts import check_artifacts
 from expertmesh.verification.backward import check_backward
@@ -72,17 +73,19 @@ def self_test(setup: Setup, expectations: Expectations, scratch: Path) -> list[M
 
 
 def bugs(setup: Setup, scratch: Path) -> list[Bug]:
-    """All bugs but the adapter's, which needs a job with adapters."""
+    """All bugs but the adapter's, which needs a job with adapters; those between stages only where there are some."""
     layout = setup.layout
     alone = "needs two data ranks" if layout.data_ranks == 1 else None
     routers = alone or _why_no_router(setup)
     shards = "needs two ranks that share a model" if layout.world_size == layout.replicate else None
     moments = "sgd keeps no moments" if setup.config.optim.name == "sgd" else None
+    between = Bug("the gradient from one stage to the one before lost", "backward", _set(tamper=_lose_between_stages))
     return [
         Bug("two experts exchanged", "bytes", _set(tamper=_swap_experts)),
         Bug("the first token of a rank gets no expert", "forward", _set(tamper=_drop_token)),
         Bug("the router's gradient of other ranks dropped", "backward", _set(tamper=_drop_router), refusal=routers),
         Bug("expert gradients twice as large", "backward", _set(tamper_gradients=_double)),
+        *([between] if layout.pp > 1 else []),
         Bug("clipped by each rank's own norm", "backward", _set(clip=_local_norm), refusal=shards),
         Bug("moments of the step before", "update", _stale, (("update", check_update),), moments),
         Bug(
@@ -160,6 +163,21 @@ def _why_no_router(setup: Setup) -> str | None:
     if setup.config.lora is not None or setup.config.moe.router == "frozen":
         return "routers are not trained"
     return None
+
+
+def _lose_between_stages(subject: Subject) -> None:
+    """On the last stage, as where a schedule and FSDP2 disagree on who runs a module's backward."""
+    pipeline = pipeline_of(subject.model)
+    if pipeline is None or not pipeline.is_last(pipeline.own_stages[-1]):
+        return
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        if hidden.requires_grad:
+            hidden.register_hook(torch.zeros_like)
+
+    first = pipeline.blocks[pipeline.stages[-1].start]
+    subject.model.get_submodule(first).register_forward_pre_hook(hook, with_kwargs=True)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.utils.generic import ModelOutput
 
+from expertmesh.mesh import Mesh
 from expertmesh.parallel.pipeline import Placeholder, pipeline_of
 from expertmesh.parallel.positions import gather
 from expertmesh.parallel.sequence import padded, sequence_share
@@ -67,11 +68,11 @@ def forward(subject: Subject, data: StepData, places: Places) -> Seen:
         else:
             _run_stages(subject, step.micro_batches, placed, noted)
     subject.model.train()
-    seen = Seen(
-        {name: places.pick(name, _joined(parts)) for name, parts in noted.outputs.items()},
-        {name: _joined(parts).cpu() for name, parts in noted.choices.items()},
-    )
-    return seen if subject.mesh.layout.pp == 1 else _of_all_stages(subject, seen)
+    tensors = {name: places.pick(name, _joined(parts)) for name, parts in noted.outputs.items()}
+    choices = {name: _joined(parts).cpu() for name, parts in noted.choices.items()}
+    if subject.mesh.layout.pp > 1:
+        tensors, choices = (_of_all_stages(subject.mesh, own) for own in (tensors, choices))
+    return Seen(tensors, choices)
 
 
 def chosen(args: Any, kwargs: Any) -> Tensor:
@@ -134,14 +135,14 @@ def _shape(batch: Any) -> tuple[int, int]:
     return rows, positions
 
 
-def _logits(model: Any, base: ModelOutput) -> Tensor:
+def _logits(model: nn.Module, base: ModelOutput) -> Tensor:
     """What the last stage's head makes of the decoder's result; gathered for that, as for the loss in evaluation."""
     hidden_BSH = base["last_hidden_state"]
     others = {key: value for key, value in base.items() if key != "last_hidden_state"}
-    assert isinstance(model, FSDPModule)
-    model.unshard()
+    root = cast(FSDPModule, model)
+    root.unshard()
     logits = head_logits(model, hidden_BSH.flatten(0, 1), partial(type(base), **others))
-    model.reshard()
+    root.reshard()
     return logits.view(*hidden_BSH.shape[:2], -1)
 
 
@@ -185,24 +186,22 @@ def _whole_rows(subject: Subject, value_BSX: Tensor) -> Tensor:
     return value_BSX
 
 
-def _of_all_stages(subject: Subject, seen: Seen) -> Seen:
-    """What every stage has seen of the same samples, on each of their ranks. Collective over pp: one gathering of
-    names, and one broadcast for each of them.
+def _of_all_stages(mesh: Mesh, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What every stage has of the same samples, on each of their ranks. Collective over pp: one gathering of names, and
+    one broadcast for each of them.
     """
-    mesh, group = subject.mesh, subject.mesh.pp_group
-    mine = [(name, tuple(value.shape), value.dtype) for part in (seen.tensors, seen.choices) for name, value in part.items()]
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, (len(seen.tensors), mine), group=group)
-    whole = Seen({}, {})
-    for rank, (tensors, parts) in enumerate(everyone):
-        for number, (name, shape, dtype) in enumerate(parts):
-            own, into = (seen.tensors, whole.tensors) if number < tensors else (seen.choices, whole.choices)
-            assert name not in into, f"{name} ran on two stages"
-            here = rank == mesh.coordinate("pp")
+    everyone: list[Any] = [None] * mesh.layout.pp
+    described = [(name, tuple(value.shape), value.dtype) for name, value in own.items()]
+    dist.all_gather_object(everyone, described, group=mesh.pp_group)
+    whole: dict[str, Tensor] = {}
+    for rank, parts in enumerate(everyone):
+        here = rank == mesh.coordinate("pp")
+        for name, shape, dtype in parts:
+            assert name not in whole, f"{name} ran on two stages"
             value = own[name].to(mesh.device) if here else torch.empty(shape, dtype=dtype, device=mesh.device)
             if value.numel():
-                dist.broadcast(value, src=dist.get_global_rank(group, rank), group=group)
-            into[name] = own[name] if here else value.cpu()
+                dist.broadcast(value, src=dist.get_global_rank(mesh.pp_group, rank), group=mesh.pp_group)
+            whole[name] = value.cpu()
     return whole
 
 
