@@ -92,8 +92,9 @@ def test_the_first_layers_alone(inputs: Path) -> None:
 
 
 def test_stages_get_two_micro_batches_each_as_far_as_the_run_has_them(inputs: Path) -> None:
-    for rows, micro_batches in ((2, 2), (8, 4)):
-        setup = _setup(inputs, "parallel.pp=2", "parallel.ep=1", f"train.global_batch_size={rows}")
+    for rows, packing, micro_batches in ((2, "false", 2), (8, "false", 4), (8, "true", 4)):
+        changes = (f"train.global_batch_size={rows}", f"data.packing={packing}")
+        setup = _setup(inputs, "parallel.pp=2", "parallel.ep=1", *changes)
         assert [len(data.batches(setup.layout, 1).micro_batches) for data in setup.steps] == [micro_batches] * 3
 
 

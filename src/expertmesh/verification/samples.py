@@ -137,7 +137,11 @@ def steps_of(
             if packing and sum(len(ids) for ids, _ in chosen) + len(cut[0]) > rows * length:
                 break
             chosen.append(cut)
-        made.append(StepData(_dataset(chosen), length, packing, train.micro_batch_size, pad_token_id))
+        step = StepData(_dataset(chosen), length, packing, train.micro_batch_size, pad_token_id)
+        while packing and step.rows() > rows:  # what is left free at the ends of rows adds up to one more
+            chosen.pop()
+            step = replace(step, dataset=_dataset(chosen))
+        made.append(step)
     return made
 
 
