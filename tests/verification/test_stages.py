@@ -9,7 +9,9 @@ from expertmesh.config import Config
 from expertmesh.shards import local_tensor
 from expertmesh.training.control import Control
 from expertmesh.verification.backward import check_backward
+from expertmesh.verification.bytes import check_bytes
 from expertmesh.verification.forward import check_forward
+from expertmesh.verification.mutations import bugs
 from expertmesh.verification.options import LAYERS, VerifyOptions
 from expertmesh.verification.proof import Proof
 from expertmesh.verification.result import Check, Report
@@ -138,3 +140,20 @@ def test_a_bug_of_the_last_stage_is_red_on_every_rank_with_its_name(inputs: Path
         assert found.status == by_name["float32: logits"].status == "fail"
         assert found.worst is not None
         assert (found.worst.tensor, found.compared) == ("model.layers.3", BLOCKS)
+
+
+def _exchanged(config: Config, options: VerifyOptions) -> list[Check]:
+    setup = set_up(config, options, 4)
+    bug = bugs(setup, Path())[0]
+    assert bug.name == "two experts exchanged"
+    proof = Proof(setup, escalates=False)
+    bug.plant(proof)
+    return check_bytes(proof)
+
+
+def test_experts_are_exchanged_also_where_each_rank_has_one(tmp_path: Path) -> None:
+    inputs = write_inputs(tmp_path / "inputs", num_experts=2, num_experts_per_tok=1)
+    config = run_config(inputs, tmp_path / "out", "parallel.pp=2", "parallel.ep=2")
+    for checks in run_ranks(_exchanged, 4, config, VerifyOptions(tokens=64)):
+        assert checks[0].status == "fail"
+        assert "model.layers.1.mlp.experts" in checks[0].note
