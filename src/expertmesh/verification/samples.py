@@ -116,9 +116,9 @@ def steps_of(
 ) -> list[StepData]:
     """`steps` steps of about `tokens` tokens, from the samples that the run trains on first, in its order.
 
-    A step has the run's rows, but at most two micro-batches per rank (and stage: so a pipeline's schedule runs in the
-    order that the run has, with some of it between filling and emptying), cut to what the tokens allow and to no less
-    than `LEAST_LENGTH`; of a long sample the part that ends with its last target stays. A small data set is used again.
+    A step has the run's rows, but at most two micro-batches per rank (times pp, so that a pipeline runs in the schedule
+    of the run and has something to do between filling and emptying), cut to what the tokens allow and to no less than
+    `LEAST_LENGTH`; of a long sample the part that ends with its last target stays. A small data set is used again.
     """
     train, packing = config.train, config.data.packing
     per_pass = train.micro_batch_size * layout.data_ranks
