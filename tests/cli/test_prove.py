@@ -63,6 +63,12 @@ def test_a_model_alone_is_verified_on_random_tokens(inputs: Path, started: list[
     assert asked.report is None
 
 
+def test_stages_get_micro_batches_to_pass_on(inputs: Path, started: list[tuple[Config, RunOptions]]) -> None:
+    assert main(["verify", "--model", str(inputs / "model"), "--parallel", "pp=2 ep=2 fsdp=2"]) == 0
+    ((config, options),) = started
+    assert (config.parallel.pp, config.train.global_batch_size, options.nproc) == (2, 8, 4)
+
+
 def test_a_directory_is_a_checkpoint_as_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(tmp_path)]) == 2
     assert "checkpoint" in capsys.readouterr().err

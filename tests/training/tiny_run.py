@@ -24,11 +24,11 @@ STEPS, GLOBAL_BATCH = 3, 4
 TIMES = ("tokens_per_second", "peak_memory_bytes", "elapsed_seconds")
 
 
-def write_inputs(root: Path, family: str = "qwen3_moe") -> Path:
-    """Write `root/model` and `root/train.jsonl`; returns `root`."""
+def write_inputs(root: Path, family: str = "qwen3_moe", **changes: Any) -> Path:
+    """Write `root/model`, its config with `changes`, and `root/train.jsonl`; returns `root`."""
     root.mkdir(parents=True, exist_ok=True)
     tokenizer = bpe_tokenizer(CHATML)
-    model: Any = tiny_model(family, vocab_size=len(tokenizer))
+    model: Any = tiny_model(family, vocab_size=len(tokenizer), **changes)
     model.save_pretrained(root / "model")
     tokenizer.save_pretrained(root / "model")
     (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))

@@ -1,15 +1,13 @@
-"""What of a job on tp, cp or pp can be verified is, and the rest is refused by name before weights are read."""
+"""A job on tp or cp is verified in all layers, and on any axis in its bytes alone; stages are in test_stages.py."""
 
 from pathlib import Path
 
 import pytest
 
-from expertmesh.config.errors import InputError
 from expertmesh.training.control import Control
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.result import Report
 from expertmesh.verification.run import verify
-from expertmesh.verification.setup import set_up
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
@@ -19,19 +17,16 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def test_what_a_job_on_stages_computes_is_refused_by_name(inputs: Path) -> None:
-    config = run_config(inputs, inputs / "out", "parallel.pp=2", "parallel.ep=1")
-    for options in (VerifyOptions(), VerifyOptions(only=("bytes",), self_test=True)):
-        with pytest.raises(InputError, match=r"parallel\.pp is 2.*parallel\.pp=1.*--only bytes"):
-            set_up(config, options, 2)
-
-
 @pytest.mark.parametrize("axes", ["tp", "cp"])
 def test_a_job_on_shared_rows_is_verified_and_its_bugs_are_caught(inputs: Path, axes: str) -> None:
     config = run_config(inputs, inputs / "out", f"parallel.{axes}=2", "parallel.ep=2")
     options = VerifyOptions(tokens=256, self_test=True, report=str(inputs / f"{axes}-all.json"))
     reports: list[Report] = run_ranks(verify, 2, config, Control(arguments=options.dump()), timeout=110)
     assert [report.status for report in reports] == ["pass", "pass"], reports[0].failures
+    chosen = next(check for layer in reports[0].layers for check in layer.checks if "experts chosen" in check.name)
+    assert (
+        chosen.compared == 2 * reports[0].facts["tokens_of_a_step"]
+    )  # by one of the ranks that share rows, in 2 layers
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp", "pp"])

@@ -15,7 +15,7 @@ from tests.training.tiny_run import run_config, write_inputs
 
 EXPECTED = {
     "two experts exchanged": "bytes",
-    "the last token of a rank gets no expert": "forward",
+    "the first token of a rank gets no expert": "forward",
     "the router's gradient of other ranks dropped": "backward",
     "expert gradients twice as large": "backward",
     "clipped by each rank's own norm": "backward",
@@ -81,9 +81,11 @@ def test_a_red_check_ends_the_job_on_every_rank_with_its_figure(inputs: Path) ->
 
 
 def _misses(config: object, control: Control) -> str:
-    runner.self_test = lambda *args: [Mutation("a bug", "backward", (("forward", "logits"),))]  # type: ignore
-    with pytest.raises(IntegrityError) as caught:
-        runner.verify(config, control)  # type: ignore[arg-type]
+    missed = Mutation("a bug", "backward", (("forward", "logits"),))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(runner, "self_test", lambda *args: [missed])
+        with pytest.raises(IntegrityError) as caught:
+            runner.verify(config, control)  # type: ignore[arg-type]
     return str(caught.value)
 
 

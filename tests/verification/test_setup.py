@@ -91,6 +91,29 @@ def test_the_first_layers_alone(inputs: Path) -> None:
     assert _setup(inputs, layers=2).dropped is None
 
 
+def test_stages_get_two_micro_batches_each_as_far_as_the_run_has_them(inputs: Path) -> None:
+    for rows, packing, micro_batches in ((2, "false", 2), (8, "false", 4), (8, "true", 4)):
+        changes = (f"train.global_batch_size={rows}", f"data.packing={packing}")
+        setup = _setup(inputs, "parallel.pp=2", "parallel.ep=1", *changes)
+        assert [len(data.batches(setup.layout, 1).micro_batches) for data in setup.steps] == [micro_batches] * 3
+
+
+def test_stages_that_cannot_run_are_refused(inputs: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"parallel\.pp"):
+        _setup(inputs, "parallel.pp=2", "parallel.ep=1", layers=1)
+    deeper = write_inputs(tmp_path / "deeper", num_hidden_layers=4)
+    config = run_config(
+        deeper,
+        tmp_path / "run",
+        "parallel.pp=2",
+        "parallel.ep=1",
+        "parallel.pp_virtual_stages=2",
+        "train.global_batch_size=5",
+    )
+    with pytest.raises(InputError, match=r"parallel\.pp_schedule: interleaved_1f1b runs micro-batches in 2 equal"):
+        set_up(config, VerifyOptions(), 2)
+
+
 def test_layers_without_experts_are_refused(inputs: Path) -> None:
     with pytest.raises(InputError, match=r"--layers 1: .*no routed experts.*keep more layers"):
         _setup(inputs, "parallel.ep=1", family="deepseek_v3", layers=1)

@@ -118,13 +118,13 @@ def _ranks(sizes: dict[str, int], nproc: int | None) -> int | None:
 
 
 def _configuration(model: str, sizes: dict[str, int], overrides: list[str], nproc: int | None) -> Config:
-    """What `--model` stands for: two micro-batches of one row on each data rank, and defaults."""
+    """What `--model` stands for: two micro-batches of one row on each data rank (and pp rank), and defaults."""
     ranks = int(os.environ["WORLD_SIZE"]) if in_job() else local_ranks(nproc)
     shared = sizes.get("cp", 1) * sizes.get("tp", 1) * sizes.get("pp", 1)
     values = {
         "model": {"name_or_path": model},
         "data": {"train": [{"path": _NO_DATA}], "max_length": _LENGTH, "packing": False},
-        "train": {"global_batch_size": 2 * max(1, ranks // shared)},
+        "train": {"global_batch_size": 2 * sizes.get("pp", 1) * max(1, ranks // shared)},
         "parallel": dict(sizes),
         "output_dir": "expertmesh-verify",
     }

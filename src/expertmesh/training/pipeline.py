@@ -28,6 +28,7 @@ from torch.distributed.pipelining import (
 from transformers.utils.generic import ModelOutput
 
 from expertmesh.config.errors import ExpertmeshError, InputError
+from expertmesh.mesh import Layout
 from expertmesh.parallel.pipeline import Pipeline, running
 from expertmesh.parallel.sequence import lengthened, sequence_share
 from expertmesh.training.base_model import run_base
@@ -64,7 +65,7 @@ def run_pipeline(
     count, backward = len(batches), torch.is_grad_enabled()
     run = _Run(model, pipeline, batches, term, router_logits)
     stages = [_torch_stage(run, number, backward) for number in pipeline.own_stages]
-    kind: Any = schedule_kind(pipeline, count)
+    kind: Any = schedule_kind(pipeline.mesh.layout, count)
     one_each = pipeline.mesh.layout.pp_virtual_stages == 1
     schedule = kind(stages[0] if one_each else stages, count, loss_fn=_is_the_loss, scale_grads=False)
     numbers = torch.arange(count)
@@ -79,11 +80,10 @@ def run_pipeline(
         raise
 
 
-def schedule_kind(pipeline: Pipeline, micro_batches: int) -> type:
+def schedule_kind(layout: Layout, micro_batches: int) -> type:
     """The schedule of a step. Where too few micro-batches are left for the one that is set (as in the last step of an
     epoch), all forwards run before all backwards; results are the same.
     """
-    layout = pipeline.mesh.layout
     if layout.pp_virtual_stages > 1:
         return ScheduleInterleaved1F1B if interleaves(micro_batches, layout.pp) else ScheduleLoopedBFS
     return Schedule1F1B if layout.pp_schedule == "1f1b" and micro_batches >= layout.pp else ScheduleGPipe

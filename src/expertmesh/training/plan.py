@@ -101,7 +101,7 @@ def _stage_lines(pipeline: Pipeline, micro_batches: int) -> Iterator[str]:
         parts += ["final norm and head"] if stage == last else []
         yield f"{stage}: {', '.join(parts)} on {ranks}"
     name: str = layout.pp_schedule
-    if name == "1f1b" and schedule_kind(pipeline, micro_batches) is ScheduleGPipe:
+    if name == "1f1b" and schedule_kind(layout, micro_batches) is ScheduleGPipe:
         name = "gpipe (which 1f1b is with fewer micro-batches than stages)"
     bubble = bubble_fraction(layout, micro_batches)
     yield f"{name}, {micro_batches} micro-batches a step; ranks wait {bubble:.0%} of it if stages are equally fast"

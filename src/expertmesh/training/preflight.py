@@ -97,12 +97,12 @@ def preflight(config: Config, world_size: int) -> Checked:
     if layout.pp > 1:
         plan_cut(model, anatomy, layout)
         accumulation = accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
-        _refuse_interleaving(layout, accumulation)
+        refuse_interleaving(layout, accumulation)
     load_tokenizer(config.model)
     return Checked(model_config, directory, anatomy, layout, chosen.reason)
 
 
-def _refuse_interleaving(layout: Layout, accumulation: int) -> None:
+def refuse_interleaving(layout: Layout, accumulation: int) -> None:
     """A schedule that only some steps could run is refused, rather than replaced in all of them."""
     if layout.pp_virtual_stages > 1 and not interleaves(accumulation, layout.pp):
         rounds = accumulation // layout.pp

@@ -31,10 +31,12 @@ from expertmesh.verification.compare import OWN_ERRORS, Distance, distances, fig
 from expertmesh.verification.proof import Proof
 from expertmesh.verification.reference import Batch, Reference
 from expertmesh.verification.result import Check
-from expertmesh.verification.subject import Places, Subject
+from expertmesh.verification.seen import Places, forward
+from expertmesh.verification.subject import Subject
 from expertmesh.verification.update import free_memory
 from expertmesh.weights.agree import from_first, together
 from expertmesh.weights.save import save_model
+from expertmesh.whole import whole_of
 
 _SHARE_OF_MEMORY = 0.5
 SAVED = "saved model in plain transformers"
@@ -56,7 +58,7 @@ def check_artifacts(proof: Proof, scratch: Path, *, merges: bool = True) -> list
     job.backward(subject, subject.batches(data))
     job.clip(subject, setup.config.optim.max_grad_norm)
     job.update(subject)
-    logits = job.forward(subject, data, Places(0)).tensors["logits"]
+    logits = forward(subject, data, Places(0)).tensors["logits"]
     if setup.config.lora is None:
         why = "this run trains no adapters"
         return [
@@ -186,7 +188,7 @@ def _merged(proof: Proof, adapter: Path, target: Path) -> Any:
 
 def _fits(subject: Subject) -> bool:
     """Whether rank 0 can hold the whole model, as it says on all ranks."""
-    elements = sum(parameter.numel() for parameter in subject.model.parameters())
+    elements = sum(parameter.numel() for parameter in whole_of(subject.model).parameters())
     size = 8 if subject.precision.params == "float64" else 4
     return int(from_first(str(free_memory()))) * _SHARE_OF_MEMORY > 2 * elements * size
 

@@ -17,7 +17,7 @@ from expertmesh.verification.compare import OWN_ERRORS, Distance, distances, fig
 from expertmesh.verification.proof import Proof, label
 from expertmesh.verification.reference import Expected
 from expertmesh.verification.result import Check, Figure
-from expertmesh.verification.subject import Seen
+from expertmesh.verification.seen import Seen
 
 # Chance at which counts of flips that differ are called different: once in a million verifications.
 _CHANCE = 1e-6
@@ -57,7 +57,8 @@ def _in_bf16(proof: Proof, precision: PrecisionConfig) -> list[Check]:
     """fp32 is the truth, the unsharded bf16 model the yardstick."""
     name = label(precision)
     seen = proof.seen(precision)
-    flips = _flips(seen, proof.expected(torch.bfloat16).seen, proof.expected(torch.float32).seen, name)
+    speaks = proof.subject(proof.precisions[0]).speaks
+    flips = _flips(seen, proof.expected(torch.bfloat16).seen, proof.expected(torch.float32).seen, name, speaks)
     exact, own = (proof.following(dtype, precision) for dtype in (torch.float32, torch.bfloat16))
     found = list(figures(_distances(proof, seen, exact), 0.0, _distances(proof, own.seen, exact)))
     mean_error = sum(gathered(float((own.token_losses - exact.token_losses).abs().sum()))) / exact.targets
@@ -115,7 +116,7 @@ def _follow_ties(proof: Proof, seen: Seen, dtype: torch.dtype, limit: float) -> 
     `limit`; the reference then runs again and takes the job's side, since everything after a tie may differ.
     """
     forced: dict[str, tuple[Tensor, Tensor]] = {}
-    ties = 0
+    speaks, ties = proof.subject(proof.precisions[0]).speaks, 0
     while True:
         expected = proof.expected(dtype)
         mine: dict[str, tuple[int, int, int]] = {}
@@ -126,7 +127,8 @@ def _follow_ties(proof: Proof, seen: Seen, dtype: torch.dtype, limit: float) -> 
                 # A router without a choice among scores (by a hash of the token, for one) has no ties.
                 margin_T = expected.margins.get(module, torch.full(differs.shape, math.inf))
                 tied[module] = differs & (margin_T[: len(differs)] <= limit)
-                mine[module] = len(differs), int(differs.sum()), int(tied[module].sum())
+                if speaks:  # others that share its rows have the same
+                    mine[module] = len(differs), int(differs.sum()), int(tied[module].sum())
         totals: dict[str, list[int]] = {}
         for part in gathered(mine):
             for module, counts in part.items():
@@ -143,13 +145,14 @@ def _follow_ties(proof: Proof, seen: Seen, dtype: torch.dtype, limit: float) -> 
         proof.follow(forced)
 
 
-def _flips(seen: Seen, own: Seen, exact: Seen, precision: str) -> Check:
+def _flips(seen: Seen, own: Seen, exact: Seen, precision: str, speaks: bool) -> Check:
     """Choices that differ from fp32's: in the job alone, and in the unsharded bf16 model alone. Equal chances would
     give equal counts; the check fails where the job has more than 1.5 times as many and chance does not explain it.
+    Each token counts once: on the rank that `speaks` for it.
     """
     alone = theirs = both = tokens = 0
     for module, wanted in exact.choices.items():
-        if module in seen.choices:
+        if speaks and module in seen.choices:
             job, unsharded = (_differ(each.choices[module], wanted) for each in (seen, own))
             tokens += len(job)
             alone, theirs = alone + int((job & ~unsharded).sum()), theirs + int((unsharded & ~job).sum())

@@ -45,7 +45,7 @@ def check_metamorphic(proof: Proof, scratch: Path) -> list[Check]:
     checks.append(_checkpointing(proof, subject, base))
     checks.append(_accumulation(proof, subject))
     checks.append(_packing(proof, subject))
-    elements = {name: parameter.numel() for name, parameter in subject.parameters().items()}
+    elements = _elements(subject)
     del subject
     gc.collect()
     checks += _expert_parallel(proof, base, elements)
@@ -87,7 +87,9 @@ def _same(proof: Proof, name: str, one: _Taken, other: _Taken, elements: dict[st
 
 
 def _elements(subject: Subject) -> dict[str, int]:
-    return {name: parameter.numel() for name, parameter in subject.parameters().items()}
+    """Of each trained tensor of all stages. One gathering."""
+    mine = {name: parameter.numel() for name, parameter in subject.parameters().items()}
+    return {name: count for part in gathered(mine) for name, count in part.items()}
 
 
 def _checkpointing(proof: Proof, subject: Subject, base: _Taken) -> Check:
@@ -185,4 +187,5 @@ def _prints(subject: Subject) -> dict[str, int]:
         for slot, value in subject.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 tensors[f"{slot} of {name}"] = value
-    return {name: fingerprint(local_tensor(tensor)) for name, tensor in tensors.items() if tensor.numel()}
+    held = ((name, local_tensor(tensor)) for name, tensor in tensors.items())
+    return {name: fingerprint(local) for name, local in held if local.numel()}

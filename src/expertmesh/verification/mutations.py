@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from expertmesh.adapters.peft_format import WEIGHTS_FILE
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
+from expertmesh.parallel.pipeline import pipeline_of
 from expertmesh.shards import local_tensor
 from expertmesh.verification.artifacts import check_artifacts
 from expertmesh.verification.backward import check_backward
@@ -31,6 +32,7 @@ from expertmesh.verification.setup import Setup, in_float32
 from expertmesh.verification.subject import Subject, all_tensors
 from expertmesh.verification.update import check_update
 from expertmesh.weights.load import expert_tensors
+from expertmesh.whole import own_names
 
 Layers = Sequence[tuple[str, Callable[[Proof], list[Check]]]]
 PASSES: Layers = (("bytes", check_bytes), ("forward", check_forward), ("backward", check_backward))
@@ -71,17 +73,19 @@ def self_test(setup: Setup, expectations: Expectations, scratch: Path) -> list[M
 
 
 def bugs(setup: Setup, scratch: Path) -> list[Bug]:
-    """All bugs but the adapter's, which needs a job with adapters."""
+    """All bugs but the adapter's, which needs a job with adapters; those between stages only where there are some."""
     layout = setup.layout
     alone = "needs two data ranks" if layout.data_ranks == 1 else None
     routers = alone or _why_no_router(setup)
     shards = "needs two ranks that share a model" if layout.world_size == layout.replicate else None
     moments = "sgd keeps no moments" if setup.config.optim.name == "sgd" else None
+    between = Bug("the gradient from one stage to the one before lost", "backward", _set(tamper=_lose_between_stages))
     return [
         Bug("two experts exchanged", "bytes", _set(tamper=_swap_experts)),
-        Bug("the last token of a rank gets no expert", "forward", _set(tamper=_drop_token)),
+        Bug("the first token of a rank gets no expert", "forward", _set(tamper=_drop_token)),
         Bug("the router's gradient of other ranks dropped", "backward", _set(tamper=_drop_router), refusal=routers),
         Bug("expert gradients twice as large", "backward", _set(tamper_gradients=_double)),
+        *([between] if layout.pp > 1 else []),
         Bug("clipped by each rank's own norm", "backward", _set(clip=_local_norm), refusal=shards),
         Bug("moments of the step before", "update", _stale, (("update", check_update),), moments),
         Bug(
@@ -104,19 +108,26 @@ def _set(**fields: Any) -> Callable[[Proof], None]:
 
 @torch.no_grad()
 def _swap_experts(subject: Subject) -> None:
-    """On the last rank; where it holds less than two experts, all ranks get rank 0's (transformers 45662)."""
+    """The last layer's on the last rank that has some; where it holds less than two, all ranks of its stage get those
+    of the stage's first (transformers 45662).
+    """
     state = all_tensors(subject)
     for experts in expert_tensors(subject.model)[-1:]:
         for name in experts.names:
             local = local_tensor(state[name])
             share = state[name].shape[0] // experts.count
-            if gathered(len(local)) == [len(local)] * dist.get_world_size() and len(local) >= 2 * share:
-                if subject.mesh.rank == subject.mesh.layout.world_size - 1:
-                    first = local[:share].clone()
-                    local[:share] = local[share : 2 * share]
-                    local[share : 2 * share] = first
-            else:
-                dist.broadcast(local.contiguous() if local.is_contiguous() else local, src=0)
+            shapes = gathered(tuple(local.shape) if local.numel() else None)
+            holders = [rank for rank, shape in enumerate(shapes) if shape is not None]
+            if shapes[holders[-1]][0] < 2 * share:
+                there = local.contiguous() if subject.mesh.rank == holders[0] else local.new_empty(shapes[holders[0]])
+                there = there.to(subject.mesh.device)  # ranks of other stages have nothing on their device
+                dist.broadcast(there, src=holders[0])
+                if there.shape == local.shape:
+                    local.copy_(there)
+            elif subject.mesh.rank == holders[-1]:
+                first = local[:share].clone()
+                local[:share] = local[share : 2 * share]
+                local[share : 2 * share] = first
 
 
 def _drop_token(subject: Subject) -> None:
@@ -124,11 +135,13 @@ def _drop_token(subject: Subject) -> None:
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         kept = torch.ones(output.shape[:-1], dtype=output.dtype, device=output.device)
-        kept.view(-1)[-1] = 0
+        kept.view(-1)[0] = 0  # the last one may be padding, which nobody misses
         return output * kept[..., None]
 
-    block = subject.model.get_submodule(spec.name.rpartition(".")[0] if spec.call == "dense" else spec.name)
-    block.register_forward_hook(lambda m, a, out: hook(m, a, out) if isinstance(out, Tensor) else out)
+    block = spec.name.rpartition(".")[0] if spec.call == "dense" else spec.name
+    for name in own_names(subject.model, [block]):
+        module = subject.model.get_submodule(name)
+        module.register_forward_hook(lambda m, a, out: hook(m, a, out) if isinstance(out, Tensor) else out)
 
 
 def _drop_router(subject: Subject) -> None:
@@ -140,7 +153,7 @@ def _drop_router(subject: Subject) -> None:
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(torch.zeros_like)
 
-    for name in subject.setup.anatomy.routers:
+    for name in own_names(subject.model, subject.setup.anatomy.routers):
         subject.model.get_submodule(name).register_forward_hook(hook)
 
 
@@ -152,10 +165,27 @@ def _why_no_router(setup: Setup) -> str | None:
     return None
 
 
+def _lose_between_stages(subject: Subject) -> None:
+    """On the last stage, as where a schedule and FSDP2 disagree on who runs a module's backward."""
+    pipeline = pipeline_of(subject.model)
+    if pipeline is None or not pipeline.is_last(pipeline.own_stages[-1]):
+        return
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        if hidden.requires_grad:
+            hidden.register_hook(torch.zeros_like)
+
+    first = pipeline.blocks[pipeline.stages[-1].start]
+    subject.model.get_submodule(first).register_forward_pre_hook(hook, with_kwargs=True)
+
+
 @torch.no_grad()
 def _double(subject: Subject) -> None:
     inside = tuple(f"{spec.name}." for spec in subject.setup.anatomy.experts)
-    found = {name: p for name, p in subject.parameters().items() if name.startswith(inside)} or subject.parameters()
+    found = {name: p for name, p in subject.parameters().items() if name.startswith(inside)}
+    if not any(gathered(bool(found))):  # adapters may leave experts alone
+        found = subject.parameters()
     for parameter in found.values():
         if parameter.grad is not None:
             local_tensor(parameter.grad).mul_(2)

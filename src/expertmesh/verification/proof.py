@@ -16,8 +16,9 @@ from expertmesh.config import PrecisionConfig
 from expertmesh.verification import subject as job
 from expertmesh.verification.compare import TOLERANCE
 from expertmesh.verification.reference import Expected, Reference
+from expertmesh.verification.seen import Places, Seen, forward
 from expertmesh.verification.setup import Setup, in_float32
-from expertmesh.verification.subject import Outcome, Places, Seen, Subject
+from expertmesh.verification.subject import Outcome, Subject
 
 Tamper = Callable[[Subject], None]
 
@@ -90,7 +91,7 @@ class Proof:
     def seen(self, precision: PrecisionConfig) -> Seen:
         key = label(precision)
         if key not in self._seen:
-            self._seen[key] = job.forward(self.subject(precision), self.setup.steps[0], Places(0))
+            self._seen[key] = forward(self.subject(precision), self.setup.steps[0], Places(0))
         return self._seen[key]
 
     def graded(self, precision: PrecisionConfig) -> Graded:

@@ -25,10 +25,11 @@ from expertmesh.experts.balance import attached_balance
 from expertmesh.experts.module_list import FusedExperts
 from expertmesh.shards import Box, extents, full_box, intersect, slices
 from expertmesh.verification.samples import Placed, StepData
+from expertmesh.verification.seen import Places, Seen
 from expertmesh.verification.setup import Setup
 from expertmesh.verification.sources import Adapted, FileWeights
 from expertmesh.verification.streaming import Streamed, Weights
-from expertmesh.verification.subject import Places, Seen, Subject, boxes
+from expertmesh.verification.subject import Subject, boxes
 from expertmesh.verification.watch import ReferenceWatch
 
 

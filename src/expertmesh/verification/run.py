@@ -21,6 +21,7 @@ from expertmesh.config import Config
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.mesh import current_device, start_process_group
 from expertmesh.training.control import Control
+from expertmesh.training.pipeline import schedule_kind
 from expertmesh.verification.artifacts import check_artifacts
 from expertmesh.verification.backward import check_backward
 from expertmesh.verification.bytes import check_bytes
@@ -121,6 +122,7 @@ def _facts(setup: Setup, options: VerifyOptions) -> dict[str, Any]:
         "layers": setup.layers[0],
         "layers_of_the_model": setup.layers[1],
         "layout": {axis: layout.size(axis) for axis in ("pp", "replicate", "fsdp", "cp", "tp", "ep", "efsdp")},
+        "schedule": _schedule(setup),
         "ranks": layout.world_size,
         "device": current_device().type,
         "precision": label(config.precision),
@@ -136,11 +138,21 @@ def _facts(setup: Setup, options: VerifyOptions) -> dict[str, Any]:
     }
 
 
+def _schedule(setup: Setup) -> str | None:
+    """In which order the first step's micro-batches go through pipeline stages."""
+    if setup.layout.pp == 1:
+        return None
+    count = len(setup.steps[0].batches(setup.layout, dist.get_rank()).micro_batches)
+    name = schedule_kind(setup.layout, count).__name__.removeprefix("Schedule")
+    return f"{name} over {count} micro-batch{'es' if count > 1 else ''}"
+
+
 def _head(setup: Setup, facts: dict[str, Any]) -> Iterator[str]:
     kept, every = setup.layers
     layers = f"{every} layers" if kept == every else f"the first {kept} of {every} layers"
     yield f"model       {facts['model']}: {facts['model_type']}, {layers}, {facts['precision']}"
     axes = " × ".join(f"{axis} {size}" for axis, size in facts["layout"].items() if size > 1) or "one process"
+    axes += f", {facts['schedule']}" if facts["schedule"] else ""
     yield f"job         {facts['ranks']} rank{'s' if facts['ranks'] > 1 else ''} ({facts['device']}): {axes}"
     how = "packed" if facts["packing"] else "padded"
     yield (

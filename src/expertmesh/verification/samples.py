@@ -116,12 +116,13 @@ def steps_of(
 ) -> list[StepData]:
     """`steps` steps of about `tokens` tokens, from the samples that the run trains on first, in its order.
 
-    A step has the run's rows, but at most two micro-batches per rank, cut to what the tokens allow and to no less than
+    A step has the run's rows, but at most two micro-batches per rank (times pp, so that a pipeline runs in the schedule
+    of the run and has something to do between filling and emptying), cut to what the tokens allow and to no less than
     `LEAST_LENGTH`; of a long sample the part that ends with its last target stays. A small data set is used again.
     """
     train, packing = config.train, config.data.packing
     per_pass = train.micro_batch_size * layout.data_ranks
-    rows = per_pass * min(2, train.global_batch_size // per_pass)
+    rows = per_pass * min(2 * layout.pp, train.global_batch_size // per_pass)
     length = min(config.data.max_length, max(LEAST_LENGTH, tokens // rows))
     longest = max(LEAST_LENGTH // 2, length // 2) if packing else length
     order = np.arange(len(dataset))
@@ -136,7 +137,11 @@ def steps_of(
             if packing and sum(len(ids) for ids, _ in chosen) + len(cut[0]) > rows * length:
                 break
             chosen.append(cut)
-        made.append(StepData(_dataset(chosen), length, packing, train.micro_batch_size, pad_token_id))
+        step = StepData(_dataset(chosen), length, packing, train.micro_batch_size, pad_token_id)
+        while packing and step.rows() > rows:  # what is left free at the ends of rows adds up to one more
+            chosen.pop()
+            step = replace(step, dataset=_dataset(chosen))
+        made.append(step)
     return made
 
 

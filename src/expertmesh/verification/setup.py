@@ -22,8 +22,9 @@ from expertmesh.data import build_dataset, load_tokenizer, padding_token_id
 from expertmesh.data.loader import accumulation_of
 from expertmesh.experts.layer import choose_backend
 from expertmesh.mesh import Layout, resolve_layout
+from expertmesh.parallel.pipeline import plan_cut
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_model
-from expertmesh.training.preflight import packing_refusal
+from expertmesh.training.preflight import packing_refusal, refuse_interleaving
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.samples import StepData, random_dataset, steps_of
 from expertmesh.weights.skeleton import build_meta_model, read_model_config
@@ -90,17 +91,19 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
     model = _built(config, model_config)
     anatomy = _checked_anatomy(model, kept)
     layout = resolve_layout(config.parallel, world_size, anatomy.num_experts)
-    _refuse_axes(layout, options)
     for spec in anatomy.experts:
         expert_shard_dim(spec, layout)
         choose_backend(spec, config.moe.compute, getattr(torch, config.precision.compute))
-    accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
+    accumulation = accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
     refusal = packing_refusal(model)
     if config.data.packing and refusal is not None:
         raise InputError(f"data.packing: {refusal}; set data.packing to false")
     if config.lora is not None:
         adapt(model, config.lora, getattr(torch, config.precision.params), config.model.name_or_path)
     refuse_model(model, anatomy, config.moe)
+    if layout.pp > 1:
+        plan_cut(model, anatomy, layout)
+        refuse_interleaving(layout, accumulation)
     vocabulary = int(model_config.get_text_config().vocab_size)
     if options.random_data:
         dataset, pad = random_dataset(vocabulary, config.data.max_length, 64, config.train.seed), 0
@@ -122,15 +125,6 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
         dropped,
         refusal is None,
     )
-
-
-def _refuse_axes(layout: Layout, options: VerifyOptions) -> None:
-    """Beside its bytes, a job is compared where one rank sees the output of every block."""
-    if layout.pp > 1 and (options.self_test or options.only != ("bytes",)):
-        raise InputError(
-            f"verify: parallel.pp is {layout.pp}, and what a job computes is compared only where each rank has the "
-            "whole model; verify with parallel.pp=1, or the bytes alone with --only bytes"
-        )
 
 
 def in_float32(precision: PrecisionConfig) -> PrecisionConfig:

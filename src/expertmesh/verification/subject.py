@@ -1,13 +1,11 @@
 """The sharded job under proof: built, filled, run and stepped by the calls that training makes.
 
-Beyond that it only looks: hooks note what blocks give and which experts are chosen, gradients are read where they are.
-All functions are collective: every rank calls them alike.
+Beyond that it only looks: gradients are read where they are; what a forward shows is in seen.py. Of a job with pipeline
+stages a rank has what its stages have, by the names of the whole model. All functions are collective: every rank calls
+them alike.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,17 +21,16 @@ from expertmesh.data import Step
 from expertmesh.experts.balance import attached_balance, update_router_bias
 from expertmesh.mesh import Mesh, init_mesh, set_timeout
 from expertmesh.model import prepare_model
-from expertmesh.parallel.positions import gather
-from expertmesh.parallel.sequence import padded, sequence_share
 from expertmesh.shards import Box, local_box, local_tensor, owns_copy, slices
 from expertmesh.training.optimizer import build_optimizer
 from expertmesh.training.run import checkpointing_mode
 from expertmesh.training.step import forward_backward
-from expertmesh.verification.samples import Placed, StepData
+from expertmesh.verification.samples import StepData
 from expertmesh.verification.setup import Setup
 from expertmesh.verification.sources import adapter_shapes, adapter_value
 from expertmesh.weights.load import fill
 from expertmesh.weights.mapping import model_tensors
+from expertmesh.whole import own_parameters
 
 
 @dataclass(slots=True)
@@ -59,8 +56,8 @@ class Subject:
         return rank % (layout.cp * layout.tp) == 0 and rank < layout.world_size // layout.pp
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What this rank trains a part of, by name."""
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        """What this rank trains a part of, by the names of the whole model."""
+        return {name: p for name, p in own_parameters(self.model).items() if p.requires_grad}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,117 +165,6 @@ def boxes(subject: Subject) -> dict[str, Box]:
 def owned(subject: Subject) -> dict[str, bool]:
     """Of which tensors this rank's part counts, where several ranks hold the same."""
     return {name: owns_copy(parameter) for name, parameter in subject.parameters().items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What a forward showed of this data rank's samples: `tensors` by name `[T, ...]`, `choices` `[T, K]` by module."""
-
-    tensors: dict[str, Tensor]
-    choices: dict[str, Tensor]
-
-
-@torch.no_grad()
-def forward(subject: Subject, data: StepData, places: "Places") -> Seen:
-    """Logits, what every block gives, and the experts chosen, of the samples of this data rank; in evaluation."""
-    step, placed = subject.batches(data), data.placed(subject.mesh.layout, subject.mesh.rank)
-    tensors: dict[str, list[Tensor]] = {}
-    choices: dict[str, list[Tensor]] = {}
-    subject.model.eval()
-    share = sequence_share(subject.model)
-    for number, batch in enumerate(padded(each, share) for each in step.micro_batches):
-        shape = tuple(batch["input_ids"].shape)
-        mine = [sample for sample in placed if sample.micro == number]
-        inputs = {key: v for key, v in batch.items() if key not in ("labels", "row_numbers", "real_tokens")}
-        with _noting(subject) as noted:
-            logits = subject.model(**inputs, use_cache=False).logits
-        noted.outputs["logits"] = logits
-        for name, value in noted.outputs.items():
-            tensors.setdefault(name, []).append(_cut_out(_whole_rows(subject, value), mine))
-        for name, index in noted.choices.items():
-            if index.shape[0] * share.parts == shape[0] * shape[1]:
-                index_BSK = _whole_rows(subject, index.view(shape[0], -1, index.shape[-1]))
-                choices.setdefault(name, []).append(_cut_out(index_BSK, mine))
-    subject.model.train()
-    return Seen(
-        {name: places.pick(name, torch.cat(values)) for name, values in tensors.items()},
-        {name: torch.cat(values).cpu() for name, values in choices.items()},
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Which of a data rank's tokens are kept of wide tensors: all of them, or a sample that `seed` decides."""
-
-    tokens: int
-    elements: int = 1 << 24
-    seed: int = 0
-
-    def pick(self, name: str, value_TX: Tensor) -> Tensor:
-        """Rows of `[T, X]`, in fp32 or wider, on the host."""
-        most = max(1, self.elements // max(1, value_TX.shape[-1]))
-        if len(value_TX) > most:
-            order = torch.randperm(len(value_TX), generator=torch.Generator().manual_seed(self.seed))
-            value_TX = value_TX[order[:most].sort().values.to(value_TX.device)]
-        return value_TX.cpu().to(torch.promote_types(value_TX.dtype, torch.float32))
-
-
-@dataclass(slots=True)
-class _Noted:
-    outputs: dict[str, Tensor]
-    choices: dict[str, Tensor]
-
-
-@contextmanager
-def _noting(subject: Subject) -> Iterator[_Noted]:
-    """Hooks on blocks and experts for the time of one forward."""
-    noted = _Noted({}, {})
-    modules = dict(subject.model.named_modules())
-
-    def output_of(name: str) -> Any:
-        def note(module: nn.Module, args: Any, output: Any) -> None:
-            noted.outputs[name] = output if isinstance(output, Tensor) else output[0]
-
-        return note
-
-    def choice_of(name: str) -> Any:
-        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-            noted.choices[name] = chosen(args, kwargs)
-
-        return note
-
-    anatomy = subject.setup.anatomy
-    hooks = [modules[name].register_forward_hook(output_of(name)) for name in anatomy.blocks if name in modules]
-    hooks += [
-        modules[spec.name].register_forward_pre_hook(choice_of(spec.name), with_kwargs=True)
-        for spec in anatomy.experts
-        if spec.name in modules and spec.call != "dense"
-    ]
-    try:
-        yield noted
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _whole_rows(subject: Subject, value_BSX: Tensor) -> Tensor:
-    """What the ranks that share rows have of them, all positions. Collective over tp and cp: one all-gather each."""
-    for axis in ("tp", "cp"):
-        if subject.mesh.layout.size(axis) > 1:
-            value_BSX = gather(value_BSX, 1, subject.mesh.dense.get_group(axis))
-    return value_BSX
-
-
-def chosen(args: Any, kwargs: Any) -> Tensor:
-    """The expert ids `[T, K]` among the arguments of an experts module."""
-    index: Tensor = next(value for value in (*args, *kwargs.values()) if not value.is_floating_point())
-    return index.detach()
-
-
-def _cut_out(value_BSX: Tensor, placed: list[Placed]) -> Tensor:
-    """The samples' own tokens of a micro-batch, one sample after the other."""
-    parts = [value_BSX[sample.row, sample.start : sample.start + len(sample)] for sample in placed]
-    return torch.cat(parts) if parts else value_BSX[:0].flatten(0, 1)
 
 
 def all_tensors(subject: Subject) -> dict[str, Tensor]:

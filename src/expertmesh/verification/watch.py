@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from expertmesh.anatomy import Anatomy, ExpertsSpec
-from expertmesh.verification.subject import chosen
+from expertmesh.verification.seen import chosen
 
 
 @dataclass(slots=True)
