@@ -5,10 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 from expertmesh.config.errors import InputError
 from expertmesh.data import IGNORE
 from expertmesh.mesh import Layout
+from expertmesh.planning.choose import Chosen
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.samples import StepData, random_dataset
 from expertmesh.verification.setup import Setup, set_up
@@ -124,3 +126,21 @@ def test_dropout_is_off_and_said(inputs: Path) -> None:
     assert setup.config.lora is not None
     assert setup.config.lora.dropout == 0.0
     assert setup.notes == ("lora.dropout 0.5 is off",)
+
+
+@pytest.mark.parametrize("layers", [None, 1])
+def test_the_layout_is_the_one_that_training_chooses(
+    inputs: Path, monkeypatch: pytest.MonkeyPatch, layers: int | None
+) -> None:
+    asked: list[int] = []
+
+    def choose(config: object, model_config: PreTrainedConfig, world: int, num_experts: int) -> Chosen:
+        asked.append(model_config.get_text_config().num_hidden_layers)
+        return Chosen(Layout(fsdp=2, ep=1), "the planner's")
+
+    monkeypatch.setattr("expertmesh.verification.setup.choose_layout", choose)
+    options = {} if layers is None else {"layers": layers}
+    setup = _setup(inputs, "parallel.ep=auto", **options)
+    assert setup.layout == Layout(fsdp=2, ep=1)
+    assert asked == [2]
+    assert setup.layers == (layers or 2, 2)

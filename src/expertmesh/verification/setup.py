@@ -21,9 +21,10 @@ from expertmesh.config.errors import InputError
 from expertmesh.data import build_dataset, load_tokenizer, padding_token_id
 from expertmesh.data.loader import accumulation_of
 from expertmesh.experts.layer import choose_backend
-from expertmesh.mesh import Layout, resolve_layout
+from expertmesh.mesh import Layout
 from expertmesh.parallel.pipeline import plan_cut
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_model
+from expertmesh.planning.choose import choose_layout
 from expertmesh.training.preflight import packing_refusal, refuse_interleaving
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.samples import StepData, random_dataset, steps_of
@@ -83,6 +84,8 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
         raise InputError("model.attention: flash_attention_2 needs the flash-attn package; install it or use sdpa")
     whole = _built(config, model_config)
     every = len(describe(whole).blocks)
+    # That of the whole model also where some layers are left out: what `train` would choose.
+    layout = choose_layout(config, model_config, world_size, describe(whole).num_experts).layout
     kept = every if options.layers is None else min(options.layers, every)
     dropped = None
     if kept < every:
@@ -90,7 +93,6 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
         model_config = _first_layers(model_config, kept, every)
     model = _built(config, model_config)
     anatomy = _checked_anatomy(model, kept)
-    layout = resolve_layout(config.parallel, world_size, anatomy.num_experts)
     for spec in anatomy.experts:
         expert_shard_dim(spec, layout)
         choose_backend(spec, config.moe.compute, getattr(torch, config.precision.compute))
