@@ -88,8 +88,8 @@ def _row(outcome: Outcome) -> str:
     else:
         packing = "exact" if outcome.packing is None else f"refused: {_cell(outcome.packing)}"
         parity, files = _parity(outcome.proof), "exact"
-        lora = _proof_cell(outcome.lora)
-    axes = _columns(_proof_cell(outcome.axes.get(axis, "–")) for axis in AXES)
+        lora = proof_cell(outcome.lora)
+    axes = _columns(proof_cell(outcome.axes.get(axis, "–")) for axis in AXES)
     return f"| `{outcome.family}` | {outcome.model_class or '–'} | {parity} | {files} | {packing} | {lora} |{axes}\n"
 
 
@@ -97,7 +97,8 @@ def _columns(cells: Iterable[str]) -> str:
     return "".join(f" {cell} |" for cell in cells)
 
 
-def _proof_cell(proof: Proof | str) -> str:
+def proof_cell(proof: Proof | str) -> str:
+    """A proof, or why there is none, as the table says it."""
     return _cell(proof) if isinstance(proof, str) else _parity(proof)
 
 

@@ -5,6 +5,7 @@ commit and every family comes around.
 """
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tests.families.axes import AXES, run_of
 from tests.families.catalogue import Family, families
 from tests.families.outcomes import outcome_of
-from tests.families.proof import TOLERANCE, Layout, measure
+from tests.families.proof import TOLERANCE, Layout, Run, Subject, measure
 from tests.families.table import PATH, read, read_axes, read_lora
 
 CORE = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe", "olmoe")
@@ -78,6 +80,23 @@ def _lose_expert_gradients_of_other_ranks(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("bug", [_swap_two_experts, _drop_the_routers_gradient, _lose_expert_gradients_of_other_ranks])
-def test_the_proof_sees_a_planted_bug(bug: object, tmp_path: Path) -> None:
-    errors = measure("Qwen3MoeForCausalLM", "qwen3_moe", tmp_path, LAYOUTS[:1], torch.float32, tamper=bug)  # type: ignore[arg-type]
-    assert errors.gradient > 100 * TOLERANCE
+def test_the_proof_sees_a_planted_bug(bug: Callable[[nn.Module], None], tmp_path: Path) -> None:
+    assert _gradient_error({"ep": Run(LAYOUTS[0])}, bug, tmp_path)["ep"] > 100 * TOLERANCE
+
+
+def _halve_a_gradient(model: nn.Module) -> None:
+    """Of the experts in the last block: with pipeline stages, only one of them has it."""
+    for name, parameter in model.named_parameters():
+        if name == "model.layers.1.mlp.experts.down_proj":
+            parameter.register_hook(lambda gradient: gradient / 2)
+
+
+def test_the_proof_of_every_axis_sees_a_planted_bug(tmp_path: Path) -> None:
+    errors = _gradient_error({axis: run_of(axis) for axis in AXES}, _halve_a_gradient, tmp_path)
+    assert all(error > 100 * TOLERANCE for error in errors.values()), errors
+
+
+def _gradient_error(runs: dict[str, Run], bug: Callable[[nn.Module], None], scratch: Path) -> dict[str, float]:
+    subject = Subject("Qwen3MoeForCausalLM", "qwen3_moe", scratch)
+    found = measure(subject, {name: [run] for name, run in runs.items()}, torch.float32, tamper=bug)
+    return {name: errors.gradient for name, errors in found.items()}
