@@ -10,8 +10,9 @@ from transformers import PreTrainedConfig
 from expertmesh.anatomy import describe
 from expertmesh.config import MoeConfig
 from expertmesh.config.errors import InputError
+from expertmesh.parallel.compute_dtype import refuse_compute
 from expertmesh.parallel.refusals import refuse_model
-from expertmesh.weights.skeleton import build_meta_model
+from expertmesh.weights.skeleton import build_meta_model, kept_in_fp32
 from tests.families.axes import AXES, refusal_of, run_of
 from tests.families.catalogue import Family
 from tests.families.lora import LAYOUTS as LORA_LAYOUTS
@@ -45,7 +46,7 @@ def outcome_of(
         proofs = prove(Subject(kind, name, Path(scratch, "full")), {"parity": [*map(Run, layouts)], **runs})
         lora = _lora(kind, name, Path(scratch, "lora"), lora_layouts)
         parity = proofs.pop("parity")
-        return Outcome(name, kind, "proven", parity, packing, lora, axes={**proofs, **refused})
+        return Outcome(name, kind, "proven", parity, packing, lora, "", {**proofs, **refused}, _refused_in_bf16(config))
 
 
 def _lora(model_class: str, family: str, scratch: Path, layouts: Sequence[Layout]) -> Proof | str:
@@ -53,6 +54,15 @@ def _lora(model_class: str, family: str, scratch: Path, layouts: Sequence[Layout
         return prove_adapters(model_class, family, scratch, layouts)
     except NoAdapters as reason:
         return str(reason)
+
+
+def _refused_in_bf16(config: PreTrainedConfig) -> bool:
+    model = build_meta_model(config, torch.float32)
+    try:
+        refuse_compute(model, describe(model), torch.bfloat16, kept_in_fp32(model, torch.bfloat16))
+    except InputError:
+        return True
+    return False
 
 
 def _refusal(config: PreTrainedConfig) -> str | None:

@@ -1,6 +1,7 @@
-"""Families whose code is particular about dtypes, under bf16 compute over fp32 parameters: right, or refused by name."""
+"""Families whose code is particular about dtypes, in bf16 over fp32 parameters: right, or refused by name."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +14,21 @@ from expertmesh.adapters.plan import adapt
 from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError
 from expertmesh.parallel.compute_dtype import refuse_compute, uncast_modules
+from expertmesh.training.preflight import preflight
 from expertmesh.weights.skeleton import build_meta_model, kept_in_fp32
 from tests.families.tiny import VOCABULARY, random_model, tiny_config
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
+from tests.training.tiny_run import run_config, write_inputs
 
 IDS = torch.randint(3, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(0))  # a row for each data rank
 TARGETS = 2 * 23
 BF16 = em.PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
+
+BUFFERS = (
+    r"precision.compute bfloat16: minimax does not run .* precision.params has them "
+    r"\(model.layers.\d.self_attn: .*\); set precision.compute and precision.params to one dtype"
+)
 
 
 def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -64,12 +72,18 @@ def test_buffers_that_a_family_cannot_multiply_with_are_refused() -> None:
     config = tiny_config("MiniMaxForCausalLM", "minimax")
     model = build_meta_model(config, torch.float32)
     kept = kept_in_fp32(model, torch.bfloat16)
-    message = (
-        r"precision.compute bfloat16: minimax does not run .* precision.params has them "
-        r"\(model.layers.\d.self_attn: .*\); set precision.compute and precision.params to one dtype"
-    )
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=BUFFERS):
         refuse_compute(model, describe(model), torch.bfloat16, kept)
+
+
+def test_preflight_refuses_before_ranks_start_and_lets_adapters_pass(tmp_path: Path) -> None:
+    inputs = write_inputs(tmp_path)
+    tiny_config("MiniMaxForCausalLM", "minimax").save_pretrained(inputs / "model")
+    bf16 = "precision.compute=bfloat16"
+    with pytest.raises(InputError, match=BUFFERS):
+        preflight(run_config(inputs, tmp_path / "full", bf16), 1)
+    preflight(run_config(inputs, tmp_path / "lora", bf16, "lora.targets=[attention]"), 1)
+    preflight(run_config(inputs, tmp_path / "fp32"), 1)
 
 
 def test_adapters_have_a_base_with_buffers_in_the_compute_dtype() -> None:
