@@ -1,7 +1,7 @@
 """The family matrix in small: a fixed core and a rotating rest of it, and docs/models.md against both.
 
-`make families` proves all. Here the number of commits chooses the rest, and which parallel axis the core is measured on,
-so that it is the same for everybody at one commit and everything comes around.
+`make families` proves all. Here the number of commits chooses the rest, and the parallel axis that the core is measured
+on, so that it is the same for everybody at one commit and everything comes around.
 """
 
 import subprocess
