@@ -27,12 +27,12 @@ def uncast_modules(model: nn.Module, anatomy: Anatomy, kept_in_fp32: Callable[[s
     Of modules inside each other the outermost: a family's code may read the weight of a convolution without calling it.
     """
     names: list[str] = []
+    holds = [*anatomy.blocks, *(spec.name for spec in anatomy.experts)]
     for name, module in model.named_modules():
         inside = [leaf for leaf, _ in module.named_parameters(prefix=name)]
         kept = [leaf for leaf in inside if kept_in_fp32(leaf)]
         if not kept or any(_in(name, taken) for taken in names):
             continue
-        holds = [*anatomy.blocks, *(spec.name for spec in anatomy.experts)]
         has_group = any(part == name or _in(part, name) for part in holds)
         if len(kept) == len(inside) and not has_group and not isinstance(module, nn.ModuleList | nn.ModuleDict):
             names.append(name)
@@ -58,7 +58,7 @@ def refuse_compute(
     stand_in_for_experts(twin, experts)
     uncast = {id(parameter): name for name in uncast_names for parameter in twin.get_submodule(name).parameters()}
     for parameter in twin.parameters():
-        if id(parameter) not in uncast:
+        if parameter.is_floating_point() and id(parameter) not in uncast:
             parameter.data = parameter.data.to(compute)  # on meta the dtype is all there is to change
     watch, dtype = _Watch(uncast), str(compute).removeprefix("torch.")
     where = f"precision.compute {dtype}: {model.config.model_type}"  # type: ignore[union-attr]
@@ -70,10 +70,10 @@ def refuse_compute(
     except Exception as cause:
         if not _runs_in_one_dtype(model, experts):
             return
+        first = str(cause).partition("\n")[0]
         raise InputError(
             f"{where} does not run with its parameters in {dtype} and its buffers as precision.params has them "
-            f"({watch.failed}: {str(cause).splitlines()[0][:160]}); set precision.compute and precision.params to one "
-            "dtype"
+            f"({watch.failed}: {first[:160]}); set precision.compute and precision.params to one dtype"
         ) from cause
 
 
@@ -101,14 +101,14 @@ class _Watch(WithoutValues):
 
     def __init__(self, uncast: dict[int, str]) -> None:
         super().__init__()
-        self.uncast, self.running, self.failed = uncast, list[str](), ""
+        self.uncast, self.running, self.failed = uncast, ["the model"], ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs or {})):
             name = self.uncast.get(id(leaf))
             if name is not None and name not in self.running:
-                reader = self.running[-1] if self.running else "the model"
-                raise _Apart(f"reads the parameters of {name} in {reader}, without calling the module that holds them")
+                where = self.running[-1]
+                raise _Apart(f"reads the parameters of {name} in {where}, without calling the module that holds them")
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     @contextmanager
@@ -126,7 +126,7 @@ class _Watch(WithoutValues):
 
     def _enterer(self, name: str) -> Any:
         def enter(module: nn.Module, args: Any) -> None:
-            self.running.append(name)
+            self.running.append(name or "the model")
 
         return enter
 
