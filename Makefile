@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints/ci.txt
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# Every Mixture-of-Experts family of the installed transformers; rewrites docs/models.md. Some minutes.
+# Every Mixture-of-Experts family of the installed transformers; rewrites docs/models.md. About half an hour on two cores.
 families: setup
 	$(BIN)/python -m tests.families
 

@@ -14,7 +14,12 @@ import transformers
 import expertmesh
 from tests.families.catalogue import families
 from tests.families.outcomes import outcome_of
-from tests.families.table import PATH, Outcome, render
+from tests.families.table import PATH, Outcome, proof_cell, render
+
+
+def _said_of(outcome: Outcome) -> str:
+    parts = {"parity": outcome.proof or "", **outcome.axes}
+    return ", ".join(f"{name} {proof_cell(part)}" for name, part in parts.items())
 
 
 def main(names: list[str]) -> int:
@@ -37,7 +42,7 @@ def main(names: list[str]) -> int:
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}" if str(error) else repr(error)
             outcome = Outcome(family.name, family.model_class, "failed", reason=reason)
         outcomes.append(outcome)
-        detail = outcome.reason if outcome.proof is None else f"{outcome.proof.fp32.gradient:.1e}"
+        detail = outcome.reason if outcome.proof is None else _said_of(outcome)
         print(f"{family.name:24} {outcome.kind:10} {time.monotonic() - started:5.1f} s  {detail}", flush=True)
     if not names:
         PATH.write_text(render(outcomes))

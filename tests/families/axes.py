@@ -1,10 +1,10 @@
-"""The proof of one family on each further parallel axis: the same measure as proof.py, at one small layout of the axis.
+"""The further parallel axes of one family: the runs that prove each, or why the product refuses it.
 
-A new axis is an entry of `AXES` and of `_REFUSALS`; docs/models.md gets a column for each.
+The measure is proof.py's, at one small layout of the axis. A new axis is an entry of `AXES` and of `_REFUSALS`;
+docs/models.md gets a column for each.
 """
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from torch import nn
 
@@ -12,22 +12,50 @@ from expertmesh.anatomy import Anatomy, describe
 from expertmesh.config.errors import InputError
 from expertmesh.mesh import Layout as Ranks
 from expertmesh.parallel.context import refuse_context
+from expertmesh.parallel.pipeline import plan_cut
+from expertmesh.parallel.sequence import refuse_blocks
+from expertmesh.parallel.tensor_plan import tensor_plan
 from expertmesh.weights.skeleton import build_meta_model
-from tests.families.proof import Layout, Proof, prove
+from tests.families.proof import Layout, Run
 from tests.families.tiny import random_model, tiny_config
 
 # By axis: the layout that it is measured at, and its size.
-AXES: Mapping[str, tuple[Layout, int]] = {"cp": ((2, 2, "grouped_mm"), 2)}
-_REFUSALS: Mapping[str, Callable[[nn.Module, Anatomy, Ranks], None]] = {"cp": refuse_context}
+AXES: Mapping[str, tuple[Layout, int]] = {
+    "tp": ((2, 2, "grouped_mm"), 2),
+    "cp": ((2, 2, "grouped_mm"), 2),
+    "pp": ((2, 1, "grouped_mm"), 2),
+}
 
 
-def prove_axis(model_class: str, family: str, scratch: Path, axis: str) -> Proof | str:
-    """As `proof.prove` with rows, layers or matrices split over `axis`; or why the family is refused there."""
+def _refuse_tp(model: nn.Module, anatomy: Anatomy, ranks: Ranks) -> None:
+    refuse_blocks(model, anatomy, ranks)
+    tensor_plan(model, anatomy, ranks.tp, lambda name: False)
+
+
+def _refuse_cp(model: nn.Module, anatomy: Anatomy, ranks: Ranks) -> None:
+    refuse_context(model, anatomy, ranks)
+    refuse_blocks(model, anatomy, ranks)
+
+
+_REFUSALS: Mapping[str, Callable[[nn.Module, Anatomy, Ranks], object]] = {
+    "tp": _refuse_tp,
+    "cp": _refuse_cp,
+    "pp": plan_cut,
+}
+
+
+def run_of(axis: str) -> Run:
+    """What proves `axis`."""
     layout, size = AXES[axis]
+    return Run(layout, {axis: size})
+
+
+def refusal_of(model_class: str, family: str, axis: str) -> str | None:
+    """Why the product refuses the family on `axis`, before it reads a weight; or None."""
     config = tiny_config(model_class, family)
     model = build_meta_model(config, random_model(model_class, family).dtype)
     try:
-        _REFUSALS[axis](model, describe(model), Ranks(**{axis: size}))
+        _REFUSALS[axis](model, describe(model), Ranks(**{axis: AXES[axis][1]}))
     except InputError as refusal:
         return f"refused: {str(refusal).partition(': ')[2]}"
-    return prove(model_class, family, scratch, (layout,), {axis: size})
+    return None

@@ -10,14 +10,15 @@ from transformers import PreTrainedConfig
 from expertmesh.anatomy import describe
 from expertmesh.config import MoeConfig
 from expertmesh.config.errors import InputError
+from expertmesh.parallel.compute_dtype import refuse_compute
 from expertmesh.parallel.refusals import refuse_model
-from expertmesh.weights.skeleton import build_meta_model
-from tests.families.axes import AXES, prove_axis
+from expertmesh.weights.skeleton import build_meta_model, kept_in_fp32
+from tests.families.axes import AXES, refusal_of, run_of
 from tests.families.catalogue import Family
 from tests.families.lora import LAYOUTS as LORA_LAYOUTS
 from tests.families.lora import NoAdapters, prove_adapters
 from tests.families.packing import packing_of
-from tests.families.proof import LAYOUTS, Layout, Proof, prove
+from tests.families.proof import LAYOUTS, Layout, Proof, Run, Subject, prove
 from tests.families.table import Outcome
 from tests.families.tiny import random_model, tiny_config
 
@@ -40,10 +41,12 @@ def outcome_of(
         return Outcome(name, kind, "refused", reason=reason)
     packing = packing_of(random_model(kind, name))
     with tempfile.TemporaryDirectory(prefix="family-") as scratch:
-        proof = prove(kind, name, Path(scratch, "full"), layouts)
+        refused = {axis: reason for axis in axes if (reason := refusal_of(kind, name, axis))}
+        runs = {axis: [run_of(axis)] for axis in axes if axis not in refused}
+        proofs = prove(Subject(kind, name, Path(scratch, "full")), {"parity": [*map(Run, layouts)], **runs})
         lora = _lora(kind, name, Path(scratch, "lora"), lora_layouts)
-        proven = {axis: prove_axis(kind, name, Path(scratch, axis), axis) for axis in axes}
-        return Outcome(name, kind, "proven", proof, packing, lora, axes=proven)
+        parity = proofs.pop("parity")
+        return Outcome(name, kind, "proven", parity, packing, lora, "", {**proofs, **refused}, _refused_in_bf16(config))
 
 
 def _lora(model_class: str, family: str, scratch: Path, layouts: Sequence[Layout]) -> Proof | str:
@@ -51,6 +54,15 @@ def _lora(model_class: str, family: str, scratch: Path, layouts: Sequence[Layout
         return prove_adapters(model_class, family, scratch, layouts)
     except NoAdapters as reason:
         return str(reason)
+
+
+def _refused_in_bf16(config: PreTrainedConfig) -> bool:
+    model = build_meta_model(config, torch.float32)
+    try:
+        refuse_compute(model, describe(model), torch.bfloat16, kept_in_fp32(model, torch.bfloat16))
+    except InputError:
+        return True
+    return False
 
 
 def _refusal(config: PreTrainedConfig) -> str | None:

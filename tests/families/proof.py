@@ -3,14 +3,15 @@
 A tiny random model is saved by transformers' own `save_pretrained`, so in the family's published layout; the unsharded
 model trains two steps in plain torch; then real gloo ranks load the directory at each layout, take the same steps on
 different rows per data rank, and save. Compared are the loss, every gradient, the weights after both steps, the files'
-keys and shapes, what plain `from_pretrained` reads back, and greedy generation.
+keys and shapes, what plain `from_pretrained` reads back, and greedy generation. With pipeline stages each stage speaks
+for the parameters that it holds, by the names that they have in the whole model.
 """
 
 import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,8 +25,11 @@ from transformers import PreTrainedModel
 
 import expertmesh as em
 from expertmesh.anatomy import ExpertsSpec, describe
+from expertmesh.mesh import Mesh
+from expertmesh.whole import is_elsewhere, own_parameters, whole_state
 from tests.families.tiny import EXPERTS, VOCABULARY, model_class_of, random_model
 from tests.support.ranks import run_ranks
+from tests.support.reference import joined_stages
 
 # Both ways to multiply are on every family; fp64 has only the loop.
 Layout = tuple[int, int, Literal["grouped_mm", "loop"]]  # world size, ep, compute
@@ -34,7 +38,26 @@ TOLERANCE = 1e-5
 STEPS, ROWS, NEW_TOKENS = 2, 4, 6
 # A large eps: where the true gradient is zero, AdamW would blow the rounding up to full steps.
 OPTIM: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-4}
-Gradients = dict[str, torch.Tensor | None]
+Gradients = dict[str, torch.Tensor]  # of those parameters that have one
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One job of real ranks. `axes` are sizes of further parallel axes."""
+
+    layout: Layout
+    axes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return self.layout[0]
+
+    @property
+    def parallel(self) -> em.ParallelConfig:
+        return em.ParallelConfig(ep=self.layout[1], **self.axes)
+
+    def moe(self, dtype: torch.dtype) -> em.MoeConfig:
+        return em.MoeConfig(compute="loop" if dtype == torch.float64 else self.layout[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,61 +99,103 @@ def rows_of(step: int) -> list[torch.Tensor]:
     return [torch.randint(3, VOCABULARY, (17 + 4 * row,), generator=generator) for row in range(ROWS)]
 
 
-def prove(
-    model_class: str,
-    family: str,
-    scratch: Path,
-    layouts: Sequence[Layout] = LAYOUTS,
-    axes: Mapping[str, int] | None = None,
-) -> Proof:
-    """Prove a family at each of `layouts`, or raise what does not hold. `scratch` is an empty directory.
+def targets_of(rows: Sequence[torch.Tensor]) -> int:
+    """Tokens of `rows` that are predicted."""
+    return sum(len(row) - 1 for row in rows)
 
-    `axes` are further sizes of `ParallelConfig`.
+
+class Subject:
+    """One family on the bench: its files, and what the unsharded model gives, made once for each dtype in `scratch`."""
+
+    def __init__(self, model_class: str, family: str, scratch: Path) -> None:
+        self.model_class, self.family, self.scratch = model_class, family, scratch
+        self._references: dict[torch.dtype, Reference] = {}
+
+    def reference(self, dtype: torch.dtype) -> "Reference":
+        if dtype not in self._references:
+            self._references[dtype] = self._reference(self.scratch / str(dtype).removeprefix("torch."), dtype)
+        return self._references[dtype]
+
+    def _reference(self, directory: Path, dtype: torch.dtype) -> "Reference":
+        # What from_pretrained makes of the files is the reference: at least one family resets a buffer after reading.
+        random_model(self.model_class, self.family, dtype).save_pretrained(directory / "random")
+        model = model_class_of(self.model_class, self.family).from_pretrained(directory / "random", dtype=dtype)
+        model.save_pretrained(directory / "source")
+        expected = _train_unsharded(model)
+        return Reference(type(model), directory, dtype, expected, _generate(model))
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A family in one dtype: `directory` / "source" has its files, `generated` the trained model's greedy tokens."""
+
+    kind: type[PreTrainedModel]
+    directory: Path
+    dtype: torch.dtype
+    expected: Expected
+    generated: list[int]
+
+
+def prove(subject: Subject, runs: Mapping[str, Sequence[Run]]) -> dict[str, Proof]:
+    """Prove a family at each of the runs, or raise what does not hold; one proof for each of the names.
 
     In fp32, to `TOLERANCE`. Where a family's own arithmetic is too badly conditioned for that, fp32 cannot tell right
     from wrong: then fp64 has to agree to the same tolerance, and fp32 may differ by what two runs differ that are each
     as far from the truth as the unsharded fp32 model is (with a margin of a half).
     """
-    errors = measure(model_class, family, scratch / "fp32", layouts, torch.float32, axes=axes)
-    if max(errors.gradient, errors.loss, errors.weight) <= TOLERANCE:
-        return Proof(errors)
-    exact = measure(model_class, family, scratch / "fp64", layouts, torch.float64, axes=axes)
-    for what in ("gradient", "loss", "weight"):
-        error = getattr(exact, what)
-        assert error <= TOLERANCE, f"{what} is off by {error:.1e} also in fp64 ({exact.tensor} is worst)"
-    own = _own_error(model_class, family)
-    assert errors.gradient <= 3 * own, (
-        f"gradient of {errors.tensor} is off by {errors.gradient:.1e}, unsharded {own:.1e}"
-    )
-    return Proof(errors, exact, own)
+    found = measure(subject, runs, torch.float32)
+    proofs = {name: Proof(errors) for name, errors in found.items()}
+    unclear = [name for name, errors in found.items() if max(errors.gradient, errors.loss, errors.weight) > TOLERANCE]
+    if not unclear:
+        return proofs
+    own = _own_error(subject.model_class, subject.family)
+    for name, exact in measure(subject, {name: runs[name] for name in unclear}, torch.float64).items():
+        for what in ("gradient", "loss", "weight"):
+            error = getattr(exact, what)
+            assert error <= TOLERANCE, f"{name}: {what} is off by {error:.1e} also in fp64 ({exact.tensor} is worst)"
+        errors = found[name]
+        assert errors.gradient <= 3 * own, (
+            f"{name}: gradient of {errors.tensor} is off by {errors.gradient:.1e}, unsharded {own:.1e}"
+        )
+        proofs[name] = Proof(errors, exact, own)
+    return proofs
 
 
 def measure(
-    model_class: str,
-    family: str,
-    scratch: Path,
-    layouts: Sequence[Layout],
+    subject: Subject,
+    runs: Mapping[str, Sequence[Run]],
     dtype: torch.dtype,
     tamper: Callable[[nn.Module], None] | None = None,
-    axes: Mapping[str, int] | None = None,
-) -> Errors:
-    """The errors of a family in `dtype`; raises where files or generation differ. `tamper` plants a bug after load."""
-    # What from_pretrained makes of the files is the reference: at least one family resets a buffer after reading it.
-    random_model(model_class, family, dtype).save_pretrained(scratch / "random")
-    model = model_class_of(model_class, family).from_pretrained(scratch / "random", dtype=dtype)
-    source = scratch / "source"
-    model.save_pretrained(source)
-    expected = _train_unsharded(model)
-    generated = None if tamper else _generate(model)
-    found = []
-    for world, ep, compute in layouts:
-        target = scratch / f"world{world}-ep{ep}"
-        parallel = em.ParallelConfig(ep=ep, **(axes or {}))
-        moe = em.MoeConfig(compute="loop" if dtype == torch.float64 else compute)
-        found.append(run_ranks(_rank, world, source, target, parallel, moe, expected, dtype, tamper, timeout=120)[0])
-        assert _header(target) == _header(source), f"other keys or shapes than the input's: {_diff(target, source)}"
-        _check_read_back(type(model), target, generated, dtype)
+) -> dict[str, Errors]:
+    """The worst errors in `dtype` under each name; raises where files or generation differ.
+
+    `tamper` plants a bug after load. Runs of one world size share their ranks, which take them in turn.
+    """
+    reference = subject.reference(dtype)
+    flat = [(name, run) for name, several in runs.items() for run in several]
+    found: dict[str, list[Errors]] = {name: [] for name in runs}
+    for world in sorted({run.world for _, run in flat}):
+        here = [(name, run) for name, run in flat if run.world == world]
+        mine = [run for _, run in here]
+        for (name, _), errors in zip(here, _on_ranks(reference, world, mine, tamper), strict=True):
+            found[name].append(errors)
+    return {name: _worst(errors) for name, errors in found.items()}
+
+
+def _on_ranks(
+    reference: Reference, world: int, runs: Sequence[Run], tamper: Callable[[nn.Module], None] | None
+) -> list[Errors]:
+    source = reference.directory / "source"
+    targets = [reference.directory / f"out-{number}" for number in range(len(runs))]
+    found: list[Errors] = run_ranks(_rank, world, reference, runs, targets, tamper, timeout=120 * len(runs))[0]
+    for target, run in zip(targets, runs, strict=True):
+        assert _header(target) == _header(source), f"{run}: other keys or shapes than before: {_diff(target, source)}"
+        _check_read_back(reference, target, None if tamper else reference.generated)
         shutil.rmtree(target)
+    return found
+
+
+def _worst(found: Sequence[Errors]) -> Errors:
     gradient, tensor = max((errors.gradient, errors.tensor) for errors in found)
     return Errors(gradient, tensor, max(errors.loss for errors in found), max(errors.weight for errors in found))
 
@@ -157,7 +222,7 @@ def _train_unsharded(model: PreTrainedModel) -> Expected:
     gradients: Gradients = {}
     for step in range(STEPS):
         rows = rows_of(step)
-        total, targets = 0.0, sum(len(row) - 1 for row in rows)
+        total, targets = 0.0, targets_of(rows)
         for row in rows:
             logits = model(input_ids=row[None], use_cache=False).logits[0]
             loss = F.cross_entropy(logits[:-1].to(model.dtype), row[1:], reduction="sum") / targets
@@ -165,7 +230,7 @@ def _train_unsharded(model: PreTrainedModel) -> Expected:
             total += float(loss.detach())
         losses.append(total)
         if step == 0:
-            gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+            gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
             for hook in hooks:
                 hook.remove()
         optimizer.step()
@@ -173,8 +238,8 @@ def _train_unsharded(model: PreTrainedModel) -> Expected:
     assert counts
     for name, count_E in counts.items():
         assert int((count_E[:EXPERTS] > 0).sum()) * 2 >= EXPERTS, f"{name}: routing is degenerate, {count_E.tolist()}"
-    present = [gradient for gradient in gradients.values() if gradient is not None]
-    rms = math.sqrt(sum(float(g.double().square().sum()) for g in present) / sum(g.numel() for g in present))
+    numbers = sum(gradient.numel() for gradient in gradients.values())
+    rms = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()) / numbers)
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     return Expected(losses, gradients, weights, 1e-3 * rms)
 
@@ -192,19 +257,25 @@ def _counter(counts: dict[str, torch.Tensor], spec: ExpertsSpec) -> Any:
 
 
 def _rank(
-    source: Path,
-    target: Path,
-    parallel: em.ParallelConfig,
-    moe: em.MoeConfig,
-    expected: Expected,
-    dtype: torch.dtype,
-    tamper: Callable[[nn.Module], None] | None,
-) -> Errors:
+    reference: Reference, runs: Sequence[Run], targets: Sequence[Path], tamper: Callable[[nn.Module], None] | None
+) -> list[Errors]:
     """One rank's work; every rank returns the same."""
-    mesh = em.init_mesh(parallel, num_experts=EXPERTS)
+    found = []
+    for run, target in zip(runs, targets, strict=True):
+        try:
+            found.append(_train(reference, run, target, tamper))
+        except Exception as error:
+            error.add_note(f"in {run}")
+            raise
+    return found
+
+
+def _train(reference: Reference, run: Run, target: Path, tamper: Callable[[nn.Module], None] | None) -> Errors:
+    expected, dtype = reference.expected, reference.dtype
+    mesh = em.init_mesh(run.parallel, num_experts=EXPERTS)
     name: Any = str(dtype).removeprefix("torch.")
     precision = em.PrecisionConfig(params=name, compute=name, reduce=name)
-    model = em.load_model(source, mesh, precision=precision, moe=moe)
+    model = em.load_model(reference.directory / "source", mesh, precision=precision, moe=run.moe(dtype))
     if tamper is not None:
         tamper(model)
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIM)
@@ -212,20 +283,17 @@ def _rank(
     gradients: Gradients = {}
     for step in range(STEPS):
         rows = rows_of(step)
-        targets = sum(len(row) - 1 for row in rows)
-        total = torch.zeros((), dtype=torch.float64)
-        for row in rows[mesh.data_rank :: mesh.layout.data_ranks]:
-            batch = {"input_ids": row[None], "labels": row[None], "attention_mask": torch.ones_like(row)[None]}
-            loss = em.causal_lm_loss(model, batch, target_tokens=targets, chunk_tokens=16)
-            loss.backward()
-            total += loss.detach()
+        total = _forward_backward(model, mesh, rows[mesh.data_rank :: mesh.layout.data_ranks], targets_of(rows))
         dist.all_reduce(total)
         loss_error = max(loss_error, abs(float(total) / expected.losses[step] - 1))
         if step == 0:
-            gradients = {n: None if p.grad is None else _full(p.grad) for n, p in model.named_parameters()}
+            own = {n: _full(p.grad) for n, p in own_parameters(model).items() if p.grad is not None}
+            gradients = _of_all_stages(own, mesh)
         optimizer.step()
         optimizer.zero_grad()
-    weights = {name: _full(value.detach()) for name, value in model.state_dict().items()}
+    state = {name: value for name, value in whole_state(model).items() if not is_elsewhere(value)}
+    weights = _of_all_stages({name: _full(value.detach()) for name, value in state.items()}, mesh)
+    assert weights.keys() == expected.weights.keys()
     gradient, tensor = _worst_gradient(gradients, expected)
     weight = max(_relative(weights[name], value, 1e-8) for name, value in expected.weights.items())
     em.save_model(model, target)
@@ -234,11 +302,30 @@ def _rank(
     return Errors(gradient, tensor, loss_error, weight)
 
 
+def _forward_backward(model: nn.Module, mesh: Mesh, rows: Sequence[torch.Tensor], targets: int) -> torch.Tensor:
+    """A step's gradients from rows of this rank, one to a micro-batch; its share of the loss."""
+    batches = [
+        {"input_ids": row[None], "labels": row[None], "attention_mask": torch.ones_like(row)[None]} for row in rows
+    ]
+    if mesh.layout.pp > 1:
+        return em.forward_backward(model, batches, target_tokens=targets, chunk_tokens=16).loss
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in batches:
+        loss = em.causal_lm_loss(model, batch, target_tokens=targets, chunk_tokens=16)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def _of_all_stages(own: Gradients, mesh: Mesh) -> Gradients:
+    return joined_stages(own, mesh) if mesh.layout.pp > 1 else own
+
+
 def _worst_gradient(gradients: Gradients, expected: Expected) -> tuple[float, str]:
-    assert gradients.keys() == expected.gradients.keys()
-    errors = []
-    for name, gradient in gradients.items():
-        reference = expected.gradients[name]
+    assert gradients.keys() <= expected.weights.keys()
+    errors = [(0.0, "")]
+    for name in gradients.keys() | expected.gradients.keys():
+        gradient, reference = gradients.get(name), expected.gradients.get(name)
         if gradient is not None and reference is not None:
             errors.append((_relative(gradient, reference, expected.floor), name))
         elif reference is not None or (gradient is not None and gradient.any()):
@@ -257,11 +344,10 @@ def _full(tensor: Any) -> torch.Tensor:
     return full.clone()
 
 
-def _check_read_back(
-    kind: type[PreTrainedModel], directory: Path, generated: list[int] | None, dtype: torch.dtype
-) -> None:
+def _check_read_back(reference: Reference, directory: Path, generated: list[int] | None) -> None:
     """Plain transformers reads what was saved: nothing missing or left over, the trained values, the same words."""
-    model, info = kind.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+    kind = reference.kind
+    model, info = kind.from_pretrained(directory, dtype=reference.dtype, output_loading_info=True)
     wrong = {key: value for key, value in info.items() if value}
     assert not wrong, f"from_pretrained reports {wrong}"
     weights = torch.load(directory.with_suffix(".pt"), weights_only=True)

@@ -1,10 +1,11 @@
 """The family matrix in small: a fixed core and a rotating rest of it, and docs/models.md against both.
 
-`make families` proves all. Here the number of commits chooses the rest, so that it is the same for everybody at one
-commit and every family comes around.
+`make families` proves all. Here the number of commits chooses the rest, and the parallel axis that the core is measured
+on, so that it is the same for everybody at one commit and everything comes around.
 """
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tests.families.axes import AXES, run_of
 from tests.families.catalogue import Family, families
 from tests.families.outcomes import outcome_of
-from tests.families.proof import TOLERANCE, Layout, measure
-from tests.families.table import PATH, read, read_axes, read_lora
+from tests.families.proof import TOLERANCE, Layout, Run, Subject, measure
+from tests.families.table import PATH, read, read_axes, read_lora, read_refused_in_bf16
 
 CORE = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe", "olmoe")
 ROTATING = 3
@@ -36,15 +38,24 @@ def _chosen() -> list[Family]:
     return [FAMILIES[name] for name in (*CORE, *(rest[(start + n) % len(rest)] for n in range(ROTATING)))]
 
 
+def _axes_of(family: Family) -> tuple[str, ...]:
+    """Of the core, which tests/parallel has on every axis, one of them at a commit; of the others all."""
+    axes = tuple(AXES)
+    return axes if family.name not in CORE else (axes[(_commits() + CORE.index(family.name)) % len(axes)],)
+
+
 @pytest.mark.parametrize("family", _chosen(), ids=lambda family: family.name)
 def test_a_family_is_what_the_table_says(family: Family) -> None:
     text = PATH.read_text()
-    outcome = outcome_of(family, LAYOUTS, LAYOUTS[1:], axes=tuple(read_axes(text).get(family.name, ())))
+    outcome = outcome_of(family, LAYOUTS, LAYOUTS[1:], _axes_of(family))
     assert outcome.kind == read(text)[family.name]
     if outcome.kind == "proven":
         assert (not isinstance(outcome.lora, str)) is read_lora(text)[family.name]
-        proven = {axis: not isinstance(proof, str) for axis, proof in outcome.axes.items()}
-        assert proven == read_axes(text)[family.name]
+        said = read_axes(text)[family.name]
+        assert {axis: not isinstance(proof, str) for axis, proof in outcome.axes.items()} == {
+            axis: said[axis] for axis in _axes_of(family)
+        }
+        assert outcome.refused_in_bf16 is (family.name in read_refused_in_bf16(text))
 
 
 def test_llama4_as_it_is_published_with_its_vision_tower() -> None:
@@ -78,6 +89,23 @@ def _lose_expert_gradients_of_other_ranks(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("bug", [_swap_two_experts, _drop_the_routers_gradient, _lose_expert_gradients_of_other_ranks])
-def test_the_proof_sees_a_planted_bug(bug: object, tmp_path: Path) -> None:
-    errors = measure("Qwen3MoeForCausalLM", "qwen3_moe", tmp_path, LAYOUTS[:1], torch.float32, tamper=bug)  # type: ignore[arg-type]
-    assert errors.gradient > 100 * TOLERANCE
+def test_the_proof_sees_a_planted_bug(bug: Callable[[nn.Module], None], tmp_path: Path) -> None:
+    assert _gradient_error({"ep": Run(LAYOUTS[0])}, bug, tmp_path)["ep"] > 100 * TOLERANCE
+
+
+def _halve_a_gradient(model: nn.Module) -> None:
+    """Of the experts in the last block: with pipeline stages, only one of them has it."""
+    for name, parameter in model.named_parameters():
+        if name == "model.layers.1.mlp.experts.down_proj":
+            parameter.register_hook(lambda gradient: gradient / 2)
+
+
+def test_the_proof_of_every_axis_sees_a_planted_bug(tmp_path: Path) -> None:
+    errors = _gradient_error({axis: run_of(axis) for axis in AXES}, _halve_a_gradient, tmp_path)
+    assert all(error > 100 * TOLERANCE for error in errors.values()), errors
+
+
+def _gradient_error(runs: dict[str, Run], bug: Callable[[nn.Module], None], scratch: Path) -> dict[str, float]:
+    subject = Subject("Qwen3MoeForCausalLM", "qwen3_moe", scratch)
+    found = measure(subject, {name: [run] for name, run in runs.items()}, torch.float32, tamper=bug)
+    return {name: errors.gradient for name, errors in found.items()}

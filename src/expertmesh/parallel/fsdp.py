@@ -25,6 +25,7 @@ from expertmesh.experts.adapted import adapter_state
 from expertmesh.experts.balance import attach_balance, balance_of
 from expertmesh.experts.layer import install
 from expertmesh.mesh import Mesh, attach_mesh
+from expertmesh.parallel.compute_dtype import refuse_compute, uncast_modules
 from expertmesh.parallel.context import refuse_context, split_attention
 from expertmesh.parallel.pipeline import cut, pipeline_of
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_mixed_dtypes, refuse_model
@@ -49,6 +50,8 @@ def shard(
     refuse_context(model, anatomy, mesh.layout)
     adapted = adapter_state(model) is not None
     refuse_mixed_dtypes(model, master, compute if adapted else master, kept_in_fp32)
+    if compute != master:
+        refuse_compute(model, anatomy, compute, kept_in_fp32)
     for spec in anatomy.experts:
         expert_shard_dim(spec, mesh.layout)
     refuse_blocks(model, anatomy, mesh.layout)
@@ -69,7 +72,7 @@ def shard(
         reduce_dtype=None if reduce == compute else reduce,
         cast_forward_inputs=False,  # the model's own code decides what runs in fp32, as it does unsharded
     )
-    exempt = _exempt_modules(model, anatomy, kept_in_fp32) if policy.param_dtype is not None else []
+    exempt = uncast_modules(model, anatomy, kept_in_fp32) if policy.param_dtype is not None else []
     placed = _place_experts(model, anatomy, mesh, policy)
     _place_dense(model, anatomy, mesh, policy, placed, exempt, tensor.within(anatomy.blocks))
     attach_mesh(model, mesh)
@@ -163,25 +166,6 @@ def _place_dense(
     _sum_gradients(model)
     model.register_forward_hook(_reshard_without_backward)
     _prefetch(model, anatomy, tensor)
-
-
-def _exempt_modules(model: nn.Module, anatomy: Anatomy, kept_in_fp32: Callable[[str], bool]) -> list[str]:
-    """Modules whose parameters must stay fp32 under a narrower compute dtype. FSDP2 casts whole groups, so they need
-    groups of their own; what cannot have one is refused by name.
-    """
-    names: list[str] = []
-    for name, module in model.named_modules():
-        own = [leaf for leaf, _ in module.named_parameters(prefix=name, recurse=False) if kept_in_fp32(leaf)]
-        if not own or any(_in(name, taken) for taken in names):
-            continue
-        mixed = not all(kept_in_fp32(leaf) for leaf, _ in module.named_parameters(prefix=name))
-        if mixed or any(spec.name == name for spec in anatomy.experts):
-            raise InputError(
-                f"precision.compute: {model.config.model_type} computes with {own[0]} in float32, and {name} holds "  # type: ignore[union-attr]
-                "parameters that it does not; set precision.compute to float32"
-            )
-        names.append(name)
-    return names
 
 
 def _in(name: str, parent: str) -> bool:

@@ -50,14 +50,11 @@ def probe(twin: nn.Module, blocks: Sequence[str], experts: Sequence[ExpertsSpec]
     Raises `InputError` naming the block that needs more than its hidden state, or why that cannot be known.
     """
     family = twin.config.model_type  # type: ignore[union-attr]
-    for spec in experts:
-        # What they compute is no question here, and tokens cannot be sorted without values.
-        module: Any = twin.get_submodule(spec.name)
-        module.forward = _one_row if spec.call == "dense" else _weighted
+    stand_in_for_experts(twin, experts)
     watch = _Watch(twin, blocks)
     try:
         with watch.hooks(), watch:
-            _forward(twin)
+            forward_of_text(twin)
     except _Carried as carried:
         raise InputError(f"parallel.pp: {family} cannot be cut into stages: {carried}; set parallel.pp to 1") from None
     except Exception as cause:
@@ -73,8 +70,8 @@ def rehearse(twin: nn.Module) -> None:
     """Run a model on meta that has placeholders wherever a stage may have them. Raises `InputError` if it cannot."""
     family = twin.config.model_type  # type: ignore[union-attr]
     try:
-        with _WithoutValues():
-            _forward(twin)
+        with WithoutValues():
+            forward_of_text(twin)
     except Exception as cause:
         # The family's own forward asks a module for more than to be called.
         raise InputError(
@@ -83,7 +80,15 @@ def rehearse(twin: nn.Module) -> None:
         ) from cause
 
 
-def _forward(twin: nn.Module) -> None:
+def stand_in_for_experts(twin: nn.Module, experts: Sequence[ExpertsSpec]) -> None:
+    """What they compute is no question on meta, and tokens cannot be sorted without values."""
+    for spec in experts:
+        module: Any = twin.get_submodule(spec.name)
+        module.forward = _one_row if spec.call == "dense" else _weighted
+
+
+def forward_of_text(twin: nn.Module) -> None:
+    """A few rows through a model on meta. Within `WithoutValues`."""
     twin.eval()  # dropout wants to know which tokens these are
     twin(input_ids=torch.zeros(_ROWS, _LENGTH, dtype=torch.int64, device="meta"), use_cache=False)
 
@@ -96,7 +101,7 @@ def _one_row(hidden_states: torch.Tensor) -> torch.Tensor:
     return hidden_states * 1
 
 
-class _WithoutValues(TorchDispatchMode):
+class WithoutValues(TorchDispatchMode):
     """Answers the few questions about values that are asked on the way to a mask."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -105,7 +110,7 @@ class _WithoutValues(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Watch(_WithoutValues):
+class _Watch(WithoutValues):
     """Labels every value with where it comes from; an operation in a block that reads another's raises `_Carried`."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:

@@ -27,6 +27,7 @@ from expertmesh.experts.layer import choose_backend
 from expertmesh.mesh import Layout
 from expertmesh.parallel.checkpointing import refuse_checkpointing
 from expertmesh.parallel.compiling import refuse_compile
+from expertmesh.parallel.compute_dtype import refuse_compute
 from expertmesh.parallel.context import refuse_context
 from expertmesh.parallel.mixing import carried_state
 from expertmesh.parallel.pipeline import plan_cut
@@ -69,9 +70,10 @@ def preflight(config: Config, world_size: int) -> Checked:
         config.model.name_or_path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
     )
     _refuse_attention(config)
+    master, compute = getattr(torch, config.precision.params), getattr(torch, config.precision.compute)
     model = build_meta_model(
         model_config,
-        getattr(torch, config.precision.params),
+        master if config.lora is None else compute,
         attention=None if config.model.attention == "auto" else config.model.attention,
         trust_remote_code=config.model.trust_remote_code,
     )
@@ -80,16 +82,19 @@ def preflight(config: Config, world_size: int) -> Checked:
     layout = chosen.layout
     for spec in anatomy.experts:
         expert_shard_dim(spec, layout)
-        choose_backend(spec, config.moe.compute, getattr(torch, config.precision.compute))
+        choose_backend(spec, config.moe.compute, compute)
     refuse_blocks(model, anatomy, layout)
-    tensor_plan(model, anatomy, layout.tp, kept_in_fp32(model, getattr(torch, config.precision.compute)))
+    kept = kept_in_fp32(model, compute)
+    tensor_plan(model, anatomy, layout.tp, kept)
     accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
     if config.data.packing:
         _refuse_packing(config, model)
     if config.lora is not None:
-        check_files(adapt(model, config.lora, getattr(torch, config.precision.params), config.model.name_or_path))
+        check_files(adapt(model, config.lora, master, config.model.name_or_path))
     refuse_model(model, anatomy, config.moe)
     refuse_context(model, anatomy, layout)
+    if compute != master:
+        refuse_compute(model, anatomy, compute, kept)
     if config.train.activation_checkpointing in ("selective", "full"):
         refuse_checkpointing(model, anatomy, config.train.checkpoint_layers)
     if config.train.compile:
