@@ -200,10 +200,13 @@ def _yaml(options: argparse.Namespace, job: Job, best: Candidate, lora: LoraConf
     )
     speed, devices = best.speed, job.devices
     peak, tokens = best.memory.total / 2**30, speed.tokens / speed.seconds
+    start = f"--nproc {devices.per_node}"
+    if devices.nodes > 1:
+        start = f"{devices.per_node} ranks on each of {devices.nodes} nodes, by torchrun"
     return (
         f"# expertmesh plan for {devices}: {peak:.1f} GiB a rank, {speed.seconds:.2f} s a step, {tokens:,.0f} "
         "tokens/s.\n"
-        f"# Start {devices.per_node} ranks on each of {devices.nodes} node(s); set data.train to your data.\n"
+        f"# Set data.train to your data; start it with {start}.\n"
     ) + dump_config(config)
 
 
