@@ -24,8 +24,8 @@ from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig
 from expertmesh.mesh import Mesh, resolve_layout
 from expertmesh.planning.census import Census
 from expertmesh.planning.facts import facts_of
-from expertmesh.planning.memory import Batch, Mode, memory_of, saved_of
-from expertmesh.planning.state import state_of
+from expertmesh.planning.memory import Batch, memory_of, saved_of
+from expertmesh.planning.state import Mode, state_of
 from expertmesh.planning.traffic import traffic_of
 from expertmesh.training import pipeline as stages
 from expertmesh.training import step as training_step

@@ -6,7 +6,8 @@ from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
 from expertmesh.mesh import resolve_layout
 from expertmesh.planning.facts import facts_of
-from expertmesh.planning.memory import Batch, Mode, memory_of
+from expertmesh.planning.memory import Batch, memory_of
+from expertmesh.planning.state import Mode
 from expertmesh.planning.traffic import traffic_of
 from expertmesh.simulation.run import simulate
 from expertmesh.simulation.shapes import deepseek_v3, qwen3_30b_a3b

@@ -85,7 +85,8 @@ def rehearse(twin: nn.Module) -> None:
 
 def _forward(twin: nn.Module) -> None:
     twin.eval()  # dropout wants to know which tokens these are
-    twin(input_ids=torch.zeros(_ROWS, _LENGTH, dtype=torch.int64, device="meta"), use_cache=False)
+    with torch.no_grad():
+        twin(input_ids=torch.zeros(_ROWS, _LENGTH, dtype=torch.int64, device="meta"), use_cache=False)
 
 
 def _weighted(hidden_states: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:

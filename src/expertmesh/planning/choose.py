@@ -16,9 +16,10 @@ from expertmesh.config.errors import InputError
 from expertmesh.mesh import Layout, resolve_layout
 from expertmesh.planning.facts import facts_of
 from expertmesh.planning.hardware import Devices, hardware_table, match_device
-from expertmesh.planning.memory import Batch, Mode
+from expertmesh.planning.memory import Batch
 from expertmesh.planning.probe import NotProbed
 from expertmesh.planning.search import GIB, Candidate, Job, evaluate, explicit, layouts, modes
+from expertmesh.planning.state import Mode
 
 
 @dataclass(frozen=True, slots=True)

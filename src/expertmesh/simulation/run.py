@@ -23,8 +23,8 @@ from expertmesh.mesh import Mesh, init_mesh
 from expertmesh.model import prepare_model
 from expertmesh.parallel.gradients import clip_grad_norm_
 from expertmesh.planning.census import Census
-from expertmesh.planning.memory import Mode
 from expertmesh.planning.routing import Choice
+from expertmesh.planning.state import Mode
 from expertmesh.simulation.stand_ins import stand_ins
 from expertmesh.training.loss import causal_lm_loss
 from expertmesh.weights.skeleton import materialize
