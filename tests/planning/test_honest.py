@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from benchmarks.planning import POINTS, Honesty, measure
-from expertmesh.planning import memory, traffic
+from expertmesh.planning import blocks, traffic
 from expertmesh.planning.routing import Routing
 
 BY_NAME = {point.name: point for point in POINTS}
@@ -40,7 +40,7 @@ def test_a_copy_of_a_token_for_each_expert_would_be_noticed(monkeypatch: pytest.
         return Routing(tokens, tokens * choice.top_k, tokens * choice.top_k, tokens * choice.top_k)
 
     monkeypatch.setattr(traffic, "expected", copies)
-    monkeypatch.setattr(memory, "expected", copies)
+    monkeypatch.setattr(blocks, "expected", copies)
     with pytest.raises(AssertionError):
         _check(measure(BY_NAME["qwen3 ep4 of 4"]))
 

@@ -265,6 +265,9 @@ class _Model:
         before = self.received(stage) - kept[-1]
         for flying, whole, sent in zip(held.flying, kept_by, handed, strict=True):
             before += flying * (whole[-1] + self.tables + sent)
+        if stage == self.layout.pp - 1:
+            # Losses are taken in forward, with the head's gradient (training/loss.py).
+            before += (held.flying[-1] - is_last) * (self.outside + self.head_saved())
         before += self.outside + self.last if is_last else 0.0
         blocks = sum(len(whole) for whole in kept_by)
         ready = sum(len(whole) for whole, there in zip(kept_by, held.whole, strict=True) if there)
@@ -320,7 +323,9 @@ class _Model:
         logits = self.chunk * vocabulary * (self.compute * (self.compute < wide) + 3 * wide)
         product = self.chunk * vocabulary * (self.compute + wide * (self.compute < wide)) + head * self.compute
         again = head * self.compute if chunks > 1 else 0.0
-        return 3 * rows - self.last + head * wide + max(logits + again, product + again, head * self.compute)
+        # At the end the sum is rounded, while the last chunk's own gradient and logits are still there.
+        rounding = 2 * head * self.compute + (targets - (chunks - 1) * self.chunk) * vocabulary * self.compute
+        return 3 * rows - self.last + head * wide + max(logits + again, product + again, rounding)
 
     def head_saved(self) -> float:
         """The head's gradients, taken in forward and kept for backward (training/loss.py)."""

@@ -21,6 +21,7 @@ from expertmesh.planning.state import (
     Mode,
     Sizes,
     cut_of,
+    has_root,
     sizes_of,
     sizes_over,
     stage_blocks,
@@ -80,8 +81,10 @@ def traffic_of(
         each.times(batch.accumulation) for each in _of_tokens(facts, tokens, batch.rows, mode, layers, stage, imbalance)
     ]
     found += _of_experts(facts, layout, batch, stage)
-    if most_in_flight(layout, batch.accumulation, stage) > 1 and (ranks := layout.fsdp * cp * tp) > 1:
-        # The first backward's last prefetch finds a second forward recorded, and gathers that one's last block.
+    ranks, flying = layout.fsdp * cp * tp, most_in_flight(layout, batch.accumulation, stage)
+    if ranks > 1 and flying > 1 and not has_root(facts, layout.pp, stage):
+        # The first backward's last prefetch finds another forward recorded, and gathers what that one ended with: its
+        # last block, if not the root, which is gathered already.
         block = stage_blocks(facts, cut, stage)[-1]
         sizes = [sizes_of(unit, layout).flat for unit in (block.unit, None if tp > 1 else block.split)]
         found.append(Transfer("fsdp", "all_gather", 1, sum(sizes), ranks, True))
@@ -215,7 +218,7 @@ def _of_sequence(block: Block, facts: Facts, layout: Layout, rows: int, mode: Mo
     tokens = rows * facts.length / (layout.cp * layout.tp)
     heads = 2 * facts.heads + 2 * max(facts.key_value_heads, layout.cp * layout.tp)
     times = forwards + 1
-    yield Transfer("cp", "all_to_all", 4 * times, times * tokens * heads * facts.head_width * compute, layout.cp, False)
+    yield Transfer("cp", "all_to_all", 2 * times, times * tokens * heads * facts.head_width * compute, layout.cp, False)
 
 
 def _of_vocabulary(facts: Facts, layout: Layout, rows: int) -> tuple[Transfer, ...]:
