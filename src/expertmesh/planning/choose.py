@@ -99,7 +99,8 @@ def _job(config: Config, model_config: PreTrainedConfig, devices: Devices) -> Jo
         trust_remote_code=config.model.trust_remote_code,
     )
     moments = 2 if config.optim.name == "adamw" else 0
-    return Job(facts, devices, config.train.global_batch_size, moments, gloo=devices.name == "cpu")
+    layers = config.train.checkpoint_layers
+    return Job(facts, devices, config.train.global_batch_size, moments, gloo=devices.name == "cpu", layers=layers)
 
 
 def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:

@@ -210,8 +210,10 @@ class _Model:
         """What a stage keeps of a micro-batch at its borders beside what its blocks keep: what it sends; and where
         inputs of blocks are kept, the first block's is among what it has `received`.
         """
-        is_first, mode = stage == chunk == 0, self.pieces(stage, chunk)[0][1]
-        return self.hidden * ((not self.is_last(stage, chunk)) - (not is_first and mode != "none"))
+        is_first, is_last, mode = stage == chunk == 0, self.is_last(stage, chunk), self.pieces(stage, chunk)[0][1]
+        handed = self.hidden * ((not is_last) - (not is_first and mode != "none"))
+        # What is behind the last block runs, for nothing, in the forward of every chunk of the rank that has it.
+        return handed + (self.outside if stage == self.layout.pp - 1 and not is_last else 0.0)
 
     def received(self, stage: int) -> float:
         """Buffers for what a step's micro-batches receive: hidden states, and their gradients (torch's stages)."""
@@ -262,25 +264,33 @@ class _Model:
         head = sizes_of(facts.root, self.layout)
         root = head.gathered if around else 0.0
         head_gradient = head.gradients if is_last else 0.0
+        blocks = sum(len(whole) for whole in kept_by)
+        ready = sum(len(whole) for whole, there in zip(kept_by, held.whole, strict=True) if there)
+        own = 0 if held.whole[chunk] else len(pieces)
         before = self.received(stage) - kept[-1]
         for flying, whole, sent in zip(held.flying, kept_by, handed, strict=True):
             before += flying * (whole[-1] + self.tables + sent)
+        if stage == chunk == 0 and facts.embedding is not None:
+            # Forward begins with what is around the blocks, and FSDP2 keeps both flat buffers for a while.
+            embedding = sizes_of(facts.embedding, self.layout)
+            gathered = embedding.gathered + embedding.flat + (root + head.flat if around else 0.0)
+            yield at("embedding's gather", ready / blocks, gathered, before - self.tables)
         if stage == self.layout.pp - 1:
             # Losses are taken in forward, with the head's gradient (training/loss.py).
             before += (held.flying[-1] - is_last) * (self.outside + self.head_saved())
         before += self.outside + self.last if is_last else 0.0
-        blocks = sum(len(whole) for whole in kept_by)
-        ready = sum(len(whole) for whole, there in zip(kept_by, held.whole, strict=True) if there)
-        own = 0 if held.whole[chunk] else len(pieces)
 
         if is_last:
             yield at("loss", ready / blocks, root, before + kept[-1], logits=self._head())
+        before_blocks = 0.0
+        if stage == 0 and facts.embedding is not None:
+            before_blocks = sizes_of(facts.embedding, self.layout).flat
         behind = 0.0  # the reduction buffer that the block behind still holds
         for index in _edges(pieces):
             costs = self.costs(pieces[index])
             mode = pieces[index][1]
             share = (ready + max(0, own - index - 1)) / blocks
-            flats = self.costs(pieces[index - 1]).flats if index else 0.0
+            flats = self.costs(pieces[index - 1]).flats if index else before_blocks
             behind = self.costs(pieces[index + 1]).after if index + 1 < len(pieces) else 0.0
             common = root + head_gradient + flats + costs.dense
             now = before + kept[index]
@@ -304,6 +314,9 @@ class _Model:
             embedding = sizes_of(facts.embedding, self.layout)
             reducing = reduced_bytes(facts, embedding)
             waiting = embedding.gathered + embedding.gradients + self.costs(pieces[0]).after
+            if not around and sum(held.flying) > 1 and not any(held.whole):
+                # FSDP2 prefetches the last block of another micro-batch, for nothing.
+                waiting += sizes_of(pieces[-1][0].unit, self.layout).flat
             copied = reducing if self.share.gloo else 0.0
             ends = root + head_gradient + max(waiting, embedding.gradients + reducing, reducing + copied)
             yield at("embedding's gradient", share, ends, before - self.tables, 0.0, 0.0, hidden)

@@ -4,6 +4,7 @@ A rank's stages (one, or `pp_virtual_stages`) are its chunks, in the order of th
 backwards is that of the schedules training/pipeline.py chooses from torch.distributed.pipelining.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
@@ -26,9 +27,38 @@ def backwards(layout: Layout, accumulation: int, rank: int) -> tuple[Held, ...]:
     return _backwards(layout.pp, layout.pp_virtual_stages, layout.pp_schedule, accumulation, rank)
 
 
-def most_in_flight(layout: Layout, accumulation: int, rank: int) -> int:
-    """The most micro-batches of all chunks together that hold activations at once."""
-    return max(sum(held.flying) for held in backwards(layout, accumulation, rank))
+class Prefetched(NamedTuple):
+    """Backwards of `chunk` that find forwards of it recorded by FSDP2, so that they prefetch in the reverse order of
+    those; `behind`: the chunk that ran right before the last of them, or None. `times` of them.
+    """
+
+    chunk: int
+    behind: int | None
+    times: int
+
+
+def prefetching(layout: Layout, accumulation: int, rank: int) -> tuple[Prefetched, ...]:
+    """FSDP2 forgets what it has recorded at the end of each backward, so only what ran since the one before counts."""
+    return _prefetching(layout.pp, layout.pp_virtual_stages, layout.pp_schedule, accumulation, rank)
+
+
+@cache
+def _prefetching(pp: int, chunks: int, schedule: str, count: int, rank: int) -> tuple[Prefetched, ...]:
+    if chunks == 1:
+        flying = _backwards(pp, chunks, schedule, count, rank)[0].flying[0]
+        found = [Prefetched(0, 0 if flying > 1 else None, 1)]
+        return (*found, Prefetched(0, None, count - flying)) if count > flying else tuple(found)
+    recorded: list[int] = []
+    seen: Counter[tuple[int, int | None]] = Counter()
+    for chunk, forward in _order(pp, chunks, count, rank):
+        if forward:
+            recorded.append(chunk)
+            continue
+        if chunk in recorded:
+            last = len(recorded) - 1 - recorded[::-1].index(chunk)
+            seen[chunk, recorded[last - 1] if last else None] += 1
+        recorded.clear()
+    return tuple(Prefetched(chunk, behind, times) for (chunk, behind), times in seen.items())
 
 
 @cache

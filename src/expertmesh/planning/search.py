@@ -141,7 +141,15 @@ def layouts(job: Job, fixed: ParallelConfig | None = None) -> Iterator[Layout]:
                     for ep in expert_ranks:
                         axes = {"pp": pp, "replicate": replicate, "cp": cp, "tp": tp, "ep": ep}
                         if world // (pp * replicate) % ep == 0 and _accepted(axes):
-                            yield Layout(pp, replicate, world // rest, cp, tp, ep)
+                            yield Layout(pp, replicate, world // rest, cp, tp, ep, *_schedule(pp, fixed))
+
+
+def _schedule(pp: int, fixed: ParallelConfig | None) -> tuple[str, int]:
+    """The schedule and the stages of a rank; what a user has set stays, and more than one stage are never proposed."""
+    if fixed is None or pp == 1 or fixed.pp_schedule == "auto":
+        virtual = 1 if fixed is None or pp == 1 else fixed.pp_virtual_stages
+        return "1f1b" if virtual == 1 else "interleaved_1f1b", virtual
+    return fixed.pp_schedule, fixed.pp_virtual_stages
 
 
 _answers: dict[str, bool] = {}

@@ -122,9 +122,14 @@ def stage_pieces(
 
 
 @cache
+def chunk_blocks(facts: Facts, cut: Cut, stage: int) -> tuple[tuple[Block, ...], ...]:
+    """The blocks of each of a rank's stages."""
+    return tuple(tuple(facts.blocks[number] for number in numbers) for numbers in chunks_of(facts, cut, stage))
+
+
 def stage_blocks(facts: Facts, cut: Cut, stage: int) -> tuple[Block, ...]:
-    """The blocks of a pipeline rank, of all its stages."""
-    return tuple(facts.blocks[number] for numbers in chunks_of(facts, cut, stage) for number in numbers)
+    """Of all of them."""
+    return tuple(block for blocks in chunk_blocks(facts, cut, stage) for block in blocks)
 
 
 @cache

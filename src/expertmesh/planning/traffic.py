@@ -7,6 +7,7 @@ crosses a link is less by the rank's own part: `Transfer.wire`. docs/planning.md
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from math import gcd
 from typing import Literal
 
 from expertmesh.config.sections import BYTES_OF
@@ -14,17 +15,17 @@ from expertmesh.mesh import Layout
 from expertmesh.planning.facts import Block, Facts, Unit
 from expertmesh.planning.memory import CHUNK_TOKENS, Batch
 from expertmesh.planning.routing import expected
-from expertmesh.planning.schedule import most_in_flight
+from expertmesh.planning.schedule import prefetching
 from expertmesh.planning.state import (
     CheckpointedLayers,
     Cut,
     Mode,
     Sizes,
+    chunk_blocks,
     cut_of,
     has_root,
     sizes_of,
     sizes_over,
-    stage_blocks,
     stage_kinds,
     stage_pieces,
     stage_units,
@@ -81,17 +82,33 @@ def traffic_of(
         each.times(batch.accumulation) for each in _of_tokens(facts, tokens, batch.rows, mode, layers, stage, imbalance)
     ]
     found += _of_experts(facts, layout, batch, stage)
-    ranks, flying = layout.fsdp * cp * tp, most_in_flight(layout, batch.accumulation, stage)
-    if ranks > 1 and flying > 1 and not has_root(facts, layout.pp, stage):
-        # The first backward's last prefetch finds another forward recorded, and gathers what that one ended with: its
-        # last block, if not the root, which is gathered already.
-        block = stage_blocks(facts, cut, stage)[-1]
-        sizes = [sizes_of(unit, layout).flat for unit in (block.unit, None if tp > 1 else block.split)]
-        found.append(Transfer("fsdp", "all_gather", 1, sum(sizes), ranks, True))
+    found += _prefetched(facts, layout, batch, stage)
     if layout.replicate > 1:
         calls, size = _reduced(facts, cut, layout.fsdp * cp, tp, stage)
         found.append(Transfer("replicate", "all_reduce", calls, size, layout.replicate, True))
     return _summed(found)
+
+
+def _prefetched(facts: Facts, layout: Layout, batch: Batch, stage: int) -> Iterator[Transfer]:
+    """What FSDP2 gathers over fsdp beside each group's forward and backward. The embedding runs in the forward of every
+    chunk; a backward prefetches what ran before its chunk's last forward: the embedding, or a block of another
+    micro-batch, which nobody waits for.
+    """
+    tp, ranks = layout.tp, layout.fsdp * layout.cp * layout.tp
+    if ranks == 1:
+        return
+    blocks = chunk_blocks(facts, cut_of(layout), stage)
+    embedding = facts.embedding if stage == 0 else None
+    for found in prefetching(layout, batch.accumulation, stage):
+        behind = found.behind
+        if embedding is not None and (found.chunk or not facts.embeds_trained):
+            yield Transfer(
+                "fsdp", "all_gather", found.times, found.times * sizes_of(embedding, layout).flat, ranks, True
+            )
+        elif behind is not None and not has_root(facts, layout.pp, stage):
+            block = blocks[behind][-1]
+            sizes = [sizes_of(unit, layout).flat for unit in (block.unit, None if tp > 1 else block.split)]
+            yield Transfer("fsdp", "all_gather", found.times, found.times * sum(sizes), ranks, True)
 
 
 def _summed(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
@@ -108,15 +125,19 @@ def _summed(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
 @cache
 def _of_groups(facts: Facts, cut: Cut, ranks: int, tp: int, stage: int) -> tuple[Transfer, ...]:
     """A micro-batch's, over fsdp: FSDP2 gathers a dense group before forward and again before backward (the root only
-    once), and reduces once.
+    once), and reduces once. What it prefetches in vain is not in it.
     """
     reduce = max(BYTES_OF[facts.precision.reduce], BYTES_OF[facts.precision.compute])
     found = []
     for unit, units, calls, sizes in _groups(facts, cut, ranks, tp, stage):
         over = ranks if unit.weights and unit.weights[0].split is not None else ranks * tp
-        gathers = 1 if unit is facts.root else 2
+        # What is around the blocks runs in the forward of every chunk, and what is behind them in its backward as well.
+        root, embedding = unit is facts.root, unit is facts.embedding
+        gathers = cut[1] if root else cut[1] + facts.embeds_trained if embedding else 2
+        reduces = cut[1] if root else 1
         found.append(Transfer("fsdp", "all_gather", gathers * calls, gathers * units * sizes.flat, over, True))
-        found.append(Transfer("fsdp", "reduce_scatter", calls, units * sizes.reduced * reduce, over, True))
+        reduced = reduces * units * sizes.reduced * reduce
+        found.append(Transfer("fsdp", "reduce_scatter", reduces * calls, reduced, over, True))
     return _summed(found)
 
 
@@ -133,10 +154,10 @@ def _reduced(facts: Facts, cut: Cut, ranks: int, tp: int, stage: int) -> tuple[i
 
 def _groups(facts: Facts, cut: Cut, ranks: int, tp: int, stage: int) -> Iterator[tuple[Unit, int, int, Sizes]]:
     """Dense FSDP2 groups of a stage: how many alike, and how many of them have calls of their own."""
-    splits = {block.split for block, _ in stage_kinds(facts, cut, stage)}
+    splits = {block.split: block.parts.split for block, _ in stage_kinds(facts, cut, stage)}
     for unit, times in stage_units(facts, cut, stage):
-        # In one group with its block, but for what tp has split; so its calls count once.
-        calls = times if tp > 1 or unit not in splits else 0
+        # In one group with its block; what tp has split is in a group for each part.
+        calls = times * (splits[unit] if tp > 1 else 0) if unit in splits else times
         yield unit, times, calls, sizes_over(unit, ranks, tp)
 
 
@@ -215,10 +236,13 @@ def _of_sequence(block: Block, facts: Facts, layout: Layout, rows: int, mode: Mo
     features = positions * parts.features * compute
     yield Transfer("tp", "all_gather", gathers, gathers * whole + forwards * features, layout.tp, False)
     yield Transfer("tp", "reduce_scatter", sums, sums * whole + features, layout.tp, False)
-    tokens = rows * facts.length / (layout.cp * layout.tp)
-    heads = 2 * facts.heads + 2 * max(facts.key_value_heads, layout.cp * layout.tp)
-    times = forwards + 1
-    yield Transfer("cp", "all_to_all", 2 * times, times * tokens * heads * facts.head_width * compute, layout.cp, False)
+    if (queries := block.figures.heads) and layout.cp > 1:
+        # Keys and values go together with the queries, repeated as far as a rank's queries need (context.py).
+        groups = queries // facts.key_value_heads
+        keys = facts.key_value_heads * groups // gcd(queries // (layout.cp * layout.tp), groups)
+        exchanged = (block.figures.queries + keys * block.figures.keys) * rows / (layout.cp * layout.tp)
+        times = forwards + 1
+        yield Transfer("cp", "all_to_all", 2 * times, times * exchanged, layout.cp, False)
 
 
 def _of_vocabulary(facts: Facts, layout: Layout, rows: int) -> tuple[Transfer, ...]:
