@@ -41,8 +41,9 @@ class Costs:
     backward. `dense`: its dense parameters gathered; `flats`: everything of it prefetched as flat buffers; `after`: the
     buffer its dense gradients are reduced from, which lives until the next one. `gradients`: its dense parameters', and
     `copied`, gloo's copy. `own`: what its own code needs in backward on top of them.
-    `of_experts` is the part of `saved` that routed experts save; they are `gathered`; `forward` and `backward` on top
-    while they run; `reduced` is the most while their gradients are, and `reducing` what is left of that afterwards.
+    `of_experts` is the part of `saved` that routed experts save; they are `gathered`, out of what is `buffered`, a part
+    of `flats`; `forward` and `backward` come on top while they run; `reduced` is the most while their gradients are,
+    and `reducing` what is left of that afterwards.
     """
 
     saved: float
@@ -56,6 +57,7 @@ class Costs:
     grown: float
     of_experts: float
     gathered: float
+    buffered: float
     forward: float
     backward: float
     reduced: float
@@ -115,6 +117,7 @@ class _Block:
             grown=block.figures.gradients / share.tp,
             of_experts=0.0 if experts is None else self.saved_by_experts(experts),
             gathered=0.0 if experts is None or not self.gathers_experts else self.experts_here(experts, self.compute),
+            buffered=flat,
             forward=0.0 if experts is None else self.experts_forward(experts),
             backward=0.0 if experts is None else self.experts_backward(experts),
             reduced=reduced,

@@ -97,11 +97,17 @@ def memory_of(
     return model.memory(stage, worst)
 
 
-def fullest_stage(facts: Facts, layout: Layout, batch: Batch, mode: Mode, *, layers: CheckpointedLayers = "all") -> int:
-    """The pp rank whose peak is the highest: the first or the last."""
+def peak_of(
+    facts: Facts, layout: Layout, batch: Batch, mode: Mode, stage: int, *, layers: CheckpointedLayers = "all"
+) -> float:
+    """The peak of one pp rank, without what the device takes for itself."""
     model = _Model(facts, layout, batch, mode, layers, 2, 0.0, 1.0, CHUNK_TOKENS, False)
-    peaks = {stage: max(model.total(stage, each) for each in model.moments_of(stage)) for stage in (0, layout.pp - 1)}
-    return max(peaks, key=peaks.__getitem__)
+    return max(model.total(stage, each) for each in model.moments_of(stage))
+
+
+def fullest_stage(facts: Facts, layout: Layout, batch: Batch, mode: Mode) -> int:
+    """The pp rank whose peak is the highest: the first or the last."""
+    return max((0, layout.pp - 1), key=lambda stage: peak_of(facts, layout, batch, mode, stage))
 
 
 def saved_of(
@@ -177,7 +183,6 @@ class _Model:
         )
         self.known: dict[Piece, Costs] = {}
         self.compute = BYTES_OF[facts.precision.compute]
-        self.states = {stage: state_of(facts, layout, stage) for stage in {0, layout.pp - 1}}
         self.hidden = hidden_bytes(facts, self.share)
         self.chunk = min(chunk_tokens, batch.rows * (facts.length - 1) / layout.cp)
         self.tables = facts.tables
@@ -213,7 +218,7 @@ class _Model:
         is_first, is_last, mode = stage == chunk == 0, self.is_last(stage, chunk), self.pieces(stage, chunk)[0][1]
         handed = self.hidden * ((not is_last) - (not is_first and mode != "none"))
         # What is behind the last block runs, for nothing, in the forward of every chunk of the rank that has it.
-        return handed + (self.outside if stage == self.layout.pp - 1 and not is_last else 0.0)
+        return handed + (self.outside + self.last if stage == self.layout.pp - 1 and not is_last else 0.0)
 
     def received(self, stage: int) -> float:
         """Buffers for what a step's micro-batches receive: hidden states, and their gradients (torch's stages)."""
@@ -224,13 +229,13 @@ class _Model:
 
     def total(self, stage: int, moment: "_Moment") -> float:
         """Bytes of everything at a moment."""
-        state = self.states[stage]
+        state = state_of(self.facts, self.layout, stage)
         kept = state.frozen + state.master * (1 + self.moment_count) + state.gradients * moment.share
         return kept + sum(moment[2:]) + self.overhead
 
     def memory(self, stage: int, moment: "_Moment") -> Memory:
         """The same, item by item."""
-        state = self.states[stage]
+        state = state_of(self.facts, self.layout, stage)
         return Memory(
             frozen=state.frozen,
             master=state.master,
@@ -299,8 +304,12 @@ class _Model:
             early = now + hidden if mode == "selective" else full
             if pieces[index][0].experts is not None:
                 at_work = common + costs.gathered + behind
+                # Gathering, and in forward for a while after, there is their own buffer, and not yet that of the
+                # experts before them.
+                gathering = at_work + costs.buffered - (self.costs(pieces[index - 1]).buffered if index else 0.0)
+                yield at("experts' gather", share, gathering, now)
                 if mode == "full":
-                    yield at("recomputing", share, at_work, full, costs.forward)
+                    yield at("recomputing", share, gathering, full, costs.forward)
                 yield at("experts' backward", share, at_work, early, costs.backward, 0.0, hidden)
                 reduced, rest = common + costs.reduced, early - costs.of_experts
                 yield at("experts' reduction", share, reduced, rest, 0.0, 0.0, 2 * hidden)
@@ -316,7 +325,8 @@ class _Model:
             waiting = embedding.gathered + embedding.gradients + self.costs(pieces[0]).after
             if not around and sum(held.flying) > 1 and not any(held.whole):
                 # FSDP2 prefetches the last block of another micro-batch, for nothing.
-                waiting += sizes_of(pieces[-1][0].unit, self.layout).flat
+                last = self.costs(pieces[-1])
+                waiting += last.flats - last.buffered
             copied = reducing if self.share.gloo else 0.0
             ends = root + head_gradient + max(waiting, embedding.gradients + reducing, reducing + copied)
             yield at("embedding's gradient", share, ends, before - self.tables, 0.0, 0.0, hidden)
@@ -333,7 +343,9 @@ class _Model:
         head = self.facts.head / self.layout.tp if self.facts.head_trains else 0.0
         chunks = -(-targets // self.chunk)
         wide = max(4, self.compute)
-        logits = self.chunk * vocabulary * (self.compute * (self.compute < wide) + 3 * wide)
+        # torch's cross-entropy keeps its own; ours of a part of the vocabulary (vocabulary.py) turns it into gradients.
+        copies = 3 if self.layout.tp == 1 else 2
+        logits = self.chunk * vocabulary * (self.compute * (self.compute < wide) + copies * wide)
         product = self.chunk * vocabulary * (self.compute + wide * (self.compute < wide)) + head * self.compute
         again = head * self.compute if chunks > 1 else 0.0
         # At the end the sum is rounded, while the last chunk's own gradient and logits are still there.
