@@ -67,8 +67,9 @@ def _backwards(pp: int, chunks: int, schedule: str, count: int, rank: int) -> tu
         first = min(pp - rank, count) if schedule != "gpipe" and count >= pp else count
         first = 1 if pp == 1 else first
         later = min(first, count - 1)
-        # From the second micro-batch on gradients are whole, but fewer may be in flight.
-        found = [Held(0, (first,), (False,))] if later < first else []
+        # From the second micro-batch on gradients are whole, but fewer may be in flight; and only the first backward
+        # finds others recorded (below). One that is less in everything is left out.
+        found = [Held(0, (first,), (False,))] if later < first or first > 1 else []
         return (*found, Held(0, (later,), (True,))) if later else tuple(found)
     flying, whole = [0] * chunks, [False] * chunks
     seen: dict[Held, None] = {}

@@ -1,0 +1,36 @@
+"""The planner's order of forwards and backwards is torch's own, and what it says is in flight follows from it."""
+
+from typing import Any
+
+import pytest
+from torch.distributed.pipelining import ScheduleInterleaved1F1B
+
+from expertmesh.mesh import Layout
+from expertmesh.planning.schedule import Held, Prefetched, _order, backwards, prefetching
+
+
+@pytest.mark.parametrize(("pp", "chunks", "count"), [(2, 2, 4), (2, 2, 2), (4, 2, 8), (4, 3, 12), (2, 4, 3), (3, 2, 1)])
+def test_the_order_is_that_of_torchs_interleaved_schedule(pp: int, chunks: int, count: int) -> None:
+    torchs: Any = object.__new__(ScheduleInterleaved1F1B)  # no stages are needed to be asked for an order
+    torchs.n_local_stages, torchs.pp_group_size, torchs._n_microbatches = chunks, pp, count
+    torchs.microbatches_per_round = count // max(1, count // pp)
+    for rank in range(pp):
+        steps = [each for each in torchs._calculate_single_rank_operations(rank) if each is not None]
+        wanted = [(step.stage_index // pp, "FORWARD" in step.computation_type.name) for step in steps]
+        assert list(_order(pp, chunks, count, rank)) == wanted
+
+
+def test_everything_is_in_flight_where_all_forwards_run_first() -> None:
+    gpipe, short = Layout(pp=4, pp_schedule="gpipe"), Layout(pp=4)
+    assert backwards(gpipe, 8, 3) == (Held(0, (8,), (False,)), Held(0, (7,), (True,)))
+    assert backwards(short, 3, 3)[0].flying == (3,)  # fewer micro-batches than stages
+    assert backwards(short, 4, 3) == (Held(0, (1,), (True,)),)
+    assert backwards(short, 4, 0)[0].flying == (4,)
+    unequal = Layout(pp=2, pp_schedule="interleaved_1f1b", pp_virtual_stages=2)
+    assert max(sum(held.flying) for held in backwards(unequal, 5, 1)) == 10
+
+
+def test_only_the_first_backward_finds_another_micro_batch_recorded() -> None:
+    assert prefetching(Layout(), 4, 0) == (Prefetched(0, None, 1), Prefetched(0, None, 3))
+    assert prefetching(Layout(pp=2), 4, 0) == (Prefetched(0, 0, 1), Prefetched(0, None, 2))
+    assert prefetching(Layout(pp=2), 4, 1) == (Prefetched(0, None, 1), Prefetched(0, None, 3))
