@@ -22,10 +22,10 @@ def test_the_order_is_that_of_torchs_interleaved_schedule(pp: int, chunks: int, 
 
 def test_everything_is_in_flight_where_all_forwards_run_first() -> None:
     gpipe, short = Layout(pp=4, pp_schedule="gpipe"), Layout(pp=4)
-    assert backwards(gpipe, 8, 3) == (Held(0, (8,), (False,)), Held(0, (7,), (True,)))
+    assert backwards(gpipe, 8, 3) == (Held(0, (8,), (False,), True), Held(0, (7,), (True,), False))
     assert backwards(short, 3, 3)[0].flying == (3,)  # fewer micro-batches than stages
-    assert backwards(short, 4, 3) == (Held(0, (1,), (True,)),)
-    assert backwards(short, 4, 0)[0].flying == (4,)
+    assert backwards(short, 4, 3) == (Held(0, (1,), (True,), False),)
+    assert backwards(short, 8, 0) == (Held(0, (4,), (True,), True),)
     unequal = Layout(pp=2, pp_schedule="interleaved_1f1b", pp_virtual_stages=2)
     assert max(sum(held.flying) for held in backwards(unequal, 5, 1)) == 10
 

@@ -88,7 +88,7 @@ def _check(
 
 
 def test_a_second_micro_batch_in_flight_that_is_forgotten_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "backwards", lambda layout, count, rank: (Held(0, (1,), (True,)),))
+    monkeypatch.setattr(memory, "backwards", lambda layout, count, rank: (Held(0, (1,), (True,), False),))
     with pytest.raises(AssertionError):
         _check("qwen", ParallelConfig(ep=4, pp=4), "none", None, Batch(1, 4), "all", 0)
 

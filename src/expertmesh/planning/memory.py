@@ -22,6 +22,7 @@ from expertmesh.planning.state import (
     Cut,
     Mode,
     Piece,
+    State,
     chunk_pieces,
     cut_of,
     has_root,
@@ -182,6 +183,7 @@ class _Model:
             gloo=gloo and layout.world_size > 1,
         )
         self.known: dict[Piece, Costs] = {}
+        self.states: dict[int, State] = {}
         self.compute = BYTES_OF[facts.precision.compute]
         self.hidden = hidden_bytes(facts, self.share)
         self.chunk = min(chunk_tokens, batch.rows * (facts.length - 1) / layout.cp)
@@ -227,15 +229,20 @@ class _Model:
 
     # Moments.
 
+    def state(self, stage: int) -> State:
+        if stage not in self.states:
+            self.states[stage] = state_of(self.facts, self.layout, stage)
+        return self.states[stage]
+
     def total(self, stage: int, moment: "_Moment") -> float:
         """Bytes of everything at a moment."""
-        state = state_of(self.facts, self.layout, stage)
+        state = self.state(stage)
         kept = state.frozen + state.master * (1 + self.moment_count) + state.gradients * moment.share
         return kept + sum(moment[2:]) + self.overhead
 
     def memory(self, stage: int, moment: "_Moment") -> Memory:
         """The same, item by item."""
-        state = state_of(self.facts, self.layout, stage)
+        state = self.state(stage)
         return Memory(
             frozen=state.frozen,
             master=state.master,
@@ -323,7 +330,7 @@ class _Model:
             embedding = sizes_of(facts.embedding, self.layout)
             reducing = reduced_bytes(facts, embedding)
             waiting = embedding.gathered + embedding.gradients + self.costs(pieces[0]).after
-            if not around and sum(held.flying) > 1 and not any(held.whole):
+            if held.vain and not around:
                 # FSDP2 prefetches the last block of another micro-batch, for nothing.
                 last = self.costs(pieces[-1])
                 waiting += last.flats - last.buffered

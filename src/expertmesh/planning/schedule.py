@@ -14,12 +14,14 @@ from expertmesh.mesh import Layout
 
 class Held(NamedTuple):
     """A micro-batch of a rank's `chunk` runs backward while `flying[c]` micro-batches of each chunk hold activations,
-    this one included; `whole[c]`: gradients of chunk c are there from an earlier backward.
+    this one included; `whole[c]`: gradients of chunk c are there from an earlier backward; `vain`: FSDP2 prefetches a
+    block of another micro-batch at its end.
     """
 
     chunk: int
     flying: tuple[int, ...]
     whole: tuple[bool, ...]
+    vain: bool
 
 
 def backwards(layout: Layout, accumulation: int, rank: int) -> tuple[Held, ...]:
@@ -67,17 +69,17 @@ def _backwards(pp: int, chunks: int, schedule: str, count: int, rank: int) -> tu
         first = min(pp - rank, count) if schedule != "gpipe" and count >= pp else count
         first = 1 if pp == 1 else first
         later = min(first, count - 1)
-        # From the second micro-batch on gradients are whole, but fewer may be in flight; and only the first backward
-        # finds others recorded (below). One that is less in everything is left out.
-        found = [Held(0, (first,), (False,))] if later < first or first > 1 else []
-        return (*found, Held(0, (later,), (True,))) if later else tuple(found)
+        # From the second micro-batch on gradients are whole, but fewer may be in flight. Where as many are, the second
+        # stands for the first as well.
+        found = [Held(0, (first,), (False,), first > 1)] if later < first else []
+        return (*found, Held(0, (later,), (True,), later == first > 1)) if later else tuple(found)
     flying, whole = [0] * chunks, [False] * chunks
     seen: dict[Held, None] = {}
     for chunk, forward in _order(pp, chunks, count, rank):
         if forward:
             flying[chunk] += 1
             continue
-        seen[Held(chunk, tuple(flying), tuple(whole))] = None
+        seen[Held(chunk, tuple(flying), tuple(whole), sum(flying) > 1 and not any(whole))] = None
         flying[chunk] -= 1
         whole[chunk] = True
     return tuple(seen)
