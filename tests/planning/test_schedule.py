@@ -30,7 +30,9 @@ def test_everything_is_in_flight_where_all_forwards_run_first() -> None:
     assert max(sum(held.flying) for held in backwards(unequal, 5, 1)) == 10
 
 
-def test_only_the_first_backward_finds_another_micro_batch_recorded() -> None:
-    assert prefetching(Layout(), 4, 0) == (Prefetched(0, None, 1), Prefetched(0, None, 3))
-    assert prefetching(Layout(pp=2), 4, 0) == (Prefetched(0, 0, 1), Prefetched(0, None, 2))
-    assert prefetching(Layout(pp=2), 4, 1) == (Prefetched(0, None, 1), Prefetched(0, None, 3))
+def test_what_is_recorded_when_a_backward_begins() -> None:
+    assert prefetching(Layout(pp=2), 4, 0) == (Prefetched(0, True, 0, None, 1), Prefetched(0, True, None, None, 2))
+    assert prefetching(Layout(pp=2), 4, 1) == (Prefetched(0, True, None, None, 1), Prefetched(0, True, None, None, 3))
+    virtual = Layout(pp=4, pp_schedule="interleaved_1f1b", pp_virtual_stages=3)
+    others = [found for found in prefetching(virtual, 8, 3) if found.other is not None]
+    assert sum(found.times for found in others) == 8  # of the chunk before or behind, between its own rounds

@@ -30,12 +30,15 @@ def backwards(layout: Layout, accumulation: int, rank: int) -> tuple[Held, ...]:
 
 
 class Prefetched(NamedTuple):
-    """Backwards of `chunk` that find forwards of it recorded by FSDP2, so that they prefetch in the reverse order of
-    those; `behind`: the chunk that ran right before the last of them, or None. `times` of them.
+    """Backwards of `chunk`, `times` of them, as FSDP2 prefetches in them: in the reverse order of the forwards recorded
+    by then. `recorded`: any of this chunk are among them. `behind`: the chunk that ran right before the last of those,
+    or None. `other`: the chunk that ran last of all, if it is another one.
     """
 
     chunk: int
+    recorded: bool
     behind: int | None
+    other: int | None
     times: int
 
 
@@ -48,19 +51,21 @@ def prefetching(layout: Layout, accumulation: int, rank: int) -> tuple[Prefetche
 def _prefetching(pp: int, chunks: int, schedule: str, count: int, rank: int) -> tuple[Prefetched, ...]:
     if chunks == 1:
         flying = _backwards(pp, chunks, schedule, count, rank)[0].flying[0]
-        found = [Prefetched(0, 0 if flying > 1 else None, 1)]
-        return (*found, Prefetched(0, None, count - flying)) if count > flying else tuple(found)
+        found = [Prefetched(0, True, 0 if flying > 1 else None, None, 1)]
+        return (*found, Prefetched(0, True, None, None, count - flying)) if count > flying else tuple(found)
     recorded: list[int] = []
-    seen: Counter[tuple[int, int | None]] = Counter()
+    seen: Counter[tuple[int, bool, int | None, int | None]] = Counter()
     for chunk, forward in _order(pp, chunks, count, rank):
         if forward:
             recorded.append(chunk)
             continue
-        if chunk in recorded:
+        there, behind = chunk in recorded, None
+        if there:
             last = len(recorded) - 1 - recorded[::-1].index(chunk)
-            seen[chunk, recorded[last - 1] if last else None] += 1
+            behind = recorded[last - 1] if last else None
+        seen[chunk, there, behind, recorded[-1] if recorded and recorded[-1] != chunk else None] += 1
         recorded.clear()
-    return tuple(Prefetched(chunk, behind, times) for (chunk, behind), times in seen.items())
+    return tuple(Prefetched(*key, times) for key, times in seen.items())
 
 
 @cache

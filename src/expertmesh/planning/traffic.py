@@ -99,13 +99,16 @@ def _prefetched(facts: Facts, layout: Layout, batch: Batch, stage: int) -> Itera
         return
     blocks = chunk_blocks(facts, cut_of(layout), stage)
     embedding = facts.embedding if stage == 0 else None
+    root = has_root(facts, layout.pp, stage)
     for found in prefetching(layout, batch.accumulation, stage):
-        behind = found.behind
-        if embedding is not None and (found.chunk or not facts.embeds_trained):
+        if embedding is not None and found.recorded and (found.chunk or not facts.embeds_trained):
             yield Transfer(
                 "fsdp", "all_gather", found.times, found.times * sizes_of(embedding, layout).flat, ranks, True
             )
-        elif behind is not None and not has_root(facts, layout.pp, stage):
+            continue
+        # The root ends every forward, so that its own backward prefetches the last block of the latest.
+        behind = found.other if root else found.behind
+        if behind is not None:
             block = blocks[behind][-1]
             sizes = [sizes_of(unit, layout).flat for unit in (block.unit, None if tp > 1 else block.split)]
             yield Transfer("fsdp", "all_gather", found.times, found.times * sum(sizes), ranks, True)
