@@ -21,11 +21,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import expertmesh as em
 from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig
-from expertmesh.mesh import Mesh, resolve_layout
+from expertmesh.mesh import resolve_layout
+from expertmesh.planning.axes import planned_by_axis, sent_by_axis
 from expertmesh.planning.census import Census
 from expertmesh.planning.facts import facts_of
-from expertmesh.planning.memory import Batch, Mode, memory_of, saved_of
-from expertmesh.planning.state import state_of
+from expertmesh.planning.memory import Batch, memory_of, saved_of
+from expertmesh.planning.state import CheckpointedLayers, Mode, state_of
 from expertmesh.planning.traffic import traffic_of
 from expertmesh.training import pipeline as stages
 from expertmesh.training import step as training_step
@@ -61,10 +62,12 @@ class Point:
     precision: PrecisionConfig = MIXED
     lora: LoraConfig | None = None
     batch: Batch = ONE
+    layers: CheckpointedLayers = "all"
 
 
 def _points() -> tuple[Point, ...]:
     ep, lora = (lambda size, **more: ParallelConfig(ep=size, **more)), LoraConfig()
+    virtual = lambda size: ep(size, pp=2, pp_virtual_stages=2)  # noqa: E731
     return (
         Point("qwen3 ep1 of 1", "qwen3_moe", 1, ep(1)),
         Point("qwen3 ep1 of 2", "qwen3_moe", 2, ep(1)),
@@ -104,6 +107,15 @@ def _points() -> tuple[Point, ...]:
         Point("qwen3 pp2, 2 micro-batches", "qwen3_moe", 2, ep(1, pp=2), batch=Batch(1, 2)),
         Point("qwen3 pp2 ep2, 4 micro-batches", "qwen3_moe", 4, ep(2, pp=2), batch=Batch(1, 4)),
         Point("qwen3 pp2 ep2, full, 4 micro-batches", "qwen3_moe", 4, ep(2, pp=2), "full", batch=Batch(1, 4)),
+        Point("qwen3 pp4, 2 micro-batches", "qwen3_moe", 4, ep(1, pp=4), batch=Batch(1, 2)),
+        Point("qwen3 pp2, 2 micro-batches, gpipe", "qwen3_moe", 2, ep(1, pp=2, pp_schedule="gpipe"), batch=Batch(1, 2)),
+        Point("qwen3 pp2 x 2 stages, 4 micro-batches", "qwen3_moe", 2, virtual(1), batch=Batch(1, 4)),
+        Point("qwen3 pp2 x 2 stages ep2, 2 micro-batches", "qwen3_moe", 4, virtual(2), batch=Batch(1, 2)),
+        Point("qwen3 pp2 x 2 stages ep2, full, 4 micro-batches", "qwen3_moe", 4, virtual(2), "full", batch=Batch(1, 4)),
+        Point("qwen3 ep2 of 4, full, every 2nd block", "qwen3_moe", 4, ep(2), "full", layers=2),
+        Point("qwen3 ep2 of 4, selective, block 3", "qwen3_moe", 4, ep(2), "selective", layers=(3,)),
+        Point("qwen3 tp2 ep2 of 4, full, blocks 0 and 1", "qwen3_moe", 4, ep(2, tp=2), "full", layers=(0, 1)),
+        Point("deepseek ep2 of 4, full, every 2nd block", "deepseek_v3", 4, ep(2), "full", layers=2),
     )
 
 
@@ -140,12 +152,11 @@ def measure(point: Point) -> Honesty:
         ranks = results[stage * each : (stage + 1) * each]
         state = state_of(facts, layout, stage)
         states.append((state.frozen + 3 * state.master) / ranks[0]["state"] - 1)
-        saved = saved_of(facts, layout, point.batch, point.mode, stage=stage)
+        saved = saved_of(facts, layout, point.batch, point.mode, layers=point.layers, stage=stage, chunk=0)
         saves.append(saved / (sum(rank["saved"] for rank in ranks) / each) - 1)
-        for transfer in traffic_of(facts, layout, point.batch, point.mode, stage=stage):
-            joint = (name for name, kind in ranks[0]["axes"] if kind == transfer.kind)
-            axis = next((name for name in joint if transfer.axis in name.split(" + ")), transfer.axis)
-            sent.setdefault((axis, transfer.kind), [0.0, 0.0])[1] += transfer.bytes / layout.pp
+        transfers = traffic_of(facts, layout, point.batch, point.mode, layers=point.layers, stage=stage)
+        for key, transfer in planned_by_axis(transfers, ranks[0]["sent"]).items():
+            sent.setdefault(key, [0.0, 0.0])[1] += transfer.bytes / layout.pp
         for rank in ranks:
             for key, size in rank["sent"].items():
                 sent.setdefault(key, [0.0, 0.0])[0] += size / point.ranks
@@ -156,10 +167,11 @@ def measure(point: Point) -> Honesty:
         before = axes.get(axis, (0.0, 0.0))
         axes[axis] = (before[0] + real, before[1] + own)
     peak = max(result["peak"] for result in results)
+    peak_of = memory_of(facts, layout, point.batch, point.mode, layers=point.layers, gloo=True).total
     return Honesty(
         state=max(states, key=abs),
         saved=max(saves, key=abs),
-        peak=memory_of(facts, layout, point.batch, point.mode, gloo=True).total / peak - 1,
+        peak=peak_of / peak - 1,
         traffic=worst,
         axes=axes,
     )
@@ -171,7 +183,14 @@ def _rank(point: Point) -> dict[str, Any]:
     if point.lora is not None:
         model.to(getattr(torch, point.precision.compute))
     mesh = em.init_mesh(point.parallel, num_experts=EXPERTS)
-    em.parallelize(model, mesh, precision=point.precision, activation_checkpointing=point.mode, lora=point.lora)
+    em.parallelize(
+        model,
+        mesh,
+        precision=point.precision,
+        activation_checkpointing=point.mode,
+        checkpoint_layers=point.layers,
+        lora=point.lora,
+    )
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
     generator = torch.Generator().manual_seed(mesh.data_rank)
     shape = (point.batch.rows, LENGTH)
@@ -196,50 +215,10 @@ def _rank(point: Point) -> dict[str, Any]:
         census.know(model.buffers())
         census.reset_peak()
         step()
-    axes = _axes(mesh)
-    sent: dict[tuple[str, str], float] = {}
-    for group, kinds in census.sent.items():
-        for kind, entry in kinds.items():
-            # What one rank receives, another has sent.
-            if (axis := _axis(axes, group, kind)) is not None:
-                sent[axis, kind] = sent.get((axis, kind), 0.0) + entry.bytes
-    return {"state": state, "saved": saved[0], "peak": census.peak, "sent": sent, "axes": _joint(axes)}
-
-
-# What each axis is used for. All-reduces over fsdp are of single numbers.
-_KINDS = {
-    "fsdp": ("all_gather", "reduce_scatter"),
-    "efsdp": ("all_gather", "reduce_scatter"),
-    "replicate": ("all_reduce",),
-    "ep": ("all_to_all",),
-    "tp": ("all_gather", "reduce_scatter", "all_reduce"),
-    "cp": ("all_to_all",),
-    "pp": ("send",),
-}
-
-
-def _axes(mesh: Mesh) -> dict[str, set[str]]:
-    """The axes that a process group, by its name, is of; groups of one rank left out."""
-    found: dict[str, set[str]] = {}
-    for view in (mesh.dense, mesh.expert, mesh.whole, mesh.split):
-        for axis in view.mesh_dim_names or ():
-            group = view.get_group(axis)
-            # Alone in the dense view it is used for nothing.
-            unused = axis == "fsdp" and view not in (mesh.whole, mesh.split)
-            if group.size() > 1 and not unused:
-                found.setdefault(group.group_name, set()).add(axis)
-    return found
-
-
-def _axis(axes: dict[str, set[str]], group: str, kind: str) -> str | None:
-    """The axis; several where one group of ranks serves them all."""
-    return " + ".join(axis for axis in _KINDS if axis in axes.get(group, ()) and kind in _KINDS[axis]) or None
-
-
-def _joint(axes: dict[str, set[str]]) -> list[tuple[str, str]]:
-    """Every (axis or axes, kind) that groups serve here."""
-    kinds = {kind for used in _KINDS.values() for kind in used}
-    return [(name, kind) for group in axes for kind in kinds if (name := _axis(axes, group, kind))]
+    sent = {key: entry.bytes for key, entry in sent_by_axis(census.sent, mesh).items()}
+    # The first forwards are all of the rank's first stage; one may find a message that gloo's threads still hold.
+    kept = min(saved[: min(mesh.layout.pp, point.batch.accumulation)])
+    return {"state": state, "saved": kept, "peak": census.peak, "sent": sent}
 
 
 @contextmanager

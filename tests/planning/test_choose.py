@@ -39,6 +39,25 @@ def test_explicit_values_are_not_argued_with(tmp_path: Path) -> None:
     assert (two.layout.replicate, two.layout.fsdp) == (2, 2)
 
 
+def test_stages_and_their_schedule_stay_as_the_user_set_them(tmp_path: Path) -> None:
+    config = _config(tmp_path, "parallel.pp=2", "parallel.pp_virtual_stages=2", "train.global_batch_size=8")
+    chosen = choose_layout(config, tiny_config("qwen3_moe", num_hidden_layers=4), 4, 8)
+    assert chosen.reason is not None
+    assert (chosen.layout.pp_schedule, chosen.layout.pp_virtual_stages) == ("interleaved_1f1b", 2)
+    config = _config(tmp_path, "parallel.pp=2", "parallel.pp_schedule=gpipe", "train.global_batch_size=8")
+    assert choose_layout(config, tiny_config("qwen3_moe"), 4, 8).layout.pp_schedule == "gpipe"
+
+
+def test_checkpoint_layers_count_in_what_is_predicted(tmp_path: Path) -> None:
+    sized = ("data.max_length=512", "train.activation_checkpointing=full")
+    every = choose_layout(_config(tmp_path, *sized), tiny_config("qwen3_moe"), 4, 8).predicted
+    one = choose_layout(_config(tmp_path, *sized, "train.checkpoint_layers=[0]"), tiny_config("qwen3_moe"), 4, 8)
+    assert every is not None
+    assert one.predicted is not None
+    assert one.predicted.memory.total > every.memory.total
+    assert one.predicted.speed.seconds < every.speed.seconds
+
+
 def test_on_gpus_the_fastest_that_fits_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hardware = hardware_table()["h200"]
     monkeypatch.setattr(choose, "devices_here", lambda world: Devices("h200", world // 8, 8, hardware))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from benchmarks.planning import POINTS, Honesty, measure
-from expertmesh.planning import memory, traffic
+from expertmesh.planning import blocks, traffic
 from expertmesh.planning.routing import Routing
 
 BY_NAME = {point.name: point for point in POINTS}
@@ -29,6 +29,9 @@ def _check(found: Honesty) -> None:
         "qwen3 cp2 ep2 of 4, selective",
         "qwen3 tp2 cp2 ep4",
         "qwen3 pp2 ep2, full, 4 micro-batches",
+        "qwen3 pp4, 2 micro-batches",
+        "qwen3 pp2 x 2 stages ep2, full, 4 micro-batches",
+        "qwen3 tp2 ep2 of 4, full, blocks 0 and 1",
     ],
 )
 def test_predictions_are_what_ranks_hold_and_send(name: str) -> None:
@@ -40,7 +43,7 @@ def test_a_copy_of_a_token_for_each_expert_would_be_noticed(monkeypatch: pytest.
         return Routing(tokens, tokens * choice.top_k, tokens * choice.top_k, tokens * choice.top_k)
 
     monkeypatch.setattr(traffic, "expected", copies)
-    monkeypatch.setattr(memory, "expected", copies)
+    monkeypatch.setattr(blocks, "expected", copies)
     with pytest.raises(AssertionError):
         _check(measure(BY_NAME["qwen3 ep4 of 4"]))
 

@@ -102,7 +102,7 @@ def test_other_axes_lower_what_they_are_for(qwen: Facts, layout: Layout) -> None
     assert split.total < alone.total
     axis = next(axis for axis in ("tp", "cp", "pp") if layout.size(axis) > 1)
     assert any(transfer.axis == axis for transfer in traffic_of(qwen, layout, Batch(1, 4), "none"))
-    assert sum(len(stage_blocks(qwen, layout.pp, stage)) for stage in range(layout.pp)) == len(qwen.blocks)
+    assert sum(len(stage_blocks(qwen, (layout.pp, 1), stage)) for stage in range(layout.pp)) == len(qwen.blocks)
 
 
 def test_adapters_need_a_fraction_of_the_state(qwen: Facts) -> None:
@@ -238,4 +238,4 @@ def test_what_train_refuses_for_a_model_is_not_ranked(qwen: Facts) -> None:
 
 
 def test_stages_are_those_that_training_cuts(qwen: Facts) -> None:
-    assert [len(stage_blocks(qwen, 2, stage)) for stage in range(2)] == [27, 21]
+    assert [len(stage_blocks(qwen, (2, 1), stage)) for stage in range(2)] == [27, 21]

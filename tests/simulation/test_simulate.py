@@ -5,8 +5,12 @@ import pytest
 from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
 from expertmesh.mesh import resolve_layout
+from expertmesh.planning import memory, traffic
+from expertmesh.planning.axes import planned_by_axis
 from expertmesh.planning.facts import facts_of
-from expertmesh.planning.memory import Batch, Mode, memory_of
+from expertmesh.planning.memory import Batch, peak_of
+from expertmesh.planning.schedule import Held
+from expertmesh.planning.state import CheckpointedLayers, Mode, state_of
 from expertmesh.planning.traffic import traffic_of
 from expertmesh.simulation.run import simulate
 from expertmesh.simulation.shapes import deepseek_v3, qwen3_30b_a3b
@@ -15,15 +19,42 @@ LENGTH = 1024
 
 
 @pytest.mark.parametrize(
-    ("shape", "parallel", "mode", "lora"),
+    ("shape", "parallel", "mode", "lora", "micro_batches", "layers", "stage"),
     [
-        ("qwen", ParallelConfig(ep=8), "full", None),
-        ("qwen", ParallelConfig(ep=8, replicate=2), "none", LoraConfig()),
-        ("deepseek", ParallelConfig(ep=16), "full", None),
+        ("qwen", ParallelConfig(ep=8), "full", None, 1, "all", 0),
+        ("qwen", ParallelConfig(ep=8, replicate=2), "none", LoraConfig(), 1, "all", 0),
+        ("qwen", ParallelConfig(ep=8, tp=2, cp=2), "selective", None, 2, "all", 0),
+        ("qwen", ParallelConfig(ep=8, tp=2), "none", LoraConfig(), 1, "all", 0),
+        ("qwen", ParallelConfig(ep=4, pp=2, tp=2), "full", None, 4, 2, 0),
+        ("qwen", ParallelConfig(ep=4, pp=4), "none", None, 2, "all", 3),
+        ("qwen", ParallelConfig(ep=4, pp=2, pp_virtual_stages=2), "none", None, 4, "all", 0),
+        ("qwen", ParallelConfig(ep=4, pp=2, pp_virtual_stages=2), "none", None, 4, "all", 1),
+        ("deepseek", ParallelConfig(ep=16), "full", None, 1, "all", 0),
+        ("deepseek", ParallelConfig(ep=16, tp=4), "selective", None, 1, "all", 0),
+        ("deepseek", ParallelConfig(ep=16, cp=4), "none", None, 1, "all", 0),
+        ("deepseek", ParallelConfig(ep=8, pp=4), "full", None, 4, "all", 0),
     ],
 )
 def test_simulated_rank_of_64_is_what_the_formulas_say(
-    shape: str, parallel: ParallelConfig, mode: Mode, lora: LoraConfig | None
+    shape: str,
+    parallel: ParallelConfig,
+    mode: Mode,
+    lora: LoraConfig | None,
+    micro_batches: int,
+    layers: CheckpointedLayers,
+    stage: int,
+) -> None:
+    _check(shape, parallel, mode, lora, Batch(1, micro_batches), layers, stage)
+
+
+def _check(
+    shape: str,
+    parallel: ParallelConfig,
+    mode: Mode,
+    lora: LoraConfig | None,
+    batch: Batch,
+    layers: CheckpointedLayers,
+    stage: int,
 ) -> None:
     config = qwen3_30b_a3b() if shape == "qwen" else deepseek_v3()
     config.num_hidden_layers = 4
@@ -31,13 +62,41 @@ def test_simulated_rank_of_64_is_what_the_formulas_say(
     experts = facts.moe[0].experts
     assert experts is not None
     layout = resolve_layout(parallel, 64, experts.spec.num_experts)
-    found = simulate(config, parallel, 64, length=LENGTH, mode=mode, lora=lora, choice=experts.choice)
-    assert found.peak == pytest.approx(memory_of(facts, layout, Batch(1, 1), mode).total, rel=0.05)
-    for transfer in traffic_of(facts, layout, Batch(1, 1), mode):
-        calls, size = found.sent[transfer.axis, transfer.kind]
-        assert calls == transfer.calls
-        assert size == pytest.approx(transfer.bytes, rel=0.02)
-    assert found.process_groups <= 8  # the world, and one for each axis, however many ranks there are
+    found = simulate(
+        config,
+        parallel,
+        64,
+        length=LENGTH,
+        batch=batch,
+        mode=mode,
+        layers=layers,
+        lora=lora,
+        choice=experts.choice,
+        stage=stage,
+    )
+    state = state_of(facts, layout, stage)
+    assert found.state == pytest.approx(state.frozen + 3 * state.master, rel=0.001)
+    assert found.peak == pytest.approx(peak_of(facts, layout, batch, mode, stage, layers=layers), rel=0.05)
+    planned = planned_by_axis(traffic_of(facts, layout, batch, mode, layers=layers, stage=stage), found.sent)
+    for key, sent in found.sent.items():
+        if sent.bytes > 1024:
+            assert sent.calls == planned[key].calls, key
+            assert sent.bytes == pytest.approx(planned[key].bytes, rel=0.01), key
+    assert set(planned) <= {key for key, sent in found.sent.items() if sent.bytes}
+    # The world, one for each axis of four views, and pairs of neighbours along pp, however many ranks there are.
+    assert found.process_groups <= 16
+
+
+def test_a_second_micro_batch_in_flight_that_is_forgotten_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "backwards", lambda layout, count, rank: (Held(0, (1,), (True,), False),))
+    with pytest.raises(AssertionError):
+        _check("qwen", ParallelConfig(ep=4, pp=4), "none", None, Batch(1, 4), "all", 0)
+
+
+def test_a_prefetch_in_vain_that_is_forgotten_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traffic, "prefetching", lambda *_: ())
+    with pytest.raises(AssertionError):
+        _check("qwen", ParallelConfig(ep=4, pp=2, pp_virtual_stages=2), "none", None, Batch(1, 4), "all", 0)
 
 
 def test_what_fake_tensors_cannot_do_is_refused() -> None:

@@ -6,6 +6,7 @@ group. What it prints are predictions by the formulas of docs/planning.md. `--ya
 """
 
 import argparse
+import gc
 import json
 import sys
 from collections.abc import Iterator
@@ -46,6 +47,17 @@ def run(options: argparse.Namespace) -> int:
     """Print the plan; returns 0. `InputError` for bad options, a model that cannot be read or sharded, and when no
     layout fits.
     """
+    # A plan of a large job is a hundred thousand small objects without cycles. To look for some again and again, and
+    # once more at exit, takes longer than to make them.
+    gc.disable()
+    try:
+        return _run(options)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _run(options: argparse.Namespace) -> int:
     table = hardware_table(options.hardware)
     devices = parse_devices(options.devices, table)
     for name in ("seq_len", "global_batch_size", "top"):

@@ -76,10 +76,19 @@ def own_code_along_the_sequence(model: nn.Module, anatomy: Anatomy, block: str) 
         inside = any(name == each or name.startswith(f"{each}.") for each in experts)
         if inside:
             continue
-        for tree in _trees(type(module)):
-            used = {_called(call) for call in _calls(tree)} | {_operator(node) for node in ast.walk(tree)}
-            if found := sorted(used & _ALONG_THE_SEQUENCE):
-                return name, found[0]
+        kind: Any = type(module)
+        if (found := _along_the_sequence(kind)) is not None:
+            return name, found
+    return None
+
+
+@functools.cache
+def _along_the_sequence(kind: Any) -> str | None:
+    """What a class uses that may look along the sequence, or None; read once, however many blocks have it."""
+    for tree in _trees(kind):
+        used = {_called(call) for call in _calls(tree)} | {_operator(node) for node in ast.walk(tree)}
+        if found := sorted(used & _ALONG_THE_SEQUENCE):
+            return found[0]
     return None
 
 
@@ -96,6 +105,8 @@ def registry_call(module: nn.Module) -> RegistryCall | None:
 @functools.cache
 def _registry_call(kind: Any) -> RegistryCall | None:
     for owner in _owners(kind):
+        if owner.__module__ == "transformers.modeling_utils":
+            continue  # what all models have in common, thousands of lines without attention
         calls = list(_calls(_tree(owner)))
         for call in calls:
             if _called(call) == "get_interface" and len(call.args) == 2 and isinstance(call.args[1], ast.Name):

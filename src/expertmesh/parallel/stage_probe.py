@@ -90,7 +90,8 @@ def stand_in_for_experts(twin: nn.Module, experts: Sequence[ExpertsSpec]) -> Non
 def forward_of_text(twin: nn.Module) -> None:
     """A few rows through a model on meta. Within `WithoutValues`."""
     twin.eval()  # dropout wants to know which tokens these are
-    twin(input_ids=torch.zeros(_ROWS, _LENGTH, dtype=torch.int64, device="meta"), use_cache=False)
+    with torch.no_grad():
+        twin(input_ids=torch.zeros(_ROWS, _LENGTH, dtype=torch.int64, device="meta"), use_cache=False)
 
 
 def _weighted(hidden_states: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ group's, on every rank of it, which is repeated work and said in the plan. Exper
 ranks. Nothing here communicates.
 """
 
+import functools
 import inspect
 import math
 import re
@@ -175,9 +176,9 @@ def _styles(model: nn.Module, anatomy: Anatomy, blocks: list[str]) -> dict[str, 
     return {
         name: style
         for name in names
-        if any(_in(name, block) for block in blocks) and not any(name == other or _in(name, other) for other in outside)
         for pattern, style in patterns
         if pattern.fullmatch(name)
+        if any(_in(name, block) for block in blocks) and not any(name == other or _in(name, other) for other in outside)
     }
 
 
@@ -317,10 +318,16 @@ def _norms_of_all_heads(part: Part, module: nn.Module) -> tuple[str, ...]:
 
 def _counts_heads(module: nn.Module) -> str | None:
     """What in the module's code depends on how many heads there are in all, if anything."""
-    for kind in type(module).__mro__:
-        if kind is nn.Module:
+    kind: Any = type(module)
+    return _class_counts_heads(kind)
+
+
+@functools.cache
+def _class_counts_heads(kind: Any) -> str | None:
+    for owner in kind.__mro__:
+        if owner is nn.Module:
             break
-        for attribute, function in vars(kind).items():
+        for attribute, function in vars(owner).items():
             if not inspect.isfunction(function) or attribute == "__init__":
                 continue
             if found := _COUNTS_HEADS.search(inspect.getsource(function)):

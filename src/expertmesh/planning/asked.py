@@ -28,7 +28,7 @@ class Asked:
         self._blocks = decoder_blocks(anatomy)
         self._refusals: dict[tuple[str, int], str | None] = {}
         self._plans: dict[int, TensorPlan] = {}
-        self._stages: dict[int, tuple[tuple[int, ...], ...]] = {}
+        self._stages: dict[tuple[int, int], tuple[tuple[int, ...], ...]] = {}
 
     def refusal(self, layout: Layout) -> str | None:
         """Why `train` would not split this model so, or None."""
@@ -41,7 +41,8 @@ class Asked:
         if layout.cp * layout.tp > 1:
             found = found or self._once("blocks", 2, lambda: refuse_blocks(self._model, self._anatomy, Layout(cp=2)))
         if layout.pp > 1:
-            found = found or self._once("stages", layout.pp, lambda: self.stages(layout.pp))
+            virtual = layout.pp_virtual_stages
+            found = found or self._once(f"{virtual} stages", layout.pp, lambda: self.stages(layout.pp, virtual))
             found = found or self._once("pp", 2, lambda: plan_cut(self._model, self._anatomy, Layout(pp=2)))
         return found
 
@@ -58,13 +59,17 @@ class Asked:
                 return self.tensor_plan(tp)
         return self.tensor_plan(1)
 
-    def stages(self, pp: int) -> tuple[tuple[int, ...], ...]:
-        """The numbers, among all of the model's blocks, of those of each stage. Raises `InputError` if too few."""
-        if pp not in self._stages:
-            ranges = plan_stages(self._model, self._anatomy, self._blocks, Layout(pp=pp))
+    def stages(self, pp: int, virtual: int = 1) -> tuple[tuple[int, ...], ...]:
+        """The numbers, among all of the model's blocks, of those of each stage; `virtual` stages on each of `pp` ranks.
+        Raises `InputError` if there are too few blocks.
+        """
+        if (pp, virtual) not in self._stages:
+            layout = Layout(pp=pp, pp_virtual_stages=virtual)
+            ranges = plan_stages(self._model, self._anatomy, self._blocks, layout)
             place = {name: number for number, name in enumerate(self._anatomy.blocks)}
-            self._stages[pp] = tuple(tuple(place[self._blocks[n]] for n in numbers) for numbers in ranges)
-        return self._stages[pp]
+            found = tuple(tuple(place[self._blocks[n]] for n in numbers) for numbers in ranges)
+            self._stages[pp, virtual] = found
+        return self._stages[pp, virtual]
 
     def _refuse_context(self, cp: int) -> None:
         refuse_context(self._model, self._anatomy, Layout(cp=cp))

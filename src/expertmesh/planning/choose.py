@@ -16,9 +16,10 @@ from expertmesh.config.errors import InputError
 from expertmesh.mesh import Layout, resolve_layout
 from expertmesh.planning.facts import facts_of
 from expertmesh.planning.hardware import Devices, hardware_table, match_device
-from expertmesh.planning.memory import Batch, Mode
+from expertmesh.planning.memory import Batch
 from expertmesh.planning.probe import NotProbed
 from expertmesh.planning.search import GIB, Candidate, Job, evaluate, explicit, layouts, modes
+from expertmesh.planning.state import Mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,8 @@ def _job(config: Config, model_config: PreTrainedConfig, devices: Devices) -> Jo
         trust_remote_code=config.model.trust_remote_code,
     )
     moments = 2 if config.optim.name == "adamw" else 0
-    return Job(facts, devices, config.train.global_batch_size, moments, gloo=devices.name == "cpu")
+    layers = config.train.checkpoint_layers
+    return Job(facts, devices, config.train.global_batch_size, moments, gloo=devices.name == "cpu", layers=layers)
 
 
 def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:

@@ -130,7 +130,6 @@ class Facts:
     hidden: int
     heads: int
     key_value_heads: int
-    head_width: int
     length: int
     packed: bool
     outside: int
@@ -228,7 +227,6 @@ def facts_of_model(
         hidden=anatomy.experts[0].hidden_size,
         heads=attention_heads,
         key_value_heads=int(sizes.get("num_key_value_heads") or attention_heads),
-        head_width=int(sizes.get("head_dim") or anatomy.experts[0].hidden_size // attention_heads),
         length=length,
         packed=packed,
         outside=probed.outside,

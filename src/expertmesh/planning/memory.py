@@ -1,28 +1,37 @@
 """Bytes that one rank holds: its state, and the most of everything else at each moment of a step that can be the peak.
 
-Each formula follows the code it is about and says which: FSDP2's groups (parallel/fsdp.py), the expert layer
-(experts/compute.py, dispatch.py), the head in chunks (training/loss.py). Blocks' own code comes from the probe.
-docs/planning.md derives them; benchmarks/planning.py compares them with what ranks hold.
-
-    R rows received, P pairs, H hidden, I intermediate, W columns of the up projection, L experts on a rank
+What a block keeps and needs is in blocks.py, what a rank keeps of parameters in state.py, how many micro-batches are in
+flight in schedule.py; here is when what of it is held together, and the head in chunks (training/loss.py).
+docs/planning.md derives it; benchmarks/planning.py compares it with what ranks hold.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from expertmesh.config.sections import BYTES_OF
 from expertmesh.mesh import Layout
 from expertmesh.parallel.refusals import expert_shard_dim
-from expertmesh.planning.facts import Block, Experts, Facts, Unit
-from expertmesh.planning.routing import Routing, expected
-from expertmesh.planning.state import has_root, sizes_of, stage_blocks, stage_kinds, state_of
+from expertmesh.planning.blocks import Costs, Share, costs_of, hidden_bytes, reduced_bytes
+from expertmesh.planning.facts import Facts
+from expertmesh.planning.schedule import Held, backwards
+from expertmesh.planning.state import (
+    CheckpointedLayers,
+    Cut,
+    Mode,
+    Piece,
+    State,
+    chunk_pieces,
+    cut_of,
+    has_root,
+    sizes_of,
+    stage_kinds,
+    state_of,
+)
 
-Mode = Literal["none", "selective", "full"]
 CHUNK_TOKENS = 1024  # causal_lm_loss's own
-INDEX = 8  # int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +78,17 @@ def memory_of(
     batch: Batch,
     mode: Mode,
     *,
+    layers: CheckpointedLayers = "all",
     moments: int = 2,
     overhead: float = 0.0,
     imbalance: float = 1.0,
     chunk_tokens: int = CHUNK_TOKENS,
     gloo: bool = False,
 ) -> Memory:
-    """The peak of the worst rank. `moments`: tensors the optimizer keeps per parameter (2 for AdamW, 0 for SGD).
-
-    `gloo` reduces from a copy of its input.
+    """The peak of the worst rank. `layers`: train.checkpoint_layers. `moments`: tensors the optimizer keeps per
+    parameter (2 for AdamW, 0 for SGD). `gloo` reduces from a copy of its input.
     """
-    model = _Model(facts, layout, batch, mode, moments, overhead, imbalance, chunk_tokens, gloo)
+    model = _Model(facts, layout, batch, mode, layers, moments, overhead, imbalance, chunk_tokens, gloo)
     # The first stage has most micro-batches in flight and the embedding, the last one the head.
     stages = {0, layout.pp - 1}
     _, stage, worst = max(
@@ -89,23 +98,45 @@ def memory_of(
     return model.memory(stage, worst)
 
 
-def saved_of(
-    facts: Facts, layout: Layout, batch: Batch, mode: Mode, imbalance: float = 1.0, *, stage: int = 0
+def peak_of(
+    facts: Facts, layout: Layout, batch: Batch, mode: Mode, stage: int, *, layers: CheckpointedLayers = "all"
 ) -> float:
-    """Bytes saved between forward and backward of one micro-batch, by a stage's blocks, what is around them and the
-    head.
+    """The peak of one pp rank, without what the device takes for itself."""
+    model = _Model(facts, layout, batch, mode, layers, 2, 0.0, 1.0, CHUNK_TOKENS, False)
+    return max(model.total(stage, each) for each in model.moments_of(stage))
+
+
+def fullest_stage(facts: Facts, layout: Layout, batch: Batch, mode: Mode) -> int:
+    """The pp rank whose peak is the highest: the first or the last."""
+    return max((0, layout.pp - 1), key=lambda stage: peak_of(facts, layout, batch, mode, stage))
+
+
+def saved_of(
+    facts: Facts,
+    layout: Layout,
+    batch: Batch,
+    mode: Mode,
+    imbalance: float = 1.0,
+    *,
+    layers: CheckpointedLayers = "all",
+    stage: int = 0,
+    chunk: int = -1,
+) -> float:
+    """Bytes saved between forward and backward of one micro-batch, by the blocks of one of a pp rank's stages, what is
+    around them and the head.
     """
-    model = _Model(facts, layout, batch, mode, 0, 0.0, imbalance, CHUNK_TOKENS, False)
-    kept = model.kept_by(model.stage(stage))[-1] + model.tables + model.handed(stage)
-    return kept + (model.outside + model.head_saved() if stage == layout.pp - 1 else 0.0)
+    model = _Model(facts, layout, batch, mode, layers, 0, 0.0, imbalance, CHUNK_TOKENS, False)
+    chunks = range(layout.pp_virtual_stages)
+    kept = model.kept_by(stage, chunks[chunk])[-1] + model.tables + model.handed(stage, chunks[chunk])
+    return kept + (model.outside + model.head_saved() if model.is_last(stage, chunks[chunk]) else 0.0)
 
 
 @cache
-def _edges(facts: Facts, stages: int, stage: int) -> tuple[int, ...]:
+def _edges(pieces: tuple[Piece, ...]) -> tuple[int, ...]:
     """Blocks at which the peak can be: what is saved falls and gradients grow evenly in between."""
-    places: dict[Block, list[int]] = {}
-    for index, block in enumerate(stage_blocks(facts, stages, stage)):
-        places.setdefault(block, []).append(index)
+    places: dict[Piece, list[int]] = {}
+    for index, piece in enumerate(pieces):
+        places.setdefault(piece, []).append(index)
     return tuple(sorted({edge for found in places.values() for edge in (found[0], found[-1])}, reverse=True))
 
 
@@ -121,11 +152,6 @@ class _Moment(NamedTuple):
     working: float = 0.0
 
 
-def in_flight(layout: Layout, batch: Batch, stage: int) -> int:
-    """Micro-batches whose activations a stage holds at once (one forward, one backward: 1F1B)."""
-    return min(layout.pp - stage, batch.accumulation)
-
-
 class _Model:
     """All quantities of one layout, named as docs/planning.md names them; bytes of one rank."""
 
@@ -135,182 +161,88 @@ class _Model:
         layout: Layout,
         batch: Batch,
         mode: Mode,
+        layers: CheckpointedLayers,
         moments: int,
         overhead: float,
         imbalance: float,
         chunk_tokens: int,
         gloo: bool,
     ) -> None:
-        self.facts, self.layout, self.batch, self.mode = facts, layout, batch, mode
-        self.moment_count, self.overhead, self.imbalance, self.gloo = moments, overhead, imbalance, gloo
+        self.facts, self.layout, self.batch, self.mode, self.layers = facts, layout, batch, mode, layers
+        self.moment_count, self.overhead = moments, overhead
+        self.cut: Cut = cut_of(layout)
+        self.share = Share(
+            ranks=layout.fsdp * layout.cp,
+            tp=layout.tp,
+            cp=layout.cp,
+            ep=layout.ep,
+            efsdp=layout.efsdp,
+            replicated=layout.replicate > 1,
+            rows=batch.rows,
+            imbalance=imbalance,
+            gloo=gloo and layout.world_size > 1,
+        )
+        self.known: dict[Piece, Costs] = {}
+        self.states: dict[int, State] = {}
         self.compute = BYTES_OF[facts.precision.compute]
-        self.master = BYTES_OF[facts.precision.params]
-        self.reduce = max(BYTES_OF[facts.precision.reduce], self.compute)
-        self.states = {stage: state_of(facts, layout, stage) for stage in {0, layout.pp - 1}}
-        self.tokens = batch.rows * facts.length / (layout.cp * layout.tp)
-        self.hidden = self.tokens * facts.hidden * self.compute
+        self.hidden = hidden_bytes(facts, self.share)
         self.chunk = min(chunk_tokens, batch.rows * (facts.length - 1) / layout.cp)
-        self.gathers_experts = layout.efsdp * layout.replicate > 1
-        kinds = {id(block): block for block, _ in stage_kinds(facts, 1, 0)}
-        self.saved = {key: self._saved(block) for key, block in kinds.items()}
-        self.kept = {key: self._kept(block) for key, block in kinds.items()}
         self.tables = facts.tables
-        self.outside = (facts.outside - facts.tables) * batch.rows / (layout.cp * layout.tp)
+        part = batch.rows / (layout.cp * layout.tp)
+        self.outside = (facts.outside - facts.tables) * part
+        self.first_saves_less = facts.first_saves_less * part
         # A head that trains saves its input, though it is called on no token of it (base_model.py).
         self.last = self.hidden if facts.head_trains else 0.0
 
-    def stage(self, stage: int) -> tuple[Block, ...]:
-        return stage_blocks(self.facts, self.layout.pp, stage)
+    def pieces(self, stage: int, chunk: int) -> tuple[Piece, ...]:
+        return chunk_pieces(self.facts, self.cut, stage, self.mode, self.layers)[chunk]
 
-    def kept_by(self, blocks: tuple[Block, ...]) -> list[float]:
+    def costs(self, piece: Piece) -> Costs:
+        found = self.known.get(piece)
+        if found is None:
+            found = self.known[piece] = costs_of(self.facts, *piece, self.share)
+        return found
+
+    def is_last(self, stage: int, chunk: int) -> bool:
+        return stage == self.layout.pp - 1 and chunk == self.layout.pp_virtual_stages - 1
+
+    def kept_by(self, stage: int, chunk: int) -> list[float]:
         """What stays after each block's forward, those before it included."""
-        kept = [self.kept[id(block)] for block in blocks]
-        if self.mode == "none" and blocks[0] is self.facts.blocks[0]:
-            kept[0] -= self.facts.first_saves_less * self.batch.rows / (self.layout.cp * self.layout.tp)
+        kept = [self.costs(piece).kept for piece in self.pieces(stage, chunk)]
+        if stage == chunk == 0 and self.pieces(stage, chunk)[0][1] == "none":
+            kept[0] -= self.first_saves_less
         return list(accumulate(kept))
 
-    def handed(self, stage: int) -> float:
-        """What a pipeline stage keeps of a micro-batch at its borders beside what its blocks keep: what it sends; and
-        where inputs of blocks are kept, the first block's is among what it has `received`.
+    def handed(self, stage: int, chunk: int) -> float:
+        """What a stage keeps of a micro-batch at its borders beside what its blocks keep: what it sends; and where
+        inputs of blocks are kept, the first block's is among what it has `received`.
         """
-        return self.hidden * ((stage < self.layout.pp - 1) - (stage > 0 and self.mode != "none"))
+        is_first, is_last, mode = stage == chunk == 0, self.is_last(stage, chunk), self.pieces(stage, chunk)[0][1]
+        handed = self.hidden * ((not is_last) - (not is_first and mode != "none"))
+        # What is behind the last block runs, for nothing, in the forward of every chunk of the rank that has it.
+        return handed + (self.outside + self.last if stage == self.layout.pp - 1 and not is_last else 0.0)
 
     def received(self, stage: int) -> float:
         """Buffers for what a step's micro-batches receive: hidden states, and their gradients (torch's stages)."""
-        return ((stage > 0) + (stage < self.layout.pp - 1)) * self.batch.accumulation * self.hidden
-
-    # Activations.
-
-    def routing(self, experts: Experts) -> Routing:
-        return expected(self.tokens, experts.choice, self.layout.ep, self.imbalance)
-
-    def _saved(self, block: Block) -> float:
-        """Everything that backward of a block reads, when nothing is recomputed."""
-        figures, layout = block.figures, self.layout
-        gathered = (block.parts.split + block.parts.whole) * self.hidden * (layout.tp - 1)
-        mask = figures.mask * self.batch.rows
-        # What each rank of tp computes for all heads: latents.
-        gathered += figures.latents * self.batch.rows / layout.cp * (1 - 1 / layout.tp)
-        own = (figures.saved - figures.mask) * self.batch.rows / (layout.cp * layout.tp)
-        # cp: what attention gives stays as it was before and after the exchange.
-        own += figures.attended * self.batch.rows / (layout.cp * layout.tp) if layout.cp > 1 else 0
-        return own + mask + gathered + (self.saved_by_experts(block.experts) if block.experts else 0)
-
-    def saved_by_experts(self, experts: Experts) -> float:
-        """compute.py saves rows, pre-activations and indices; dispatch.py the indices of the way back."""
-        route, spec = self.routing(experts), experts.spec
-        pairs = route.pairs * (experts.width * self.compute + 4 + 2 * INDEX)
-        if experts.adapted:
-            padded = -(-experts.rank // 8) * 8
-            pairs += route.pairs * 2 * padded * self.compute
-        if self.layout.ep == 1:
-            # The rows are the block's own tokens, which its router has saved.
-            return pairs + route.pairs * INDEX + (route.tokens + 1) * INDEX
-        rows = route.rows * (spec.hidden_size * self.compute + INDEX)
-        way_back = (route.pairs + route.tokens * experts.choice.top_k + 2 * route.sent + route.tokens) * INDEX
-        return pairs + rows + way_back
-
-    def _kept(self, block: Block) -> float:
-        """What stays of a block between forward and backward in this mode."""
-        if self.mode == "none":
-            return self.saved[id(block)]
-        share = self.batch.rows / (self.layout.cp * self.layout.tp)
-        kept = self.hidden + block.figures.choices * share
-        if self.mode == "selective":
-            kept += (block.figures.attended + block.figures.normalisers) * share
-        if block.experts is None:
-            return kept
-        route = self.routing(block.experts)
-        kept += route.tokens * block.experts.choice.top_k * 4
-        if self.mode == "selective":
-            kept += self.saved_by_experts(block.experts) + self.hidden
-        return kept
-
-    # Parameters in flight.
-
-    def unsharded(self, unit: Unit | None) -> float:
-        """Gathered parameters, as computed with."""
-        return sizes_of(unit, self.layout).gathered
-
-    def flat(self, unit: Unit | None) -> float:
-        """The buffer a prefetched group is gathered into."""
-        return sizes_of(unit, self.layout).flat
-
-    def gradients(self, unit: Unit | None) -> float:
-        """Unsharded gradients of a group."""
-        return sizes_of(unit, self.layout).gradients
-
-    def reduced(self, unit: Unit | None) -> float:
-        """The buffer that a group's gradients are reduced from."""
-        return sizes_of(unit, self.layout).reduced * self.reduce
-
-    def copied(self, unit: Unit | None) -> float:
-        """Gloo's own copy of that buffer."""
-        return self.reduced(unit) if self.gloo and self.layout.world_size > 1 else 0.0
-
-    def experts_here(self, experts: Experts | None, width: int, *, trains: bool | None = None) -> float:
-        """A rank's experts with `width` bytes per element."""
-        if experts is None:
-            return 0.0
-        elements = sum(size for size, train, _ in experts.matrices if trains in (None, train))
-        return elements * experts.spec.num_experts / self.layout.ep * width
-
-    def experts_gathered(self, experts: Experts | None) -> float:
-        return self.experts_here(experts, self.compute) if self.gathers_experts else 0.0
-
-    def experts_flat(self, experts: Experts | None) -> float:
-        return self.experts_here(experts, self.compute) if self.layout.efsdp > 1 else 0.0
-
-    def experts_reduced(self, experts: Experts | None) -> float:
-        return self.experts_here(experts, self.reduce, trains=True) if self.gathers_experts else 0.0
-
-    # Working memory of routed experts (the sequence of events in experts/compute.py).
-
-    def experts_backward(self, experts: Experts) -> float:
-        route, spec = self.routing(experts), experts.spec
-        row = route.rows * spec.hidden_size * self.compute
-        pair_h = route.pairs * spec.hidden_size * self.compute
-        pair_i = route.pairs * spec.intermediate_size * self.compute
-        part = min(route.pairs, max(route.pairs / 8, (1 << 20) / experts.width))
-        parts = part * spec.intermediate_size * (4 * self.compute + 4)
-        here = spec.num_experts / self.layout.ep
-        up, down = (here * size * spec.hidden_size for size in (experts.width, spec.intermediate_size))
-        train = any(trains for _, trains, _ in experts.matrices[:2]) and not experts.adapted
-        cast = self.master != self.compute and not self.gathers_experts and not experts.adapted
-        gradient = (self.compute + (self.master if cast else 0)) if train else 0
-        kept = self.master if cast else self.compute
-        kept_down = kept * down if train else 0
-        weight = self.compute if cast else 0
-        if experts.looped:
-            one = 3 / here
-            return row + 4 * route.rows * spec.hidden_size + one * (pair_h + pair_i) + (up + down) * kept
-        return max(
-            row + pair_h + pair_i + max(parts, down * max(gradient, weight)),
-            row + kept_down + pair_h + up * gradient,
-            row + kept_down + (up * kept if train else 0) + pair_h + max(row, up * weight),
-        )
-
-    def experts_forward(self, experts: Experts) -> float:
-        """On top of what is saved."""
-        route, spec = self.routing(experts), experts.spec
-        row = route.rows * spec.hidden_size * self.compute
-        pair_h = route.pairs * spec.hidden_size * self.compute
-        pair_i = route.pairs * spec.intermediate_size * self.compute
-        if experts.looped:
-            return row * (1 + 4 / self.compute)
-        return pair_i + pair_h + row
+        ends = 2 * self.layout.pp_virtual_stages - (stage == 0) - (stage == self.layout.pp - 1)
+        return ends * self.batch.accumulation * self.hidden
 
     # Moments.
 
+    def state(self, stage: int) -> State:
+        if stage not in self.states:
+            self.states[stage] = state_of(self.facts, self.layout, stage)
+        return self.states[stage]
+
     def total(self, stage: int, moment: "_Moment") -> float:
         """Bytes of everything at a moment."""
-        state = self.states[stage]
+        state = self.state(stage)
         kept = state.frozen + state.master * (1 + self.moment_count) + state.gradients * moment.share
         return kept + sum(moment[2:]) + self.overhead
 
     def memory(self, stage: int, moment: "_Moment") -> Memory:
         """The same, item by item."""
-        state = self.states[stage]
+        state = self.state(stage)
         return Memory(
             frozen=state.frozen,
             master=state.master,
@@ -326,81 +258,89 @@ class _Model:
         )
 
     def moments_of(self, stage: int) -> Iterator["_Moment"]:
-        """Every moment of a step at which the peak can be, for one rank of a pipeline stage."""
-        flying = in_flight(self.layout, self.batch, stage)
-        later = min(flying, self.batch.accumulation - 1)
-        if later < flying:
-            yield from self._backward_of(stage, flying, False)
-        if later:
-            # From the second micro-batch on gradients are whole, but fewer may be in flight.
-            yield from self._backward_of(stage, later, True)
+        """Every moment of a step at which the peak can be, for one pp rank."""
+        chunks = range(self.layout.pp_virtual_stages)
+        kept = [self.kept_by(stage, chunk) for chunk in chunks]
+        handed = [self.handed(stage, chunk) for chunk in chunks]
+        for held in backwards(self.layout, self.batch.accumulation, stage):
+            yield from self._backward_of(stage, held, kept, handed)
 
-    def _backward_of(self, stage: int, flying: int, whole: bool) -> Iterator["_Moment"]:
-        """Moments of one micro-batch while `flying` hold activations; `whole`: gradients are there from before."""
-        at = _Moment
-        blocks = self.stage(stage)
-        root = self.unsharded(self.facts.root) if has_root(self.facts, self.layout.pp, stage) else 0.0
-        last = stage == self.layout.pp - 1
-        head_gradient = self.gradients(self.facts.root) if last else 0.0
-        kept = self.kept_by(blocks)
-        before = (flying - 1) * kept[-1] + flying * (self.tables + self.handed(stage)) + self.received(stage)
-        before += self.outside + self.last if last else 0.0
+    def _backward_of(
+        self, stage: int, held: Held, kept_by: list[list[float]], handed: list[float]
+    ) -> Iterator["_Moment"]:
+        """Moments of one micro-batch of one chunk while others hold activations as well."""
+        at, facts, chunk = _Moment, self.facts, held.chunk
+        pieces, kept, hidden = self.pieces(stage, chunk), kept_by[chunk], self.hidden
+        is_last = self.is_last(stage, chunk)
+        around = has_root(facts, self.layout.pp, stage)
+        head = sizes_of(facts.root, self.layout)
+        root = head.gathered if around else 0.0
+        head_gradient = head.gradients if is_last else 0.0
+        blocks = sum(len(whole) for whole in kept_by)
+        ready = sum(len(whole) for whole, there in zip(kept_by, held.whole, strict=True) if there)
+        own = 0 if held.whole[chunk] else len(pieces)
+        before = self.received(stage) - kept[-1]
+        for flying, whole, sent in zip(held.flying, kept_by, handed, strict=True):
+            before += flying * (whole[-1] + self.tables + sent)
+        if stage == chunk == 0 and facts.embedding is not None:
+            # Forward begins with what is around the blocks, and FSDP2 keeps both flat buffers for a while.
+            embedding = sizes_of(facts.embedding, self.layout)
+            gathered = embedding.gathered + embedding.flat + (root + head.flat if around else 0.0)
+            yield at("embedding's gather", ready / blocks, gathered, before - self.tables)
+        if stage == self.layout.pp - 1:
+            # Losses are taken in forward, with the head's gradient (training/loss.py).
+            before += (held.flying[-1] - is_last) * (self.outside + self.head_saved())
+        before += self.outside + self.last if is_last else 0.0
 
-        if last:
-            yield at("loss", float(whole), root, before + kept[-1], logits=self._head())
-        for index in _edges(self.facts, self.layout.pp, stage):
-            block = blocks[index]
-            previous = blocks[index - 1] if index else None
-            share = 1.0 if whole else 1 - (index + 1) / len(blocks)
-            flats = self.flat(previous.unit) + self.flat(previous.split) if previous else 0.0
-            flats += self.experts_flat(previous.experts) if previous else 0.0
-            dense = sum(self.unsharded(unit) for unit in block.units)
-            common = root + head_gradient + flats + dense
-            saved, mine = self.saved[id(block)], self.kept[id(block)]
-            held = before + kept[index] + (saved - mine if self.mode != "none" else 0.0)
-            held += self.hidden if self.mode != "none" else 0.0
+        if is_last:
+            yield at("loss", ready / blocks, root, before + kept[-1], logits=self._head())
+        before_blocks = 0.0
+        if stage == 0 and facts.embedding is not None:
+            before_blocks = sizes_of(facts.embedding, self.layout).flat
+        behind = 0.0  # the reduction buffer that the block behind still holds
+        for index in _edges(pieces):
+            costs = self.costs(pieces[index])
+            mode = pieces[index][1]
+            share = (ready + max(0, own - index - 1)) / blocks
+            flats = self.costs(pieces[index - 1]).flats if index else before_blocks
+            behind = self.costs(pieces[index + 1]).after if index + 1 < len(pieces) else 0.0
+            common = root + head_gradient + flats + costs.dense
+            now = before + kept[index]
+            full = now + (costs.saved - costs.kept + hidden if mode != "none" else 0.0)
             # Selective: experts run backward first, from what was kept; then the rest of the block runs again.
-            early = before + kept[index] + self.hidden if self.mode == "selective" else held
-            after = self._block_after(blocks, index)
-            of_experts = 0.0
-            if block.experts is not None:
-                gathered = self.experts_gathered(block.experts)
-                if self.mode == "full":
-                    forward = self.experts_forward(block.experts)
-                    yield at("recomputing", share, common + gathered + after, held, forward)
-                backward = self.experts_backward(block.experts)
-                yield at("experts' backward", share, common + gathered + after, early, backward, 0.0, self.hidden)
-                of_experts = self.saved_by_experts(block.experts)
-                reducing = self.experts_reduced(block.experts)
-                grads = self.experts_here(block.experts, self.compute, trains=True) if self.gathers_experts else 0.0
-                shard = 1 / self.layout.efsdp
-                copied = reducing if self.gloo and self.layout.efsdp > 1 else 0.0
-                reduced = common + max(grads + reducing, reducing + copied + reducing * shard)
-                yield at("experts' reduction", share, reduced, early - of_experts, 0.0, 0.0, 2 * self.hidden)
-                after = reducing or after
-            own = (block.figures.backward * self.batch.rows) / (self.layout.cp * self.layout.tp) + self.hidden
-            gradients = block.figures.gradients / self.layout.tp
-            yield at("block's backward", share, common + after + gradients, held - of_experts, 0.0, 0.0, own)
-            grads = self.gradients(block.unit) + self.gradients(block.split)
-            copied = self.copied(block.unit) + self.copied(block.split)
-            reduced = common - dense + max(grads, copied) + self.reduced(block.unit) + self.reduced(block.split)
-            yield at("block's reduction", share, reduced, held - saved, 0.0, 0.0, 2 * self.hidden)
-        if stage == 0 and self.facts.embedding is not None:
-            embedding = self.facts.embedding
-            grads, reducing = self.gradients(embedding), self.reduced(embedding)
-            waiting = self.unsharded(embedding) + grads + self._block_after(blocks, -1)
-            ends = root + head_gradient + max(waiting, grads + reducing, reducing + self.copied(embedding))
-            yield at("embedding's gradient", 1.0, ends, before - self.tables, 0.0, 0.0, self.hidden)
-        if root:
-            root_reduced = self.reduced(self.facts.root)
-            rest = max(head_gradient, self.copied(self.facts.root)) + root_reduced
-            yield at("head's reduction", 1.0, rest, self.received(stage))
-
-    def _block_after(self, blocks: tuple[Block, ...], index: int) -> float:
-        """The reduction buffer that the block behind this one still holds."""
-        if index + 1 == len(blocks):
-            return 0.0
-        return self.reduced(blocks[index + 1].unit) + self.reduced(blocks[index + 1].split)
+            early = now + hidden if mode == "selective" else full
+            if pieces[index][0].experts is not None:
+                at_work = common + costs.gathered + behind
+                # Gathering, and in forward for a while after, there is their own buffer, and not yet that of the
+                # experts before them.
+                gathering = at_work + costs.buffered - (self.costs(pieces[index - 1]).buffered if index else 0.0)
+                yield at("experts' gather", share, gathering, now)
+                if mode == "full":
+                    yield at("recomputing", share, gathering, full, costs.forward)
+                yield at("experts' backward", share, at_work, early, costs.backward, 0.0, hidden)
+                reduced, rest = common + costs.reduced, early - costs.of_experts
+                yield at("experts' reduction", share, reduced, rest, 0.0, 0.0, 2 * hidden)
+                behind = costs.reducing or behind
+            running, rest = common + behind + costs.grown, full - costs.of_experts
+            yield at("block's backward", share, running, rest, 0.0, 0.0, costs.own)
+            reduced = common - costs.dense + max(costs.gradients, costs.copied) + costs.after
+            yield at("block's reduction", share, reduced, full - costs.saved, 0.0, 0.0, 2 * hidden)
+        share = (ready + own) / blocks
+        if stage == chunk == 0 and facts.embedding is not None:
+            embedding = sizes_of(facts.embedding, self.layout)
+            reducing = reduced_bytes(facts, embedding)
+            waiting = embedding.gathered + embedding.gradients + self.costs(pieces[0]).after
+            if held.vain and not around:
+                # FSDP2 prefetches the last block of another micro-batch, for nothing.
+                last = self.costs(pieces[-1])
+                waiting += last.flats - last.buffered
+            copied = reducing if self.share.gloo else 0.0
+            ends = root + head_gradient + max(waiting, embedding.gradients + reducing, reducing + copied)
+            yield at("embedding's gradient", share, ends, before - self.tables, 0.0, 0.0, hidden)
+        if around:
+            reducing = reduced_bytes(facts, head)
+            copied = reducing if self.share.gloo else 0.0
+            yield at("head's reduction", share, max(head_gradient, copied) + reducing, self.received(stage))
 
     def _head(self) -> float:
         """The loss in chunks (training/loss.py): hidden states, sums of the head's gradient, one chunk's logits."""
@@ -410,10 +350,14 @@ class _Model:
         head = self.facts.head / self.layout.tp if self.facts.head_trains else 0.0
         chunks = -(-targets // self.chunk)
         wide = max(4, self.compute)
-        logits = self.chunk * vocabulary * (self.compute * (self.compute < wide) + 3 * wide)
+        # torch's cross-entropy keeps its own; ours of a part of the vocabulary (vocabulary.py) turns it into gradients.
+        copies = 3 if self.layout.tp == 1 else 2
+        logits = self.chunk * vocabulary * (self.compute * (self.compute < wide) + copies * wide)
         product = self.chunk * vocabulary * (self.compute + wide * (self.compute < wide)) + head * self.compute
         again = head * self.compute if chunks > 1 else 0.0
-        return 3 * rows - self.last + head * wide + max(logits + again, product + again, head * self.compute)
+        # At the end the sum is rounded, while the last chunk's own gradient and logits are still there.
+        rounding = 2 * head * self.compute + (targets - (chunks - 1) * self.chunk) * vocabulary * self.compute
+        return 3 * rows - self.last + head * wide + max(logits + again, product + again, rounding)
 
     def head_saved(self) -> float:
         """The head's gradients, taken in forward and kept for backward (training/loss.py)."""
@@ -424,6 +368,6 @@ class _Model:
 
 def shards_evenly(facts: Facts, layout: Layout) -> None:
     """Raise `InputError` where efsdp cannot shard a rank's experts."""
-    for block, _ in stage_kinds(facts, 1, 0):
+    for block, _ in stage_kinds(facts, (1, 1), 0):
         if block.experts is not None:
             expert_shard_dim(block.experts.spec, layout)

@@ -29,6 +29,8 @@ class BlockFigures:
     of `backward` that is parameters' gradients and does not grow with the micro-batch. `choices` is what checkpointing
     keeps of the router's choice, `attended` what attention gives and `normalisers` its number per row, `mask` the part
     of `saved` that is masks, for all pairs of positions on every rank, `latents` the part that tp does not split.
+    `queries` are bytes of all queries and of what attention gives for them, `keys` of a key and value head, `heads` how
+    many queries have.
     `products` are FLOPs of matrix products in forward, `attention` those of attention.
     `moved`: bytes that other operations read and write in forward and in backward; `operations`: how many all are.
     """
@@ -42,6 +44,9 @@ class BlockFigures:
     normalisers: int
     mask: int
     latents: int
+    queries: int
+    keys: int
+    heads: int
     products: int
     attention: int
     moved: tuple[int, int]
@@ -112,6 +117,9 @@ def _probe(
             normalisers=single.normalisers,
             mask=single.mask,
             latents=single.latents,
+            queries=single.queries,
+            keys=single.keys,
+            heads=single.heads,
             products=single.products,
             attention=single.attention,
             moved=(single.moved[0], single.moved[1]),
@@ -132,6 +140,9 @@ class _Seen:
     normalisers: int = 0
     mask: int = 0
     latents: int = 0
+    queries: int = 0
+    keys: int = 0
+    heads: int = 0
     products: int = 0
     attention: int = 0
     moved: list[int] = field(default_factory=lambda: [0, 0])
@@ -170,6 +181,9 @@ class _Attention(TorchFunctionMode):
             self.current.attention += 2 * pairs * (width + value.shape[-1])
             out = FusedAttention.apply(query, key, value, mask)
             self.current.attended += out.nbytes
+            self.current.queries += query.nbytes + out.nbytes
+            self.current.keys += (key.nbytes + value.nbytes) // key.shape[1]
+            self.current.heads = heads
             self.current.normalisers += batch * heads * length * 4
             if mask is not None:
                 self.current.mask += mask.numel() * (query.element_size() if mask.dtype == torch.bool else 0)
@@ -306,6 +320,7 @@ class _Watch:
     def twice(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             start = self.census.live
+            self.attention.current = _Seen()  # the first run counts for nothing
             if not self.seen:
                 self.begin = start
             hidden = self._only(forward(*args, **kwargs))

@@ -13,8 +13,9 @@ from expertmesh.config.errors import InputError
 from expertmesh.mesh import Layout, resolve_layout
 from expertmesh.planning.facts import Facts
 from expertmesh.planning.hardware import Devices
-from expertmesh.planning.memory import Batch, Memory, Mode, memory_of, shards_evenly
+from expertmesh.planning.memory import Batch, Memory, memory_of, shards_evenly
 from expertmesh.planning.speed import Speed, speed_of
+from expertmesh.planning.state import CheckpointedLayers, Mode
 
 Goal = Literal["speed", "memory"]
 MODES: tuple[Mode, ...] = ("none", "selective", "full")
@@ -25,7 +26,7 @@ FULLY_CONSIDERED = 100
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be trained on what: everything that is the same for all layouts."""
+    """What is to be trained on what: everything that is the same for all layouts. `layers`: train.checkpoint_layers."""
 
     facts: Facts
     devices: Devices
@@ -33,6 +34,7 @@ class Job:
     optimizer_moments: int = 2
     imbalance: float = 1.0
     gloo: bool = False
+    layers: CheckpointedLayers = "all"
 
     @property
     def budget(self) -> float:
@@ -139,7 +141,15 @@ def layouts(job: Job, fixed: ParallelConfig | None = None) -> Iterator[Layout]:
                     for ep in expert_ranks:
                         axes = {"pp": pp, "replicate": replicate, "cp": cp, "tp": tp, "ep": ep}
                         if world // (pp * replicate) % ep == 0 and _accepted(axes):
-                            yield Layout(pp, replicate, world // rest, cp, tp, ep)
+                            yield Layout(pp, replicate, world // rest, cp, tp, ep, *_schedule(pp, fixed))
+
+
+def _schedule(pp: int, fixed: ParallelConfig | None) -> tuple[str, int]:
+    """The schedule and the stages of a rank; what a user has set stays, and more than one stage are never proposed."""
+    if fixed is None or pp == 1 or fixed.pp_schedule == "auto":
+        virtual = 1 if fixed is None or pp == 1 else fixed.pp_virtual_stages
+        return "1f1b" if virtual == 1 else "interleaved_1f1b", virtual
+    return fixed.pp_schedule, fixed.pp_virtual_stages
 
 
 _answers: dict[str, bool] = {}
@@ -209,14 +219,14 @@ def evaluate(job: Job, layout: Layout, mode: Mode, batch: Batch) -> Candidate:
         layout,
         batch,
         mode,
+        layers=job.layers,
         moments=job.optimizer_moments,
         overhead=job.devices.hardware.overhead,
         imbalance=job.imbalance,
         gloo=job.gloo,
     )
-    return Candidate(
-        layout, mode, batch, memory, speed_of(job.facts, layout, batch, mode, job.devices, imbalance=job.imbalance)
-    )
+    speed = speed_of(job.facts, layout, batch, mode, job.devices, layers=job.layers, imbalance=job.imbalance)
+    return Candidate(layout, mode, batch, memory, speed)
 
 
 def modes(facts: Facts) -> list[Mode]:

@@ -13,9 +13,9 @@ from expertmesh.config.sections import BYTES_OF
 from expertmesh.mesh import DENSE_AXES, EXPERT_AXES, Layout
 from expertmesh.planning.facts import Block, Facts
 from expertmesh.planning.hardware import Devices
-from expertmesh.planning.memory import Batch, Mode
+from expertmesh.planning.memory import Batch
 from expertmesh.planning.routing import expected
-from expertmesh.planning.state import stage_kinds, state_of
+from expertmesh.planning.state import CheckpointedLayers, Cut, Mode, cut_of, stage_pieces, state_of
 from expertmesh.planning.traffic import Transfer, traffic_of
 
 # Operations of one expert layer, forward and backward, counted in benchmarks/planning.py.
@@ -94,18 +94,23 @@ class _Time:
 
 
 def speed_of(
-    facts: Facts, layout: Layout, batch: Batch, mode: Mode, devices: Devices, *, imbalance: float = 1.0
+    facts: Facts,
+    layout: Layout,
+    batch: Batch,
+    mode: Mode,
+    devices: Devices,
+    *,
+    layers: CheckpointedLayers = "all",
+    imbalance: float = 1.0,
 ) -> Speed:
     """The step of `layout` on `devices`; `imbalance` is how much more the busiest expert rank has than the mean."""
-    hardware = devices.hardware
-    peak = hardware.peak(facts.precision.compute)
-    forward, backward = _Time(), _Time()
-    for block, count in stage_kinds(facts, layout.pp, 0):
-        _add_block(block, count, facts, layout, batch, mode, devices, peak, imbalance, forward, backward)
-    per_micro = forward.total + backward.total
+    rates = _rates(facts, devices)
+    shares = layout.cp * layout.tp
+    forward, backward = _passes(facts, cut_of(layout), shares, layout.ep, batch.rows, mode, layers, imbalance, rates)
     times = batch.accumulation
     trains = state_of(facts, layout)
-    links = tuple(_links(facts, layout, batch, mode, devices, imbalance, per_micro * times))
+    compute = (forward.total + backward.total) * times
+    links = tuple(_links(facts, layout, batch, mode, layers, devices, imbalance, compute))
     tokens = batch.rows * times * facts.length * layout.data_ranks
     return Speed(
         products=times * (forward.products + backward.products),
@@ -113,15 +118,53 @@ def speed_of(
         attention=times * (forward.attention + backward.attention),
         memory=times * (forward.memory + backward.memory),
         host=times * (forward.host + backward.host),
-        head=times * _head_seconds(facts, layout, batch, devices, peak),
+        head=times * _head_seconds(facts, batch.rows * facts.length / shares, rates),
         # AdamW reads parameter, gradient and moments and writes all but the gradient; the norm reads gradients once.
-        optimizer=8 * trains.master / (hardware.memory_bandwidth * hardware.efficiency.memory),
+        optimizer=8 * trains.master / rates.bandwidth,
         links=links,
-        bubble=(layout.pp - 1) / times,
+        bubble=(layout.pp - 1) / (layout.pp_virtual_stages * times),
         tokens=tokens,
         model_flops=model_flops(facts) * tokens,
-        peak_flops=peak * devices.count,
+        peak_flops=devices.hardware.peak(facts.precision.compute) * devices.count,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """What a device reaches: FLOP/s of each kind of product, bytes per second of everything else, seconds a launch."""
+
+    products: float
+    experts: float
+    attention: float
+    bandwidth: float
+    launch: float
+
+
+def _rates(facts: Facts, devices: Devices) -> _Rates:
+    hardware, reach = devices.hardware, devices.hardware.efficiency
+    peak = hardware.peak(facts.precision.compute)
+    bandwidth = hardware.memory_bandwidth * reach.memory
+    products, experts, attention = (peak * share for share in (reach.products, reach.experts, reach.attention))
+    return _Rates(products, experts, attention, bandwidth, hardware.launch_seconds)
+
+
+@cache
+def _passes(
+    facts: Facts,
+    cut: Cut,
+    shares: int,
+    ep: int,
+    rows: int,
+    mode: Mode,
+    layers: CheckpointedLayers,
+    imbalance: float,
+    rates: _Rates,
+) -> tuple[_Time, _Time]:
+    """Forward and backward of a micro-batch of `rows` sequences over `shares` ranks of cp and tp, on pp rank 0."""
+    forward, backward = _Time(), _Time()
+    for (block, kept), count in stage_pieces(facts, cut, 0, mode, layers):
+        _add_block(block, count, facts, shares, ep, rows, kept, rates, imbalance, forward, backward)
+    return forward, backward
 
 
 @cache
@@ -146,38 +189,35 @@ def _add_block(
     block: Block,
     count: int,
     facts: Facts,
-    layout: Layout,
-    batch: Batch,
+    shares: int,
+    ep: int,
+    rows: int,
     mode: Mode,
-    devices: Devices,
-    peak: float,
+    rates: _Rates,
     imbalance: float,
     forward: _Time,
     backward: _Time,
 ) -> None:
-    hardware, reach = devices.hardware, devices.hardware.efficiency
-    share = batch.rows / (layout.cp * layout.tp)
+    share = rows / shares
     figures, compute = block.figures, BYTES_OF[facts.precision.compute]
-    bandwidth = hardware.memory_bandwidth * reach.memory
-    products = figures.products * share / (peak * reach.products)
-    attention = figures.attention / 2 * share / (peak * reach.attention)
-    moved = [size * share / bandwidth for size in figures.moved]
-    launches = [count * hardware.launch_seconds for count in figures.operations]
+    products = figures.products * share / rates.products
+    attention = figures.attention / 2 * share / rates.attention
+    moved = [size * share / rates.bandwidth for size in figures.moved]
+    launches = [operations * rates.launch for operations in figures.operations]
     experts = kept = 0.0
     if block.experts is not None:
-        tokens = batch.rows * facts.length / (layout.cp * layout.tp)
-        route = expected(tokens, block.experts.choice, layout.ep, imbalance)
+        route = expected(rows * facts.length / shares, block.experts.choice, ep, imbalance)
         spec = block.experts.spec
         elements = _expert_elements(block)
         # A grouped product takes at least as long as reading its weights.
-        reading = elements * spec.num_experts / layout.ep * compute / bandwidth
-        experts = max(2 * elements * route.pairs / (peak * reach.experts), reading)
+        reading = elements * spec.num_experts / ep * compute / rates.bandwidth
+        experts = max(2 * elements * route.pairs / rates.experts, reading)
         hidden, inner = spec.hidden_size * compute, spec.intermediate_size * compute
-        rows = (3 * route.sent + 2 * route.rows) * hidden
+        travelling = (3 * route.sent + 2 * route.rows) * hidden
         pairs = route.pairs * (3 * hidden + 2 * block.experts.width * compute + 4 * inner)
-        travelling = (rows + pairs) / bandwidth
-        moved = [moved[0] + travelling, moved[1] + 2 * travelling]
-        launches = [a + b * hardware.launch_seconds for a, b in zip(launches, EXPERT_OPERATIONS, strict=True)]
+        seconds = (travelling + pairs) / rates.bandwidth
+        moved = [moved[0] + seconds, moved[1] + 2 * seconds]
+        launches = [a + b * rates.launch for a, b in zip(launches, EXPERT_OPERATIONS, strict=True)]
         kept = experts if mode == "selective" else 0.0
     grows = 1 if facts.adapted else 2
     forward.add(count, products, experts, attention, moved[0], launches[0])
@@ -192,22 +232,26 @@ def _add_block(
     )
 
 
-def _head_seconds(facts: Facts, layout: Layout, batch: Batch, devices: Devices, peak: float) -> float:
+def _head_seconds(facts: Facts, tokens: float, rates: _Rates) -> float:
     """Products of the head and its gradients, and what the softmax moves, on the last stage."""
-    tokens = batch.rows * facts.length / (layout.cp * layout.tp)
     products = tokens * 2 * facts.head * (3 if facts.head_trains else 2)
-    moved = tokens * facts.vocabulary * 30
-    reach = devices.hardware.efficiency
-    return products / (peak * reach.products) + moved / (devices.hardware.memory_bandwidth * reach.memory)
+    return products / rates.products + tokens * facts.vocabulary * 30 / rates.bandwidth
 
 
 def _links(
-    facts: Facts, layout: Layout, batch: Batch, mode: Mode, devices: Devices, imbalance: float, compute: float
+    facts: Facts,
+    layout: Layout,
+    batch: Batch,
+    mode: Mode,
+    layers: CheckpointedLayers,
+    devices: Devices,
+    imbalance: float,
+    compute: float,
 ) -> Iterable[Link]:
     """Prefetched transfers hide behind a share of a step's compute and slow what they hide behind; the others add."""
     reach = devices.hardware.efficiency
     room = compute * reach.overlap
-    for transfer in traffic_of(facts, layout, batch, mode, imbalance=imbalance):
+    for transfer in traffic_of(facts, layout, batch, mode, layers=layers, imbalance=imbalance):
         seconds = transfer_seconds(transfer, layout, devices)
         hidden = min(seconds, room) if transfer.prefetched else 0.0
         room -= hidden

@@ -1,4 +1,4 @@
-"""Run one rank of a job of any size for two steps: `prepare_model`, `causal_lm_loss`, clipping and AdamW as they are.
+"""Run one rank of a job of any size for two steps: `prepare_model`, `forward_backward`, clipping and AdamW as they are.
 
 The process group is PyTorch's fake one, tensors are fake, so nothing is sent and nothing allocated; the census counts
 what would be. Gives what the formulas of planning/ predict, by the code itself, with the time to build the job and its
@@ -19,25 +19,30 @@ from transformers import PreTrainedConfig
 
 from expertmesh.config import LoraConfig, MoeConfig, ParallelConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
-from expertmesh.mesh import Mesh, init_mesh
+from expertmesh.mesh import init_mesh
 from expertmesh.model import prepare_model
 from expertmesh.parallel.gradients import clip_grad_norm_
-from expertmesh.planning.census import Census
-from expertmesh.planning.memory import Mode
+from expertmesh.planning.axes import sent_by_axis
+from expertmesh.planning.census import Census, Sent
+from expertmesh.planning.memory import Batch
 from expertmesh.planning.routing import Choice
+from expertmesh.planning.state import CheckpointedLayers, Mode
 from expertmesh.simulation.stand_ins import stand_ins
-from expertmesh.training.loss import causal_lm_loss
+from expertmesh.training.step import forward_backward
 from expertmesh.weights.skeleton import materialize
+
+ONE = Batch(1, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What one rank held and sent in an optimizer step. `sent` is by axis and kind: (calls, bytes)."""
+    """What one rank held and sent in an optimizer step. `sent` is by axis (or axes that share their ranks) and kind."""
 
     world_size: int
+    rank: int
     peak: int
     state: int
-    sent: dict[tuple[str, str], tuple[int, int]]
+    sent: dict[tuple[str, str], Sent]
     mesh_seconds: float
     shard_seconds: float
     step_seconds: float
@@ -50,14 +55,16 @@ def simulate(
     world_size: int,
     *,
     length: int,
-    rows: int = 1,
+    batch: Batch = ONE,
     mode: Mode = "full",
+    layers: CheckpointedLayers = "all",
     precision: PrecisionConfig | None = None,
     lora: LoraConfig | None = None,
     choice: Choice,
     packed: bool = False,
+    stage: int = 0,
 ) -> Simulated:
-    """One micro-batch of `rows` sequences of `length` tokens on rank 0 of `world_size`. Needs a process without a
+    """A step of `batch`, sequences of `length` tokens, on the first rank of pp rank `stage`. Needs a process without a
     process group. `packed`: with the explicit mask of packed samples. Experts have to compute in bfloat16: torch's
     grouped product knows no other dtype on fake tensors.
     """
@@ -66,7 +73,8 @@ def simulate(
         raise InputError("a simulation needs a process of its own; this one has a process group already")
     if precision.compute != "bfloat16":
         raise InputError(f"precision.compute {precision.compute}: only bfloat16 can be simulated")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    rank = stage * (world_size // parallel.pp)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         started = time.monotonic()
         mesh = init_mesh(parallel, num_experts=choice.experts, device=torch.device("cpu"))
@@ -78,20 +86,22 @@ def simulate(
             mesh,
             precision=precision,
             moe=MoeConfig(compute="grouped_mm"),
-            activation_checkpointing=mode == "full",
+            activation_checkpointing=mode,
+            checkpoint_layers=layers,
             lora=lora,
         )
         sharded = time.monotonic()
         with FakeTensorMode(allow_non_fake_inputs=True):
             materialize(model, mesh.device)
             _fake_buffers(model)
-            with stand_ins(choice, rows * length, mesh.layout.ep):
-                census, state = _steps(model, rows, length, packed)
+            with stand_ins(choice, batch.rows * length, mesh.layout):
+                census, state = _steps(model, batch, length, packed)
         return Simulated(
             world_size=world_size,
+            rank=rank,
             peak=census.peak,
             state=state,
-            sent=_by_axis(census, mesh),
+            sent=sent_by_axis(census.sent, mesh),
             mesh_seconds=meshed - started,
             shard_seconds=sharded - meshed,
             step_seconds=time.monotonic() - sharded,
@@ -101,20 +111,17 @@ def simulate(
         dist.destroy_process_group()
 
 
-def _steps(model: nn.Module, rows: int, length: int, packed: bool) -> tuple[Census, int]:
+def _steps(model: nn.Module, batch: Batch, length: int, packed: bool) -> tuple[Census, int]:
     """A first step, in which FSDP2 and the optimizer allocate what stays, and one that is counted."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
-    batch = {
-        "input_ids": torch.zeros(rows, length, dtype=torch.int64),
-        "labels": torch.zeros(rows, length, dtype=torch.int64),
-    }
+    tokens = torch.zeros(batch.rows, length, dtype=torch.int64)
+    micro = {"input_ids": tokens, "labels": tokens}
     if packed:
-        batch["attention_mask"] = torch.zeros(rows, 1, length, length, dtype=torch.bool)
+        micro["attention_mask"] = torch.zeros(batch.rows, 1, length, length, dtype=torch.bool)
+    batches = [micro] * batch.accumulation
 
     def step() -> None:
-        loss = causal_lm_loss(model, batch, target_tokens=rows * (length - 1))
-        loss.backward()
-        del loss
+        forward_backward(model, batches, target_tokens=batch.rows * (length - 1))
         clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -139,19 +146,3 @@ def _fake_buffers(model: nn.Module) -> None:
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             module.register_buffer(name, torch.empty_like(buffer), persistent=name in module.state_dict())
-
-
-def _by_axis(census: Census, mesh: Mesh) -> dict[tuple[str, str], tuple[int, int]]:
-    """Groups of equal ranks share one process group; its traffic goes to the first axis that has it."""
-    axes: dict[str, str] = {
-        str(view.get_group(axis).group_name): axis
-        for view in (mesh.expert, mesh.dense)
-        for axis in view.mesh_dim_names or ()
-    }
-    found: dict[tuple[str, str], tuple[int, int]] = {}
-    for group, kinds in census.sent.items():
-        for kind, sent in kinds.items():
-            key = axes.get(group, "other"), kind
-            calls, size = found.get(key, (0, 0))
-            found[key] = calls + sent.calls, size + sent.bytes
-    return found

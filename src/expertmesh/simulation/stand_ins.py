@@ -4,38 +4,60 @@ Routing counts come from the planner's expectation (balanced routing), every pos
 attention is what a fused kernel reads and saves. All patches of the simulation are in this file.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining._utils import InferenceMode
 
+from expertmesh.mesh import Layout
 from expertmesh.planning.probe import FusedAttention
 from expertmesh.planning.routing import Choice, rows_per_token
 
+Cut = Callable[[torch.Tensor, int], torch.Tensor]
+
 
 @contextmanager
-def stand_ins(choice: Choice, tokens: int, ranks: int) -> Iterator[None]:
-    """`tokens` on each of `ranks` EP ranks choose as `choice` says; one rank's share of every exchange is the mean."""
-    rows, pairs = round(tokens * rows_per_token(choice, ranks) / ranks), tokens * choice.top_k // ranks
+def stand_ins(choice: Choice, tokens: int, layout: Layout) -> Iterator[None]:
+    """`tokens` of whole rows, over cp and tp, choose as `choice` says on every rank; one rank's share of every exchange
+    is the mean.
+    """
+    own, ranks = tokens // (layout.cp * layout.tp), layout.ep
+    rows, pairs = round(own * rows_per_token(choice, ranks) / ranks), own * choice.top_k // ranks
 
     def counts(_: torch.Tensor) -> list[Any]:
         return [[rows] * ranks, [rows] * ranks, [pairs] * ranks, [pairs] * ranks]
 
-    def targets(labels: torch.Tensor, _: object) -> tuple[torch.Tensor, torch.Tensor]:
-        batch, length = labels.shape
+    def targets(labels: torch.Tensor, cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
+        batch, length = cut(labels, 1).shape
         place_N = torch.zeros(batch * (length - 1), dtype=torch.int64, device=labels.device)
         return torch.zeros_like(place_N), place_N
 
     with (
         patch("expertmesh.experts.dispatch.to_host", counts),
         patch("expertmesh.training.loss._targets", targets),
+        patch("expertmesh.training.pipeline._Stage.forward", _counted),
+        patch.object(schedules._PipelineSchedule, "_warmup_p2p", _agreed),
         patch("transformers.masking_utils.is_tracing", lambda *_: False),
         patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_: None),
         patch("torch.nn.functional.scaled_dot_product_attention", _fused),
     ):
         yield
+
+
+def _agreed(schedule: Any, stages: Sequence[Any], *_: Any) -> None:
+    """Stages have told each other, in numbers, that the shapes of their messages are given."""
+    for stage in stages:
+        stage._inference_mode = InferenceMode.STATIC
+
+
+def _counted(stage: Any, received: torch.Tensor, number: torch.Tensor) -> Any:
+    """A stage is told the number of its micro-batch in a tensor; they come in order."""
+    stage.seen = getattr(stage, "seen", -1) + 1
+    return stage.run_stage.forward(stage.stage, stage.seen, received)
 
 
 def _fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

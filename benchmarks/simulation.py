@@ -1,0 +1,110 @@
+"""One rank of large jobs on fake tensors, beside the formulas: the table of docs/planning.md.
+
+    python -m benchmarks.simulation            # all jobs, each in a process of its own; a minute or two each
+    python -m benchmarks.simulation NUMBER ... # some of them, by their place in the list
+
+Whole published models, 4,096 tokens, balanced routing, samples not packed. Of a pipeline the rank that the formulas
+call the fullest.
+"""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig
+
+from expertmesh.config import ParallelConfig, PrecisionConfig
+from expertmesh.mesh import resolve_layout
+from expertmesh.planning.axes import planned_by_axis
+from expertmesh.planning.facts import facts_of
+from expertmesh.planning.memory import Batch, fullest_stage, memory_of
+from expertmesh.planning.state import Mode, state_of
+from expertmesh.planning.traffic import traffic_of
+from expertmesh.simulation.run import simulate
+from expertmesh.simulation.shapes import deepseek_v3, qwen3_30b_a3b
+
+LENGTH = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A model of simulation/shapes.py on `world` ranks, `accumulation` micro-batches of one sequence."""
+
+    model: str
+    world: int
+    parallel: ParallelConfig
+    mode: Mode = "full"
+    accumulation: int = 1
+
+    def config(self) -> PreTrainedConfig:
+        return qwen3_30b_a3b() if self.model.startswith("Qwen") else deepseek_v3()
+
+
+QWEN, DEEPSEEK = "Qwen3-30B-A3B", "DeepSeek-V3"
+JOBS = (
+    Job(QWEN, 64, ParallelConfig(ep=8, tp=2, cp=2), "selective"),
+    Job(QWEN, 512, ParallelConfig(ep=8, tp=2, cp=2), "selective"),
+    Job(QWEN, 4096, ParallelConfig(ep=8, tp=2, cp=2, replicate=4), "selective"),
+    Job(QWEN, 64, ParallelConfig(ep=8, pp=4, tp=2), "full", 8),
+    Job(QWEN, 512, ParallelConfig(ep=8, pp=4, tp=2), "full", 8),
+    Job(QWEN, 4096, ParallelConfig(ep=8, pp=4, tp=2, replicate=4), "full", 8),
+    Job(QWEN, 512, ParallelConfig(ep=8, pp=4, pp_virtual_stages=3), "full", 8),
+    Job(DEEPSEEK, 64, ParallelConfig(ep=8, pp=8, tp=2), "full", 16),
+    Job(DEEPSEEK, 512, ParallelConfig(ep=32, pp=8, tp=2, cp=2), "selective", 16),
+    Job(DEEPSEEK, 4096, ParallelConfig(ep=64, pp=16, cp=4), "full", 32),
+    Job(DEEPSEEK, 4096, ParallelConfig(ep=64, tp=8, replicate=4), "full"),
+)
+
+
+def line(job: Job) -> str:
+    """One row of the table."""
+    config = job.config()
+    facts = facts_of(config, length=LENGTH, precision=PrecisionConfig(), packed=False)
+    layout = resolve_layout(job.parallel, job.world, facts.anatomy.num_experts)
+    experts = facts.moe[0].experts
+    assert experts is not None
+    batch = Batch(1, job.accumulation)
+    stage = fullest_stage(facts, layout, batch, job.mode)
+    found = simulate(
+        config,
+        job.parallel,
+        job.world,
+        length=LENGTH,
+        batch=batch,
+        mode=job.mode,
+        choice=experts.choice,
+        stage=stage,
+    )
+    held = state_of(facts, layout, stage)
+    state = (held.frozen + 3 * held.master) / found.state - 1
+    peak = memory_of(facts, layout, batch, job.mode).total / found.peak - 1
+    planned = planned_by_axis(traffic_of(facts, layout, batch, job.mode, stage=stage), found.sent)
+    off = {key: planned[key].bytes / sent.bytes - 1 for key, sent in found.sent.items() if sent.bytes > 1024}
+    (axis, kind), worst = max(off.items(), key=lambda item: abs(item[1]))
+    traffic = f"{worst:+.2%} ({axis} {kind})" if abs(worst) > 0.00005 else "exact"
+    axes = " ".join(
+        f"{name} {getattr(job.parallel, name)}"
+        for name in ("pp", "pp_virtual_stages", "replicate", "cp", "tp", "ep")
+        if getattr(job.parallel, name) != 1
+    ).replace("pp_virtual_stages", "stages")
+    micro = f", {job.accumulation} micro-batches" if job.accumulation > 1 else ""
+    where = f", rank {found.rank}" if found.rank else ""
+    return (
+        f"| {job.model}, {job.world:,} ranks, {axes}, {job.mode}{micro}{where} | {state:+.1%} | "
+        f"{found.peak / 2**30:.2f} GiB, {peak:+.1%} | {traffic} | {found.mesh_seconds:.1f} s | "
+        f"{found.shard_seconds:.0f} s | {found.step_seconds:.0f} s | {found.process_groups} |"
+    )
+
+
+def main(numbers: list[str]) -> None:
+    if numbers[:1] == ["--one"]:
+        print(line(JOBS[int(numbers[1])]), flush=True)
+        return
+    print("| job | state | peak | bytes, worst kind | meshes | model sharded | two steps | process groups |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    for number in numbers or map(str, range(len(JOBS))):
+        subprocess.run([sys.executable, "-m", "benchmarks.simulation", "--one", number], check=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
