@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from expertmesh.cli.heavy import heavy_imports
 from expertmesh.cli.options import RunOptions
 from expertmesh.cli.records import RankFailure
 from expertmesh.cli.supervise import Job, StopRequests, start_ranks, stop_requests
@@ -42,9 +43,8 @@ def run(config: Config, options: RunOptions, function: str | None = None) -> int
     ranks = local_ranks(options.nproc)
     if function is not None:
         return launch(config, ranks, function, options=options, deadline=deadline)
-    from expertmesh.training.preflight import (
-        preflight,
-    )  # heavy to import, and each rank of a job calls it itself
+    with heavy_imports():
+        from expertmesh.training.preflight import preflight  # each rank of a job calls it itself
 
     preflight(config, ranks)
     return launch(config, ranks, options=options, deadline=deadline)

@@ -1,11 +1,12 @@
 """`expertmesh VERB`: reads the command line, calls the verb, turns its end into a message and an exit code.
 
 Exit codes: 0 done; 2 bad input; 3 integrity; 4 refused for security; 5 a rank died or hung; 1 a bug of ours,
-with its traceback; 130 and 143 stopped by Ctrl-C and SIGTERM. Nothing heavy is imported before the
-configuration is read.
+with its traceback; 130 and 143 stopped by Ctrl-C and SIGTERM; 141 nobody reads the output any more. Nothing
+heavy is imported before the configuration is read.
 """
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from importlib.metadata import version
 from typing import NoReturn
 
 from expertmesh.cli import prove
+from expertmesh.cli.heavy import heavy_imports
 from expertmesh.cli.launch import in_job
 from expertmesh.cli.launch import run as run_training
 from expertmesh.cli.options import RunOptions, duration, size
@@ -24,6 +26,7 @@ from expertmesh.config import load_config
 from expertmesh.config.errors import ExpertmeshError
 
 INTERRUPTED = 130
+PIPE_CLOSED = 141  # what a shell says of a process that ended by SIGPIPE
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +55,16 @@ def main(arguments: Sequence[str]) -> int:
 
 def entry_point() -> NoReturn:
     """What the `expertmesh` script calls."""
-    code = main(sys.argv[1:])
+    try:
+        code = main(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output (`| head`) has what they wanted; Python must not try to write the rest at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = PIPE_CLOSED
     if in_job():
         leave(code)
+    gc.freeze()  # nothing here is worth a search for garbage before the process ends
     sys.exit(code)
 
 
@@ -213,26 +223,30 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from expertmesh.cli import inspect  # like check below: imports torch and transformers
+    with heavy_imports():
+        from expertmesh.cli import inspect
 
     return inspect.run(options.model, options.world_size, options.trust_remote_code)
 
 
 def _check(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
-    from expertmesh.cli import check
+    with heavy_imports():
+        from expertmesh.cli import check
 
     return check.run(config, options.samples)
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from expertmesh.cli import plan
+    with heavy_imports():
+        from expertmesh.cli import plan
 
     return plan.run(options)
 
 
 def _export(options: argparse.Namespace) -> int:
-    from expertmesh.cli import export
+    with heavy_imports():
+        from expertmesh.cli import export
 
     return export.run(
         options.checkpoint,
@@ -245,7 +259,8 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _merge(options: argparse.Namespace) -> int:
-    from expertmesh.cli import merge
+    with heavy_imports():
+        from expertmesh.cli import merge
 
     return merge.run(
         options.adapter,
@@ -258,7 +273,8 @@ def _merge(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from expertmesh.cli import report
+    with heavy_imports():
+        from expertmesh.cli import report
 
     return report.run(options.run, options.output)
 
@@ -266,7 +282,8 @@ def _report(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     # torch reads it when it is imported; its profiler warns of every block that was there before.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from expertmesh.cli import bench
+    with heavy_imports():
+        from expertmesh.cli import bench
 
     return bench.run(options.parts, options.quick, options.nproc, options.json)
 

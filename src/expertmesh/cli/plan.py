@@ -47,13 +47,12 @@ def run(options: argparse.Namespace) -> int:
     """Print the plan; returns 0. `InputError` for bad options, a model that cannot be read or sharded, and when no
     layout fits.
     """
-    # A plan of a large job is a hundred thousand small objects without cycles. To look for some again and again, and
-    # once more at exit, takes longer than to make them.
+    # A plan of a large job is a hundred thousand small objects without cycles: looking for some again and again takes
+    # longer than making them.
     gc.disable()
     try:
         return _run(options)
     finally:
-        gc.freeze()
         gc.enable()
 
 

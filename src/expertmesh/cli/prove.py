@@ -9,6 +9,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from expertmesh.cli.heavy import heavy_imports
 from expertmesh.cli.launch import in_job, local_ranks
 from expertmesh.cli.launch import run as run_ranks
 from expertmesh.cli.options import RunOptions
@@ -79,7 +80,8 @@ def _checkpoint(options: argparse.Namespace) -> int:
     if given or options.overrides:
         what = f"--{given[0]}" if given else options.overrides[0]
         raise InputError(f"{what} is for a configuration, and {options.what} is not one; leave it out")
-    from expertmesh.cli import verify  # imports torch and transformers
+    with heavy_imports():
+        from expertmesh.cli import verify
 
     return verify.run(options.what, options.json)
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from expertmesh.cli.heavy import heavy_imports
 from expertmesh.cli.records import RankFailure, progress_file, show_stack_when_asked
 from expertmesh.config import Config, load_config
 from expertmesh.config.errors import ExpertmeshError
@@ -39,7 +40,9 @@ def run_rank(config: Config, train: str, control: Control, failed: Callable[[Ran
     rank = int(os.environ["RANK"])
     try:
         module, _, function = train.partition(":")
-        getattr(importlib.import_module(module), function)(config, control)
+        with heavy_imports():
+            imported = importlib.import_module(module)
+        getattr(imported, function)(config, control)
     except Stopped as stopped:
         # Saved and done. torchrun sends SIGTERM to all ranks when the first ends; that must not change the exit code.
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -91,10 +91,8 @@ def memory_of(
     model = _Model(facts, layout, batch, mode, layers, moments, overhead, imbalance, chunk_tokens, gloo)
     # The first stage has most micro-batches in flight and the embedding, the last one the head.
     stages = {0, layout.pp - 1}
-    _, stage, worst = max(
-        ((model.total(stage, moment), stage, moment) for stage in stages for moment in model.moments_of(stage)),
-        key=lambda found: found[0],
-    )
+    found = [(*model.peak(stage), stage) for stage in stages]
+    _, worst, stage = max(found, key=lambda each: each[0])
     return model.memory(stage, worst)
 
 
@@ -103,7 +101,7 @@ def peak_of(
 ) -> float:
     """The peak of one pp rank, without what the device takes for itself."""
     model = _Model(facts, layout, batch, mode, layers, 2, 0.0, 1.0, CHUNK_TOKENS, False)
-    return max(model.total(stage, each) for each in model.moments_of(stage))
+    return model.peak(stage)[0]
 
 
 def fullest_stage(facts: Facts, layout: Layout, batch: Batch, mode: Mode) -> int:
@@ -234,11 +232,16 @@ class _Model:
             self.states[stage] = state_of(self.facts, self.layout, stage)
         return self.states[stage]
 
-    def total(self, stage: int, moment: "_Moment") -> float:
-        """Bytes of everything at a moment."""
-        state = self.state(stage)
-        kept = state.frozen + state.master * (1 + self.moment_count) + state.gradients * moment.share
-        return kept + sum(moment[2:]) + self.overhead
+    def peak(self, stage: int) -> tuple[float, "_Moment"]:
+        """The most bytes of everything that one pp rank holds, and when."""
+        state, most, worst = self.state(stage), -1.0, None
+        for moment in self.moments_of(stage):
+            _, share, unsharded, activations, dispatch, logits, working = moment
+            held = state.gradients * share + unsharded + activations + dispatch + logits + working
+            if held > most:
+                most, worst = held, moment
+        assert worst is not None
+        return most + state.frozen + state.master * (1 + self.moment_count) + self.overhead, worst
 
     def memory(self, stage: int, moment: "_Moment") -> Memory:
         """The same, item by item."""

@@ -251,19 +251,20 @@ def _links(
     """Prefetched transfers hide behind a share of a step's compute and slow what they hide behind; the others add."""
     reach = devices.hardware.efficiency
     room = compute * reach.overlap
+    in_node = ranks_in_node(layout, devices.per_node)
     for transfer in traffic_of(facts, layout, batch, mode, layers=layers, imbalance=imbalance):
-        seconds = transfer_seconds(transfer, layout, devices)
+        seconds = transfer_seconds(transfer, in_node[transfer.axis], devices)
         hidden = min(seconds, room) if transfer.prefetched else 0.0
         room -= hidden
         yield Link(transfer, seconds, seconds - hidden * (1 - reach.interference))
 
 
-def transfer_seconds(transfer: Transfer, layout: Layout, devices: Devices) -> float:
-    """Time on the wire. A ring over nodes has all adapters of a node's ranks in the group at its disposal; an
-    all-to-all sends what leaves the node through each rank's own.
+def transfer_seconds(transfer: Transfer, in_node: int, devices: Devices) -> float:
+    """Time on the wire; `in_node` ranks of a group share a node. A ring over nodes has all adapters of a node's ranks
+    in the group at its disposal; an all-to-all sends what leaves the node through each rank's own.
     """
     hardware, reach = devices.hardware, devices.hardware.efficiency
-    local = min(transfer.ranks, ranks_in_node(transfer.axis, layout, devices.per_node))
+    local = min(transfer.ranks, in_node)
     latency = transfer.calls * hardware.collective_seconds
     if transfer.kind == "all_to_all":
         outside = transfer.bytes * (1 - local / transfer.ranks) / hardware.between_nodes
@@ -276,10 +277,13 @@ def transfer_seconds(transfer: Transfer, layout: Layout, devices: Devices) -> fl
     return transfer.wire / (bandwidth * reach.links) + latency
 
 
-def ranks_in_node(axis: str, layout: Layout, per_node: int) -> int:
-    """How many ranks of one group along `axis` share a node; ranks are contiguous, the last axis fastest."""
-    axes = DENSE_AXES if axis in DENSE_AXES else EXPERT_AXES
-    stride = 1
-    for inner in axes[axes.index(axis) + 1 :]:
-        stride *= layout.size(inner)
-    return max(1, min(layout.size(axis), per_node // stride if stride < per_node else 1))
+def ranks_in_node(layout: Layout, per_node: int) -> dict[str, int]:
+    """How many ranks of one group along each axis share a node; ranks are contiguous, the last axis fastest."""
+    found: dict[str, int] = {}
+    for axes in (EXPERT_AXES, DENSE_AXES):  # those of both views are those of the dense one
+        stride = 1
+        for axis in reversed(axes):
+            size = layout.size(axis)
+            found[axis] = max(1, min(size, per_node // stride))
+            stride *= size
+    return found
