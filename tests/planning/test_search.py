@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from expertmesh.planning.search import Job, plan
 from expertmesh.planning.state import stage_blocks, state_of
 from expertmesh.planning.traffic import traffic_of
 from expertmesh.simulation.shapes import deepseek_v3, qwen3_30b_a3b
+from tests.families.tiny import tiny_config
 from tests.support.models import tiny_model
 
 GIB = 2**30
@@ -172,11 +174,14 @@ def test_command_line_prints_the_plan_and_refuses_bad_input(
     assert main(["plan", *small, "2x2 cpu", "--tokens", "1M", "--price", "2"]) == 0
     out = capsys.readouterr().out
     assert "at its peak" in out
+    assert re.search(r"blocks +none +selective +full\n +2 +MoE", out)
     assert "not hidden" in out
     assert "token budget" in out
     assert main(["plan", *small, "2x2 cpu", "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["candidates"][0]["memory"]["total"] > 0
+    (kept,) = content["activations"]
+    assert kept["by_mode"]["full"] < kept["by_mode"]["selective"] < kept["by_mode"]["none"]
     assert main(["plan", *small, "2x2 abacus"]) == 2
     assert main(["plan", *small, "2x2 cpu", "--mtbf", "0"]) == 2
     assert main(["plan", *small, "2x2 cpu", "--lora", "rank=8"]) == 2
@@ -235,6 +240,13 @@ def test_what_train_refuses_for_a_model_is_not_ranked(qwen: Facts) -> None:
     assert "carries state along the sequence" in refusal
     assert linear.asked.refusal(Layout(pp=5)) is not None  # of 4 blocks
     assert linear.asked.refusal(Layout(pp=2, tp=2)) is None
+
+
+def test_a_precision_that_train_refuses_for_a_model_is_not_planned() -> None:
+    config = tiny_config("DeepseekV4ForCausalLM", "deepseek_v4")
+    with pytest.raises(InputError, match=r"precision.compute: deepseek_v4 computes with .* in float32"):
+        facts_of(config, length=64, precision=PrecisionConfig())
+    assert facts_of(config, length=64, precision=PrecisionConfig(compute="float32")).total > 0
 
 
 def test_stages_are_those_that_training_cuts(qwen: Facts) -> None:

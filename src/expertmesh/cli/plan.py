@@ -20,10 +20,11 @@ from expertmesh.cli.inspect import bytes_text, count_text, print_rows
 from expertmesh.config import Config, LoraConfig, PrecisionConfig, dump_config
 from expertmesh.config.errors import InputError
 from expertmesh.config.yaml_text import parse_yaml
+from expertmesh.planning.blocks import Kept, Share, kept_by_kind
 from expertmesh.planning.economics import Economics, economics_of
 from expertmesh.planning.facts import facts_of
 from expertmesh.planning.hardware import hardware_table, parse_devices
-from expertmesh.planning.search import Candidate, Job, Plan, explicit, plan
+from expertmesh.planning.search import Candidate, Job, Plan, explicit, modes, plan
 from expertmesh.weights.skeleton import read_model_config
 
 REJECTED_SHOWN = 6
@@ -109,6 +110,21 @@ def _print(console: Console, model: str, found: Plan, costs: Economics, top: int
     print_rows(
         console, f"memory of a rank of the first, at its peak ({best.memory.moment})", None, list(_memory(job, best))
     )
+    kept = _kept(job, best)
+    tokens = best.batch.rows * facts.length
+    print_rows(
+        console,
+        f"activations that a rank keeps of a block and a micro-batch of {tokens:,} tokens",
+        ("blocks", "", *kept[0].by_mode),
+        [
+            (
+                str(kind.blocks),
+                "MoE" if kind.has_experts else "dense",
+                *map(bytes_text, map(int, kind.by_mode.values())),
+            )
+            for kind in kept
+        ],
+    )
     print_rows(
         console,
         "bytes of a rank and step",
@@ -146,6 +162,11 @@ def _memory(job: Job, best: Candidate) -> Iterator[tuple[str, str]]:
         if item.name != "moment" and value:
             yield names.get(item.name, item.name), bytes_text(int(value))
     yield "peak", f"{bytes_text(int(best.memory.total))} of {bytes_text(int(job.budget))}"
+
+
+def _kept(job: Job, best: Candidate) -> list[Kept]:
+    share = Share.of(best.layout, best.batch.rows, job.imbalance, gloo=job.gloo)
+    return kept_by_kind(job.facts, share, modes(job.facts))
 
 
 def _links(best: Candidate) -> Iterator[tuple[str, ...]]:
@@ -243,6 +264,7 @@ def _json(found: Plan, costs: Economics) -> dict[str, Any]:
             }
             for each in found.candidates
         ],
+        "activations": [asdict(kind) for kind in _kept(found.job, found.candidates[0])],
         "rejected": [{"layout": layout(each.layout), "reason": each.reason} for each in found.rejected],
         "run": asdict(costs),
         "hardware": found.job.devices.hardware.model_dump(mode="json"),

@@ -7,10 +7,13 @@ docs/planning.md derives them. What layouts have in common is computed once (`co
     R rows received, P pairs, H hidden, I intermediate, W columns of the up projection, L experts on a rank
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from expertmesh.config.sections import BYTES_OF
+from expertmesh.mesh import Layout
 from expertmesh.planning.facts import Block, Experts, Facts, Unit
 from expertmesh.planning.routing import Routing, expected
 from expertmesh.planning.state import Mode, Sizes, sizes_over
@@ -33,6 +36,32 @@ class Share:
     rows: int
     imbalance: float
     gloo: bool
+
+    @classmethod
+    def of(cls, layout: Layout, rows: int, imbalance: float = 1.0, *, gloo: bool = False) -> "Share":
+        return cls(
+            ranks=layout.fsdp * layout.cp,
+            tp=layout.tp,
+            cp=layout.cp,
+            ep=layout.ep,
+            efsdp=layout.efsdp,
+            replicated=layout.replicate > 1,
+            rows=rows,
+            imbalance=imbalance,
+            gloo=gloo and layout.world_size > 1,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Of `blocks` blocks that are alike, the first of them number `first`: what one keeps of a micro-batch between
+    forward and backward, by mode.
+    """
+
+    first: int
+    blocks: int
+    has_experts: bool
+    by_mode: dict[Mode, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +97,19 @@ class Costs:
 def costs_of(facts: Facts, block: Block, mode: Mode, share: Share) -> Costs:
     """All of it; `facts` is the model of which `block` is."""
     return _Block(facts, block, share).costs(mode)
+
+
+def kept_by_kind(facts: Facts, share: Share, modes: Sequence[Mode]) -> list[Kept]:
+    """Activations of each kind of block of the whole model, in the order of their first."""
+    return [
+        Kept(
+            facts.blocks.index(block),
+            count,
+            block.experts is not None,
+            {mode: costs_of(facts, block, mode, share).kept for mode in modes},
+        )
+        for block, count in Counter(facts.blocks).items()
+    ]
 
 
 def hidden_bytes(facts: Facts, share: Share) -> float:

@@ -17,6 +17,7 @@ from expertmesh.adapters.plan import adapt
 from expertmesh.anatomy import Anatomy, ExpertsSpec, describe, is_adapter
 from expertmesh.config import LoraConfig, PrecisionConfig
 from expertmesh.experts.layer import choose_backend, is_silu_gated
+from expertmesh.parallel.compute_dtype import uncast_modules
 from expertmesh.parallel.tensor_plan import TensorPlan, shared_by_heads
 from expertmesh.planning.asked import Asked
 from expertmesh.planning.probe import BlockFigures, Probed, probe
@@ -200,7 +201,10 @@ def facts_of_model(
     text = model.config.get_text_config()
     sizes = text.to_dict()  # attributes that differ between layers cannot be asked for
     attention_heads = int(sizes.get("num_attention_heads") or 1)
-    asked = Asked(model, anatomy, attention_heads, kept_in_fp32(model, getattr(torch, precision.compute)))
+    kept = kept_in_fp32(model, getattr(torch, precision.compute))
+    if precision.params != precision.compute:
+        uncast_modules(model, anatomy, kept)  # refuses parameters that cannot have a group of their own
+    asked = Asked(model, anatomy, attention_heads, kept)
     tensor = asked.any_tensor_plan()
     reader = _Reader(model, anatomy, precision, lora, compute, tensor)
     kinds: dict[int, int] = {}

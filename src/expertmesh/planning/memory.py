@@ -169,17 +169,7 @@ class _Model:
         self.facts, self.layout, self.batch, self.mode, self.layers = facts, layout, batch, mode, layers
         self.moment_count, self.overhead = moments, overhead
         self.cut: Cut = cut_of(layout)
-        self.share = Share(
-            ranks=layout.fsdp * layout.cp,
-            tp=layout.tp,
-            cp=layout.cp,
-            ep=layout.ep,
-            efsdp=layout.efsdp,
-            replicated=layout.replicate > 1,
-            rows=batch.rows,
-            imbalance=imbalance,
-            gloo=gloo and layout.world_size > 1,
-        )
+        self.share = Share.of(layout, batch.rows, imbalance, gloo=gloo)
         self.known: dict[Piece, Costs] = {}
         self.states: dict[int, State] = {}
         self.compute = BYTES_OF[facts.precision.compute]
