@@ -17,9 +17,10 @@ from expertmesh.planning import search
 from expertmesh.planning.economics import economics_of
 from expertmesh.planning.facts import Facts, facts_of
 from expertmesh.planning.hardware import Devices, hardware_table, parse_devices
-from expertmesh.planning.memory import Batch, memory_of
+from expertmesh.planning.memory import Batch, fullest_stage, memory_of, peak_of
 from expertmesh.planning.routing import Choice, rows_per_token
 from expertmesh.planning.search import Job, plan
+from expertmesh.planning.speed import speed_of
 from expertmesh.planning.state import stage_blocks, state_of
 from expertmesh.planning.traffic import traffic_of
 from expertmesh.simulation.shapes import deepseek_v3, qwen3_30b_a3b
@@ -105,6 +106,20 @@ def test_other_axes_lower_what_they_are_for(qwen: Facts, layout: Layout) -> None
     axis = next(axis for axis in ("tp", "cp", "pp") if layout.size(axis) > 1)
     assert any(transfer.axis == axis for transfer in traffic_of(qwen, layout, Batch(1, 4), "none"))
     assert sum(len(stage_blocks(qwen, (layout.pp, 1), stage)) for stage in range(layout.pp)) == len(qwen.blocks)
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2)])
+def test_the_slowest_and_the_fullest_stage_count(schedule: str, virtual: int) -> None:
+    """DeepSeek-V3 begins with dense blocks, so that its first stage neither works nor holds what the others do."""
+    facts = facts_of(deepseek_v3(), length=4096, precision=PrecisionConfig(), packed=False)
+    layout = Layout(pp=16, fsdp=4, tp=2, ep=8, pp_schedule=schedule, pp_virtual_stages=virtual)
+    for mode, batch in itertools.product(("none", "full"), (Batch(1, 16), Batch(1, 64))):
+        peaks = [peak_of(facts, layout, batch, mode, stage) for stage in range(layout.pp)]
+        assert memory_of(facts, layout, batch, mode).total == pytest.approx(max(peaks))
+        assert peaks[fullest_stage(facts, layout, batch, mode)] == max(peaks)
+    speed = speed_of(facts, layout, Batch(1, 16), "none", _devices("16x8 h200"))
+    alone = speed_of(facts, Layout(fsdp=64, tp=2, ep=8), Batch(1, 16), "none", _devices("16x8 h200"))
+    assert 4 / 58 <= speed.experts / alone.experts <= 5 / 58
 
 
 def test_adapters_need_a_fraction_of_the_state(qwen: Facts) -> None:

@@ -27,6 +27,7 @@ LENGTH = 1024
         ("qwen", ParallelConfig(ep=8, tp=2), "none", LoraConfig(), 1, "all", 0),
         ("qwen", ParallelConfig(ep=4, pp=2, tp=2), "full", None, 4, 2, 0),
         ("qwen", ParallelConfig(ep=4, pp=4), "none", None, 2, "all", 3),
+        ("qwen", ParallelConfig(ep=4, pp=4), "full", None, 8, "all", 2),
         ("qwen", ParallelConfig(ep=4, pp=2, pp_virtual_stages=2), "none", None, 4, "all", 0),
         ("qwen", ParallelConfig(ep=4, pp=2, pp_virtual_stages=2), "none", None, 4, "all", 1),
         ("deepseek", ParallelConfig(ep=16), "full", None, 1, "all", 0),

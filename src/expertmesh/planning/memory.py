@@ -25,6 +25,7 @@ from expertmesh.planning.state import (
     State,
     chunk_pieces,
     cut_of,
+    distinct_stages,
     has_root,
     sizes_of,
     stage_kinds,
@@ -89,9 +90,7 @@ def memory_of(
     parameter (2 for AdamW, 0 for SGD). `gloo` reduces from a copy of its input.
     """
     model = _Model(facts, layout, batch, mode, layers, moments, overhead, imbalance, chunk_tokens, gloo)
-    # The first stage has most micro-batches in flight and the embedding, the last one the head.
-    stages = {0, layout.pp - 1}
-    found = [(*model.peak(stage), stage) for stage in stages]
+    found = [(*model.peak(stage), stage) for stage in distinct_stages(facts, model.cut, mode, layers)]
     _, worst, stage = max(found, key=lambda each: each[0])
     return model.memory(stage, worst)
 
@@ -105,8 +104,9 @@ def peak_of(
 
 
 def fullest_stage(facts: Facts, layout: Layout, batch: Batch, mode: Mode) -> int:
-    """The pp rank whose peak is the highest: the first or the last."""
-    return max((0, layout.pp - 1), key=lambda stage: peak_of(facts, layout, batch, mode, stage))
+    """The pp rank whose peak is the highest."""
+    stages = distinct_stages(facts, cut_of(layout), mode, "all")
+    return max(stages, key=lambda stage: peak_of(facts, layout, batch, mode, stage))
 
 
 def saved_of(

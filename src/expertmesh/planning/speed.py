@@ -15,7 +15,7 @@ from expertmesh.planning.facts import Block, Facts
 from expertmesh.planning.hardware import Devices
 from expertmesh.planning.memory import Batch
 from expertmesh.planning.routing import expected
-from expertmesh.planning.state import CheckpointedLayers, Cut, Mode, cut_of, stage_pieces, state_of
+from expertmesh.planning.state import CheckpointedLayers, Cut, Mode, cut_of, distinct_stages, stage_pieces, state_of
 from expertmesh.planning.traffic import Transfer, traffic_of
 
 # Operations of one expert layer, forward and backward, counted in benchmarks/planning.py.
@@ -106,11 +106,13 @@ def speed_of(
     """The step of `layout` on `devices`; `imbalance` is how much more the busiest expert rank has than the mean."""
     rates = _rates(facts, devices)
     shares = layout.cp * layout.tp
-    forward, backward = _passes(facts, cut_of(layout), shares, layout.ep, batch.rows, mode, layers, imbalance, rates)
+    stage, forward, backward, head = _slowest(
+        facts, cut_of(layout), shares, layout.ep, batch.rows, mode, layers, imbalance, rates
+    )
     times = batch.accumulation
-    trains = state_of(facts, layout)
+    trains = state_of(facts, layout, stage)
     compute = (forward.total + backward.total) * times
-    links = tuple(_links(facts, layout, batch, mode, layers, devices, imbalance, compute))
+    links = tuple(_links(facts, layout, batch, mode, layers, stage, devices, imbalance, compute))
     tokens = batch.rows * times * facts.length * layout.data_ranks
     return Speed(
         products=times * (forward.products + backward.products),
@@ -118,7 +120,7 @@ def speed_of(
         attention=times * (forward.attention + backward.attention),
         memory=times * (forward.memory + backward.memory),
         host=times * (forward.host + backward.host),
-        head=times * _head_seconds(facts, batch.rows * facts.length / shares, rates),
+        head=times * head,
         # AdamW reads parameter, gradient and moments and writes all but the gradient; the norm reads gradients once.
         optimizer=8 * trains.master / rates.bandwidth,
         links=links,
@@ -149,7 +151,7 @@ def _rates(facts: Facts, devices: Devices) -> _Rates:
 
 
 @cache
-def _passes(
+def _slowest(
     facts: Facts,
     cut: Cut,
     shares: int,
@@ -159,10 +161,31 @@ def _passes(
     layers: CheckpointedLayers,
     imbalance: float,
     rates: _Rates,
+) -> tuple[int, _Time, _Time, float]:
+    """The pp rank whose micro-batch takes longest, for which all others wait; its passes, and its head's seconds."""
+    found = []
+    for stage in distinct_stages(facts, cut, mode, layers):
+        forward, backward = _passes(facts, cut, stage, shares, ep, rows, mode, layers, imbalance, rates)
+        head = _head_seconds(facts, rows * facts.length / shares, rates) if stage == cut[0] - 1 else 0.0
+        found.append((stage, forward, backward, head))
+    return max(found, key=lambda each: each[1].total + each[2].total + each[3])
+
+
+def _passes(
+    facts: Facts,
+    cut: Cut,
+    stage: int,
+    shares: int,
+    ep: int,
+    rows: int,
+    mode: Mode,
+    layers: CheckpointedLayers,
+    imbalance: float,
+    rates: _Rates,
 ) -> tuple[_Time, _Time]:
-    """Forward and backward of a micro-batch of `rows` sequences over `shares` ranks of cp and tp, on pp rank 0."""
+    """Forward and backward of a micro-batch of `rows` sequences over `shares` ranks of cp and tp, on one pp rank."""
     forward, backward = _Time(), _Time()
-    for (block, kept), count in stage_pieces(facts, cut, 0, mode, layers):
+    for (block, kept), count in stage_pieces(facts, cut, stage, mode, layers):
         _add_block(block, count, facts, shares, ep, rows, kept, rates, imbalance, forward, backward)
     return forward, backward
 
@@ -233,7 +256,7 @@ def _add_block(
 
 
 def _head_seconds(facts: Facts, tokens: float, rates: _Rates) -> float:
-    """Products of the head and its gradients, and what the softmax moves, on the last stage."""
+    """Products of the head and its gradients, and what the softmax moves."""
     products = tokens * 2 * facts.head * (3 if facts.head_trains else 2)
     return products / rates.products + tokens * facts.vocabulary * 30 / rates.bandwidth
 
@@ -244,6 +267,7 @@ def _links(
     batch: Batch,
     mode: Mode,
     layers: CheckpointedLayers,
+    stage: int,
     devices: Devices,
     imbalance: float,
     compute: float,
@@ -252,7 +276,7 @@ def _links(
     reach = devices.hardware.efficiency
     room = compute * reach.overlap
     in_node = ranks_in_node(layout, devices.per_node)
-    for transfer in traffic_of(facts, layout, batch, mode, layers=layers, imbalance=imbalance):
+    for transfer in traffic_of(facts, layout, batch, mode, layers=layers, stage=stage, imbalance=imbalance):
         seconds = transfer_seconds(transfer, in_node[transfer.axis], devices)
         hidden = min(seconds, room) if transfer.prefetched else 0.0
         room -= hidden

@@ -122,6 +122,17 @@ def stage_pieces(
 
 
 @cache
+def distinct_stages(facts: Facts, cut: Cut, mode: Mode, layers: CheckpointedLayers) -> tuple[int, ...]:
+    """The pp ranks that can be the slowest or the fullest: the first, the last, and of those between that hold the same
+    the first, which has most micro-batches in flight.
+    """
+    between: dict[object, int] = {}
+    for stage in range(1, cut[0] - 1):
+        between.setdefault(chunk_pieces(facts, cut, stage, mode, layers), stage)
+    return tuple(sorted({0, *between.values(), cut[0] - 1}))
+
+
+@cache
 def chunk_blocks(facts: Facts, cut: Cut, stage: int) -> tuple[tuple[Block, ...], ...]:
     """The blocks of each of a rank's stages."""
     return tuple(tuple(facts.blocks[number] for number in numbers) for numbers in chunks_of(facts, cut, stage))

@@ -108,7 +108,9 @@ def _prefetched(facts: Facts, layout: Layout, batch: Batch, stage: int) -> Itera
             continue
         # The root ends every forward, so that its own backward prefetches the last block of the latest.
         behind = found.other if root else found.behind
-        if behind is not None:
+        # A block that is alone on its stage would be what is behind itself: it is gathered already.
+        alone = embedding is None and behind == found.chunk and len(blocks[found.chunk]) == 1
+        if behind is not None and not alone:
             block = blocks[behind][-1]
             sizes = [sizes_of(unit, layout).flat for unit in (block.unit, None if tp > 1 else block.split)]
             yield Transfer("fsdp", "all_gather", found.times, found.times * sum(sizes), ranks, True)
