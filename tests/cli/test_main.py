@@ -1,5 +1,7 @@
 """The command line: what reaches a verb, and how every kind of end becomes a message and an exit code."""
 
+import gc
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,8 @@ import pytest
 
 import expertmesh.cli
 import expertmesh.cli.main as command_line
-from expertmesh.cli.main import main
+from expertmesh.cli.heavy import heavy_imports
+from expertmesh.cli.main import entry_point, main
 from expertmesh.cli.options import RunOptions
 from expertmesh.config import Config, IntegrityError, SecurityError
 
@@ -144,3 +147,29 @@ def test_the_module_and_the_script_are_the_same_command() -> None:
         ended = subprocess.run([*command, "--help"], capture_output=True, text=True, check=False)
         assert ended.returncode == 0
         assert "train    fine-tune the model" in ended.stdout
+
+
+def test_whoever_reads_only_the_beginning_gets_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    monkeypatch.setattr(sys, "stdout", open(write, "w"))  # noqa: SIM115
+    monkeypatch.setattr(command_line, "main", lambda arguments: print("line\n" * 50_000) or 0)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        entry_point()
+    assert ended.value.code == 141
+    sys.stdout.close()
+
+
+def test_imports_are_not_searched_for_garbage_and_all_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen: list[bool] = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    with heavy_imports():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert frozen == [False]
+    monkeypatch.setitem(sys.modules, "torch", gc)
+    with heavy_imports():
+        assert gc.isenabled()  # what is there already need not be imported
+    assert len(frozen) == 1
