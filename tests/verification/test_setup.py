@@ -11,6 +11,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.data import IGNORE
 from expertmesh.mesh import Layout
 from expertmesh.planning.choose import Chosen
+from expertmesh.planning.search import explicit
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.samples import StepData, random_dataset
 from expertmesh.verification.setup import Setup, set_up
@@ -142,5 +143,6 @@ def test_the_layout_is_the_one_that_training_chooses(
     options = {} if layers is None else {"layers": layers}
     setup = _setup(inputs, "parallel.ep=auto", **options)
     assert setup.layout == Layout(fsdp=2, ep=1)
+    assert setup.config.parallel == explicit(setup.layout)  # the job that is built
     assert asked == [2]
     assert setup.layers == (layers or 2, 2)

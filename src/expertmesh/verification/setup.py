@@ -25,6 +25,7 @@ from expertmesh.mesh import Layout
 from expertmesh.parallel.pipeline import plan_cut
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_model
 from expertmesh.planning.choose import choose_layout
+from expertmesh.planning.search import explicit
 from expertmesh.training.preflight import packing_refusal, refuse_interleaving
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.samples import StepData, random_dataset, steps_of
@@ -36,7 +37,8 @@ _RANDOM = re.compile(r"(dropout|jitter|_pdrop$)")
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """`config` is the run's without what is random; `steps` are those to compute; `notes` what the report has to say.
+    """`config` is the run's without what is random, its layout explicit; `steps` are those to compute; `notes` what the
+    report has to say.
 
     `dropped` matches the file tensors of layers that were left out (None: none were). `packs`: whether the model can
     keep packed samples apart.
@@ -86,6 +88,7 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
     every = len(describe(whole).blocks)
     # That of the whole model also where some layers are left out: what `train` would choose.
     layout = choose_layout(config, model_config, world_size, describe(whole).num_experts).layout
+    config = config.model_copy(update={"parallel": explicit(layout)})
     kept = every if options.layers is None else min(options.layers, every)
     dropped = None
     if kept < every:
