@@ -15,7 +15,7 @@ from expertmesh.planning.state import state_of
 from expertmesh.planning.traffic import traffic_of
 from expertmesh.simulation.run import Simulated, simulate
 
-# More of them change neither what is held nor, per micro-batch, what is sent.
+# More of them add nothing but buffers for what stages receive, which the formulas count, and take as long again.
 MICRO_BATCHES_PER_STAGE = 2
 
 
