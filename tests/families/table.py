@@ -151,8 +151,8 @@ def read_axes(text: str) -> dict[str, dict[str, bool]]:
 
 def read_refused_in_bf16(text: str) -> set[str]:
     """The families that a rendered table says are refused in the default precision."""
-    sentence = text.partition("\nRefused in the default precision")[2].partition(".")[0]
-    return set(re.findall(r"`([^`]+)`", sentence))
+    paragraph = text.partition("\nRefused in the default precision")[2].partition("\n\n")[0]
+    return set(re.findall(r"`(\w+)`", paragraph))
 
 
 def read(text: str) -> dict[str, str]:

@@ -4,6 +4,7 @@
 on, so that it is the same for everybody at one commit and everything comes around.
 """
 
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +71,17 @@ def test_the_table_has_every_family_of_the_transformers_it_names() -> None:
         pytest.skip("the table was generated with another version of transformers")
     assert list(read(text)) == list(FAMILIES)
     assert "failed" not in read(text).values()
+
+
+def test_what_the_table_says_is_read_as_it_is_written() -> None:
+    text = PATH.read_text()
+    proven = {axis: sum(said[axis] for said in read_axes(text).values()) for axis in AXES}
+    for axis, count in proven.items():
+        assert re.search(rf"^- \*\*{axis}\*\*, .*: {count} proven", text, re.MULTILINE)
+    assert sum(kind == "proven" for kind in read(text).values()) == int(re.search(r"(\d+) families proven", text)[1])
+    refused = read_refused_in_bf16(text)
+    assert refused <= {name for name, kind in read(text).items() if kind == "proven"}
+    assert "deepseek_v4" in refused
 
 
 def _swap_two_experts(model: nn.Module) -> None:
