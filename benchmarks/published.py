@@ -8,9 +8,8 @@ sequence a micro-batch, one micro-batch a step and stage, checkpointing of whole
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from transformers import DeepseekV3Config, PreTrainedConfig, Qwen3MoeConfig
+from transformers import PreTrainedConfig
 
 from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig
 from expertmesh.mesh import resolve_layout
@@ -45,45 +44,36 @@ class Run:
 
 def qwen3_235b_a22b() -> PreTrainedConfig:
     """94 layers of 128 experts, top-8."""
-    sizes: dict[str, Any] = {"head_dim": 128}
-    return Qwen3MoeConfig(
-        **sizes,
-        vocab_size=151936,
-        hidden_size=4096,
-        num_hidden_layers=94,
-        num_attention_heads=64,
-        num_key_value_heads=4,
-        moe_intermediate_size=1536,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        max_position_embeddings=40960,
-    )
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "moe_intermediate_size": 1536}
+    return _changed(qwen3_30b_a3b(), sizes)
 
 
 def deepseek_v3_16b() -> PreTrainedConfig:
     """torchtitan's 16B flavour: 27 layers, 26 of them with 64 experts, top-6, and two shared ones."""
-    return DeepseekV3Config(
-        vocab_size=102400,
-        hidden_size=2048,
-        intermediate_size=10944,
-        moe_intermediate_size=1408,
-        num_hidden_layers=27,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        n_shared_experts=2,
-        n_routed_experts=64,
-        num_experts_per_tok=6,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        kv_lora_rank=512,
-        q_lora_rank=None,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
-        max_position_embeddings=4096,
-    )
+    sizes = {
+        "vocab_size": 102400,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "n_shared_experts": 2,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": None,
+    }
+    return _changed(deepseek_v3(), sizes)
+
+
+def _changed(config: PreTrainedConfig, values: dict[str, int | None]) -> PreTrainedConfig:
+    for name, value in values.items():
+        assert hasattr(config, name), name
+        setattr(config, name, value)
+    return config
 
 
 EP8 = ParallelConfig(ep=8)

@@ -71,6 +71,11 @@ class Anatomy:
         return any(name.removeprefix(f"{spec.name}.") in spec.parameters for spec in self.experts)
 
 
+def is_inside(name: str, module: str) -> bool:
+    """Whether the module or parameter `name` is one of `module`'s, at any depth."""
+    return name.startswith(f"{module}.")
+
+
 def is_adapter(name: str) -> bool:
     """Whether a parameter's name is that of a low-rank adapter, which sits beside what it adapts."""
     leaf = name.rpartition(".")[2]
@@ -91,7 +96,7 @@ def describe(model: nn.Module) -> Anatomy:
     if len(counts) > 1:
         raise InputError(f"{family}: layers with different numbers of experts ({counts}) are not supported")
     blocks = _blocks(model)
-    orphans = [spec.name for spec in specs if not any(spec.name.startswith(f"{block}.") for block in blocks)]
+    orphans = [spec.name for spec in specs if not any(is_inside(spec.name, block) for block in blocks)]
     if orphans:
         raise InputError(f"{family}: experts module {orphans[0]} is not inside a decoder block; it cannot be sharded")
     routers, shared = [], []

@@ -161,6 +161,19 @@ def test_whoever_reads_only_the_beginning_gets_no_traceback(monkeypatch: pytest.
     sys.stdout.close()
 
 
+def test_a_pipe_of_the_programs_own_that_breaks_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(arguments: object) -> int:
+        raise BrokenPipeError("a helper process is gone")
+
+    read, write = os.pipe()
+    monkeypatch.setattr(sys, "stdout", open(write, "w"))  # noqa: SIM115
+    monkeypatch.setattr(command_line, "main", broken)
+    with pytest.raises(BrokenPipeError, match="a helper process is gone"):
+        entry_point()
+    sys.stdout.close()
+    os.close(read)
+
+
 def test_imports_are_not_searched_for_garbage_and_all_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
     frozen: list[bool] = []
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))

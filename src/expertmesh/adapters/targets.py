@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec
+from expertmesh.anatomy import Anatomy, ExpertsSpec, is_inside
 from expertmesh.config.errors import InputError
 from expertmesh.experts.module_list import FusedExperts
 
@@ -83,7 +83,7 @@ def candidates(model: nn.Module, anatomy: Anatomy) -> Iterator[Target]:
     """Everything in `model` that can get an adapter, in module order."""
     experts = {spec.name: spec for spec in anatomy.experts}
     head = model.get_output_embeddings()  # type: ignore[operator]
-    inside = {block: spec for spec in anatomy.experts for block in anatomy.blocks if _in(spec.name, block)}
+    inside = {block: spec for spec in anatomy.experts for block in anatomy.blocks if is_inside(spec.name, block)}
     for name, module in model.named_modules():
         if name in experts:
             if _expert_refusal(experts[name], module) is None:
@@ -128,7 +128,7 @@ def _group(name: str, anatomy: Anatomy, inside: dict[str, ExpertsSpec]) -> str |
 
     Vision towers and projectors are elsewhere.
     """
-    block = next((each for each in anatomy.blocks if _in(name, each)), None)
+    block = next((each for each in anatomy.blocks if is_inside(name, each)), None)
     if block is None or block.rpartition(".")[0] not in {each.rpartition(".")[0] for each in inside}:
         return None
     parts = name[len(block) + 1 :].split(".")
@@ -140,10 +140,6 @@ def _group(name: str, anatomy: Anatomy, inside: dict[str, ExpertsSpec]) -> str |
     mixtures = {spec.name[len(each) + 1 :].split(".")[0] for each, spec in inside.items()}
     is_mlp = parts[0] in mixtures or any(part in _MLP_NAMES for part in parts)
     return "dense_mlp" if is_mlp else "attention"
-
-
-def _in(name: str, parent: str) -> bool:
-    return name.startswith(f"{parent}.")
 
 
 def _selects(selector: str, target: Target) -> bool:

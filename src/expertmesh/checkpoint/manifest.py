@@ -5,7 +5,6 @@ manifest that does not say exactly what this module expects is damaged. Nothing 
 """
 
 import itertools
-import json
 import math
 import os
 import stat
@@ -13,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
+from expertmesh.config.versioned import read_versioned
 from expertmesh.shards import Box, full_box, intersect, volume
 from expertmesh.weights.files import DTYPES
 
@@ -108,26 +108,13 @@ def parse_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     if not directory.is_dir():
         raise InputError(f"{directory}: no such checkpoint")
-    if not path.is_file():
-        raise IntegrityError(f"{directory}: has no {MANIFEST}; it is not a complete checkpoint; {MEND}")
+    missing = IntegrityError(f"{directory}: has no {MANIFEST}; it is not a complete checkpoint; {MEND}")
+    if not path.is_file():  # reading a pipe would never end
+        raise missing
     try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{path}: damaged: is not JSON ({error}); {MEND}") from error
-    version = content.get("schema_version") if isinstance(content, dict) else None
-    if type(version) is int and version > SCHEMA_VERSION:
-        raise InputError(
-            f"{path}: has schema version {version}, newer than the {SCHEMA_VERSION} that this version of expertmesh "
-            "reads; update expertmesh"
-        )
-    try:
-        manifest = Manifest.model_validate(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise IntegrityError(f"{path}: damaged: {where}: {first['msg']}; {MEND}") from error
+        manifest = read_versioned(path, Manifest, SCHEMA_VERSION, MEND)
+    except FileNotFoundError as error:
+        raise missing from error
     for file in manifest.files:
         check_plain_path(file.name, path)
     return manifest

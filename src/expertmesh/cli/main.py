@@ -8,6 +8,7 @@ heavy is imported before the configuration is read.
 import argparse
 import gc
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ def entry_point() -> NoReturn:
         code = main(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:
+        if not _nobody_reads(sys.stdout.fileno()):
+            raise
         # Whoever read the output (`| head`) has what they wanted; Python must not try to write the rest at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = PIPE_CLOSED
@@ -66,6 +69,13 @@ def entry_point() -> NoReturn:
         leave(code)
     gc.freeze()  # nothing here is worth a search for garbage before the process ends
     sys.exit(code)
+
+
+def _nobody_reads(descriptor: int) -> bool:
+    """Whether this is a pipe whose other end is closed, not some other pipe that broke."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _read_verb(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec
+from expertmesh.anatomy import Anatomy, ExpertsSpec, is_inside
 from expertmesh.config.errors import InputError
 from expertmesh.parallel.stage_probe import WithoutValues, forward_of_text, stand_in_for_experts
 from expertmesh.whole import twin_on_meta
@@ -31,9 +31,9 @@ def uncast_modules(model: nn.Module, anatomy: Anatomy, kept_in_fp32: Callable[[s
     for name, module in model.named_modules():
         inside = [leaf for leaf, _ in module.named_parameters(prefix=name)]
         kept = [leaf for leaf in inside if kept_in_fp32(leaf)]
-        if not kept or any(_in(name, taken) for taken in names):
+        if not kept or any(is_inside(name, taken) for taken in names):
             continue
-        has_group = any(part == name or _in(part, name) for part in holds)
+        has_group = any(part == name or is_inside(part, name) for part in holds)
         if len(kept) == len(inside) and not has_group and not isinstance(module, nn.ModuleList | nn.ModuleDict):
             names.append(name)
         elif own := [leaf for leaf in kept if leaf.rpartition(".")[0] == name]:
@@ -132,7 +132,3 @@ class _Watch(WithoutValues):
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.running.pop()
-
-
-def _in(name: str, parent: str) -> bool:
-    return name.startswith(f"{parent}.")

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from expertmesh.anatomy import Anatomy, describe, is_adapter
+from expertmesh.anatomy import Anatomy, describe, is_adapter, is_inside
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.experts.adapted import adapter_state
@@ -143,7 +143,9 @@ def _place_dense(
     """
     split = split_parts(model, tensor, mesh)
     elsewhere = experts | split
-    for _, names in itertools.groupby(exempt, key=lambda name: next((b for b in anatomy.blocks if _in(name, b)), name)):
+    for _, names in itertools.groupby(
+        exempt, key=lambda name: next((b for b in anatomy.blocks if is_inside(name, b)), name)
+    ):
         group = [model.get_submodule(name) for name in names]
         uncast = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
         fully_shard(group, mesh=mesh.dense_shard, mp_policy=uncast, ignored_params=elsewhere)
@@ -168,10 +170,6 @@ def _place_dense(
     _prefetch(model, anatomy, tensor)
 
 
-def _in(name: str, parent: str) -> bool:
-    return name.startswith(f"{parent}.")
-
-
 def _reshard_without_backward(model: nn.Module, args: Any, output: Any) -> None:
     """FSDP2 keeps the root's parameters gathered until backward. Without one (evaluation, generation) they would stay
     plain tensors in the compute dtype, and an optimizer built or stepped then would miss the head.
@@ -184,8 +182,8 @@ def _prefetch(model: nn.Module, anatomy: Anatomy, tensor: TensorPlan) -> None:
     """Gather the next block while this one computes; the dispatch's host wait defeats FSDP2's implicit prefetch."""
     units = []
     for block in anatomy.blocks:
-        inside = [part.name for part in tensor.parts if part.is_split and _in(part.name, block)]
-        inside += [spec.name for spec in anatomy.experts if _in(spec.name, block)]
+        inside = [part.name for part in tensor.parts if part.is_split and is_inside(part.name, block)]
+        inside += [spec.name for spec in anatomy.experts if is_inside(spec.name, block)]
         modules = [model.get_submodule(name) for name in (block, *inside)]
         units.append([cast(FSDPModule, module) for module in modules if isinstance(module, FSDPModule)])
     pipeline = pipeline_of(model)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from expertmesh.anatomy import Anatomy
+from expertmesh.anatomy import Anatomy, is_inside
 from expertmesh.config.errors import InputError
 from expertmesh.experts.adapted import adapter_state
 from expertmesh.mesh import Layout, Mesh
@@ -89,7 +89,7 @@ def plan_cut(model: nn.Module, anatomy: Anatomy, layout: Layout) -> Cut:
     parts = _parts(model, decoder, blocks, layout, stages)
     trained = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
     for rank in range(layout.pp):
-        if not any(rank in ranks and _in(name, part) for part, ranks in parts.items() for name in trained):
+        if not any(rank in ranks and is_inside(name, part) for part, ranks in parts.items() for name in trained):
             own = stages_of(layout, rank)
             numbers = [str(number) for stage in own for number in stages[stage]]
             raise InputError(
@@ -259,7 +259,7 @@ def _parts(
     ends = ((decoder.before, 0), (decoder.behind, (len(stages) - 1) % layout.pp))
     for names, rank in ends:
         for name in sorted(names):
-            if not any(_in(name, part) for part in parts):
+            if not any(is_inside(name, part) for part in parts):
                 parts[_outermost(model, name, names, blocks)] = frozenset([rank])
     return parts
 
@@ -270,7 +270,7 @@ def _outermost(model: nn.Module, parameter: str, among: frozenset[str], blocks: 
     for depth in range(1, len(steps) + 1):
         name = ".".join(steps[:depth])
         inside = {leaf for leaf, _ in model.get_submodule(name).named_parameters(name, remove_duplicate=False)}
-        if inside <= among and not any(_in(block, name) for block in blocks):
+        if inside <= among and not any(is_inside(block, name) for block in blocks):
             return name
     family = model.config.model_type  # type: ignore[union-attr]
     raise InputError(
@@ -285,7 +285,7 @@ def _whole(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh) -> Wh
     holders: dict[int, frozenset[int]] = {}
     state = whole_state(model)
     for name, tensor in state.items():
-        of_name = next((ranks for part, ranks in parts.items() if _in(name, part)), everywhere)
+        of_name = next((ranks for part, ranks in parts.items() if is_inside(name, part)), everywhere)
         holders[id(tensor)] = holders.get(id(tensor), frozenset()) | of_name
     rank = mesh.coordinate("pp")
     held = {name: holders[id(tensor)] for name, tensor in state.items() if rank in holders[id(tensor)]}
@@ -297,13 +297,9 @@ def _whole(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh) -> Wh
     )
 
 
-def _in(name: str, parent: str) -> bool:
-    return name.startswith(f"{parent}.")
-
-
 def _without(anatomy: Anatomy, gone: Sequence[str]) -> Anatomy:
     def stays(name: str) -> bool:
-        return not any(name == part or _in(name, part) for part in gone)
+        return not any(name == part or is_inside(name, part) for part in gone)
 
     return Anatomy(
         blocks=tuple(filter(stays, anatomy.blocks)),

@@ -12,13 +12,14 @@ import functools
 import inspect
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, is_adapter
+from expertmesh.anatomy import Anatomy, is_adapter, is_inside
 from expertmesh.config.errors import InputError
 from expertmesh.parallel.confirm_heads import why_not_split
 from expertmesh.parallel.sequence import decoder_blocks
@@ -90,15 +91,18 @@ class TensorPlan:
 
     def within(self, blocks: Sequence[str]) -> "TensorPlan":
         """What of it happens in `blocks` (those of a pipeline stage)."""
-        return replace(self, parts=tuple(part for part in self.parts if any(_in(part.name, block) for block in blocks)))
+        return replace(
+            self, parts=tuple(part for part in self.parts if any(is_inside(part.name, block) for block in blocks))
+        )
 
     def lines(self) -> Iterator[str]:
         """What to print before training, alike parts of different blocks as one."""
         if self.tp == 1:
             return
-        for text, count in _counted(_said_of(part) for part in self.parts):
+        for text, count in Counter(_said_of(part) for part in self.parts).items():
             yield f"{count} × {text}"
-        for text, count in _counted(f"{_short(name)} unsplit, on own positions: {why}" for name, why in self.kept):
+        kept = Counter(f"{_short(name)} unsplit, on own positions: {why}" for name, why in self.kept)
+        for text, count in kept.items():
             yield f"{count} × {text}"
         yield f"vocabulary: each rank computes 1/{self.tp} of the logits of all the group's positions"
 
@@ -133,8 +137,8 @@ def tensor_plan(model: nn.Module, anatomy: Anatomy, tp: int, kept_in_fp32: Calla
     for block in blocks:
         mixers = list(_mixers(model, block))
         _refuse_hidden_mixing(model, block, mixers, tp)
-        others = {name.rpartition(".")[0] for name in _named(styles) if _in(name, block)}
-        others = {name for name in others if not any(name == mixer or _in(name, mixer) for mixer in mixers)}
+        others = {name.rpartition(".")[0] for name in _named(styles) if is_inside(name, block)}
+        others = {name for name in others if not any(name == mixer or is_inside(name, mixer) for mixer in mixers)}
         for name, module in model.get_submodule(block).named_modules(prefix=block):
             if name in mixers:
                 part = _mixer_part(model, name, styles, family, tp, confirmed)
@@ -178,7 +182,8 @@ def _styles(model: nn.Module, anatomy: Anatomy, blocks: list[str]) -> dict[str, 
         for name in names
         for pattern, style in patterns
         if pattern.fullmatch(name)
-        if any(_in(name, block) for block in blocks) and not any(name == other or _in(name, other) for other in outside)
+        if any(is_inside(name, block) for block in blocks)
+        and not any(name == other or is_inside(name, other) for other in outside)
     }
 
 
@@ -186,7 +191,7 @@ def _mixers(model: nn.Module, block: str) -> Iterator[str]:
     """The outermost modules of a block that let positions see each other."""
     found: list[str] = []
     for name, module in model.get_submodule(block).named_modules(prefix=block):
-        if name == block or any(_in(name, other) for other in found):
+        if name == block or any(is_inside(name, other) for other in found):
             continue
         if _MIXES_POSITIONS & set(inspect.signature(module.forward).parameters):
             found.append(name)
@@ -196,7 +201,7 @@ def _mixers(model: nn.Module, block: str) -> Iterator[str]:
 def _refuse_hidden_mixing(model: nn.Module, block: str, mixers: list[str], tp: int) -> None:
     """A convolution over positions elsewhere would see this rank's alone."""
     for name, module in model.get_submodule(block).named_modules(prefix=block):
-        if isinstance(module, nn.Conv1d) and not any(name == mixer or _in(name, mixer) for mixer in mixers):
+        if isinstance(module, nn.Conv1d) and not any(name == mixer or is_inside(name, mixer) for mixer in mixers):
             raise InputError(
                 f"parallel.tp {tp}: {name} may let positions see each other outside of what is recognised as "
                 "attention; set parallel.tp to 1"
@@ -301,7 +306,8 @@ def _by_structure(module: nn.Module, name: str) -> Part:
     bare = tuple(leaf for leaf in module._parameters if not is_adapter(leaf) and module._parameters[leaf] is not None)
     if any(leaf != "sinks" for leaf in bare):
         return whole(f"{bare[0]} may see all heads")
-    if counts := _counts_heads(module):
+    kind: Any = type(module)
+    if counts := _counts_heads(kind):
         return whole(f"its code uses {counts}")
     return Part(name, True, columns, (), rows[0], False, bare)
 
@@ -313,17 +319,13 @@ def _norms_of_all_heads(part: Part, module: nn.Module) -> tuple[str, ...]:
     widths: dict[str, Any] = {f"{leaf[0]}_norm": module.get_submodule(leaf).out_features for leaf in part.columns}
     fit = all([p.shape.numel() for p in children[leaf].parameters()] == [widths.get(leaf)] for leaf in norms)
     known = set(part.columns) == {"q_proj", "k_proj", "v_proj"} and hasattr(module, "head_dim")
-    return norms if known and fit and _counts_heads(module) is None else ()
-
-
-def _counts_heads(module: nn.Module) -> str | None:
-    """What in the module's code depends on how many heads there are in all, if anything."""
     kind: Any = type(module)
-    return _class_counts_heads(kind)
+    return norms if known and fit and _counts_heads(kind) is None else ()
 
 
 @functools.cache
-def _class_counts_heads(kind: Any) -> str | None:
+def _counts_heads(kind: Any) -> str | None:
+    """What in a class's code depends on how many heads there are in all, if anything."""
     for owner in kind.__mro__:
         if owner is nn.Module:
             break
@@ -379,7 +381,7 @@ def _below(styles: dict[str, str], name: str) -> dict[str, str]:
     return {
         (leaf[len(name) + 1 :] if leaf != name else ""): style
         for leaf, style in styles.items()
-        if leaf == name or _in(leaf, name)
+        if leaf == name or is_inside(leaf, name)
     }
 
 
@@ -395,17 +397,6 @@ def _said_of(part: Part) -> str:
     return f"{short} by {what}: columns of {columns}, rows of {part.rows}{norms}"
 
 
-def _counted(texts: Iterator[str]) -> list[tuple[str, int]]:
-    counts: dict[str, int] = {}
-    for text in texts:
-        counts[text] = counts.get(text, 0) + 1
-    return list(counts.items())
-
-
 def _short(name: str) -> str:
     """Without the block: what is alike in all of them."""
     return re.sub(r"^.*\.\d+\.", "", name)
-
-
-def _in(name: str, parent: str) -> bool:
-    return name.startswith(f"{parent}.")

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from expertmesh.adapters.plan import adapt
-from expertmesh.anatomy import Anatomy, ExpertsSpec, describe, is_adapter
+from expertmesh.anatomy import Anatomy, ExpertsSpec, describe, is_adapter, is_inside
 from expertmesh.config import LoraConfig, PrecisionConfig
 from expertmesh.experts.layer import choose_backend, is_silu_gated
 from expertmesh.parallel.compute_dtype import uncast_modules
@@ -359,4 +359,4 @@ def _block_of(name: str, blocks: Iterable[str] | dict[str, Any]) -> str | None:
 
 
 def _inside(name: str, blocks: tuple[str, ...]) -> bool:
-    return any(name.startswith(f"{block}.") for block in blocks)
+    return any(is_inside(name, block) for block in blocks)

@@ -3,7 +3,6 @@
 import math
 import shlex
 from collections.abc import Iterator
-from typing import Any
 
 from expertmesh.report.html import Html, join, table, tag
 from expertmesh.report.run import AUDIT_FILE, CONFIG_FILE, RESULTS, VERIFICATION_FILE, Run, Verification
@@ -58,31 +57,13 @@ def _planned(run: Run, record: RunRecord, start: Start) -> Iterator[tuple[object
     yield "sequences a step", f"{sequences:,} = {batch}", "", ""
     yield "target tokens a step", "", whole(middle(metrics["target_tokens"])), ""
     predicted = start.plan or Prediction()
-    seconds = middle(metrics.step_seconds()[since])
-    yield (
-        "seconds a step",
-        _known(predicted.step_seconds, duration),
-        duration(seconds),
-        _ratio(seconds, predicted.step_seconds),
+    compared = (
+        ("seconds a step", predicted.step_seconds, middle(metrics.step_seconds()[since]), duration),
+        ("tokens per second", predicted.tokens_per_second, middle(metrics["tokens_per_second"][since]), whole),
+        ("peak memory of a rank", predicted.peak_memory_bytes, highest(metrics["peak_memory_bytes"][since]), size),
     )
-    speed = middle(metrics["tokens_per_second"][since])
-    yield (
-        "tokens per second",
-        _known(predicted.tokens_per_second, whole),
-        whole(speed),
-        _ratio(speed, predicted.tokens_per_second),
-    )
-    memory = highest(metrics["peak_memory_bytes"][since])
-    yield (
-        "peak memory of a rank",
-        _known(predicted.peak_memory_bytes, size),
-        size(memory),
-        _ratio(memory, predicted.peak_memory_bytes),
-    )
-
-
-def _known(value: float | None, words: Any) -> str:
-    return words(value) if value is not None else NOTHING
+    for label, planned, measured, words in compared:
+        yield label, NOTHING if planned is None else words(planned), words(measured), _ratio(measured, planned)
 
 
 def _ratio(measured: float, planned: float | None) -> str:

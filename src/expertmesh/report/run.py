@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from expertmesh.checkpoint.directory import CHECKPOINTS, published
 from expertmesh.config import Config, load_config
 from expertmesh.config.errors import ExpertmeshError, InputError
+from expertmesh.config.versioned import first_problem
 from expertmesh.report.metrics import Metrics, read_metrics
 from expertmesh.training.lock import Owner, holder
 from expertmesh.training.record import RECORD_FILE, RunRecord, read_record
@@ -200,7 +201,6 @@ def _json_file(path: Path, kind: type[Content], notes: list[str]) -> Content | N
     except (ValidationError, ValueError, RecursionError) as error:
         first = str(error).splitlines()[0]
         if isinstance(error, ValidationError):
-            where = ".".join(str(part) for part in error.errors()[0]["loc"])
-            first = f"{where}: {error.errors()[0]['msg']}"
+            first = first_problem(error)
         notes.append(f"{path.name} is left out: it is not what this version of expertmesh reads ({first}).")
     return None

@@ -4,13 +4,12 @@ Rank 0 writes it whenever a run starts or is resumed (recording.py); `expertmesh
 for every start whose rows are still in `metrics.jsonl`. Nothing here needs torch, and training never reads it back.
 """
 
-import json
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.config.versioned import read_versioned
 
 RECORD_FILE = "run.json"
 FORMAT: Literal["expertmesh-run"] = "expertmesh-run"
@@ -114,24 +113,7 @@ def read_record(directory: Path) -> RunRecord | None:
     Raises `InputError` for a file that cannot be read or that a newer version wrote, `IntegrityError` for one that is
     damaged.
     """
-    path = directory / RECORD_FILE
     try:
-        content = json.loads(path.read_bytes())
+        return read_versioned(directory / RECORD_FILE, RunRecord, SCHEMA_VERSION)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{path}: damaged: is not JSON ({error})") from error
-    version = content.get("schema_version") if isinstance(content, dict) else None
-    if type(version) is int and version > SCHEMA_VERSION:
-        raise InputError(
-            f"{path}: has schema version {version}, newer than the {SCHEMA_VERSION} that this version of expertmesh "
-            "reads; update expertmesh"
-        )
-    try:
-        return RunRecord.model_validate(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise IntegrityError(f"{path}: damaged: {where}: {first['msg']}") from error

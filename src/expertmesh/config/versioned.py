@@ -1,0 +1,44 @@
+"""Reading our own JSON files, which say their `schema_version`: a manifest, a run's record."""
+
+import json
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from expertmesh.config.errors import InputError, IntegrityError
+
+Content = TypeVar("Content", bound=BaseModel)
+
+
+def read_versioned(path: Path, kind: type[Content], version: int, mend: str = "") -> Content:
+    """The file as `kind`; `mend` says what to do about a damaged one.
+
+    Raises `FileNotFoundError`, `InputError` for a file that cannot be read or that a newer version wrote, and
+    `IntegrityError` for one that is damaged.
+    """
+    mend = mend and f"; {mend}"
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(f"{path}: damaged: is not JSON ({error}){mend}") from error
+    found = content.get("schema_version") if isinstance(content, dict) else None
+    if type(found) is int and found > version:
+        raise InputError(
+            f"{path}: has schema version {found}, newer than the {version} that this version of expertmesh reads; "
+            "update expertmesh"
+        )
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        raise IntegrityError(f"{path}: damaged: {first_problem(error)}{mend}") from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """Where and what, in a few words."""
+    first = error.errors()[0]
+    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
