@@ -5,7 +5,7 @@ experts that do not use it; the router, the shared experts and the block stay th
 call: route, dispatch, compute, combine.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -37,7 +37,6 @@ from expertmesh.experts.real_tokens import real_tokens
 from expertmesh.experts.routing import confirm_choice, is_recomputing
 
 IMPLEMENTATION = "expertmesh"
-DispatchName = Literal["auto", "all_to_all", "all_gather"]
 ComputeName = Literal["auto", "grouped_mm", "loop"]
 
 
@@ -164,28 +163,22 @@ class ExpertLayer:
 
 
 def install(
-    model: nn.Module, anatomy: Anatomy, mesh: Mesh, *, dispatch: DispatchName, compute: ComputeName, dtype: torch.dtype
-) -> dict[str, str]:
-    """Make every experts module of `model` run here. Called by `parallelize`; no communication.
+    model: nn.Module, anatomy: Anatomy, mesh: Mesh, *, dispatch: str, compute: Mapping[str, str], dtype: torch.dtype
+) -> None:
+    """Make every experts module of `model` run here, as the shard plan has decided. No communication.
 
-    `dtype` is the compute dtype. Returns what the two `auto`s became, to be printed. Raises `InputError` when the
-    compute backend asked for cannot run these experts.
+    `dispatch` is the dispatcher's name, `compute` the backend of each experts module, `dtype` the compute dtype.
     """
     transformers_moe.ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
-    backends: dict[str, int] = {}
     for spec in anatomy.experts:
         experts: Any = model.get_submodule(spec.name)
-        backend = choose_backend(spec, compute, dtype)
-        form = form_of(experts, spec, per_expert=backend == "loop")
+        form = form_of(experts, spec, per_expert=compute[spec.name] == "loop")
         first_expert = mesh.expert["ep"].get_local_rank() * (spec.num_experts // mesh.layout.ep)
         experts._expertmesh_layer = ExpertLayer(spec, _dispatcher(dispatch, spec, mesh), form, dtype, first_expert)
         if spec.call == "interface":
             experts.config._experts_implementation = IMPLEMENTATION
         else:
             experts.forward = partial(_dense_forward if spec.call == "dense" else _experts_forward, experts)
-        backends[backend] = backends.get(backend, 0) + 1
-    chosen = "local" if mesh.layout.ep == 1 else ("all_to_all" if dispatch == "auto" else dispatch)
-    return {"dispatch": chosen, "compute": ", ".join(f"{name} ({count} layers)" for name, count in backends.items())}
 
 
 def layer_of(experts: nn.Module) -> ExpertLayer:
@@ -215,7 +208,7 @@ def _dense_forward(experts: nn.Module, hidden_states: torch.Tensor) -> torch.Ten
     return layer_of(experts).forward_dense(experts, hidden_states)
 
 
-def _dispatcher(name: DispatchName, spec: ExpertsSpec, mesh: Mesh) -> Dispatcher:
+def _dispatcher(name: str, spec: ExpertsSpec, mesh: Mesh) -> Dispatcher:
     if mesh.layout.ep == 1:
         return LocalDispatcher(spec.num_experts)
     kind = AllGatherDispatcher if name == "all_gather" else AllToAllDispatcher

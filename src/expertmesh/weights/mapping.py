@@ -127,7 +127,7 @@ def plan_load(model: PreTrainedModel, checkpoint: WeightFiles) -> LoadPlan:
     mistyped, and `InputError` for quantised checkpoints. Reads nothing but the headers that `checkpoint`
     already has.
     """
-    _refuse_quantized(model, checkpoint)
+    refuse_quantised(model.config, checkpoint.directory)
     state = model_tensors(model)
     with own_classes(model):
         # By the modules of all stages.
@@ -346,12 +346,13 @@ def _untied(model: PreTrainedModel, state: dict[str, Tensor]) -> set[str]:
     return kept
 
 
-def _refuse_quantized(model: PreTrainedModel, checkpoint: WeightFiles) -> None:
-    settings = getattr(model.config, "quantization_config", None)
+def refuse_quantised(config: PreTrainedConfig, directory: Path) -> None:
+    """Raise `InputError` for a model whose files hold quantised weights."""
+    settings = getattr(config, "quantization_config", None)
     if settings is not None:
         method = (settings if isinstance(settings, dict) else vars(settings)).get("quant_method")
         raise InputError(
-            f"{checkpoint.directory}: weights are quantised ({method}), which is not supported; "
+            f"{directory}: weights are quantised ({method}), which is not supported; "
             "take a bfloat16 or float32 copy of the model"
         )
 
