@@ -186,7 +186,7 @@ class TrainingLoop:
 
     def _expert_load(self) -> list[dict[str, float | int]]:
         """Tokens per layer and expert since the last report, over all ranks (one all-reduce)."""
-        counts = [None if layer is None else layer.take_load() for layer in self._layers()]
+        counts = [None if layer is None else layer.tokens_per_expert.pop() for layer in self._layers()]
         counts_LE = self._stacked(counts)
         dist.all_reduce(counts_LE)
         return expert_load(counts_LE.cpu())
@@ -195,7 +195,8 @@ class TrainingLoop:
         """What `_expert_load` would count now, left where it is; the same on every rank (one all-reduce), or None."""
         if self.counters.tokens == 0:
             return None  # reported after this very step
-        counts_LE = self._stacked([None if layer is None else layer.load_E for layer in self._layers()])
+        counters = [None if layer is None else layer.tokens_per_expert for layer in self._layers()]
+        counts_LE = self._stacked([None if counter is None else counter.counts_E for counter in counters])
         dist.all_reduce(counts_LE)
         pending: list[list[int]] = counts_LE.tolist()
         return pending
@@ -218,7 +219,7 @@ class TrainingLoop:
         if self.counters.expert_load is not None and self.mesh.rank % self.mesh.layout.ranks_per_stage == 0:
             for layer, count_E in zip(self._layers(), self.counters.expert_load, strict=True):
                 if layer is not None:
-                    layer.load_E = torch.tensor(count_E, device=self.mesh.device)
+                    layer.tokens_per_expert.counts_E = torch.tensor(count_E, device=self.mesh.device)
 
     @torch.no_grad()
     def evaluate(self, batches: EvaluationBatches) -> float:

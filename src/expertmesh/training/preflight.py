@@ -24,7 +24,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.data import load_tokenizer
 from expertmesh.data.loader import accumulation_of
 from expertmesh.distributed.layout import Layout, ep_reason, resolve_layout
-from expertmesh.experts.layer import choose_backend
+from expertmesh.experts.install import choose_backend
 from expertmesh.introspection.attention import carried_state
 from expertmesh.introspection.compute_dtype import refuse_compute
 from expertmesh.parallel.checkpointing import refuse_checkpointing
