@@ -94,7 +94,9 @@ class ExpertLoad:
 
     def pending(self) -> list[list[int]]:
         """What `take` would summarise now, `[L][E]`, left where it is; the same on every rank (one all-reduce)."""
-        counts_LE = self._stacked([None if layer is None else layer.tokens_per_expert.counts_E for layer in self._layers])
+        counts_LE = self._stacked(
+            [None if layer is None else layer.tokens_per_expert.counts_E for layer in self._layers]
+        )
         dist.all_reduce(counts_LE)
         pending: list[list[int]] = counts_LE.tolist()
         return pending
