@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from expertmesh.anatomy import ExpertsSpec
 from expertmesh.config.errors import InputError
+from expertmesh.state.patching import replaced_forwards
 
 _ROWS, _LENGTH = 2, 8
 _BEFORE = -1  # where a value comes from: before the blocks, block number n, or behind the last
@@ -82,14 +83,9 @@ def rehearse(twin: nn.Module) -> None:
 @contextmanager
 def stand_ins_for_experts(twin: nn.Module, experts: Sequence[ExpertsSpec]) -> Iterator[None]:
     """What they compute is no question on meta, and tokens cannot be sorted without values."""
-    modules: list[Any] = [twin.get_submodule(spec.name) for spec in experts]
-    for spec, module in zip(experts, modules, strict=True):
-        module.forward = _one_row if spec.call == "dense" else _weighted
-    try:
+    forwards = {twin.get_submodule(spec.name): _one_row if spec.call == "dense" else _weighted for spec in experts}
+    with replaced_forwards(forwards):
         yield
-    finally:
-        for module in modules:
-            del module.forward
 
 
 def forward_of_text(twin: nn.Module) -> None:

@@ -19,15 +19,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 from expertmesh.anatomy import Anatomy, is_inside
 from expertmesh.config.errors import IntegrityError
-from expertmesh.distributed.mesh import Mesh, attach_mesh
-from expertmesh.experts.balance import attach_balance
-from expertmesh.experts.layer import install
+from expertmesh.distributed.mesh import Mesh
+from expertmesh.experts.install import install
 from expertmesh.parallel.context import split_attention
 from expertmesh.parallel.pipeline import cut, pipeline_of
 from expertmesh.parallel.sequence import decoder_blocks, split_blocks
 from expertmesh.parallel.shard_plan import Group, ShardPlan
 from expertmesh.parallel.tensor import split_parts
-from expertmesh.parallel.tensor_plan import TensorPlan, attach_plan
+from expertmesh.parallel.tensor_plan import TensorPlan
+from expertmesh.state.sharded_model import attach
 
 
 def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
@@ -54,11 +54,9 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
     _shard_groups(model, plan, mesh)
     model.register_forward_hook(_reshard_without_backward)
     _prefetch(model, anatomy, tensor)
-    attach_mesh(model, mesh)
-    attach_plan(model, plan.tensor)
+    attach(model, mesh=mesh, tensor_plan=plan.tensor, balance=plan.balance)
     split_blocks(model, plan.anatomy, mesh)
     split_attention(model, [block for block in decoder_blocks(plan.anatomy) if block in anatomy.blocks], mesh)
-    attach_balance(model, plan.balance)
 
 
 def _is_here(name: str, plan: ShardPlan, mesh: Mesh) -> bool:

@@ -19,7 +19,7 @@ from expertmesh.anatomy import Anatomy, describe, is_adapter, is_inside
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.distributed.layout import Layout
 from expertmesh.experts.balance import Balance
-from expertmesh.experts.layer import choose_backend
+from expertmesh.experts.install import choose_backend
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.compute_dtype import refuse_compute, uncast_modules
 from expertmesh.parallel.checkpointing import CheckpointedLayers, CheckpointingMode, checkpointed_blocks

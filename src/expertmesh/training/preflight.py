@@ -62,9 +62,7 @@ class Checked:
         return vocabulary(self.model_config)
 
 
-def preflight(
-    config: Config, world_size: int, ranks_per_node: int | None = None, *, weights: bool = True
-) -> Checked:
+def preflight(config: Config, world_size: int, ranks_per_node: int | None = None, *, weights: bool = True) -> Checked:
     """Raise `InputError` for whatever cannot work on `world_size` ranks; no communication, no side effect.
 
     `ranks_per_node` is for who is no rank of the job: the ranks know it from the launcher. Without `weights` those of a

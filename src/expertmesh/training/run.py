@@ -37,7 +37,7 @@ from expertmesh.training.checkpoints import open_checkpoints
 from expertmesh.training.control import Control
 from expertmesh.training.lock import RunLock
 from expertmesh.training.loop import TrainingLoop
-from expertmesh.training.metrics import open_reporter
+from expertmesh.training.metrics import ExpertLoad, open_reporter
 from expertmesh.training.optimizer import build_optimizer, build_schedule
 from expertmesh.training.plan import Prepared, plan_lines
 from expertmesh.training.preflight import ADAPTER, MODEL, Checked, preflight
@@ -175,13 +175,13 @@ def _train(
         config=config,
         mesh=mesh,
         model=model,
-        anatomy=checked.anatomy,
         optimizer=optimizer,
         schedule=build_schedule(optimizer, config.schedule, total_steps, counters.step),
         train_batches=batches,
         eval_batches=EvaluationBatches(evaluation[0], **share) if evaluation else None,
         total_steps=total_steps,
         reporter=reporter,
+        expert_load=ExpertLoad(model, checked.anatomy, mesh),
         checkpoints=open_checkpoints(
             config, model, optimizer, tokenizer, identity, is_main=mesh.rank == 0, saved_step=counters.step, lock=lock
         ),

@@ -21,7 +21,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.data import build_dataset, load_tokenizer, padding_token_id
 from expertmesh.data.loader import accumulation_of
 from expertmesh.distributed.layout import Layout, explicit, resolve_layout
-from expertmesh.experts.layer import choose_backend
+from expertmesh.experts.install import choose_backend
 from expertmesh.parallel.pipeline import plan_cut
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_model
 from expertmesh.training.preflight import packing_refusal, refuse_interleaving
