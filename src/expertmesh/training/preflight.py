@@ -205,10 +205,16 @@ def _refuse_missing_packages(config: Config) -> None:
             )
 
 
+def longest(model_config: PreTrainedConfig) -> int | None:
+    """How many positions a model is made for, where its config says it."""
+    most = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    return most if isinstance(most, int) else None
+
+
 def refuse_length(key: str, length: int, model_config: PreTrainedConfig) -> None:
     """Refuse rows that are longer than what the model's positions are made for."""
-    most = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(most, int) and length > most:
+    most = longest(model_config)
+    if most is not None and length > most:
         raise InputError(
             f"{key} {length}: {model_config.model_type} has max_position_embeddings {most}; set {key} to at most "
             f"{most}, or extend the model's positions in its config.json first"

@@ -26,7 +26,7 @@ from expertmesh.state.shards import local_box, local_tensor, owns_copy
 from expertmesh.state.stage_view import stage_parameters
 from expertmesh.step.forward_backward import forward_backward
 from expertmesh.training.optimizer import build_optimizer
-from expertmesh.training.run import checkpointing_mode
+from expertmesh.training.preflight import checkpointing_mode
 from expertmesh.verification.reference.weights import adapter_shapes, adapter_value
 from expertmesh.verification.samples import StepData
 from expertmesh.verification.setup import Setup
@@ -97,7 +97,7 @@ def build(
         moe=config.moe,
         attention=attention,
         trust_remote_code=config.model.trust_remote_code,
-        activation_checkpointing=checkpointing_mode(config, mesh) if checkpointing is None else checkpointing,
+        activation_checkpointing=checkpointing_mode(config) if checkpointing is None else checkpointing,
         lora=config.lora,
         name=config.model.name_or_path,
         revision=config.model.revision,
