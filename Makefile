@@ -35,10 +35,10 @@ lint: setup
 	$(BIN)/lint-imports
 
 demo: setup
-	$(BIN)/python -m expertmesh.demo
+	$(BIN)/expertmesh demo
 
 schema: setup
-	$(BIN)/python -m expertmesh.config schema/expertmesh.schema.json
+	$(BIN)/expertmesh schema > schema/expertmesh.schema.json
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
