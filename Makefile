@@ -6,7 +6,7 @@ STAMP := .venv/.expertmesh-installed
 # Tests fork many ranks on few cores; more threads than cores make them crawl.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup test families lint demo schema clean
+.PHONY: setup test test-all families lint demo schema clean
 
 setup: $(STAMP)
 
@@ -18,7 +18,11 @@ $(STAMP): pyproject.toml constraints/ci.txt
 
 # Two files at a time: half of the tests are one process, which leaves a core idle.
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+# Everything, also what tests/slow.yaml leaves out of `make test`.
+test-all: setup
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=40
 
 # Every Mixture-of-Experts family of the installed transformers; rewrites docs/models.md. About half an hour on two cores.
 families: setup

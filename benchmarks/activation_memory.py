@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import expertmesh as em
 from expertmesh.bench.case import SETTINGS, Case, qwen3_moe_config
 from expertmesh.bench.probes import Traffic, count_collectives, held_bytes
-from expertmesh.mesh import Mesh, current_device, start_process_group
+from expertmesh.distributed.mesh import Mesh, current_device, start_process_group
 
 # Two modes apart, and selective for every second block.
 MODES: tuple[tuple[str, str | int], ...] = (("none", "all"), ("selective", 2), ("selective", "all"), ("full", "all"))

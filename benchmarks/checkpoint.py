@@ -126,7 +126,7 @@ def restart_seconds(scratch: Path) -> float:
         killed = 0.0
         for line in job.stdout:
             if not killed and line.startswith("step 5/"):
-                ranks = subprocess.run(["pgrep", "-f", "expertmesh.cli.worker"], capture_output=True, text=True)
+                ranks = subprocess.run(["pgrep", "-f", "expertmesh.launcher.worker"], capture_output=True, text=True)
                 own = [pid for pid in ranks.stdout.split() if _parent(int(pid)) == job.pid]
                 os.kill(int(own[-1]), 9)
                 killed = time.perf_counter()

@@ -21,15 +21,15 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import expertmesh as em
 from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig
-from expertmesh.mesh import resolve_layout
+from expertmesh.distributed.layout import resolve_layout
 from expertmesh.planning.axes import planned_by_axis, sent_by_axis
-from expertmesh.planning.census import Census
 from expertmesh.planning.facts import facts_of
 from expertmesh.planning.memory import Batch, memory_of, saved_of
 from expertmesh.planning.state import CheckpointedLayers, Mode, state_of
+from expertmesh.planning.trackers import Census
 from expertmesh.planning.traffic import traffic_of
-from expertmesh.training import pipeline as stages
-from expertmesh.training import step as training_step
+from expertmesh.step import forward_backward as training_step
+from expertmesh.step import pipeline_schedule as stages
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks
 

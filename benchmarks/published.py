@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig
-from expertmesh.mesh import resolve_layout
+from expertmesh.distributed.layout import resolve_layout
 from expertmesh.planning.facts import facts_of
 from expertmesh.planning.hardware import Devices, hardware_table, parse_devices
 from expertmesh.planning.memory import Batch

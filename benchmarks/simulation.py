@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from expertmesh.config import ParallelConfig, PrecisionConfig
-from expertmesh.mesh import resolve_layout
+from expertmesh.distributed.layout import resolve_layout
 from expertmesh.planning.axes import planned_by_axis
 from expertmesh.planning.facts import facts_of
 from expertmesh.planning.memory import Batch, fullest_stage, memory_of

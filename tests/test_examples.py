@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from expertmesh.config import load_config
-from expertmesh.mesh import resolve_layout
+from expertmesh.distributed.layout import resolve_layout
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks

@@ -13,8 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import expertmesh as em
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
+from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout, resolve_layout
+from expertmesh.distributed.mesh import init_mesh, set_timeout
 from expertmesh.experts import dispatch
-from expertmesh.mesh import DENSE_AXES, EXPERT_AXES, Layout, init_mesh, resolve_layout, set_timeout
 from tests.support.models import tiny_model
 from tests.support.ranks import RankFailed, run_ranks
 

@@ -10,17 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from expertmesh.shards import (
-    Box,
-    blocks,
-    extents,
-    intersect,
-    local_box,
-    local_tensor,
-    owns_copy,
-    slices,
-    volume,
-)
+from expertmesh.io.boxes import Box, blocks, extents, intersect, slices, volume
+from expertmesh.state.shards import local_box, local_tensor, owns_copy
 from tests.support.ranks import run_ranks
 
 

@@ -14,15 +14,15 @@ _HOME = {
     "MoeConfig": "expertmesh.config",
     "ParallelConfig": "expertmesh.config",
     "PrecisionConfig": "expertmesh.config",
-    "causal_lm_loss": "expertmesh.training.loss",
-    "clip_grad_norm_": "expertmesh.parallel.gradients",
-    "count_targets": "expertmesh.training.loss",
-    "forward_backward": "expertmesh.training.step",
-    "init_mesh": "expertmesh.mesh",
+    "causal_lm_loss": "expertmesh.step.loss",
+    "clip_grad_norm_": "expertmesh.parallel.grad_norm",
+    "count_targets": "expertmesh.step.loss",
+    "forward_backward": "expertmesh.step.forward_backward",
+    "init_mesh": "expertmesh.distributed.mesh",
     "load_checkpoint": "expertmesh.checkpoint.interface",
     "load_model": "expertmesh.model",
     "parallelize": "expertmesh.model",
-    "router_losses": "expertmesh.training.router_loss",
+    "router_losses": "expertmesh.step.router_losses",
     "save_adapter": "expertmesh.adapters.save",
     "save_checkpoint": "expertmesh.checkpoint.interface",
     "save_model": "expertmesh.weights.save",
@@ -54,13 +54,13 @@ if TYPE_CHECKING:
     from expertmesh.adapters.save import save_adapter
     from expertmesh.checkpoint.interface import load_checkpoint, save_checkpoint
     from expertmesh.config import LoraConfig, MoeConfig, ParallelConfig, PrecisionConfig
+    from expertmesh.distributed.mesh import init_mesh
     from expertmesh.experts.balance import update_router_bias
-    from expertmesh.mesh import init_mesh
     from expertmesh.model import load_model, parallelize
-    from expertmesh.parallel.gradients import clip_grad_norm_
-    from expertmesh.training.loss import causal_lm_loss, count_targets
-    from expertmesh.training.router_loss import router_losses
-    from expertmesh.training.step import forward_backward
+    from expertmesh.parallel.grad_norm import clip_grad_norm_
+    from expertmesh.step.forward_backward import forward_backward
+    from expertmesh.step.loss import causal_lm_loss, count_targets
+    from expertmesh.step.router_losses import router_losses
     from expertmesh.weights.save import save_model
 
 

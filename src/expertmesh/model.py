@@ -12,15 +12,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from expertmesh.adapters.plan import adapt
 from expertmesh.adapters.start import start
 from expertmesh.config import LoraConfig, MoeConfig, PrecisionConfig
-from expertmesh.mesh import Mesh
+from expertmesh.distributed.all_ranks import raise_on_all_ranks
+from expertmesh.distributed.mesh import Mesh
 from expertmesh.parallel.checkpointing import CheckpointedLayers, CheckpointingMode, checkpoint_blocks
 from expertmesh.parallel.compiling import compile_blocks
 from expertmesh.parallel.fsdp import shard
-from expertmesh.weights.agree import together
 from expertmesh.weights.audit import AuditMode, AuditReport, audit_weights
 from expertmesh.weights.load import LoadReport, fill
+from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32, read_model_config
 from expertmesh.weights.module_list import fuse_lists_of_experts
-from expertmesh.weights.skeleton import build_meta_model, kept_in_fp32, read_model_config
 
 
 def parallelize(
@@ -56,7 +56,7 @@ def parallelize(
     start(model, seed)
     checkpoint_blocks(model, activation_checkpointing, checkpoint_layers)
     if compile:
-        with together("trying torch.compile"):
+        with raise_on_all_ranks("trying torch.compile"):
             compile_blocks(model)
     return model
 
@@ -140,7 +140,7 @@ def prepare_model(
     resolved = shard(model, mesh, precision, moe, kept_in_fp32=kept)
     checkpoint_blocks(model, activation_checkpointing, checkpoint_layers)
     if compile:
-        with together("trying torch.compile"):
+        with raise_on_all_ranks("trying torch.compile"):
             compile_blocks(model)
     model.train()
     return model, resolved

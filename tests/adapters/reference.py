@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import expertmesh as em
 from expertmesh.adapters.peft_format import file_keys
 from expertmesh.adapters.plan import plan_of
-from expertmesh.mesh import Mesh, mesh_of
+from expertmesh.distributed.mesh import Mesh, mesh_of
 from tests.families.tiny import random_model
 from tests.support.models import tiny_model
 from tests.support.reference import OPTIM, Row, _equal_on_every_rank, _rows, of_all_stages, padded

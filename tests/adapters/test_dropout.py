@@ -13,9 +13,9 @@ import torch.nn.functional as F
 import expertmesh as em
 from expertmesh.adapters.attach import attach
 from expertmesh.adapters.targets import Target
-from expertmesh.experts import adapted
-from expertmesh.experts.adapted import adapter_state
+from expertmesh.experts import lora_state
 from expertmesh.experts.dropout import Dropout, keep_mask, salt_of
+from expertmesh.experts.lora_state import adapter_state
 from tests.adapters.reference import TARGETS, random_adapter, take_steps, trainables, worst
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
@@ -39,7 +39,7 @@ def _trained(
     lora = em.LoraConfig(from_adapter=str(adapter), dropout=0.3)
     em.parallelize(model, mesh, lora=lora, moe=moe, **options)
     if rank_in_mask:
-        mock.patch.object(adapted, "salt_of", lambda *parts: salt_of(dist.get_rank(), *parts)).start()
+        mock.patch.object(lora_state, "salt_of", lambda *parts: salt_of(dist.get_rank(), *parts)).start()
     take_steps(model, mesh, ROWS, micro_batch)
     return trainables(model)
 

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import expertmesh as em
-from expertmesh.adapters.merge import merge
-from expertmesh.checkpoint.export import export
-from expertmesh.checkpoint.verify import verify
 from expertmesh.cli.main import main
 from expertmesh.config.errors import InputError
+from expertmesh.export.checkpoint import export
+from expertmesh.export.merge import merge
 from expertmesh.training.run import train
+from expertmesh.verification.checkpoint.verify import verify
 from tests.adapters.stock import adapted, base_model, logits, write_family
 from tests.checkpoint.damage import flip_a_bit, remove
 from tests.support.ranks import run_ranks

@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 import expertmesh as em
-from expertmesh.adapters import merge_check
-from expertmesh.adapters.deltas import Deltas
-from expertmesh.adapters.merge import merge
 from expertmesh.cli.main import main
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
+from expertmesh.export import merge_check
+from expertmesh.export.deltas import Deltas
+from expertmesh.export.merge import merge
 from expertmesh.weights import reading, save
 from tests.adapters.stock import EXPERTS, adapted, base_model, logits, write_family
 from tests.data.tokenizers_on_the_fly import CHATML, bpe_tokenizer

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import expertmesh as em
+from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts import lora
-from expertmesh.mesh import Mesh
 from tests.adapters.reference import EXPERTS, AdapterDistance, PeftRun, tiny_peft_run, train_adapters
 from tests.parallel.test_uneven_routing import EVERY_ROW, FIRST_EP_GROUP, _route_by_half
 from tests.support.ranks import run_ranks

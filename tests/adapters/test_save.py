@@ -19,8 +19,9 @@ from expertmesh.adapters import save
 from expertmesh.adapters.peft_format import file_keys, file_tensors
 from expertmesh.adapters.targets import Target
 from expertmesh.config.errors import InputError
-from expertmesh.mesh import Mesh
-from expertmesh.shards import local_box, local_tensor, slices
+from expertmesh.distributed.mesh import Mesh
+from expertmesh.io.boxes import slices
+from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.weights import save as weights_save
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import StateTensor

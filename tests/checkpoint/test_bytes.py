@@ -11,8 +11,8 @@ import expertmesh as em
 from expertmesh.checkpoint import read
 from expertmesh.checkpoint.state import model_state, optimizer_state
 from expertmesh.checkpoint.write import SavedCheckpoint
-from expertmesh.shards import local_tensor
-from expertmesh.weights.files import read_header
+from expertmesh.io.safetensors_reader import read_header
+from expertmesh.state.shards import local_tensor
 from tests.checkpoint.tiny import Job
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks

@@ -13,11 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 
 import expertmesh as em
-from expertmesh.checkpoint.export import export
 from expertmesh.config.errors import InputError, IntegrityError
-from expertmesh.weights import directory as directory_module
+from expertmesh.export.checkpoint import export
+from expertmesh.io import directory as directory_module
+from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
 from expertmesh.weights import reading, save
-from expertmesh.weights.files import Checkpoint, open_checkpoint
 from tests.checkpoint.damage import flip_a_bit
 from tests.checkpoint.forge import forge_json
 from tests.checkpoint.tiny import Job
@@ -94,7 +94,7 @@ def test_what_is_exported_is_what_saving_the_live_model_writes(run: Path) -> Non
     assert model.dtype == torch.float32
     assert AutoTokenizer.from_pretrained(run / "exported").chat_template == CHATML
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
-    with open_checkpoint(run / "exported16") as files:
+    with open_weight_files(run / "exported16") as files:
         assert {name for name, tensor in files.tensors.items() if tensor.dtype != torch.bfloat16} == {bias}
 
 
@@ -140,9 +140,9 @@ def test_memory_is_bounded_by_a_block_not_by_a_tensor(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     largest = 0
-    read, write = Checkpoint.read, save.write_box
+    read, write = WeightFiles.read, save.write_box
 
-    def watched_read(self: Checkpoint, tensor: Any, box: Any, out: torch.Tensor) -> None:
+    def watched_read(self: WeightFiles, tensor: Any, box: Any, out: torch.Tensor) -> None:
         nonlocal largest
         largest = max(largest, out.numel())
         read(self, tensor, box, out)
@@ -152,7 +152,7 @@ def test_memory_is_bounded_by_a_block_not_by_a_tensor(
         largest = max(largest, values.numel())
         return write(descriptor, tensor, box, values)
 
-    monkeypatch.setattr(Checkpoint, "read", watched_read)
+    monkeypatch.setattr(WeightFiles, "read", watched_read)
     monkeypatch.setattr(save, "write_box", watched_write)
     for module in (reading, save):
         monkeypatch.setattr(module, "_BLOCK_ELEMENTS", 64)

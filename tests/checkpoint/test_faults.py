@@ -16,7 +16,7 @@ import torch.distributed as dist
 import expertmesh as em
 from expertmesh.checkpoint.manifest import MANIFEST
 from expertmesh.config.errors import ExpertmeshError, InputError, IntegrityError, SecurityError
-from expertmesh.shards import local_tensor
+from expertmesh.state.shards import local_tensor
 from tests.checkpoint.damage import (
     EXPERTS,
     Canary,

@@ -12,11 +12,11 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
 import expertmesh as em
-from expertmesh.checkpoint.export import export
 from expertmesh.checkpoint.manifest import SCHEMA_VERSION, Chunk, FileEntry, Manifest, TensorEntry, read_manifest
 from expertmesh.checkpoint.state import fingerprint
-from expertmesh.checkpoint.verify import verify
 from expertmesh.config.errors import InputError
+from expertmesh.export.checkpoint import export
+from expertmesh.verification.checkpoint.verify import verify
 from tests.checkpoint.damage import change_manifest, flip_a_bit
 from tests.checkpoint.make_golden import GOLDEN, STEP, golden_job, sha256
 from tests.checkpoint.tiny import save

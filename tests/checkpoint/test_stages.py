@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 import expertmesh as em
-from expertmesh.checkpoint.export import export
 from expertmesh.checkpoint.manifest import read_manifest
 from expertmesh.config.errors import IntegrityError
+from expertmesh.export.checkpoint import export
 from expertmesh.weights import save as weights_save
 from tests.checkpoint.tiny import Job, load, save
 from tests.support.models import tiny_model

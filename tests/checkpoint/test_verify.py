@@ -12,14 +12,15 @@ import pytest
 import torch
 
 import expertmesh as em
-from expertmesh.checkpoint import verify_experts, verify_files
-from expertmesh.checkpoint.export import export
 from expertmesh.checkpoint.manifest import MANIFEST
 from expertmesh.checkpoint.state import fingerprint, fingerprint_share
-from expertmesh.checkpoint.verify import Verification, verify
 from expertmesh.config.errors import ExpertmeshError, InputError, IntegrityError, SecurityError
+from expertmesh.export.checkpoint import export
+from expertmesh.io.safetensors_reader import WeightFiles, as_bytes
+from expertmesh.verification.checkpoint import experts as verify_experts
+from expertmesh.verification.checkpoint import files as verify_files
+from expertmesh.verification.checkpoint.verify import Verification, verify
 from expertmesh.weights.audit import HashedSlice
-from expertmesh.weights.files import Checkpoint, as_bytes
 from tests.checkpoint.damage import (
     EXPERTS,
     Canary,
@@ -345,14 +346,14 @@ def test_memory_is_bounded_by_a_block(
     good: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     largest = 0
-    read = Checkpoint.read
+    read = WeightFiles.read
 
-    def watched(self: Checkpoint, tensor: Any, box: Any, out: torch.Tensor) -> None:
+    def watched(self: WeightFiles, tensor: Any, box: Any, out: torch.Tensor) -> None:
         nonlocal largest
         largest = max(largest, out.nbytes if tensor.name != "the header" else 0)
         read(self, tensor, box, out)
 
-    monkeypatch.setattr(Checkpoint, "read", watched)
+    monkeypatch.setattr(WeightFiles, "read", watched)
     monkeypatch.setattr(verify_files, "_BLOCK_BYTES", 1024)
     monkeypatch.setattr(verify_experts, "_BLOCK_ELEMENTS", 256)
     verified = verify(good[0])

@@ -88,7 +88,7 @@ def _lose_a_rank_while_publishing(directory: Path) -> None:
         writer.settle([WRITTEN] * 2)
         threading.Timer(0.3, go_on.set).start()
         with (
-            mock.patch("expertmesh.checkpoint.write.together", _a_rank_is_lost),
+            mock.patch("expertmesh.checkpoint.write.raise_on_all_ranks", _a_rank_is_lost),
             mock.patch("expertmesh.checkpoint.write.shutil.rmtree", removing),
             pytest.raises(ConnectionError),
         ):

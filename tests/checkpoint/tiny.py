@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 import expertmesh as em
 from expertmesh.checkpoint.state import model_state, optimizer_state
-from expertmesh.mesh import Mesh
-from expertmesh.whole import is_elsewhere
+from expertmesh.distributed.mesh import Mesh
+from expertmesh.state.stage_view import is_on_other_stage
 from tests.support.models import tiny_model
 from tests.support.reference import OPTIM, joined_stages, padded
 
@@ -46,7 +46,7 @@ class Job:
         own = {
             name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
             for name, tensor in tensors.items()
-            if not is_elsewhere(tensor)
+            if not is_on_other_stage(tensor)
         }
         return own if self.mesh.layout.pp == 1 else joined_stages(own, self.mesh)
 

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 
-from expertmesh.cli import launch as launcher
-from expertmesh.cli.options import RunOptions
-from expertmesh.cli.supervise import STOP_SIGNALS
 from expertmesh.config import Config, DataConfig, DataSource, ExpertmeshError, ModelConfig
+from expertmesh.launcher import launch as launcher
+from expertmesh.launcher.options import RunOptions
+from expertmesh.launcher.supervise import STOP_SIGNALS
 
 ROOT = Path(__file__).parents[2]
 FAKE = "tests.cli.fake_training"

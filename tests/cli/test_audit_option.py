@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 import expertmesh.cli.main as command_line
-from expertmesh.cli.launch import launch
 from expertmesh.cli.main import main
-from expertmesh.cli.options import RunOptions
 from expertmesh.config import Config, load_config
+from expertmesh.launcher.launch import launch
+from expertmesh.launcher.options import RunOptions
 from expertmesh.training.control import Control
 
 CONFIG = "model: {name_or_path: m}\ndata: {train: [{path: d}]}\noutput_dir: out\n"

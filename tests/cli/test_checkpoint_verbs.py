@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from expertmesh.cli.main import main
-from expertmesh.cli.options import size
-from expertmesh.cli.text import printable
+from expertmesh.io.terminal import printable
+from expertmesh.launcher.options import size
 from tests.checkpoint.damage import change_manifest, flip_a_bit, remove, truncate
 from tests.checkpoint.make_golden import GOLDEN
 

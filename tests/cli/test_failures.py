@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from expertmesh.cli.failures import root_cause
-from expertmesh.cli.records import RankFailure, failures_in
 from expertmesh.config import DistributedFailure, ExpertmeshError, InputError, IntegrityError
-from expertmesh.training.progress import Hearing, Standing
+from expertmesh.launcher.failures import root_cause
+from expertmesh.launcher.records import RankFailure, failures_in
+from expertmesh.training.progress import RankStatus, StopState
 
 TRACEBACK = "Traceback (most recent call last):\n  File ...\nRuntimeError: boom\n"
-STANDINGS = {rank: Standing(1, 1, 0.0, 7, "update", 0.0, Hearing.LISTENING) for rank in range(2)}
+STANDINGS = {rank: RankStatus(1, 1, 0.0, 7, "update", 0.0, StopState.LISTENING) for rank in range(2)}
 
 
 def sentence(rank: int, text: str, exit_code: int = 2) -> RankFailure:

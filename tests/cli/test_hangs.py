@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from expertmesh.cli.hangs import Look, gave_up, hang, read_stack
-from expertmesh.cli.records import RankFailure
-from expertmesh.training.progress import Hearing, Standing
+from expertmesh.launcher.hangs import Look, gave_up, hang, read_stack
+from expertmesh.launcher.records import RankFailure
+from expertmesh.training.progress import RankStatus, StopState
 
 NOW = 1000.0
 IN_A_COLLECTIVE = ('  File "/x/torch/distributed/distributed_c10d.py", line 1 in all_reduce',)
@@ -17,13 +17,13 @@ TIMED_OUT = "RuntimeError: [gloo/unbound_buffer.cc:78] Timed out waiting 15000ms
 GAVE_UP = RankFailure(0, 1, TIMED_OUT, "Traceback", 0)
 
 
-def standing(step: int, phase: str, ago: float, silent: float = 0.0) -> Standing:
-    return Standing(1, 1, NOW - ago, step, phase, NOW - silent, Hearing.LISTENING)
+def standing(step: int, phase: str, ago: float, silent: float = 0.0) -> RankStatus:
+    return RankStatus(1, 1, NOW - ago, step, phase, NOW - silent, StopState.LISTENING)
 
 
 def look(
     rank: int,
-    where: Standing,
+    where: RankStatus,
     stack: tuple[str, ...] = ELSEWHERE,
     *,
     outlasted: bool = True,
@@ -94,7 +94,7 @@ Thread 0x00007f0000000002 (most recent call first):
 
 Current thread 0x00007f0000000001 [main] (most recent call first):
   File "/x/reader.py", line 2 in read
-  File "/x/src/expertmesh/cli/worker.py", line 42 in run_rank
+  File "/x/src/expertmesh/launcher/worker.py", line 42 in run_rank
   File "<frozen runpy>", line 88 in _run_code
 """
 BOTTOM = '  File "<frozen runpy>", line 198 in _run_module_as_main\n'

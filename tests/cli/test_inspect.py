@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3Config, Qwen
 
 from expertmesh.cli import inspect
 from expertmesh.config.errors import InputError, IntegrityError
-from expertmesh.weights.files import Checkpoint
+from expertmesh.io.safetensors_reader import WeightFiles
 from tests.support.models import tiny_config, tiny_model
 
 
@@ -131,7 +131,7 @@ def test_headers_give_dtype_and_bytes_on_disk_and_no_weight_is_read(
     def read(*_: object) -> None:
         raise AssertionError("inspect read a weight")
 
-    monkeypatch.setattr(Checkpoint, "read", read)
+    monkeypatch.setattr(WeightFiles, "read", read)
     assert inspect.run(str(checkpoint), world_size=2) == 0
     text = capsys.readouterr().out
     facts = inspect.examine(tiny_model("qwen3_moe"))

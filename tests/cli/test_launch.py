@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertmesh.cli import launch as launcher
-from expertmesh.cli.launch import _continued, check_job, launch, local_ranks
-from expertmesh.cli.options import RunOptions
-from expertmesh.cli.supervise import STOP_SIGNALS
 from expertmesh.config import DistributedFailure, InputError, IntegrityError
+from expertmesh.launcher import launch as launcher
+from expertmesh.launcher.launch import _continued, check_job, launch, local_ranks
+from expertmesh.launcher.options import RunOptions
+from expertmesh.launcher.supervise import STOP_SIGNALS
 from expertmesh.training.control import ONE_REQUEST_SECONDS
 from tests.cli.fake_training import COLLECTIVE_SECONDS
 from tests.cli.jobs import CONFIG, FAKE, ROOT, ForkedJob, is_alive, left_behind, start_server, wait_until

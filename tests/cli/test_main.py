@@ -12,10 +12,10 @@ import pytest
 
 import expertmesh.cli
 import expertmesh.cli.main as command_line
-from expertmesh.cli.heavy import heavy_imports
 from expertmesh.cli.main import entry_point, main
-from expertmesh.cli.options import RunOptions
 from expertmesh.config import Config, IntegrityError, SecurityError
+from expertmesh.launcher.lazy_imports import lazy_imports
+from expertmesh.launcher.options import RunOptions
 
 CONFIG = "model: {name_or_path: m}\ndata: {train: [{path: d}]}\noutput_dir: out\n"
 
@@ -178,11 +178,11 @@ def test_imports_are_not_searched_for_garbage_and_all_else_is(monkeypatch: pytes
     frozen: list[bool] = []
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    with heavy_imports():
+    with lazy_imports():
         assert not gc.isenabled()
     assert gc.isenabled()
     assert frozen == [False]
     monkeypatch.setitem(sys.modules, "torch", gc)
-    with heavy_imports():
+    with lazy_imports():
         assert gc.isenabled()  # what is there already need not be imported
     assert len(frozen) == 1

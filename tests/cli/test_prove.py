@@ -7,8 +7,8 @@ import pytest
 
 import expertmesh.cli.prove as command_line
 from expertmesh.cli.main import main
-from expertmesh.cli.options import RunOptions
 from expertmesh.config import Config, load_config
+from expertmesh.launcher.options import RunOptions
 from expertmesh.training.preflight import refuse_output_dir
 from expertmesh.verification.options import VerifyOptions
 from tests.training.tiny_run import run_config, write_inputs

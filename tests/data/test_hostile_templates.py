@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerBase, Qwen3MoeConfig
 from expertmesh.cli import check
 from expertmesh.config import Config
 from expertmesh.config.errors import SecurityError
-from expertmesh.data import confined
+from expertmesh.data import sandbox
 from expertmesh.data.chat import MAX_ADDED_CHARACTERS, ChatRenderer, Rendered
 from expertmesh.data.formats import Conversation, MalformedRow
-from expertmesh.weights.agree import together
+from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
 from tests.support.ranks import run_ranks
@@ -68,13 +68,13 @@ CASES = [
 @pytest.fixture(autouse=True)
 def limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit of memory that is reached sooner."""
-    monkeypatch.setattr(confined, "MEMORY_LIMIT_BYTES", 1 << 28)
+    monkeypatch.setattr(sandbox, "MEMORY_LIMIT_BYTES", 1 << 28)
 
 
 @pytest.fixture
 def half_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes this long on a busy machine is endless, so only tests of endless templates use it."""
-    monkeypatch.setattr(confined, "TIME_LIMIT_SECONDS", 0.5)
+    monkeypatch.setattr(sandbox, "TIME_LIMIT_SECONDS", 0.5)
 
 
 def tokenizer_with(template: str) -> PreTrainedTokenizerBase:
@@ -93,7 +93,7 @@ def test_hostile_templates_are_refused_by_name_and_in_time(template: str, reason
     with pytest.raises(SecurityError, match="the chat template of some/model is refused: it ") as caught:
         render(template + on_the_fly.CHATML)
     assert reason in str(caught.value)
-    assert time.monotonic() - start < confined.TIME_LIMIT_SECONDS
+    assert time.monotonic() - start < sandbox.TIME_LIMIT_SECONDS
 
 
 @pytest.mark.usefixtures("half_a_second")
@@ -169,7 +169,7 @@ def test_the_child_ends_with_its_renderer_and_leaves_no_handler_or_limit_behind(
 
 def _render_on_this_rank(waits: bool) -> str:
     template = NESTED_LOOPS if waits else ESCAPES[0]
-    with pytest.raises(SecurityError) as caught, together("reading the data"):
+    with pytest.raises(SecurityError) as caught, raise_on_all_ranks("reading the data"):
         render(template + on_the_fly.CHATML)
     dist.barrier()  # The group still works.
     return str(caught.value)

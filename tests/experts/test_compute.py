@@ -10,8 +10,8 @@ from transformers.integrations.moe import grouped_mm_experts_forward, use_expert
 from expertmesh.anatomy import experts_spec
 from expertmesh.experts.compute import expert_mlp, grouped_mm_refusal
 from expertmesh.experts.dispatch import LocalDispatcher
-from expertmesh.experts.form import ExpertWeights, MlpForm
 from expertmesh.experts.layer import is_silu_gated
+from expertmesh.experts.mlp_spec import ExpertMlpSpec, ExpertWeights
 
 
 class _Experts(nn.Module):
@@ -82,7 +82,7 @@ def _run(experts: nn.Module, inputs: list[torch.Tensor], *, lean: bool, loop: bo
     if lean:
         spec = experts_spec("experts", experts)
         rows, weight_P, pairs, _ = LocalDispatcher(spec.num_experts).dispatch(hidden, index, weight)
-        form = MlpForm(
+        form = ExpertMlpSpec(
             activation=experts._apply_gate if spec.gated else experts.act_fn,
             silu_gated=is_silu_gated(experts, spec),
             transposed=spec.transposed,

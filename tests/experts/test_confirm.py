@@ -9,9 +9,9 @@ from torch import nn
 
 from expertmesh.anatomy import Anatomy, describe, experts_spec
 from expertmesh.config.errors import InputError
-from expertmesh.experts.confirm import confirm_experts
 from expertmesh.experts.dispatch import LocalDispatcher
 from expertmesh.experts.layer import ExpertLayer, form_of
+from expertmesh.introspection.experts_proof import confirm_experts
 from tests.families.tiny import random_model
 
 

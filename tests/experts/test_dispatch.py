@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from expertmesh.experts import collectives, dispatch
+from expertmesh.distributed import collectives
+from expertmesh.experts import dispatch
 from expertmesh.experts.dispatch import AllGatherDispatcher, AllToAllDispatcher, Dispatcher, LocalDispatcher
 from tests.support.ranks import run_ranks
 
@@ -48,8 +49,8 @@ def _experts_on(rows: torch.Tensor, weight_P: torch.Tensor, pairs: Any, first: i
 
 def _through(dispatcher: Dispatcher, inputs: tuple[torch.Tensor, ...], first: int) -> list[torch.Tensor]:
     hidden, index, weight = inputs[0].clone().requires_grad_(), inputs[1], inputs[2].clone().requires_grad_()
-    rows, weight_P, pairs, ticket = dispatcher.dispatch(hidden, index, weight)
-    out = dispatcher.combine(_experts_on(rows, weight_P, pairs, first), ticket)
+    rows, weight_P, pairs, metadata = dispatcher.dispatch(hidden, index, weight)
+    out = dispatcher.combine(_experts_on(rows, weight_P, pairs, first), metadata)
     weighting = torch.arange(out.numel(), dtype=torch.float32).view_as(out) / 10
     return [out.detach(), *torch.autograd.grad((out * weighting).sum(), [hidden, weight])]
 

@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_leaves
 from expertmesh.anatomy import experts_spec
 from expertmesh.experts.dispatch import LocalDispatcher
 from expertmesh.experts.dropout import Dropout, keep_mask
-from expertmesh.experts.form import ExpertWeights, MlpForm
 from expertmesh.experts.layer import is_silu_gated
 from expertmesh.experts.lora import Adapter, Adapters, adapted_expert_mlp
+from expertmesh.experts.mlp_spec import ExpertMlpSpec, ExpertWeights
 from tests.experts.test_compute import VARIANTS, _inputs, _variant
 
 SCALING = 0.7
@@ -43,7 +43,7 @@ def _lean(
 ) -> torch.Tensor:
     rows, weight_P, pairs, _ = LocalDispatcher(spec.num_experts).dispatch(*leaves)
     activation = experts._apply_gate if spec.gated else experts.act_fn
-    form = MlpForm(activation, is_silu_gated(experts, spec), spec.transposed, loop)
+    form = ExpertMlpSpec(activation, is_silu_gated(experts, spec), spec.transposed, loop)
     weights = ExpertWeights(*(experts.get_parameter(name).detach() for name in spec.parameters))
     both = [Adapter(adapters[f"{name}_A"], adapters[f"{name}_B"]) for name in (spec.up, spec.down)]
     return adapted_expert_mlp(rows, weight_P, pairs, weights, form, Adapters(*both, SCALING, 0), **options)

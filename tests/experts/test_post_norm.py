@@ -9,7 +9,7 @@ from transformers.integrations.moe import batched_mm_experts_forward, use_expert
 
 from expertmesh.anatomy import experts_spec
 from expertmesh.experts.dispatch import LocalDispatcher
-from expertmesh.experts.form import ExpertWeights, MlpForm
+from expertmesh.experts.mlp_spec import ExpertMlpSpec, ExpertWeights
 from expertmesh.experts.post_norm import normed_expert_mlp
 
 
@@ -34,7 +34,7 @@ def _run(experts: nn.Module, tokens: int, *, ours: bool, per_expert: bool) -> li
     if ours:
         spec = experts_spec("experts", experts)
         rows, weight_P, pairs, _ = LocalDispatcher(spec.num_experts).dispatch(hidden, index, weight)
-        form = MlpForm(experts._apply_gate, silu_gated=True, transposed=False, per_expert=per_expert)
+        form = ExpertMlpSpec(experts._apply_gate, silu_gated=True, transposed=False, per_expert=per_expert)
         up, down = (experts.get_parameter(name) for name in spec.parameters)
         norm = experts.get_submodule("post_expert_norm")
         out = normed_expert_mlp(rows, weight_P, pairs, ExpertWeights(up, down), form, norm)

@@ -10,12 +10,12 @@ from torch import nn
 
 from expertmesh.anatomy import Anatomy, describe
 from expertmesh.config.errors import InputError
-from expertmesh.mesh import Layout as Ranks
+from expertmesh.distributed.layout import Layout as Ranks
 from expertmesh.parallel.context import refuse_context
 from expertmesh.parallel.pipeline import plan_cut
 from expertmesh.parallel.sequence import refuse_blocks
 from expertmesh.parallel.tensor_plan import tensor_plan
-from expertmesh.weights.skeleton import build_meta_model
+from expertmesh.weights.meta_model import build_meta_model
 from tests.families.proof import Layout, Run
 from tests.families.tiny import random_model, tiny_config
 

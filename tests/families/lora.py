@@ -23,7 +23,7 @@ from expertmesh.adapters.peft_format import is_parameter, parameter_name
 from expertmesh.adapters.plan import plan_adapters
 from expertmesh.adapters.targets import Target
 from expertmesh.config.errors import InputError
-from expertmesh.weights.skeleton import build_meta_model
+from expertmesh.weights.meta_model import build_meta_model
 from tests.adapters.reference import full, in_files, random_adapter, trainables
 from tests.families.proof import OPTIM, STEPS, TOLERANCE, Errors, Layout, Proof, _relative, rows_of
 from tests.families.tiny import EXPERTS, model_class_of, random_model

@@ -10,9 +10,9 @@ from transformers import PreTrainedConfig
 from expertmesh.anatomy import describe
 from expertmesh.config import MoeConfig
 from expertmesh.config.errors import InputError
-from expertmesh.parallel.compute_dtype import refuse_compute
+from expertmesh.introspection.compute_dtype import refuse_compute
 from expertmesh.parallel.refusals import refuse_model
-from expertmesh.weights.skeleton import build_meta_model, kept_in_fp32
+from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32
 from tests.families.axes import AXES, refusal_of, run_of
 from tests.families.catalogue import Family
 from tests.families.lora import LAYOUTS as LORA_LAYOUTS

@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 
 import expertmesh as em
 from expertmesh.anatomy import ExpertsSpec, describe
-from expertmesh.mesh import Mesh
-from expertmesh.whole import is_elsewhere, own_parameters, whole_state
+from expertmesh.distributed.mesh import Mesh
+from expertmesh.state.stage_view import full_state, is_on_other_stage, stage_parameters
 from tests.families.tiny import EXPERTS, VOCABULARY, model_class_of, random_model
 from tests.support.ranks import run_ranks
 from tests.support.reference import joined_stages
@@ -287,11 +287,11 @@ def _train(reference: Reference, run: Run, target: Path, tamper: Callable[[nn.Mo
         dist.all_reduce(total)
         loss_error = max(loss_error, abs(float(total) / expected.losses[step] - 1))
         if step == 0:
-            own = {n: _full(p.grad) for n, p in own_parameters(model).items() if p.grad is not None}
+            own = {n: _full(p.grad) for n, p in stage_parameters(model).items() if p.grad is not None}
             gradients = _of_all_stages(own, mesh)
         optimizer.step()
         optimizer.zero_grad()
-    state = {name: value for name, value in whole_state(model).items() if not is_elsewhere(value)}
+    state = {name: value for name, value in full_state(model).items() if not is_on_other_stage(value)}
     weights = _of_all_stages({name: _full(value.detach()) for name, value in state.items()}, mesh)
     assert weights.keys() == expected.weights.keys()
     gradient, tensor = _worst_gradient(gradients, expected)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import expertmesh as em
 from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError
-from expertmesh.mesh import Layout
+from expertmesh.distributed.layout import Layout
 from expertmesh.parallel import compiling
 from expertmesh.parallel.compiling import compile_blocks, compiled_parts, refuse_compile
 from tests.families.tiny import random_model

@@ -20,9 +20,9 @@ from torch import nn
 from transformers import modeling_flash_attention_utils as flash
 
 import expertmesh as em
-from expertmesh.mesh import Mesh
+from expertmesh.distributed.mesh import Mesh
 from expertmesh.parallel import context, sequence
-from expertmesh.training import loss
+from expertmesh.step import loss
 from tests.adapters.reference import (
     TARGETS,
     random_adapter,

@@ -9,7 +9,7 @@ import torch
 
 import expertmesh as em
 from expertmesh.bench.probes import count_collectives
-from expertmesh.checkpoint.export import export
+from expertmesh.export.checkpoint import export
 from expertmesh.training.run import train
 from tests.checkpoint.tiny import Job, load, save
 from tests.support.models import tiny_model

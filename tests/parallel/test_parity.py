@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import expertmesh as em
+from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts import dispatch
-from expertmesh.mesh import Mesh
-from expertmesh.parallel import gradients
+from expertmesh.parallel import grad_norm
 from tests.support.ranks import run_ranks
 from tests.support.reference import Distance, reference, train_sharded
 
@@ -115,7 +115,7 @@ def _drop_router_gradient(model: nn.Module, mesh: Mesh) -> None:
 
 def _local_norm(model: nn.Module, mesh: Mesh) -> None:
     silent = SimpleNamespace(all_reduce=lambda *args, **kwargs: None, ReduceOp=dist.ReduceOp)
-    mock.patch.object(gradients, "dist", silent).start()
+    mock.patch.object(grad_norm, "dist", silent).start()
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import expertmesh as em
 from expertmesh.config.errors import InputError
-from expertmesh.mesh import Mesh
-from expertmesh.parallel import gradients
-from expertmesh.training import pipeline, step
+from expertmesh.distributed.mesh import Mesh
+from expertmesh.parallel import grad_norm
+from expertmesh.step import forward_backward, pipeline_schedule
 from tests.adapters.reference import tiny_peft_run, train_adapters
 from tests.support.models import tiny_model
 from tests.support.ranks import RankFailed, run_ranks
@@ -124,20 +124,20 @@ def _scale_the_last_stage(model: nn.Module, mesh: Mesh) -> None:
         return schedule
 
     if mesh.coordinate("pp") == 1:
-        mock.patch.object(pipeline, "schedule_kind", return_value=averaging).start()
+        mock.patch.object(pipeline_schedule, "schedule_kind", return_value=averaging).start()
 
 
 def _forget_the_tied_gradient(model: nn.Module, mesh: Mesh) -> None:
-    mock.patch.object(step, "_sum_with_other_stage").start()
+    mock.patch.object(forward_backward, "_sum_with_other_stage").start()
 
 
 def _norm_of_one_stage(model: nn.Module, mesh: Mesh) -> None:
     silent = SimpleNamespace(all_reduce=lambda tensor, op, group: None, ReduceOp=dist.ReduceOp)
-    mock.patch.object(gradients, "dist", silent).start()
+    mock.patch.object(grad_norm, "dist", silent).start()
 
 
 def _count_the_tied_weight_twice(model: nn.Module, mesh: Mesh) -> None:
-    mock.patch.object(gradients, "is_copy", return_value=False).start()
+    mock.patch.object(grad_norm, "is_tied_replica", return_value=False).start()
 
 
 @pytest.mark.parametrize(

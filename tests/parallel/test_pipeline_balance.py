@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 import expertmesh as em
 from expertmesh.anatomy import describe
+from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.layer import layer_of
-from expertmesh.mesh import Mesh
-from expertmesh.training import pipeline, router_loss
-from expertmesh.whole import own_names, whole_state
+from expertmesh.state.stage_view import full_state, stage_names
+from expertmesh.step import pipeline_schedule, router_losses
 from tests.experts import test_balance as bias
 from tests.parallel.test_router_loss import MOE, Expected, Found, expected
 from tests.support.models import tiny_model
@@ -61,7 +61,7 @@ def _train(
     routers = max(error for name, error in errors.items() if ".gate." in name)
     relative = (float(a) / b - 1 for a, b in zip(values, (want.loss, want.aux_loss, want.z_loss), strict=True))
     worst = max((error, name) for name, error in errors.items())
-    names = own_names(model, [spec.name for spec in describe(model).experts])
+    names = stage_names(model, [spec.name for spec in describe(model).experts])
     loads = [layer_of(model.get_submodule(name)).load_E for name in names]
     load = torch.stack([load_E for load_E in loads if load_E is not None]).sum()
     dist.all_reduce(load)
@@ -87,23 +87,23 @@ def test_recomputed_blocks_add_nothing_twice() -> None:
 
 def _drop_the_first_stages_loss(mesh: Mesh) -> None:
     if mesh.coordinate("pp") == 0:
-        share = router_loss.RouterLosses.__call__
-        mock.patch.object(router_loss.RouterLosses, "__call__", lambda self: share(self) * 0).start()
+        share = router_losses.RouterLosses.__call__
+        mock.patch.object(router_losses.RouterLosses, "__call__", lambda self: share(self) * 0).start()
 
 
 def _fractions_of_one_stage(mesh: Mesh) -> None:
     silent = mock.Mock(all_reduce=lambda tensor: None)
-    mock.patch.object(router_loss, "dist", silent).start()
+    mock.patch.object(router_losses, "dist", silent).start()
 
 
 def _no_gradient_for_the_term(mesh: Mesh) -> None:
-    backward = pipeline._WithTerm.backward
+    backward = pipeline_schedule._WithTerm.backward
 
     def without(ctx: Any, gradient: torch.Tensor) -> Any:
         hidden, term = backward(ctx, gradient)
         return hidden, term * 0
 
-    mock.patch.object(pipeline._WithTerm, "backward", staticmethod(without)).start()
+    mock.patch.object(pipeline_schedule._WithTerm, "backward", staticmethod(without)).start()
 
 
 @pytest.mark.parametrize("bug", [_drop_the_first_stages_loss, _fractions_of_one_stage, _no_gradient_for_the_term])
@@ -132,7 +132,7 @@ def _move_biases(parallel: em.ParallelConfig, per_micro_batch: bool) -> list[tor
         optimizer.step()
         optimizer.zero_grad()
         em.update_router_bias(model)
-        own = whole_state(model)[bias.BIAS]
+        own = full_state(model)[bias.BIAS]
         if mesh.coordinate("pp") == mesh.layout.pp - 1:  # deepseek_v3's first block is dense
             seen.append(own.detach().clone())
     return seen

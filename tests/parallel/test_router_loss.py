@@ -26,7 +26,7 @@ import expertmesh as em
 from expertmesh.anatomy import describe
 from expertmesh.experts.layer import layer_of
 from expertmesh.experts.router_loss import chosen_pairs
-from expertmesh.training import router_loss
+from expertmesh.step import router_losses
 from tests.support.models import tiny_model
 from tests.support.ranks import RankFailed, run_ranks
 from tests.support.reference import Row, padded
@@ -197,24 +197,24 @@ def test_packed_rows_leave_their_padding_out(layout: tuple[int, int, int, int]) 
 def _local_fractions(model: nn.Module, rank: int) -> None:
     """Each rank's own auxiliary loss, so that their sum is the loss times the ranks (platform: Trainer, NeMo 1408)."""
     silent = SimpleNamespace(all_reduce=lambda *args, **kwargs: None)
-    mock.patch.object(router_loss, "dist", silent).start()
+    mock.patch.object(router_losses, "dist", silent).start()
 
 
 def _no_share_on_one_rank(model: nn.Module, rank: int) -> None:
     if rank == 1:
-        share = router_loss.RouterLosses.__call__
-        mock.patch.object(router_loss.RouterLosses, "__call__", lambda self: share(self) * 0).start()
+        share = router_losses.RouterLosses.__call__
+        mock.patch.object(router_losses.RouterLosses, "__call__", lambda self: share(self) * 0).start()
 
 
 def _fractions_of_the_first_micro_batch(model: nn.Module, rank: int) -> None:
-    count = router_loss.RouterLosses.count
+    count = router_losses.RouterLosses.count
     first = lambda self, batches: (setattr(self, "_real", self._real[:1]), count(self, batches[:1]))  # noqa: E731
-    mock.patch.object(router_loss.RouterLosses, "count", first).start()
+    mock.patch.object(router_losses.RouterLosses, "count", first).start()
 
 
 def _share_per_micro_batch(model: nn.Module, rank: int) -> None:
-    share = router_loss.RouterLosses.__call__
-    mock.patch.object(router_loss.RouterLosses, "__call__", lambda self: share(self) * 4).start()
+    share = router_losses.RouterLosses.__call__
+    mock.patch.object(router_losses.RouterLosses, "__call__", lambda self: share(self) * 4).start()
 
 
 @pytest.mark.parametrize(

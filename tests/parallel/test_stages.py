@@ -8,13 +8,13 @@ from torch import nn
 
 from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError
-from expertmesh.mesh import Layout
+from expertmesh.distributed.layout import Layout
+from expertmesh.introspection.stage_probe import probe
 from expertmesh.parallel.pipeline import plan_cut, stages_of
-from expertmesh.parallel.stage_probe import probe
 from expertmesh.parallel.stages import balanced
-from expertmesh.training.pipeline import interleaves, same_shape
+from expertmesh.state.stage_view import meta_twin
+from expertmesh.step.pipeline_schedule import interleaves, same_shape
 from expertmesh.training.plan import bubble_fraction
-from expertmesh.whole import twin_on_meta
 from tests.families.tiny import random_model
 from tests.support.models import tiny_model
 
@@ -99,11 +99,11 @@ class _KeepsAside(nn.Module):
 def test_what_blocks_keep_aside_for_each_other_is_seen_even_in_integers() -> None:
     model: Any = tiny_model("qwen3_moe")
     anatomy = describe(model)
-    probe(twin_on_meta(model), anatomy.blocks, anatomy.experts)
+    probe(meta_twin(model), anatomy.blocks, anatomy.experts)
     for layer in model.model.layers:
         layer.input_layernorm = _KeepsAside(layer.input_layernorm)
     with pytest.raises(InputError, match=r"model\.layers\.1 reads what model\.layers\.0 has computed, beside"):
-        probe(twin_on_meta(model), anatomy.blocks, anatomy.experts)
+        probe(meta_twin(model), anatomy.blocks, anatomy.experts)
 
 
 class _AskingRotary(nn.Module):

@@ -18,12 +18,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import expertmesh as em
-from expertmesh.experts import collectives
+from expertmesh.distributed import collectives, sequence_collectives
+from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.layer import ExpertLayer
-from expertmesh.mesh import Mesh
-from expertmesh.parallel import positions, tensor
-from expertmesh.shards import local_box, slices
-from expertmesh.training import vocabulary
+from expertmesh.io.boxes import slices
+from expertmesh.parallel import tensor
+from expertmesh.state.shards import local_box
+from expertmesh.step import vocabulary
 from tests.parallel.test_router_loss import MOE
 from tests.parallel.test_router_loss import _train as train_with_router_losses
 from tests.parallel.test_router_loss import expected as expected_with_router_losses
@@ -242,8 +243,8 @@ def _dispatch_all_positions(mesh: Mesh) -> None:
     group, forward = mesh.dense.get_group("tp"), ExpertLayer.forward
 
     def duplicated(layer: Any, experts: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
-        out_TH = forward(layer, experts, *(positions.gather(each, 0, group) for each in inputs))
-        return positions.own_part(out_TH, 0, group)
+        out_TH = forward(layer, experts, *(sequence_collectives.gather(each, 0, group) for each in inputs))
+        return sequence_collectives.own_part(out_TH, 0, group)
 
     mock.patch.object(ExpertLayer, "forward", duplicated).start()
 
@@ -267,7 +268,7 @@ def _exchanged(family: str, changes: dict[str, Any], checkpointed: bool) -> list
     model = tiny_model(family, **changes)
     em.parallelize(model, em.init_mesh(em.ParallelConfig(tp=2, ep=1)), activation_checkpointing=checkpointed)
     counted: list[int] = []
-    original = positions._exchange
+    original = sequence_collectives._exchange
 
     def counting(collective: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
         result = original(collective, x, *args)
@@ -275,7 +276,7 @@ def _exchanged(family: str, changes: dict[str, Any], checkpointed: bool) -> list
         return result
 
     ids_BS = torch.randint(96, (2, 15), generator=torch.Generator().manual_seed(0))
-    with mock.patch.object(positions, "_exchange", counting):
+    with mock.patch.object(sequence_collectives, "_exchange", counting):
         em.causal_lm_loss(model, {"input_ids": ids_BS, "labels": ids_BS}, target_tokens=28).backward()
     return counted
 
@@ -312,10 +313,10 @@ def _count_losses_twice(model: nn.Module, mesh: Mesh) -> None:
 def _add_biases_on_every_rank(model: nn.Module, mesh: Mesh) -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         running = self._expertmesh_tensor
-        x = positions.own_part(x, x.dim() - 1, running.group) if running.part.cuts_input else x
+        x = sequence_collectives.own_part(x, x.dim() - 1, running.group) if running.part.cuts_input else x
         with tensor._local(self, ("weight",)):
             partial = super(tensor._Rows, self).forward(x)
-        return positions.reduce_scatter(partial, partial.dim() - 2, running.group)
+        return sequence_collectives.reduce_scatter(partial, partial.dim() - 2, running.group)
 
     mock.patch.object(tensor._Rows, "forward", forward).start()
 
@@ -327,13 +328,13 @@ def _keep_the_heads_gradient_to_oneself(model: nn.Module, mesh: Mesh) -> None:
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
             ctx.dim, ctx.group = dim, group
-            return positions._gather(x, dim, group)
+            return sequence_collectives._gather(x, dim, group)
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-            return positions.own_part(grad, ctx.dim, ctx.group), None, None
+            return sequence_collectives.own_part(grad, ctx.dim, ctx.group), None, None
 
-    mock.patch("expertmesh.training.loss.gather", Kept.apply).start()
+    mock.patch("expertmesh.step.loss.gather", Kept.apply).start()
 
 
 @pytest.mark.parametrize(

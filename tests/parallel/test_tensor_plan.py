@@ -9,7 +9,7 @@ from torch import nn
 
 from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError
-from expertmesh.mesh import Layout
+from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.sequence import refuse_blocks
 from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
 from tests.families.tiny import random_model

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from expertmesh.config import Config, load_config
-from expertmesh.mesh import Layout
+from expertmesh.distributed.layout import Layout
 from expertmesh.planning import choose
 from expertmesh.planning.choose import choose_layout, devices_here, forecast
 from expertmesh.planning.hardware import Devices, hardware_table

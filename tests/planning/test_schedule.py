@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
-from expertmesh.mesh import Layout
+from expertmesh.distributed.layout import Layout
 from expertmesh.planning.schedule import Held, Prefetched, _order, backwards, prefetching
 
 

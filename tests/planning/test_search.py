@@ -12,7 +12,7 @@ from transformers import Qwen3NextConfig
 from expertmesh.cli.main import main
 from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig, load_config
 from expertmesh.config.errors import InputError
-from expertmesh.mesh import Layout
+from expertmesh.distributed.layout import Layout
 from expertmesh.planning import search
 from expertmesh.planning.economics import economics_of
 from expertmesh.planning.facts import Facts, facts_of

@@ -4,7 +4,7 @@ import pytest
 
 from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
-from expertmesh.mesh import resolve_layout
+from expertmesh.distributed.layout import resolve_layout
 from expertmesh.planning import memory, traffic
 from expertmesh.planning.axes import planned_by_axis
 from expertmesh.planning.facts import facts_of

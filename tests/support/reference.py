@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import expertmesh as em
-from expertmesh.mesh import Mesh
-from expertmesh.whole import own_parameters
+from expertmesh.distributed.mesh import Mesh
+from expertmesh.state.stage_view import stage_parameters
 from tests.support.models import tiny_model
 
 STEPS, ROWS, VOCABULARY, MAX_NORM = 4, 8, 96, 0.5
@@ -170,7 +170,7 @@ def train_sharded(
 
 def of_all_stages(model: nn.Module, mesh: Mesh, value: Callable[[nn.Parameter], Any]) -> dict[str, torch.Tensor]:
     """`value` of each parameter that trains, whole, by name; with pipeline stages, those of all of them. Collective."""
-    trained = {name: parameter for name, parameter in own_parameters(model).items() if parameter.requires_grad}
+    trained = {name: parameter for name, parameter in stage_parameters(model).items() if parameter.requires_grad}
     own = {name: _full(value(parameter)).detach() for name, parameter in trained.items()}
     if mesh.layout.pp == 1:
         return own

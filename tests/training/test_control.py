@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from expertmesh.training.control import ONE_REQUEST_SECONDS, Control, Stopped, StopReason
-from expertmesh.training.progress import Hearing, Progress
+from expertmesh.training.progress import Progress, StopState
 
 LIMIT = 30.0
 
@@ -87,7 +87,7 @@ def test_signals_are_heard_and_the_second_ends_the_process_while_python_cannot_r
             native.pthread_mutex_lock(mutex)
 
     child = forked(stuck)
-    wait_until(lambda: progress.hearing is Hearing.LISTENING)
+    wait_until(lambda: progress.hearing is StopState.LISTENING)
     os.kill(child, signal.SIGTERM)
     os.kill(child, signal.SIGTERM)  # a scheduler and a launcher deliver one request
     time.sleep(ONE_REQUEST_SECONDS + 0.1)
@@ -147,15 +147,15 @@ def test_the_reason_travels_as_a_number() -> None:
 
 def test_the_launcher_sees_whether_a_rank_listens_and_asks_it_without_a_signal(tmp_path: Path) -> None:
     launcher, control = Progress(tmp_path / "p"), Control(Progress(tmp_path / "p"))
-    assert launcher.hearing is Hearing.DEAF
+    assert launcher.hearing is StopState.DEAF
     with control.accepting_stop():
-        assert launcher.hearing is Hearing.LISTENING
+        assert launcher.hearing is StopState.LISTENING
         launcher.stop = signal.SIGTERM
         assert control.stop_requested() is StopReason.SIGTERM
-    assert launcher.hearing is Hearing.DEAF
+    assert launcher.hearing is StopState.DEAF
     with pytest.raises(Stopped), control.accepting_stop():
         raise Stopped(StopReason.SIGTERM)
-    assert launcher.hearing is Hearing.LEAVING
+    assert launcher.hearing is StopState.LEAVING
 
 
 def test_where_a_rank_stood_outlives_sigkill(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh.config.errors import InputError
-from expertmesh.training.loss import causal_lm_loss, count_targets, head_logits
+from expertmesh.step.loss import causal_lm_loss, count_targets, head_logits
 from tests.support.models import tiny_model
 
 BATCH, LENGTH, VOCABULARY = 2, 24, 96

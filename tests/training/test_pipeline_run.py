@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from expertmesh.checkpoint.export import export
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError
-from expertmesh.training import step
+from expertmesh.export.checkpoint import export
+from expertmesh.step import forward_backward
 from expertmesh.training.preflight import preflight
 from expertmesh.training.run import train
 from tests.support.ranks import run_ranks
@@ -103,7 +103,7 @@ def test_adapters_are_the_same_with_stages(inputs: Path, tmp_path: Path) -> None
 
 
 def _train_with_a_bad_loss(config: Config) -> None:
-    real, calls = step.loss_of_base, 0
+    real, calls = forward_backward.loss_of_base, 0
 
     def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
         nonlocal calls
@@ -111,7 +111,7 @@ def _train_with_a_bad_loss(config: Config) -> None:
         loss = real(*args, **kwargs)
         return loss * float("nan") if calls == 6 else loss  # the second micro-batch of the second step
 
-    with mock.patch.object(step, "loss_of_base", poisoned):
+    with mock.patch.object(forward_backward, "loss_of_base", poisoned):
         train(config)
 
 

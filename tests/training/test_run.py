@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from expertmesh.config import Config, load_config
 from expertmesh.config.errors import InputError
 from expertmesh.data import TokenizedDataset
-from expertmesh.training import step as step_module
+from expertmesh.step import forward_backward as step_module
 from expertmesh.training.preflight import preflight
 from expertmesh.training.run import train
 from tests.support.models import tiny_model

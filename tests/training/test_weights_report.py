@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import expertmesh.model as loading
 from expertmesh.config import Config
 from expertmesh.config.errors import IntegrityError
-from expertmesh.shards import local_tensor
+from expertmesh.state.shards import local_tensor
 from expertmesh.training.control import Control
 from expertmesh.training.run import train
 from expertmesh.training.weights_report import loaded_lines, saved_lines
 from expertmesh.weights.audit import AuditReport
-from expertmesh.weights.left_out import LeftOut
 from expertmesh.weights.load import LoadReport, fill
 from expertmesh.weights.save import SaveReport
+from expertmesh.weights.unmapped import UnmappedTensors
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import metrics, run_config, weights, write_inputs
 
@@ -94,7 +94,7 @@ def test_a_run_on_weights_that_differ_from_their_files_does_not_start(
 
 
 def test_long_lists_are_cut_and_counted_and_dropped_tensors_named() -> None:
-    groups = tuple(LeftOut(f"model.layers.{n}.rotary_emb.*", 2, 2**20) for n in range(12))
+    groups = tuple(UnmappedTensors(f"model.layers.{n}.rotary_emb.*", 2, 2**20) for n in range(12))
     loaded = LoadReport(1, 1, 1, 1, (), (), groups)
     audit, *lines = loaded_lines(loaded, AuditReport("sampled", 7, 1234, 99, 0.04), Path("out"))
     assert audit == (

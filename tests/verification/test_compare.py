@@ -10,7 +10,7 @@ from torch import Tensor
 
 from expertmesh.verification import subject as job
 from expertmesh.verification.compare import Distance, distances, figures, kind
-from expertmesh.verification.forward import _chance
+from expertmesh.verification.layers.forward import _chance
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.result import Check, Figure, Layer, Mutation, Report, layer_lines, write_json
 from expertmesh.verification.setup import Setup, set_up

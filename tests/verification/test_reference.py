@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from expertmesh.verification import subject as job
 from expertmesh.verification.options import VerifyOptions
-from expertmesh.verification.reference import Expected, Reference
+from expertmesh.verification.reference.model import Expected, Reference
+from expertmesh.verification.reference.weights import FileWeights
 from expertmesh.verification.setup import Setup, set_up
-from expertmesh.verification.sources import FileWeights
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import run_config, write_inputs
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from expertmesh.config.errors import InputError
 from expertmesh.data import IGNORE
-from expertmesh.mesh import Layout
+from expertmesh.distributed.layout import Layout
 from expertmesh.planning.choose import Chosen
 from expertmesh.planning.search import explicit
 from expertmesh.verification.options import VerifyOptions

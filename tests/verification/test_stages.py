@@ -6,11 +6,11 @@ from typing import NamedTuple
 import pytest
 
 from expertmesh.config import Config
-from expertmesh.shards import local_tensor
+from expertmesh.state.shards import local_tensor
 from expertmesh.training.control import Control
-from expertmesh.verification.backward import check_backward
-from expertmesh.verification.bytes import check_bytes
-from expertmesh.verification.forward import check_forward
+from expertmesh.verification.layers.backward import check_backward
+from expertmesh.verification.layers.bytes import check_bytes
+from expertmesh.verification.layers.forward import check_forward
 from expertmesh.verification.mutations import bugs
 from expertmesh.verification.options import LAYERS, VerifyOptions
 from expertmesh.verification.proof import Proof

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from expertmesh.shards import local_box, local_tensor
-from expertmesh.verification.backward import check_backward
-from expertmesh.verification.forward import check_forward
+from expertmesh.state.shards import local_box, local_tensor
+from expertmesh.verification.layers.backward import check_backward
+from expertmesh.verification.layers.forward import check_forward
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.proof import Proof
 from expertmesh.verification.result import Check
@@ -63,7 +63,7 @@ def test_a_router_that_scores_otherwise_is_wrong(inputs: Path) -> None:
 
 
 def test_margins_are_of_the_last_expert_chosen() -> None:
-    from expertmesh.verification.watch import ReferenceWatch, _Choices
+    from expertmesh.verification.reference.watch import ReferenceWatch, _Choices
 
     class Spec:
         name, num_experts = "experts", 4

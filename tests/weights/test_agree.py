@@ -9,7 +9,7 @@ from expertmesh.config.errors import (
     IntegrityError,
     SecurityError,
 )
-from expertmesh.weights.agree import together
+from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from tests.support.ranks import run_ranks
 
 KINDS = {kind.__name__: kind for kind in (InputError, IntegrityError, SecurityError, DistributedFailure)}
@@ -18,7 +18,7 @@ KINDS = {kind.__name__: kind for kind in (InputError, IntegrityError, SecurityEr
 def _raise_on(ranks: dict[int, tuple[str, str]]) -> tuple[str, str] | None:
     """Each rank in `ranks` raises its error inside; what came out, after using the group again."""
     try:
-        with together("working"):
+        with raise_on_all_ranks("working"):
             if dist.get_rank() in ranks:
                 kind, text = ranks[dist.get_rank()]
                 raise KINDS.get(kind, ValueError)(text)
@@ -63,7 +63,7 @@ def test_without_errors_nothing_happens() -> None:
 
 
 def test_without_a_process_group_errors_pass_through() -> None:
-    with pytest.raises(KeyError), together("working"):
+    with pytest.raises(KeyError), raise_on_all_ranks("working"):
         raise KeyError("x")
-    with together("working"):
+    with raise_on_all_ranks("working"):
         pass

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from expertmesh.config.errors import IntegrityError
-from expertmesh.shards import local_tensor
+from expertmesh.io.pieces import Piece
+from expertmesh.io.safetensors_reader import WeightFiles
+from expertmesh.state.shards import local_tensor
 from expertmesh.weights import audit as audit_module
 from expertmesh.weights.audit import AuditMode, AuditReport, audit_weights, write_audit
-from expertmesh.weights.files import Checkpoint
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import fill
 from expertmesh.weights.mapping import LoadPlan, model_tensors
-from expertmesh.weights.pieces import Piece
-from expertmesh.weights.skeleton import build_meta_model, materialize
+from expertmesh.weights.meta_model import build_meta_model, materialize
 from tests.support.ranks import run_ranks
 from tests.weights.tiny import FAMILIES, deepseek_v3, qwen3_moe, random_model, shard_for_test, write_fused
 
@@ -184,12 +184,12 @@ def test_planted_differences_are_the_same_error_on_every_rank(
 def test_a_reader_that_reads_from_the_wrong_place_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = random_model(qwen3_moe())
     reference.save_pretrained(tmp_path)
-    real = Checkpoint._read_run
+    real = WeightFiles._read_run
 
-    def early(self: Checkpoint, tensor: Any, first: int, out: torch.Tensor) -> None:
+    def early(self: WeightFiles, tensor: Any, first: int, out: torch.Tensor) -> None:
         real(self, tensor, first - 4 if tensor.name == "lm_head.weight" else first, out)
 
-    monkeypatch.setattr(Checkpoint, "_read_run", early)
+    monkeypatch.setattr(WeightFiles, "_read_run", early)
     model = _loaded(reference.config, tmp_path, (1, 1, 0))
     with pytest.raises(IntegrityError, match=r"tensor lm_head\.weight holds"):
         audit_weights(model, tmp_path)
@@ -201,7 +201,7 @@ def test_a_plan_that_takes_one_expert_for_another_is_found_out(tmp_path: Path, m
     model = _loaded(reference.config, tmp_path, (1, 1, 0))
     real = audit_module.plan_load
 
-    def swapped(model: PreTrainedModel, checkpoint: Checkpoint) -> LoadPlan:
+    def swapped(model: PreTrainedModel, checkpoint: WeightFiles) -> LoadPlan:
         plan = real(model, checkpoint)
         whole = plan.tensors[f"{EXPERTS}.down_proj"]
         first, second, *rest = whole.pieces

@@ -7,12 +7,12 @@ import torch
 from transformers import PreTrainedModel
 
 from expertmesh.config import MoeConfig, ParallelConfig, PrecisionConfig
-from expertmesh.mesh import init_mesh
+from expertmesh.distributed.mesh import init_mesh
+from expertmesh.io.boxes import Box
+from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, open_weight_files
 from expertmesh.model import prepare_model
-from expertmesh.shards import Box
-from expertmesh.weights.files import Checkpoint, FileTensor, open_checkpoint
 from expertmesh.weights.load import bytes_to_read, fill
-from expertmesh.weights.skeleton import read_model_config
+from expertmesh.weights.meta_model import read_model_config
 from tests.support.ranks import run_ranks
 from tests.weights.tiny import qwen3_moe, random_model, write_fused
 
@@ -26,7 +26,7 @@ def _write(model: PreTrainedModel, directory: Path, layout: str) -> int:
         write_fused(model, directory)
     else:
         model.save_pretrained(directory, max_shard_size="20KB" if layout == "sharded" else "1GB")
-    with open_checkpoint(directory) as checkpoint:
+    with open_weight_files(directory) as checkpoint:
         experts = [tensor for name, tensor in checkpoint.tensors.items() if ".experts." in name]
         assert len(experts) == (2 if layout == "fused" else 3 * EXPERTS)
         return sum(tensor.nbytes for tensor in experts)
@@ -34,15 +34,15 @@ def _write(model: PreTrainedModel, directory: Path, layout: str) -> int:
 
 def _read(directory: Path) -> tuple[int, int, int, int]:
     """Bytes of experts and of everything that this rank reads; what it holds, and what was announced."""
-    read, experts = Checkpoint.read, 0
+    read, experts = WeightFiles.read, 0
 
-    def counted(self: Checkpoint, tensor: FileTensor, box: Box, out: torch.Tensor) -> None:
+    def counted(self: WeightFiles, tensor: FileTensor, box: Box, out: torch.Tensor) -> None:
         nonlocal experts
         before = self.bytes_read
         read(self, tensor, box, out)
         experts += self.bytes_read - before if ".experts." in tensor.name else 0
 
-    Checkpoint.read = counted  # type: ignore[method-assign]
+    WeightFiles.read = counted  # type: ignore[method-assign]
     mesh = init_mesh(ParallelConfig(ep=WORLD), device=torch.device("cpu"))
     config, _ = read_model_config(str(directory))
     precision = PrecisionConfig(params="float32", compute="float32", reduce="float32")

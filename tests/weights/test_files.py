@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from expertmesh.config.errors import ExpertmeshError, InputError, IntegrityError, SecurityError
-from expertmesh.shards import extents, slices, volume
-from expertmesh.weights import files
-from expertmesh.weights.files import (
+from expertmesh.io import safetensors_reader
+from expertmesh.io.boxes import extents, slices, volume
+from expertmesh.io.safetensors_reader import (
     MAX_GAP_BYTES,
     MAX_MERGED_ROW_BYTES,
-    Checkpoint,
     FileTensor,
+    WeightFiles,
     as_bytes,
-    open_checkpoint,
+    open_weight_files,
     read_header,
 )
 
@@ -52,7 +52,7 @@ def test_values_of_every_dtype_and_box_equal_the_librarys(tmp_path: Path) -> Non
     save_file(_tensors(), tmp_path / "model.safetensors")
     reference = load_file(tmp_path / "model.safetensors")
     choose = random.Random(0)
-    with open_checkpoint(tmp_path) as checkpoint:
+    with open_weight_files(tmp_path) as checkpoint:
         assert checkpoint.tensors.keys() == reference.keys()
         for name, whole in reference.items():
             for _ in range(20):
@@ -72,7 +72,7 @@ def test_contiguous_boxes_read_exactly_their_bytes_in_one_go(tmp_path: Path, mon
     calls: list[int] = []
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: calls.append(at) or preadv(fd, buffers, at))
-    with open_checkpoint(tmp_path) as checkpoint:
+    with open_weight_files(tmp_path) as checkpoint:
         for box in (((2, 5), (0, 6), (0, 4)), ((3, 4), (1, 4), (0, 4)), ((3, 4), (2, 3), (1, 3))):
             calls.clear()
             before = checkpoint.bytes_read
@@ -84,7 +84,7 @@ def test_contiguous_boxes_read_exactly_their_bytes_in_one_go(tmp_path: Path, mon
 def test_one_element_is_read_into_a_tensor_with_any_strides(tmp_path: Path) -> None:
     save_file({"w": torch.arange(20.0).reshape(4, 5)}, tmp_path / "model.safetensors")
     out = torch.zeros(4, 5).t()
-    with open_checkpoint(tmp_path) as checkpoint:
+    with open_weight_files(tmp_path) as checkpoint:
         checkpoint.read(checkpoint.tensors["w"], ((2, 3), (1, 2)), out[1:2, 2:3])
     assert out[1, 2] == 11
     assert out.sum() == 11
@@ -95,7 +95,7 @@ def test_rows_are_read_one_by_one_but_short_close_ones_with_their_gaps(tmp_path:
     close = torch.randn(6, 64)
     long = torch.randn(3, MAX_MERGED_ROW_BYTES)
     save_file({"far": far, "close": close, "long": long}, tmp_path / "model.safetensors")
-    with open_checkpoint(tmp_path) as checkpoint:
+    with open_weight_files(tmp_path) as checkpoint:
         out = torch.empty(5, 3)
         checkpoint.read(checkpoint.tensors["far"], ((0, 5), (7, 10)), out)
         assert torch.equal(out, far[:, 7:10])
@@ -121,7 +121,7 @@ def test_sharded_checkpoints_are_one_set_of_tensors_and_links_are_followed(tmp_p
         (directory / name).symlink_to(blobs / blob)
     weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with open_checkpoint(directory) as checkpoint:
+    with open_weight_files(directory) as checkpoint:
         assert sorted(checkpoint.tensors) == ["a", "b"]
         assert checkpoint.total_bytes == 20
         out = torch.empty(3)
@@ -179,7 +179,7 @@ def test_damaged_headers_are_refused_naming_file_and_tensor(
 ) -> None:
     path = _raw(tmp_path / "model.safetensors", header, data)
     with pytest.raises(error, match=words) as caught:
-        open_checkpoint(tmp_path)
+        open_weight_files(tmp_path)
     assert str(path) in str(caught.value)
 
 
@@ -205,7 +205,7 @@ def test_a_header_larger_than_its_file_is_refused_before_it_is_read(
     path = tmp_path / "model.safetensors"
     path.write_bytes(length.to_bytes(8, "little") + rest)
     with pytest.raises(SecurityError, match=f"a header of {length} bytes in a file of {8 + len(rest)} bytes") as caught:
-        open_checkpoint(tmp_path)
+        open_weight_files(tmp_path)
     assert str(path) in str(caught.value)
     assert max(read) <= 8 + len(rest)
 
@@ -216,7 +216,7 @@ def test_a_truncated_file_is_an_integrity_error_wherever_it_ends(tmp_path: Path,
     os.truncate(path, kept)
     error = SecurityError if kept == 8 else IntegrityError  # nothing is left that would tell the two apart
     with pytest.raises(error) as caught:
-        open_checkpoint(tmp_path)
+        open_weight_files(tmp_path)
     assert str(path) in str(caught.value)
 
 
@@ -268,7 +268,7 @@ def test_an_index_that_names_anything_but_files_beside_it_is_refused_for_securit
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"w": name}}))
     with pytest.raises(SecurityError, match="names the weights file") as caught:
-        open_checkpoint(tmp_path)
+        open_weight_files(tmp_path)
     assert str(index) in str(caught.value)
 
 
@@ -283,7 +283,7 @@ def test_only_files_are_read_and_nothing_waits_for_a_pipe(tmp_path: Path, name: 
     else:
         path.symlink_to("/dev/zero")
     with pytest.raises(SecurityError, match=f"{path}: is neither a file nor a link to one"):
-        open_checkpoint(tmp_path)
+        open_weight_files(tmp_path)
 
 
 def test_an_index_too_large_to_be_one_is_not_read(tmp_path: Path) -> None:
@@ -291,14 +291,14 @@ def test_an_index_too_large_to_be_one_is_not_read(tmp_path: Path) -> None:
     path.touch()
     os.truncate(path, 1 << 40)
     with pytest.raises(SecurityError, match="an index of 1099511627776 bytes"):
-        open_checkpoint(tmp_path)
+        open_weight_files(tmp_path)
 
 
 def test_a_link_to_a_file_that_is_not_there_is_plain_bad_input(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "one.safetensors"}}')
     (tmp_path / "one.safetensors").symlink_to(tmp_path / "blobs" / "gone")
     with pytest.raises(InputError, match=r"one\.safetensors: no such file"):
-        open_checkpoint(tmp_path)
+        open_weight_files(tmp_path)
 
 
 DEEP = '{"weight_map": ' + "[" * 1_000_000
@@ -310,58 +310,58 @@ DEEP = '{"weight_map": ' + "[" * 1_000_000
 def test_an_index_that_is_nested_without_end_or_says_two_things_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(IntegrityError, match=r"is not JSON|w appears twice"):
-        open_checkpoint(tmp_path)
+        open_weight_files(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": [1]}'])
 def test_an_index_without_a_weight_map_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(IntegrityError, match=r"model\.safetensors\.index\.json"):
-        open_checkpoint(tmp_path)
+        open_weight_files(tmp_path)
 
 
 def test_files_and_tensors_that_the_index_promises_must_be_there(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"w": "one.safetensors"}}))
     with pytest.raises(InputError, match=r"one\.safetensors: no such file.*download it"):
-        open_checkpoint(tmp_path)
+        open_weight_files(tmp_path)
     save_file({"other": torch.ones(1)}, tmp_path / "one.safetensors")
     with pytest.raises(IntegrityError, match=r"says that w is in one\.safetensors"):
-        open_checkpoint(tmp_path)
+        open_weight_files(tmp_path)
     save_file({"w": torch.ones(1)}, tmp_path / "one.safetensors")
     save_file({"w": torch.ones(1), "v": torch.ones(1)}, tmp_path / "two.safetensors")
     index.write_text(json.dumps({"weight_map": {"w": "one.safetensors", "v": "two.safetensors"}}))
     with pytest.raises(IntegrityError, match=r"w is in both one\.safetensors and two\.safetensors"):
-        open_checkpoint(tmp_path)
+        open_weight_files(tmp_path)
 
 
 def test_pickles_are_refused_for_security_and_empty_directories_as_input(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such directory"):
-        open_checkpoint(tmp_path / "absent")
+        open_weight_files(tmp_path / "absent")
     with pytest.raises(InputError, match="holds no weights"):
-        open_checkpoint(tmp_path)
+        open_weight_files(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
     with pytest.raises(SecurityError, match=r"pytorch_model\.bin.*safetensors"):
-        open_checkpoint(tmp_path)
+        open_weight_files(tmp_path)
     with pytest.raises(SecurityError, match="only safetensors"):
-        open_checkpoint(tmp_path, "pytorch_model.bin")
+        open_weight_files(tmp_path, "pytorch_model.bin")
     save_file({"w": torch.ones(1)}, tmp_path / "special.safetensors")
-    assert list(open_checkpoint(tmp_path, "special.safetensors").tensors) == ["w"]
+    assert list(open_weight_files(tmp_path, "special.safetensors").tensors) == ["w"]
 
 
 def test_a_file_that_shrinks_after_its_header_was_read_names_the_tensor(tmp_path: Path) -> None:
     save_file({"w": torch.randn(100)}, tmp_path / "model.safetensors")
-    with open_checkpoint(tmp_path) as checkpoint:
+    with open_weight_files(tmp_path) as checkpoint:
         os.truncate(tmp_path / "model.safetensors", 200)
         with pytest.raises(IntegrityError, match="ends inside tensor w"):
             checkpoint.read(checkpoint.tensors["w"], ((0, 100),), torch.empty(100))
 
 
 def test_more_files_than_a_process_may_have_open_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MAX_OPEN_FILES", 4)
+    monkeypatch.setattr(safetensors_reader, "MAX_OPEN_FILES", 4)
     for number in range(10):
         save_file({"w": torch.full((3,), float(number))}, tmp_path / f"{number}.safetensors")
-    with Checkpoint(tmp_path, {}) as checkpoint:
+    with WeightFiles(tmp_path, {}) as checkpoint:
         before = len(os.listdir("/proc/self/fd"))
         for number in [*range(10), *range(10)]:
             out = torch.empty(3)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertmesh.shards import Box, extents, full_box, slices, volume
+from expertmesh.io.boxes import Box, extents, full_box, slices, volume
+from expertmesh.io.pieces import Leaf
 from expertmesh.weights.lazy import LazyTensor
-from expertmesh.weights.pieces import Leaf
 from expertmesh.weights.reading import bytes_needed, read_box
 
 

@@ -9,17 +9,17 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from expertmesh.weights.files import FileTensor, open_checkpoint
-from expertmesh.weights.left_out import LeftOut, in_short
+from expertmesh.io.safetensors_reader import FileTensor, open_weight_files
 from expertmesh.weights.load import LoadReport, fill
+from expertmesh.weights.meta_model import build_meta_model, materialize
 from expertmesh.weights.save import SaveReport, save_model
-from expertmesh.weights.skeleton import build_meta_model, materialize
+from expertmesh.weights.unmapped import UnmappedTensors, in_short
 from tests.support.ranks import run_ranks
 from tests.weights.tiny import deepseek_v3, random_model, shard_for_test
 
 State = dict[str, torch.Tensor]
-MTP = LeftOut("model.layers.61.*", 4, (50 * 32 + 24 * 32) * 2 + 32 * 4 + 5 * 8)
-BUFFER = LeftOut("model.layers.0.self_attn.rotary_emb.*", 1, 4 * 4)
+MTP = UnmappedTensors("model.layers.61.*", 4, (50 * 32 + 24 * 32) * 2 + 32 * 4 + 5 * 8)
+BUFFER = UnmappedTensors("model.layers.0.self_attn.rotary_emb.*", 1, 4 * 4)
 
 
 def _mtp_layer() -> State:
@@ -44,7 +44,7 @@ def _source(directory: Path) -> PreTrainedConfig:
 
 
 def _saved(directory: Path) -> State:
-    with open_checkpoint(directory) as checkpoint:
+    with open_weight_files(directory) as checkpoint:
         paths = {tensor.path for tensor in checkpoint.tensors.values()}
     return {name: tensor for path in paths for name, tensor in load_file(path).items()}
 
@@ -144,8 +144,8 @@ def test_names_are_shortened_to_what_no_other_tensor_shares() -> None:
     used = ["model.layers.0.mlp.weight", "model.layers.6.mlp.weight", "model.embed.weight"]
     names = ["mtp.fc.weight", "mtp.layers.0.w", "model.layers.61.a", "model.layers.0.mlp.bias", "head"]
     assert in_short([tensor(name) for name in names], used) == (
-        LeftOut("mtp.*", 2, 24),
-        LeftOut("model.layers.61.*", 1, 12),
-        LeftOut("model.layers.0.mlp.bias", 1, 12),
-        LeftOut("head", 1, 12),
+        UnmappedTensors("mtp.*", 2, 24),
+        UnmappedTensors("model.layers.61.*", 1, 12),
+        UnmappedTensors("model.layers.0.mlp.bias", 1, 12),
+        UnmappedTensors("head", 1, 12),
     )

@@ -11,14 +11,14 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from expertmesh.config.errors import IntegrityError
-from expertmesh.shards import local_box
+from expertmesh.io.pieces import Piece
+from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
+from expertmesh.state.shards import local_box
 from expertmesh.weights import load
-from expertmesh.weights.files import Checkpoint, open_checkpoint
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import LoadReport, bytes_to_read, fill, fill_planned
 from expertmesh.weights.mapping import plan_load
-from expertmesh.weights.pieces import Piece
-from expertmesh.weights.skeleton import build_meta_model, materialize
+from expertmesh.weights.meta_model import build_meta_model, materialize
 from tests.support.ranks import RankFailed, run_ranks
 from tests.weights.tiny import FAMILIES, full_state, qwen3_moe, random_model, shard_for_test, write_fused
 
@@ -108,7 +108,7 @@ def _swap_two_experts(config: PreTrainedConfig, directory: Path) -> State:
     model = _prepared(config, 2, 2)
     materialize(model, "cpu")
     name = "model.layers.0.mlp.experts.down_proj"
-    with open_checkpoint(directory) as checkpoint:
+    with open_weight_files(directory) as checkpoint:
         plan = plan_load(model, checkpoint)
         whole = plan.tensors[name]
         first, second, *rest = whole.pieces
@@ -148,14 +148,14 @@ def _fill_and_report_error(config: PreTrainedConfig, directory: Path, broken_ran
     materialize(model, "cpu")
     if dist.get_rank() == broken_rank:
         path = directory / "model.safetensors"
-        real = Checkpoint.read
+        real = WeightFiles.read
 
-        def shrunk(self: Checkpoint, tensor: Any, box: Any, out: torch.Tensor) -> None:
+        def shrunk(self: WeightFiles, tensor: Any, box: Any, out: torch.Tensor) -> None:
             if tensor.name.endswith("norm.weight"):
                 raise IntegrityError(f"{path}: damaged: the file ends inside tensor {tensor.name}")
             real(self, tensor, box, out)
 
-        Checkpoint.read = shrunk  # type: ignore[method-assign]
+        WeightFiles.read = shrunk  # type: ignore[method-assign]
     with pytest.raises(IntegrityError) as caught:
         fill(model, directory)
     dist.barrier()  # The group still works: nobody was left inside a collective.

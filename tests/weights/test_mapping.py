@@ -10,13 +10,13 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from expertmesh.config.errors import InputError, IntegrityError
-from expertmesh.shards import full_box
-from expertmesh.weights.files import open_checkpoint
+from expertmesh.io.boxes import full_box
+from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import fill
 from expertmesh.weights.mapping import LoadPlan, own_class, plan_load, plan_save
+from expertmesh.weights.meta_model import build_meta_model, materialize
 from expertmesh.weights.reading import bytes_needed
-from expertmesh.weights.skeleton import build_meta_model, materialize
 from tests.support.ranks import run_ranks
 from tests.weights.tiny import FAMILIES, deepseek_v3, mixtral, qwen3_moe, random_model, write_fused
 
@@ -25,7 +25,7 @@ EXPERTS = "model.layers.1.mlp.experts"
 
 
 def _plan(model: PreTrainedModel, directory: Path) -> LoadPlan:
-    with open_checkpoint(directory) as checkpoint:
+    with open_weight_files(directory) as checkpoint:
         return plan_load(model, checkpoint)
 
 
@@ -44,7 +44,7 @@ def test_every_tensor_is_filled_once_and_every_byte_of_the_files_is_used(family:
     reference = random_model(FAMILIES[family]())
     reference.save_pretrained(tmp_path)
     model = build_meta_model(reference.config, torch.float32)
-    with open_checkpoint(tmp_path) as checkpoint:
+    with open_weight_files(tmp_path) as checkpoint:
         plan = plan_load(model, checkpoint)
         needed = sum(bytes_needed(lazy, full_box(lazy.shape)) for lazy in plan.tensors.values())
         assert needed == checkpoint.total_bytes

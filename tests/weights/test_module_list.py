@@ -18,7 +18,7 @@ from expertmesh.experts.balance import balance_of
 from expertmesh.experts.module_list import FusedExperts
 from expertmesh.model import parallelize
 from expertmesh.weights.load import fill
-from expertmesh.weights.skeleton import build_meta_model, materialize, read_model_config
+from expertmesh.weights.meta_model import build_meta_model, materialize, read_model_config
 from tests.support.list_models import write_list_model
 from tests.support.ranks import run_ranks
 

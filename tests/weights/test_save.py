@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError, IntegrityError
-from expertmesh.weights import directory as directory_module
+from expertmesh.io import directory as directory_module
 from expertmesh.weights import save as save_module
 from expertmesh.weights.load import fill
+from expertmesh.weights.meta_model import build_meta_model, materialize
 from expertmesh.weights.save import SaveReport, save_model
-from expertmesh.weights.skeleton import build_meta_model, materialize
 from tests.support.ranks import run_ranks
 from tests.weights.tiny import FAMILIES, deepseek_v3, qwen3_moe, random_model, shard_for_test, write_fused
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import ExpertmeshError, InputError, IntegrityError, SecurityError
-from expertmesh.mesh import init_mesh
+from expertmesh.distributed.mesh import init_mesh
 from expertmesh.model import load_model
 from expertmesh.weights import load
 from tests.support.ranks import run_ranks

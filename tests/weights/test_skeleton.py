@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from expertmesh.config.errors import InputError
-from expertmesh.weights.skeleton import build_meta_model, kept_in_fp32, materialize, read_model_config
+from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32, materialize, read_model_config
 from tests.weights.tiny import FAMILIES, deepseek_v3, qwen3_moe, random_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}

@@ -9,9 +9,9 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file
 
-from expertmesh.shards import blocks, full_box, slices
-from expertmesh.weights.files import open_checkpoint
-from expertmesh.weights.writing import create_file, create_index, lay_out, write_box
+from expertmesh.io.boxes import blocks, full_box, slices
+from expertmesh.io.safetensors_reader import open_weight_files
+from expertmesh.io.safetensors_writer import create_file, create_index, lay_out, write_box
 
 SPECS = {
     "half": (torch.bfloat16, (3, 5)),
@@ -53,7 +53,7 @@ def test_the_library_reads_what_was_written_box_by_box_in_any_order(max_shard_by
         written |= load_file(file.path)
     assert written.keys() == SPECS.keys()
     assert all(torch.equal(written[name], value) for name, value in values.items())
-    with open_checkpoint(tmp_path) as checkpoint:
+    with open_weight_files(tmp_path) as checkpoint:
         assert checkpoint.tensors == layout.tensors
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from expertmesh.adapters.targets import Target
 from expertmesh.config import LoraConfig
-from expertmesh.experts.adapted import AdapterState, adapter_state_of
+from expertmesh.experts.lora_state import AdapterState, adapter_state_of
 
 
 def attach(model: nn.Module, targets: Sequence[Target], lora: LoraConfig, dtype: torch.dtype) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from torch import nn
 
 from expertmesh.config.errors import IntegrityError
+from expertmesh.state.stage_view import full_model
 from expertmesh.weights.content import content_hash
-from expertmesh.whole import whole_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Base:
 
 def remember_base(model: nn.Module) -> None:
     """Hash the frozen weights of a model with adapters. Every rank calls it; one all-reduce."""
-    frozen = (p for p in whole_of(model).parameters() if not p.requires_grad)
+    frozen = (p for p in full_model(model).parameters() if not p.requires_grad)
     dtypes = [str(p.dtype).removeprefix("torch.") for p in frozen]
     model._expertmesh_base = Base(content_hash(model), max(set(dtypes), key=dtypes.count))  # type: ignore[assignment]
 

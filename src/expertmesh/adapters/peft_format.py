@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from expertmesh.adapters.targets import Target
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
+from expertmesh.state.stage_view import full_model
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import StateTensor
-from expertmesh.whole import whole_of
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 # Ours, beside PEFT's own: which base the adapter was trained on.
@@ -136,7 +136,7 @@ def config_content(
     """adapter_config.json. Dropout is written as 0 when parameters are adapted: PEFT has none for those."""
     modules = [target.module for target in targets if not is_parameter(target)]
     parameters = [parameter_name(target) for target in targets if is_parameter(target)]
-    model = whole_of(model)
+    model = full_model(model)
     every_module = [name for name, _ in model.named_modules()]
     every_parameter = [name for name, _ in model.named_parameters()]
     return {

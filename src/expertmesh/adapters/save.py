@@ -23,13 +23,14 @@ from expertmesh.adapters.peft_format import (
 )
 from expertmesh.adapters.plan import AdapterPlan, plan_of
 from expertmesh.config.errors import InputError
-from expertmesh.shards import local_box, local_tensor, owns_copy
-from expertmesh.weights.agree import collective_device, together
-from expertmesh.weights.directory import Tokenizer, check_target, io_errors
+from expertmesh.distributed.all_ranks import collective_device, raise_on_all_ranks
+from expertmesh.io.directory import check_target, io_errors
+from expertmesh.io.safetensors_writer import FilesLayout, lay_out_file, write_synced
+from expertmesh.state.shards import local_box, local_tensor, owns_copy
+from expertmesh.weights.companions import Tokenizer
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import adapter_tensors
 from expertmesh.weights.save import Values, live_values, write_directory
-from expertmesh.weights.writing import Layout, lay_out_file, write_synced
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def save_adapter(model: PreTrainedModel, directory: str | Path, *, tokenizer: To
     one expert adapter after the other, and a few small collectives on the default group.
     """
     directory = Path(directory).absolute()
-    with together("planning what to save"):
+    with raise_on_all_ranks("planning what to save"):
         plan = plan_of(model)
         if plan is None:
             raise InputError(f"{type(model).__name__} has no adapters; load it with lora, or use save_model")
@@ -74,21 +75,21 @@ def write_adapter(
     tokenizer: Tokenizer | None,
     values: Values,
     dtype: torch.dtype | None = None,
-) -> tuple[Layout, int]:
+) -> tuple[FilesLayout, int]:
     """Write the tensors `files` (in `dtype`, if given) and the `small` files into a directory that appears complete.
 
     `values` are those of the model's tensors behind `files`. Returns the layout and the bytes that this rank wrote.
     Every rank calls it; raises and communicates as `save_adapter` does.
     """
 
-    def lay_out_in(temporary: Path) -> Layout:
+    def lay_out_in(temporary: Path) -> FilesLayout:
         shaped = {
             name: torch.empty(tuple(lazy.shape), dtype=dtype or lazy.dtype, device="meta")
             for name, lazy in files.items()
         }
-        return Layout((lay_out_file(temporary / WEIGHTS_FILE, shaped, {"format": "pt"}),), None)
+        return FilesLayout((lay_out_file(temporary / WEIGHTS_FILE, shaped, {"format": "pt"}),), None)
 
-    def write_others(temporary: Path, layout: Layout) -> None:
+    def write_others(temporary: Path, layout: FilesLayout) -> None:
         with io_errors(temporary, layout.size):
             for name, content in small.items():
                 write_synced(temporary / name, content)

@@ -18,16 +18,17 @@ from expertmesh.adapters.plan import AdapterPlan, plan_of
 from expertmesh.adapters.targets import Target
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import IntegrityError
-from expertmesh.experts.adapted import adapter_state
-from expertmesh.shards import Box, local_box, local_tensor, slices
-from expertmesh.weights.agree import together
-from expertmesh.weights.files import FileTensor, open_checkpoint
+from expertmesh.distributed.all_ranks import raise_on_all_ranks
+from expertmesh.experts.lora_state import adapter_state
+from expertmesh.io.boxes import Box, slices
+from expertmesh.io.pieces import Leaf
+from expertmesh.io.safetensors_reader import FileTensor, open_weight_files
+from expertmesh.state.shards import local_box, local_tensor
+from expertmesh.state.stage_view import is_on_other_stage, stage_names
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import refuse_non_finite
 from expertmesh.weights.mapping import adapter_tensors, model_tensors
-from expertmesh.weights.pieces import Leaf
 from expertmesh.weights.reading import Fetch, read_box
-from expertmesh.whole import is_elsewhere, own_names
 
 
 @torch.no_grad()
@@ -45,7 +46,7 @@ def start(model: nn.Module, seed: int) -> None:
     if plan.weights is None:
         _start_anew(model, plan.targets, plan.lora, seed)
         return
-    with together("reading the adapter"), open_checkpoint(plan.weights, WEIGHTS_FILE) as checkpoint:
+    with raise_on_all_ranks("reading the adapter"), open_weight_files(plan.weights, WEIGHTS_FILE) as checkpoint:
         _check_same_base(model, plan.weights / BASE_FILE)
         files = {name: LazyTensor.of(tensor) for name, tensor in checkpoint.tensors.items()}
         tensors = adapter_tensors(model)
@@ -59,14 +60,14 @@ def start(model: nn.Module, seed: int) -> None:
             read_box(lazy, box, local, fetch)
             refuse_non_finite(name, lazy, box, local)
         for key, name in base_copies(files, plan.targets).items():
-            if not is_elsewhere(base := model_tensors(model)[name]):
+            if not is_on_other_stage(base := model_tensors(model)[name]):
                 _check_copy(plan.weights, key, files[key], base, fetch)
 
 
 def check_files(plan: AdapterPlan) -> None:
     """Raise what `start` would raise for weights that do not fit the plan, from the file's header. No communication."""
     if plan.weights is not None:
-        with open_checkpoint(plan.weights, WEIGHTS_FILE) as checkpoint:
+        with open_weight_files(plan.weights, WEIGHTS_FILE) as checkpoint:
             files = {name: LazyTensor.of(tensor) for name, tensor in checkpoint.tensors.items()}
             model_tensors_from(files, plan.targets, plan.lora.r, plan.weights)
 
@@ -89,7 +90,7 @@ def _check_copy(directory: Path, key: str, lazy: LazyTensor, base: torch.Tensor,
 
 
 def _start_anew(model: nn.Module, targets: Sequence[Target], lora: LoraConfig, seed: int) -> None:
-    here = set(own_names(model, [target.module for target in targets]))
+    here = set(stage_names(model, [target.module for target in targets]))
     for target in targets:
         if target.module not in here:
             continue

@@ -87,8 +87,8 @@ def _expertmesh(shape: Shape, weights: Weights, per_expert: bool) -> Experts:
     """The expert layer as a single rank runs it: no communication, lean backward."""
     from expertmesh.anatomy import ExpertsSpec
     from expertmesh.experts.dispatch import LocalDispatcher
-    from expertmesh.experts.form import MlpForm
     from expertmesh.experts.layer import ExpertLayer
+    from expertmesh.experts.mlp_spec import ExpertMlpSpec
 
     module: Any = qwen3_experts(shape, weights, "eager")
     spec = ExpertsSpec(
@@ -103,7 +103,7 @@ def _expertmesh(shape: Shape, weights: Weights, per_expert: bool) -> Experts:
         down="down_proj",
         top_k=shape.top_k,
     )
-    form = MlpForm(activation=module._apply_gate, silu_gated=True, transposed=False, per_expert=per_expert)
+    form = ExpertMlpSpec(activation=module._apply_gate, silu_gated=True, transposed=False, per_expert=per_expert)
     layer = ExpertLayer(spec, LocalDispatcher(shape.experts), form, weights.down_EHI.dtype)
     return partial(layer.forward, module)
 

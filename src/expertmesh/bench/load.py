@@ -99,9 +99,9 @@ def repeat_loads(
 
 def checkpoint_facts(directory: Path) -> dict[str, int]:
     """Number of files, bytes of all tensors and of the largest one, from the headers."""
-    from expertmesh.weights.files import open_checkpoint
+    from expertmesh.io.safetensors_reader import open_weight_files
 
-    with open_checkpoint(directory) as checkpoint:
+    with open_weight_files(directory) as checkpoint:
         largest = max(tensor.nbytes for tensor in checkpoint.tensors.values())
         files = len({tensor.path for tensor in checkpoint.tensors.values()})
         return {"files": files, "tensors": len(checkpoint.tensors), "bytes": checkpoint.total_bytes, "largest": largest}

@@ -169,9 +169,9 @@ def prepare(case: AdapterCase, device: torch.device) -> tuple[Shape, Weights, In
 
 def ours(case: AdapterCase, device: torch.device) -> Step:
     from expertmesh.anatomy import experts_spec
-    from expertmesh.experts.adapted import AdapterState
     from expertmesh.experts.dispatch import LocalDispatcher
     from expertmesh.experts.layer import ExpertLayer, form_of
+    from expertmesh.experts.lora_state import AdapterState
 
     shape, weights, inputs, adapters = prepare(case, device)
     experts: Any = qwen3_experts(shape, weights, "eager")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from expertmesh.bench.case import Case, input_ids
-from expertmesh.mesh import current_device
+from expertmesh.distributed.mesh import current_device
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from expertmesh.bench import probes
 from expertmesh.bench.case import Case, write_checkpoint
 from expertmesh.bench.systems import System, build
-from expertmesh.mesh import current_device
+from expertmesh.distributed.mesh import current_device
 
 # (case, systems, repeats) to what rank 0 writes; every rank calls it.
 Mode = Callable[[Case, Sequence[str], int], dict[str, Any]]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from expertmesh.checkpoint.manifest import MANIFEST
 from expertmesh.config.errors import InputError
-from expertmesh.weights.writing import sync
+from expertmesh.io.safetensors_writer import sync
 
 CHECKPOINTS = "checkpoints"
 _STEP = re.compile(r"step-(\d{8,})")

@@ -27,12 +27,12 @@ from expertmesh.checkpoint.small_files import STATE_FILE, read_small, read_state
 from expertmesh.checkpoint.state import model_state
 from expertmesh.checkpoint.write import CheckpointWriter, SavedCheckpoint
 from expertmesh.config.errors import InputError, IntegrityError
-from expertmesh.weights.agree import from_first, together
-from expertmesh.weights.directory import Tokenizer, write_config
-from expertmesh.weights.files import DTYPES, Checkpoint, FileTensor
-from expertmesh.weights.left_out import remember, remembered
+from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
+from expertmesh.io.safetensors_reader import DTYPES, FileTensor, WeightFiles
+from expertmesh.io.safetensors_writer import CODES
+from expertmesh.weights.companions import Tokenizer, write_config
 from expertmesh.weights.mapping import plan_load, plan_save
-from expertmesh.weights.writing import CODES
+from expertmesh.weights.unmapped import remember, remembered
 
 LAYOUT_FILE = "layout.json"
 HUGGINGFACE = "huggingface"
@@ -69,7 +69,7 @@ def save_checkpoint(
     """
     writer = CheckpointWriter(Path(directory), keep_last=keep_last)
     files: dict[str, bytes] = {}
-    with together("preparing the checkpoint"):
+    with raise_on_all_ranks("preparing the checkpoint"):
         if step < 0:
             raise InputError(f"step {step}: must be the number of optimizer steps done, 0 or more")
         if not dist.is_initialized() or dist.get_rank() == 0:
@@ -91,9 +91,9 @@ def load_checkpoint(
     alike, before anything is changed: `InputError`, `SecurityError`, `IntegrityError`. Issues a few small collectives
     on the default group, none of them weights.
     """
-    with together("looking for the checkpoint"):
+    with raise_on_all_ranks("looking for the checkpoint"):
         found, _ = locate(Path(path))
-    return load_directory(model, optimizer, Path(from_first(str(found))))
+    return load_directory(model, optimizer, Path(from_rank_0(str(found))))
 
 
 def load_directory(
@@ -102,7 +102,7 @@ def load_directory(
     """`load_checkpoint` of the checkpoint `directory`, which all ranks name alike."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     with ExitStack() as stack:
-        with together("opening the checkpoint"):
+        with raise_on_all_ranks("opening the checkpoint"):
             opened = stack.enter_context(open_state(directory, rank=rank, ranks=ranks))
             manifest = opened.manifest
             check_fits(opened, model_state(model))
@@ -165,7 +165,7 @@ def read_layout(model: PreTrainedModel, directory: Path, manifest: Manifest) -> 
         left_out = [_tensor(entry["name"], entry, Path(entry["path"])) for entry in layout["left_out"]]
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise IntegrityError(f"{directory / LAYOUT_FILE}: is not a layout of weights files ({error})") from error
-    plan = plan_load(model, Checkpoint(directory, tensors))
+    plan = plan_load(model, WeightFiles(directory, tensors))
     return SavedLayout(tuple(plan.conversions), tuple(left_out))
 
 

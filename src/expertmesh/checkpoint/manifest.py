@@ -15,9 +15,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
-from expertmesh.config.versioned import read_versioned
-from expertmesh.shards import Box, full_box, intersect, volume
-from expertmesh.weights.files import DTYPES
+from expertmesh.io.boxes import Box, full_box, intersect, volume
+from expertmesh.io.safetensors_reader import DTYPES
+from expertmesh.io.versioned_json import read_versioned
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from expertmesh.checkpoint.state import fingerprint, held_part, is_replicated
-from expertmesh.shards import Box, blocks, full_box, owns_copy, slices
-from expertmesh.weights.directory import io_errors
-from expertmesh.weights.files import as_bytes
-from expertmesh.weights.writing import CODES, FileLayout, lay_out_file, sync, write_synced
-from expertmesh.whole import is_elsewhere
+from expertmesh.io.boxes import Box, blocks, full_box, slices
+from expertmesh.io.directory import io_errors
+from expertmesh.io.safetensors_reader import as_bytes
+from expertmesh.io.safetensors_writer import CODES, FileLayout, lay_out_file, sync, write_synced
+from expertmesh.state.shards import owns_copy
+from expertmesh.state.stage_view import is_on_other_stage
 
 _BLOCK_ELEMENTS = 1 << 22
 
@@ -67,7 +68,7 @@ def take_part(rank: int, tensors: Mapping[str, Mapping[str, Tensor]], device: to
     for kind, state in tensors.items():
         values[kind] = {}
         for name, tensor in state.items():
-            if is_elsewhere(tensor):
+            if is_on_other_stage(tensor):
                 continue
             box, local = held_part(tensor)
             mark = fingerprint(local) if is_replicated(tensor) and local.numel() else None

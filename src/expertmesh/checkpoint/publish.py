@@ -21,9 +21,9 @@ import transformers
 from expertmesh.checkpoint.manifest import MANIFEST, Chunk, FileEntry, Manifest, TensorEntry, untiled
 from expertmesh.checkpoint.part import Held, note_path, read_note
 from expertmesh.config.errors import IntegrityError
-from expertmesh.shards import Box
-from expertmesh.weights.directory import wait_until_seen
-from expertmesh.weights.writing import sync, write_synced
+from expertmesh.io.boxes import Box
+from expertmesh.io.directory import wait_until_seen
+from expertmesh.io.safetensors_writer import sync, write_synced
 
 RNG_FILE = "rng.json"
 CONFIG_FILE = "config.yaml"

@@ -35,12 +35,12 @@ from expertmesh.checkpoint.part import saved_offsets_in, set_rng_state
 from expertmesh.checkpoint.small_files import damaged, read_generators
 from expertmesh.checkpoint.state import allocate_optimizer_state, model_state
 from expertmesh.config.errors import IntegrityError
-from expertmesh.mesh import mesh_of
-from expertmesh.weights.agree import together
-from expertmesh.weights.files import DTYPES, Checkpoint, FileTensor, read_header, read_metadata
+from expertmesh.distributed.all_ranks import raise_on_all_ranks
+from expertmesh.distributed.mesh import mesh_of
+from expertmesh.io.safetensors_reader import DTYPES, FileTensor, WeightFiles, read_header, read_metadata
+from expertmesh.state.stage_view import is_on_other_stage
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.reading import read_box
-from expertmesh.whole import is_elsewhere
 
 _HASHED_BYTES = 1 << 24
 
@@ -55,7 +55,7 @@ class SavedState:
     directory: Path
     manifest: Manifest
     chunks: Mapping[ChunkKey, FileTensor]
-    files: Checkpoint
+    files: WeightFiles
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def open_state(directory: Path, *, rank: int = 0, ranks: int = 1) -> Iterator[Sa
     numbers = [number for number, file in enumerate(manifest.files) if is_tensor_file(file.name)]
     for number in numbers[rank::ranks]:
         chunks.match(number)
-    with Checkpoint(directory, {}) as files:
+    with WeightFiles(directory, {}) as files:
         yield SavedState(directory, manifest, chunks, files)
 
 
@@ -188,16 +188,16 @@ def restore(model: PreTrainedModel, optimizer: torch.optim.Optimizer | None, sta
     weights travel between ranks.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    with together("comparing the checkpoint with its hashes"):
+    with raise_on_all_ranks("comparing the checkpoint with its hashes"):
         generators = read_generators(state.directory, state.manifest)
         check_hashes(state, rank=rank, ranks=ranks)
-    with together("loading the checkpoint"):
+    with raise_on_all_ranks("loading the checkpoint"):
         targets = model_state(model)
         if optimizer is not None:
             saved = state.manifest.optimizer.items()
             shapes = {name: (DTYPES[entry.dtype], tuple(entry.shape)) for name, entry in saved}
             targets |= allocate_optimizer_state(model, optimizer, shapes)
-        read_state(state, {name: tensor for name, tensor in targets.items() if not is_elsewhere(tensor)})
+        read_state(state, {name: tensor for name, tensor in targets.items() if not is_on_other_stage(tensor)})
         if rank < len(generators):
             set_rng_state(generators[rank], mesh_of(model).device)
 

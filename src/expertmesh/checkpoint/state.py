@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from expertmesh.config.errors import InputError, IntegrityError
-from expertmesh.shards import Box, local_box, local_tensor, volume
-from expertmesh.weights.files import as_bytes
+from expertmesh.io.boxes import Box, volume
+from expertmesh.io.safetensors_reader import as_bytes
+from expertmesh.state.shards import local_box, local_tensor
+from expertmesh.state.stage_view import full_state, is_on_other_stage, placed_like, placement_of, stage_parameters
 from expertmesh.weights.mapping import adapter_tensors, model_tensors, tied_names
-from expertmesh.whole import is_elsewhere, own_parameters, place_of, placed_like, whole_state
 
 OPTIMIZER = "optimizer."
 _WORDS_PER_BLOCK = 1 << 22
@@ -55,7 +56,9 @@ def allocate_optimizer_state(
     Raises `IntegrityError` for a slot that belongs to no trained parameter or does not fit it, with nothing changed.
     """
     updated = trained(model, optimizer)
-    elsewhere = {name for name, tensor in whole_state(model).items() if is_elsewhere(tensor) and tensor.requires_grad}
+    elsewhere = {
+        name for name, tensor in full_state(model).items() if is_on_other_stage(tensor) and tensor.requires_grad
+    }
     places: dict[str, tuple[nn.Parameter, str]] = {}
     for key, (_, shape) in saved.items():
         name, _, slot = key.removeprefix(OPTIMIZER).rpartition(".")
@@ -104,7 +107,7 @@ def fingerprint_share(data: Tensor, at: int) -> Tensor:
 
 def is_replicated(tensor: Tensor) -> bool:
     """Whether several ranks hold the same part of `tensor`."""
-    if (place := place_of(tensor)) is not None and place.has_copy:
+    if (place := placement_of(tensor)) is not None and place.has_tied_replica:
         return True
     if not isinstance(tensor, DTensor):
         return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
@@ -124,7 +127,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.
     others than the model.
     """
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    found = {name: parameter for name, parameter in own_parameters(model).items() if id(parameter) in owned}
+    found = {name: parameter for name, parameter in stage_parameters(model).items() if id(parameter) in owned}
     if len(found) != len(owned):
         raise InputError("the optimizer updates parameters that the model does not have; build it after sharding")
     return found

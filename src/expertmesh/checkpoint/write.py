@@ -22,11 +22,11 @@ from expertmesh.checkpoint.part import Part, take_part, write_part
 from expertmesh.checkpoint.publish import Facts, publish
 from expertmesh.checkpoint.state import model_state, optimizer_state, trained
 from expertmesh.config.errors import InputError
-from expertmesh.mesh import mesh_of
-from expertmesh.weights.agree import from_first, together
-from expertmesh.weights.directory import io_errors, require_space, temporary_directory, wait_until_seen
-from expertmesh.weights.writing import sync, write_synced
-from expertmesh.whole import elsewhere, whole_state
+from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
+from expertmesh.distributed.mesh import mesh_of
+from expertmesh.io.directory import io_errors, require_space, temporary_directory, wait_until_seen
+from expertmesh.io.safetensors_writer import sync, write_synced
+from expertmesh.state.stage_view import full_state, on_other_stage
 
 AXES = ("pp", "replicate", "fsdp", "cp", "tp", "ep", "efsdp")
 
@@ -98,19 +98,19 @@ class CheckpointWriter:
         started = time.monotonic()
         mesh = mesh_of(model)
         target = self.directory / step_name(step)
-        temporary = target.with_name(f"{target.name}.tmp-{from_first(f'{time.time_ns():x}')}")
+        temporary = target.with_name(f"{target.name}.tmp-{from_rank_0(f'{time.time_ns():x}')}")
         tensors: dict[str, dict[str, Tensor]] = {"model": model_state(model)}
         if optimizer is not None:
             tensors["optimizer"] = optimizer_state(model, optimizer)
         tensors, updated = _of_all_stages(model, tensors, trained(model, optimizer) if optimizer is not None else {})
         needed = sum(tensor.numel() * tensor.itemsize for state in tensors.values() for tensor in state.values())
         with temporary_directory(temporary, remove=self._rank == 0):
-            with together("creating the checkpoint's directory"):
+            with raise_on_all_ranks("creating the checkpoint's directory"):
                 if self._rank == 0:
                     _create(step, target, temporary, needed, files)
-            with together("looking for the checkpoint's directory"):
+            with raise_on_all_ranks("looking for the checkpoint's directory"):
                 wait_until_seen(temporary)
-            with together("copying the training state"):
+            with raise_on_all_ranks("copying the training state"):
                 part = take_part(self._rank, tensors, mesh.device, copy=self.asynchronous)
         facts = Facts(step, {axis: mesh.layout.size(axis) for axis in AXES}, tuple(updated))
         writing = self._thread.submit(write_part, part, temporary, mesh.layout.world_size)
@@ -155,9 +155,9 @@ class CheckpointWriter:
         if save is None:
             return None
         try:
-            with together("writing the checkpoint"):
+            with raise_on_all_ranks("writing the checkpoint"):
                 save.writing.result()
-            with together("publishing the checkpoint"):
+            with raise_on_all_ranks("publishing the checkpoint"):
                 if self._rank == 0:
                     (self._publishing or self._start_publishing()).result()
         except BaseException:
@@ -176,7 +176,7 @@ class CheckpointWriter:
         """`finish`, and wait until old checkpoints are gone. Every rank calls it, as its last call."""
         last = self.finish()
         self._thread.shutdown()
-        with together("removing old checkpoints"):
+        with raise_on_all_ranks("removing old checkpoints"):
             if self._pruning is not None:
                 self._pruning.result()
         return last
@@ -221,10 +221,10 @@ def _of_all_stages(
     gathered: list[tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], list[str]]] = [({}, [])] * mesh.layout.pp
     dist.all_gather_object(gathered, (own, list(trained_here)), group=mesh.pp_group)
     if "optimizer" in tensors:
-        every = {name: elsewhere(dtype, shape) for slots, _ in gathered for name, (dtype, shape) in slots.items()}
+        every = {name: on_other_stage(dtype, shape) for slots, _ in gathered for name, (dtype, shape) in slots.items()}
         tensors = {**tensors, "optimizer": {**every, **tensors["optimizer"]}}
     names = {name for _, of_stage in gathered for name in of_stage}
-    return tensors, [name for name in whole_state(model) if name in names]
+    return tensors, [name for name in full_state(model) if name in names]
 
 
 def _create(step: int, target: Path, temporary: Path, needed: int, files: Mapping[str, bytes]) -> None:

@@ -14,9 +14,9 @@ import torch
 
 from expertmesh.bench import peers
 from expertmesh.bench.parts import PARTS, Result, check_ranks, sizes_for
-from expertmesh.cli.text import printable
 from expertmesh.config.errors import InputError
-from expertmesh.weights.directory import io_errors
+from expertmesh.io.directory import io_errors
+from expertmesh.io.terminal import printable
 
 
 def run(parts: Sequence[str], quick: bool, nproc: int | None, report: str | None) -> int:

@@ -17,7 +17,6 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from expertmesh.adapters.plan import adapt, plan_lines
 from expertmesh.adapters.start import check_files
 from expertmesh.anatomy import describe
-from expertmesh.cli.text import printable
 from expertmesh.config import Config, LoraConfig
 from expertmesh.data import (
     IGNORE,
@@ -28,7 +27,8 @@ from expertmesh.data import (
     load_tokenizer,
     padding_token_id,
 )
-from expertmesh.weights.skeleton import build_meta_model, read_model_config
+from expertmesh.io.terminal import printable
+from expertmesh.weights.meta_model import build_meta_model, read_model_config
 
 TARGET_STYLE = "bold green"
 TOKENS_SHOWN = 1000

@@ -24,10 +24,10 @@ from expertmesh.adapters.targets import candidates, listed
 from expertmesh.anatomy import Anatomy, ExpertsSpec, describe
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
-from expertmesh.mesh import Layout, resolve_layout
+from expertmesh.distributed.layout import Layout, resolve_layout
+from expertmesh.io.safetensors_reader import INDEX_FILE, SINGLE_FILE, open_weight_files, read_index
 from expertmesh.parallel.refusals import expert_shard_dim
-from expertmesh.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint, read_index
-from expertmesh.weights.skeleton import build_meta_model, read_model_config
+from expertmesh.weights.meta_model import build_meta_model, read_model_config
 
 DEFAULT_WORLD_SIZES = (1, 2, 4, 8)
 # What training keeps of each parameter: float32 weight, gradient and the two moments of AdamW.
@@ -129,7 +129,7 @@ def disk_text(directory: Path) -> str:
         return "no weight files here; counts are from the configuration"
     if missing:
         return f"{len(expected) - len(missing)} of {len(expected)} weight files, the others are not here"
-    with open_checkpoint(directory) as files:
+    with open_weight_files(directory) as files:
         by_dtype = Counter[str]()
         for tensor in files.tensors.values():
             by_dtype[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes

@@ -16,15 +16,15 @@ from importlib.metadata import version
 from typing import NoReturn
 
 from expertmesh.cli import prove
-from expertmesh.cli.heavy import heavy_imports
-from expertmesh.cli.launch import in_job
-from expertmesh.cli.launch import run as run_training
-from expertmesh.cli.options import RunOptions, duration, size
 from expertmesh.cli.plan_options import add_arguments as plan_arguments
-from expertmesh.cli.text import printable
-from expertmesh.cli.worker import leave
 from expertmesh.config import load_config
 from expertmesh.config.errors import ExpertmeshError
+from expertmesh.io.terminal import printable
+from expertmesh.launcher.launch import in_job
+from expertmesh.launcher.launch import run as run_training
+from expertmesh.launcher.lazy_imports import lazy_imports
+from expertmesh.launcher.options import RunOptions, duration, size
+from expertmesh.launcher.worker import leave
 
 INTERRUPTED = 130
 PIPE_CLOSED = 141  # what a shell says of a process that ended by SIGPIPE
@@ -233,7 +233,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    with heavy_imports():
+    with lazy_imports():
         from expertmesh.cli import inspect
 
     return inspect.run(options.model, options.world_size, options.trust_remote_code)
@@ -241,21 +241,21 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
-    with heavy_imports():
+    with lazy_imports():
         from expertmesh.cli import check
 
     return check.run(config, options.samples)
 
 
 def _plan(options: argparse.Namespace) -> int:
-    with heavy_imports():
+    with lazy_imports():
         from expertmesh.cli import plan
 
     return plan.run(options)
 
 
 def _export(options: argparse.Namespace) -> int:
-    with heavy_imports():
+    with lazy_imports():
         from expertmesh.cli import export
 
     return export.run(
@@ -269,7 +269,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _merge(options: argparse.Namespace) -> int:
-    with heavy_imports():
+    with lazy_imports():
         from expertmesh.cli import merge
 
     return merge.run(
@@ -283,7 +283,7 @@ def _merge(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    with heavy_imports():
+    with lazy_imports():
         from expertmesh.cli import report
 
     return report.run(options.run, options.output)
@@ -292,7 +292,7 @@ def _report(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     # torch reads it when it is imported; its profiler warns of every block that was there before.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with heavy_imports():
+    with lazy_imports():
         from expertmesh.cli import bench
 
     return bench.run(options.parts, options.quick, options.nproc, options.json)

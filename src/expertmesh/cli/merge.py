@@ -12,19 +12,19 @@ from pathlib import Path
 
 import torch
 
-from expertmesh.adapters.merge import MergeReport, merge
 from expertmesh.adapters.peft_format import BASE_FILE, CONFIG_FILE, parameter_name
 from expertmesh.adapters.targets import Target
 from expertmesh.checkpoint.directory import locate
-from expertmesh.checkpoint.export import export
 from expertmesh.checkpoint.interface import ADAPTER
 from expertmesh.checkpoint.manifest import MANIFEST
 from expertmesh.cli.export import located_text, peak_bytes
 from expertmesh.cli.inspect import bytes_text
-from expertmesh.cli.text import printable
 from expertmesh.config.errors import InputError
+from expertmesh.export.checkpoint import export
+from expertmesh.export.merge import MergeReport, merge
+from expertmesh.io.directory import io_errors
+from expertmesh.io.terminal import printable
 from expertmesh.training.weights_report import saved_lines
-from expertmesh.weights.directory import io_errors
 
 _LISTED = 10
 

@@ -25,7 +25,7 @@ from expertmesh.planning.economics import Economics, economics_of
 from expertmesh.planning.facts import facts_of
 from expertmesh.planning.hardware import hardware_table, parse_devices
 from expertmesh.planning.search import Candidate, Job, Plan, explicit, modes, plan
-from expertmesh.weights.skeleton import read_model_config
+from expertmesh.weights.meta_model import read_model_config
 
 REJECTED_SHOWN = 6
 COLUMNS = (

@@ -9,14 +9,14 @@ import os
 import tempfile
 from pathlib import Path
 
-from expertmesh.cli.heavy import heavy_imports
-from expertmesh.cli.launch import in_job, local_ranks
-from expertmesh.cli.launch import run as run_ranks
-from expertmesh.cli.options import RunOptions
 from expertmesh.config import Config, load_config
 from expertmesh.config.errors import InputError
 from expertmesh.config.overrides import apply_override
 from expertmesh.config.yaml_text import dump_yaml
+from expertmesh.launcher.launch import in_job, local_ranks
+from expertmesh.launcher.launch import run as run_ranks
+from expertmesh.launcher.lazy_imports import lazy_imports
+from expertmesh.launcher.options import RunOptions
 from expertmesh.verification.options import DEFAULT_TOKENS, LAYERS, VerifyOptions
 
 VERIFY = "expertmesh.verification.run:verify"
@@ -80,7 +80,7 @@ def _checkpoint(options: argparse.Namespace) -> int:
     if given or options.overrides:
         what = f"--{given[0]}" if given else options.overrides[0]
         raise InputError(f"{what} is for a configuration, and {options.what} is not one; leave it out")
-    with heavy_imports():
+    with lazy_imports():
         from expertmesh.cli import verify
 
     return verify.run(options.what, options.json)

@@ -8,10 +8,10 @@ from transformers import PreTrainedConfig
 from expertmesh.cli.inspect import bytes_text, print_rows
 from expertmesh.config import LoraConfig
 from expertmesh.planning.axes import planned_by_axis
-from expertmesh.planning.census import Sent
 from expertmesh.planning.memory import Batch, fullest_stage, memory_of
 from expertmesh.planning.search import Candidate, Job, explicit
 from expertmesh.planning.state import state_of
+from expertmesh.planning.trackers import Sent
 from expertmesh.planning.traffic import traffic_of
 from expertmesh.simulation.run import Simulated, simulate
 

@@ -10,12 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from expertmesh.checkpoint.directory import locate
-from expertmesh.checkpoint.verify import Verification, verify
-from expertmesh.checkpoint.verify_experts import VerifiedExperts
 from expertmesh.cli.export import located_text
 from expertmesh.cli.inspect import bytes_text
-from expertmesh.cli.text import printable
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
+from expertmesh.io.terminal import printable
+from expertmesh.verification.checkpoint.experts import VerifiedExperts
+from expertmesh.verification.checkpoint.verify import Verification, verify
 
 FORMAT, VERSION = "expertmesh-verification", 1
 

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from expertmesh.config.errors import InputError, SecurityError
-from expertmesh.data.confined import Confined, LimitExceeded, restart_clock
 from expertmesh.data.formats import Conversation, MalformedRow
+from expertmesh.data.sandbox import LimitExceeded, Sandbox, restart_clock
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -69,7 +69,7 @@ class ChatRenderer:
                 "which rows of format messages, sharegpt and alpaca need; put a chat_template.jinja into "
                 "the model directory, or use data of format prompt_completion or text."
             ) from error
-        self._child = Confined(_InChild(tokenizer, template, loss_on).answer)
+        self._child = Sandbox(_InChild(tokenizer, template, loss_on).answer)
 
     def render(self, conversations: Sequence[Conversation]) -> list[Rendered | MalformedRow]:
         """Render each conversation and find its targets, or say why its row cannot be used.

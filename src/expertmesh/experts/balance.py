@@ -18,13 +18,14 @@ from torch import nn
 from expertmesh.anatomy import Anatomy
 from expertmesh.config import MoeConfig
 from expertmesh.config.errors import InputError
-from expertmesh.experts.adapted import adapter_state
+from expertmesh.distributed.mesh import mesh_of
 from expertmesh.experts.layer import layer_of
+from expertmesh.experts.lora_state import adapter_state
 from expertmesh.experts.module_list import FusedExperts
 from expertmesh.experts.router_loss import aux_loss_refusal, router_logits_refusal
-from expertmesh.mesh import mesh_of
-from expertmesh.shards import full_box, local_box, local_tensor, slices
-from expertmesh.whole import own_names
+from expertmesh.io.boxes import full_box, slices
+from expertmesh.state.shards import local_box, local_tensor
+from expertmesh.state.stage_view import stage_names
 
 _BIAS_NAMES = ("e_score_correction_bias", "expert_bias")  # added to the scores for the choice alone, in every family
 
@@ -88,7 +89,7 @@ def update_router_bias(model: nn.Module, *, skipped: bool = False) -> None:
     balance = attached_balance(model)
     if not balance.biases:
         return
-    here = set(own_names(model, [experts for experts, _ in balance.biases]))
+    here = set(stage_names(model, [experts for experts, _ in balance.biases]))
     counts = [
         layer_of(model.get_submodule(experts)).take_step_load() if experts in here else None
         for experts, _ in balance.biases

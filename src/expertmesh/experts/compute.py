@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from expertmesh.experts.dispatch import LocalPairs
-from expertmesh.experts.form import ExpertWeights, MlpForm, activate, activation_backward
+from expertmesh.experts.mlp_spec import ExpertMlpSpec, ExpertWeights, activate, activation_backward
 from expertmesh.experts.per_expert import PerExpertMlp
 from expertmesh.experts.segments import Segments, segment_sum
 
@@ -42,7 +42,7 @@ def expert_mlp(
     weight_P: torch.Tensor,
     pairs: LocalPairs,
     weights: ExpertWeights,
-    form: MlpForm,
+    form: ExpertMlpSpec,
 ) -> torch.Tensor:
     """For each row the weighted sum of its experts' outputs, `[R, H]`; differentiable in rows, weights and parameters.
 
@@ -66,7 +66,7 @@ class _GroupedMlp(torch.autograd.Function):
         up_bias: torch.Tensor | None,
         down_bias: torch.Tensor | None,
         pairs: LocalPairs,
-        form: MlpForm,
+        form: ExpertMlpSpec,
     ) -> torch.Tensor:
         end_L, dtype = pairs.expert_end_L, rows_RH.dtype
         pre_P2I = grouped_mm(rows_RH.index_select(0, pairs.row_P), as_kn(up.to(dtype), form), end_L)
@@ -109,17 +109,19 @@ class _GroupedMlp(torch.autograd.Function):
         return grad_rows_RH, grad_weight_P, grad_up, grad_down, grad_up_bias, grad_down_bias, None, None
 
 
-def as_kn(weight: torch.Tensor, form: MlpForm) -> torch.Tensor:
+def as_kn(weight: torch.Tensor, form: ExpertMlpSpec) -> torch.Tensor:
     """`[L, in, out]`, for products from the input side."""
     return weight if form.transposed else weight.transpose(1, 2)
 
 
-def as_nk(weight: torch.Tensor, form: MlpForm) -> torch.Tensor:
+def as_nk(weight: torch.Tensor, form: ExpertMlpSpec) -> torch.Tensor:
     """`[L, out, in]`, for products from the output side (backward)."""
     return weight.transpose(1, 2) if form.transposed else weight
 
 
-def _weight_gradient(input_Pk: torch.Tensor, grad_Pn: torch.Tensor, end_L: torch.Tensor, form: MlpForm) -> torch.Tensor:
+def _weight_gradient(
+    input_Pk: torch.Tensor, grad_Pn: torch.Tensor, end_L: torch.Tensor, form: ExpertMlpSpec
+) -> torch.Tensor:
     if form.transposed:
         return grouped_mm(input_Pk.t(), grad_Pn, end_L)
     return grouped_mm(grad_Pn.t(), input_Pk, end_L)

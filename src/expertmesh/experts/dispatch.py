@@ -18,13 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from expertmesh.experts.collectives import (
-    all_gather,
-    all_to_all,
-    all_to_all_even,
-    reduce_scatter,
-    to_host,
-)
+from expertmesh.distributed.collectives import all_gather, all_to_all, all_to_all_even, reduce_scatter, to_host
 from expertmesh.experts.segments import Segments, segment_sum, segments_of
 
 
@@ -57,14 +51,14 @@ class Dispatcher(Protocol):
     def dispatch(
         self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, LocalPairs, Any]:
-        """Return `rows_RH`, the weight of each local pair `weight_P`, the pairs, and a ticket for `combine`."""
+        """Return `rows_RH`, the weight of each local pair `weight_P`, pairs and metadata for `combine`."""
         ...
 
-    def combine(self, rows_RH: torch.Tensor, ticket: Any) -> torch.Tensor:
+    def combine(self, rows_RH: torch.Tensor, metadata: Any) -> torch.Tensor:
         """Return `out_TH`: for each token the sum of its rows, wherever they were computed."""
         ...
 
-    def numbers(self, number_T: torch.Tensor, ticket: Any) -> torch.Tensor:
+    def numbers(self, number_T: torch.Tensor, metadata: Any) -> torch.Tensor:
         """Return `number_R`: what `number_T` (int64) says of each row's token, for dropout. Collective, too."""
         ...
 
@@ -94,10 +88,10 @@ class LocalDispatcher:
         pairs = LocalPairs(row_P, end_E, segments_of(row_P, hidden_TH.shape[0]))
         return hidden_TH, weight_TK.reshape(-1).index_select(0, order_P), pairs, None
 
-    def combine(self, rows_RH: torch.Tensor, ticket: Any) -> torch.Tensor:
+    def combine(self, rows_RH: torch.Tensor, metadata: Any) -> torch.Tensor:
         return rows_RH
 
-    def numbers(self, number_T: torch.Tensor, ticket: Any) -> torch.Tensor:
+    def numbers(self, number_T: torch.Tensor, metadata: Any) -> torch.Tensor:
         return number_T
 
 
@@ -144,15 +138,15 @@ class AllToAllDispatcher:
         by_row = segments_of(row_P, rows_RH.shape[0])
         return rows_RH, weight_P, LocalPairs(row_P, route.expert_end_L, by_row), route
 
-    def combine(self, rows_RH: torch.Tensor, ticket: _Route) -> torch.Tensor:
+    def combine(self, rows_RH: torch.Tensor, metadata: _Route) -> torch.Tensor:
         """One all-to-all in forward, one in backward."""
-        out_TH: torch.Tensor = _AllToAllCombine.apply(rows_RH, ticket, self.group)
+        out_TH: torch.Tensor = _AllToAllCombine.apply(rows_RH, metadata, self.group)
         return out_TH
 
-    def numbers(self, number_T: torch.Tensor, ticket: _Route) -> torch.Tensor:
+    def numbers(self, number_T: torch.Tensor, metadata: _Route) -> torch.Tensor:
         """One more all-to-all, of 8 bytes a row."""
-        splits = ticket.splits
-        number_Q = number_T.index_select(0, ticket.token_Q)
+        splits = metadata.splits
+        number_Q = number_T.index_select(0, metadata.token_Q)
         number_R, _ = all_to_all(number_Q, splits.rows_sent, splits.rows_received, self.group)
         return number_R
 
@@ -307,14 +301,14 @@ class AllGatherDispatcher:
         pairs = LocalPairs(row_P, pairs_L.cumsum(0).to(torch.int32), segments_of(row_P, len(rows_RH)))
         return rows_RH, weight_NK.reshape(-1).index_select(0, pair_P), pairs, (tokens, padding)
 
-    def combine(self, rows_RH: torch.Tensor, ticket: tuple[int, int]) -> torch.Tensor:
+    def combine(self, rows_RH: torch.Tensor, metadata: tuple[int, int]) -> torch.Tensor:
         """One reduce-scatter in forward, one all-gather in backward."""
         own: torch.Tensor = _ReduceScatter.apply(rows_RH, self.group)
-        return own[: ticket[0]]
+        return own[: metadata[0]]
 
-    def numbers(self, number_T: torch.Tensor, ticket: tuple[int, int]) -> torch.Tensor:
+    def numbers(self, number_T: torch.Tensor, metadata: tuple[int, int]) -> torch.Tensor:
         """One more all-gather, of 8 bytes a row."""
-        return all_gather(_padded(number_T.unsqueeze(1), ticket[1]), self.group).squeeze(1)
+        return all_gather(_padded(number_T.unsqueeze(1), metadata[1]), self.group).squeeze(1)
 
 
 def _padded(tensor: torch.Tensor, rows: int, value: int = 0) -> torch.Tensor:

@@ -18,7 +18,7 @@ from transformers.integrations import moe as transformers_moe
 
 from expertmesh.anatomy import Anatomy, ExpertsSpec
 from expertmesh.config.errors import InputError
-from expertmesh.experts.adapted import adapter_state_of
+from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.compute import expert_mlp, grouped_mm_refusal
 from expertmesh.experts.dispatch import (
     AllGatherDispatcher,
@@ -28,13 +28,13 @@ from expertmesh.experts.dispatch import (
     count_pairs,
 )
 from expertmesh.experts.dropout import Dropout
-from expertmesh.experts.form import ExpertWeights, MlpForm
 from expertmesh.experts.kept import computed_once
 from expertmesh.experts.lora import Adapter, Adapters, adapted_expert_mlp
+from expertmesh.experts.lora_state import adapter_state_of
+from expertmesh.experts.mlp_spec import ExpertMlpSpec, ExpertWeights
 from expertmesh.experts.post_norm import normed_expert_mlp
 from expertmesh.experts.real_tokens import real_tokens
 from expertmesh.experts.routing import confirm_choice, is_recomputing
-from expertmesh.mesh import Mesh
 
 IMPLEMENTATION = "expertmesh"
 DispatchName = Literal["auto", "all_to_all", "all_gather"]
@@ -50,7 +50,7 @@ class ExpertLayer:
     """
 
     def __init__(
-        self, spec: ExpertsSpec, dispatcher: Dispatcher, form: MlpForm, dtype: torch.dtype, first_expert: int = 0
+        self, spec: ExpertsSpec, dispatcher: Dispatcher, form: ExpertMlpSpec, dtype: torch.dtype, first_expert: int = 0
     ) -> None:
         self.spec = spec
         self.dispatcher = dispatcher
@@ -96,17 +96,17 @@ class ExpertLayer:
     ) -> torch.Tensor:
         """Dispatch, experts, combine: `[T, H]` in `hidden`'s dtype."""
         hidden_TH = hidden.reshape(-1, hidden.shape[-1]).to(self.dtype)
-        rows_RH, weight_P, pairs, ticket = self.dispatcher.dispatch(hidden_TH, index_TK, weight_TK)
+        rows_RH, weight_P, pairs, metadata = self.dispatcher.dispatch(hidden_TH, index_TK, weight_TK)
         weights = self._weights(experts)
         if self.spec.post_norm:
             norm: Any = experts.post_expert_norm
             out_RH = normed_expert_mlp(rows_RH, weight_P, pairs, weights, self.form, norm)
         elif (adapters := self._adapters(experts)) is not None:
-            dropout = self._dropout(experts, len(hidden_TH), ticket)
+            dropout = self._dropout(experts, len(hidden_TH), metadata)
             out_RH = adapted_expert_mlp(rows_RH, weight_P, pairs, weights, self.form, adapters, dropout)
         else:
             out_RH = expert_mlp(rows_RH, weight_P, pairs, weights, self.form)
-        return self.dispatcher.combine(out_RH, ticket).to(hidden.dtype)
+        return self.dispatcher.combine(out_RH, metadata).to(hidden.dtype)
 
     def forward_dense(self, experts: nn.Module, rows_NH: torch.Tensor) -> torch.Tensor:
         """For blocks that pass every token to every expert, `[E * T, H]`, with zeros where it did not choose it.
@@ -148,11 +148,11 @@ class ExpertLayer:
         up, down = (_adapter(experts, name) for name in (self.spec.up, self.spec.down))
         return Adapters(up, down, state.scaling, self.first_expert)
 
-    def _dropout(self, experts: nn.Module, tokens: int, ticket: Any) -> Dropout | None:
+    def _dropout(self, experts: nn.Module, tokens: int, metadata: Any) -> Dropout | None:
         """The adapters' dropout with the numbers of the rows that came here; one more collective where there is any."""
         state = adapter_state_of(experts)
         dropout = state.dropout_of(self.spec.name, tokens) if state is not None and experts.training else None
-        return dropout and replace(dropout, number_P=self.dispatcher.numbers(dropout.number_P, ticket))
+        return dropout and replace(dropout, number_P=self.dispatcher.numbers(dropout.number_P, metadata))
 
     def _count(self, experts: nn.Module, index_TK: torch.Tensor, real_T: torch.Tensor | None) -> None:
         # Without gradients it is the count of a router loss, and the same tokens come again.
@@ -236,7 +236,7 @@ def choose_backend(spec: ExpertsSpec, compute: ComputeName, dtype: torch.dtype) 
     return "loop" if compute == "loop" or refusal else "grouped_mm"
 
 
-def form_of(experts: Any, spec: ExpertsSpec, *, per_expert: bool) -> MlpForm:
+def form_of(experts: Any, spec: ExpertsSpec, *, per_expert: bool) -> ExpertMlpSpec:
     """How these experts compute, by the module's own activation and gate."""
     activation: Callable[[torch.Tensor], torch.Tensor]
     if not spec.gated:
@@ -247,7 +247,7 @@ def form_of(experts: Any, spec: ExpertsSpec, *, per_expert: bool) -> MlpForm:
         activation = partial(_gated, act_fn)
     else:
         raise InputError(f"{spec.name}: no activation is recognised (act_fn or activation_fn); it is not supported")
-    return MlpForm(activation, is_silu_gated(experts, spec), spec.transposed, per_expert)
+    return ExpertMlpSpec(activation, is_silu_gated(experts, spec), spec.transposed, per_expert)
 
 
 def is_silu_gated(experts: nn.Module, spec: ExpertsSpec) -> bool:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from expertmesh.experts.compute import as_kn, as_nk, expert_of_pair, grouped_mm, per_pair
 from expertmesh.experts.dispatch import LocalPairs
 from expertmesh.experts.dropout import Dropout, keep_mask
-from expertmesh.experts.form import ExpertWeights, MlpForm, activate, activation_backward
+from expertmesh.experts.mlp_spec import ExpertMlpSpec, ExpertWeights, activate, activation_backward
 from expertmesh.experts.per_expert import looped_mm
 from expertmesh.experts.segments import segment_sum
 
@@ -49,7 +49,7 @@ def adapted_expert_mlp(
     weight_P: torch.Tensor,
     pairs: LocalPairs,
     weights: ExpertWeights,
-    form: MlpForm,
+    form: ExpertMlpSpec,
     adapters: Adapters,
     dropout: Dropout | None = None,
 ) -> torch.Tensor:
@@ -81,7 +81,7 @@ class _AdaptedMlp(torch.autograd.Function):
         down_a: torch.Tensor | None,
         down_b: torch.Tensor | None,
         pairs: LocalPairs,
-        form: MlpForm,
+        form: ExpertMlpSpec,
         scaling: float,
         first_expert: int,
         dropout: Dropout | None,
@@ -155,7 +155,7 @@ class _AdaptedMlp(torch.autograd.Function):
         return grad_rows_RH, grad_weight_P, *frozen, grad_up_a, grad_up_b, grad_down_a, grad_down_b, *settings
 
 
-def _product(form: MlpForm) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+def _product(form: ExpertMlpSpec) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
     return looped_mm if form.per_expert else grouped_mm
 
 

@@ -21,8 +21,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.integrations import moe as transformers_moe
 
+from expertmesh.anatomy.expert_module import ExpertModuleSpec
 from expertmesh.experts.layer import layer_of
-from expertmesh.experts.member import MemberForm
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class FusedExperts(nn.Module):
     is_concatenated = True
     _apply_gate = transformers_moe._default_apply_gate
 
-    def __init__(self, config: PreTrainedConfig, members: nn.ModuleList, form: MemberForm) -> None:
+    def __init__(self, config: PreTrainedConfig, members: nn.ModuleList, form: ExpertModuleSpec) -> None:
         super().__init__()
         self.config, self.num_experts = config, len(members)
         self.ups, self.down = form.ups, form.down
@@ -96,7 +96,7 @@ def _stacked(members: nn.ModuleList, linears: tuple[str, ...], leaf: str) -> nn.
     return nn.Parameter(whole, requires_grad=members[0].get_parameter(names[0]).requires_grad)
 
 
-def fuse(block: nn.Module, config: PreTrainedConfig, form: MemberForm) -> None:
+def fuse(block: nn.Module, config: PreTrainedConfig, form: ExpertModuleSpec) -> None:
     """Put one `FusedExperts` in the place of the list `block.experts`, and run the block twice from now on."""
     members = block.experts
     assert isinstance(members, nn.ModuleList)

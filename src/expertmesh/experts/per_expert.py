@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from expertmesh.experts.dispatch import LocalPairs
-from expertmesh.experts.form import MlpForm, activate, activation_backward
+from expertmesh.experts.mlp_spec import ExpertMlpSpec, activate, activation_backward
 
 
 class PerExpertMlp(torch.autograd.Function):
@@ -29,7 +29,7 @@ class PerExpertMlp(torch.autograd.Function):
         up_bias: torch.Tensor | None,
         down_bias: torch.Tensor | None,
         pairs: LocalPairs,
-        form: MlpForm,
+        form: ExpertMlpSpec,
     ) -> torch.Tensor:
         dtype = rows_RH.dtype
         pre_PI2 = rows_RH.new_empty(weight_P.shape[0], up.shape[2 if form.transposed else 1])
@@ -98,12 +98,12 @@ def _spans(pairs: LocalPairs) -> Iterator[tuple[int, slice]]:
         start = end
 
 
-def _in_out(weight: torch.Tensor, form: MlpForm) -> torch.Tensor:
+def _in_out(weight: torch.Tensor, form: ExpertMlpSpec) -> torch.Tensor:
     """One expert's weight as `[in, out]`, whatever its layout."""
     return weight if form.transposed else weight.t()
 
 
-def _weight_gradient(input_pk: torch.Tensor, grad_pn: torch.Tensor, out: torch.Tensor, form: MlpForm) -> None:
+def _weight_gradient(input_pk: torch.Tensor, grad_pn: torch.Tensor, out: torch.Tensor, form: ExpertMlpSpec) -> None:
     """Write one expert's weight gradient where it belongs; masters may be wider than what is multiplied."""
     left, right = (input_pk, grad_pn) if form.transposed else (grad_pn, input_pk)
     if out.dtype == left.dtype:

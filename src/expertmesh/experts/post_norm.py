@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from expertmesh.experts.compute import expert_mlp
 from expertmesh.experts.dispatch import LocalPairs
-from expertmesh.experts.form import ExpertWeights, MlpForm
+from expertmesh.experts.mlp_spec import ExpertMlpSpec, ExpertWeights
 from expertmesh.experts.segments import segments_of
 
 
@@ -22,7 +22,7 @@ def normed_expert_mlp(
     weight_P: torch.Tensor,
     pairs: LocalPairs,
     weights: ExpertWeights,
-    form: MlpForm,
+    form: ExpertMlpSpec,
     norm: nn.Module,
 ) -> torch.Tensor:
     """As `expert_mlp`, with `norm` behind each expert; differentiable in the norm's parameters too.
@@ -44,7 +44,7 @@ def _normed(
     weight_P: torch.Tensor,
     pairs: LocalPairs,
     weights: ExpertWeights,
-    form: MlpForm,
+    form: ExpertMlpSpec,
     norm: nn.Module,
 ) -> torch.Tensor:
     place_P = torch.arange(pairs.row_P.shape[0], device=rows_RH.device)

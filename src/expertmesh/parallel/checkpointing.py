@@ -17,8 +17,8 @@ from torch import nn
 
 from expertmesh.anatomy import Anatomy, describe
 from expertmesh.config.errors import InputError
-from expertmesh.experts.adapted import AdapterState, adapter_state
 from expertmesh.experts.kept import keeping_contexts
+from expertmesh.experts.lora_state import AdapterState, adapter_state
 from expertmesh.experts.routing import routing_contexts
 
 CheckpointingMode = Literal["none", "selective", "full"]

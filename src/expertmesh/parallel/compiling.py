@@ -14,8 +14,9 @@ from torch import nn
 
 from expertmesh.anatomy import Anatomy, describe
 from expertmesh.config.errors import InputError
-from expertmesh.experts.adapted import adapter_state
-from expertmesh.mesh import Layout, mesh_of
+from expertmesh.distributed.layout import Layout
+from expertmesh.distributed.mesh import mesh_of
+from expertmesh.experts.lora_state import adapter_state
 
 # Code is compiled per class, and again for other sizes, masks or dtypes. torch's own limit of 8 is for one function.
 _VARIANTS = 64

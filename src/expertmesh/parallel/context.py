@@ -26,9 +26,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertmesh.anatomy import Anatomy
 from expertmesh.config.errors import InputError
-from expertmesh.experts.collectives import all_gather, all_to_all_even
-from expertmesh.mesh import Layout, Mesh
-from expertmesh.parallel.mixing import (
+from expertmesh.distributed.collectives import all_gather, all_to_all_even
+from expertmesh.distributed.layout import Layout
+from expertmesh.distributed.mesh import Mesh
+from expertmesh.introspection.attention import (
     attentions,
     attributes_read,
     carried_state,

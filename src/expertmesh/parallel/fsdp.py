@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor, Shard
 from expertmesh.anatomy import Anatomy, describe, is_adapter, is_inside
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError, IntegrityError
-from expertmesh.experts.adapted import adapter_state
+from expertmesh.distributed.mesh import Mesh, attach_mesh
 from expertmesh.experts.balance import attach_balance, balance_of
 from expertmesh.experts.layer import install
-from expertmesh.mesh import Mesh, attach_mesh
-from expertmesh.parallel.compute_dtype import refuse_compute, uncast_modules
+from expertmesh.experts.lora_state import adapter_state
+from expertmesh.introspection.compute_dtype import refuse_compute, uncast_modules
 from expertmesh.parallel.context import refuse_context, split_attention
 from expertmesh.parallel.pipeline import cut, pipeline_of
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_mixed_dtypes, refuse_model
@@ -162,7 +162,7 @@ def _place_dense(
         if part.is_split:
             module = model.get_submodule(part.name)
             others = {parameter for parameter in module.parameters() if parameter not in split}
-            fully_shard(module, mesh=mesh.split_shard, mp_policy=policy, ignored_params=others)
+            fully_shard(module, mesh=mesh.dense_tp_shard, mp_policy=policy, ignored_params=others)
             _sum_gradients(module)
     fully_shard(model, mesh=mesh.dense_shard, mp_policy=policy, ignored_params=elsewhere)
     _sum_gradients(model)

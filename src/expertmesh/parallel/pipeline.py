@@ -18,12 +18,13 @@ from torch import nn
 
 from expertmesh.anatomy import Anatomy, is_inside
 from expertmesh.config.errors import InputError
-from expertmesh.experts.adapted import adapter_state
-from expertmesh.mesh import Layout, Mesh
+from expertmesh.distributed.layout import Layout
+from expertmesh.distributed.mesh import Mesh
+from expertmesh.experts.lora_state import adapter_state
+from expertmesh.introspection.stage_probe import Decoder, probe, rehearse
 from expertmesh.parallel.sequence import decoder_blocks
-from expertmesh.parallel.stage_probe import Decoder, probe, rehearse
 from expertmesh.parallel.stages import plan_stages
-from expertmesh.whole import Whole, keep_whole, twin_on_meta, whole_state
+from expertmesh.state.stage_view import StageView, attach_stage_view, full_state, meta_twin
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +86,7 @@ def plan_cut(model: nn.Module, anatomy: Anatomy, layout: Layout) -> Cut:
     """Raises `InputError` by name for a model that cannot be cut; nothing is changed. Every rank plans the same."""
     blocks = decoder_blocks(anatomy)
     stages = plan_stages(model, anatomy, blocks, layout)
-    decoder = probe(twin_on_meta(model), blocks, anatomy.experts)
+    decoder = probe(meta_twin(model), blocks, anatomy.experts)
     parts = _parts(model, decoder, blocks, layout, stages)
     trained = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
     for rank in range(layout.pp):
@@ -96,7 +97,7 @@ def plan_cut(model: nn.Module, anatomy: Anatomy, layout: Layout) -> Cut:
                 f"parallel.pp: nothing on stage {own[0]} (blocks {', '.join(numbers)}) is trained, so that it would "
                 "only hand tokens on; set parallel.pp to 1, or widen lora.targets"
             )
-    bare = twin_on_meta(model)
+    bare = meta_twin(model)
     _put_placeholders(bare, parts, blocks, next(iter(bare.parameters())).dtype, torch.device("meta"))
     rehearse(bare)
     return Cut(tuple(blocks), stages, parts, decoder.hidden)
@@ -105,13 +106,13 @@ def plan_cut(model: nn.Module, anatomy: Anatomy, layout: Layout) -> Cut:
 def cut(model: nn.Module, anatomy: Anatomy, mesh: Mesh, dtype: torch.dtype) -> Anatomy:
     """Keep what this rank's stages hold of `model`, in place; returns the anatomy of that. No communication.
 
-    `dtype` is the compute dtype. Everything that asks about the whole model goes through whole.py from now on.
+    `dtype` is the compute dtype. Questions about the whole model go through state/stage_view.py from now on.
     """
     plan = plan_cut(model, anatomy, mesh.layout)
     blocks, parts = plan.blocks, plan.parts
     pipeline = Pipeline(mesh, blocks, plan.stages, plan.hidden, dtype)
     rank = mesh.coordinate("pp")
-    keep_whole(model, _whole(model, parts, mesh))
+    attach_stage_view(model, _whole(model, parts, mesh))
     state = adapter_state(model)
     gone = [name for name, ranks in parts.items() if rank not in ranks]
     _put_placeholders(model, gone, blocks, dtype, mesh.device)
@@ -279,18 +280,18 @@ def _outermost(model: nn.Module, parameter: str, among: frozenset[str], blocks: 
     )
 
 
-def _whole(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh) -> Whole:
+def _whole(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh) -> StageView:
     """What is in several stages, and who answers for it: the first of them."""
     everywhere = frozenset(range(mesh.layout.pp))
     holders: dict[int, frozenset[int]] = {}
-    state = whole_state(model)
+    state = full_state(model)
     for name, tensor in state.items():
         of_name = next((ranks for part, ranks in parts.items() if is_inside(name, part)), everywhere)
         holders[id(tensor)] = holders.get(id(tensor), frozenset()) | of_name
     rank = mesh.coordinate("pp")
     held = {name: holders[id(tensor)] for name, tensor in state.items() if rank in holders[id(tensor)]}
-    return Whole(
-        twin=twin_on_meta(model),
+    return StageView(
+        twin=meta_twin(model),
         copies=frozenset(name for name, ranks in held.items() if min(ranks) != rank),
         copied=frozenset(name for name, ranks in held.items() if min(ranks) == rank and len(ranks) > 1),
         is_first_rank=mesh.rank % mesh.layout.ranks_per_stage == 0,

@@ -11,9 +11,9 @@ from torch import nn
 from expertmesh.anatomy import Anatomy, ExpertsSpec, is_adapter
 from expertmesh.config import MoeConfig
 from expertmesh.config.errors import InputError
+from expertmesh.distributed.layout import Layout
 from expertmesh.experts.balance import balance_of
-from expertmesh.experts.confirm import confirm_experts
-from expertmesh.mesh import Layout
+from expertmesh.introspection.experts_proof import confirm_experts
 
 
 def refuse_model(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> None:

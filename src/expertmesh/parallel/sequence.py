@@ -22,7 +22,8 @@ from torch import nn
 
 from expertmesh.anatomy import Anatomy
 from expertmesh.config.errors import InputError
-from expertmesh.mesh import Layout, Mesh
+from expertmesh.distributed.layout import Layout
+from expertmesh.distributed.mesh import Mesh
 
 Batch = Mapping[str, torch.Tensor]
 # Values for padded positions; position ids restart there, so that packed rows do not reach into the padding.

@@ -12,7 +12,7 @@ from torch import nn
 
 from expertmesh.anatomy import Anatomy
 from expertmesh.config.errors import InputError
-from expertmesh.mesh import Layout
+from expertmesh.distributed.layout import Layout
 
 
 def plan_stages(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str], layout: Layout) -> tuple[range, ...]:

@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from expertmesh.config.errors import InputError
-from expertmesh.experts.adapted import adapter_state
-from expertmesh.mesh import Mesh
-from expertmesh.parallel.positions import gather, own_part, reduce_scatter
+from expertmesh.distributed.mesh import Mesh
+from expertmesh.distributed.sequence_collectives import gather, own_part, reduce_scatter
+from expertmesh.experts.lora_state import adapter_state
 from expertmesh.parallel.tensor_plan import Part, TensorPlan
 
 
@@ -61,7 +61,7 @@ def split_parts(model: nn.Module, plan: TensorPlan, mesh: Mesh) -> set[nn.Parame
 
 def _own_slice(whole: torch.Tensor, dim: int, mesh: Mesh) -> DTensor:
     """This rank's part of a full tensor as the DTensor whose global value is `whole`."""
-    tp = mesh.split["tp"]
+    tp = mesh.dense_tp_mesh["tp"]
     size = whole.shape[dim] // tp.size()
     local = whole.detach().narrow(dim, tp.get_local_rank() * size, size).clone()
     local = local if local.is_meta else local.to(mesh.device)

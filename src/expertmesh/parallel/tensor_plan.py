@@ -21,7 +21,7 @@ from torch import nn
 
 from expertmesh.anatomy import Anatomy, is_adapter, is_inside
 from expertmesh.config.errors import InputError
-from expertmesh.parallel.confirm_heads import why_not_split
+from expertmesh.introspection.heads_proof import why_not_split
 from expertmesh.parallel.sequence import decoder_blocks
 
 # A module of a block whose forward takes one of these lets positions see each other.

@@ -10,7 +10,7 @@ from typing import Any
 
 from expertmesh.anatomy import Anatomy
 from expertmesh.config.errors import InputError
-from expertmesh.mesh import Layout
+from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.context import refuse_context
 from expertmesh.parallel.pipeline import plan_cut
 from expertmesh.parallel.sequence import decoder_blocks, refuse_blocks

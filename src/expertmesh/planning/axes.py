@@ -6,8 +6,8 @@ that send with that kind of collective.
 
 from collections.abc import Iterable, Mapping
 
-from expertmesh.mesh import Mesh
-from expertmesh.planning.census import Sent
+from expertmesh.distributed.mesh import Mesh
+from expertmesh.planning.trackers import Sent
 from expertmesh.planning.traffic import Transfer
 
 # What each axis is used for. All-reduces over fsdp are of single numbers.
@@ -53,11 +53,11 @@ def planned_by_axis(transfers: Iterable[Transfer], counted: Iterable[Key]) -> di
 def _axes(mesh: Mesh) -> dict[str, set[str]]:
     """The axes that a process group, by its name, is of; groups of one rank left out."""
     found: dict[str, set[str]] = {}
-    for view in (mesh.dense, mesh.expert, mesh.whole, mesh.split):
+    for view in (mesh.dense, mesh.expert, mesh.dense_mesh, mesh.dense_tp_mesh):
         for axis in view.mesh_dim_names or ():
             group = view.get_group(axis)
             # Alone in the dense view it is used for nothing.
-            unused = axis == "fsdp" and view not in (mesh.whole, mesh.split)
+            unused = axis == "fsdp" and view not in (mesh.dense_mesh, mesh.dense_tp_mesh)
             if group.size() > 1 and not unused:
                 found.setdefault(str(group.group_name), set()).add(axis)
     return found

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from expertmesh.config.sections import BYTES_OF
-from expertmesh.mesh import Layout
+from expertmesh.distributed.layout import Layout
 from expertmesh.planning.facts import Block, Experts, Facts, Unit
 from expertmesh.planning.routing import Routing, expected
 from expertmesh.planning.state import Mode, Sizes, sizes_over

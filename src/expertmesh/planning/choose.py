@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError
-from expertmesh.mesh import Layout, resolve_layout
+from expertmesh.distributed.layout import Layout, resolve_layout
 from expertmesh.planning.facts import facts_of
 from expertmesh.planning.hardware import Devices, hardware_table, match_device
 from expertmesh.planning.memory import Batch

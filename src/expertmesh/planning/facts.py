@@ -17,12 +17,12 @@ from expertmesh.adapters.plan import adapt
 from expertmesh.anatomy import Anatomy, ExpertsSpec, describe, is_adapter, is_inside
 from expertmesh.config import LoraConfig, PrecisionConfig
 from expertmesh.experts.layer import choose_backend, is_silu_gated
-from expertmesh.parallel.compute_dtype import uncast_modules
+from expertmesh.introspection.compute_dtype import uncast_modules
 from expertmesh.parallel.tensor_plan import TensorPlan, shared_by_heads
 from expertmesh.planning.asked import Asked
 from expertmesh.planning.probe import BlockFigures, Probed, probe
 from expertmesh.planning.routing import Choice
-from expertmesh.weights.skeleton import build_meta_model, kept_in_fp32
+from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Bytes that one rank holds: its state, and the most of everything else at each moment of a step that can be the peak.
 
 What a block keeps and needs is in blocks.py, what a rank keeps of parameters in state.py, how many micro-batches are in
-flight in schedule.py; here is when what of it is held together, and the head in chunks (training/loss.py).
+flight in schedule.py; here is when what of it is held together, and the head in chunks (step/loss.py).
 docs/planning.md derives it; benchmarks/planning.py compares it with what ranks hold.
 """
 
@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from expertmesh.config.sections import BYTES_OF
-from expertmesh.mesh import Layout
+from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.refusals import expert_shard_dim
 from expertmesh.planning.blocks import Costs, Share, costs_of, hidden_bytes, reduced_bytes
 from expertmesh.planning.facts import Facts
@@ -281,7 +281,7 @@ class _Model:
             gathered = embedding.gathered + embedding.flat + (root + head.flat if around else 0.0)
             yield at("embedding's gather", ready / blocks, gathered, before - self.tables)
         if stage == self.layout.pp - 1:
-            # Losses are taken in forward, with the head's gradient (training/loss.py).
+            # Losses are taken in forward, with the head's gradient (step/loss.py).
             before += (held.flying[-1] - is_last) * (self.outside + self.head_saved())
         before += self.outside + self.last if is_last else 0.0
 
@@ -336,7 +336,7 @@ class _Model:
             yield at("head's reduction", share, max(head_gradient, copied) + reducing, self.received(stage))
 
     def _head(self) -> float:
-        """The loss in chunks (training/loss.py): hidden states, sums of the head's gradient, one chunk's logits."""
+        """The loss in chunks (step/loss.py): hidden states, sums of the head's gradient, one chunk's logits."""
         vocabulary = self.facts.vocabulary / self.layout.tp
         targets = self.batch.rows * (self.facts.length - 1) / self.layout.cp
         rows = targets * self.facts.hidden * self.compute
@@ -353,7 +353,7 @@ class _Model:
         return 3 * rows - self.last + head * wide + max(logits + again, product + again, rounding)
 
     def head_saved(self) -> float:
-        """The head's gradients, taken in forward and kept for backward (training/loss.py)."""
+        """The head's gradients, taken in forward and kept for backward (step/loss.py)."""
         targets = self.batch.rows * (self.facts.length - 1) / self.layout.cp
         head = self.facts.head / self.layout.tp if self.facts.head_trains else 0.0
         return (targets * self.facts.hidden + head) * self.compute + self.last

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from expertmesh.anatomy import Anatomy
 from expertmesh.config.errors import InputError
-from expertmesh.planning.census import Census
+from expertmesh.planning.trackers import Census
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Which micro-batches a pipeline rank holds activations of while one of them runs backward, schedule by schedule.
 
 A rank's stages (one, or `pp_virtual_stages`) are its chunks, in the order of the model. The order of forwards and
-backwards is that of the schedules training/pipeline.py chooses from torch.distributed.pipelining.
+backwards is that of the schedules step/pipeline_schedule.py chooses from torch.distributed.pipelining.
 """
 
 from collections import Counter
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-from expertmesh.mesh import Layout
+from expertmesh.distributed.layout import Layout
 
 
 class Held(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from expertmesh.config import ParallelConfig, TrainConfig
 from expertmesh.config.errors import InputError
-from expertmesh.mesh import Layout, resolve_layout
+from expertmesh.distributed.layout import Layout, resolve_layout
 from expertmesh.planning.facts import Facts
 from expertmesh.planning.hardware import Devices
 from expertmesh.planning.memory import Batch, Memory, memory_of, shards_evenly

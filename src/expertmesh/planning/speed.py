@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from expertmesh.config.sections import BYTES_OF
-from expertmesh.mesh import DENSE_AXES, EXPERT_AXES, Layout
+from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout
 from expertmesh.planning.facts import Block, Facts
 from expertmesh.planning.hardware import Devices
 from expertmesh.planning.memory import Batch

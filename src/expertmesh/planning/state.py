@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from expertmesh.mesh import Layout
+from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.checkpointing import checkpointed_layers
 from expertmesh.planning.facts import Block, Facts, Unit
 

@@ -11,7 +11,7 @@ from math import gcd
 from typing import Literal
 
 from expertmesh.config.sections import BYTES_OF
-from expertmesh.mesh import Layout
+from expertmesh.distributed.layout import Layout
 from expertmesh.planning.facts import Block, Facts, Unit
 from expertmesh.planning.memory import CHUNK_TOKENS, Batch
 from expertmesh.planning.routing import expected

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from expertmesh.checkpoint.directory import CHECKPOINTS, published
 from expertmesh.config import Config, load_config
 from expertmesh.config.errors import ExpertmeshError, InputError
-from expertmesh.config.versioned import first_problem
+from expertmesh.io.versioned_json import first_problem
 from expertmesh.report.metrics import Metrics, read_metrics
 from expertmesh.training.lock import Owner, holder
 from expertmesh.training.record import RECORD_FILE, RunRecord, read_record

@@ -19,17 +19,17 @@ from transformers import PreTrainedConfig
 
 from expertmesh.config import LoraConfig, MoeConfig, ParallelConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
-from expertmesh.mesh import init_mesh
+from expertmesh.distributed.mesh import init_mesh
 from expertmesh.model import prepare_model
-from expertmesh.parallel.gradients import clip_grad_norm_
+from expertmesh.parallel.grad_norm import clip_grad_norm_
 from expertmesh.planning.axes import sent_by_axis
-from expertmesh.planning.census import Census, Sent
 from expertmesh.planning.memory import Batch
 from expertmesh.planning.routing import Choice
 from expertmesh.planning.state import CheckpointedLayers, Mode
+from expertmesh.planning.trackers import Census, Sent
 from expertmesh.simulation.stand_ins import stand_ins
-from expertmesh.training.step import forward_backward
-from expertmesh.weights.skeleton import materialize
+from expertmesh.step.forward_backward import forward_backward
+from expertmesh.weights.meta_model import materialize
 
 ONE = Batch(1, 1)
 

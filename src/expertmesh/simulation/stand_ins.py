@@ -13,7 +13,7 @@ import torch
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._utils import InferenceMode
 
-from expertmesh.mesh import Layout
+from expertmesh.distributed.layout import Layout
 from expertmesh.planning.probe import FusedAttention
 from expertmesh.planning.routing import Choice, rows_per_token
 
@@ -38,8 +38,8 @@ def stand_ins(choice: Choice, tokens: int, layout: Layout) -> Iterator[None]:
 
     with (
         patch("expertmesh.experts.dispatch.to_host", counts),
-        patch("expertmesh.training.loss._targets", targets),
-        patch("expertmesh.training.pipeline._Stage.forward", _counted),
+        patch("expertmesh.step.loss._targets", targets),
+        patch("expertmesh.step.pipeline_schedule._Stage.forward", _counted),
         patch.object(schedules._PipelineSchedule, "_warmup_p2p", _agreed),
         patch("transformers.masking_utils.is_tracing", lambda *_: False),
         patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_: None),

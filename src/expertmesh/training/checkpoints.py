@@ -18,10 +18,10 @@ from expertmesh.checkpoint.interface import companions
 from expertmesh.checkpoint.small_files import STATE_FILE, state_bytes
 from expertmesh.checkpoint.write import CheckpointWriter, SavedCheckpoint
 from expertmesh.config import CheckpointConfig, Config, dump_config
+from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.training.lock import RunLock
 from expertmesh.training.resume import Counters, Identity
-from expertmesh.weights.agree import together
-from expertmesh.weights.directory import Tokenizer
+from expertmesh.weights.companions import Tokenizer
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class RunCheckpoints:
     def save(self, counters: Counters) -> None:
         """Save the state after `counters.step`, first waiting for an earlier checkpoint. Every rank calls it."""
         self._tell(self.writer.finish())
-        with together("checking the lock of output_dir"):
+        with raise_on_all_ranks("checking the lock of output_dir"):
             if self.lock is not None:
                 self.lock.check()
         state: dict[str, Any] = {"identity": asdict(self.identity), "counters": asdict(counters)}
@@ -102,10 +102,10 @@ def open_checkpoints(
     output = Path(config.output_dir)
     directory = output / CHECKPOINTS
     files: dict[str, bytes] = {}
-    with together("preparing checkpoints"):
+    with raise_on_all_ranks("preparing checkpoints"):
         if is_main:
             files = {"config.yaml": dump_config(config).encode(), **companions(model, tokenizer)}
-    with together("cleaning up after interrupted checkpoints"):
+    with raise_on_all_ranks("cleaning up after interrupted checkpoints"):
         if is_main and (leftovers := [*clean(directory), *clean(output)]):
             print(f"removed what interrupted saves left: {', '.join(leftovers)}", flush=True)
     writer = CheckpointWriter(

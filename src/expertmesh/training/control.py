@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
-from expertmesh.training.progress import Hearing, Progress
+from expertmesh.training.progress import Progress, StopState
 
 # A scheduler and a launcher may both deliver what is one request: signals this close together count as one.
 ONE_REQUEST_SECONDS = 0.5
@@ -81,15 +81,15 @@ class Control:
         Outside of it these signals end the process. Only the main thread of a process can be told by signals.
         """
         with _hearing_signals(self._hear):
-            self.progress.hearing = Hearing.LISTENING
+            self.progress.hearing = StopState.LISTENING
             try:
                 yield
             except Stopped:
-                self.progress.hearing = Hearing.LEAVING
+                self.progress.hearing = StopState.LEAVING
                 raise
             finally:
-                if self.progress.hearing is Hearing.LISTENING:
-                    self.progress.hearing = Hearing.DEAF
+                if self.progress.hearing is StopState.LISTENING:
+                    self.progress.hearing = StopState.DEAF
 
     def _hear(self, number: int) -> None:
         now = time.monotonic()

@@ -18,19 +18,19 @@ from torch import nn
 from expertmesh.anatomy import Anatomy
 from expertmesh.config import Config
 from expertmesh.data import EvaluationBatches, Step, TrainingBatches
+from expertmesh.distributed.collectives import all_gather
+from expertmesh.distributed.mesh import Mesh, set_timeout
 from expertmesh.experts.balance import attached_balance, update_router_bias
-from expertmesh.experts.collectives import all_gather
 from expertmesh.experts.layer import ExpertLayer, layer_of
-from expertmesh.mesh import Mesh, set_timeout
-from expertmesh.parallel.gradients import clip_grad_norm_
+from expertmesh.parallel.grad_norm import clip_grad_norm_
+from expertmesh.state.stage_view import stage_names
+from expertmesh.step.forward_backward import StepLosses, forward_backward, forward_loss
 from expertmesh.training.checkpoints import RunCheckpoints
 from expertmesh.training.control import Control, Stopped, StopReason
 from expertmesh.training.faults import NonFiniteGuard, gradients_are_finite
 from expertmesh.training.first_loss import first_loss_lines
 from expertmesh.training.metrics import Reporter, StepMetrics, expert_load, peak_memory
 from expertmesh.training.resume import Counters
-from expertmesh.training.step import StepLosses, forward_backward, forward_loss
-from expertmesh.whole import own_names
 
 
 @dataclass(slots=True)
@@ -202,7 +202,7 @@ class TrainingLoop:
 
     def _layers(self) -> list[ExpertLayer | None]:
         """Of every MoE layer of the model; None for those of another pipeline stage."""
-        here = set(own_names(self.model, [spec.name for spec in self.anatomy.experts]))
+        here = set(stage_names(self.model, [spec.name for spec in self.anatomy.experts]))
         return [
             layer_of(self.model.get_submodule(spec.name)) if spec.name in here else None
             for spec in self.anatomy.experts

@@ -17,8 +17,8 @@ import torch
 
 from expertmesh.config import LogConfig
 from expertmesh.config.errors import InputError
-from expertmesh.weights.directory import io_errors
-from expertmesh.weights.writing import replace_synced
+from expertmesh.io.directory import io_errors
+from expertmesh.io.safetensors_writer import replace_synced
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,16 @@ from expertmesh.adapters.plan import plan_of
 from expertmesh.anatomy import Anatomy, is_adapter
 from expertmesh.config import Config
 from expertmesh.data import DataReport, TrainingBatches
+from expertmesh.distributed.layout import Layout
+from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.balance import Balance, attached_balance
-from expertmesh.mesh import Layout, Mesh
 from expertmesh.parallel.checkpointing import CheckpointedLayers, CheckpointingMode, checkpointed_layers
 from expertmesh.parallel.compiling import compiled_parts
 from expertmesh.parallel.context import context_lines
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.tensor_plan import attached_plan
 from expertmesh.planning.choose import Forecast
-from expertmesh.training.pipeline import schedule_kind
+from expertmesh.step.pipeline_schedule import schedule_kind
 from expertmesh.training.preflight import Checked
 
 

@@ -23,21 +23,21 @@ from expertmesh.config import Config, load_config
 from expertmesh.config.errors import InputError
 from expertmesh.data import load_tokenizer
 from expertmesh.data.loader import accumulation_of
+from expertmesh.distributed.layout import Layout
 from expertmesh.experts.layer import choose_backend
-from expertmesh.mesh import Layout
+from expertmesh.introspection.attention import carried_state
+from expertmesh.introspection.compute_dtype import refuse_compute
 from expertmesh.parallel.checkpointing import refuse_checkpointing
 from expertmesh.parallel.compiling import refuse_compile
-from expertmesh.parallel.compute_dtype import refuse_compute
 from expertmesh.parallel.context import refuse_context
-from expertmesh.parallel.mixing import carried_state
 from expertmesh.parallel.pipeline import plan_cut
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_model
 from expertmesh.parallel.sequence import refuse_blocks
 from expertmesh.parallel.tensor_plan import tensor_plan
 from expertmesh.planning.choose import choose_layout
-from expertmesh.training.pipeline import interleaves
+from expertmesh.step.pipeline_schedule import interleaves
 from expertmesh.training.resume import config_differences, find_start, flat
-from expertmesh.weights.skeleton import build_meta_model, kept_in_fp32, read_model_config
+from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32, read_model_config
 
 MODEL, ADAPTER = "model", "adapter"
 # What a run that was killed before it had written config.yaml may have left behind, none of it worth keeping, and what

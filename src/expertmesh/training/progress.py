@@ -29,7 +29,7 @@ _SIZE = _STOP_AT + _NUMBER.size
 _WRITING_SECONDS = 0.5
 
 
-class Hearing(IntEnum):
+class StopState(IntEnum):
     """What a rank does with a request to stop."""
 
     DEAF = 0
@@ -41,7 +41,7 @@ class Hearing(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RankStatus:
     """One rank at one moment. Times are of `time.monotonic()`, which all processes of a machine share.
 
     `step` counts from 1; 0 is before the first. `process` is 0 until the rank has come up.
@@ -53,7 +53,7 @@ class Standing:
     step: int
     phase: str
     heartbeat: float
-    hearing: Hearing
+    hearing: StopState
 
     def __str__(self) -> str:
         place = f"at step {self.step}" if self.step else "before the first step"
@@ -88,11 +88,11 @@ class Progress:
         _BEAT.pack_into(self._bytes, _BEAT_AT, time.monotonic())
 
     @property
-    def hearing(self) -> Hearing:
-        return Hearing(_NUMBER.unpack_from(self._bytes, _HEARING_AT)[0])
+    def hearing(self) -> StopState:
+        return StopState(_NUMBER.unpack_from(self._bytes, _HEARING_AT)[0])
 
     @hearing.setter
-    def hearing(self, hearing: Hearing) -> None:
+    def hearing(self, hearing: StopState) -> None:
         _NUMBER.pack_into(self._bytes, _HEARING_AT, hearing)
 
     @property
@@ -104,13 +104,13 @@ class Progress:
     def stop(self, number: int) -> None:
         _NUMBER.pack_into(self._bytes, _STOP_AT, number)
 
-    def standing(self) -> Standing:
+    def standing(self) -> RankStatus:
         """All of it at one moment, also for a reader in another process."""
         process, main_thread = _IDENTITY.unpack_from(self._bytes, _IDENTITY_AT)
         since, step, phase = _PLACE.unpack(self._place())
         (heartbeat,) = _BEAT.unpack_from(self._bytes, _BEAT_AT)
         text = phase.rstrip(b"\0").decode(errors="ignore") or "starting"
-        return Standing(process, main_thread, since, step, text, heartbeat, self.hearing)
+        return RankStatus(process, main_thread, since, step, text, heartbeat, self.hearing)
 
     def _place(self) -> bytes:
         """The bytes that `at` wrote, whole: the writer may be in the middle, and may not get to run for a while.

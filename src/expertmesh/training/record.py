@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from expertmesh.config.versioned import read_versioned
+from expertmesh.io.versioned_json import read_versioned
 
 RECORD_FILE = "run.json"
 FORMAT: Literal["expertmesh-run"] = "expertmesh-run"

@@ -18,10 +18,15 @@ from torch import nn
 
 from expertmesh.config.errors import ExpertmeshError
 from expertmesh.data import DataReport
-from expertmesh.experts.collectives import all_gather
-from expertmesh.mesh import DENSE_AXES, EXPERT_AXES, Mesh
+from expertmesh.distributed.all_ranks import collective_device, raise_on_all_ranks
+from expertmesh.distributed.collectives import all_gather
+from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES
+from expertmesh.distributed.mesh import Mesh
+from expertmesh.io.boxes import volume
+from expertmesh.io.directory import io_errors
+from expertmesh.io.safetensors_writer import replace_synced
 from expertmesh.planning.choose import Forecast
-from expertmesh.shards import local_box, owns_copy, volume
+from expertmesh.state.shards import local_box, owns_copy
 from expertmesh.training.plan import Prepared, local_parameters
 from expertmesh.training.preflight import Checked
 from expertmesh.training.record import (
@@ -34,9 +39,6 @@ from expertmesh.training.record import (
     Start,
     read_record,
 )
-from expertmesh.weights.agree import collective_device, together
-from expertmesh.weights.directory import io_errors
-from expertmesh.weights.writing import replace_synced
 
 
 def record_start(run: Prepared, *, after_step: int, printed: Sequence[str]) -> None:
@@ -47,7 +49,7 @@ def record_start(run: Prepared, *, after_step: int, printed: Sequence[str]) -> N
     """
     config, checked, mesh = run.config, run.checked, run.mesh
     shares, parameters = _shares(mesh, run.model, checked, run.bytes_to_load)
-    with together("writing run.json"):
+    with raise_on_all_ranks("writing run.json"):
         if mesh.rank == 0:
             start = Start(
                 started=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -20,7 +20,7 @@ from expertmesh.checkpoint.small_files import STATE_FILE, read_state_file
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.data import TokenizedDataset
-from expertmesh.weights.agree import from_first, together
+from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 
 # What may differ from the run that is resumed: sections and keys.
 _FREE_SECTIONS = ("parallel", "checkpoint", "log", "distributed")
@@ -77,8 +77,8 @@ class Identity:
             "the model's config.json": self.model_sha256,
             "the data": self.data_sha256,
         }
-        first = json.loads(from_first(json.dumps(mine)))
-        with together("comparing configuration and data between ranks"):
+        first = json.loads(from_rank_0(json.dumps(mine)))
+        with raise_on_all_ranks("comparing configuration and data between ranks"):
             different = [name for name, digest in mine.items() if digest != first[name]]
             if different:
                 raise InputError(

@@ -26,7 +26,10 @@ from expertmesh.data import (
     load_tokenizer,
     padding_token_id,
 )
-from expertmesh.mesh import Mesh, current_device, init_mesh, set_timeout, start_process_group
+from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
+from expertmesh.distributed.mesh import Mesh, current_device, init_mesh, set_timeout, start_process_group
+from expertmesh.io.directory import io_errors
+from expertmesh.io.safetensors_writer import replace_synced
 from expertmesh.model import load_weights, prepare_model
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning.choose import Forecast, forecast
@@ -42,13 +45,10 @@ from expertmesh.training.preflight import ADAPTER, MODEL, Checked, preflight
 from expertmesh.training.recording import record_start
 from expertmesh.training.resume import Counters, Identity, check_start, find_start
 from expertmesh.training.weights_report import AUDIT_FILE, adapter_lines, loaded_lines, saved_lines
-from expertmesh.weights.agree import from_first, together
 from expertmesh.weights.audit import write_audit
-from expertmesh.weights.directory import io_errors
 from expertmesh.weights.load import bytes_to_read
+from expertmesh.weights.meta_model import materialize
 from expertmesh.weights.save import save_model
-from expertmesh.weights.skeleton import materialize
-from expertmesh.weights.writing import replace_synced
 
 
 def train(config: Config, control: Control | None = None) -> None:
@@ -59,11 +59,11 @@ def train(config: Config, control: Control | None = None) -> None:
     control = control or Control()
     device = current_device()
     start_process_group(device, config.distributed.first_step_timeout_seconds)
-    with together("checking the configuration"):
+    with raise_on_all_ranks("checking the configuration"):
         checked = preflight(config, dist.get_world_size())
     with ExitStack() as stack:
         lock = None
-        with together("locking output_dir"):
+        with raise_on_all_ranks("locking output_dir"):
             if dist.get_rank() == 0:
                 lock = stack.enter_context(RunLock(Path(config.output_dir), control.launch))
         _train(config, control, checked, device, lock)
@@ -72,14 +72,14 @@ def train(config: Config, control: Control | None = None) -> None:
 def _train(config: Config, control: Control, checked: Checked, device: torch.device, lock: RunLock | None) -> None:
     """`lock` is rank 0's."""
     control.progress.at(0, "reading the data")
-    with together("reading the data"):
+    with raise_on_all_ranks("reading the data"):
         tokenizer = load_tokenizer(config.model)
         pad_token_id = padding_token_id(tokenizer, checked.vocab_size)
         training = _dataset(config, "train", tokenizer, checked)
         evaluation = _dataset(config, "eval", tokenizer, checked) if config.data.eval else None
 
     # Every rank has come to the same layout by itself; should one ever not, rank 0's holds.
-    parallel = ParallelConfig(**json.loads(from_first(explicit(checked.layout).model_dump_json())))
+    parallel = ParallelConfig(**json.loads(from_rank_0(explicit(checked.layout).model_dump_json())))
     mesh = init_mesh(parallel, num_experts=checked.anatomy.num_experts, device=device)
     set_timeout(mesh, config.distributed.first_step_timeout_seconds)
     share: dict[str, Any] = {
@@ -101,15 +101,15 @@ def _train(config: Config, control: Control, checked: Checked, device: torch.dev
     total_steps = min(total_steps, config.train.max_steps or total_steps)
 
     directory = Path(config.output_dir)
-    with together("comparing the data"):
+    with raise_on_all_ranks("comparing the data"):
         identity = Identity.of(config, checked.directory, training[0])
     identity.agree()
     found: Path | None = None
     changes: list[str] = []
-    with together("looking for a checkpoint"):
+    with raise_on_all_ranks("looking for a checkpoint"):
         if mesh.rank == 0 and (found := find_start(config)) is not None:
             changes = check_start(found, identity, total_steps, directory)
-    start = Path(shared) if (shared := from_first(str(found or ""))) else None
+    start = Path(shared) if (shared := from_rank_0(str(found or ""))) else None
 
     torch.manual_seed(config.train.seed + mesh.rank)
     checkpointing = checkpointing_mode(config, mesh)
@@ -129,13 +129,13 @@ def _train(config: Config, control: Control, checked: Checked, device: torch.dev
         revision=config.model.revision,
     )
     reports = [training[1], *([evaluation[1]] if evaluation else [])]
-    with together("reading the headers of the weights"):
+    with raise_on_all_ranks("reading the headers of the weights"):
         to_load = bytes_to_read(model, checked.directory)
-    with together("writing the configuration"):
+    with raise_on_all_ranks("writing the configuration"):
         if mesh.rank == 0:
             _write_config(config, directory / "config.yaml")
     expected: Forecast | None = None
-    with together("predicting a step"):
+    with raise_on_all_ranks("predicting a step"):
         if mesh.rank == 0:
             expected = forecast(config, checked.model_config, mesh.layout)
     run = Prepared(
@@ -158,7 +158,7 @@ def _train(config: Config, control: Control, checked: Checked, device: torch.dev
         printed = list(plan_lines(run))
         print("\n".join(printed), flush=True)
     optimizer, counters = _load(config, control, checked, mesh, model, start, changes)
-    with together("opening the metrics"):
+    with raise_on_all_ranks("opening the metrics"):
         reporter = open_reporter(config.log, directory, total_steps, is_main=mesh.rank == 0, done=counters.step)
     record_start(run, after_step=counters.step, printed=printed)
     loop = TrainingLoop(

@@ -6,9 +6,9 @@ from pathlib import Path
 from expertmesh.adapters.save import AdapterReport
 from expertmesh.training.plan import gib
 from expertmesh.weights.audit import AuditReport
-from expertmesh.weights.left_out import LeftOut
 from expertmesh.weights.load import LoadReport
 from expertmesh.weights.save import SaveReport
+from expertmesh.weights.unmapped import UnmappedTensors
 
 AUDIT_FILE = "audit.json"
 _LISTED = 10
@@ -46,7 +46,7 @@ def adapter_lines(saved: AdapterReport) -> Iterator[str]:
             yield f"           {name}: B of experts {shown} is all zero; they have seen no token"
 
 
-def _listed(groups: Sequence[LeftOut]) -> Iterator[str]:
+def _listed(groups: Sequence[UnmappedTensors]) -> Iterator[str]:
     for group in groups[:_LISTED]:
         yield f"{group.pattern} ({group.tensors:,} tensors, {gib(group.bytes)})"
     if more := groups[_LISTED:]:

@@ -19,20 +19,20 @@ from expertmesh.adapters.peft_format import WEIGHTS_FILE
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
 from expertmesh.parallel.pipeline import pipeline_of
-from expertmesh.shards import local_tensor
-from expertmesh.verification.artifacts import check_artifacts
-from expertmesh.verification.backward import check_backward
-from expertmesh.verification.bytes import check_bytes
+from expertmesh.state.shards import local_tensor
+from expertmesh.state.stage_view import stage_names
 from expertmesh.verification.compare import gathered
-from expertmesh.verification.forward import check_forward
-from expertmesh.verification.metamorphic import check_resume
+from expertmesh.verification.layers.artifacts import check_artifacts
+from expertmesh.verification.layers.backward import check_backward
+from expertmesh.verification.layers.bytes import check_bytes
+from expertmesh.verification.layers.forward import check_forward
+from expertmesh.verification.layers.metamorphic import check_resume
+from expertmesh.verification.layers.update import check_update
 from expertmesh.verification.proof import Expectations, Proof
 from expertmesh.verification.result import Check, Mutation
 from expertmesh.verification.setup import Setup, in_float32
 from expertmesh.verification.subject import Subject, all_tensors
-from expertmesh.verification.update import check_update
 from expertmesh.weights.load import expert_tensors
-from expertmesh.whole import own_names
 
 Layers = Sequence[tuple[str, Callable[[Proof], list[Check]]]]
 PASSES: Layers = (("bytes", check_bytes), ("forward", check_forward), ("backward", check_backward))
@@ -139,7 +139,7 @@ def _drop_token(subject: Subject) -> None:
         return output * kept[..., None]
 
     block = spec.name.rpartition(".")[0] if spec.call == "dense" else spec.name
-    for name in own_names(subject.model, [block]):
+    for name in stage_names(subject.model, [block]):
         module = subject.model.get_submodule(name)
         module.register_forward_hook(lambda m, a, out: hook(m, a, out) if isinstance(out, Tensor) else out)
 
@@ -153,7 +153,7 @@ def _drop_router(subject: Subject) -> None:
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(torch.zeros_like)
 
-    for name in own_names(subject.model, subject.setup.anatomy.routers):
+    for name in stage_names(subject.model, subject.setup.anatomy.routers):
         subject.model.get_submodule(name).register_forward_hook(hook)
 
 

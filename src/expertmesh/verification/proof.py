@@ -15,7 +15,7 @@ from torch import Tensor
 from expertmesh.config import PrecisionConfig
 from expertmesh.verification import subject as job
 from expertmesh.verification.compare import TOLERANCE
-from expertmesh.verification.reference import Expected, Reference
+from expertmesh.verification.reference.model import Expected, Reference
 from expertmesh.verification.seen import Places, Seen, forward
 from expertmesh.verification.setup import Setup, in_float32
 from expertmesh.verification.subject import Outcome, Subject

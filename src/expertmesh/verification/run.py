@@ -19,21 +19,21 @@ import torch.distributed as dist
 
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError, IntegrityError
-from expertmesh.mesh import current_device, start_process_group
+from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
+from expertmesh.distributed.mesh import current_device, start_process_group
+from expertmesh.step.pipeline_schedule import schedule_kind
 from expertmesh.training.control import Control
-from expertmesh.training.pipeline import schedule_kind
-from expertmesh.verification.artifacts import check_artifacts
-from expertmesh.verification.backward import check_backward
-from expertmesh.verification.bytes import check_bytes
-from expertmesh.verification.forward import check_forward
-from expertmesh.verification.metamorphic import check_metamorphic
+from expertmesh.verification.layers.artifacts import check_artifacts
+from expertmesh.verification.layers.backward import check_backward
+from expertmesh.verification.layers.bytes import check_bytes
+from expertmesh.verification.layers.forward import check_forward
+from expertmesh.verification.layers.metamorphic import check_metamorphic
+from expertmesh.verification.layers.update import check_update
 from expertmesh.verification.mutations import self_test
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.proof import Proof, label
 from expertmesh.verification.result import Check, Layer, Report, layer_lines, mutation_lines, write_json
 from expertmesh.verification.setup import Setup, set_up
-from expertmesh.verification.update import check_update
-from expertmesh.weights.agree import from_first, together
 
 REPORT_FILE = "verification.json"
 _SHOWN = 20
@@ -50,7 +50,7 @@ def verify(config: Config, control: Control | None = None) -> Report:
     started = time.monotonic()
     start_process_group(current_device(), config.distributed.first_step_timeout_seconds)
     control.progress.at(0, "reading the data")
-    with together("preparing the verification"):
+    with raise_on_all_ranks("preparing the verification"):
         setup = set_up(config, options, dist.get_world_size())
     torch.manual_seed(config.train.seed + dist.get_rank())
     report = Report(_facts(setup, options))
@@ -91,9 +91,9 @@ def _run(report: Report, name: str, check: Callable[[], list[Check]]) -> None:
 
 
 def _finish(report: Report, config: Config, options: VerifyOptions) -> None:
-    failures = json.loads(from_first(json.dumps([line[:500] for line in report.failures[:_SHOWN]])))
+    failures = json.loads(from_rank_0(json.dumps([line[:500] for line in report.failures[:_SHOWN]])))
     path = options.report or (None if options.random_data else str(Path(config.output_dir) / REPORT_FILE))
-    with together("writing the report"):
+    with raise_on_all_ranks("writing the report"):
         if path is not None and dist.get_rank() == 0:
             try:
                 write_json(report, Path(path))
@@ -187,8 +187,8 @@ def _scratch(config: Config, options: VerifyOptions) -> Iterator[Path]:
     beside = Path.cwd() if options.random_data else Path(config.output_dir).absolute().parent
     while not beside.exists():
         beside = beside.parent
-    directory = Path(from_first(str(beside / f".expertmesh-verify-{time.time_ns():x}")))
-    with together("making a directory for what is saved"):
+    directory = Path(from_rank_0(str(beside / f".expertmesh-verify-{time.time_ns():x}")))
+    with raise_on_all_ranks("making a directory for what is saved"):
         if dist.get_rank() == 0:
             try:
                 directory.mkdir()

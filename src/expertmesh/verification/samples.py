@@ -14,7 +14,7 @@ from torch import Tensor
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError
 from expertmesh.data import IGNORE, Sample, Step, TokenizedDataset, TrainingBatches
-from expertmesh.mesh import Layout
+from expertmesh.distributed.layout import Layout
 
 LEAST_LENGTH = 16
 

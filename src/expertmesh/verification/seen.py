@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.utils.generic import ModelOutput
 
-from expertmesh.mesh import Mesh
+from expertmesh.distributed.mesh import Mesh
+from expertmesh.distributed.sequence_collectives import gather
 from expertmesh.parallel.pipeline import Placeholder, pipeline_of
-from expertmesh.parallel.positions import gather
 from expertmesh.parallel.sequence import padded, sequence_share
-from expertmesh.training.loss import head_logits
-from expertmesh.training.pipeline import StageOutput, run_pipeline, same_shape
+from expertmesh.step.loss import head_logits
+from expertmesh.step.pipeline_schedule import StageOutput, run_pipeline, same_shape
 from expertmesh.verification.samples import Placed, StepData
 from expertmesh.verification.subject import Subject
 

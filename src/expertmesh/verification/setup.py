@@ -20,8 +20,8 @@ from expertmesh.config import Config, PrecisionConfig
 from expertmesh.config.errors import InputError
 from expertmesh.data import build_dataset, load_tokenizer, padding_token_id
 from expertmesh.data.loader import accumulation_of
+from expertmesh.distributed.layout import Layout
 from expertmesh.experts.layer import choose_backend
-from expertmesh.mesh import Layout
 from expertmesh.parallel.pipeline import plan_cut
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_model
 from expertmesh.planning.choose import choose_layout
@@ -29,7 +29,7 @@ from expertmesh.planning.search import explicit
 from expertmesh.training.preflight import packing_refusal, refuse_interleaving
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.samples import StepData, random_dataset, steps_of
-from expertmesh.weights.skeleton import build_meta_model, read_model_config
+from expertmesh.weights.meta_model import build_meta_model, read_model_config
 
 STEPS = 3
 _RANDOM = re.compile(r"(dropout|jitter|_pdrop$)")

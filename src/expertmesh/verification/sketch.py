@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from expertmesh.shards import Box, blocks, extents, slices
+from expertmesh.io.boxes import Box, blocks, extents, slices
 from expertmesh.verification.compare import Distance, gathered
 from expertmesh.verification.subject import Subject, boxes, owned
 

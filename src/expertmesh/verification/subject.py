@@ -13,24 +13,25 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-import expertmesh.parallel.gradients as gradients_module
+import expertmesh.parallel.grad_norm as gradients_module
 from expertmesh.adapters.plan import plan_of
 from expertmesh.adapters.start import start as start_adapters
 from expertmesh.config import ParallelConfig, PrecisionConfig
 from expertmesh.data import Step
+from expertmesh.distributed.mesh import Mesh, init_mesh, set_timeout
 from expertmesh.experts.balance import attached_balance, update_router_bias
-from expertmesh.mesh import Mesh, init_mesh, set_timeout
+from expertmesh.io.boxes import Box, slices
 from expertmesh.model import prepare_model
-from expertmesh.shards import Box, local_box, local_tensor, owns_copy, slices
+from expertmesh.state.shards import local_box, local_tensor, owns_copy
+from expertmesh.state.stage_view import stage_parameters
+from expertmesh.step.forward_backward import forward_backward
 from expertmesh.training.optimizer import build_optimizer
 from expertmesh.training.run import checkpointing_mode
-from expertmesh.training.step import forward_backward
+from expertmesh.verification.reference.weights import adapter_shapes, adapter_value
 from expertmesh.verification.samples import StepData
 from expertmesh.verification.setup import Setup
-from expertmesh.verification.sources import adapter_shapes, adapter_value
 from expertmesh.weights.load import fill
 from expertmesh.weights.mapping import model_tensors
-from expertmesh.whole import own_parameters
 
 
 @dataclass(slots=True)
@@ -57,7 +58,7 @@ class Subject:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """What this rank trains a part of, by the names of the whole model."""
-        return {name: p for name, p in own_parameters(self.model).items() if p.requires_grad}
+        return {name: p for name, p in stage_parameters(self.model).items() if p.requires_grad}
 
 
 @dataclass(frozen=True, slots=True)

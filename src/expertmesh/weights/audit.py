@@ -22,26 +22,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from expertmesh.config.errors import IntegrityError
-from expertmesh.shards import (
-    Box,
-    blocks,
-    extents,
-    full_box,
-    intersect,
-    local_box,
-    local_tensor,
-    owns_copy,
-    slices,
-    volume,
-)
-from expertmesh.weights.agree import collective_device, together
-from expertmesh.weights.files import FileTensor, as_bytes, open_checkpoint
+from expertmesh.distributed.all_ranks import collective_device, raise_on_all_ranks
+from expertmesh.io.boxes import Box, blocks, extents, full_box, intersect, slices, volume
+from expertmesh.io.pieces import Leaf, Piece
+from expertmesh.io.safetensors_reader import FileTensor, as_bytes, open_weight_files
+from expertmesh.state.shards import local_box, local_tensor, owns_copy
+from expertmesh.state.stage_view import is_on_other_stage
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import ExpertTensors, expert_tensors, named_source, weights_file
 from expertmesh.weights.mapping import LoadPlan, model_tensors, plan_load
-from expertmesh.weights.pieces import Leaf, Piece
 from expertmesh.weights.reading import bytes_needed, read_box
-from expertmesh.whole import is_elsewhere
 
 AuditMode = Literal["sampled", "full"]
 FORMAT, VERSION = "expertmesh-audit", 1
@@ -102,8 +92,8 @@ def audit_weights(model: PreTrainedModel, directory: str | Path, mode: AuditMode
     group; `full` another one, of 256 bytes per expert.
     """
     started = time.monotonic()
-    with together("comparing the weights with their files"):
-        with open_checkpoint(directory, weights_file(model)) as checkpoint:
+    with raise_on_all_ranks("comparing the weights with their files"):
+        with open_weight_files(directory, weights_file(model)) as checkpoint:
             plan = plan_load(model, checkpoint)
         auditor = _Auditor(plan, model_tensors(model), expert_tensors(model))
         auditor.check_numbers()
@@ -181,7 +171,7 @@ class _Auditor:
         """A few elements of each file tensor behind each expert held here, and behind each other shard."""
         for name, lazy in self.plan.tensors.items():
             tensor = self.state[name]
-            if is_elsewhere(tensor):
+            if is_on_other_stage(tensor):
                 continue
             parts = list(_samples(name, lazy, tensor, local_box(tensor), self._experts_of(name)))
             if parts:
@@ -192,7 +182,7 @@ class _Auditor:
         """Everything; of experts that another rank hashes, the hash is empty."""
         for name, lazy in self.plan.tensors.items():
             box = local_box(self.state[name])
-            if self._experts_of(name) is None and volume(box) and not is_elsewhere(self.state[name]):
+            if self._experts_of(name) is None and volume(box) and not is_on_other_stage(self.state[name]):
                 for part in blocks(box, _BLOCK_ELEMENTS):
                     self._compare(name, [(lazy, part)])
         return [self._module(tensors) for tensors in self.experts]

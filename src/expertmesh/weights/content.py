@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from expertmesh.shards import Box, blocks, extents, local_box, local_tensor, owns_copy, slices
-from expertmesh.weights.agree import collective_device
+from expertmesh.distributed.all_ranks import collective_device
+from expertmesh.io.boxes import Box, blocks, extents, slices
+from expertmesh.state.shards import local_box, local_tensor, owns_copy
 from expertmesh.weights.mapping import model_tensors, tied_names
 
 _BLOCK_ELEMENTS = 1 << 22

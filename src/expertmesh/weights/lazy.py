@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from expertmesh.shards import Box, full_box, intersect, volume
-from expertmesh.weights.pieces import Leaf, Piece
+from expertmesh.io.boxes import Box, full_box, intersect, volume
+from expertmesh.io.pieces import Leaf, Piece
 
 aten = torch.ops.aten
 _HANDLERS: dict[Any, Callable[..., Any]] = {}

@@ -15,15 +15,16 @@ from transformers import PreTrainedModel
 
 from expertmesh.anatomy import describe
 from expertmesh.config.errors import IntegrityError
-from expertmesh.shards import Box, local_box, local_tensor
-from expertmesh.weights.agree import together
-from expertmesh.weights.files import Checkpoint, FileTensor, open_checkpoint
+from expertmesh.distributed.all_ranks import raise_on_all_ranks
+from expertmesh.io.boxes import Box
+from expertmesh.io.pieces import Leaf
+from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, open_weight_files
+from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.weights.lazy import LazyTensor
-from expertmesh.weights.left_out import LeftOut, in_short, remember
 from expertmesh.weights.mapping import LoadPlan, model_tensors, plan_load
-from expertmesh.weights.pieces import Leaf
+from expertmesh.weights.meta_model import materialize
 from expertmesh.weights.reading import bytes_needed, read_box
-from expertmesh.weights.skeleton import materialize
+from expertmesh.weights.unmapped import UnmappedTensors, in_short, remember
 
 _CHECKED_ELEMENTS = 1 << 22
 
@@ -43,7 +44,7 @@ class LoadReport:
     local_bytes: int
     experts: tuple[tuple[str, int, int], ...]
     ignored: tuple[str, ...]
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[UnmappedTensors, ...]
 
 
 def fill(model: PreTrainedModel, directory: str | Path, allocate_on: torch.device | str | None = None) -> LoadReport:
@@ -55,7 +56,7 @@ def fill(model: PreTrainedModel, directory: str | Path, allocate_on: torch.devic
     Raises on all ranks alike: `InputError`, `SecurityError`, `IntegrityError` (see `open_checkpoint` and
     `plan_load`), the last also for values that are not finite. Issues one small all-reduce on the default group.
     """
-    with together("loading weights"), open_checkpoint(directory, weights_file(model)) as checkpoint:
+    with raise_on_all_ranks("loading weights"), open_weight_files(directory, weights_file(model)) as checkpoint:
         plan = plan_load(model, checkpoint)
         if allocate_on is not None:
             materialize(model, allocate_on)
@@ -70,14 +71,14 @@ def bytes_to_read(model: PreTrainedModel, directory: str | Path) -> int:
     inside `together`.
     """
     state = model_tensors(model)
-    with open_checkpoint(directory, weights_file(model)) as checkpoint:
+    with open_weight_files(directory, weights_file(model)) as checkpoint:
         plan = plan_load(model, checkpoint)
     sources = [*plan.tensors.items(), *plan.copies]
     return sum(bytes_needed(lazy, local_box(state[name])) for name, lazy in sources)
 
 
 @torch.no_grad()
-def fill_planned(model: PreTrainedModel, checkpoint: Checkpoint, plan: LoadPlan) -> LoadReport:
+def fill_planned(model: PreTrainedModel, checkpoint: WeightFiles, plan: LoadPlan) -> LoadReport:
     """Carry out `plan` on this rank. Raises `IntegrityError`; issues no collective."""
     state = model_tensors(model)
 

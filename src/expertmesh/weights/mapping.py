@@ -29,11 +29,11 @@ from transformers.core_model_loading import (
 
 from expertmesh.anatomy import is_adapter
 from expertmesh.config.errors import InputError, IntegrityError
-from expertmesh.weights.files import Checkpoint, FileTensor
+from expertmesh.io.pieces import Leaf
+from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
+from expertmesh.state.stage_view import full_model, full_state
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.module_list import list_rules
-from expertmesh.weights.pieces import Leaf
-from expertmesh.whole import whole_of, whole_state
 
 _LISTED = 10
 
@@ -94,7 +94,7 @@ class _Problems:
         """Remember which files the tensors that do not fit are in."""
         self.files |= {leaf.path.name for leaf in leaves if isinstance(leaf, FileTensor)}
 
-    def refuse(self, model: nn.Module, checkpoint: Checkpoint) -> None:
+    def refuse(self, model: nn.Module, checkpoint: WeightFiles) -> None:
         kinds = ("missing", "unexpected", "duplicated", "incomplete", "misshaped", "mistyped")
         found = [f"{len(names)} {kind} ({_listed(names)})" for kind in kinds if (names := getattr(self, kind))]
         if found:
@@ -106,9 +106,9 @@ class _Problems:
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by state-dict name, without adapters; tied ones under each of their names.
 
-    Of the whole model: what another pipeline stage holds is there without values (whole.py).
+    Of the whole model: what another pipeline stage holds is there without values (state/stage_view.py).
     """
-    state = {name: value for name, value in whole_state(model).items() if not is_adapter(name)}
+    state = {name: value for name, value in full_state(model).items() if not is_adapter(name)}
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise InputError(f"{type(model).__name__}: state {name} is not a tensor, which is not supported")
@@ -117,10 +117,10 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The low-rank adapters of the whole model by their names; empty for a model without."""
-    return {name: parameter for name, parameter in whole_state(model).items() if is_adapter(name)}
+    return {name: parameter for name, parameter in full_state(model).items() if is_adapter(name)}
 
 
-def plan_load(model: PreTrainedModel, checkpoint: Checkpoint) -> LoadPlan:
+def plan_load(model: PreTrainedModel, checkpoint: WeightFiles) -> LoadPlan:
     """Work out where each tensor of `model` (on meta or not, sharded or not) comes from.
 
     Raises `IntegrityError` naming what is missing, unexpected, duplicated, incomplete, misshaped or
@@ -131,7 +131,7 @@ def plan_load(model: PreTrainedModel, checkpoint: Checkpoint) -> LoadPlan:
     state = model_tensors(model)
     with own_classes(model):
         # By the modules of all stages.
-        whole: Any = whole_of(model)
+        whole: Any = full_model(model)
         conversions = [*get_model_conversion_mapping(whole), *list_rules(whole)]
     problems = _Problems()
     groups, unexpected = _match(model, checkpoint, state, conversions, problems)
@@ -160,7 +160,7 @@ def plan_save(model: PreTrainedModel) -> dict[str, LazyTensor]:
     state = model_tensors(model)
     kept = _untied(model, state) - set(model._keys_to_ignore_on_save or ())
     lazies = {name: LazyTensor.of(StateTensor(name, state[name])) for name in state if name in kept}
-    whole: Any = whole_of(model)
+    whole: Any = full_model(model)
     if whole is not model:
         whole._weight_conversions = getattr(model, "_weight_conversions", None)  # what loading has remembered
     with own_classes(model), torch.no_grad():
@@ -208,7 +208,7 @@ def own_classes(model: nn.Module) -> Iterator[None]:
 
 def _match(
     model: PreTrainedModel,
-    checkpoint: Checkpoint,
+    checkpoint: WeightFiles,
     state: dict[str, Tensor],
     conversions: list[WeightTransform],
     problems: _Problems,
@@ -241,7 +241,7 @@ def _match(
 
 def _assemble(
     model: PreTrainedModel,
-    checkpoint: Checkpoint,
+    checkpoint: WeightFiles,
     state: dict[str, Tensor],
     groups: dict[str, _Group],
     problems: _Problems,
@@ -276,7 +276,7 @@ def _castable(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def _convert(
-    model: PreTrainedModel, checkpoint: Checkpoint, target: str, group: _Group, problems: _Problems
+    model: PreTrainedModel, checkpoint: WeightFiles, target: str, group: _Group, problems: _Problems
 ) -> dict[str, LazyTensor]:
     if group.converter is None:
         ((key,),) = group.keys.values()
@@ -290,7 +290,7 @@ def _convert(
             group.converter.add_tensor(target, key, pattern, lazy)
     try:
         with torch.no_grad():
-            made = group.converter.convert(target, model=whole_of(model), config=model.config)
+            made = group.converter.convert(target, model=full_model(model), config=model.config)
     except Exception as error:
         # Any failure of a conversion means that the files do not hold what the family's rule expects.
         problems.incomplete.append(f"{target}: {error}")
@@ -320,7 +320,7 @@ def _gap(keys: Sequence[str]) -> str | None:
 def _split_ignored(model: PreTrainedModel, unexpected: list[str]) -> tuple[tuple[str, ...], list[str]]:
     """Set apart what `from_pretrained` would not complain about either."""
     patterns = list(model._keys_to_ignore_on_load_unexpected or ())
-    buffers = [name for name, _ in whole_of(model).named_buffers()]
+    buffers = [name for name, _ in full_model(model).named_buffers()]
     # Buffers that old checkpoints hold and that models compute today.
     patterns += [r"rotary_emb\.inv_freq"] if any(name.endswith("rotary_emb.inv_freq") for name in buffers) else []
     patterns += [r"(^|\.)position_ids$"] if any(name.endswith("position_ids") for name in buffers) else []
@@ -332,7 +332,7 @@ def _untied(model: PreTrainedModel, state: dict[str, Tensor]) -> set[str]:
     """The names to save: of tied tensors, the one that the family does not declare as the copy."""
     declared = [
         f"{prefix}.{pattern}" if prefix else pattern
-        for prefix, module in whole_of(model).named_modules()
+        for prefix, module in full_model(model).named_modules()
         for pattern in getattr(module, "_tied_weights_keys", None) or {}
     ]
     kept = set(state)
@@ -346,7 +346,7 @@ def _untied(model: PreTrainedModel, state: dict[str, Tensor]) -> set[str]:
     return kept
 
 
-def _refuse_quantized(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+def _refuse_quantized(model: PreTrainedModel, checkpoint: WeightFiles) -> None:
     settings = getattr(model.config, "quantization_config", None)
     if settings is not None:
         method = (settings if isinstance(settings, dict) else vars(settings)).get("quant_method")

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 
-from expertmesh.experts.block_check import fuse_module_lists
 from expertmesh.experts.module_list import FusedExperts
+from expertmesh.introspection.block_proof import fuse_module_lists
 
 
 def fuse_lists_of_experts(model: PreTrainedModel) -> None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from expertmesh.shards import Box, blocks, extents, full_box, intersect, slices, volume
+from expertmesh.io.boxes import Box, blocks, extents, full_box, intersect, slices, volume
+from expertmesh.io.pieces import Leaf, Piece
 from expertmesh.weights.lazy import Call, Computed, LazyTensor, Reshaped, dim_groups, matching_dim
-from expertmesh.weights.pieces import Leaf, Piece
 
 # Copies that change dtype, device or order go through host memory in parts of at most this many elements.
 _BLOCK_ELEMENTS = 1 << 24

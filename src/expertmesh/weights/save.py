@@ -21,37 +21,27 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from expertmesh.config.errors import IntegrityError
-from expertmesh.shards import (
-    Box,
-    blocks,
-    full_box,
-    intersect,
-    local_box,
-    local_tensor,
-    owns_copy,
-    slices,
-    volume,
-)
-from expertmesh.weights.agree import collective_device, from_first, together
-from expertmesh.weights.directory import (
-    Tokenizer,
+from expertmesh.distributed.all_ranks import collective_device, from_rank_0, raise_on_all_ranks
+from expertmesh.io.boxes import Box, blocks, full_box, intersect, slices, volume
+from expertmesh.io.directory import (
     check_target,
     create_files,
     io_errors,
     publish,
     temporary_directory,
     wait_until_visible,
-    write_companions,
 )
-from expertmesh.weights.files import FileTensor
+from expertmesh.io.pieces import Leaf, Piece
+from expertmesh.io.safetensors_reader import FileTensor
+from expertmesh.io.safetensors_writer import FilesLayout, lay_out, write_box
+from expertmesh.state.shards import local_box, local_tensor, owns_copy
+from expertmesh.state.stage_view import full_model, placement_of
+from expertmesh.weights.companions import Tokenizer, write_companions
 from expertmesh.weights.lazy import LazyTensor
-from expertmesh.weights.left_out import LeftOut, copy_tensor, in_short, remembered, still_readable
 from expertmesh.weights.mapping import StateTensor, plan_save
-from expertmesh.weights.pieces import Leaf, Piece
+from expertmesh.weights.meta_model import kept_in_fp32
 from expertmesh.weights.reading import read_box
-from expertmesh.weights.skeleton import kept_in_fp32
-from expertmesh.weights.writing import Layout, lay_out, write_box
-from expertmesh.whole import place_of, whole_of
+from expertmesh.weights.unmapped import UnmappedTensors, copy_tensor, in_short, remembered, still_readable
 
 _BLOCK_ELEMENTS = 1 << 20
 
@@ -73,8 +63,8 @@ class SaveReport:
     total_bytes: int
     bytes_written: int
     seconds: float
-    kept: tuple[LeftOut, ...]
-    dropped: tuple[LeftOut, ...]
+    kept: tuple[UnmappedTensors, ...]
+    dropped: tuple[UnmappedTensors, ...]
 
 
 def save_model(
@@ -114,15 +104,15 @@ def save_values(
     """
     started = time.monotonic()
     directory = Path(directory).absolute()
-    with together("planning what to save"):
+    with raise_on_all_ranks("planning what to save"):
         check_target(directory)
         lazies = plan_save(model)
         left_out = [tensor for tensor in remembered(model) if tensor.name not in lazies]
     kept = left_out if _all_ranks(still_readable(left_out)) else []
-    with together("planning what to save"):
+    with raise_on_all_ranks("planning what to save"):
         specs = _saved_specs(model, {**lazies, **{tensor.name: LazyTensor.of(tensor) for tensor in kept}}, dtype)
     main_dtype = dtype or next(lazy.dtype for lazy in lazies.values() if lazy.is_floating_point())
-    whole_model: Any = whole_of(model)
+    whole_model: Any = full_model(model)
     layout, written = write_directory(
         directory,
         lazies,
@@ -146,32 +136,32 @@ def save_values(
 def write_directory(
     directory: Path,
     lazies: Mapping[str, LazyTensor],
-    lay_out_in: Callable[[Path], Layout],
-    write_others: Callable[[Path, Layout], None],
+    lay_out_in: Callable[[Path], FilesLayout],
+    write_others: Callable[[Path, FilesLayout], None],
     values: Values,
     kept: Sequence[FileTensor] = (),
-) -> tuple[Layout, int]:
+) -> tuple[FilesLayout, int]:
     """Write tensors, and what `write_others` adds on rank 0, into a directory that appears when it is complete.
 
     Every rank calls it. Returns the layout and the bytes that this rank wrote. `kept` are copied from their files.
     Raises and communicates as `save_model` does.
     """
     _check_ownership(lazies)
-    temporary = directory.with_name(f"{directory.name}.tmp-{from_first(f'{time.time_ns():x}')}")
+    temporary = directory.with_name(f"{directory.name}.tmp-{from_rank_0(f'{time.time_ns():x}')}")
     layout = lay_out_in(temporary)
     with temporary_directory(temporary, remove=_is_first()):
-        with together("creating the files"):
+        with raise_on_all_ranks("creating the files"):
             if _is_first():
                 create_files(layout, temporary)
-        with together("looking for the files that rank 0 created"):
+        with raise_on_all_ranks("looking for the files that rank 0 created"):
             wait_until_visible(layout)
-        with together("writing weights"):
+        with raise_on_all_ranks("writing weights"):
             written = _write_own(lazies, layout, values) + _copy_own(kept, layout)
         written += _write_gathered(lazies, layout, values)
-        with together("writing config and tokenizer"):
+        with raise_on_all_ranks("writing config and tokenizer"):
             if _is_first():
                 write_others(temporary, layout)
-        with together("publishing the directory"):
+        with raise_on_all_ranks("publishing the directory"):
             if _is_first():
                 publish(layout, temporary, directory)
     return layout, written
@@ -222,7 +212,7 @@ def _check_ownership(lazies: Mapping[str, LazyTensor]) -> None:
             )
 
 
-def _write_own(lazies: Mapping[str, LazyTensor], layout: Layout, values: Values) -> int:
+def _write_own(lazies: Mapping[str, LazyTensor], layout: FilesLayout, values: Values) -> int:
     """Write this rank's parts of all tensors that only move values; bytes written. No collective."""
     tensors = layout.tensors
     written = 0
@@ -236,7 +226,7 @@ def _write_own(lazies: Mapping[str, LazyTensor], layout: Layout, values: Values)
     return written
 
 
-def _copy_own(kept: Sequence[FileTensor], layout: Layout) -> int:
+def _copy_own(kept: Sequence[FileTensor], layout: FilesLayout) -> int:
     """Copy this rank's share, by tensors in turn, of what the model does not have; bytes written. No collective."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     tensors = layout.tensors
@@ -267,7 +257,7 @@ def _cast(values: Tensor, target: FileTensor) -> Tensor:
     return cast.cpu().contiguous()
 
 
-def _write_gathered(lazies: Mapping[str, LazyTensor], layout: Layout, values: Values) -> int:
+def _write_gathered(lazies: Mapping[str, LazyTensor], layout: FilesLayout, values: Values) -> int:
     """Gather the inputs of each computed tensor, one at a time, and write it on rank 0; bytes written.
 
     Issues, for each of these tensors, the all-gathers of its sharded inputs and one small all-reduce.
@@ -283,7 +273,7 @@ def _write_gathered(lazies: Mapping[str, LazyTensor], layout: Layout, values: Va
             assert isinstance(leaf, StateTensor)
             out.copy_(gathered[leaf.name][slices(box)] if leaf.name in gathered else values(leaf, box))
 
-        with together(f"writing {name}"), _descriptors(layout) as descriptor_of:
+        with raise_on_all_ranks(f"writing {name}"), _descriptors(layout) as descriptor_of:
             if _is_first():
                 target, box = tensors[name], full_box(lazy.shape)
                 computed = torch.empty(tuple(lazy.shape), dtype=lazy.dtype)
@@ -297,15 +287,15 @@ def _gather(lazy: LazyTensor) -> dict[str, Tensor]:
     leaves = [leaf for leaf in lazy.leaves() if isinstance(leaf, StateTensor)]
     gathered = {leaf.name: leaf.tensor.full_tensor() for leaf in leaves if isinstance(leaf.tensor, DTensor)}
     for leaf in leaves:
-        if place_of(leaf.tensor) is not None:
+        if placement_of(leaf.tensor) is not None:
             gathered[leaf.name] = _from_its_stage(leaf.tensor, gathered.get(leaf.name, leaf.tensor))
     return gathered
 
 
 def _from_its_stage(tensor: Tensor, full: Tensor) -> Tensor:
     """`full` of the rank that answers for `tensor`, on all ranks. One all-reduce and one broadcast."""
-    place, rank = place_of(tensor), dist.get_rank()
-    answers = place is not None and not place.elsewhere and not place.is_copy and place.is_first_rank
+    place, rank = placement_of(tensor), dist.get_rank()
+    answers = place is not None and not place.on_other_stage and not place.is_tied_replica and place.is_first_rank
     source = torch.tensor([rank if answers else dist.get_world_size()], device=collective_device())
     dist.all_reduce(source, op=dist.ReduceOp.MIN)
     device = collective_device()
@@ -315,7 +305,7 @@ def _from_its_stage(tensor: Tensor, full: Tensor) -> Tensor:
 
 
 @contextmanager
-def _descriptors(layout: Layout) -> Iterator["_Opener"]:
+def _descriptors(layout: FilesLayout) -> Iterator["_Opener"]:
     """Files of the layout, opened for writing when first asked for, synced and closed at the end."""
     opener = _Opener({})
     with io_errors(layout.files[0].path.parent, layout.size):

@@ -1,0 +1,5 @@
+"""What a Hugging Face MoE model is made of: blocks, routed experts, routers. No code per model family."""
+
+from expertmesh.anatomy.structure import Anatomy, ExpertsSpec, describe, experts_spec, is_adapter, is_inside
+
+__all__ = ["Anatomy", "ExpertsSpec", "describe", "experts_spec", "is_adapter", "is_inside"]

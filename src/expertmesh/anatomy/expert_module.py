@@ -1,0 +1,146 @@
+"""What one expert of an `nn.ModuleList` computes: which of its linears go up, which goes down, what is between.
+
+Nothing is read from names. The activation is the member's own forward with its linears taken out: the ups hand on
+their share of the pre-activation, the down projection hands on what it is given. Which linear is which is tried, and
+the member's own forward on random tokens decides.
+
+    H hidden, I intermediate, P pairs; the pre-activations of all ups lie side by side, `[P, 2I]` or `[P, I]`
+"""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from expertmesh.anatomy.small_copy import relative_error, small_copy
+from expertmesh.config.errors import InputError
+
+TOLERANCE = 1e-9
+_HIDDEN, _INTERMEDIATE, _TOKENS = 16, 12, 5
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertModuleSpec:
+    """`ups` and `down` are names in the member; `between` maps pre-activations to activations by the member's code."""
+
+    ups: tuple[str, ...]
+    down: str
+    biased: bool
+    hidden_size: int
+    intermediate_size: int
+    between: nn.Module
+    silu_gated: bool
+
+
+def expert_module_spec(name: str, members: nn.ModuleList) -> ExpertModuleSpec:
+    """How the members of a list compute, all in the same way; `InputError`, naming the list, when that is not known."""
+    first = members[0]
+    kind = type(first).__name__
+    odd = [index for index, member in enumerate(members) if _facts(member) != _facts(first)]
+    if odd:
+        raise InputError(f"{name}.{odd[0]}: differs in structure from {name}.0 ({kind}); such lists are not supported")
+    linears = {child: module for child, module in first.named_children() if type(module) is nn.Linear}
+    held = {f"{child}.{leaf}" for child, module in linears.items() for leaf, _ in module.named_parameters()}
+    biases = {module.bias is not None for module in linears.values()}
+    if held != set(first.state_dict()) or len(linears) not in (2, 3) or len(biases) != 1:
+        raise InputError(
+            f"{name} is a list of {kind} modules, which are not MLPs of two or three linear layers alike; "
+            "it is not supported"
+        )
+    forms = [
+        ExpertModuleSpec(
+            ups=ups,
+            down=down,
+            biased=biases == {True},
+            hidden_size=linears[down].out_features,
+            intermediate_size=linears[down].in_features,
+            between=(between := _between(first, ups, down)),
+            silu_gated=_is_silu_gated(between, len(ups)),
+        )
+        for ups, down in _roles(linears)
+        if _agrees(first, ups, down)
+    ]
+    if forms:
+        # Gate and up can stand in either order; in this one the derivative is known.
+        return next((form for form in forms if form.silu_gated), forms[0])
+    raise InputError(
+        f"{name} is a list of {kind} modules, whose forward is not down(activation(ups)); it is not supported"
+    )
+
+
+def expert_module_sizes(form: ExpertModuleSpec) -> dict[int, int]:
+    """Small sizes in the place of the members' real ones."""
+    return _small_sizes(form.hidden_size, form.intermediate_size)
+
+
+def _facts(member: nn.Module) -> list[object]:
+    """Classes, tensors and simple settings of a member and its parts."""
+    simple = (bool, int, float, str)
+    settings = [
+        (name, type(part), {key: value for key, value in vars(part).items() if isinstance(value, simple)})
+        for name, part in member.named_modules()
+    ]
+    return [settings, [(name, tensor.shape, tensor.dtype) for name, tensor in member.state_dict().items()]]
+
+
+def _roles(linears: dict[str, nn.Linear]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Assignments that fit the shapes."""
+    for *ups, down in permutations(linears):
+        turned = (linears[down].out_features, linears[down].in_features)
+        if all((linears[up].in_features, linears[up].out_features) == turned for up in ups):
+            yield tuple(ups), down
+
+
+class _Share(nn.Module):
+    """In the place of an up projection: its columns of the pre-activation."""
+
+    def __init__(self, number: int, count: int) -> None:
+        super().__init__()
+        self.number, self.count = number, count
+
+    def forward(self, pre: torch.Tensor) -> torch.Tensor:
+        return pre.chunk(self.count, dim=-1)[self.number]
+
+
+def _between(member: nn.Module, ups: tuple[str, ...], down: str) -> nn.Module:
+    """The member without its linears: from pre-activations to activations."""
+    stubs = {id(member.get_submodule(up)): _Share(number, len(ups)) for number, up in enumerate(ups)}
+    return deepcopy(member, {**stubs, id(member.get_submodule(down)): nn.Identity()})
+
+
+def _small_sizes(hidden: int, width: int) -> dict[int, int]:
+    sizes = {hidden: min(hidden, _HIDDEN)}
+    sizes.setdefault(width, min(width, _INTERMEDIATE))
+    return sizes
+
+
+def _agrees(member: nn.Module, ups: tuple[str, ...], down: str) -> bool:
+    """Whether down(between(ups)) is the member's own forward, in training as in evaluation."""
+    generator = torch.Generator().manual_seed(0)
+    linear: Any = member.get_submodule(down)
+    between = _between(member, ups, down)
+    small = small_copy(member, _small_sizes(linear.out_features, linear.in_features), generator)
+    small_down: Any = small.get_submodule(down)
+    errors = []
+    for training in (True, False):
+        small.train(training)
+        between.train(training)
+        x_TH = torch.randn(_TOKENS, small_down.out_features, dtype=torch.float64, generator=generator)
+        try:
+            pre = torch.cat([small.get_submodule(up)(x_TH) for up in ups], dim=-1)
+            errors.append(relative_error([small(x_TH)], [small_down(between(pre))]))
+        except Exception:
+            # The member's own code on what it was not written for: this assignment is not it.
+            return False
+    return max(errors) <= TOLERANCE
+
+
+def _is_silu_gated(between: nn.Module, ups: int) -> bool:
+    pre_P2I = torch.randn(_TOKENS, 2 * _INTERMEDIATE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    gate_PI, up_PI = pre_P2I.chunk(2, dim=-1)
+    return ups == 2 and torch.allclose(between(pre_P2I), F.silu(gate_PI) * up_PI, rtol=TOLERANCE, atol=TOLERANCE)

@@ -1,0 +1,269 @@
+"""Which modules of a Hugging Face model are blocks, routed experts and routers. No code per model family.
+
+transformers 5 exposes routed experts of some 64 families through one interface: a module class decorated with
+`use_experts_implementation`, called as `experts(hidden_states, top_k_index, top_k_weights)`, that holds 3-D
+parameters and flags (gated, transposed, biased, ...). Experts of the same maths without that interface are recognised
+by their shapes and the arguments of their forward; introspection/experts_proof.py proves that the maths is the same.
+Everything here works on models on meta, and refuses by name what it does not recognise: nothing is sharded on a guess.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import nn
+
+from expertmesh.config.errors import InputError
+from expertmesh.state.stage_view import full_model
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """One experts module: where it is and how its parameters are laid out.
+
+    `up` maps hidden to intermediate (gate and up fused when `gated`): `[E, 2I, H]`, or `[E, H, 2I]` when
+    `transposed`; `down` maps back: `[E, H, I]` or `[E, I, H]`. Biases are `[E, 2I]` and `[E, H]`. `post_norm`: each
+    expert's output passes the module's `post_expert_norm`, one for all experts, before the routing weight.
+
+    `flat_gate`: gate, up and down are apart and each flattened to `[E * I, H]`; this is the gate's name. `call`: what
+    the block passes: "interface" through transformers' own, "pairs" the same arguments without it, "dense" one row per
+    (expert, token), weighted already, with zeros where the token did not choose the expert.
+    """
+
+    name: str
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    gated: bool
+    transposed: bool
+    biased: bool
+    up: str
+    down: str
+    top_k: int | None
+    post_norm: bool = False
+    flat_gate: str | None = None
+    call: Literal["interface", "pairs", "dense"] = "interface"
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the parameters that hold one slice per expert, relative to the module. A norm's are dense."""
+        if self.flat_gate is not None:
+            return (self.flat_gate, self.up, self.down)
+        return (self.up, self.down, f"{self.up}_bias", f"{self.down}_bias") if self.biased else (self.up, self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """Names of the parts of a model, in module order."""
+
+    blocks: tuple[str, ...]
+    experts: tuple[ExpertsSpec, ...]
+    routers: tuple[str, ...]
+    shared_experts: tuple[str, ...]
+
+    @property
+    def num_experts(self) -> int:
+        """Experts per MoE layer; every layer has the same number (checked by `describe`)."""
+        return self.experts[0].num_experts
+
+    def is_expert_parameter(self, name: str) -> bool:
+        return any(name.removeprefix(f"{spec.name}.") in spec.parameters for spec in self.experts)
+
+
+def is_inside(name: str, module: str) -> bool:
+    """Whether the module or parameter `name` is one of `module`'s, at any depth."""
+    return name.startswith(f"{module}.")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter's name is that of a low-rank adapter, which sits beside what it adapts."""
+    leaf = name.rpartition(".")[2]
+    return leaf.endswith(("lora_A", "lora_B"))
+
+
+def describe(model: nn.Module) -> Anatomy:
+    """Find the parts of `model`, of all its pipeline stages. Raises `InputError` naming the module that cannot be
+    sharded, and why.
+    """
+    model = full_model(model)
+    specs = tuple(experts_spec(name, module) for name, module in model.named_modules() if _is_experts(module))
+    specs = tuple(replace(spec, top_k=spec.top_k or _top_k_of_block(model, spec)) for spec in specs)
+    family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    if not specs:
+        raise InputError(f"{family}: {_why_no_experts(model)}")
+    counts = sorted({spec.num_experts for spec in specs})
+    if len(counts) > 1:
+        raise InputError(f"{family}: layers with different numbers of experts ({counts}) are not supported")
+    blocks = _blocks(model)
+    orphans = [spec.name for spec in specs if not any(is_inside(spec.name, block) for block in blocks)]
+    if orphans:
+        raise InputError(f"{family}: experts module {orphans[0]} is not inside a decoder block; it cannot be sharded")
+    routers, shared = [], []
+    for spec in specs:
+        prefix = spec.name.rpartition(".")[0]
+        children = {
+            f"{prefix}.{name}": child
+            for name, child in model.get_submodule(prefix).named_children()
+            if not _is_experts(child) and any(True for _ in child.parameters())
+        }
+        shared += [name for name in children if "shared" in name.rpartition(".")[2]]
+        others = {name: child for name, child in children.items() if name not in shared}
+        # By their class where that says so: some score in several steps, or score shared experts as well.
+        named = [name for name, child in others.items() if "router" in type(child).__name__.lower()]
+        routers += named or [name for name, child in others.items() if _scores_experts(child, spec)]
+    return Anatomy(blocks, specs, tuple(routers), tuple(shared))
+
+
+def _is_experts(module: nn.Module) -> bool:
+    return _has_interface(module) or _own_call(module) is not None
+
+
+def _has_interface(module: nn.Module) -> bool:
+    """Whether the module's class was decorated with transformers' `use_experts_implementation`."""
+    return all(hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed", "_apply_gate"))
+
+
+def _own_call(module: nn.Module) -> Literal["pairs", "dense"] | None:
+    """How experts without the interface are called, or None if these are no experts in a form that is known."""
+    shapes = _shapes(module)
+    if not _is_fused(shapes) and not _is_flat(module, shapes):
+        return None
+    arguments = list(inspect.signature(module.forward).parameters)
+    if arguments[1:] == ["top_k_index", "top_k_weights"]:
+        return "pairs"
+    return "dense" if len(arguments) == 1 and _is_fused(shapes) else None
+
+
+def _is_fused(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Gate and up in one 3-D parameter, down in another, by the names that transformers uses."""
+    return set(shapes) == {"gate_up_proj", "down_proj"} and all(len(shape) == 3 for shape in shapes.values())
+
+
+def _is_flat(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Three matrices of one shape `[E * I, H]`, where E is what the module says."""
+    experts = getattr(module, "num_experts", None)
+    return (
+        len(shapes) == 3
+        and len(set(shapes.values())) == 1
+        and all(len(shape) == 2 for shape in shapes.values())
+        and isinstance(experts, int)
+        and all(shape[0] % experts == 0 for shape in shapes.values())
+    )
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Parameters and buffers by their names in the module, without adapters."""
+    state = module.state_dict(keep_vars=True)
+    return {name: tuple(tensor.shape) for name, tensor in state.items() if not is_adapter(name)}
+
+
+def experts_spec(name: str, module: nn.Module) -> ExpertsSpec:
+    """What one experts module holds and how it is called; `InputError` when its parameters do not fit together."""
+    if _has_interface(module):
+        flags = bool(module.has_gate), bool(module.is_transposed), bool(module.has_bias)
+        spec = _fused_spec(name, module, *flags)
+        return replace(spec, post_norm=bool(getattr(module, "has_post_expert_norm", False)))
+    call, shapes = _own_call(module), _shapes(module)
+    assert call is not None
+    if _is_flat(module, shapes):
+        gate, up, down = shapes  # in the order of definition, which the check on a small copy confirms
+        rows, hidden = shapes[down]
+        experts: int = module.num_experts  # type: ignore[assignment]
+        form = ExpertsSpec(name, experts, hidden, rows // experts, True, False, False, up, down, _top_k(module))
+        return replace(form, flat_gate=gate, call=call)
+    (up_experts, _, up_columns), (down_experts, down_rows, _) = shapes["gate_up_proj"], shapes["down_proj"]
+    if up_experts != down_experts:
+        raise InputError(
+            f"{name}: gate_up_proj holds {up_experts} experts and down_proj {down_experts}, so a share of the one is "
+            "not the share of the other that belongs to it; such experts are not supported"
+        )
+    # `[E, 2I, H]` and `[E, H, I]`; never both ways, as 2I is not I.
+    transposed = up_columns != down_rows
+    return replace(_fused_spec(name, module, gated=True, transposed=transposed, biased=False), call=call)
+
+
+def _fused_spec(name: str, module: nn.Module, gated: bool, transposed: bool, biased: bool) -> ExpertsSpec:
+    up, down = ("gate_up_proj" if gated else "up_proj"), "down_proj"
+    spec = ExpertsSpec(
+        name=name,
+        num_experts=0,
+        hidden_size=0,
+        intermediate_size=0,
+        gated=gated,
+        transposed=transposed,
+        biased=biased,
+        up=up,
+        down=down,
+        top_k=_top_k(module),
+    )
+    post_norm = bool(getattr(module, "has_post_expert_norm", False))
+    present = {parameter for parameter, _ in module.named_parameters() if not is_adapter(parameter)}
+    present |= {buffer for buffer, _ in module.named_buffers()}
+    present -= {leaf for leaf in present if post_norm and leaf.startswith("post_expert_norm.")}
+    if present != set(spec.parameters):
+        odd = sorted(present ^ set(spec.parameters))
+        raise InputError(f"{name}: experts with parameters {odd} beside {list(spec.parameters)} are not supported")
+    down_EHI = module.get_parameter(down)
+    if down_EHI.dim() != 3:
+        raise InputError(f"{name}.{down}: experts must be 3-D [experts, out, in], got shape {tuple(down_EHI.shape)}")
+    num_experts, hidden, intermediate = down_EHI.shape
+    if transposed:
+        hidden, intermediate = intermediate, hidden
+    width = 2 * intermediate if gated else intermediate
+    expected = (num_experts, hidden, width) if transposed else (num_experts, width, hidden)
+    if tuple(module.get_parameter(up).shape) != expected:
+        raise InputError(f"{name}.{up}: expected shape {expected}, got {tuple(module.get_parameter(up).shape)}")
+    return replace(
+        spec, num_experts=num_experts, hidden_size=hidden, intermediate_size=intermediate, post_norm=post_norm
+    )
+
+
+def _top_k(module: nn.Module) -> int | None:
+    config = getattr(module, "config", None)
+    for key in ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts", "num_experts_per_token", "top_k"):
+        value = getattr(config, key, None)
+        if isinstance(value, int):
+            return value
+    return None
+
+
+def _top_k_of_block(model: nn.Module, spec: ExpertsSpec) -> int | None:
+    """Without a config of their own: as the block around the experts or its router says."""
+    block = model.get_submodule(spec.name.rpartition(".")[0])
+    for module in (block, *block.children()):
+        if isinstance(value := getattr(module, "top_k", None), int):
+            return value
+    return None
+
+
+def _scores_experts(module: nn.Module, spec: ExpertsSpec) -> bool:
+    """A router maps a token to one score per expert: it holds a `[num_experts, ...]` matrix."""
+    return any(parameter.dim() == 2 and parameter.shape[0] == spec.num_experts for parameter in module.parameters())
+
+
+def _blocks(model: nn.Module) -> tuple[str, ...]:
+    """The repeated layers, as the family itself declares them unsplittable, that sit in a module list."""
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    names = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList):
+            # FSDP2 puts a class of its own in front.
+            kinds = [{kind.__name__ for kind in type(layer).__mro__} for layer in module]
+            names += [f"{name}.{index}" for index, layer_kinds in enumerate(kinds) if classes & layer_kinds]
+    return tuple(names)
+
+
+def _why_no_experts(model: nn.Module) -> str:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts":
+            kind = type(module[0]).__name__ if len(module) else "nothing"
+            return f"{name} is a list of {kind} modules, not transformers' fused experts interface; it is not supported"
+    for name, module in model.named_modules():
+        if "conv" not in name and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
+            arguments = ", ".join(inspect.signature(module.forward).parameters)
+            return (
+                f"{name} ({type(module).__name__}) is called with ({arguments}), and experts can be sharded only if "
+                "they are called with the tokens, the experts chosen for each and their weights; it is not supported"
+            )
+    return "no routed experts found; only Mixture-of-Experts models with transformers' experts interface can be trained"

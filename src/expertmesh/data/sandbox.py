@@ -1,0 +1,156 @@
+"""A child process for what untrusted text can ask for, under the kernel's limits of time and memory.
+
+For chat.py: a chat template is a program that came with a model. Jinja's sandbox limits what it may touch, not what it
+may spend, and one operation of the interpreter (`'a' * 10**12`, `10 ** 10**8`) can spend everything while neither a
+counter in the sandbox nor a signal handler gets a turn; the kernel's timer and address-space limit always do. The
+child is forked, as data loaders' workers are: it has the tokenizer, and imports nothing. It lives as long as its
+`Confined`, so that a call costs two copies of its data. What comes back is JSON, never a pickle. The limit on memory
+holds on Linux alone. Never touches a device.
+"""
+
+import gc
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+TIME_LIMIT_SECONDS = 10
+MEMORY_LIMIT_BYTES = 1 << 30
+_BLOCK_CHARACTERS = 1 << 16
+
+
+class LimitExceeded(Exception):
+    """What the child did that it must not, as a verb phrase: "does not finish within 10 s"."""
+
+
+def restart_clock() -> None:
+    """Give this process `TIME_LIMIT_SECONDS` from now before the kernel ends it; only for use in the child."""
+    signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT_SECONDS)
+
+
+class Sandbox:
+    """Applies `function` to items in a child process; it may raise `LimitExceeded` and must return JSON values.
+
+    The clock runs from each `restart_clock()` in `function` to the next, or to the end of the item.
+    """
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._connection, connection_of_child = multiprocessing.Pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._connection.close()
+            _serve(connection_of_child, function)
+        connection_of_child.close()
+        self._end = weakref.finalize(self, _end, self._pid, self._connection, os.getpid())
+
+    def map(self, items: Sequence[Any]) -> list[Any]:
+        """The function's results in the order of `items`. After `LimitExceeded` the child is gone."""
+        try:
+            self._connection.send(items)
+            results: list[Any] = []
+            while len(results) < len(items):
+                results += [_result(answer) for answer in json.loads(self._connection.recv_bytes())]
+            return results
+        except (EOFError, ConnectionError):
+            raise LimitExceeded(_how_it_ended(self._end() or 0)) from None
+        except BaseException:
+            self._end()
+            raise
+
+
+def _result(answer: Any) -> Any:
+    if "exceeded" in answer:
+        raise LimitExceeded(answer["exceeded"])
+    if "traceback" in answer:
+        raise RuntimeError(f"in the child process: {answer['traceback']}")
+    return answer["result"]
+
+
+def _serve(connection: Connection, function: Callable[[Any], Any]) -> NoReturn:
+    """The whole life of the child; it ends without the parent's exit handlers."""
+    try:
+        # The parent's own handlers must not run twice, and Ctrl-C is its to handle.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+        # Nor must finalizers of the parent's objects.
+        gc.freeze()
+        while True:
+            items = connection.recv()
+            with _limited_memory():
+                for block in _blocks(_answer(function, item) for item in items):
+                    connection.send_bytes(block)
+    except (EOFError, ConnectionError):
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _blocks(answers: Iterable[str]) -> Iterator[bytes]:
+    """JSON lists of answers, some at a time: to wake the parent for each would take longer than to render it."""
+    held: list[str] = []
+    for answer in answers:
+        held.append(answer)
+        if sum(map(len, held)) > _BLOCK_CHARACTERS:
+            yield f"[{','.join(held)}]".encode()
+            held = []
+    if held:
+        yield f"[{','.join(held)}]".encode()
+
+
+def _answer(function: Callable[[Any], Any], item: Any) -> str:
+    try:
+        return json.dumps({"result": function(item)})
+    except LimitExceeded as error:
+        return json.dumps({"exceeded": str(error)})
+    except MemoryError:
+        return json.dumps({"exceeded": f"needs more than {MEMORY_LIMIT_BYTES >> 20:,} MiB of memory"})
+    except Exception:
+        return json.dumps({"traceback": traceback.format_exc()})
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+@contextmanager
+def _limited_memory() -> Iterator[None]:
+    """Let the process grow by `MEMORY_LIMIT_BYTES`; what it has already (a device's address range too) is free."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + MEMORY_LIMIT_BYTES
+        if soft == resource.RLIM_INFINITY or limit < soft:
+            resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _end(pid: int, connection: Connection, owner: int) -> int:
+    """End the child and return its wait status. Other processes forked from the owner leave it alone."""
+    if os.getpid() != owner:
+        return 0
+    connection.close()
+    done, status = os.waitpid(pid, os.WNOHANG)
+    if done == 0:
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+    return status
+
+
+def _how_it_ended(status: int) -> str:
+    if not os.WIFSIGNALED(status):
+        return "ends the process that renders it"
+    if os.WTERMSIG(status) == signal.SIGALRM:
+        return f"does not finish within {TIME_LIMIT_SECONDS} s"
+    return f"makes the process that renders it end by signal {os.WTERMSIG(status)}"

@@ -1,0 +1,101 @@
+"""Errors that happen on one rank, raised on all of them: nobody is left waiting in a collective.
+
+`with together("reading weights"):` runs its block on every rank; when all are through, they compare notes.
+If one failed, every rank raises the same sentence, that of the lowest failing rank. Never use it around
+code that itself communicates: a rank that raised would leave its peers inside that collective.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from expertmesh.config.errors import (
+    DistributedFailure,
+    ExpertmeshError,
+    InputError,
+    IntegrityError,
+    SecurityError,
+)
+
+_CLASSES = {kind.__name__: kind for kind in (InputError, IntegrityError, SecurityError, DistributedFailure)}
+_MESSAGE_BYTES = 16384
+
+
+@contextmanager
+def raise_on_all_ranks(doing: str) -> Iterator[None]:
+    """Run the block on every rank of the default group; raise on all of them if it raised on one.
+
+    An `ExpertmeshError` is raised with its own class and sentence everywhere. Any other exception stays
+    itself on its rank and becomes a `DistributedFailure` naming that rank on the others. Every rank must
+    enter it. Issues one all-reduce of an integer on the default group, plus one broadcast after a failure;
+    none without a process group.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    _compare(error, doing)
+
+
+def from_rank_0(text: str) -> str:
+    """What rank 0 says, on every rank. Every rank calls it; issues one broadcast on the default group."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return text
+    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device=collective_device())
+    if dist.get_rank() == 0:
+        encoded = text.encode()
+        assert len(encoded) <= _MESSAGE_BYTES
+        message.copy_(torch.frombuffer(bytearray(encoded.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8))
+    dist.broadcast(message, src=0)
+    return bytes(message.cpu().tolist()).rstrip(b"\0").decode()
+
+
+def collective_device() -> torch.device:
+    """Where small tensors for the default group live: the CPU if it has a backend, else the accelerator."""
+    if not dist.is_initialized() or "cpu" in dist.get_backend_config() or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def _compare(error: Exception | None, doing: str) -> None:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        if error is not None:
+            raise error
+        return
+    rank, world = dist.get_rank(), dist.get_world_size()
+    failed = torch.tensor([rank if error is not None else world], device=collective_device())
+    dist.all_reduce(failed, op=dist.ReduceOp.MIN)
+    first = int(failed.item())
+    if first == world:
+        return
+    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device=collective_device())
+    if rank == first:
+        assert error is not None
+        message.copy_(_encode(error, f"rank {rank} failed while {doing}"))
+    dist.broadcast(message, src=first)
+    if rank == first:
+        assert error is not None
+        raise error
+    raise _decode(message) from error
+
+
+def _encode(error: Exception, prefix: str) -> torch.Tensor:
+    name, text = type(error).__name__, str(error)
+    if name not in _CLASSES:
+        name, text = DistributedFailure.__name__, f"{prefix}: {name}: {text}; its own log has the traceback"
+    # Cut by characters until the encoded form fits, so that it stays valid JSON.
+    while len(encoded := json.dumps([name, text]).encode()) > _MESSAGE_BYTES:
+        text = text[: len(text) // 2]
+    padded = bytearray(encoded.ljust(_MESSAGE_BYTES))
+    return torch.frombuffer(padded, dtype=torch.uint8)
+
+
+def _decode(message: torch.Tensor) -> ExpertmeshError:
+    name, text = json.loads(bytes(message.cpu().tolist()))
+    return _CLASSES[name](text)

@@ -1,0 +1,137 @@
+"""The sizes of all axes of a job, as plain arithmetic: no process group, no model.
+
+    dense view    world = pp x replicate x fsdp x cp x tp
+    expert view   world = pp x replicate x efsdp x ep        efsdp = fsdp * cp * tp / ep, always derived
+
+The last axis varies fastest, so an EP group is `ep` contiguous ranks and stays inside a node.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from expertmesh.config import ParallelConfig
+from expertmesh.config.errors import InputError
+
+DENSE_AXES = ("pp", "replicate", "fsdp", "cp", "tp")
+EXPERT_AXES = ("pp", "replicate", "efsdp", "ep")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of all axes. Build it with `resolve_layout`, which refuses impossible combinations."""
+
+    pp: int = 1
+    replicate: int = 1
+    fsdp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    pp_schedule: str = "1f1b"
+    pp_virtual_stages: int = 1
+
+    @property
+    def efsdp(self) -> int:
+        """Ranks over which one expert slice is sharded further."""
+        return self.fsdp * self.cp * self.tp // self.ep
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.replicate * self.fsdp * self.cp * self.tp
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks read rows of their own: cp and tp ranks share rows."""
+        return self.replicate * self.fsdp
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Ranks that hold one pipeline stage (or the same several): contiguous ones."""
+        return self.world_size // self.pp
+
+    def data_rank(self, rank: int) -> int:
+        """Which share of the batch `rank` reads, in `range(data_ranks)`."""
+        return rank // (self.cp * self.tp) % self.data_ranks
+
+    def size(self, axis: str) -> int:
+        return int(getattr(self, axis))
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """The rank lists of every group along `axis`, in the order of their first rank."""
+        axes = DENSE_AXES if axis in DENSE_AXES else EXPERT_AXES
+        stride = math.prod(self.size(inner) for inner in axes[axes.index(axis) + 1 :])
+        size = self.size(axis)
+        firsts = (rank for rank in range(self.world_size) if rank // stride % size == 0)
+        return [[first + step * stride for step in range(size)] for first in firsts]
+
+    def table(self) -> str:
+        """Both views, one axis a line, with the group that rank 0 belongs to."""
+        lines = [f"{'view':<8}{'axis':<11}{'size':>5}  ranks of the first group"]
+        for view, axes in (("dense", DENSE_AXES), ("expert", EXPERT_AXES)):
+            for axis in axes:
+                if self.size(axis) > 1 or axis in ("fsdp", "efsdp", "ep"):
+                    ranks = _abbreviate(self.groups(axis)[0])
+                    lines.append(f"{view:<8}{axis:<11}{self.size(axis):>5}  {ranks}")
+        return "\n".join(lines)
+
+
+def resolve_layout(parallel: ParallelConfig, world_size: int, num_experts: int | None = None) -> Layout:
+    """Turn what the user asked for into sizes that multiply to `world_size`; fills in every `auto`.
+
+    `num_experts` is the number of routed experts of a layer; it is needed for `ep: auto` and checked against `ep`.
+    Raises `InputError` with the numbers and the valid choices.
+    """
+    fixed = {axis: getattr(parallel, axis) for axis in ("pp", "replicate", "cp", "tp")}
+    product = math.prod(fixed.values())
+    named = " * ".join(f"{axis} {size}" for axis, size in fixed.items() if size > 1) or "1"
+    if parallel.fsdp == "auto":
+        if world_size % product:
+            raise InputError(
+                f"parallel: {named} = {product} does not divide the world size {world_size}; "
+                f"start a multiple of {product} ranks or lower one of these axes"
+            )
+        fsdp = world_size // product
+    else:
+        fsdp = parallel.fsdp
+        if fsdp * product != world_size:
+            raise InputError(
+                f"parallel: fsdp {fsdp} * {named} = {fsdp * product}, but the job has {world_size} ranks; "
+                "leave parallel.fsdp at auto or make the product equal the world size"
+            )
+    expert_ranks = fsdp * fixed["cp"] * fixed["tp"]
+    choices = [size for size in _divisors(expert_ranks) if num_experts is None or num_experts % size == 0]
+    if parallel.ep == "auto":
+        if num_experts is None:
+            raise InputError("parallel.ep: auto needs the number of experts of a model; set ep or pass num_experts")
+        # What `train` has the planner choose (planning/choose.py): as many as fit a node, where all-to-all is cheap.
+        node = int(os.environ.get("LOCAL_WORLD_SIZE", 8))
+        ep = max((size for size in choices if size <= node), default=1)
+    else:
+        ep = parallel.ep
+        if expert_ranks % ep:
+            raise InputError(
+                f"parallel.ep {ep} does not divide fsdp * cp * tp = {expert_ranks} ranks; "
+                f"valid values: {_listed(choices)}"
+            )
+        if num_experts is not None and num_experts % ep:
+            raise InputError(
+                f"parallel.ep {ep} does not divide the model's {num_experts} experts; valid values: {_listed(choices)}"
+            )
+    schedule = parallel.pp_schedule
+    if schedule == "auto":
+        schedule = "1f1b" if parallel.pp_virtual_stages == 1 else "interleaved_1f1b"
+    return Layout(fsdp=fsdp, ep=ep, pp_schedule=schedule, pp_virtual_stages=parallel.pp_virtual_stages, **fixed)
+
+
+def _abbreviate(ranks: list[int]) -> str:
+    shown = ranks if len(ranks) <= 8 else [*ranks[:3], "...", ranks[-1]]
+    return " ".join(str(rank) for rank in shown)
+
+
+def _divisors(number: int) -> Iterator[int]:
+    return (size for size in range(1, number + 1) if number % size == 0)
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(str(number) for number in numbers)

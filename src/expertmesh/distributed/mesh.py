@@ -1,0 +1,164 @@
+"""The ranks of a running job seen twice: the dense view for non-expert parameters, the expert view for routed experts.
+
+`Mesh` holds the torch `DeviceMesh`es of both views; layout.py has their sizes. Nothing here knows about models.
+"""
+
+import datetime
+import os
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from expertmesh.config import ParallelConfig
+from expertmesh.config.errors import InputError
+from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout, resolve_layout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mesh:
+    """The views of a running job as torch meshes. Axes of size 1 are left out, except fsdp, efsdp and ep.
+
+    `dense` and `expert` are the two views. Ranks along cp and tp hold other tokens of the same rows, so most dense
+    parameters are sharded over them as well: `dense_mesh` is the dense view with fsdp, cp and tp joined to one axis.
+    `dense_tp_mesh` joins fsdp and cp alone, for what tp has split before. Both call the joined axis fsdp.
+    """
+
+    layout: Layout
+    dense: DeviceMesh
+    expert: DeviceMesh
+    dense_mesh: DeviceMesh
+    dense_tp_mesh: DeviceMesh
+    device: torch.device
+    rank: int
+
+    @property
+    def data_rank(self) -> int:
+        return self.layout.data_rank(self.rank)
+
+    @property
+    def dense_shard(self) -> DeviceMesh:
+        """Where dense parameters that tp does not split are sharded: 1-D over fsdp·cp·tp, or 2-D (replicate, that) for
+        hybrid sharding.
+        """
+        return self.dense_mesh["replicate", "fsdp"] if self.layout.replicate > 1 else self.dense_mesh["fsdp"]
+
+    @property
+    def dense_tp_shard(self) -> DeviceMesh:
+        """Where dense parameters that tp splits are sharded further: 1-D over fsdp·cp, or 2-D (replicate, that)."""
+        return self.dense_tp_mesh["replicate", "fsdp"] if self.layout.replicate > 1 else self.dense_tp_mesh["fsdp"]
+
+    @property
+    def expert_shard(self) -> DeviceMesh:
+        """Where one expert slice is sharded: 1-D over efsdp, or 2-D (replicate, efsdp) for hybrid sharding."""
+        return self.expert["replicate", "efsdp"] if self.layout.replicate > 1 else self.expert["efsdp"]
+
+    @property
+    def ep_group(self) -> dist.ProcessGroup:
+        """The ranks that together hold every routed expert once."""
+        return self.expert.get_group("ep")
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The ranks that together hold every parameter of a pipeline stage exactly once: fsdp·cp·tp = efsdp·ep."""
+        return self.dense_mesh.get_group("fsdp")
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        """The ranks that pass one share of the batch on through all stages; only where pp > 1."""
+        return self.dense.get_group("pp")
+
+    def coordinate(self, axis: str) -> int:
+        """This rank's place along an axis of the dense view; 0 where the axis has one rank."""
+        return self.dense.get_local_rank(axis) if self.layout.size(axis) > 1 else 0
+
+
+def init_mesh(
+    parallel: ParallelConfig | None = None, *, num_experts: int | None = None, device: torch.device | None = None
+) -> Mesh:
+    """Build both views over the default process group. Every rank calls it, with the same arguments.
+
+    Starts the default process group from the launcher's environment (torchrun) if none is up. Issues the
+    communication that creating process groups takes; no other collective.
+    """
+    device = device or current_device()
+    start_process_group(device)
+    parallel = parallel or ParallelConfig()
+    layout = resolve_layout(parallel, dist.get_world_size(), num_experts)
+    dense, expert = (_device_mesh(device, layout, axes) for axes in (DENSE_AXES, EXPERT_AXES))
+    # Each is a mesh of its own, not a flattened one: FSDP2 wants its axes and tp's to come from one root.
+    joined = replace(layout, fsdp=layout.fsdp * layout.cp, cp=1, ep=1)
+    split = dense if layout.cp == 1 else _device_mesh(device, joined, DENSE_AXES)
+    joined = replace(joined, fsdp=joined.fsdp * layout.tp, tp=1)
+    whole = split if layout.tp == 1 else _device_mesh(device, joined, DENSE_AXES)
+    return Mesh(layout, dense, expert, whole, split, device, dist.get_rank())
+
+
+def _device_mesh(device: torch.device, layout: Layout, axes: tuple[str, ...]) -> DeviceMesh:
+    axes = _kept_axes(layout, axes)
+    ranks = torch.arange(layout.world_size).view([layout.size(axis) for axis in axes])
+    return DeviceMesh(device.type, ranks, mesh_dim_names=axes)
+
+
+def set_timeout(mesh: Mesh, seconds: float) -> None:
+    """Let every collective of every group fail after `seconds` instead of torch's default. No communication.
+
+    DeviceMesh gives its groups torch's default (up to 30 minutes) whatever the default group was started with, and
+    torch has no public call to change it; `_set_pg_timeout` is what its own trainers use (pytorch/torchtitan).
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    views = (mesh.dense, mesh.expert, mesh.dense_mesh, mesh.dense_tp_mesh)
+    for group in {world, *(group for view in views for group in view.get_all_groups())}:
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+
+
+def current_device() -> torch.device:
+    """This rank's accelerator, chosen by LOCAL_RANK, or the CPU."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    several = torch.accelerator.device_count() > 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1
+    if several and "LOCAL_RANK" not in os.environ:
+        raise InputError("LOCAL_RANK is not set, so ranks cannot tell which device is theirs; let the launcher set it")
+    device = torch.device(kind.type, int(os.environ.get("LOCAL_RANK", 0)))
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def start_process_group(device: torch.device, timeout_seconds: float = 600) -> None:
+    """Start the default group from the launcher's environment (torchrun), unless one is up. Every rank calls it.
+
+    Accelerators get gloo beside their own backend, for the few small exchanges between hosts.
+    """
+    if dist.is_initialized():
+        return
+    if "RANK" not in os.environ:
+        raise InputError("no process group; start with torchrun or expertmesh train, or call init_process_group first")
+    own = dist.get_default_backend_for_device(device)
+    dist.init_process_group(
+        own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}",
+        timeout=datetime.timedelta(seconds=timeout_seconds),
+    )
+
+
+def attach_mesh(model: nn.Module, mesh: Mesh) -> None:
+    """Remember on `model` how it is sharded, for everything that takes a model alone (clipping, loss, saving)."""
+    model._expertmesh = mesh  # type: ignore[assignment]
+
+
+def mesh_of(model: nn.Module) -> Mesh:
+    """The mesh that `parallelize` attached; `InputError` for a model that was never parallelized."""
+    mesh = getattr(model, "_expertmesh", None)
+    if not isinstance(mesh, Mesh):
+        raise InputError(
+            f"{type(model).__name__} is not parallelized; call load_model or parallelize(model, mesh) first"
+        )
+    return mesh
+
+
+def _kept_axes(layout: Layout, axes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if layout.size(axis) > 1 or axis in ("fsdp", "efsdp", "ep"))

@@ -1,0 +1,82 @@
+"""Positions and features that the ranks of a tp group fetch from each other, with the gradients that belong to it.
+
+Each pair is each other's transpose: what one does in forward, the other does in backward. Gradients are partial sums
+over the group everywhere (sequence.py), so that the sum is taken exactly where a gather is undone.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from expertmesh.distributed import collectives
+
+
+def gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Every rank's `x` (same shape on each) one behind the other on `dim`; contiguous.
+
+    All-gather over `group` in forward, reduce-scatter in backward. Every rank of the group calls it.
+    """
+    result: torch.Tensor = _Gather.apply(x, dim, group)
+    return result
+
+
+def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of every rank's `x`, of which each rank keeps its own part of `dim`; contiguous.
+
+    Reduce-scatter over `group` in forward, all-gather in backward. Every rank of the group calls it.
+    """
+    result: torch.Tensor = _ReduceScatter.apply(x, dim, group)
+    return result
+
+
+def own_part(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's part of `dim`, of what every rank of `group` has whole; a copy. No communication."""
+    part = x.shape[dim] // group.size()
+    assert part * group.size() == x.shape[dim], f"{x.shape[dim]} in {group.size()} parts"
+    return x.narrow(dim, group.rank() * part, part).clone(memory_format=torch.contiguous_format)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _gather(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _reduce_scatter(grad, ctx.dim, ctx.group), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _reduce_scatter(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _gather(grad, ctx.dim, ctx.group), None, None
+
+
+def _gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    return _exchange(collectives.all_gather, x, dim, x.shape[dim] * group.size(), group)
+
+
+def _reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    length, rest = divmod(x.shape[dim], group.size())
+    assert rest == 0, f"{x.shape[dim]} in {group.size()} parts"
+    return _exchange(collectives.reduce_scatter, x, dim, length, group)
+
+
+def _exchange(
+    collective: Callable[..., torch.Tensor], x: torch.Tensor, dim: int, length: int, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """The collectives know dim 0 alone. Never a view: FSDP2 hooks results, and a model may change them in place."""
+    result = x.new_empty(*x.shape[:dim], length, *x.shape[dim + 1 :])
+    if math.prod(x.shape[:dim]) == 1:
+        collective(x.reshape(x.shape[dim:]), group, into=result.view(result.shape[dim:]))
+        return result
+    return result.copy_(collective(x.movedim(dim, 0), group).movedim(0, dim))

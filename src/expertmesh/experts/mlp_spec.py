@@ -1,0 +1,98 @@
+"""How one family's experts compute between the two projections, shared by both ways of multiplying.
+
+The activation is the model's own code; where it is `silu(gate) * up` its derivative is known in closed form, elsewhere
+autograd runs on the small recomputed part.
+
+    P pairs, I intermediate, 2I columns of the up projection (I when the experts are not gated)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+# Few enough parts that an accelerator is kept busy, many enough that their temporaries do not matter.
+_PARTS, _LEAST_ELEMENTS = 8, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMlpSpec:
+    """How one family's experts compute, whatever their sizes.
+
+    `activation` maps pre-activations `[P, 2I]` to `[P, I]` by the model's own code; `silu_gated` says that it is
+    `silu(gate) * up` with gate and up concatenated. `per_expert`: multiply one expert after the other.
+    """
+
+    activation: Callable[[torch.Tensor], torch.Tensor]
+    silu_gated: bool
+    transposed: bool
+    per_expert: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """This rank's experts: `up` `[L, 2I, H]` and `down` `[L, H, I]` (transposed: `[L, H, 2I]`, `[L, I, H]`), biases
+    `[L, 2I]` and `[L, H]` or None.
+    """
+
+    up: torch.Tensor
+    down: torch.Tensor
+    up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+    def flat(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """As autograd functions take them."""
+        return self.up, self.down, self.up_bias, self.down_bias
+
+
+def activate(pre_P2I: torch.Tensor, form: ExpertMlpSpec) -> torch.Tensor:
+    if form.silu_gated:
+        gate_PI, up_PI = pre_P2I.chunk(2, dim=1)
+        return F.silu(gate_PI).mul_(up_PI)
+    # The model's own code may return its argument or a view of it; what follows works in place.
+    return form.activation(pre_P2I).clone()
+
+
+def activation_backward(
+    pre_P2I: torch.Tensor, grad_act_PI: torch.Tensor, weight_P: torch.Tensor, form: ExpertMlpSpec
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """From d(weighted activation): the weighted activation again, d(pre-activation), d(routing weight).
+
+    Both arguments are used up: the activation takes the place of its gradient, d(pre-activation) that of the
+    pre-activation. So backward holds no third tensor of their size, and can run once (a second one raises: autograd
+    sees that what it had saved was changed). Rows are worked on in parts, whose temporaries are small.
+    """
+    grad_weight_P = torch.empty_like(weight_P)
+    pairs = pre_P2I.shape[0]
+    rows = max(-(-pairs // _PARTS), _LEAST_ELEMENTS // max(1, pre_P2I.shape[1]))
+    for start in range(0, pairs, rows):
+        part = slice(start, start + rows)
+        grad_weight_P[part] = _part_backward(pre_P2I[part], grad_act_PI[part], weight_P[part], form)
+    return grad_act_PI, pre_P2I, grad_weight_P
+
+
+def _part_backward(
+    pre_P2I: torch.Tensor, grad_act_PI: torch.Tensor, weight_P: torch.Tensor, form: ExpertMlpSpec
+) -> torch.Tensor:
+    """`activation_backward` of some rows, in place; returns d(routing weight)."""
+    weight_P1 = weight_P.unsqueeze(1)  # possibly wider than the rest: multiplied as it is, like in forward
+    weighted_PI = (grad_act_PI * weight_P1).to(pre_P2I.dtype)
+    if form.silu_gated:
+        gate_PI, up_PI = pre_P2I.chunk(2, dim=1)
+        silu_PI = F.silu(gate_PI)
+        act_PI = silu_PI * up_PI
+        grad_weight_P = (grad_act_PI * act_PI).sum(1, dtype=weight_P.dtype)
+        grad_gate_PI = torch.ops.aten.silu_backward(weighted_PI * up_PI, gate_PI)
+        torch.mul(weighted_PI, silu_PI, out=up_PI)
+        gate_PI.copy_(grad_gate_PI)
+    else:
+        with torch.enable_grad():
+            leaf_P2I = pre_P2I.detach().clone().requires_grad_()
+            act_PI = form.activation(leaf_P2I)
+            (grad_pre_P2I,) = torch.autograd.grad(act_PI, leaf_P2I, weighted_PI.to(act_PI.dtype))
+        act_PI = act_PI.detach()
+        grad_weight_P = (grad_act_PI * act_PI).sum(1, dtype=weight_P.dtype)
+        pre_P2I.copy_(grad_pre_P2I)
+    grad_act_PI.copy_(act_PI * weight_P1)
+    return grad_weight_P

@@ -1,0 +1,78 @@
+"""What an adapter of PEFT adds to its base: `scaling · B A`, box by box of the adapted weights, in fp32 or wider.
+
+For merge.py. One expert after the other is added straight onto the weights; no product of a whole expert stack is ever
+formed. In memory are A and B of the two adapted weights that were used last. Nothing here communicates.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from expertmesh.adapters.peft_format import model_tensors_from, parameter_name
+from expertmesh.adapters.plan import AdapterPlan
+from expertmesh.adapters.targets import Target
+from expertmesh.anatomy import describe
+from expertmesh.config.errors import IntegrityError
+from expertmesh.io.boxes import Box, full_box
+from expertmesh.io.safetensors_reader import WeightFiles
+from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.reading import read_box
+
+
+class Deltas:
+    """The adapter in the opened `files`, for a model with `plan`; `targets` are its targets by the weight they adapt.
+
+    `unused[weight]` are the experts whose B is all zero, known once something of the weight has been added. Raises
+    `IntegrityError` for files that do not hold exactly what the plan wants.
+    """
+
+    def __init__(self, model: nn.Module, plan: AdapterPlan, files: WeightFiles) -> None:
+        self.targets = {parameter_name(target): target for target in plan.targets}
+        self.scaling = plan.lora.scaling
+        self.unused: dict[str, tuple[int, ...]] = {}
+        self._transposed = {spec.name for spec in describe(model).experts if spec.transposed}
+        stored = {name: LazyTensor.of(tensor) for name, tensor in files.tensors.items()}
+        self._tensors = model_tensors_from(stored, plan.targets, plan.lora.r, files.directory)
+        self._files = files
+        # Files hold an expert's two projections in turn.
+        self._factors = lru_cache(maxsize=2)(self._read_factors)
+
+    def is_transposed(self, target: Target) -> bool:
+        """Whether the weight lies as `[experts, in, out]`."""
+        return target.experts is not None and target.module in self._transposed
+
+    def add(self, weight: str, box: Box, values: Tensor) -> None:
+        """Add the delta of `box` of an adapted weight to `values`, which hold that box in fp32 or wider."""
+        target = self.targets[weight]
+        a_ErK, b_ENr = self._factors(weight)
+        (first, last), rows, columns = box if target.experts is not None else ((0, 1), *box)
+        parts = values if target.experts is not None else values.unsqueeze(0)
+        for expert, part in zip(range(first, last), parts, strict=True):
+            a_rK, b_Nr = a_ErK[expert].to(part.dtype), b_ENr[expert].to(part.dtype)
+            left, right = (a_rK.t(), b_Nr.t()) if self.is_transposed(target) else (b_Nr, a_rK)
+            part.addmm_(left[slice(*rows)], right[:, slice(*columns)], alpha=self.scaling)
+
+    def _read_factors(self, weight: str) -> tuple[Tensor, Tensor]:
+        """A `[E, r, in]` and B `[E, out, r]` in the file's dtype; E is 1 for a matrix."""
+        target = self.targets[weight]
+        a_ErK, b_ENr = (self._read(f"{target.module}.{leaf}") for leaf in target.leaves)
+        if target.experts is None:
+            return a_ErK.unsqueeze(0), b_ENr.unsqueeze(0)
+        self.unused[weight] = tuple(expert for expert, b_Nr in enumerate(b_ENr) if not bool(b_Nr.any()))
+        return a_ErK, b_ENr
+
+    def _read(self, name: str) -> Tensor:
+        lazy = self._tensors[name]
+        values = torch.empty(tuple(lazy.shape), dtype=lazy.dtype)
+        read_box(lazy, full_box(lazy.shape), values, self._fetch)
+        if not bool(values.isfinite().all()):
+            raise IntegrityError(
+                f"{self._files.directory}: {name} holds a value that is not finite; the adapter is damaged, or its "
+                "training diverged"
+            )
+        return values
+
+    def _fetch(self, leaf: Any, box: Box, out: Tensor) -> None:
+        self._files.read(leaf, box, out)

@@ -1,0 +1,147 @@
+"""What makes a merge trustworthy: which base it starts from, and whether what was written is base + adapter.
+
+The base is known by the hash of its weights in the dtypes that training had them in (weights/content.py). What was
+written is compared by another way than it was computed: read through the safetensors library, multiplied in fp64, with
+the adapter taken apart as PEFT's own code does it. Holds a block of the base, or one adapter's two matrices, at a time.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from expertmesh.adapters.peft_format import file_keys
+from expertmesh.config.errors import IntegrityError
+from expertmesh.export.deltas import Deltas
+from expertmesh.io.boxes import Box, blocks, extents, full_box
+from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, open_weight_files
+from expertmesh.weights.audit import LibraryFiles
+from expertmesh.weights.content import element_sum, joined_hash
+from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.load import differing_copies, named_source
+from expertmesh.weights.mapping import LoadPlan, plan_load
+from expertmesh.weights.reading import read_box
+
+_BLOCK_ELEMENTS = 1 << 22
+_SAMPLE_ELEMENTS = 1 << 18
+# Of products and sums in fp32, against those in fp64.
+_FP32_ERROR = 2.0**-20
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """`matrices` were compared, `experts` of them of one expert each; `worst` is the largest difference, as a share of
+    what rounding allows.
+    """
+
+    matrices: int
+    experts: int
+    worst: float
+
+
+def base_hash(tensors: Mapping[str, Tensor], load: LoadPlan, files: WeightFiles) -> str:
+    """`content_hash` of a model with these `tensors` (on meta, of its dtypes), filled from `files` as `load` says."""
+
+    sums = {}
+    for name, tensor in tensors.items():
+        parts = _read_in_blocks(load.tensors[name], files, tensor.dtype)
+        sums[name] = sum(element_sum(values, part, tensor.shape) for part, values in parts)
+    return joined_hash(tensors, sums)
+
+
+def check_copies(load: LoadPlan, files: WeightFiles) -> None:
+    """Raise `IntegrityError` for tied tensors of which the files hold copies that differ: one of them would be lost."""
+    for name, lazy in load.copies:
+        first = load.tensors[name]
+        dtype = torch.promote_types(lazy.dtype, first.dtype)
+        pairs = zip(_read_in_blocks(lazy, files, dtype), _read_in_blocks(first, files, dtype), strict=True)
+        if not all(torch.equal(copy, values) for (_, copy), (_, values) in pairs):
+            raise differing_copies(lazy, first)
+
+
+def compare_sample(
+    model: PreTrainedModel, load: LoadPlan, deltas: Deltas, factors: WeightFiles, directory: Path
+) -> Compared:
+    """Compare a sample of every adapted weight in `directory`, of one expert where it has experts, with base + adapter.
+
+    Raises `IntegrityError` naming what differs by more than rounding.
+    """
+    library = LibraryFiles()
+    with open_weight_files(directory) as files:
+        written = plan_load(model, files)
+    targets, worst = list(deltas.targets.values()), 0.0
+    for weight, target in deltas.targets.items():
+        a_ErK, b_ENr = _as_peft_does(factors, file_keys(target, targets), target.experts or 1)
+        expert = _some_expert(weight, b_ENr)
+        a_rK, b_Nr = a_ErK[expert].double(), b_ENr[expert].double()
+        flipped = deltas.is_transposed(target) and not target.swapped
+        left, right = (a_rK.t(), b_Nr.t()) if flipped else (b_Nr, a_rK)
+        first, last = _some_rows(weight, left.shape[0], right.shape[1])
+        lead = () if target.experts is None else ((expert, expert + 1),)
+        box = (*lead, (first, last), (0, right.shape[1]))
+        base, got = (_read(plan.tensors[weight], box, library) for plan in (load, written))
+        delta = deltas.scaling * left[first:last] @ right
+        size = deltas.scaling * left[first:last].abs() @ right.abs()
+        rounding = max(torch.finfo(tensor.dtype).eps for tensor in (base, got))
+        expected = base.double() + delta
+        allowed = rounding * expected.abs() + _FP32_ERROR * (base.double().abs() + size)
+        share = ((got.double() - expected).abs() / allowed.clamp_min(torch.finfo(got.dtype).tiny)).max()
+        # Not `share > 1`, which holds for no NaN.
+        if not bool(share <= 1):
+            raise IntegrityError(
+                f"{named_source(written.tensors[weight], [start for start, _ in box])} is not base + adapter "
+                f"({weight}{'' if target.experts is None else f', expert {expert}'}); report this as a bug"
+            )
+        worst = max(worst, float(share))
+    return Compared(len(targets), sum(target.experts is not None for target in targets), worst)
+
+
+def _read_in_blocks(lazy: LazyTensor, files: WeightFiles, dtype: torch.dtype) -> Iterator[tuple[Box, Tensor]]:
+    def fetch(leaf: Any, box: Box, out: Tensor) -> None:
+        files.read(leaf, box, out)
+
+    whole = full_box(lazy.shape)
+    # What is computed from others would be computed anew for every block.
+    computed = not all(isinstance(piece.leaf, FileTensor) for piece in lazy.pieces)
+    for part in [whole] if computed else blocks(whole, _BLOCK_ELEMENTS):
+        values = torch.empty(extents(part), dtype=dtype)
+        read_box(lazy, part, values, fetch)
+        yield part, values
+
+
+def _read(lazy: LazyTensor, box: Box, library: LibraryFiles) -> Tensor:
+    """The box as a matrix, in the files' dtype."""
+    values = torch.empty(extents(box), dtype=lazy.dtype)
+    read_box(lazy, box, values, library)
+    return values.view(values.shape[-2:])
+
+
+def _as_peft_does(factors: WeightFiles, keys: tuple[str, str], experts: int) -> tuple[Tensor, Tensor]:
+    """A `[E, r, in]` and B `[E, out, r]`; E is 1 for a matrix."""
+    path = factors.tensors[keys[0]].path
+    with safe_open(path, framework="pt") as file:
+        a, b = (file.get_tensor(key) for key in keys)
+    return a.reshape(experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
+
+
+def _some_expert(weight: str, b_ENr: Tensor) -> int:
+    """An expert to which something was added, if there is one; another one in each layer."""
+    used = b_ENr.flatten(1).any(1).nonzero().flatten().tolist() or [0]
+    chosen: int = used[_number_of(weight) % len(used)]
+    return chosen
+
+
+def _some_rows(weight: str, rows: int, columns: int) -> tuple[int, int]:
+    count = min(rows, max(1, _SAMPLE_ELEMENTS // columns))
+    first = _number_of(weight) % (rows - count + 1)
+    return first, first + count
+
+
+def _number_of(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")

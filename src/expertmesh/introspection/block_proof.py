@@ -1,0 +1,142 @@
+"""Proof on the spot that a block whose list of experts was fused computes what it did before.
+
+A small copy of the block, with the list that it was written for, and another one with fused experts, run by the same
+`ExpertLayer` as in training: output, every gradient and the state that the forward leaves behind have to agree, or the
+model is refused by name. A block that adds gradients of its own in backward (an auxiliary loss per process, whatever
+the rest of the batch) is refused as well. Needs no weights; no communication.
+"""
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+
+from expertmesh.anatomy import experts_spec
+from expertmesh.anatomy.expert_module import ExpertModuleSpec, expert_module_sizes, expert_module_spec
+from expertmesh.anatomy.small_copy import relative_error, small_copy
+from expertmesh.config.errors import InputError
+from expertmesh.experts.dispatch import LocalDispatcher
+from expertmesh.experts.layer import ExpertLayer, form_of
+from expertmesh.experts.module_list import FusedExperts, fuse
+
+_ROWS, _LENGTH = 2, 9
+# Blocks may round routing weights to fp32; a wrong formula is off by far more.
+TOLERANCE = 1e-5
+
+
+def fuse_module_lists(model: nn.Module) -> int:
+    """Fuse every list of experts in `model`, on meta or in memory, in place; how many there were.
+
+    Raises `InputError`, naming the list, for one that cannot be fused exactly.
+    """
+    confirmed: list[Any] = []
+    blocks = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(experts := module._modules.get("experts"), nn.ModuleList) and len(experts)
+    ]
+    for name, block in blocks:
+        members: Any = block.experts
+        form = expert_module_spec(f"{name}.experts", members)
+        kind = _kind(block)
+        if kind not in confirmed:
+            _confirm(name, block, form)
+            confirmed.append(kind)
+        fuse(block, model.config, form)  # type: ignore[arg-type]
+    return len(blocks)
+
+
+def _kind(block: nn.Module) -> list[Any]:
+    """What may differ between blocks of one model: classes, shapes and settings, but not which layer it is."""
+    simple = (bool, int, float, str)
+    parts = [(name, part) for name, part in block.named_modules() if not name.startswith("experts.")]
+    settings = [
+        (name, type(part), {k: v for k, v in vars(part).items() if isinstance(v, simple) and "layer" not in k})
+        for name, part in [*parts, ("experts.0", block.get_submodule("experts.0"))]
+    ]
+    return [settings, [(name, tensor.shape) for name, tensor in block.state_dict().items()]]
+
+
+def _confirm(name: str, block: nn.Module, form: ExpertModuleSpec) -> None:
+    what = f"{name}: {type(block).__name__} with a list of experts"
+    generator = torch.Generator().manual_seed(0)
+    sizes = expert_module_sizes(form)
+    try:
+        own = small_copy(block, sizes, generator)
+        fused = _fused_copy(own)
+        shape = (_ROWS, _LENGTH, sizes[form.hidden_size])
+        hidden = torch.randn(shape, dtype=torch.float64, generator=generator)
+        adds_gradients = any(bool(gradient.any()) for gradient in _gradients(deepcopy(own), hidden, 0.0))
+        error = relative_error(_results(own, hidden), _results(fused, hidden))
+    except InputError:
+        raise
+    except Exception as cause:
+        # Another project's code on a size it was not built for: whatever it raises, nothing is proven.
+        raise InputError(
+            f"{what} cannot be run on a small copy ({type(cause).__name__}: {cause}), so nothing is known of what it "
+            "computes; it is not supported, unless transformers has a class of its own for the model"
+        ) from cause
+    if adds_gradients:
+        raise InputError(
+            f"{what} adds a loss of its own in backward, which would be that of each process; set the coefficient of "
+            "the auxiliary loss in the model's config to 0 to train without it"
+        )
+    if not error <= TOLERANCE:
+        raise InputError(
+            f"{what} does not give the same result when the experts are computed apart (off by {error:.1e} on a small "
+            "copy); it is not supported"
+        )
+
+
+def _fused_copy(own: nn.Module) -> nn.Module:
+    copy: Any = deepcopy(own)
+    form = expert_module_spec("experts", copy.experts)
+    fuse(copy, None, form)  # type: ignore[arg-type]
+    spec = experts_spec("experts", copy.experts)
+    form_here = form_of(copy.experts, spec, per_expert=True)
+    copy.experts._expertmesh_layer = ExpertLayer(spec, LocalDispatcher(spec.num_experts), form_here, torch.float64)
+    assert isinstance(copy, nn.Module)
+    return copy
+
+
+def _results(block: nn.Module, hidden: torch.Tensor) -> list[torch.Tensor]:
+    """Outputs in evaluation and in training, gradients, and the buffers that are left."""
+    with torch.no_grad():
+        outputs = [*_tensors(block.eval()(hidden.clone())), *_tensors(block.train()(hidden.clone()))]
+    return [*outputs, *_gradients(block, hidden, 1.0), *block.buffers()]
+
+
+def _gradients(block: nn.Module, hidden: torch.Tensor, scale: float) -> list[torch.Tensor]:
+    """Gradients of the input, of the experts and of all else, for one random direction times `scale`."""
+    leaf = hidden.clone().requires_grad_()
+    outputs = _tensors(block.train()(leaf * 1.0))
+    directions = [torch.linspace(-scale, 2 * scale, out.numel(), dtype=out.dtype).view_as(out) for out in outputs]
+    kept = [(out, d) for out, d in zip(outputs, directions, strict=True) if out.requires_grad]
+    torch.autograd.backward([out for out, _ in kept], [direction for _, direction in kept])
+    others = {n: p for n, p in block.named_parameters() if not n.startswith("experts.")}
+    return [_gradient(leaf), *_expert_gradients(block), *(_gradient(parameter) for parameter in others.values())]
+
+
+def _expert_gradients(block: nn.Module) -> list[torch.Tensor]:
+    """In the same order and layout for a list and for fused experts."""
+    experts: Any = block.experts
+    if isinstance(experts, FusedExperts):
+        return [_gradient(experts.get_parameter(name)) for name in experts_spec("experts", experts).parameters]
+    form = expert_module_spec("experts", experts)
+    gradients = []
+    for leaf in ("weight", "bias")[: 1 + form.biased]:
+        for linears in (form.ups, (form.down,)):
+            each = [torch.cat([_gradient(m.get_parameter(f"{linear}.{leaf}")) for linear in linears]) for m in experts]
+            gradients.append(torch.stack(each))
+    return gradients
+
+
+def _gradient(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    """The floating-point tensors of what a block returns: its output alone, or router logits beside it."""
+    found = [output] if isinstance(output, torch.Tensor) else list(output)
+    return [value for value in found if isinstance(value, torch.Tensor) and value.is_floating_point()]

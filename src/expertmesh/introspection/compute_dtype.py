@@ -1,0 +1,134 @@
+"""What precision.compute means for each module of a model whose parameters are in another dtype, and whether that runs.
+
+FSDP2 casts parameters group by group and nothing else. What a family keeps in float32 has groups of its own, gathered
+when their modules are called: code that reads such a parameter without the call would meet a shard of it. And buffers
+keep the dtype of precision.params, which a family's own code may not multiply with. Either would end in the middle of
+the first step with an error of torch; one forward on meta, watched, shows it before weights are read.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from expertmesh.anatomy import Anatomy, ExpertsSpec, is_inside
+from expertmesh.config.errors import InputError
+from expertmesh.introspection.stage_probe import WithoutValues, forward_of_text, stand_in_for_experts
+from expertmesh.state.stage_view import meta_twin
+
+
+def uncast_modules(model: nn.Module, anatomy: Anatomy, kept_in_fp32: Callable[[str], bool]) -> list[str]:
+    """Modules whose parameters must stay fp32 under a narrower compute dtype. FSDP2 casts whole groups, so they need
+    groups of their own; what cannot have one is refused by name.
+
+    Of modules inside each other the outermost: a family's code may read the weight of a convolution without calling it.
+    """
+    names: list[str] = []
+    holds = [*anatomy.blocks, *(spec.name for spec in anatomy.experts)]
+    for name, module in model.named_modules():
+        inside = [leaf for leaf, _ in module.named_parameters(prefix=name)]
+        kept = [leaf for leaf in inside if kept_in_fp32(leaf)]
+        if not kept or any(is_inside(name, taken) for taken in names):
+            continue
+        has_group = any(part == name or is_inside(part, name) for part in holds)
+        if len(kept) == len(inside) and not has_group and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            names.append(name)
+        elif own := [leaf for leaf in kept if leaf.rpartition(".")[0] == name]:
+            raise InputError(
+                f"precision.compute: {model.config.model_type} computes with {own[0]} in float32, and {name} holds "  # type: ignore[union-attr]
+                "parameters that it does not; set precision.compute to float32"
+            )
+    return names
+
+
+def refuse_compute(
+    model: nn.Module, anatomy: Anatomy, compute: torch.dtype, kept_in_fp32: Callable[[str], bool]
+) -> None:
+    """Raise `InputError` for a model that cannot be computed in `compute` as FSDP2 casts; `model` stays as it is.
+
+    Called where a parameter that trains has another dtype. A model that cannot be run without values is not refused:
+    nothing is known of it. Takes no weights; no communication.
+    """
+    experts = anatomy.experts
+    uncast_names = uncast_modules(model, anatomy, kept_in_fp32)
+    twin = meta_twin(model)
+    stand_in_for_experts(twin, experts)
+    uncast = {id(parameter): name for name in uncast_names for parameter in twin.get_submodule(name).parameters()}
+    for parameter in twin.parameters():
+        if parameter.is_floating_point() and id(parameter) not in uncast:
+            parameter.data = parameter.data.to(compute)  # on meta the dtype is all there is to change
+    watch, dtype = _Watch(uncast), str(compute).removeprefix("torch.")
+    where = f"precision.compute {dtype}: {model.config.model_type}"  # type: ignore[union-attr]
+    try:
+        with watch.within(twin), watch:
+            forward_of_text(twin)
+    except _Apart as apart:
+        raise InputError(f"{where} {apart}; set precision.compute to float32") from None
+    except Exception as cause:
+        if not _runs_in_one_dtype(model, experts):
+            return
+        first = str(cause).partition("\n")[0]
+        raise InputError(
+            f"{where} does not run with its parameters in {dtype} and its buffers as precision.params has them "
+            f"({watch.failed}: {first[:160]}); set precision.compute and precision.params to one dtype"
+        ) from cause
+
+
+def _runs_in_one_dtype(model: nn.Module, experts: Sequence[ExpertsSpec]) -> bool:
+    """Whether nothing but dtypes can have been the cause."""
+    twin = meta_twin(model)
+    stand_in_for_experts(twin, experts)
+    for tensor in (*twin.parameters(), *twin.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.float()
+    try:
+        with WithoutValues():
+            forward_of_text(twin)
+    except Exception:
+        return False  # the family's code on tensors without values: whatever it raises, nothing is known
+    return True
+
+
+class _Apart(Exception):
+    """A parameter that is not cast was read outside of the call that gathers it."""
+
+
+class _Watch(WithoutValues):
+    """`uncast`: ids of parameters, and which module's call gathers each. `failed`: where an exception was raised."""
+
+    def __init__(self, uncast: dict[int, str]) -> None:
+        super().__init__()
+        self.uncast, self.running, self.failed = uncast, ["the model"], ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs or {})):
+            name = self.uncast.get(id(leaf))
+            if name is not None and name not in self.running:
+                where = self.running[-1]
+                raise _Apart(f"reads the parameters of {name} in {where}, without calling the module that holds them")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    @contextmanager
+    def within(self, twin: nn.Module) -> Iterator[None]:
+        """Follow which modules of `twin` are running."""
+        with ExitStack() as stack:
+            for name, module in twin.named_modules():
+                stack.callback(module.register_forward_pre_hook(self._enterer(name)).remove)
+                stack.callback(module.register_forward_hook(self._leave).remove)
+            try:
+                yield
+            except Exception:
+                self.failed = self.running[-1]
+                raise
+
+    def _enterer(self, name: str) -> Any:
+        def enter(module: nn.Module, args: Any) -> None:
+            self.running.append(name or "the model")
+
+        return enter
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.running.pop()

@@ -1,0 +1,101 @@
+"""Proof on the spot that experts without transformers' interface compute what our layer computes.
+
+Such experts are recognised by shapes and argument names alone (anatomy.py), which is a guess. So each of them is copied
+at a tiny size, in fp64, and run both ways on random tokens: by the module's own forward, and by `ExpertLayer` on one
+rank. Outputs and every gradient have to agree, or the model is refused by name. Needs no weights; no communication.
+
+    E experts, H hidden, I intermediate, T tokens, K top-k
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from expertmesh.anatomy import Anatomy, ExpertsSpec, experts_spec
+from expertmesh.anatomy.small_copy import relative_error, small_copy
+from expertmesh.config.errors import InputError
+from expertmesh.experts.dispatch import LocalDispatcher
+from expertmesh.experts.layer import ExpertLayer, form_of
+from expertmesh.experts.lora_state import drop_adapters
+
+_EXPERTS, _HIDDEN, _INTERMEDIATE, _TOKENS, _TOP_K = 3, 10, 6, 7, 2
+TOLERANCE = 1e-9
+
+
+def confirm_experts(model: nn.Module, anatomy: Anatomy) -> None:
+    """Raise `InputError`, naming the module, if experts without the interface do not compute what we would."""
+    for spec in anatomy.experts:
+        if spec.call == "interface":
+            continue
+        experts = model.get_submodule(spec.name)
+        try:
+            error = _disagreement(experts, spec)
+        except InputError:
+            raise
+        except Exception as cause:
+            # Another module's code on a size it was not built for: whatever it raises, nothing is proven.
+            raise InputError(
+                f"{spec.name}: {type(experts).__name__} cannot be run on a small copy ({cause}), so it is not known "
+                "to be a sum of gated MLPs; it is not supported"
+            ) from cause
+        if not error <= TOLERANCE:
+            raise InputError(
+                f"{spec.name}: {type(experts).__name__} does not compute a weighted sum of gated MLPs (off by "
+                f"{error:.1e} on a small copy); it is not supported"
+            )
+
+
+def _disagreement(experts: nn.Module, spec: ExpertsSpec) -> float:
+    """The worst relative error of output and gradients, own forward against ours."""
+    generator = torch.Generator().manual_seed(0)
+    small = small_copy(experts, _small_sizes(spec), generator)
+    drop_adapters(small)  # ours, which the module's own forward knows nothing of
+    small_spec = experts_spec(spec.name, small)
+    form = form_of(small, small_spec, per_expert=True)
+    layer = ExpertLayer(small_spec, LocalDispatcher(small_spec.num_experts), form, torch.float64)
+    if spec.call == "dense":
+        inputs = [_dense_tokens(small_spec, generator)]
+        results = [_run(call, small, inputs) for call in (small.forward, lambda rows: layer.forward_dense(small, rows))]
+    else:
+        index_TK = torch.stack([torch.randperm(_EXPERTS, generator=generator)[:_TOP_K] for _ in range(_TOKENS)])
+        index_TK[index_TK == 1] = 0  # an expert without tokens, and one chosen twice by a token
+        inputs = [_random((_TOKENS, small_spec.hidden_size), generator), _random(tuple(index_TK.shape), generator)]
+        calls: list[Callable[..., torch.Tensor]] = [
+            lambda hidden, weight: small(hidden, index_TK, weight),
+            lambda hidden, weight: layer.forward(small, hidden, index_TK, weight),
+        ]
+        results = [_run(call, small, inputs) for call in calls]
+    return relative_error(*results)
+
+
+def _small_sizes(spec: ExpertsSpec) -> dict[int, int]:
+    """Small sizes in the place of the real ones; equal ones stay equal, and double ones double."""
+    sizes = {spec.num_experts: _EXPERTS}
+    hidden = sizes.setdefault(spec.hidden_size, _HIDDEN)
+    half = spec.hidden_size == 2 * spec.intermediate_size
+    width = sizes.setdefault(spec.intermediate_size, hidden // 2 if half else _INTERMEDIATE)
+    sizes.setdefault(2 * spec.intermediate_size, 2 * width)
+    if spec.flat_gate is not None:
+        sizes.setdefault(spec.num_experts * spec.intermediate_size, _EXPERTS * width)
+    return sizes
+
+
+def _dense_tokens(spec: ExpertsSpec, generator: torch.Generator) -> torch.Tensor:
+    """One row per (expert, token), zeros where the token did not choose the expert; the last one gets no token."""
+    rows_ETH = _random((spec.num_experts, _TOKENS, spec.hidden_size), generator).detach()
+    rows_ETH[:, ::2] = 0
+    rows_ETH[-1] = 0
+    return rows_ETH.view(-1, spec.hidden_size).requires_grad_()
+
+
+def _run(call: Callable[..., torch.Tensor], small: nn.Module, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Output, then the gradients of inputs and parameters, for one random direction."""
+    out = call(*inputs).reshape(-1, inputs[0].shape[-1])
+    direction = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)
+    wanted = [*inputs, *small.parameters()]
+    return [out.detach(), *torch.autograd.grad((out * direction).sum(), wanted, materialize_grads=True)]
+
+
+def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()

@@ -1,0 +1,402 @@
+"""Reads the safetensors files of a directory by byte range: headers first, then exactly the boxes asked for.
+
+For load.py (through pieces.py) and for `inspect`, which needs headers alone. Nothing is trusted: every
+header is checked against the file before any of its numbers is used, and an index may only name plain files
+of its own directory (which may be symbolic links: the hub's cache is made of them). What is merely damaged is
+an `IntegrityError`; what would mislead a trusting reader (offsets that point elsewhere, a header larger than its
+file) is a `SecurityError`. Never maps a file into memory, never reads a tensor that nobody asked for, never opens
+a pickle.
+"""
+
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise, product
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from expertmesh.config.errors import InputError, IntegrityError, SecurityError
+from expertmesh.io.boxes import Box, volume
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+# The bound that the safetensors library itself sets to headers; here also that of an index.
+MAX_HEADER_BYTES = 100_000_000
+# No tensor has as many dims, and no file as many bytes; products of such numbers stay cheap to compute.
+_MAX_DIMS, _MAX_NUMBER = 64, 1 << 63
+# Rows shorter than a sector and closer together than a page come from the disk together in any case: one
+# read that includes the gaps then beats one read per row.
+MAX_MERGED_ROW_BYTES = 512
+MAX_GAP_BYTES = 4096
+# A process may have 1024 files open where nobody has raised that; a thousand ranks write two thousand.
+MAX_OPEN_FILES = 256
+_SPAN_BYTES = 16 << 20
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+# What the format has beside these.
+_UNSUPPORTED_DTYPES = ("F4", "F6_E2M3", "F6_E3M2", "C64")
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """One tensor of one file: `offset` is where its bytes start, counted from the start of the file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    path: Path
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRuns:
+    """A box as bytes of its tensor: runs of `length` bytes at `first` plus every sum of one step per loop.
+
+    `loops` are (count, stride in bytes), outermost first; the runs come in the box's row-major order.
+    """
+
+    first: int
+    length: int
+    loops: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], itemsize: int, box: Box) -> "ByteRuns":
+        first, length, stride, contiguous = 0, itemsize, itemsize, True
+        loops: list[tuple[int, int]] = []
+        for size, (start, stop) in zip(reversed(shape), reversed(box), strict=True):
+            first += start * stride
+            if contiguous:
+                length = (stop - start) * stride
+                contiguous = stop - start == size
+            elif stop - start > 1:
+                loops.insert(0, (stop - start, stride))
+            stride *= size
+        return cls(first, length, tuple(loops))
+
+    def rows(self) -> Iterator[tuple[int, int, int]]:
+        """(offset of the first run, number of runs, stride) for each group of equally spaced runs."""
+        count, stride = self.loops[-1] if self.loops else (1, self.length)
+        for steps in product(*(range(0, size * step, step) for size, step in self.loops[:-1])):
+            yield self.first + sum(steps), count, stride
+
+
+class WeightFiles:
+    """The tensors of one checkpoint directory, by name, and the files they are in. Close it, or use `with`.
+
+    `bytes_read` counts every byte of tensor data that was read through it (headers and index apart).
+    """
+
+    def __init__(self, directory: Path, tensors: dict[str, FileTensor]) -> None:
+        self.directory = directory
+        self.tensors = tensors
+        self.bytes_read = 0
+        self._descriptors: dict[Path, int] = {}
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors of the checkpoint."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def read(self, tensor: FileTensor, box: Box, out: Tensor) -> None:
+        """Fill `out` (contiguous, on the CPU, of the tensor's dtype) with the elements of `box`, row-major.
+
+        Raises `IntegrityError` naming file and tensor when the file ends early.
+        """
+        assert out.is_contiguous()
+        assert out.dtype == tensor.dtype
+        assert out.numel() == volume(box)
+        if out.numel() == 0:
+            return
+        target = as_bytes(out)
+        runs = ByteRuns.of(tensor.shape, tensor.dtype.itemsize, box)
+        at = 0
+        for first, count, stride in runs.rows():
+            rows = target[at : at + count * runs.length]
+            short = runs.length <= MAX_MERGED_ROW_BYTES and stride - runs.length <= MAX_GAP_BYTES
+            if count > 1 and short:
+                self._read_spans(tensor, first, stride, rows.view(count, runs.length))
+            else:
+                for row in range(count):
+                    self._read_run(tensor, first + row * stride, rows[row * runs.length : (row + 1) * runs.length])
+            at += count * runs.length
+
+    def _read_spans(self, tensor: FileTensor, first: int, stride: int, rows: Tensor) -> None:
+        """Read rows with the small gaps between them, a bounded span at a time."""
+        length = rows.shape[1]
+        step = max(1, _SPAN_BYTES // stride)
+        for start in range(0, rows.shape[0], step):
+            part = rows[start : start + step]
+            span = torch.empty(part.shape[0] * stride, dtype=torch.uint8)
+            self._read_run(tensor, first + start * stride, span[: span.numel() - stride + length])
+            part.copy_(span.view(-1, stride)[:, :length])
+
+    def _read_run(self, tensor: FileTensor, first: int, out: Tensor) -> None:
+        descriptor = self._descriptor(tensor.path)
+        buffer = out.numpy().data
+        offset = tensor.offset + first
+        while buffer:
+            try:
+                got = os.preadv(descriptor, [buffer], offset)
+            except OSError as error:
+                raise InputError(f"{tensor.path}: cannot read {tensor.name}: {error.strerror}") from error
+            if got == 0:
+                _damaged(tensor.path, f"the file ends inside tensor {tensor.name}")
+            self.bytes_read += got
+            buffer, offset = buffer[got:], offset + got
+
+    def _descriptor(self, path: Path) -> int:
+        if path not in self._descriptors:
+            if len(self._descriptors) == MAX_OPEN_FILES:
+                os.close(self._descriptors.pop(next(iter(self._descriptors))))
+            self._descriptors[path] = _open(path)
+        return self._descriptors[path]
+
+    def close(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def __enter__(self) -> "WeightFiles":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_weight_files(directory: str | Path, weights_file: str | None = None) -> WeightFiles:
+    """Read the headers of all files of a Hugging Face directory; no tensor data.
+
+    `weights_file` overrides the usual names (a config's `transformers_weights`). Raises `InputError` when
+    there are no weights or the index names a file that is not there, `SecurityError` for pickled weights and for
+    an index or offsets that point elsewhere, and `IntegrityError` naming file and tensor for anything damaged.
+    """
+    directory = Path(directory)
+    name = weights_file or _weights_name(directory)
+    check_plain_name(name, directory)
+    index = read_index(directory / name) if name.endswith(".index.json") else {}
+    tensors: dict[str, FileTensor] = {}
+    for file in sorted(set(index.values())) or [name]:
+        for tensor in read_header(directory / file).values():
+            if tensor.name in tensors:
+                files = f"{tensors[tensor.name].path.name} and {file}"
+                raise IntegrityError(f"{directory}: tensor {tensor.name} is in both {files}; remove one")
+            tensors[tensor.name] = tensor
+    for key, file in index.items():
+        if key not in tensors or tensors[key].path.name != file:
+            raise IntegrityError(f"{directory / name}: says that {key} is in {file}, which does not hold it")
+    return WeightFiles(directory, tensors)
+
+
+def as_bytes(values: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as a 1-D uint8 tensor."""
+    # Not reshape(-1): a contiguous tensor of one element may have any stride, which `view` refuses.
+    return values.as_strided((values.numel(),), (1,)).view(torch.uint8)
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The `weight_map` of an index file: tensor name -> plain name of a safetensors file beside the index."""
+    descriptor = _open(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size > MAX_HEADER_BYTES:
+            _unsafe(path, f"an index of {size} bytes")
+        text = _pread(path, descriptor, size, 0)
+    finally:
+        os.close(descriptor)
+    try:
+        content = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, path))
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(f"{path}: is not JSON ({error})") from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise IntegrityError(f"{path}: has no weight_map of tensor names to files")
+    for file in weight_map.values():
+        check_plain_name(file, path)
+    return weight_map
+
+
+def check_plain_name(name: Any, where: Path) -> None:
+    """Refuse everything that is not the plain name of a file in the same directory."""
+    if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\\0"):
+        raise SecurityError(f"{where}: names the weights file {name!r}, not a plain file name beside it")
+    if not name.endswith((".safetensors", ".safetensors.index.json")):
+        raise SecurityError(f"{where}: names the weights file {name!r}; only safetensors files are read")
+
+
+def read_header(path: Path) -> dict[str, FileTensor]:
+    """The tensors of one safetensors file, in file order, checked against the size of the file."""
+    entries, start, size = _header_entries(path)
+    entries.pop("__metadata__", None)
+    tensors = [_entry(path, name, entry, start, size) for name, entry in entries.items()]
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+    return _check_coverage(path, tensors, start, size)
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What the header of one safetensors file says beside its tensors: texts by name."""
+    metadata = _header_entries(path)[0].get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        _damaged(path, "header has metadata that is not texts by name")
+    return metadata
+
+
+def _header_entries(path: Path) -> tuple[dict[str, Any], int, int]:
+    """The JSON object that the header is, where the data starts, and the size of the file."""
+    descriptor = _open(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        header = _pread(path, descriptor, _header_length(path, descriptor, size), 8)
+    finally:
+        os.close(descriptor)
+    try:
+        entries = json.loads(header, object_pairs_hook=lambda pairs: _unique(pairs, path))
+    except (ValueError, RecursionError) as error:
+        _damaged(path, f"header is not JSON ({error})")
+    if not isinstance(entries, dict):
+        _damaged(path, "header is not a JSON object")
+    return entries, 8 + len(header), size
+
+
+def _header_length(path: Path, descriptor: int, size: int) -> int:
+    """What the first 8 bytes say, if the file can hold it. Until that is known nothing is allocated for it."""
+    if size < 8:
+        _damaged(path, f"the file has {size} bytes, too few for a header")
+    length = int.from_bytes(_pread(path, descriptor, 8, 0), "little")
+    if length > min(size - 8, MAX_HEADER_BYTES):
+        if length <= MAX_HEADER_BYTES and _is_cut(_pread(path, descriptor, size - 8, 8)):
+            _damaged(path, f"the file has {size} bytes and ends inside its header of {length} bytes")
+        _unsafe(path, f"a header of {length} bytes in a file of {size} bytes")
+    return length
+
+
+def _is_cut(header: bytes) -> bool:
+    """Whether these bytes are the beginning of a header that goes on; a complete one belies a greater length."""
+    try:
+        json.JSONDecoder().raw_decode(header.decode(errors="replace"))
+    except (ValueError, RecursionError):
+        return header.startswith(b"{")
+    return False
+
+
+def _entry(path: Path, name: str, entry: Any, data_start: int, size: int) -> FileTensor:
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        valid = isinstance(dtype, str) and isinstance(shape, list) and len(shape) <= _MAX_DIMS
+        valid = valid and all(type(number) is int and number < _MAX_NUMBER for number in (*shape, start, stop))
+        valid = valid and all(number >= 0 for number in shape)
+    except (KeyError, TypeError, ValueError):
+        valid = False
+    if not valid:
+        _damaged(path, f"tensor {name} has no valid dtype, shape and data_offsets")
+    if dtype in _UNSUPPORTED_DTYPES:
+        raise InputError(f"{path}: tensor {name} has the unsupported dtype {dtype!r}; convert the checkpoint")
+    if dtype not in DTYPES:
+        _damaged(path, f"tensor {name} has the dtype {dtype!r}, which does not exist")
+    tensor = FileTensor(name, DTYPES[dtype], tuple(shape), path, data_start + start)
+    if stop - start == tensor.nbytes and start >= 0:
+        return tensor
+    if not 0 <= start <= stop <= size - data_start:
+        _unsafe(path, f"tensor {name} has the data_offsets {[start, stop]}, outside of the file's data")
+    _damaged(path, f"tensor {name} {dtype} {shape} has {stop - start} bytes, not {tensor.nbytes}")
+
+
+def _check_coverage(path: Path, tensors: list[FileTensor], start: int, size: int) -> dict[str, FileTensor]:
+    """Tensors must fill the file without gaps or overlaps, as the format demands."""
+    if tensors and tensors[0].offset != start:
+        _unsafe(path, f"tensor {tensors[0].name} does not start where the header ends")
+    for before, after in pairwise(tensors):
+        if before.offset + before.nbytes != after.offset:
+            _unsafe(path, f"tensors {before.name} and {after.name} overlap or leave a gap")
+    stop = tensors[-1].offset + tensors[-1].nbytes if tensors else start
+    if stop > size:
+        first_cut = next(tensor for tensor in tensors if tensor.offset + tensor.nbytes > size)
+        _damaged(path, f"the file has {size} of {stop} bytes and ends inside tensor {first_cut.name}")
+    if stop < size:
+        _damaged(path, f"{size - stop} bytes after the last tensor")
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _weights_name(directory: Path) -> str:
+    if not directory.is_dir():
+        raise InputError(f"{directory}: no such directory")
+    for name in (SINGLE_FILE, INDEX_FILE):
+        if (directory / name).exists():
+            return name
+    names = sorted(path.name for path in directory.iterdir())
+    pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    if pickles:
+        raise SecurityError(
+            f"{directory}: holds only pickled weights ({pickles[0]}), which can run code when read; "
+            f"convert them to {SINGLE_FILE} first (save_pretrained of a trusted copy does it)"
+        )
+    raise InputError(f"{directory}: holds no weights, neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+
+def _open(path: Path) -> int:
+    try:
+        # A pipe would otherwise wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no such file, but the checkpoint needs it; download it") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be opened: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise SecurityError(f"{path}: is neither a file nor a link to one; remove it and download the checkpoint again")
+    return descriptor
+
+
+def _pread(path: Path, descriptor: int, length: int, offset: int) -> bytes:
+    try:
+        return os.pread(descriptor, length, offset)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _unique(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            _damaged(path, f"{key} appears twice")
+        content[key] = value
+    return content
+
+
+def _damaged(path: Path, what: str) -> NoReturn:
+    raise IntegrityError(f"{path}: damaged: {what}; copy or download it again")
+
+
+def _unsafe(path: Path, what: str) -> NoReturn:
+    raise SecurityError(f"{path}: refused: {what}; download it again, from a source you trust")

@@ -1,0 +1,182 @@
+"""Lays out safetensors files before a byte of them is written, and writes boxes of tensors into their place.
+
+For save.py: every rank computes the same layout, one rank creates the files at full size with their
+headers, and then each rank writes its own byte ranges. What comes out is what the safetensors library would
+have written. Nothing here communicates or decides who writes what.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expertmesh.io.boxes import Box, volume
+from expertmesh.io.safetensors_reader import DTYPES, INDEX_FILE, SINGLE_FILE, ByteRuns, FileTensor, as_bytes
+
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """One file to be: its header, its size in bytes, and where each tensor goes."""
+
+    path: Path
+    header: bytes
+    size: int
+    tensors: tuple[FileTensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FilesLayout:
+    """All weights files of a directory. `index` is what the index file says, or None for a single file."""
+
+    files: tuple[FileLayout, ...]
+    index: dict[str, Any] | None
+
+    @property
+    def tensors(self) -> dict[str, FileTensor]:
+        return {tensor.name: tensor for file in self.files for tensor in file.tensors}
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files, headers included."""
+        return sum(file.size for file in self.files)
+
+
+def lay_out(
+    directory: Path,
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    max_shard_bytes: int,
+    parameters: int,
+) -> FilesLayout:
+    """Spread tensors (dtype and shape by name) over files of at most `max_shard_bytes`, in the order given.
+
+    A larger tensor gets a file of its own. One file is named `model.safetensors`; several are numbered and
+    come with an index, which records the number of `parameters` as transformers does.
+    """
+    groups: list[list[FileTensor]] = [[]]
+    filled = 0
+    for name, (dtype, shape) in tensors.items():
+        tensor = FileTensor(name, dtype, tuple(shape), directory, 0)
+        if groups[-1] and filled + tensor.nbytes > max_shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor)
+        filled += tensor.nbytes
+    if len(groups) == 1:
+        return FilesLayout((_file(directory / SINGLE_FILE, groups[0]),), None)
+    count = len(groups)
+    files = tuple(
+        _file(directory / f"model-{number:05d}-of-{count:05d}.safetensors", group)
+        for number, group in enumerate(groups, start=1)
+    )
+    weight_map = {tensor.name: file.path.name for file in files for tensor in file.tensors}
+    total = sum(tensor.nbytes for file in files for tensor in file.tensors)
+    return FilesLayout(
+        files, {"metadata": {"total_parameters": parameters, "total_size": total}, "weight_map": weight_map}
+    )
+
+
+def create_file(file: FileLayout) -> None:
+    """Make the file at its full size with its header; the tensors' bytes are holes until they are written."""
+    descriptor = os.open(file.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        _pwrite(descriptor, memoryview(file.header), 0)
+        os.ftruncate(descriptor, file.size)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def create_index(directory: Path, index: dict[str, Any]) -> None:
+    write_synced(directory / INDEX_FILE, json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        _pwrite(descriptor, memoryview(content), 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_synced(path: Path, content: bytes) -> None:
+    """Give `path` this content, whole or not at all, whatever ends the process or the machine.
+
+    What ends it can leave a file `NAME.tmp` behind; the next call takes its place.
+    """
+    unfinished = path.with_name(f"{path.name}.tmp")
+    unfinished.unlink(missing_ok=True)
+    write_synced(unfinished, content)
+    os.replace(unfinished, path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold what a file or directory holds by now."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_box(descriptor: int, tensor: FileTensor, box: Box, values: Tensor) -> int:
+    """Write `values` (contiguous, on the CPU, of the tensor's dtype) where `box` belongs; bytes written.
+
+    Each contiguous run of the box is one write: rows of a box that is narrower than the tensor go one by
+    one.
+    """
+    assert values.is_contiguous()
+    assert values.dtype == tensor.dtype
+    assert values.numel() == volume(box)
+    if values.numel() == 0:
+        return 0
+    source = as_bytes(values).numpy().data
+    runs = ByteRuns.of(tensor.shape, tensor.dtype.itemsize, box)
+    at = 0
+    for first, count, stride in runs.rows():
+        for row in range(count):
+            _pwrite(descriptor, source[at : at + runs.length], tensor.offset + first + row * stride)
+            at += runs.length
+    return at
+
+
+def _pwrite(descriptor: int, buffer: memoryview, offset: int) -> None:
+    while buffer:
+        done = os.pwrite(descriptor, buffer, offset)
+        buffer, offset = buffer[done:], offset + done
+
+
+def lay_out_file(path: Path, values: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileLayout:
+    """One file that holds all `values` under their names, with `metadata` in its header."""
+    tensors = [FileTensor(name, value.dtype, tuple(value.shape), path, 0) for name, value in values.items()]
+    return _file(path, tensors, metadata)
+
+
+def _file(path: Path, tensors: list[FileTensor], metadata: Mapping[str, str] | None = None) -> FileLayout:
+    # Widest dtypes first keeps every tensor aligned, as the library does.
+    ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
+    entries: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
+    at = 0
+    for tensor in ordered:
+        entries[tensor.name] = {
+            "dtype": CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = text.ljust(math.ceil(len(text) / 8) * 8)
+    start = 8 + len(text)
+    placed = tuple(
+        replace(tensor, path=path, offset=start + entries[tensor.name]["data_offsets"][0]) for tensor in ordered
+    )
+    return FileLayout(path, len(text).to_bytes(8, "little") + text, start + at, placed)

@@ -1,0 +1,216 @@
+"""The local ranks of one attempt: started together, watched, and ended together.
+
+Not PyTorch's elastic agent: at a rank's end it sends SIGTERM to the others at once and SIGKILL 30 seconds later, which
+would cut short a checkpoint that is being saved, and end a hung rank before anybody could ask it where it stands. Here
+a request to stop is waited for as long as the ranks take, and a failure is looked at before anything is ended.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+
+from expertmesh.config.errors import ExpertmeshError
+from expertmesh.launcher.failures import root_cause
+from expertmesh.launcher.hangs import Look, gave_up, hang, is_stopped, read_stack
+from expertmesh.launcher.records import SHOW_STACK, failures_in, progress_file, stack_file
+from expertmesh.training.control import ONE_REQUEST_SECONDS
+from expertmesh.training.progress import Progress, RankStatus, StopState
+
+POLL_SECONDS = 0.05
+# How long ranks get to fail by themselves after the first has: an error that all share is then known to be shared.
+GRACE_SECONDS = 3.0
+STACK_SECONDS = 2.0
+# A process in an uninterruptible wait (a dead disk or driver) does not even end by SIGKILL; the launcher still must.
+KILL_SECONDS = 30.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_WAITED_FOR = (signal.SIGTERM, signal.SIGINT)
+_ENDED_WELL = (0, *(128 + number for number in _WAITED_FOR))
+
+
+@dataclass(slots=True)
+class StopRequests:
+    """What signals have asked of the launcher: `wish` is to stop when the ranks can, `order` is to stop at once."""
+
+    wish: int = 0
+    order: int = 0
+    _wished_at: float = 0.0
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number in _WAITED_FOR and not self.wish:
+            self.wish, self._wished_at = number, now
+        elif number not in _WAITED_FOR or now - self._wished_at > ONE_REQUEST_SECONDS:
+            self.order = number
+
+
+@contextlib.contextmanager
+def stop_requests() -> Iterator[StopRequests]:
+    """Note the signals that stop a job instead of ending; old handlers come back. In the main thread only.
+
+    A signal that is ignored stays so: a job under `nohup` must outlive its terminal.
+    """
+    requests = StopRequests()
+    old = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    old = {number: handler for number, handler in old.items() if handler is not signal.SIG_IGN}
+    try:
+        for number in old:
+            signal.signal(number, requests.receive)
+        yield requests
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+@dataclass(slots=True)
+class LocalRank:
+    """One started rank. It leads a session of its own, so that a terminal's Ctrl-C reaches the launcher alone."""
+
+    rank: int
+    process: "subprocess.Popen[bytes]"
+    progress: Progress
+    stacks: Path
+
+    @property
+    def runs(self) -> bool:
+        return self.process.poll() is None
+
+    def kill(self) -> None:
+        """End it now, and whatever it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def ask_for_stack(self) -> bool:
+        """Let it write its Python stacks, also if it is stopped; returns whether it was. No stack before it is up."""
+        stopped = is_stopped(self.process.pid)
+        if self.runs and self.progress.standing().process:
+            self.process.send_signal(SHOW_STACK)
+            self.process.send_signal(signal.SIGCONT)  # harmless to a process that is not stopped
+        return stopped
+
+
+@dataclass(slots=True)
+class Job:
+    """All ranks of one attempt. `supervise` returns when none of them runs any more."""
+
+    ranks: Sequence[LocalRank]
+    records: Path
+    requests: StopRequests
+    exit_codes: dict[int, int] = field(default_factory=dict)
+    """Of the ranks that ended by themselves."""
+
+    def supervise(self) -> int:
+        """Wait for the ranks; returns 0, or 130 or 143 if they were stopped. Raises the error the job failed by."""
+        try:
+            while self._running() and not self._failed():
+                if self._must_end():
+                    return 128 + (self.requests.order or self.requests.wish)
+                time.sleep(POLL_SECONDS)
+            if not self._failed():
+                return max(self.exit_codes.values())
+            error = self._find_cause()
+            if self._ended_by_request():
+                return 128 + (self.requests.order or self.requests.wish)
+            raise error
+        finally:
+            self._end()
+
+    def _running(self) -> list[LocalRank]:
+        for rank in self.ranks:
+            if not rank.runs and rank.rank not in self.exit_codes:
+                self.exit_codes[rank.rank] = code = _exit_code(rank)
+                if code not in _ENDED_WELL:
+                    rank.kill()  # what it had started
+        return [rank for rank in self.ranks if rank.runs]
+
+    def _failed(self) -> bool:
+        return any(code not in _ENDED_WELL for code in self.exit_codes.values()) or bool(failures_in(self.records))
+
+    def _must_end(self) -> bool:
+        """Pass a wish to stop on to the ranks; whether it cannot wait for them, because one is not in its loop."""
+        if self.requests.order:
+            return True
+        if not self.requests.wish:
+            return False
+        for rank in self.ranks:
+            rank.progress.stop = self.requests.wish
+        return any(rank.progress.hearing is StopState.DEAF for rank in self._running())
+
+    def _ended_by_request(self) -> bool:
+        """A signal to all processes of a job may end ranks that are not in their loop before the launcher does."""
+        wish = self.requests.wish
+        return self.requests.order > 0 or (wish > 0 and -wish in self.exit_codes.values())
+
+    def _find_cause(self) -> ExpertmeshError:
+        """Look at the ranks that still run, give them time to fail as well, and say who is to blame."""
+        first = next(iter(failures_in(self.records)), None)
+        waited = gave_up(first) if first else -signal.SIGABRT in self.exit_codes.values()
+        looks = self._look() if waited else []
+        deadline = time.monotonic() + GRACE_SECONDS
+        while self._running() and time.monotonic() < deadline and not self._ended_by_request():
+            time.sleep(POLL_SECONDS)
+        failures, standings = failures_in(self.records), self._standings()
+        lasting = {rank.rank for rank in self._running()} - {failure.rank for failure in failures}
+        looks = [replace(look, outlasted=look.rank in lasting) for look in looks]
+        if waited and (error := hang(looks, first, standings[first.rank] if first else None)):
+            return error
+        return root_cause(failures, self.exit_codes, standings)
+
+    def _look(self) -> list[Look]:
+        spoke = {failure.rank for failure in failures_in(self.records)}
+        running = [rank for rank in self._running() if rank.rank not in spoke]
+        taken, standings = time.monotonic(), self._standings()
+        stopped = {rank.rank: rank.ask_for_stack() for rank in running}
+        deadline = taken + STACK_SECONDS
+        looks = []
+        for rank in running:
+            standing = standings[rank.rank]
+            stack = read_stack(rank.stacks, standing.main_thread, deadline - time.monotonic())
+            looks.append(Look(rank.rank, standing, taken, stopped[rank.rank], stack, outlasted=False))
+        return looks
+
+    def _standings(self) -> dict[int, RankStatus]:
+        return {rank.rank: rank.progress.standing() for rank in self.ranks}
+
+    def _end(self) -> None:
+        """No rank, and nothing that a rank has started, is left behind."""
+        for rank in self._running():
+            rank.kill()
+        deadline = time.monotonic() + KILL_SECONDS
+        for rank in self.ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.process.wait(max(0.0, deadline - time.monotonic()))
+
+
+def start_ranks(worker: Sequence[str], count: int, records: Path, environment: Mapping[str, str]) -> list[LocalRank]:
+    """Start `count` processes of the Python module and arguments `worker`, as ranks 0 to `count` - 1."""
+    started: list[LocalRank] = []
+    try:
+        for rank in range(count):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            sizes = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+            progress = Progress(progress_file(records, rank))
+            process = subprocess.Popen(
+                [sys.executable, "-u", "-m", *worker], env={**environment, **own, **sizes}, start_new_session=True
+            )
+            started.append(LocalRank(rank, process, progress, stack_file(records, rank)))
+    except BaseException:
+        for rank_started in started:
+            rank_started.kill()
+            rank_started.process.wait()
+        raise
+    return started
+
+
+def _exit_code(rank: LocalRank) -> int:
+    """A second signal ends a rank in its loop by 128 + its number; unlike one that has stopped, it was ended by it."""
+    code = rank.process.wait()
+    if code > 0 and code in _ENDED_WELL and rank.progress.hearing is not StopState.LEAVING:
+        return 128 - code
+    return code

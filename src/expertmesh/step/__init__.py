@@ -1,0 +1,1 @@
+"""One optimizer step: loss, router losses, forward and backward in every layout."""

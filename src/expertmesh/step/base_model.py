@@ -1,0 +1,91 @@
+"""The model through its root but with its head on no token: what both the loss and the counting of routing need.
+
+FSDP2's hooks live at the root, so the base model beside the head is never called alone.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
+
+from expertmesh.config.errors import InputError
+from expertmesh.experts.lora_state import number_rows
+from expertmesh.experts.real_tokens import counting, real_tokens_of
+from expertmesh.parallel.sequence import SequenceShare, sequence_share
+from expertmesh.state.stage_view import is_cut
+
+_NOT_FOR_THE_MODEL = ("labels", "row_numbers", "real_tokens")
+
+
+def run_base(
+    model: nn.Module, batch: Mapping[str, torch.Tensor], *, router_logits: bool = False
+) -> tuple[ModelOutput, torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Run the base model on a micro-batch. Returns its output, the root's logits of no token, and, if asked for, the
+    router logits of each MoE layer as transformers records them, `[B * S, E]`. Collective, as the model's forward is.
+    Under cp and tp, S counts this rank's positions (sequence.py), in the output too; `batch` is whole and padded.
+
+    The model never makes a router loss of its own: that would be this process's, not the global batch's.
+    """
+    captured: list[ModelOutput] = []
+    recorded: list[tuple[torch.Tensor, ...]] = []
+    config: Any = model.config
+    chosen = router_logits or getattr(config.get_text_config(), "output_router_logits", False)
+
+    def ask_for_router_logits(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, "output_router_logits": router_logits}
+
+    def hand_on_no_token(module: nn.Module, args: Any, output: ModelOutput) -> ModelOutput:
+        recorded.append(tuple(output.get("router_logits") or ()))
+        captured.append(type(output)(**{key: value for key, value in output.items() if key != "router_logits"}))
+        return type(output)(**{**captured[0], "last_hidden_state": captured[0]["last_hidden_state"][:, :0]})
+
+    share = sequence_share(model)
+    number_rows(model, batch.get("row_numbers"), batch["input_ids"].shape[1], partial(share.own, dim=1))
+    base = model.get_submodule(base_name(model))
+    hooks = [base.register_forward_hook(hand_on_no_token)]
+    if chosen:
+        hooks.append(base.register_forward_pre_hook(ask_for_router_logits, with_kwargs=True))
+    try:
+        with counting(real_tokens_here(batch, share)):
+            inputs = {key: value for key, value in batch.items() if key not in _NOT_FOR_THE_MODEL}
+            output = model(**inputs, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert len(captured) == 1, f"{type(model).__name__} ran its base model {len(captured)} times"
+    assert output.logits.shape[1] == 0, f"{type(model).__name__} computed logits from elsewhere than its base model"
+    if router_logits and not recorded[0] and not is_cut(model):  # a pipeline stage may have no MoE layer
+        raise InputError(f"{config.model_type} gave no router logits; set moe.aux_loss_coef and moe.z_loss_coef to 0.0")
+    return captured[0], output.logits, recorded[0]
+
+
+def real_tokens_here(batch: Mapping[str, torch.Tensor], share: SequenceShare) -> torch.Tensor | None:
+    """Which of this rank's positions are no padding, `[B, S]` bool; None: all."""
+    real_BS = real_tokens_of(batch)
+    return None if real_BS is None else share.own(real_BS, 1)
+
+
+def base_name(model: nn.Module) -> str:
+    """The base model beside the head: by the family's own prefix, else the only model there.
+
+    Models with a vision tower may hold a whole causal language model; then it is the base of that.
+    """
+    head = head_of(model)
+    around = (name for name, module in model.named_modules() if any(child is head for child in module.children()))
+    parent = "" if head is None else next(around, "")
+    causal = model.get_submodule(parent)
+    prefix = getattr(causal, "base_model_prefix", "")
+    models = [name for name, child in causal.named_children() if isinstance(child, PreTrainedModel)]
+    names = [prefix] if prefix in causal._modules else models
+    if len(names) != 1:
+        raise InputError(f"{type(model).__name__} has no base model under a head; only causal language models train")
+    return f"{parent}.{names[0]}" if parent else names[0]
+
+
+def head_of(model: nn.Module) -> Any:
+    get_head: Any = model.get_output_embeddings
+    return get_head()

@@ -1,0 +1,155 @@
+"""Forward and backward over the micro-batches of one optimizer step, in every layout: what the trainer calls, and loops
+of one's own.
+
+Without pipeline stages that is a loop over the micro-batches; with them, a schedule runs them through all stages.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from expertmesh.config.errors import InputError
+from expertmesh.distributed.mesh import mesh_of
+from expertmesh.parallel.pipeline import Pipeline, pipeline_of
+from expertmesh.parallel.sequence import sequence_share
+from expertmesh.state.stage_view import placement_of, stage_parameters
+from expertmesh.step.loss import causal_lm_loss, loss_of_base
+from expertmesh.step.pipeline_schedule import StageOutput, run_pipeline, same_shape
+from expertmesh.step.router_losses import active_router_losses, nothing_on_device_of, router_losses
+
+Batch = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StepLosses:
+    """This rank's shares, 0-dim, fp64, on its device and without graph; the step's values are the sums over all ranks.
+
+    `loss`: token losses over target tokens. `aux_loss` and `z_loss`: of the routers, without their factors; zero where
+    they are off.
+    """
+
+    loss: torch.Tensor
+    aux_loss: torch.Tensor
+    z_loss: torch.Tensor
+
+
+def forward_backward(
+    model: nn.Module, micro_batches: Sequence[Batch], *, target_tokens: int | torch.Tensor, chunk_tokens: int = 1024
+) -> StepLosses:
+    """Add the gradients of one optimizer step to the model's; router losses included where `moe` asks for them.
+
+        losses = em.forward_backward(model, micro_batches, target_tokens=n)
+        grad_norm = em.clip_grad_norm_(model, max_norm=1.0)
+        optimizer.step(); optimizer.zero_grad()
+
+    `micro_batches` are this rank's share of the step, as `causal_lm_loss` takes them, on its device, equally many on
+    every rank and the same ones along pp, cp and tp; `target_tokens` are those of the whole step, over all data ranks
+    and micro-batches. Every rank calls it, once per step: the collectives of forward and backward, and with pp sends
+    and receives between stages.
+    """
+    if not micro_batches:
+        raise InputError("forward_backward: a step needs a micro-batch; give each rank as many as the others")
+    if isinstance(target_tokens, int) and target_tokens <= 0:
+        raise InputError(f"target_tokens is {target_tokens}: a step without any target has no loss; check the labels")
+    pipeline = pipeline_of(model)
+    if pipeline is not None:
+        return _through_stages(model, pipeline, micro_batches, target_tokens, chunk_tokens)
+    share = nothing_on_device_of(micro_batches)
+    with router_losses(model, micro_batches) as router_loss:
+        for index, batch in enumerate(micro_batches, start=1):
+            if isinstance(model, FSDPModule) and mesh_of(model).layout.replicate > 1:
+                # Between replicas once per step is enough.
+                model.set_requires_all_reduce(index == len(micro_batches))
+            loss = causal_lm_loss(model, batch, target_tokens=target_tokens, chunk_tokens=chunk_tokens)
+            (loss + router_loss()).backward()
+            share = share + loss.detach()
+            del loss  # and with it what the graph still holds
+    return StepLosses(share, router_loss.aux_loss, router_loss.z_loss)
+
+
+@torch.no_grad()
+def forward_loss(model: nn.Module, batches: Sequence[Batch], *, target_tokens: int) -> torch.Tensor:
+    """This rank's share of the loss over `batches`, without gradients: 0-dim, fp64. Every rank calls it, with equally
+    many batches (and the same ones along pp).
+    """
+    share = nothing_on_device_of(batches)
+    pipeline = pipeline_of(model)
+    if pipeline is None:
+        for batch in batches:
+            share = share + causal_lm_loss(model, batch, target_tokens=target_tokens)
+        return share
+    batches = same_shape(batches, sequence_share(model).parts)
+
+    def add(output: StageOutput) -> None:
+        nonlocal share
+        if output.is_last:
+            labels = batches[output.number]["labels"]
+            share = share + loss_of_base(model, output.base, output.empty_logits, labels, target_tokens)
+
+    run_pipeline(model, pipeline, batches, add)
+    return share
+
+
+def _through_stages(
+    model: nn.Module,
+    pipeline: Pipeline,
+    micro_batches: Sequence[Batch],
+    target_tokens: int | torch.Tensor,
+    chunk_tokens: int,
+) -> StepLosses:
+    share = nothing_on_device_of(micro_batches)
+    batches = same_shape(micro_batches, sequence_share(model).parts)
+    tied = _tied_between_stages(model)
+    before = [parameter.grad for parameter in tied]
+    for parameter in tied:
+        parameter.grad = None
+    with router_losses(model, batches) as router_loss:
+        asked = active_router_losses(model) is not None
+
+        def term(output: StageOutput) -> torch.Tensor | None:
+            nonlocal share
+            batch = batches[output.number]
+            routers = None
+            if asked:
+                router_loss.add(output.router_logits, batch)
+                routers = router_loss()
+            if not output.is_last:
+                return routers
+            loss = loss_of_base(model, output.base, output.empty_logits, batch["labels"], target_tokens, chunk_tokens)
+            share = share + loss.detach()
+            return loss if routers is None else loss + routers
+
+        run_pipeline(model, pipeline, batches, term, router_logits=asked)
+    for parameter, earlier in zip(tied, before, strict=True):
+        _sum_with_other_stage(pipeline, parameter)
+        if earlier is not None:
+            parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
+    return StepLosses(share, router_loss.aux_loss, router_loss.z_loss)
+
+
+def _tied_between_stages(model: nn.Module) -> list[nn.Parameter]:
+    """Trained parameters that the first and the last stage both hold, in the same order on both."""
+    places = [(parameter, placement_of(parameter)) for parameter in stage_parameters(model).values()]
+    return [p for p, place in places if p.requires_grad and place is not None and place.has_tied_replica]
+
+
+def _sum_with_other_stage(pipeline: Pipeline, parameter: nn.Parameter) -> None:
+    """Give both stages the sum of their gradients, bit for bit the same: each sends the other its shard."""
+    layout, rank = pipeline.mesh.layout, pipeline.mesh.coordinate("pp")
+    first, last = 0, (len(pipeline.stages) - 1) % layout.pp
+    gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+    own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    other = torch.empty_like(own)
+    peer = dist.get_global_rank(pipeline.mesh.pp_group, last if rank == first else first)
+    if own.numel():
+        sends = dist.P2POp(dist.isend, own.contiguous(), peer, pipeline.mesh.pp_group)
+        receives = dist.P2POp(dist.irecv, other, peer, pipeline.mesh.pp_group)
+        for work in dist.batch_isend_irecv([sends, receives]):
+            work.wait()
+        own.add_(other)  # of two numbers: the same in either order
+    parameter.grad = gradient

@@ -1,0 +1,213 @@
+"""Router losses over the global batch of an optimizer step: load balancing and z-loss, exact for every layout.
+
+The load-balancing loss multiplies two means over the whole step, the fractions of tokens that chose each expert and the
+mean probabilities. Gradients flow through the second alone, which is a sum over tokens: given the fractions, each rank
+and micro-batch has a share of its own. The fractions must therefore be known before the first backward. With one
+micro-batch per step its own forward gives them; with more, all of them run once without gradients first (a third of
+a forward and backward, none when the loss is off). One small all-reduce per step joins the ranks.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from expertmesh.anatomy import describe
+from expertmesh.config.errors import InputError
+from expertmesh.distributed.mesh import mesh_of
+from expertmesh.experts.balance import attached_balance
+from expertmesh.experts.router_loss import chosen_pairs, probability_sums, squared_logsumexp
+from expertmesh.parallel.pipeline import Pipeline, pipeline_of
+from expertmesh.parallel.sequence import padded, sequence_share
+from expertmesh.step.base_model import real_tokens_here, run_base
+from expertmesh.step.pipeline_schedule import StageOutput, run_pipeline
+
+Batch = Mapping[str, torch.Tensor]
+
+
+@contextmanager
+def router_losses(model: nn.Module, micro_batches: Sequence[Batch]) -> Iterator["RouterLosses"]:
+    """Around the micro-batches of one optimizer step, where `moe` asks for router losses; costs nothing where not.
+
+        with em.router_losses(model, micro_batches) as router_loss:
+            for batch in micro_batches:
+                loss = em.causal_lm_loss(model, batch, target_tokens=n)
+                (loss + router_loss()).backward()
+
+    `micro_batches` are this rank's, on its device, in the order in which they are trained, equally many on every rank.
+    Every rank calls it. With the auxiliary loss on and several micro-batches (or pipeline stages, which learn of each
+    other's layers too late) each runs once without gradients (forward collectives), with the random numbers that it
+    will train with. One all-reduce of E + 1 numbers over all ranks.
+    """
+    losses = RouterLosses(model, micro_batches)
+    if losses.balance.aux_loss_coef and (len(micro_batches) > 1 or pipeline_of(model) is not None):
+        losses.count(micro_batches)
+    elif losses.balance.has_losses and pipeline_of(model) is not None:
+        losses.count([])
+    token = _active.set(losses)
+    try:
+        yield losses
+    finally:
+        _active.reset(token)
+    losses.check_complete()
+
+
+class RouterLosses:
+    """The router losses of one step. `aux_loss` and `z_loss` (0-dim, without their factors, detached) grow with each
+    micro-batch; summed over all ranks they are the unsharded model's on the global batch.
+    """
+
+    def __init__(self, model: nn.Module, micro_batches: Sequence[Batch]) -> None:
+        self.model = model
+        self.balance = attached_balance(model)
+        self.aux_loss = self.z_loss = nothing_on_device_of(micro_batches)
+        self._pipeline = pipeline_of(model)
+        own_stages = 1 if self._pipeline is None else len(self._pipeline.own_stages)
+        self._left = len(micro_batches) * own_stages
+        self._share_of_rows = sequence_share(model)
+        self._real = [self._real_here(batch) for batch in micro_batches] if self.balance.has_losses else []
+        self._step: _Step | None = None
+        self._share: torch.Tensor | None = None
+
+    def __call__(self) -> torch.Tensor:
+        """This rank's share for the micro-batch that `causal_lm_loss` ran last, times the factors: add it to its loss.
+
+        0-dim; zero when router losses are off. No communication.
+        """
+        if not self.balance.has_losses:
+            return torch.zeros(())
+        if self._share is None:
+            raise InputError("router_loss() belongs after a causal_lm_loss, once; none ran since the last call")
+        share, self._share = self._share, None
+        return share
+
+    def count(self, micro_batches: Sequence[Batch]) -> None:
+        """Learn the step's fractions from forwards without gradients. Collective like those, and one all-reduce."""
+        device = mesh_of(self.model).device
+        pairs_E = torch.zeros(self.balance.num_experts, dtype=torch.int64, device=device)
+        devices = [] if device.type == "cpu" else [device]
+        with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type):
+            if self._pipeline is not None:
+                pairs_E += self._count_through_stages(self._pipeline, micro_batches)
+                self._step = self._join(pairs_E)
+                return
+            for batch, real_T in zip(micro_batches, self._real, strict=True):
+                _, _, logits = run_base(self.model, padded(batch, self._share_of_rows), router_logits=True)
+                pairs_E += self._pairs(logits, real_T)
+        self._step = self._join(pairs_E)
+
+    def add(self, logits: Sequence[torch.Tensor], batch: Batch) -> None:
+        """Called by `causal_lm_loss` with the router logits `[T, E]` of a micro-batch's layers.
+
+        One all-reduce, in the first call of a step that was not counted.
+        """
+        if self._share is not None or not self._left:
+            raise InputError(
+                "router_losses: causal_lm_loss ran more often than there are micro-batches, or without router_loss() "
+                "after it; add each micro-batch's share to its loss, once"
+            )
+        self._left -= 1
+        real_T = self._real_here(batch)
+        if self._step is None:
+            self._step = self._join(self._pairs(logits, real_T))
+        layers = len(logits) if self._pipeline is None else len(describe(self.model).experts)
+        rows, share = self._step.tokens * layers, torch.zeros((), device=real_T.device)
+        if not logits:  # a pipeline stage without MoE layers
+            self._share = share
+            return
+        if self.balance.aux_loss_coef:
+            weight_E = self.balance.num_experts * self._step.pairs_E / rows / rows
+            sums_E = torch.stack([probability_sums(logits_TE, real_T) for logits_TE in logits]).sum(dim=0)
+            aux_loss = sums_E @ weight_E.to(sums_E.dtype)
+            self.aux_loss = self.aux_loss + aux_loss.detach()
+            share = share + self.balance.aux_loss_coef * aux_loss
+        if self.balance.z_loss_coef:
+            squares = torch.stack([squared_logsumexp(logits_TE, real_T) for logits_TE in logits]).sum()
+            z_loss = squares / rows.to(squares.dtype)
+            self.z_loss = self.z_loss + z_loss.detach()
+            share = share + self.balance.z_loss_coef * z_loss
+        self._share = share
+
+    def check_complete(self) -> None:
+        """`InputError` when a share was never taken, or a micro-batch that was counted never came."""
+        if self.balance.has_losses and (self._share is not None or self._left):
+            raise InputError(
+                "router_losses: the step ended without the share of every micro-batch; run causal_lm_loss and add "
+                "router_loss() for each of them"
+            )
+
+    def _real_here(self, batch: Batch) -> torch.Tensor:
+        """Which of this rank's tokens are no padding, bool `[T]`."""
+        batch = padded(batch, self._share_of_rows)
+        real_BS = real_tokens_here(batch, self._share_of_rows)
+        if real_BS is None:
+            real_BS = self._share_of_rows.own(torch.ones_like(batch["input_ids"], dtype=torch.bool), 1)
+        return real_BS.reshape(-1)
+
+    def _pairs(self, logits: Sequence[torch.Tensor], real_T: torch.Tensor) -> torch.Tensor:
+        """Chosen pairs of all layers together `[E]`; zeros where nobody asks for them."""
+        if not self.balance.aux_loss_coef:
+            return torch.zeros(self.balance.num_experts, dtype=torch.int64, device=real_T.device)
+        if not logits:
+            return torch.zeros(self.balance.num_experts, dtype=torch.int64, device=real_T.device)
+        return torch.stack([chosen_pairs(logits_TE, self.balance.top_k, real_T) for logits_TE in logits]).sum(dim=0)
+
+    def _count_through_stages(self, pipeline: Pipeline, micro_batches: Sequence[Batch]) -> torch.Tensor:
+        """Chosen pairs of this rank's stages `[E]`; as collective as a forward of all stages."""
+        pairs_E = torch.zeros(self.balance.num_experts, dtype=torch.int64, device=pipeline.mesh.device)
+
+        def add(output: StageOutput) -> None:
+            nonlocal pairs_E
+            pairs_E = pairs_E + self._pairs(output.router_logits, self._real[output.number])
+
+        if micro_batches:
+            run_pipeline(self.model, pipeline, micro_batches, add, router_logits=True)
+        return pairs_E
+
+    def _join(self, pairs_E: torch.Tensor) -> "_Step":
+        """Sums over all ranks: one all-reduce of E + 1 integers."""
+        tokens = torch.stack([real_T.sum() for real_T in self._real]).sum()
+        sums_E1 = torch.cat([pairs_E, tokens.to(pairs_E)[None]])
+        dist.all_reduce(sums_E1)
+        # Each stage counted its own layers, and the same tokens.
+        return _Step(sums_E1[:-1].double(), sums_E1[-1].double() / mesh_of(self.model).layout.pp)
+
+
+def nothing_on_device_of(micro_batches: Sequence[Batch]) -> torch.Tensor:
+    """Where a sum over micro-batches starts, 0-dim fp64: on the same kind of device on every rank, also on those whose
+    pipeline stages add nothing to it, so that all ranks can reduce it together.
+    """
+    device = micro_batches[0]["input_ids"].device if micro_batches else None
+    return torch.zeros((), dtype=torch.float64, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Of the whole step, all ranks and micro-batches: chosen pairs of all layers together, and real tokens; fp64."""
+
+    pairs_E: torch.Tensor
+    tokens: torch.Tensor
+
+
+_active: ContextVar[RouterLosses | None] = ContextVar("expertmesh_router_losses", default=None)
+
+
+def active_router_losses(model: nn.Module) -> RouterLosses | None:
+    """Where the router logits of the forward that comes next go; None when nothing is to be done with them.
+
+    Raises `InputError` when `moe` asks for router losses and a forward with gradients is in no `router_losses`.
+    """
+    if not torch.is_grad_enabled() or not attached_balance(model).has_losses:
+        return None
+    losses = _active.get()
+    if losses is None or losses.model is not model:
+        raise InputError(
+            "moe asks for router losses on this model, and they are taken over a whole optimizer step; run its "
+            "micro-batches inside expertmesh.router_losses(model, micro_batches), or set moe.aux_loss_coef and "
+            "moe.z_loss_coef to 0.0"
+        )
+    return losses

@@ -1,0 +1,114 @@
+"""Cross-entropy without whole logits under tp: each rank computes those of its rows of the output embedding.
+
+The ranks of a tp group exchange two numbers per target token and the largest logit, never a logit more. Their losses
+are equal; what one rank reports of them is its share. Gradients are whole: that of the logits is each rank's own part,
+those of hidden states and of whole parameters are partial sums (parallel/sequence.py).
+
+    C tokens of a chunk, V vocabulary, W rows of it that this rank has
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from expertmesh.config.errors import InputError
+from expertmesh.distributed.mesh import Mesh
+from expertmesh.step.base_model import head_of
+
+# Parameters of a head with one row per word; an adapter's A has none.
+_ROWS = ("weight", "bias", "lora_B")
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyShare:
+    """Which rows of the output embedding this rank computes with. Rows need not come out even."""
+
+    group: dist.ProcessGroup
+    start: int
+    stop: int
+
+    @property
+    def ranks(self) -> int:
+        return self.group.size()
+
+    def split(self, head: nn.Module) -> "SplitHead":
+        """`head` by this rank's rows: views, with gradients to the whole parameters (gathered by FSDP2 by now)."""
+        whole = {leaf: p for leaf in _ROWS if (p := head._parameters.get(leaf)) is not None}
+        return SplitHead(self, head, whole, {leaf: p[self.start : self.stop] for leaf, p in whole.items()})
+
+    def cross_entropy(self, logits_CW: torch.Tensor, target_C: torch.Tensor) -> torch.Tensor:
+        """Summed over the chunk, the same on every rank of the group, which all call it: two small all-reduces."""
+        if logits_CW.shape[-1] != self.stop - self.start:
+            raise InputError(
+                f"parallel.tp: the model makes {logits_CW.shape[-1]} logits of {self.stop - self.start} rows of its "
+                "output embedding, so the vocabulary cannot be split; set parallel.tp to 1"
+            )
+        loss: torch.Tensor = _CrossEntropy.apply(logits_CW, target_C - self.start, self.group)
+        return loss
+
+
+@dataclass(frozen=True, slots=True)
+class SplitHead:
+    """An output embedding and this rank's rows of its parameters, both by their names in it."""
+
+    share: VocabularyShare
+    head: nn.Module
+    whole: dict[str, nn.Parameter]
+    rows: dict[str, torch.Tensor]
+
+    def of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """This rank's rows of one of the head's parameters; any other as it is."""
+        leaf = next((leaf for leaf, whole in self.whole.items() if whole is parameter), None)
+        return parameter if leaf is None else self.rows[leaf]
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """While the head computes with its rows alone; its code and its name stay."""
+        # Written past `__setattr__`, as torch.func.functional_call does: for this time they are no parameters.
+        self.head._parameters.update(cast(Any, self.rows))
+        try:
+            yield
+        finally:
+            self.head._parameters.update(self.whole)
+
+
+def vocabulary_share(model: nn.Module) -> VocabularyShare | None:
+    """This rank's, or None where tp is 1."""
+    mesh = getattr(model, "_expertmesh", None)
+    if not isinstance(mesh, Mesh) or mesh.layout.tp == 1:
+        return None
+    rows, tp, rank = head_of(model).out_features, mesh.layout.tp, mesh.coordinate("tp")
+    return VocabularyShare(mesh.dense.get_group("tp"), rows * rank // tp, rows * (rank + 1) // tp)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_CW: torch.Tensor, place_C: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """`place_C`: the target's row here, outside of `range(W)` where another rank has it."""
+        rows = logits_CW.shape[-1]
+        here_C = (place_C >= 0) & (place_C < rows)
+        place_C1 = place_C.clamp(0, rows - 1).unsqueeze(1)
+        highest_C = logits_CW.amax(-1)
+        dist.all_reduce(highest_C, dist.ReduceOp.MAX, group=group)
+        shifted_CW = logits_CW - highest_C.unsqueeze(1)
+        # Not a product: another row's logit may be infinite.
+        chosen_C = torch.where(here_C, shifted_CW.gather(1, place_C1).squeeze(1), 0.0)
+        exp_CW = shifted_CW.exp_()
+        sums_2C = torch.stack([exp_CW.sum(-1), chosen_C])
+        dist.all_reduce(sums_2C, group=group)
+        total_C, chosen_C = sums_2C
+        gradient_CW = exp_CW.div_(total_C.unsqueeze(1))
+        gradient_CW.scatter_add_(1, place_C1, -here_C.to(gradient_CW.dtype).unsqueeze(1))
+        ctx.save_for_backward(gradient_CW)
+        loss: torch.Tensor = (total_C.log() - chosen_C).sum()
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (gradient_CW,) = ctx.saved_tensors
+        return gradient_CW * grad, None, None

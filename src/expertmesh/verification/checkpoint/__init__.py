@@ -1,0 +1,1 @@
+"""`expertmesh verify CHECKPOINT`: whether a training checkpoint is what was written."""

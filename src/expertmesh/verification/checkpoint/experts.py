@@ -1,0 +1,124 @@
+"""Every expert of a checkpoint on its own: its hash, its norm, and whether it is dead or another's copy.
+
+For verify.py. Experts that are byte for byte the same in one layer are what is left when one rank's experts have
+overwritten another's. Streams: a block of one expert is in memory at a time.
+"""
+
+import hashlib
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from expertmesh.adapters.plan import AdapterPlan, plan_of
+from expertmesh.export.stored_model import StoredTensors
+from expertmesh.io.boxes import Box, blocks, full_box
+from expertmesh.io.safetensors_reader import as_bytes
+from expertmesh.weights.audit import HashedSlice
+from expertmesh.weights.load import ExpertTensors, expert_tensors
+from expertmesh.weights.mapping import adapter_tensors, model_tensors
+
+_BLOCK_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedExperts:
+    """The experts of one module: `sha256[e]` and `norm[e]` are over expert e's `slices`, one after the other, each
+    row-major, whatever the layout. `layer` says in short which they are. Of a LoRA run these are the adapters, and
+    `filled[e]` is the share of expert e's B that is not zero; elsewhere it is None.
+    """
+
+    module: str
+    layer: str
+    slices: tuple[HashedSlice, ...]
+    sha256: tuple[str, ...]
+    norm: tuple[float, ...]
+    filled: tuple[float, ...] | None
+
+
+def look_at_experts(model: PreTrainedModel, stored: StoredTensors) -> Iterator[VerifiedExperts]:
+    """Read all experts of `model` (on meta) from `stored`, or their adapters if it has such.
+
+    `InputError` for experts that are not recognised.
+    """
+    plan = plan_of(model)
+    state = model_tensors(model) if plan is None else adapter_tensors(model)
+    modules = expert_tensors(model) if plan is None else _adapters(plan)
+    numbers = Counter(_number(tensors.module) for tensors in modules)
+    for tensors in modules:
+        number = _number(tensors.module)
+        slices = []
+        for name in tensors.names:
+            start, stop = tensors.rows(state[name], 0)
+            shape = (*([stop - start] if stop - start > 1 else []), *state[name].shape[1:])
+            dtype = str(state[name].dtype).removeprefix("torch.")
+            slices.append(HashedSlice(name.removeprefix(f"{tensors.module}."), dtype, shape))
+        boxes = {
+            name: [
+                (tensors.rows(state[name], expert), *full_box(state[name].shape)[1:]) for expert in range(tensors.count)
+            ]
+            for name in tensors.names
+        }
+        looked = [_look_at(tensors, boxes, expert, stored) for expert in range(tensors.count)]
+        yield VerifiedExperts(
+            module=tensors.module,
+            layer=f"layer {number}" if number is not None and numbers[number] == 1 else tensors.module,
+            slices=tuple(slices),
+            sha256=tuple(look.sha256 for look in looked),
+            norm=tuple(look.norm for look in looked),
+            filled=None if plan is None else tuple(look.filled for look in looked),
+        )
+
+
+def what_is_odd(modules: Sequence[VerifiedExperts]) -> Iterator[str]:
+    """Dead experts and copies of each other, as sentences."""
+    for experts in modules:
+        same: dict[str, list[int]] = {}
+        for expert, (digest, norm) in enumerate(zip(experts.sha256, experts.norm, strict=True)):
+            if norm == 0:
+                yield f"expert {expert} of {experts.layer} is dead: all its weights are 0 ({experts.module})"
+            else:
+                same.setdefault(digest, []).append(expert)
+        for twins in same.values():
+            if len(twins) > 1:
+                listed = " and ".join(f"expert {expert}" for expert in twins)
+                yield f"{listed} of {experts.layer} are byte-identical ({experts.module})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """One expert; `filled` is the share of all B that is not zero, 0 without any."""
+
+    sha256: str
+    norm: float
+    filled: float
+
+
+def _look_at(tensors: ExpertTensors, boxes: dict[str, list[Box]], expert: int, stored: StoredTensors) -> _Look:
+    digest, square, filled, places = hashlib.sha256(), 0.0, 0, 0
+    for name in tensors.names:
+        for part in blocks(boxes[name][expert], _BLOCK_ELEMENTS):
+            values = stored.read(name, part)
+            digest.update(as_bytes(values).numpy().data)
+            square += float(values.double().square().sum())
+            if name.endswith("lora_B"):
+                filled, places = filled + int(values.count_nonzero()), places + values.numel()
+    return _Look(digest.hexdigest(), math.sqrt(square), filled / max(places, 1))
+
+
+def _adapters(plan: AdapterPlan) -> list[ExpertTensors]:
+    """A and B of everything that is adapted in each experts module."""
+    leaves: dict[tuple[str, int], list[str]] = {}
+    for target in plan.targets:
+        if target.experts is not None:
+            names = [f"{target.module}.{leaf}" for leaf in target.leaves]
+            leaves.setdefault((target.module, target.experts), []).extend(names)
+    return [ExpertTensors(module, count, tuple(names)) for (module, count), names in leaves.items()]
+
+
+def _number(module: str) -> str | None:
+    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", module)
+    return found[1] if found else None

@@ -1,0 +1,170 @@
+"""The files of a checkpoint against its manifest: what is there, what is too much, what the bytes are.
+
+For verify.py. Reads each byte once, a block at a time, and knows nothing of models. Opens no pickle; says where one is.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from expertmesh.checkpoint.manifest import MANIFEST, Chunk, FileEntry, Manifest, file_problems, tensor_problems
+from expertmesh.checkpoint.read import expected_chunks, file_sha256, is_tensor_file, match_header, saved_offsets
+from expertmesh.checkpoint.state import fingerprint_share
+from expertmesh.config.errors import ExpertmeshError, SecurityError
+from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, read_header
+
+_BLOCK_BYTES = 1 << 24
+_PICKLE_NAMES = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".metadata")
+# Pickle protocols 2 to 5, and the zip files that torch.save makes.
+_PICKLE_STARTS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong, as a sentence. `unsafe`: a file that could run code, or lead out of the checkpoint."""
+
+    text: str
+    unsafe: bool = False
+
+
+@dataclass(slots=True)
+class FileCheck:
+    """What looking at the files gave. `chunks`: those that can be read, by tensor and offset; `damaged`: names of files
+    that are not what was written; `replicated`: chunks that several ranks held, compared with their fingerprint.
+    """
+
+    chunks: dict[tuple[str, tuple[int, ...]], FileTensor] = field(default_factory=dict)
+    damaged: set[str] = field(default_factory=set)
+    findings: list[Finding] = field(default_factory=list)
+    replicated: int = 0
+
+
+def unsafe_files(directory: Path) -> list[Finding]:
+    """Pickles, and links that lead out of the directory."""
+    findings = []
+    for path in _everything(directory):
+        if path.is_symlink() and not path.resolve().is_relative_to(directory.resolve()):
+            text = f"{path}: leads out of the checkpoint, to {path.resolve()}; remove it"
+            findings.append(Finding(text, unsafe=True))
+        elif path.is_file() and _is_pickle(path):
+            text = f"{path}: is a pickle, which can run code when it is read; no checkpoint holds one; remove it"
+            findings.append(Finding(text, unsafe=True))
+    return findings
+
+
+def check_files(directory: Path, manifest: Manifest, files: WeightFiles) -> FileCheck:
+    """Names, sizes, headers, hashes, fingerprints, and whether all values are finite. `files` reads the bytes."""
+    check = FileCheck()
+    named = {MANIFEST, *(file.name for file in manifest.files)}
+    extra = sorted(path.relative_to(directory).as_posix() for path in _everything(directory))
+    texts = [f"{directory / name}: is not part of the checkpoint; remove it" for name in extra if name not in named]
+    texts += file_problems(directory, manifest)
+    contradictions = list(tensor_problems(directory, manifest))
+    check.findings += [Finding(text) for text in texts + contradictions]
+    headers = _headers(directory, manifest, check)
+    of_file: dict[int, dict[str, Chunk]] = {}
+    if not contradictions:  # nothing follows from a manifest that contradicts itself
+        expected, problems = expected_chunks(directory, manifest)
+        for number, header in headers.items():
+            path = directory / manifest.files[number].name
+            chunks, mismatches = match_header(path, header, expected.get(number, {}))
+            check.chunks.update(chunks)
+            problems += mismatches
+        check.findings += map(Finding, problems)
+        for name, entry in manifest.tensors().items():
+            for chunk in entry.chunks:
+                of_file.setdefault(chunk.file, {})[name] = chunk
+    for number, file in enumerate(manifest.files):
+        if not _has_size(directory, file):
+            check.damaged.add(file.name)
+            continue
+        if number in headers:
+            digest = _read_tensors(directory / file.name, headers[number], of_file.get(number, {}), files, check)
+        else:
+            digest = file_sha256(directory / file.name)
+        if digest != file.sha256:
+            check.damaged.add(file.name)
+            text = f"{directory / file.name}: damaged: its content is not what was written (sha256 differs)"
+            check.findings.append(Finding(text))
+    return check
+
+
+def _everything(directory: Path) -> Iterator[Path]:
+    """Everything below `directory` but directories; links are not followed."""
+    for root, directories, names in os.walk(directory):
+        linked = [name for name in directories if os.path.islink(os.path.join(root, name))]
+        yield from (Path(root, name) for name in sorted([*names, *linked]))
+
+
+def _is_pickle(path: Path) -> bool:
+    if path.name.endswith(_PICKLE_NAMES):
+        return True
+    # A safetensors file begins with the length of its header, any number; its reader refuses what is none.
+    with path.open("rb") as file:
+        return file.read(4).startswith(_PICKLE_STARTS) and not path.name.endswith(".safetensors")
+
+
+def _has_size(directory: Path, file: FileEntry) -> bool:
+    path = directory / file.name
+    return path.is_file() and path.stat().st_size == file.bytes
+
+
+def _headers(directory: Path, manifest: Manifest, check: FileCheck) -> dict[int, dict[str, FileTensor]]:
+    headers = {}
+    for number, file in enumerate(manifest.files):
+        if is_tensor_file(file.name) and _has_size(directory, file):
+            try:
+                header = read_header(directory / file.name)
+                saved_offsets(directory / file.name)
+                headers[number] = header
+            except ExpertmeshError as error:
+                check.findings.append(Finding(str(error), unsafe=isinstance(error, SecurityError)))
+    return headers
+
+
+def _read_tensors(
+    path: Path, header: Mapping[str, FileTensor], chunks: Mapping[str, Chunk], files: WeightFiles, check: FileCheck
+) -> str:
+    """The file's sha256; each byte is read once, also for the fingerprints and the values of its tensors."""
+    digest = hashlib.sha256()
+    start = min((tensor.offset for tensor in header.values()), default=path.stat().st_size)
+    for block, _ in _blocks(files, FileTensor("the header", torch.uint8, (start,), path, 0)):
+        digest.update(block.numpy().data)
+    for name, tensor in header.items():  # in the order of the file
+        chunk = chunks.get(name)
+        mark, odd = torch.zeros((), dtype=torch.int64), 0
+        for block, at in _blocks(files, tensor):
+            digest.update(block.numpy().data)
+            odd += _not_finite(block.view(tensor.dtype))
+            if chunk is not None and chunk.fingerprint is not None:
+                mark += fingerprint_share(block, at)
+        if odd:
+            where = f", its part from {chunk.offset} on" if chunk is not None and any(chunk.offset) else ""
+            check.findings.append(Finding(f"{path}: {odd:,} values of {name}{where} are not finite"))
+        if chunk is not None and chunk.copies > 1:
+            check.replicated += 1
+            if chunk.fingerprint != int(mark):
+                text = f"{path}: {name} is not what {chunk.copies} ranks held alike (its fingerprint differs)"
+                check.findings.append(Finding(text))
+    return digest.hexdigest()
+
+
+def _blocks(files: WeightFiles, tensor: FileTensor) -> Iterator[tuple[Tensor, int]]:
+    """The bytes of a tensor, in blocks of a multiple of 8, each with its place in the tensor."""
+    raw = FileTensor(tensor.name, torch.uint8, (tensor.nbytes,), tensor.path, tensor.offset)
+    for at in range(0, tensor.nbytes, _BLOCK_BYTES):
+        block = torch.empty(min(_BLOCK_BYTES, tensor.nbytes - at), dtype=torch.uint8)
+        files.read(raw, ((at, at + block.numel()),), block)
+        yield block, at
+
+
+def _not_finite(values: Tensor) -> int:
+    if not values.is_floating_point():
+        return 0
+    wide = values.float() if values.dtype.itemsize == 1 else values
+    return int(wide.isfinite().logical_not().sum())

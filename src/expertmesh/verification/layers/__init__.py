@@ -1,0 +1,1 @@
+"""The layers of a proof: bytes, forward, backward, update, metamorphic relations, artifacts."""
