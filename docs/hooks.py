@@ -1,9 +1,9 @@
 """What `mkdocs build` adds to the pages, so that nothing is written down twice.
 
 A comment in a page stands for text that lives elsewhere: `<!-- readme: HEADING -->` for a section of README.md,
-`<!-- example: FILE -->` for a file of examples/, `<!-- help: VERB -->` for what `expertmesh VERB --help` prints (no verb:
-the verbs themselves), and `<!-- keys -->` for the keys of the configuration. Links to files of the repository outside
-docs/ become links to GitHub. A comment or a link that leads nowhere stops the build.
+`<!-- example: FILE -->` for a file of examples/, `<!-- help: VERB -->` for what `expertmesh VERB --help` prints (without a
+verb: the verbs themselves), and `<!-- keys -->` for the keys of the configuration. Links to files of the repository
+outside docs/ become links to GitHub. A comment or a link that leads nowhere stops the build.
 
 It needs `expertmesh.config` and the command line, which import no torch, and no network.
 """
@@ -91,20 +91,21 @@ def _fenced(text: str, language: str) -> str:
     return f"```{language}\n{text.strip()}\n```"
 
 
-def _keys(section: type[Section], name: str = "") -> Iterator[str]:
+def _keys(section: type[Section], name: str = "", about: str | None = None) -> Iterator[str]:
     """Headings and tables of a section's keys; those of the sections inside it follow."""
     nested = {key: inner for key, field in section.model_fields.items() if (inner := _section_in(field.annotation))}
     own = {key: field for key, field in section.model_fields.items() if name or key not in nested}
     if name:
-        yield from ("", f"## {name}", "", (section.__doc__ or "").strip())
+        yield from ("", f"## {name}", "", about or (section.__doc__ or "").strip())
     yield from ("", "| key | default | values | |", "|---|---|---|---|")
     for key, field in own.items():
         described = _cell(" ".join((field.description or "").split()))
         yield f"| `{key}` | {_default(field)} | {_cell(_values(field.annotation))} | {described} |"
     for key, inner in nested.items():
         several = "[]" if get_origin(_plain(section.model_fields[key].annotation)) is tuple else ""
-        if inner.__name__ != "DataSource" or key == "train":
-            yield from _keys(inner, ".".join(filter(None, [name, key])) + several)
+        if not (several and key == "eval"):  # its items are those of data.train
+            about = None if several else section.model_fields[key].description
+            yield from _keys(inner, ".".join(filter(None, [name, key])) + several, about)
 
 
 def _default(field: FieldInfo) -> str:
