@@ -1,7 +1,7 @@
 """What `mkdocs build` adds to the pages, so that nothing is written down twice.
 
 A comment in a page stands for text that lives elsewhere: `<!-- readme: HEADING -->` for a section of README.md,
-`<!-- example: FILE -->` for a file of examples/, `<!-- help: VERB -->` for what `expertmesh VERB --help` prints (without a
+`<!-- example: FILE -->` for a file of examples/, `<!-- help: VERB -->` for what `expertmesh VERB --help` prints (no
 verb: the verbs themselves), and `<!-- keys -->` for the keys of the configuration. Links to files of the repository
 outside docs/ become links to GitHub. A comment or a link that leads nowhere stops the build.
 

@@ -1,4 +1,4 @@
-"""What a stranger meets first is true: links, the reference of public names, claimed versions, workflows, issue forms."""
+"""What a stranger meets first is true: links, the reference of names, claimed versions, workflows, issue forms."""
 
 import re
 import tomllib
