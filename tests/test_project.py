@@ -64,3 +64,11 @@ def test_issue_forms_are_what_github_reads() -> None:
         asked = [part for part in content["body"] if part["type"] != "markdown"]
         assert len({part["id"] for part in asked}) == len(asked)
         assert all(part["attributes"]["label"] for part in asked)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_source_files_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(r"`(?:src/expertmesh/)?((?:\w+/)+\w+\.py)`", page.read_text(encoding="utf-8"))
+    below = {str(path.relative_to(root)) for root in (ROOT, ROOT / "src/expertmesh") for path in root.rglob("*.py")}
+    missing = [name for name in named if name not in below]
+    assert not missing, f"{page.name}: {missing}"

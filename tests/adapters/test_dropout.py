@@ -14,8 +14,7 @@ import expertmesh as em
 from expertmesh.adapters.attach import attach
 from expertmesh.adapters.targets import Target
 from expertmesh.experts import lora_state
-from expertmesh.experts.dropout import Dropout, keep_mask, salt_of
-from expertmesh.experts.lora_state import adapter_state
+from expertmesh.experts.lora_state import Dropout, adapter_state, keep_mask, salt_of
 from tests.adapters.reference import TARGETS, random_adapter, take_steps, trainables, worst
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks

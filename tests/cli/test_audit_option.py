@@ -29,7 +29,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_sampled_is_the_default_and_full_is_asked_for(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(command_line, "run_training", lambda config, options: seen.append(options.audit) or 0)
+    monkeypatch.setattr(command_line, "run_training", lambda config, options, function: seen.append(options.audit) or 0)
     for arguments in ([], ["--audit", "full"], ["--audit", "sampled"]):
         assert main(["train", str(config), *arguments]) == 0
     assert seen == ["sampled", "full", "sampled"]

@@ -40,9 +40,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return seen
 
 
-def test_train_reads_overrides_before_and_after_options(config: str, calls: list[tuple[Config, RunOptions]]) -> None:
+def test_train_reads_overrides_before_and_after_options(
+    config: str, calls: list[tuple[Config, RunOptions, str]]
+) -> None:
     assert main(["train", config, "train.seed=1", "--nproc", "3", "train.max_steps=2"]) == 0
-    ((read, options),) = calls
+    ((read, options, _),) = calls
     assert (read.train.seed, read.train.max_steps, options) == (1, 2, RunOptions(nproc=3))
 
 
@@ -50,7 +52,7 @@ def test_train_reads_overrides_before_and_after_options(config: str, calls: list
     ("text", "seconds"), [("90", 90), ("90s", 90), ("30m", 1800), ("1.5h", 5400), ("2d", 172800)]
 )  # fmt: skip
 def test_train_reads_how_long_and_how_often_it_may_run(
-    config: str, calls: list[tuple[Config, RunOptions]], text: str, seconds: float
+    config: str, calls: list[tuple[Any, ...]], text: str, seconds: float
 ) -> None:
     assert main(["train", config, "--max-time", text, "--max-restarts", "2"]) == 0
     assert calls[0][1] == RunOptions(max_seconds=seconds, max_restarts=2)
@@ -81,7 +83,7 @@ def test_an_error_becomes_a_message_and_its_exit_code(
     code: int,
     said: str,
 ) -> None:
-    def fail(config: Config, options: RunOptions) -> int:
+    def fail(*_: object) -> int:
         raise error
 
     monkeypatch.setattr(command_line, "run_training", fail)
@@ -90,7 +92,7 @@ def test_an_error_becomes_a_message_and_its_exit_code(
 
 
 def test_a_bug_keeps_its_traceback(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(config: Config, options: RunOptions) -> int:
+    def fail(*_: object) -> int:
         raise ZeroDivisionError
 
     monkeypatch.setattr(command_line, "run_training", fail)

@@ -170,7 +170,8 @@ def prepare(case: AdapterCase, device: torch.device) -> tuple[Shape, Weights, In
 def ours(case: AdapterCase, device: torch.device) -> Step:
     from expertmesh.anatomy import experts_spec
     from expertmesh.experts.dispatch import LocalDispatcher
-    from expertmesh.experts.layer import ExpertLayer, form_of
+    from expertmesh.experts.install import mlp_spec_of
+    from expertmesh.experts.layer import ExpertLayer
     from expertmesh.experts.lora_state import AdapterState
 
     shape, weights, inputs, adapters = prepare(case, device)
@@ -183,7 +184,7 @@ def ours(case: AdapterCase, device: torch.device) -> Step:
     experts._expertmesh_adapter = AdapterState(ALPHA / R)
     spec = experts_spec("experts", experts)
     layer = ExpertLayer(
-        spec, LocalDispatcher(shape.experts), form_of(experts, spec, per_expert=False), trained[0].dtype
+        spec, LocalDispatcher(shape.experts), mlp_spec_of(experts, spec, per_expert=False), trained[0].dtype
     )
     return partial(run, partial(layer.forward, experts), inputs, trained, lambda gradients: gradients)
 

@@ -26,6 +26,8 @@ from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.launcher.options import RunOptions, duration, size
 from expertmesh.launcher.worker import leave
 
+# What each rank of `train` runs: training, with a forecast from the planner, which training does not know.
+TRAIN = "expertmesh.planning.forecast:train_with_forecast"
 INTERRUPTED = 130
 PIPE_CLOSED = 141  # what a shell says of a process that ended by SIGPIPE
 
@@ -229,7 +231,7 @@ def _train(options: argparse.Namespace) -> int:
         max_restarts=options.max_restarts,
         audit=options.audit,
     )
-    return run_training(load_config(options.config, options.overrides), run_options)
+    return run_training(load_config(options.config, options.overrides), run_options, TRAIN)
 
 
 def _inspect(options: argparse.Namespace) -> int:

@@ -20,11 +20,12 @@ from expertmesh.cli.inspect import bytes_text, count_text, print_rows
 from expertmesh.config import Config, LoraConfig, PrecisionConfig, dump_config
 from expertmesh.config.errors import InputError
 from expertmesh.config.yaml_text import parse_yaml
+from expertmesh.distributed.layout import explicit
 from expertmesh.planning.blocks import Kept, Share, kept_by_kind
 from expertmesh.planning.economics import Economics, economics_of
 from expertmesh.planning.facts import facts_of
 from expertmesh.planning.hardware import hardware_table, parse_devices
-from expertmesh.planning.search import Candidate, Job, Plan, explicit, modes, plan
+from expertmesh.planning.search import Candidate, Job, Plan, modes, plan
 from expertmesh.weights.meta_model import read_model_config
 
 REJECTED_SHOWN = 6

@@ -95,7 +95,7 @@ def _prove(config: Config, options: argparse.Namespace, nproc: int | None) -> in
         random_data=options.model is not None,
         report=None if options.json is None else str(Path(options.json).absolute()),
     )
-    return run_ranks(config, RunOptions(nproc=nproc, arguments=arguments.dump()), VERIFY)
+    return run_ranks(config, RunOptions(nproc=nproc, arguments=arguments.dump()), VERIFY, preflights=False)
 
 
 def _sizes(text: str) -> dict[str, int]:

@@ -7,9 +7,10 @@ from transformers import PreTrainedConfig
 
 from expertmesh.cli.inspect import bytes_text, print_rows
 from expertmesh.config import LoraConfig
+from expertmesh.distributed.layout import explicit
 from expertmesh.planning.axes import planned_by_axis
 from expertmesh.planning.memory import Batch, fullest_stage, memory_of
-from expertmesh.planning.search import Candidate, Job, explicit
+from expertmesh.planning.search import Candidate, Job
 from expertmesh.planning.state import state_of
 from expertmesh.planning.trackers import Sent
 from expertmesh.planning.traffic import traffic_of

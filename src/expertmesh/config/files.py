@@ -26,7 +26,10 @@ def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Con
     document = parse_yaml(_read(source), source)
     values = {} if document.value is None else document.value
     if not isinstance(values, dict):
-        raise InputError(f"{source}: a configuration is a set of keys such as model and data, not {values!r}")
+        raise InputError(
+            f"{source}: a configuration is a set of keys such as model and data, not {values!r}",
+            key="config.wrong-value",
+        )
     origins = {key: f"{source}:{line}: " for key, line in document.lines.items() if key}
     for override in overrides:
         changed = apply_override(values, override)
@@ -40,7 +43,7 @@ def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Con
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise InputError(explain(error, Config, where=where)) from None
+        raise explain(error, Config, where=where) from None
 
 
 def dump_config(config: Config) -> str:
@@ -52,8 +55,15 @@ def _read(source: str) -> str:
     try:
         return FilePath(source).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise InputError(f"{source}: there is no such configuration file; check the path") from None
+        raise InputError(
+            f"{source}: there is no such configuration file; check the path", key="config.file-missing"
+        ) from None
     except UnicodeDecodeError as error:
-        raise InputError(f"{source}: byte {error.start} is not UTF-8 text; save the file as UTF-8") from None
+        raise InputError(
+            f"{source}: byte {error.start} is not UTF-8 text; save the file as UTF-8", key="config.file-unreadable"
+        ) from None
     except OSError as error:
-        raise InputError(f"{source}: the configuration cannot be read ({error.strerror}); check the path") from None
+        raise InputError(
+            f"{source}: the configuration cannot be read ({error.strerror}); check the path",
+            key="config.file-unreadable",
+        ) from None

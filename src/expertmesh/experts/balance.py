@@ -91,7 +91,7 @@ def update_router_bias(model: nn.Module, *, skipped: bool = False) -> None:
         return
     here = set(stage_names(model, [experts for experts, _ in balance.biases]))
     counts = [
-        layer_of(model.get_submodule(experts)).take_step_load() if experts in here else None
+        layer_of(model.get_submodule(experts)).step_tokens_per_expert.pop() if experts in here else None
         for experts, _ in balance.biases
     ]
     if skipped:

@@ -5,7 +5,7 @@ rows go to which expert is known only once the block has called them, and all ra
 the block runs twice: the first run notes what each expert is given and answers with zeros; then all rows are computed
 where their experts are, in one call; the second run is answered with the results. Routing weights are applied by the
 block itself, so a token travels once for each of its experts. That this is the block's own result, with its gradients,
-is proven for each kind of block on a small copy before any weight is read (block_check.py).
+is proven for each kind of block on a small copy before any weight is read (introspection/block_proof.py).
 
     E experts, H hidden, I intermediate, P rows given to experts
 """

@@ -27,10 +27,11 @@ from expertmesh.training.control import Control
 CPU_RANKS = 2
 
 
-def run(config: Config, options: RunOptions, function: str | None = None) -> int:
+def run(config: Config, options: RunOptions, function: str | None = None, *, preflights: bool = True) -> int:
     """Train on the ranks of the surrounding job, or on local ranks; returns the exit code.
 
-    With `function` (`module:function`) the ranks run that instead, which then checks the configuration itself.
+    `function` (`module:function`) is what the ranks run, by default `training.run.train`. Before local ranks are
+    started the configuration is checked, unless `preflights` is off.
 
     Raises `ExpertmeshError`: for local ranks before they start, where a light check finds the cause, or after
     they have ended by it.
@@ -41,13 +42,12 @@ def run(config: Config, options: RunOptions, function: str | None = None) -> int
         control = Control(deadline=deadline, audit=options.audit, arguments=options.arguments)
         return run_rank(config, function or TRAIN, control, _printer(control))
     ranks = local_ranks(options.nproc)
-    if function is not None:
-        return launch(config, ranks, function, options=options, deadline=deadline)
-    with lazy_imports():
-        from expertmesh.training.preflight import preflight  # each rank of a job calls it itself
+    if preflights:
+        with lazy_imports():
+            from expertmesh.training.preflight import preflight  # each rank of a job calls it itself
 
-    preflight(config, ranks)
-    return launch(config, ranks, options=options, deadline=deadline)
+        preflight(config, ranks, ranks_per_node=ranks)
+    return launch(config, ranks, function or TRAIN, options=options, deadline=deadline)
 
 
 def in_job() -> bool:

@@ -23,7 +23,7 @@ from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.distributed.mesh import Mesh, attach_mesh
 from expertmesh.experts.balance import attach_balance, balance_of
-from expertmesh.experts.layer import install
+from expertmesh.experts.install import install
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.compute_dtype import refuse_compute, uncast_modules
 from expertmesh.parallel.context import refuse_context, split_attention

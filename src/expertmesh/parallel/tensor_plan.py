@@ -237,7 +237,7 @@ def _mixer_part(
 
 
 def _why_not_split(part: Part, module: nn.Module, tp: int, confirmed: dict[Any, str | None]) -> str | None:
-    """As confirm_heads.py found out, once for each kind of attention."""
+    """As heads_proof.py found out, once for each kind of attention."""
     kind = (type(module), tuple((leaf, parameter.shape) for leaf, parameter in module.named_parameters()))
     if kind not in confirmed:
         heads, dims = dict(_heads(part, module)), part.parameter_dims(module)

@@ -1,8 +1,8 @@
 """What one block of a kind keeps, gathers and needs while it runs: bytes of one rank, for one micro-batch.
 
 Each formula follows the code it is about and says which: FSDP2's groups (parallel/fsdp.py), the expert layer
-(experts/compute.py, dispatch.py), checkpointing (experts/kept.py). Blocks' own code comes from the probe.
-docs/planning.md derives them. What layouts have in common is computed once (`costs_of`).
+(experts/expert_mlp.py, dispatch.py), checkpointing (experts/activation_checkpointing.py). Blocks' own code comes from
+the probe. docs/planning.md derives them. What layouts have in common is computed once (`costs_of`).
 
     R rows received, P pairs, H hidden, I intermediate, W columns of the up projection, L experts on a rank
 """
@@ -187,7 +187,7 @@ class _Block:
         return own + mask + gathered + (self.saved_by_experts(self.block.experts) if self.block.experts else 0)
 
     def saved_by_experts(self, experts: Experts) -> float:
-        """compute.py saves rows, pre-activations and indices; dispatch.py the indices of the way back."""
+        """expert_mlp.py saves rows, pre-activations and indices; dispatch.py the indices of the way back."""
         route, spec = self.routing(experts), experts.spec
         pairs = route.pairs * (experts.width * self.compute + 4 + 2 * INDEX)
         if experts.adapted:
@@ -223,7 +223,7 @@ class _Block:
     def experts_reduced(self, experts: Experts) -> float:
         return self.experts_here(experts, self.reduce, trains=True) if self.gathers_experts else 0.0
 
-    # Working memory of routed experts (the sequence of events in experts/compute.py).
+    # Working memory of routed experts (the sequence of events in experts/expert_mlp.py).
 
     def experts_backward(self, experts: Experts) -> float:
         route, spec = self.routing(experts), experts.spec

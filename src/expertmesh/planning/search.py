@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from expertmesh.config import ParallelConfig, TrainConfig
 from expertmesh.config.errors import InputError
-from expertmesh.distributed.layout import Layout, resolve_layout
+from expertmesh.distributed.layout import Layout, explicit, resolve_layout
 from expertmesh.planning.facts import Facts
 from expertmesh.planning.hardware import Devices
 from expertmesh.planning.memory import Batch, Memory, memory_of, shards_evenly
@@ -204,12 +204,6 @@ def _refusal(job: Job, layout: Layout) -> str | None:
             f"--global-batch-size {-(-job.global_batch_size // layout.data_ranks) * layout.data_ranks}"
         )
     return None
-
-
-def explicit(layout: Layout) -> ParallelConfig:
-    """The configuration that resolves to this layout and nothing else."""
-    axes = ("ep", "fsdp", "replicate", "tp", "cp", "pp", "pp_schedule", "pp_virtual_stages")
-    return ParallelConfig.model_validate({axis: getattr(layout, axis) for axis in axes})
 
 
 def evaluate(job: Job, layout: Layout, mode: Mode, batch: Batch) -> Candidate:

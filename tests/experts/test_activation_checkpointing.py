@@ -1,12 +1,16 @@
 """What selective checkpointing keeps is used once, cannot be corrupted, and shifts no random number."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from expertmesh.experts.kept import computed_once, keeping_contexts
+from expertmesh.experts.activation_checkpointing import block_contexts, computed_once
+
+keeping_contexts = partial(block_contexts, selective=True)
 
 
 class _Experts(torch.nn.Module):

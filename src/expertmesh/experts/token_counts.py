@@ -1,7 +1,9 @@
-"""Which tokens of the micro-batch being computed count: padding does not, nor a row that only keeps a rank busy.
+"""How many tokens each expert got. Padding does not count, nor does a row that only keeps a rank busy.
 
 Padding is routed and computed like any token, as in the unsharded model; only what is counted of routing (load, router
-losses, balancing) leaves it out. Lives below the expert layer, which is called with tokens alone.
+losses, balancing) leaves it out. An expert layer is called with tokens alone, so which are real is told by a context.
+
+    B rows, S positions, T tokens, E experts
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,6 +13,21 @@ from contextvars import ContextVar
 import torch
 
 _real_T: ContextVar[torch.Tensor | None] = ContextVar("expertmesh_real_tokens", default=None)
+
+
+class TokensPerExpert:
+    """A running count, int64 `[E]`; None where nothing was counted since the last `pop`."""
+
+    def __init__(self) -> None:
+        self.counts_E: torch.Tensor | None = None
+
+    def add(self, tokens_E: torch.Tensor) -> None:
+        self.counts_E = tokens_E if self.counts_E is None else self.counts_E + tokens_E
+
+    def pop(self) -> torch.Tensor | None:
+        """The counts since the last call, and start again from zero."""
+        counts_E, self.counts_E = self.counts_E, None
+        return counts_E
 
 
 def real_tokens_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
