@@ -8,6 +8,7 @@ outside docs/ become links to GitHub. A comment or a link that leads nowhere sto
 It needs `expertmesh.config` and the command line, which import no torch, and no network.
 """
 
+import json
 import os
 import posixpath
 import re
@@ -23,10 +24,9 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from expertmesh.config import Config
-from expertmesh.config.base import Section, show
+from expertmesh.config.base import Section
 
 ROOT = Path(__file__).parents[1]
 MARKER = re.compile(r"^<!-- (?P<kind>readme|example|help|keys)(?:: (?P<what>.+?))? -->$", re.MULTILINE)
@@ -112,8 +112,7 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "**required**"
     value = field.get_default(call_default_factory=True)
-    assert value is not PydanticUndefined
-    return f"`{show(value)}`"
+    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 
 def _values(annotation: Any) -> str:
