@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from expertmesh.distributed import collectives
 from expertmesh.experts import dispatch
 from expertmesh.experts.dispatch import AllGatherDispatcher, AllToAllDispatcher, Dispatcher, LocalDispatcher
-from expertmesh.experts.segments import segments_of
+from expertmesh.experts.pairs import LocalPairs, segments_of
 from tests.support.ranks import run_ranks
 
 EXPERTS, HIDDEN, TOP_K = 8, 6, 3
@@ -147,12 +147,12 @@ class _RowForEachPair:
 
     def dispatch(
         self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, dispatch.LocalPairs, Any]:
+    ) -> tuple[torch.Tensor, torch.Tensor, LocalPairs, Any]:
         expert_P, pair_P = torch.sort(index_TK.reshape(-1), stable=True)
         token_P = pair_P // index_TK.shape[1]
         row_P, end_E = torch.arange(len(pair_P)), torch.arange(1, self.num_experts + 1)
         expert_end_E = torch.searchsorted(expert_P, end_E).to(torch.int32)
-        pairs = dispatch.LocalPairs(row_P, expert_end_E, segments_of(row_P, len(row_P)))
+        pairs = LocalPairs(row_P, expert_end_E, segments_of(row_P, len(row_P)))
         return hidden_TH[token_P], weight_TK.reshape(-1)[pair_P], pairs, (token_P, len(hidden_TH))
 
     def combine(self, rows_RH: torch.Tensor, metadata: tuple[torch.Tensor, int]) -> torch.Tensor:
