@@ -65,7 +65,7 @@ def say(control: Control, what: str) -> None:
     """Tell the launcher what this rank does now, and whoever looks on, by rank 0."""
     control.progress.at(0, what)
     if dist.get_rank() == 0:
-        print(f"now        {what}", flush=True)
+        print(f"starting   {what}", flush=True)
 
 
 def _read_data(config: Config, checked: Checked) -> RunData:
