@@ -14,12 +14,12 @@ from transformers import PreTrainedConfig
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout, resolve_layout
-from expertmesh.planning.facts import facts_of
+from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning.hardware import Devices, hardware_table, match_device
-from expertmesh.planning.memory import Batch
 from expertmesh.planning.probe import NotProbed
+from expertmesh.planning.read_model import figures_of
 from expertmesh.planning.search import GIB, Candidate, Job, evaluate, explicit, layouts, modes
-from expertmesh.planning.state import Mode
+from expertmesh.planning.stages import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def devices_here(world_size: int) -> Devices | None:
 
 def _job(config: Config, model_config: PreTrainedConfig, devices: Devices) -> Job:
     attention = None if config.model.attention == "auto" else config.model.attention
-    facts = facts_of(
+    figures = figures_of(
         model_config,
         length=config.data.max_length,
         precision=config.precision,
@@ -121,7 +121,7 @@ def _job(config: Config, model_config: PreTrainedConfig, devices: Devices) -> Jo
     )
     moments = 2 if config.optim.name == "adamw" else 0
     layers = config.train.checkpoint_layers
-    return Job(facts, devices, config.train.global_batch_size, moments, gloo=devices.name == "cpu", layers=layers)
+    return Job(figures, devices, config.train.global_batch_size, moments, gloo=devices.name == "cpu", layers=layers)
 
 
 def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:
@@ -131,7 +131,7 @@ def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:
     wanted = config.train.activation_checkpointing
     if wanted == "auto":
         wanted = "none" if job.devices.name == "cpu" else "full"
-    mode: Mode = wanted if wanted in modes(job.facts) else "none"
+    mode: CheckpointingMode = wanted if wanted in modes(job.model) else "none"
     return evaluate(job, layout, mode, Batch(rows, accumulation))
 
 
