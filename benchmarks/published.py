@@ -1,4 +1,4 @@
-"""What the planner predicts for runs that others have published: the table of docs/planning.md.
+"""What the planner predicts for runs that others have published: the table of docs/planning-accuracy.md.
 
     python -m benchmarks.published
 

@@ -1,11 +1,10 @@
 """`expertmesh plan MODEL --devices "2x8 h200"`: which layouts fit, how fast each will be, and why the others do not.
 
 For someone who has a model and may get some GPUs. Reads config.json only; needs no GPU, no weights and no process
-group. What it prints are predictions by the formulas of docs/planning.md. `--yaml` prints a configuration to run,
+group. What it prints are predictions by the formulas of docs/formulas.md. `--yaml` prints a configuration to run,
 `--simulate` runs one rank of the best layout on fake tensors.
 """
 
-import argparse
 import gc
 import json
 import sys
@@ -16,15 +15,16 @@ from typing import Any
 
 from rich.console import Console
 
-from expertmesh.cli.inspect import bytes_text, count_text, print_rows
+from expertmesh.cli.options import PlanOptions
+from expertmesh.cli.printing import bytes_text, count_text, print_rows
 from expertmesh.config import Config, LoraConfig, PrecisionConfig, dump_config
 from expertmesh.config.errors import InputError
 from expertmesh.config.yaml_text import parse_yaml
-from expertmesh.distributed.layout import Layout
+from expertmesh.distributed.layout import Layout, explicit
 from expertmesh.planning.blocks import saved_by_kind
 from expertmesh.planning.hardware import hardware_table, parse_devices
 from expertmesh.planning.read_model import figures_of
-from expertmesh.planning.search import GIB, Candidate, Job, Plan, RunCosts, explicit, modes, plan, run_costs
+from expertmesh.planning.search import GIB, Candidate, Job, Plan, RunCosts, modes, plan, run_costs
 from expertmesh.weights.meta_model import read_model_config
 
 REJECTED_SHOWN = 6
@@ -32,7 +32,7 @@ AXES = ("pp", "replicate", "fsdp", "cp", "tp", "ep")
 COLUMNS = (*AXES, "checkpointing", "micro-batch", "peak", "s/step", "tokens/s/device", "MFU")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: PlanOptions) -> int:
     """Print the plan; returns 0. `InputError` for bad options, a model that cannot be read or sharded, and when no
     layout fits.
     """
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
         gc.enable()
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: PlanOptions) -> int:
     devices = parse_devices(options.devices, hardware_table(options.hardware))
     _check(options)
     lora = None if options.lora is None else _lora(options.lora)
@@ -85,7 +85,7 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check(options: PlanOptions) -> None:
     for name in ("seq_len", "global_batch_size", "top"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
@@ -199,7 +199,7 @@ def _rejections(found: Plan) -> list[str]:
     return lines[:REJECTED_SHOWN] + ([f"... and {more} more reasons (--json lists all)"] if more > 0 else [])
 
 
-def _yaml(options: argparse.Namespace, job: Job, best: Candidate, lora: LoraConfig | None) -> str:
+def _yaml(options: PlanOptions, job: Job, best: Candidate, lora: LoraConfig | None) -> str:
     """A configuration that `expertmesh train` takes, with what was predicted for it in comments."""
     config = Config.model_validate(
         {

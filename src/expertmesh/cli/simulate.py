@@ -6,7 +6,7 @@ from dataclasses import replace
 from rich.console import Console
 from transformers import PreTrainedConfig
 
-from expertmesh.cli.inspect import bytes_text, print_rows
+from expertmesh.cli.printing import bytes_text, print_rows
 from expertmesh.config import LoraConfig
 from expertmesh.planning.memory import fullest_stage, memory_of
 from expertmesh.planning.search import Candidate

@@ -4,9 +4,10 @@
 where each problem stands. It opens no file but the one it is given.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path as FilePath
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -26,8 +27,25 @@ def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Con
     document = parse_yaml(_read(source), source)
     values = {} if document.value is None else document.value
     if not isinstance(values, dict):
-        raise InputError(f"{source}: a configuration is a set of keys such as model and data, not {values!r}")
-    origins = {key: f"{source}:{line}: " for key, line in document.lines.items() if key}
+        raise InputError(
+            f"{source}: a configuration is a set of keys such as model and data, not {values!r}",
+            key="config.wrong-value",
+        )
+    lines = {key: f"{source}:{line}: " for key, line in document.lines.items() if key}
+    return make_config(values, overrides, source, lines)
+
+
+def make_config(
+    values: dict[str, Any],
+    overrides: Sequence[str] = (),
+    source: str = "the configuration",
+    lines: Mapping[Path, str] | None = None,
+) -> Config:
+    """Apply `overrides` to `values` (which changes) and validate; `InputError` with one line per problem.
+
+    `source` names where values come from, and `lines` says it for single keys.
+    """
+    origins = dict(lines or {})
     for override in overrides:
         changed = apply_override(values, override)
         origins = {key: origin for key, origin in origins.items() if key[: len(changed)] != changed}
@@ -40,7 +58,7 @@ def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Con
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise InputError(explain(error, Config, where=where)) from None
+        raise explain(error, Config, where=where) from None
 
 
 def dump_config(config: Config) -> str:
@@ -52,8 +70,15 @@ def _read(source: str) -> str:
     try:
         return FilePath(source).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise InputError(f"{source}: there is no such configuration file; check the path") from None
+        raise InputError(
+            f"{source}: there is no such configuration file; check the path", key="config.file-missing"
+        ) from None
     except UnicodeDecodeError as error:
-        raise InputError(f"{source}: byte {error.start} is not UTF-8 text; save the file as UTF-8") from None
+        raise InputError(
+            f"{source}: byte {error.start} is not UTF-8 text; save the file as UTF-8", key="config.file-unreadable"
+        ) from None
     except OSError as error:
-        raise InputError(f"{source}: the configuration cannot be read ({error.strerror}); check the path") from None
+        raise InputError(
+            f"{source}: the configuration cannot be read ({error.strerror}); check the path",
+            key="config.file-unreadable",
+        ) from None

@@ -18,7 +18,10 @@ def apply_override(values: dict[str, Any], override: str) -> Path:
     key_text, equals, text = override.partition("=")
     parts = key_text.split(".")
     if not equals or not all(parts):
-        raise InputError(f"override {override!r} is not of the form key=value; write for example train.max_steps=10")
+        raise InputError(
+            f"override {override!r} is not of the form key=value; write for example train.max_steps=10",
+            key="config.invalid-override",
+        )
     value = parse_yaml(text, f"override {override!r}").value
     container: Container = values
     path: Path = ()
@@ -32,8 +35,11 @@ def apply_override(values: dict[str, Any], override: str) -> Path:
             _put(container, key, inner)
             new = new or path
         if not isinstance(inner, dict | list):
-            here = ".".join(str(key) for key in path)
-            raise InputError(f"override {override!r}: {here} is {inner!r}, which has no keys; set {here} itself")
+            here = dotted(path)
+            raise InputError(
+                f"override {override!r}: {here} is {inner!r}, which has no keys; set {here} itself",
+                key="config.invalid-override",
+            )
         container = inner
     key = _key_in(container, parts[-1], path, override)
     _put(container, key, value)
@@ -47,7 +53,8 @@ def _key_in(container: Container, part: str, path: Path, override: str) -> str |
     if not part.isdigit() or int(part) > len(container):
         raise InputError(
             f"override {override!r}: {dotted(path)} is a list of {len(container)}, counted from 0, and "
-            f"{part} is not in it; use a smaller number, or {len(container)} to append"
+            f"{part} is not in it; use a smaller number, or {len(container)} to append",
+            key="config.invalid-override",
         )
     return int(part)
 

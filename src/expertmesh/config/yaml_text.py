@@ -46,12 +46,18 @@ def parse_yaml(text: str, source: str) -> Document:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
         what = " ".join(part for part in (error.context, error.problem) if part)
-        raise InputError(f"{source}{line}: this is not valid YAML ({what}); correct the line") from None
+        raise InputError(
+            f"{source}{line}: this is not valid YAML ({what}); correct the line", key="config.invalid-yaml"
+        ) from None
     except RecursionError:
-        raise InputError(f"{source}: lists and mappings are nested too deeply; flatten them") from None
+        raise InputError(
+            f"{source}: lists and mappings are nested too deeply; flatten them", key="config.invalid-yaml"
+        ) from None
     except yaml.YAMLError as error:  # a character that YAML does not allow
         first_line = str(error).splitlines()[0]
-        raise InputError(f"{source}: this is not valid YAML ({first_line}); remove the character") from None
+        raise InputError(
+            f"{source}: this is not valid YAML ({first_line}); remove the character", key="config.invalid-yaml"
+        ) from None
     lines: dict[Path, int] = {}
     return Document(None if node is None else _value(node, (), source, lines), lines)
 
@@ -61,11 +67,15 @@ def _refuse_more_than_plain(event: yaml.Event, source: str) -> None:
     where = f"{source}:{event.start_mark.line + 1}" if event.start_mark else source
     if isinstance(event, yaml.AliasEvent):
         raise InputError(
-            f"{where}: the alias *{event.anchor} is refused, because aliases are not read; repeat the value"
+            f"{where}: the alias *{event.anchor} is refused, because aliases are not read; repeat the value",
+            key="config.yaml-alias",
         )
     tag = getattr(event, "tag", None)
     if tag is not None:
-        raise InputError(f"{where}: the tag {tag} is refused, because only plain values are read; remove the tag")
+        raise InputError(
+            f"{where}: the tag {tag} is refused, because only plain values are read; remove the tag",
+            key="config.yaml-tag",
+        )
 
 
 def _value(node: yaml.Node, path: Path, source: str, lines: dict[Path, int]) -> Any:
@@ -83,12 +93,16 @@ def _mapping(node: yaml.MappingNode, path: Path, source: str, lines: dict[Path, 
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, yaml.ScalarNode):
-            raise InputError(f"{source}:{line}: a key must be plain text, not a list or a mapping")
+            raise InputError(
+                f"{source}:{line}: a key must be plain text, not a list or a mapping", key="config.invalid-yaml"
+            )
         key: str = key_node.value
         here = (*path, key)
         if key in values:
-            dotted = ".".join(str(part) for part in here)
-            raise InputError(f"{source}:{line}: {dotted} is given twice (first on line {lines[here]}); remove one")
+            raise InputError(
+                f"{source}:{line}: {dotted(here)} is given twice (first on line {lines[here]}); remove one",
+                key="config.duplicate-key",
+            )
         lines[here] = line
         values[key] = _value(value_node, here, source, lines)
     return values

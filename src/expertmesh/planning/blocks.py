@@ -1,8 +1,8 @@
 """What one block of a kind saves, gathers and needs while it runs: bytes of one rank, for one micro-batch.
 
 Each formula follows the code it is about and says which: FSDP2's groups (parallel/fsdp.py), the expert layer
-(experts/compute.py, dispatch.py), checkpointing (experts/kept.py). Blocks' own code comes from the probe.
-docs/planning.md derives them. What layouts have in common is computed once (`block_memory`).
+(experts/expert_mlp.py, dispatch.py), checkpointing (experts/activation_checkpointing.py). Blocks' own code comes from
+the probe. docs/formulas.md derives them. What layouts have in common is computed once (`block_memory`).
 """
 
 from collections import Counter
@@ -176,7 +176,7 @@ def _checkpointed(
 
 
 class _Experts:
-    """The sequence of events in experts/compute.py. R rows received, P pairs, H hidden, I intermediate."""
+    """The sequence of events in experts/expert_mlp.py. R rows received, P pairs, H hidden, I intermediate."""
 
     def __init__(self, model: ModelFigures, experts: Experts, sharding: BlockSharding) -> None:
         self.experts, self.spec, self.sharding = experts, experts.spec, sharding
@@ -209,7 +209,7 @@ class _Experts:
         return self.experts.elements(trains) * self.spec.num_experts / self.sharding.ep * width
 
     def saved(self) -> float:
-        """compute.py saves rows, pre-activations and indices; dispatch.py the indices of the way back."""
+        """expert_mlp.py saves rows, pre-activations and indices; dispatch.py the indices of the way back."""
         routed, experts = self.routed, self.experts
         pairs = routed.pairs * (experts.width * self.compute + 4 + 2 * INDEX)
         if experts.adapted:

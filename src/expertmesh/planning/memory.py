@@ -1,7 +1,7 @@
 """Bytes that one rank holds: its state, and the most of everything else at each moment of a step that can be the peak.
 
 What a block saves and needs is in blocks.py, what a rank keeps of parameters and how many micro-batches are in flight
-in stages.py; here is when what of it is held together, and the head in chunks (step/loss.py). docs/planning.md derives
+in stages.py; here is when what of it is held together, and the head in chunks (step/loss.py). docs/formulas.md derives
 it; benchmarks/planning.py compares it with what ranks hold.
 """
 
@@ -101,7 +101,7 @@ class _Moment(NamedTuple):
 
 
 class _Held:
-    """What ranks of one layout hold, named as docs/planning.md names it; bytes of one rank."""
+    """What ranks of one layout hold, named as docs/formulas.md names it; bytes of one rank."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload, self.model = workload, workload.model

@@ -120,7 +120,7 @@ class TopKRouter:
 @cache
 def rows_per_token(router: TopKRouter, ranks: int) -> float:
     """The expected number of ranks that hold any of a token's experts, every set of K being equally likely: a token
-    travels once to each of them (experts/dispatch.py). docs/planning.md derives it.
+    travels once to each of them (experts/dispatch.py). docs/formulas.md derives it.
     """
     in_group = router.experts // router.groups
     open_experts, here = in_group * router.kept, router.experts // ranks

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from expertmesh.adapters.plan import adapt
 from expertmesh.anatomy import Anatomy, ExpertsSpec, describe, is_adapter
 from expertmesh.config import LoraConfig, PrecisionConfig
-from expertmesh.experts.layer import choose_backend
+from expertmesh.experts.install import choose_backend
 from expertmesh.introspection.compute_dtype import uncast_modules
 from expertmesh.parallel.tensor_plan import TensorPlan, shared_by_heads
 from expertmesh.planning.asked import Asked

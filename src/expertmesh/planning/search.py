@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
-from expertmesh.distributed.layout import Layout, resolve_layout
+from expertmesh.distributed.layout import Layout, explicit, resolve_layout
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.parallel.refusals import expert_shard_dim
 from expertmesh.planning.hardware import Devices
@@ -130,12 +130,6 @@ def layouts(job: Job, fixed: ParallelConfig | None = None) -> Iterator[Layout]:
         for ep in expert_ranks:
             if world // (pp * replicate) % ep == 0:
                 yield Layout(pp, replicate, world // rest, cp, tp, ep, *_schedule(pp, fixed))
-
-
-def explicit(layout: Layout) -> ParallelConfig:
-    """The configuration that resolves to this layout and nothing else."""
-    axes = ("ep", "fsdp", "replicate", "tp", "cp", "pp", "pp_schedule", "pp_virtual_stages")
-    return ParallelConfig.model_validate({axis: getattr(layout, axis) for axis in axes})
 
 
 def evaluate(job: Job, layout: Layout, mode: CheckpointingMode, batch: Batch) -> Candidate:

@@ -2,7 +2,7 @@
 
 `stage` is a pp rank throughout; its stages (one, or `pp_virtual_stages`) are its chunks, in the order of the model.
 Which blocks are on a stage is asked of the code that cuts the model; the order of forwards and backwards is that of the
-schedules which step/pipeline_schedule.py chooses from torch.distributed.pipelining. docs/planning.md derives the state.
+schedules which step/pipeline_schedule.py chooses from torch.distributed.pipelining. docs/formulas.md derives the state.
 """
 
 from collections import Counter

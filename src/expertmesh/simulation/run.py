@@ -18,10 +18,10 @@ from transformers import PreTrainedConfig
 
 from expertmesh.config import LoraConfig, MoeConfig
 from expertmesh.config.errors import InputError
+from expertmesh.distributed.layout import explicit
 from expertmesh.distributed.mesh import init_mesh
 from expertmesh.model import prepare_model
 from expertmesh.parallel.grad_norm import clip_grad_norm_
-from expertmesh.planning.search import explicit
 from expertmesh.planning.stages import Batch, Workload
 from expertmesh.planning.trackers import CollectiveCount, UsageTracker
 from expertmesh.simulation.axes import AxisKind, sent_by_axis

@@ -21,9 +21,9 @@ from expertmesh.parallel.compiling import compiled_parts
 from expertmesh.parallel.context import context_lines
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.tensor_plan import attached_plan
-from expertmesh.planning.choose import Forecast
 from expertmesh.step.pipeline_schedule import schedule_kind
 from expertmesh.training.preflight import Checked
+from expertmesh.training.record import Forecast
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Prepared:
     """A run on the point of reading weights, as this rank sees it. `model` is sharded and may still be on meta.
 
     `resolved`: what `auto` of dispatch and compute became. `reports` are of the training and, if there is one, the
-    evaluation data. `forecast` is rank 0's, None elsewhere.
+    evaluation data. `forecast` is rank 0's, None elsewhere or without one.
     """
 
     config: Config
@@ -86,7 +86,7 @@ def plan_lines(run: Prepared) -> Iterator[str]:
     )
     yield f"steps      {run.total_steps} optimizer steps, {config.optim.name}, {config.schedule.name} schedule"
     if run.forecast is not None:
-        yield f"predicted  {_forecast_line(run.forecast)}"
+        yield f"predicted  {run.forecast.line}"
 
 
 def _stage_lines(pipeline: Pipeline, micro_batches: int) -> Iterator[str]:
@@ -150,14 +150,6 @@ def _compile_line(model: nn.Module, anatomy: Anatomy) -> str:
     parts = list(compiled_parts(model, anatomy))
     kinds = dict.fromkeys(type(model.get_submodule(name)).__name__ for name in parts)
     return f"{len(parts)} dense parts of {len(anatomy.blocks)} blocks ({', '.join(kinds)})"
-
-
-def _forecast_line(forecast: Forecast) -> str:
-    found = forecast.candidate
-    if found is None:
-        return f"nothing: {forecast.note}"
-    text = f"{gib(round(found.memory.total))} of tensors a rank, {found.speed.seconds:.3g} s a step"
-    return f"{text}; {forecast.note}" if forecast.note else text
 
 
 def _experts_line(anatomy: Anatomy) -> str:

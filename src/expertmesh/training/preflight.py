@@ -23,8 +23,8 @@ from expertmesh.config import Config, load_config
 from expertmesh.config.errors import InputError
 from expertmesh.data import load_tokenizer
 from expertmesh.data.loader import accumulation_of
-from expertmesh.distributed.layout import Layout
-from expertmesh.experts.layer import choose_backend
+from expertmesh.distributed.layout import Layout, ep_reason, resolve_layout
+from expertmesh.experts.install import choose_backend
 from expertmesh.introspection.attention import carried_state
 from expertmesh.introspection.compute_dtype import refuse_compute
 from expertmesh.parallel.checkpointing import refuse_checkpointing
@@ -34,7 +34,6 @@ from expertmesh.parallel.pipeline import plan_cut
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_model
 from expertmesh.parallel.sequence import refuse_blocks
 from expertmesh.parallel.tensor_plan import tensor_plan
-from expertmesh.planning.choose import choose_layout
 from expertmesh.step.pipeline_schedule import interleaves
 from expertmesh.training.resume import config_differences, find_start, flat
 from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32, read_model_config
@@ -62,8 +61,11 @@ class Checked:
         return int(self.model_config.get_text_config().vocab_size)
 
 
-def preflight(config: Config, world_size: int) -> Checked:
-    """Raise `InputError` for whatever cannot work; no communication, no side effect."""
+def preflight(config: Config, world_size: int, ranks_per_node: int | None = None) -> Checked:
+    """Raise `InputError` for whatever cannot work on `world_size` ranks; no communication, no side effect.
+
+    `ranks_per_node` is for who is no rank of the job: the ranks know it from the launcher.
+    """
     refuse_output_dir(config)
     _refuse_local_paths(config)
     model_config, directory = read_model_config(
@@ -78,8 +80,7 @@ def preflight(config: Config, world_size: int) -> Checked:
         trust_remote_code=config.model.trust_remote_code,
     )
     anatomy = describe(model)
-    chosen = choose_layout(config, model_config, world_size, anatomy.num_experts)
-    layout = chosen.layout
+    layout = resolve_layout(config.parallel, world_size, anatomy.num_experts, ranks_per_node)
     for spec in anatomy.experts:
         expert_shard_dim(spec, layout)
         choose_backend(spec, config.moe.compute, compute)
@@ -104,7 +105,8 @@ def preflight(config: Config, world_size: int) -> Checked:
         accumulation = accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
         refuse_interleaving(layout, accumulation)
     load_tokenizer(config.model)
-    return Checked(model_config, directory, anatomy, layout, chosen.reason)
+    reason = ep_reason(config.parallel, layout, anatomy.num_experts, ranks_per_node)
+    return Checked(model_config, directory, anatomy, layout, reason)
 
 
 def refuse_interleaving(layout: Layout, accumulation: int) -> None:

@@ -25,7 +25,6 @@ from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.boxes import volume
 from expertmesh.io.directory import io_errors
 from expertmesh.io.safetensors_writer import replace_synced
-from expertmesh.planning.choose import Forecast
 from expertmesh.state.shards import local_box, owns_copy
 from expertmesh.training.plan import Prepared, local_parameters
 from expertmesh.training.preflight import Checked
@@ -33,7 +32,6 @@ from expertmesh.training.record import (
     RECORD_FILE,
     DataCounts,
     MoeLayer,
-    Prediction,
     RunRecord,
     Share,
     Start,
@@ -68,7 +66,7 @@ def record_start(run: Prepared, *, after_step: int, printed: Sequence[str]) -> N
                 compute=run.resolved["compute"],
                 activation_checkpointing=run.checkpointing,
                 printed=list(printed),
-                plan=_prediction(run.forecast),
+                plan=None if run.forecast is None else run.forecast.prediction,
             )
             anatomy, counts = checked.anatomy, [_counts(report) for report in run.reports]
             layers = [MoeLayer(name=s.name, experts=s.num_experts, top_k=s.top_k) for s in anatomy.experts]
@@ -82,17 +80,6 @@ def record_start(run: Prepared, *, after_step: int, printed: Sequence[str]) -> N
                 starts=[start],
             )
             _write(record, Path(config.output_dir))
-
-
-def _prediction(forecast: Forecast | None) -> Prediction | None:
-    if forecast is None or forecast.candidate is None:
-        return None
-    speed = forecast.candidate.speed
-    return Prediction(
-        step_seconds=speed.seconds,
-        tokens_per_second=speed.tokens / speed.seconds,
-        peak_memory_bytes=forecast.candidate.memory.total,
-    )
 
 
 def _write(record: RunRecord, directory: Path) -> None:

@@ -4,7 +4,7 @@ Called in every rank, under torchrun or our own launcher, before the process gro
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,21 +27,21 @@ from expertmesh.data import (
     padding_token_id,
 )
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
+from expertmesh.distributed.layout import explicit
 from expertmesh.distributed.mesh import Mesh, current_device, init_mesh, set_timeout, start_process_group
 from expertmesh.io.directory import io_errors
 from expertmesh.io.safetensors_writer import replace_synced
 from expertmesh.model import load_weights, prepare_model
 from expertmesh.parallel.checkpointing import CheckpointingMode
-from expertmesh.planning.choose import Forecast, forecast
-from expertmesh.planning.search import explicit
 from expertmesh.training.checkpoints import open_checkpoints
 from expertmesh.training.control import Control
 from expertmesh.training.lock import RunLock
 from expertmesh.training.loop import TrainingLoop
-from expertmesh.training.metrics import open_reporter
+from expertmesh.training.metrics import ExpertLoad, open_reporter
 from expertmesh.training.optimizer import build_optimizer, build_schedule
 from expertmesh.training.plan import Prepared, plan_lines
 from expertmesh.training.preflight import ADAPTER, MODEL, Checked, preflight
+from expertmesh.training.record import Forecast
 from expertmesh.training.recording import record_start
 from expertmesh.training.resume import Counters, Identity, check_start, find_start
 from expertmesh.training.weights_report import AUDIT_FILE, adapter_lines, loaded_lines, saved_lines
@@ -50,11 +50,14 @@ from expertmesh.weights.load import bytes_to_read
 from expertmesh.weights.meta_model import materialize
 from expertmesh.weights.save import save_model
 
+Predict = Callable[[Config, Checked], Forecast]
 
-def train(config: Config, control: Control | None = None) -> None:
+
+def train(config: Config, control: Control | None = None, predict: Predict | None = None) -> None:
     """Train as `config` says and save `output_dir/model`, or `output_dir/adapter` with `lora`.
 
-    Every rank calls it. Raises the errors of config.errors, and `Stopped` when the run was asked to stop and has saved.
+    Every rank calls it; `predict` says on rank 0 what a step will take, to be printed and recorded. Raises the errors
+    of config.errors, and `Stopped` when the run was asked to stop and has saved.
     """
     control = control or Control()
     device = current_device()
@@ -66,10 +69,17 @@ def train(config: Config, control: Control | None = None) -> None:
         with raise_on_all_ranks("locking output_dir"):
             if dist.get_rank() == 0:
                 lock = stack.enter_context(RunLock(Path(config.output_dir), control.launch))
-        _train(config, control, checked, device, lock)
+        _train(config, control, checked, device, lock, predict)
 
 
-def _train(config: Config, control: Control, checked: Checked, device: torch.device, lock: RunLock | None) -> None:
+def _train(
+    config: Config,
+    control: Control,
+    checked: Checked,
+    device: torch.device,
+    lock: RunLock | None,
+    predict: Predict | None,
+) -> None:
     """`lock` is rank 0's."""
     control.progress.at(0, "reading the data")
     with raise_on_all_ranks("reading the data"):
@@ -136,8 +146,8 @@ def _train(config: Config, control: Control, checked: Checked, device: torch.dev
             _write_config(config, directory / "config.yaml")
     expected: Forecast | None = None
     with raise_on_all_ranks("predicting a step"):
-        if mesh.rank == 0:
-            expected = forecast(config, checked.model_config, mesh.layout)
+        if mesh.rank == 0 and predict is not None:
+            expected = predict(config, checked)
     run = Prepared(
         config,
         checked,
@@ -165,13 +175,13 @@ def _train(config: Config, control: Control, checked: Checked, device: torch.dev
         config=config,
         mesh=mesh,
         model=model,
-        anatomy=checked.anatomy,
         optimizer=optimizer,
         schedule=build_schedule(optimizer, config.schedule, total_steps, counters.step),
         train_batches=batches,
         eval_batches=EvaluationBatches(evaluation[0], **share) if evaluation else None,
         total_steps=total_steps,
         reporter=reporter,
+        expert_load=ExpertLoad(model, checked.anatomy, mesh),
         checkpoints=open_checkpoints(
             config, model, optimizer, tokenizer, identity, is_main=mesh.rank == 0, saved_step=counters.step, lock=lock
         ),

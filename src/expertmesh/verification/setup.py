@@ -20,12 +20,10 @@ from expertmesh.config import Config, PrecisionConfig
 from expertmesh.config.errors import InputError
 from expertmesh.data import build_dataset, load_tokenizer, padding_token_id
 from expertmesh.data.loader import accumulation_of
-from expertmesh.distributed.layout import Layout
-from expertmesh.experts.layer import choose_backend
+from expertmesh.distributed.layout import Layout, explicit, resolve_layout
+from expertmesh.experts.install import choose_backend
 from expertmesh.parallel.pipeline import plan_cut
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_model
-from expertmesh.planning.choose import choose_layout
-from expertmesh.planning.search import explicit
 from expertmesh.training.preflight import packing_refusal, refuse_interleaving
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.samples import StepData, random_dataset, steps_of
@@ -87,7 +85,7 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
     whole = _built(config, model_config)
     every = len(describe(whole).blocks)
     # That of the whole model also where some layers are left out: what `train` would choose.
-    layout = choose_layout(config, model_config, world_size, describe(whole).num_experts).layout
+    layout = resolve_layout(config.parallel, world_size, describe(whole).num_experts)
     config = config.model_copy(update={"parallel": explicit(layout)})
     kept = every if options.layers is None else min(options.layers, every)
     dropped = None
