@@ -111,7 +111,7 @@ class _Job:
         """Seconds that training stood still per save, and the steps that ran while files were being written."""
         from expertmesh.checkpoint.interface import companions
         from expertmesh.checkpoint.small_files import STATE_FILE, state_bytes
-        from expertmesh.checkpoint.write import CheckpointWriter
+        from expertmesh.checkpoint.write import STATUSES, CheckpointWriter
 
         writer = CheckpointWriter(directory, keep_last=1, asynchronous=True)
         files = companions(self.model, None)
@@ -122,10 +122,10 @@ class _Job:
             saved = None
             while saved is None:
                 during.append(_slowest(self.step))
-                statuses = [0] * dist.get_world_size()
-                dist.all_gather_object(statuses, writer.status())
+                ranks = torch.tensor([int(status == writer.status()) for status in STATUSES])
+                dist.all_reduce(ranks)
                 start = time.perf_counter()
-                saved = writer.settle(statuses)
+                saved = writer.settle(ranks.tolist())
                 paused += time.perf_counter() - start
             pauses.append(paused)
         writer.close()

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import expertmesh as em
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
-from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout, resolve_layout
+from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout, ep_reason, resolve_layout
 from expertmesh.distributed.mesh import init_mesh, set_timeout
 from expertmesh.experts import dispatch
 from tests.support.models import tiny_model
@@ -84,6 +84,17 @@ def test_auto_fills_in_what_the_ranks_allow(
     parallel: dict[str, Any], world: int, experts: int | None, expected: Layout
 ) -> None:
     assert resolve_layout(ParallelConfig(**parallel), world, experts) == expected
+
+
+def test_auto_stays_within_a_node_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = ParallelConfig()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    layout = resolve_layout(parallel, 16, 64)
+    assert layout == Layout(fsdp=16, ep=4)
+    assert ep_reason(parallel, layout, 64) == "ep 4 of 1, 2, 4, 8, 16: the largest within a node of 4 ranks"
+    assert resolve_layout(parallel, 16, 64, ranks_per_node=16).ep == 16
+    assert ep_reason(ParallelConfig(ep=4), layout, 64) is None
+    assert ep_reason(parallel, Layout(), 64) is None
 
 
 @pytest.mark.parametrize(

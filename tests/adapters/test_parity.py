@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import expertmesh as em
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.experts import lora
+from expertmesh.experts import expert_mlp
 from tests.adapters.reference import EXPERTS, AdapterDistance, PeftRun, tiny_peft_run, train_adapters
 from tests.parallel.test_uneven_routing import EVERY_ROW, FIRST_EP_GROUP, _route_by_half
 from tests.support.ranks import run_ranks
@@ -149,13 +149,13 @@ def _every_replica_starts_for_itself(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _double_gradients(model: nn.Module, mesh: Mesh) -> None:
-    backward = lora._AdaptedMlp.backward
+    backward = expert_mlp._ExpertMlp.backward
 
     def doubled(ctx: Any, grad_out_RH: torch.Tensor) -> Any:
         rows, weights, *rest = backward(ctx, grad_out_RH)
         return rows, weights, *(None if gradient is None else 2 * gradient for gradient in rest)
 
-    mock.patch.object(lora._AdaptedMlp, "backward", staticmethod(doubled)).start()
+    mock.patch.object(expert_mlp._ExpertMlp, "backward", staticmethod(doubled)).start()
 
 
 def _train_the_base(model: nn.Module, mesh: Mesh) -> None:

@@ -47,7 +47,7 @@ def test_train_reads_overrides_before_and_after_options(config: str, calls: list
     assert main(["train", config, "train.seed=1", "--nproc", "3", "train.max_steps=2"]) == 0
     ((read, function, options, _),) = calls
     assert (read.train.seed, read.train.max_steps, options) == (1, 2, RunOptions(nproc=3))
-    assert function == "expertmesh.training.run:train"
+    assert function == "expertmesh.planning.forecast:train_with_forecast"
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from torch import nn
 from transformers.integrations.moe import grouped_mm_experts_forward, use_experts_implementation
 
 from expertmesh.anatomy import experts_spec
-from expertmesh.experts.compute import expert_mlp, grouped_mm_refusal
 from expertmesh.experts.dispatch import LocalDispatcher
-from expertmesh.experts.layer import is_silu_gated
+from expertmesh.experts.expert_mlp import expert_mlp, grouped_mm_refusal
+from expertmesh.experts.install import is_silu_gated
 from expertmesh.experts.mlp_spec import ExpertMlpSpec, ExpertWeights
 
 

@@ -10,7 +10,8 @@ from torch import nn
 from expertmesh.anatomy import Anatomy, describe, experts_spec
 from expertmesh.config.errors import InputError
 from expertmesh.experts.dispatch import LocalDispatcher
-from expertmesh.experts.layer import ExpertLayer, form_of
+from expertmesh.experts.install import mlp_spec_of
+from expertmesh.experts.layer import ExpertLayer
 from expertmesh.introspection.experts_proof import confirm_experts
 from tests.families.tiny import random_model
 
@@ -181,7 +182,7 @@ def test_dense_rows_compute_only_what_is_not_zero() -> None:
             seen.append(len(hidden_TH))
             return super().dispatch(hidden_TH, *args)
 
-    layer = ExpertLayer(spec, Counted(4), form_of(experts, spec, per_expert=True), torch.float64)
+    layer = ExpertLayer(spec, Counted(4), mlp_spec_of(experts, spec, per_expert=True), torch.float64)
     rows = torch.zeros(4 * 6, 16, dtype=torch.float64)
     rows[[1, 8, 9, 23]] = torch.randn(4, 16, dtype=torch.float64)
     out = layer.forward_dense(experts, rows)

@@ -9,10 +9,10 @@ from torch.utils._pytree import tree_leaves
 
 from expertmesh.anatomy import experts_spec
 from expertmesh.experts.dispatch import LocalDispatcher
-from expertmesh.experts.dropout import Dropout, keep_mask
-from expertmesh.experts.layer import is_silu_gated
-from expertmesh.experts.lora import Adapter, Adapters, adapted_expert_mlp
-from expertmesh.experts.mlp_spec import ExpertMlpSpec, ExpertWeights
+from expertmesh.experts.expert_mlp import expert_mlp
+from expertmesh.experts.install import is_silu_gated
+from expertmesh.experts.lora_state import Dropout, keep_mask
+from expertmesh.experts.mlp_spec import Adapter, Adapters, ExpertMlpSpec, ExpertWeights
 from tests.experts.test_compute import VARIANTS, _inputs, _variant
 
 SCALING = 0.7
@@ -46,7 +46,7 @@ def _lean(
     form = ExpertMlpSpec(activation, is_silu_gated(experts, spec), spec.transposed, loop)
     weights = ExpertWeights(*(experts.get_parameter(name).detach() for name in spec.parameters))
     both = [Adapter(adapters[f"{name}_A"], adapters[f"{name}_B"]) for name in (spec.up, spec.down)]
-    return adapted_expert_mlp(rows, weight_P, pairs, weights, form, Adapters(*both, SCALING, 0), **options)
+    return expert_mlp(rows, weight_P, pairs, weights, form, Adapters(*both, SCALING, 0), **options)
 
 
 def _gradients(out: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:

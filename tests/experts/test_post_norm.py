@@ -9,8 +9,8 @@ from transformers.integrations.moe import batched_mm_experts_forward, use_expert
 
 from expertmesh.anatomy import experts_spec
 from expertmesh.experts.dispatch import LocalDispatcher
+from expertmesh.experts.expert_mlp import normed_expert_mlp
 from expertmesh.experts.mlp_spec import ExpertMlpSpec, ExpertWeights
-from expertmesh.experts.post_norm import normed_expert_mlp
 
 
 @use_experts_implementation(has_post_expert_norm=True)

@@ -1,22 +1,18 @@
 """A recomputed block chooses the same experts, even when its scores would now say otherwise."""
 
-from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from expertmesh.experts.kept import keeping_contexts
-from expertmesh.experts.routing import confirm_choice, is_recomputing, routing_contexts
-from expertmesh.parallel.checkpointing import _together
+from expertmesh.experts.activation_checkpointing import block_contexts, confirm_choice, is_recomputing
+
+CONTEXTS = [block_contexts, partial(block_contexts, selective=True)]
 
 
-def _selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return _together([routing_contexts, keeping_contexts])
-
-
-@pytest.mark.parametrize("context_fn", [routing_contexts, _selective])
+@pytest.mark.parametrize("context_fn", CONTEXTS)
 def test_the_second_run_keeps_the_first_choice_and_follows_the_new_scores(context_fn: Any) -> None:
     runs: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
 
@@ -37,7 +33,7 @@ def test_the_second_run_keeps_the_first_choice_and_follows_the_new_scores(contex
     assert not is_recomputing()
 
 
-@pytest.mark.parametrize("context_fn", [routing_contexts, _selective])
+@pytest.mark.parametrize("context_fn", CONTEXTS)
 def test_a_router_that_decides_by_other_means_is_held_to_its_first_choice(context_fn: Any) -> None:
     runs = 0
 

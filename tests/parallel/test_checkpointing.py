@@ -20,7 +20,7 @@ import expertmesh as em
 from expertmesh.anatomy import describe
 from expertmesh.bench.probes import held_bytes
 from expertmesh.config.errors import InputError
-from expertmesh.experts import compute, dispatch, kept, layer
+from expertmesh.experts import activation_checkpointing, dispatch, expert_mlp, layer
 from expertmesh.experts.dispatch import AllToAllDispatcher
 from expertmesh.parallel.checkpointing import checkpoint_blocks, checkpointed_layers, refuse_checkpointing
 from tests.families.tiny import random_model
@@ -95,7 +95,7 @@ def _counting(found: dict[str, int]) -> Iterator[None]:
     with (
         mock.patch.object(dispatch, "all_to_all", counted(message, dispatch.all_to_all)),
         mock.patch.object(dispatch, "all_to_all_even", counted(lambda _: "others", dispatch.all_to_all_even)),
-        mock.patch.object(compute, "grouped_mm", counted(lambda _: "products", compute.grouped_mm)),
+        mock.patch.object(expert_mlp, "grouped_mm", counted(lambda _: "products", expert_mlp.grouped_mm)),
     ):
         yield
 
@@ -198,7 +198,7 @@ def test_a_forward_leaves_what_selective_keeps_of_experts_and_attention_and_no_b
 @contextmanager
 def _noting(kept_by_layer: list[int], from_sizes: list[int]) -> Iterator[None]:
     """For each expert layer, the bytes that it keeps past the checkpoint, and how many they should be."""
-    real_dispatch, real_pack = AllToAllDispatcher.dispatch, kept._pack
+    real_dispatch, real_pack = AllToAllDispatcher.dispatch, activation_checkpointing._pack
     seen: set[int] = set()
 
     def noting(self: Any, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Any:
@@ -225,7 +225,8 @@ def _noting(kept_by_layer: list[int], from_sizes: list[int]) -> Iterator[None]:
         return real_pack(tensor)
 
     # What dispatch itself saves is packed inside of it, so before its layer is noted.
-    with mock.patch.object(AllToAllDispatcher, "dispatch", noting), mock.patch.object(kept, "_pack", pack):
+    packing = mock.patch.object(activation_checkpointing, "_pack", pack)
+    with mock.patch.object(AllToAllDispatcher, "dispatch", noting), packing:
         yield
 
 

@@ -62,7 +62,7 @@ def _train(
     relative = (float(a) / b - 1 for a, b in zip(values, (want.loss, want.aux_loss, want.z_loss), strict=True))
     worst = max((error, name) for name, error in errors.items())
     names = stage_names(model, [spec.name for spec in describe(model).experts])
-    loads = [layer_of(model.get_submodule(name)).load_E for name in names]
+    loads = [layer_of(model.get_submodule(name)).tokens_per_expert.counts_E for name in names]
     load = torch.stack([load_E for load_E in loads if load_E is not None]).sum()
     dist.all_reduce(load)
     return Found(*(abs(each) for each in relative), worst, routers, int(load))

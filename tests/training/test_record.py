@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.planning.forecast import train_with_forecast
 from expertmesh.training.record import Share, Start, read_record
 from expertmesh.training.run import train
 from tests.report.made_up import record, start
@@ -27,7 +28,7 @@ def _config(inputs: Path, output: Path, *overrides: str) -> Config:
 @pytest.mark.parametrize("replicate", [1, 2])
 def test_a_run_leaves_its_layout_and_what_every_rank_holds(inputs: Path, tmp_path: Path, replicate: int) -> None:
     overrides = ["parallel.ep=2", f"parallel.replicate={replicate}", "train.max_steps=1"]
-    run_ranks(train, 2 * replicate, _config(inputs, tmp_path / "run", *overrides))
+    run_ranks(train_with_forecast, 2 * replicate, _config(inputs, tmp_path / "run", *overrides))
     found = read_record(tmp_path / "run")
     assert found is not None
     model = load_file(inputs / "model" / "model.safetensors")

@@ -1,13 +1,28 @@
-"""What a step returns can be reduced over all ranks together, whatever each of them adds to it."""
+"""What a step returns can be reduced over all ranks together, and how often ranks and devices wait for each other."""
 
+from collections import Counter
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import expertmesh as em
+from expertmesh.checkpoint.write import WRITING, WRITTEN
+from expertmesh.config import Config
 from expertmesh.step import forward_backward
+from expertmesh.step.forward_backward import StepLosses
+from expertmesh.training import exchange as exchange_module
+from expertmesh.training.control import StopReason
+from expertmesh.training.exchange import NonFiniteGuard, RankFacts, exchange
+from expertmesh.training.loop import TrainingLoop
+from expertmesh.training.run import train
+from tests.support.ranks import run_ranks
+from tests.training.tiny_run import run_config, write_inputs
 
 
 def test_losses_of_a_stage_that_has_none_are_on_its_device() -> None:
@@ -29,3 +44,93 @@ def test_router_losses_that_are_off_are_on_the_device_of_the_batches() -> None:
     with em.router_losses(nn.Module(), [{"input_ids": ids}]) as router_loss:
         pass
     assert {router_loss.aux_loss.device.type, router_loss.z_loss.device.type} == {"meta"}
+
+
+class _Counter(TorchDispatchMode):
+    """Counts collectives by kind, and reads of a device's values on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name.startswith("c10d."):
+            self.counts[name.removeprefix("c10d.").partition("_.")[0].removesuffix("_base")] += 1
+        elif "_local_scalar_dense" in name:
+            self.counts["waits"] += 1
+        return func(*args, **(kwargs or {}))
+
+    def __enter__(self) -> Any:
+        def waited(tensor: torch.Tensor) -> Any:
+            self.counts["waits"] += 1
+            return tolist(tensor)
+
+        tolist = torch.Tensor.tolist
+        self._patch = mock.patch.object(torch.Tensor, "tolist", waited)
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patch.stop()
+
+
+def _count_per_step(config: Config) -> list[dict[str, int]]:
+    """What the last step and its report needed."""
+    counts: dict[str, dict[str, int]] = {}
+
+    def counted(name: str) -> Any:
+        original = getattr(TrainingLoop, name)
+
+        def call(*args: Any) -> Any:
+            with _Counter() as counter:
+                result = original(*args)
+            counts[name] = dict(counter.counts)
+            return result
+
+        return mock.patch.object(TrainingLoop, name, call)
+
+    with counted("_train_step"), counted("_report"):
+        train(config)
+    return list(counts.values())
+
+
+MICRO_BATCHES, LAYERS = 2, 2
+# Of each MoE layer and micro-batch: counts, rows there and back; the same twice in the backward, but for the counts.
+ALL_TO_ALLS = 7 * MICRO_BATCHES * LAYERS
+
+
+@pytest.mark.parametrize(
+    ("ep", "all_to_alls", "waits_of_experts"), [(1, 0, 0), (2, ALL_TO_ALLS, MICRO_BATCHES * LAYERS)]
+)
+def test_ranks_tell_each_other_about_a_step_in_one_all_reduce_and_one_wait(
+    tmp_path: Path, ep: int, all_to_alls: int, waits_of_experts: int
+) -> None:
+    inputs = write_inputs(tmp_path)
+    config = run_config(inputs, tmp_path / "run", f"parallel.ep={ep}", "train.max_steps=2")
+    for step, report in run_ranks(_count_per_step, 2, config):
+        assert step["allreduce"] == 2  # the gradient norm, and what ranks tell each other
+        assert step.get("alltoall", 0) == all_to_alls
+        # transformers looks once at each micro-batch's mask.
+        assert step["waits"] == 1 + MICRO_BATCHES + waits_of_experts
+        assert step.keys() <= {"allreduce", "alltoall", "waits", "_allgather", "_reduce_scatter"}  # FSDP2's
+        assert report["allreduce"] == 2  # tokens per expert, peak memory
+
+
+@pytest.mark.parametrize("bad", [None, 1])
+def test_only_a_loss_that_is_not_finite_is_gathered(bad: int | None) -> None:
+    assert run_ranks(_gathers, 3, bad) == [0 if bad is None else 1] * 3
+
+
+def _gathers(bad: int | None) -> int:
+    rank = dist.get_rank()
+    losses = StepLosses(*(torch.tensor(float("nan") if rank == bad else 1.0 + rank, dtype=torch.float64),) * 3)
+    own = RankFacts(StopReason(15 * (rank == 2) + 2 * (rank == 0)), rank == 1, WRITTEN if rank else WRITING)
+    facts = exchange(losses, torch.tensor(2.0), own, torch.device("cpu"))
+    assert (facts.stop, facts.overdue, facts.statuses[WRITTEN]) == (StopReason.SIGTERM, False, 2)
+    assert bad is not None or (facts.loss, facts.z_loss, facts.grad_norm) == (6.0, 6.0, 2.0)
+    with mock.patch.object(exchange_module, "all_gather", wraps=exchange_module.all_gather) as gathers:
+        said = NonFiniteGuard().check(1, facts, losses, nn.Linear(1, 1))
+    assert said == (None if bad is None else "the loss is nan on rank 1")
+    return gathers.call_count

@@ -5,13 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedConfig
 
 from expertmesh.config.errors import InputError
 from expertmesh.data import IGNORE
-from expertmesh.distributed.layout import Layout
-from expertmesh.planning.choose import Chosen
-from expertmesh.planning.search import explicit
+from expertmesh.distributed.layout import Layout, explicit
+from expertmesh.training.preflight import preflight
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.samples import StepData, random_dataset
 from expertmesh.verification.setup import Setup, set_up
@@ -133,16 +131,9 @@ def test_dropout_is_off_and_said(inputs: Path) -> None:
 def test_the_layout_is_the_one_that_training_chooses(
     inputs: Path, monkeypatch: pytest.MonkeyPatch, layers: int | None
 ) -> None:
-    asked: list[int] = []
-
-    def choose(config: object, model_config: PreTrainedConfig, world: int, num_experts: int) -> Chosen:
-        asked.append(model_config.get_text_config().num_hidden_layers)
-        return Chosen(Layout(fsdp=2, ep=1), "the planner's")
-
-    monkeypatch.setattr("expertmesh.verification.setup.choose_layout", choose)
-    options = {} if layers is None else {"layers": layers}
-    setup = _setup(inputs, "parallel.ep=auto", **options)
-    assert setup.layout == Layout(fsdp=2, ep=1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    config = run_config(inputs / "qwen3_moe", inputs / "out", "parallel.ep=auto")
+    setup = set_up(config, VerifyOptions(layers=layers), 4)
+    assert setup.layout == Layout(fsdp=4, ep=2) == preflight(config, 4).layout
     assert setup.config.parallel == explicit(setup.layout)  # the job that is built
-    assert asked == [2]
     assert setup.layers == (layers or 2, 2)

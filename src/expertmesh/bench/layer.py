@@ -103,8 +103,8 @@ def _expertmesh(shape: Shape, weights: Weights, per_expert: bool) -> Experts:
         down="down_proj",
         top_k=shape.top_k,
     )
-    form = ExpertMlpSpec(activation=module._apply_gate, silu_gated=True, transposed=False, per_expert=per_expert)
-    layer = ExpertLayer(spec, LocalDispatcher(shape.experts), form, weights.down_EHI.dtype)
+    mlp = ExpertMlpSpec(activation=module._apply_gate, silu_gated=True, transposed=False, per_expert=per_expert)
+    layer = ExpertLayer(spec, LocalDispatcher(shape.experts), mlp, weights.down_EHI.dtype)
     return partial(layer.forward, module)
 
 

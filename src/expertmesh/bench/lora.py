@@ -170,8 +170,10 @@ def prepare(case: AdapterCase, device: torch.device) -> tuple[Shape, Weights, In
 def ours(case: AdapterCase, device: torch.device) -> Step:
     from expertmesh.anatomy import experts_spec
     from expertmesh.experts.dispatch import LocalDispatcher
-    from expertmesh.experts.layer import ExpertLayer, form_of
+    from expertmesh.experts.install import mlp_spec_of
+    from expertmesh.experts.layer import ExpertLayer
     from expertmesh.experts.lora_state import AdapterState
+    from expertmesh.state.sharded_model import attach_to_module
 
     shape, weights, inputs, adapters = prepare(case, device)
     experts: Any = qwen3_experts(shape, weights, "eager")
@@ -180,10 +182,10 @@ def ours(case: AdapterCase, device: torch.device) -> Step:
         for which in "AB":
             experts.register_parameter(f"{name}_lora_{which}", torch.nn.Parameter(adapters[f"{name}_{which}"]))
             trained.append(experts.get_parameter(f"{name}_lora_{which}"))
-    experts._expertmesh_adapter = AdapterState(ALPHA / R)
+    attach_to_module(experts, lora_state=AdapterState(ALPHA / R))
     spec = experts_spec("experts", experts)
     layer = ExpertLayer(
-        spec, LocalDispatcher(shape.experts), form_of(experts, spec, per_expert=False), trained[0].dtype
+        spec, LocalDispatcher(shape.experts), mlp_spec_of(experts, spec, per_expert=False), trained[0].dtype
     )
     return partial(run, partial(layer.forward, experts), inputs, trained, lambda gradients: gradients)
 

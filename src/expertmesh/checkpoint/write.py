@@ -1,7 +1,7 @@
 """Saves checkpoints: every rank writes its own part, rank 0 publishes the whole by one rename.
 
 Writing and publishing need no communication, so they can run on a thread while training goes on. A rank tells the
-others where it stands by one number that travels with an exchange they make anyway (`status`, `settle`). No collective
+others where it stands by one number that is counted in an exchange they make anyway (`status`, `settle`). No collective
 ever runs on that thread, and nothing of a checkpoint is visible under its name before all of it is on the disk.
 """
 
@@ -23,14 +23,15 @@ from expertmesh.checkpoint.publish import Facts, publish
 from expertmesh.checkpoint.state import model_state, optimizer_state, trained
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
-from expertmesh.distributed.mesh import mesh_of
 from expertmesh.io.directory import io_errors, require_space, temporary_directory, wait_until_seen
 from expertmesh.io.safetensors_writer import sync, write_synced
+from expertmesh.state.sharded_model import mesh_of
 from expertmesh.state.stage_view import full_state, on_other_stage
 
 AXES = ("pp", "replicate", "fsdp", "cp", "tp", "ep", "efsdp")
 
-IDLE, WRITING, WRITTEN, PUBLISHED, FAILED = range(5)
+STATUSES = range(5)
+IDLE, WRITING, WRITTEN, PUBLISHED, FAILED = STATUSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,18 +132,18 @@ class CheckpointWriter:
             return FAILED
         return WRITTEN if self._publishing is None else PUBLISHED
 
-    def settle(self, statuses: Sequence[int]) -> SavedCheckpoint | None:
-        """Start publishing what all ranks have written. `statuses` are `status()` of every rank, from one exchange.
+    def settle(self, ranks: Sequence[int]) -> SavedCheckpoint | None:
+        """Start publishing what all ranks have written. `ranks[s]` have the `status()` s, in one exchange.
 
         Every rank calls it with the same numbers. Returns the checkpoint once rank 0 has said that it is complete;
         never waits. Communicates only after a failure, which it raises on all ranks alike.
         """
-        if FAILED in statuses:
+        if ranks[FAILED]:
             return self.finish()
-        if self._save is not None and statuses[0] == PUBLISHED:
+        if self._save is not None and ranks[PUBLISHED]:  # rank 0: no other one publishes
             save, self._save = self._save, None
             return self._saved(save, paused=0.0)
-        if self._rank == 0 and all(status == WRITTEN for status in statuses):
+        if self._rank == 0 and ranks[WRITTEN] == sum(ranks):
             self._start_publishing()
         return None
 

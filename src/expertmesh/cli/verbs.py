@@ -33,7 +33,7 @@ from expertmesh.launcher.launch import RunOptions
 from expertmesh.launcher.launch import run as run_ranks
 from expertmesh.launcher.lazy_imports import lazy_imports
 
-TRAIN = "expertmesh.training.run:train"
+TRAIN = "expertmesh.planning.forecast:train_with_forecast"
 ErrorFormat = Literal["text", "json"]
 Options = TypeVar("Options")
 
@@ -128,7 +128,7 @@ def _preflight(config: Config, ranks: int) -> None:
     with lazy_imports():
         from expertmesh.training.preflight import preflight
 
-    preflight(config, ranks)
+    preflight(config, ranks, ranks_per_node=ranks)
 
 
 @verb

@@ -16,6 +16,8 @@ from expertmesh.config.errors import InputError
 
 DENSE_AXES = ("pp", "replicate", "fsdp", "cp", "tp")
 EXPERT_AXES = ("pp", "replicate", "efsdp", "ep")
+# Ranks of a node where the launcher does not say (LOCAL_WORLD_SIZE): within one, all-to-all is cheap.
+RANKS_PER_NODE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +78,14 @@ class Layout:
         return "\n".join(lines)
 
 
-def resolve_layout(parallel: ParallelConfig, world_size: int, num_experts: int | None = None) -> Layout:
+def resolve_layout(
+    parallel: ParallelConfig, world_size: int, num_experts: int | None = None, ranks_per_node: int | None = None
+) -> Layout:
     """Turn what the user asked for into sizes that multiply to `world_size`; fills in every `auto`.
 
     `num_experts` is the number of routed experts of a layer; it is needed for `ep: auto` and checked against `ep`.
-    Raises `InputError` with the numbers and the valid choices.
+    `ep: auto` is the largest ep that divides the experts and the ranks that share them and fits within a node:
+    `ranks_per_node`, else LOCAL_WORLD_SIZE, else 8. Raises `InputError` with the numbers and the valid choices.
     """
     fixed = {axis: getattr(parallel, axis) for axis in ("pp", "replicate", "cp", "tp")}
     product = math.prod(fixed.values())
@@ -100,13 +105,12 @@ def resolve_layout(parallel: ParallelConfig, world_size: int, num_experts: int |
                 "leave parallel.fsdp at auto or make the product equal the world size"
             )
     expert_ranks = fsdp * fixed["cp"] * fixed["tp"]
-    choices = [size for size in _divisors(expert_ranks) if num_experts is None or num_experts % size == 0]
+    choices = _ep_choices(expert_ranks, num_experts)
     if parallel.ep == "auto":
         if num_experts is None:
             raise InputError("parallel.ep: auto needs the number of experts of a model; set ep or pass num_experts")
-        # What `train` has the planner choose (planning/choose.py): as many as fit a node, where all-to-all is cheap.
-        node = int(os.environ.get("LOCAL_WORLD_SIZE", 8))
-        ep = max((size for size in choices if size <= node), default=1)
+        node = _ranks_per_node(ranks_per_node)
+        ep = max(size for size in choices if size <= node)
     else:
         ep = parallel.ep
         if expert_ranks % ep:
@@ -122,6 +126,33 @@ def resolve_layout(parallel: ParallelConfig, world_size: int, num_experts: int |
     if schedule == "auto":
         schedule = "1f1b" if parallel.pp_virtual_stages == 1 else "interleaved_1f1b"
     return Layout(fsdp=fsdp, ep=ep, pp_schedule=schedule, pp_virtual_stages=parallel.pp_virtual_stages, **fixed)
+
+
+def explicit(layout: Layout) -> ParallelConfig:
+    """The configuration that resolves to this layout and nothing else."""
+    axes = ("ep", "fsdp", "replicate", "tp", "cp", "pp", "pp_schedule", "pp_virtual_stages")
+    return ParallelConfig.model_validate({axis: getattr(layout, axis) for axis in axes})
+
+
+def ep_reason(
+    parallel: ParallelConfig, layout: Layout, num_experts: int, ranks_per_node: int | None = None
+) -> str | None:
+    """Why `ep: auto` became `layout.ep`; None where nothing was left to choose. Arguments as in `resolve_layout`."""
+    expert_ranks = layout.efsdp * layout.ep
+    if parallel.ep != "auto" or expert_ranks == 1:
+        return None
+    return (
+        f"ep {layout.ep} of {_listed(_ep_choices(expert_ranks, num_experts))}: the largest within a node of "
+        f"{_ranks_per_node(ranks_per_node)} ranks"
+    )
+
+
+def _ep_choices(expert_ranks: int, num_experts: int | None) -> list[int]:
+    return [size for size in _divisors(expert_ranks) if num_experts is None or num_experts % size == 0]
+
+
+def _ranks_per_node(known: int | None) -> int:
+    return known or int(os.environ.get("LOCAL_WORLD_SIZE", RANKS_PER_NODE))
 
 
 def _abbreviate(ranks: list[int]) -> str:

@@ -19,30 +19,7 @@ import torch
 import torch.distributed as dist
 
 from expertmesh.distributed.collectives import all_gather, all_to_all, all_to_all_even, reduce_scatter, to_host
-from expertmesh.experts.segments import Segments, segment_sum, segments_of
-
-
-@dataclass(frozen=True, slots=True)
-class LocalPairs:
-    """The pairs this rank computes, ordered by local expert.
-
-    `row_P`: the row of each pair, int64. `expert_end_L`: where each expert's pairs end, int32 (grouped_mm's offsets).
-    `by_row`: the same pairs grouped by row.
-    """
-
-    row_P: torch.Tensor
-    expert_end_L: torch.Tensor
-    by_row: Segments
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What autograd has to save; `of` puts it together again."""
-        return self.row_P, self.expert_end_L, self.by_row.item_P, self.by_row.start_R1
-
-    @classmethod
-    def of(
-        cls, row_P: torch.Tensor, expert_end_L: torch.Tensor, item_P: torch.Tensor, start_R1: torch.Tensor
-    ) -> "LocalPairs":
-        return cls(row_P, expert_end_L, Segments(item_P, start_R1))
+from expertmesh.experts.pairs import LocalPairs, Segments, count_pairs, segment_sum, segments_of
 
 
 class Dispatcher(Protocol):
@@ -61,15 +38,6 @@ class Dispatcher(Protocol):
     def numbers(self, number_T: torch.Tensor, metadata: Any) -> torch.Tensor:
         """Return `number_R`: what `number_T` (int64) says of each row's token, for dropout. Collective, too."""
         ...
-
-
-def count_pairs(index_TK: torch.Tensor, num_experts: int, real_T: torch.Tensor | None = None) -> torch.Tensor:
-    """Tokens per expert on this rank, int64 `[E]`, without waiting for the device (as `bincount` would).
-
-    With `real_T` (bool) the others do not count.
-    """
-    one_TK = torch.ones_like(index_TK) if real_T is None else real_T.to(index_TK.dtype)[:, None].expand_as(index_TK)
-    return index_TK.new_zeros(num_experts).scatter_add_(0, index_TK.reshape(-1), one_TK.reshape(-1))
 
 
 class LocalDispatcher:

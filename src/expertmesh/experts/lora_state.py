@@ -1,8 +1,13 @@
-"""What all adapters of one model share: their scaling, and which token each row is, for dropout that layouts agree on.
+"""What all LoRA adapters of one model share: their scaling, and dropout whose mask depends on the token alone.
 
-Lives below the layers that use it: the expert layer and the linear layers of adapters/attach.py.
+The mask does not depend on the rank, the order, or how often it is computed: a counter-based generator (splitmix64,
+doi 10.1145/2660193.2660195) maps (salt, token number, column) to a uniform number. Every layout, every micro-batch size
+and every recomputation then drops the same elements, and no mask is kept. The salt stands for seed, step and layer.
+
+    P pairs or tokens
 """
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,12 +16,24 @@ from torch import nn
 
 from expertmesh.anatomy import is_adapter
 from expertmesh.config.errors import InputError
-from expertmesh.experts.dropout import Dropout, keep_mask, salt_of
+from expertmesh.state.sharded_model import attach_to_module, module_state, sharded
+
+_BLOCK_ELEMENTS = 1 << 20
+_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+@dataclass(frozen=True, slots=True)
+class Dropout:
+    """`number_P` int64: which token of the optimizer step each row is, the same in every layout."""
+
+    probability: float
+    salt: int
+    number_P: torch.Tensor
 
 
 @dataclass(slots=True)
 class AdapterState:
-    """One per model, held by every adapted module as `_expertmesh_adapter`.
+    """One per model, held by the model and by every adapted module.
 
     `number_T` int64 numbers the tokens of the micro-batch that is being computed: no two tokens of a run have the same
     number, and a token has the same one in every layout.
@@ -47,13 +64,15 @@ class AdapterState:
 
 def adapter_state_of(module: nn.Module) -> AdapterState | None:
     """What the adapters of this very module share with all others, or None if it has none."""
-    state = getattr(module, "_expertmesh_adapter", None)
-    return state if isinstance(state, AdapterState) else None
+    found = module_state(module)
+    state: AdapterState | None = None if found is None else found.lora_state
+    return state
 
 
 def adapter_state(model: nn.Module) -> AdapterState | None:
     """The state that the model's adapters share, or None for a model without adapters."""
-    return next((state for module in model.modules() if (state := adapter_state_of(module))), None)
+    attached: AdapterState | None = sharded(model).lora_state
+    return attached or next((state for module in model.modules() if (state := adapter_state_of(module))), None)
 
 
 def drop_adapters(module: nn.Module) -> None:
@@ -61,7 +80,7 @@ def drop_adapters(module: nn.Module) -> None:
     for name in [name for name in module._parameters if is_adapter(name)]:
         delattr(module, name)
     if adapter_state_of(module) is not None:
-        del module._expertmesh_adapter
+        attach_to_module(module, lora_state=None)
 
 
 def number_rows(
@@ -78,3 +97,44 @@ def number_rows(
     if row_numbers_B is not None:
         positions = torch.arange(length, device=row_numbers_B.device)
         state.number_T = own((row_numbers_B[:, None] << 24) + positions).reshape(-1)
+
+
+def keep_mask(dropout: Dropout, width: int, dtype: torch.dtype, first_column: int = 0) -> torch.Tensor:
+    """`[P, width]`: 0 with the dropout's probability, else 1 / (1 - probability). No host synchronisation.
+
+    The columns are those from `first_column` on.
+    """
+    number_P = dropout.number_P
+    column_W = torch.arange(first_column, first_column + width, device=number_P.device)
+    keep_PW = torch.empty(number_P.shape[0], width, dtype=dtype, device=number_P.device)
+    # Of the 2**53 values that the upper bits take, as many are dropped as the probability says.
+    threshold = int(dropout.probability * 2**53)
+    scale = 1.0 / (1.0 - dropout.probability)
+    rows = max(1, _BLOCK_ELEMENTS // max(1, width))
+    start_P = _mixed(number_P * _signed(_GOLDEN) + _signed(dropout.salt))
+    for first in range(0, number_P.shape[0], rows):
+        bits = _mixed(start_P[first : first + rows, None] + column_W * _signed(_GOLDEN))
+        kept = _shifted(bits, 11) >= threshold
+        keep_PW[first : first + rows] = kept.to(dtype).mul_(scale)
+    return keep_PW
+
+
+def salt_of(*parts: object) -> int:
+    """A 64-bit number for what a mask depends on beside the token."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+def _mixed(z: torch.Tensor) -> torch.Tensor:
+    """splitmix64's finalizer; int64 arithmetic wraps as the unsigned kind does."""
+    z = (z ^ _shifted(z, 30)) * _signed(_MIX_1)
+    z = (z ^ _shifted(z, 27)) * _signed(_MIX_2)
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """A logical right shift of int64."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number

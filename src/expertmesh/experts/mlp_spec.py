@@ -46,16 +46,34 @@ class ExpertWeights:
         return self.up, self.down, self.up_bias, self.down_bias
 
 
-def activate(pre_P2I: torch.Tensor, form: ExpertMlpSpec) -> torch.Tensor:
-    if form.silu_gated:
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One projection's adapter on this rank: `a_LrK` `[L, r, in]`, `b_LNr` `[L, out, r]`."""
+
+    a_LrK: torch.Tensor
+    b_LNr: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """What is adapted, and how. `first_expert` is the global number of this rank's first expert."""
+
+    up: Adapter | None
+    down: Adapter | None
+    scaling: float
+    first_expert: int
+
+
+def activate(pre_P2I: torch.Tensor, mlp: ExpertMlpSpec) -> torch.Tensor:
+    if mlp.silu_gated:
         gate_PI, up_PI = pre_P2I.chunk(2, dim=1)
         return F.silu(gate_PI).mul_(up_PI)
     # The model's own code may return its argument or a view of it; what follows works in place.
-    return form.activation(pre_P2I).clone()
+    return mlp.activation(pre_P2I).clone()
 
 
 def activation_backward(
-    pre_P2I: torch.Tensor, grad_act_PI: torch.Tensor, weight_P: torch.Tensor, form: ExpertMlpSpec
+    pre_P2I: torch.Tensor, grad_act_PI: torch.Tensor, weight_P: torch.Tensor, mlp: ExpertMlpSpec
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """From d(weighted activation): the weighted activation again, d(pre-activation), d(routing weight).
 
@@ -68,17 +86,17 @@ def activation_backward(
     rows = max(-(-pairs // _PARTS), _LEAST_ELEMENTS // max(1, pre_P2I.shape[1]))
     for start in range(0, pairs, rows):
         part = slice(start, start + rows)
-        grad_weight_P[part] = _part_backward(pre_P2I[part], grad_act_PI[part], weight_P[part], form)
+        grad_weight_P[part] = _part_backward(pre_P2I[part], grad_act_PI[part], weight_P[part], mlp)
     return grad_act_PI, pre_P2I, grad_weight_P
 
 
 def _part_backward(
-    pre_P2I: torch.Tensor, grad_act_PI: torch.Tensor, weight_P: torch.Tensor, form: ExpertMlpSpec
+    pre_P2I: torch.Tensor, grad_act_PI: torch.Tensor, weight_P: torch.Tensor, mlp: ExpertMlpSpec
 ) -> torch.Tensor:
     """`activation_backward` of some rows, in place; returns d(routing weight)."""
     weight_P1 = weight_P.unsqueeze(1)  # possibly wider than the rest: multiplied as it is, like in forward
     weighted_PI = (grad_act_PI * weight_P1).to(pre_P2I.dtype)
-    if form.silu_gated:
+    if mlp.silu_gated:
         gate_PI, up_PI = pre_P2I.chunk(2, dim=1)
         silu_PI = F.silu(gate_PI)
         act_PI = silu_PI * up_PI
@@ -89,7 +107,7 @@ def _part_backward(
     else:
         with torch.enable_grad():
             leaf_P2I = pre_P2I.detach().clone().requires_grad_()
-            act_PI = form.activation(leaf_P2I)
+            act_PI = mlp.activation(leaf_P2I)
             (grad_pre_P2I,) = torch.autograd.grad(act_PI, leaf_P2I, weighted_PI.to(act_PI.dtype))
         act_PI = act_PI.detach()
         grad_weight_P = (grad_act_PI * act_PI).sum(1, dtype=weight_P.dtype)

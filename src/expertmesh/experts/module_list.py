@@ -5,7 +5,7 @@ rows go to which expert is known only once the block has called them, and all ra
 the block runs twice: the first run notes what each expert is given and answers with zeros; then all rows are computed
 where their experts are, in one call; the second run is answered with the results. Routing weights are applied by the
 block itself, so a token travels once for each of its experts. That this is the block's own result, with its gradients,
-is proven for each kind of block on a small copy before any weight is read (block_check.py).
+is proven for each kind of block on a small copy before any weight is read (introspection/block_proof.py).
 
     E experts, H hidden, I intermediate, P rows given to experts
 """
@@ -23,6 +23,7 @@ from transformers.integrations import moe as transformers_moe
 
 from expertmesh.anatomy.expert_module import ExpertModuleSpec
 from expertmesh.experts.layer import layer_of
+from expertmesh.state.patching import replace_forward
 
 
 @dataclass(slots=True)
@@ -101,7 +102,7 @@ def fuse(block: nn.Module, config: PreTrainedConfig, form: ExpertModuleSpec) -> 
     members = block.experts
     assert isinstance(members, nn.ModuleList)
     block.experts = FusedExperts(config, members, form)
-    block.forward = partial(run_twice, block)
+    replace_forward(block, partial(run_twice, block))
 
 
 def run_twice(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,9 @@
-"""The same MLP as compute.py's, one expert after the other: the plain reference, and the only way in fp64.
+"""The same MLP as expert_mlp.py's, one expert after the other: the plain reference, and the only way in fp64.
 
 Gathered rows, cast weights and activations exist for one expert at a time: nothing but the saved pre-activations is as
 long as all pairs. Needs the experts' spans on the host, so on an accelerator it waits for the device once per call.
 
-    Letters as in compute.py; p pairs of one expert, I2 columns of the up projection
+    Letters as in expert_mlp.py; p pairs of one expert, I2 columns of the up projection
 """
 
 import itertools
@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from expertmesh.experts.dispatch import LocalPairs
 from expertmesh.experts.mlp_spec import ExpertMlpSpec, activate, activation_backward
+from expertmesh.experts.pairs import LocalPairs
 
 
 class PerExpertMlp(torch.autograd.Function):
-    """See `compute.expert_mlp`, which calls it."""
+    """See `expert_mlp.expert_mlp`, which calls it."""
 
     @staticmethod
     def forward(
@@ -29,30 +29,30 @@ class PerExpertMlp(torch.autograd.Function):
         up_bias: torch.Tensor | None,
         down_bias: torch.Tensor | None,
         pairs: LocalPairs,
-        form: ExpertMlpSpec,
+        mlp: ExpertMlpSpec,
     ) -> torch.Tensor:
         dtype = rows_RH.dtype
-        pre_PI2 = rows_RH.new_empty(weight_P.shape[0], up.shape[2 if form.transposed else 1])
+        pre_PI2 = rows_RH.new_empty(weight_P.shape[0], up.shape[2 if mlp.transposed else 1])
         out_RH = _wide_zeros(rows_RH)
         for expert, span in _spans(pairs):
             row_p, weight_p1, pre_pI2 = pairs.row_P[span], weight_P[span].unsqueeze(1), pre_PI2[span]
-            torch.mm(rows_RH.index_select(0, row_p), _in_out(up[expert], form).to(dtype), out=pre_pI2)
+            torch.mm(rows_RH.index_select(0, row_p), _in_out(up[expert], mlp).to(dtype), out=pre_pI2)
             if up_bias is not None:
                 pre_pI2 += up_bias[expert]
-            act_pI = activate(pre_pI2, form)
+            act_pI = activate(pre_pI2, mlp)
             act_pI *= weight_p1
-            out_pH = act_pI @ _in_out(down[expert], form).to(dtype)
+            out_pH = act_pI @ _in_out(down[expert], mlp).to(dtype)
             if down_bias is not None:
                 out_pH += down_bias[expert] * weight_p1
             out_RH.index_add_(0, row_p, out_pH.to(out_RH.dtype))
         ctx.save_for_backward(rows_RH, pre_PI2, weight_P, up, down, up_bias, down_bias, *pairs.tensors())
-        ctx.form = form
+        ctx.mlp = mlp
         return out_RH.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_out_RH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows_RH, pre_PI2, weight_P, up, down, up_bias, down_bias, *indices = ctx.saved_tensors
-        pairs, form, dtype = LocalPairs.of(*indices), ctx.form, rows_RH.dtype
+        pairs, mlp, dtype = LocalPairs.of(*indices), ctx.mlp, rows_RH.dtype
         grad_rows_RH, grad_weight_P = _wide_zeros(rows_RH), torch.empty_like(weight_P)
         # Experts without a token keep the zeros. None where nothing trains.
         grads = [
@@ -63,26 +63,26 @@ class PerExpertMlp(torch.autograd.Function):
         for expert, span in _spans(pairs):
             row_p, weight_p = pairs.row_P[span], weight_P[span]
             grad_out_pH = grad_out_RH.index_select(0, row_p)
-            grad_act_pI = grad_out_pH @ _in_out(down[expert], form).to(dtype).t()
-            act_pI, grad_pre_pI2, grad_weight_p = activation_backward(pre_PI2[span], grad_act_pI, weight_p, form)
+            grad_act_pI = grad_out_pH @ _in_out(down[expert], mlp).to(dtype).t()
+            act_pI, grad_pre_pI2, grad_weight_p = activation_backward(pre_PI2[span], grad_act_pI, weight_p, mlp)
             if down_bias is not None:
                 grad_weight_p = grad_weight_p + (grad_out_pH * down_bias[expert]).sum(1, dtype=grad_weight_p.dtype)
             grad_weight_P[span] = grad_weight_p
             if grad_down is not None:
-                _weight_gradient(act_pI, grad_out_pH, grad_down[expert], form)
+                _weight_gradient(act_pI, grad_out_pH, grad_down[expert], mlp)
             if grad_down_bias is not None:
                 grad_down_bias[expert] = (grad_out_pH * weight_p.unsqueeze(1)).sum(0)
             if grad_up is not None:
-                _weight_gradient(rows_RH.index_select(0, row_p), grad_pre_pI2, grad_up[expert], form)
+                _weight_gradient(rows_RH.index_select(0, row_p), grad_pre_pI2, grad_up[expert], mlp)
             if grad_up_bias is not None:
                 grad_up_bias[expert] = grad_pre_pI2.sum(0)
-            grad_rows_pH = grad_pre_pI2 @ _in_out(up[expert], form).to(dtype).t()
+            grad_rows_pH = grad_pre_pI2 @ _in_out(up[expert], mlp).to(dtype).t()
             grad_rows_RH.index_add_(0, row_p, grad_rows_pH.to(grad_rows_RH.dtype))
         return grad_rows_RH.to(dtype), grad_weight_P, *grads, None, None
 
 
 def looped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:
-    """What `compute.grouped_mm` gives, one expert after the other, in any dtype. Waits for the device."""
+    """What `expert_mlp.grouped_mm` gives, one expert after the other, in any dtype. Waits for the device."""
     spans = list(itertools.pairwise([0, *end_L.tolist()]))
     if b.dim() == 3:
         return torch.cat([a[start:end] @ b[expert] for expert, (start, end) in enumerate(spans)])
@@ -98,14 +98,14 @@ def _spans(pairs: LocalPairs) -> Iterator[tuple[int, slice]]:
         start = end
 
 
-def _in_out(weight: torch.Tensor, form: ExpertMlpSpec) -> torch.Tensor:
+def _in_out(weight: torch.Tensor, mlp: ExpertMlpSpec) -> torch.Tensor:
     """One expert's weight as `[in, out]`, whatever its layout."""
-    return weight if form.transposed else weight.t()
+    return weight if mlp.transposed else weight.t()
 
 
-def _weight_gradient(input_pk: torch.Tensor, grad_pn: torch.Tensor, out: torch.Tensor, form: ExpertMlpSpec) -> None:
+def _weight_gradient(input_pk: torch.Tensor, grad_pn: torch.Tensor, out: torch.Tensor, mlp: ExpertMlpSpec) -> None:
     """Write one expert's weight gradient where it belongs; masters may be wider than what is multiplied."""
-    left, right = (input_pk, grad_pn) if form.transposed else (grad_pn, input_pk)
+    left, right = (input_pk, grad_pn) if mlp.transposed else (grad_pn, input_pk)
     if out.dtype == left.dtype:
         torch.mm(left.t(), right, out=out)
     else:

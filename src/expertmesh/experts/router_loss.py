@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from expertmesh.experts.dispatch import count_pairs
+from expertmesh.experts.pairs import count_pairs
 
 
 def chosen_pairs(logits_TE: torch.Tensor, top_k: int, real_T: torch.Tensor) -> torch.Tensor:

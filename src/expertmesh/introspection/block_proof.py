@@ -17,7 +17,8 @@ from expertmesh.anatomy.expert_module import ExpertModuleSpec, expert_module_siz
 from expertmesh.anatomy.small_copy import relative_error, small_copy
 from expertmesh.config.errors import InputError
 from expertmesh.experts.dispatch import LocalDispatcher
-from expertmesh.experts.layer import ExpertLayer, form_of
+from expertmesh.experts.install import mlp_spec_of
+from expertmesh.experts.layer import ExpertLayer, attach_layer
 from expertmesh.experts.module_list import FusedExperts, fuse
 
 _ROWS, _LENGTH = 2, 9
@@ -94,8 +95,8 @@ def _fused_copy(own: nn.Module) -> nn.Module:
     form = expert_module_spec("experts", copy.experts)
     fuse(copy, None, form)  # type: ignore[arg-type]
     spec = experts_spec("experts", copy.experts)
-    form_here = form_of(copy.experts, spec, per_expert=True)
-    copy.experts._expertmesh_layer = ExpertLayer(spec, LocalDispatcher(spec.num_experts), form_here, torch.float64)
+    mlp = mlp_spec_of(copy.experts, spec, per_expert=True)
+    attach_layer(copy.experts, ExpertLayer(spec, LocalDispatcher(spec.num_experts), mlp, torch.float64))
     assert isinstance(copy, nn.Module)
     return copy
 

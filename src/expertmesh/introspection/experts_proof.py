@@ -16,7 +16,8 @@ from expertmesh.anatomy import Anatomy, ExpertsSpec, experts_spec
 from expertmesh.anatomy.small_copy import relative_error, small_copy
 from expertmesh.config.errors import InputError
 from expertmesh.experts.dispatch import LocalDispatcher
-from expertmesh.experts.layer import ExpertLayer, form_of
+from expertmesh.experts.install import mlp_spec_of
+from expertmesh.experts.layer import ExpertLayer
 from expertmesh.experts.lora_state import drop_adapters
 
 _EXPERTS, _HIDDEN, _INTERMEDIATE, _TOKENS, _TOP_K = 3, 10, 6, 7, 2
@@ -52,8 +53,8 @@ def _disagreement(experts: nn.Module, spec: ExpertsSpec) -> float:
     small = small_copy(experts, _small_sizes(spec), generator)
     drop_adapters(small)  # ours, which the module's own forward knows nothing of
     small_spec = experts_spec(spec.name, small)
-    form = form_of(small, small_spec, per_expert=True)
-    layer = ExpertLayer(small_spec, LocalDispatcher(small_spec.num_experts), form, torch.float64)
+    mlp = mlp_spec_of(small, small_spec, per_expert=True)
+    layer = ExpertLayer(small_spec, LocalDispatcher(small_spec.num_experts), mlp, torch.float64)
     if spec.call == "dense":
         inputs = [_dense_tokens(small_spec, generator)]
         results = [_run(call, small, inputs) for call in (small.forward, lambda rows: layer.forward_dense(small, rows))]

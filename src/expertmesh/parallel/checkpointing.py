@@ -1,29 +1,24 @@
-"""Activation checkpointing of whole blocks: `full` recomputes all of a block in backward, `selective` all but what is
-dear: dispatch, experts, combine and fused attention (experts/kept.py).
+"""Activation checkpointing of whole blocks: `full` recomputes all of a block in backward, `selective` all but dispatch,
+experts, combine and fused attention.
 
 Uses transformers' own hook (`gradient_checkpointing_enable`, non-reentrant), so every family that declares itself
-checkpointable works. `routing_contexts` makes the second run choose the same experts as the first; adapters' dropout
-gets the token numbers of the first run back, since other micro-batches may have come in between.
+checkpointable works. What both runs of a block share is in experts/activation_checkpointing.py.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
-import torch
 from torch import nn
 
 from expertmesh.anatomy import Anatomy, describe
 from expertmesh.config.errors import InputError
-from expertmesh.experts.kept import keeping_contexts
-from expertmesh.experts.lora_state import AdapterState, adapter_state
-from expertmesh.experts.routing import routing_contexts
+from expertmesh.experts.activation_checkpointing import block_contexts
+from expertmesh.experts.lora_state import adapter_state
 
 CheckpointingMode = Literal["none", "selective", "full"]
 CheckpointedLayers = Literal["all"] | int | Sequence[int]
-_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def checkpoint_blocks(
@@ -35,32 +30,47 @@ def checkpoint_blocks(
     Every rank calls it alike: a block that is recomputed in full repeats its dispatch, which is collective. Raises
     `InputError` for a model that cannot do it.
     """
-    mode = mode if isinstance(mode, str) else ("full" if mode else "none")
+    mode = checkpointing_mode(mode)
+    anatomy = describe(model)
+    recompute_blocks(model, mode, anatomy, checkpointed_blocks(model, anatomy, mode, layers))
+
+
+def checkpointing_mode(mode: CheckpointingMode | bool) -> CheckpointingMode:
+    """`True` is "full" and `False` "none"."""
+    return mode if isinstance(mode, str) else ("full" if mode else "none")
+
+
+def checkpointed_blocks(
+    model: nn.Module, anatomy: Anatomy, mode: CheckpointingMode, layers: CheckpointedLayers
+) -> tuple[str, ...]:
+    """The names of the blocks that are recomputed. Raises `InputError` for a model that cannot do it."""
     if mode not in get_args(CheckpointingMode):
         raise InputError(f"activation_checkpointing is {mode!r}; set it to none, selective or full")
     if mode == "none":
         if layers != "all":
             raise InputError(f"checkpoint_layers is {layers}, but activation_checkpointing is none; set one of them")
-        return
-    anatomy = describe(model)
+        return ()
     refuse_checkpointing(model, anatomy, layers)
+    return tuple(anatomy.blocks[number] for number in checkpointed_layers(layers, len(anatomy.blocks)))
+
+
+def recompute_blocks(model: nn.Module, mode: CheckpointingMode, anatomy: Anatomy, blocks: Sequence[str]) -> None:
+    """Carry out what `checkpointed_blocks` has decided; `anatomy` is the whole model's."""
+    if mode == "none":
+        return
     state = adapter_state(model)
-    makers: list[Callable[[], _Contexts]] = [routing_contexts]
-    if mode == "selective":
-        makers.append(keeping_contexts)
-    if state is not None and state.dropout > 0.0:
-        makers.append(partial(_numbering_contexts, state))
+    adapters = state if state is not None and state.dropout > 0.0 else None
+    context_fn = partial(block_contexts, selective=mode == "selective", adapters=adapters)
     # transformers renamed its hook and deprecated the old name in 5.23; 5.17 has only that.
-    options = {"use_reentrant": False, "context_fn": partial(_together, makers)}
+    options = {"use_reentrant": False, "context_fn": context_fn}
     enable: Any = getattr(model, "activation_checkpointing_enable", None)
     if enable is not None:
         enable(activation_checkpointing_kwargs=options)
     else:
         enable = model.gradient_checkpointing_enable
         enable(gradient_checkpointing_kwargs=options)
-    chosen = checkpointed_layers(layers, len(anatomy.blocks))
-    for number, name in enumerate(anatomy.blocks):
-        if number not in chosen:
+    for name in anatomy.blocks:
+        if name not in blocks:
             model.get_submodule(name).gradient_checkpointing = False  # type: ignore[assignment]
 
 
@@ -100,31 +110,3 @@ def refuse_checkpointing(model: nn.Module, anatomy: Anatomy, layers: Checkpointe
             f"train.checkpoint_layers is {layers}, but transformers has no switch for each {type(joint).__name__} of "
             f"{model.config.model_type}; set train.checkpoint_layers to all"  # type: ignore[union-attr]
         )
-
-
-def _together(makers: Sequence[Callable[[], _Contexts]]) -> _Contexts:
-    """torch's `context_fn`: for each run of a block all contexts in one."""
-    pairs = [make() for make in makers]
-    return _stacked([first for first, _ in pairs]), _stacked([second for _, second in pairs])
-
-
-@contextmanager
-def _stacked(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
-
-
-def _numbering_contexts(state: AdapterState) -> _Contexts:
-    return ExitStack(), _renumbered(state, state.number_T)
-
-
-@contextmanager
-def _renumbered(state: AdapterState, number_T: torch.Tensor | None) -> Iterator[None]:
-    """The adapters see the tokens that they saw when their block ran first."""
-    now, state.number_T = state.number_T, number_T
-    try:
-        yield
-    finally:
-        state.number_T = now

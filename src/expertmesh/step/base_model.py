@@ -14,7 +14,7 @@ from transformers.utils.generic import ModelOutput
 
 from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import number_rows
-from expertmesh.experts.real_tokens import counting, real_tokens_of
+from expertmesh.experts.token_counts import counting, real_tokens_of
 from expertmesh.parallel.sequence import SequenceShare, sequence_share
 from expertmesh.state.stage_view import is_cut
 

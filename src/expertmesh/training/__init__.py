@@ -1,1 +1,1 @@
-"""Training: loop.py reads top to bottom; loss, optimizer, metrics and faults are its parts."""
+"""Training: loop.py reads top to bottom; exchange, optimizer and metrics are its parts."""

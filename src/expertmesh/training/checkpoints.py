@@ -53,9 +53,9 @@ class RunCheckpoints:
         by_rule = overdue or (every is not None and (step % every == 0 or step == last_step))
         return by_rule and step != self.saved_step
 
-    def settle(self, statuses: Sequence[int]) -> None:
-        """Publish what all ranks have written by now; see `CheckpointWriter.settle`."""
-        self._tell(self.writer.settle(statuses))
+    def settle(self, ranks: Sequence[int]) -> None:
+        """Publish what all ranks have written by now; `ranks` as in `CheckpointWriter.settle`."""
+        self._tell(self.writer.settle(ranks))
 
     def save(self, counters: Counters) -> None:
         """Save the state after `counters.step`, first waiting for an earlier checkpoint. Every rank calls it."""

@@ -5,7 +5,6 @@ of `train_step` is the same sequence of collectives on all of them.
 """
 
 import itertools
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,21 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from expertmesh.anatomy import Anatomy
 from expertmesh.config import Config
 from expertmesh.data import EvaluationBatches, Step, TrainingBatches
-from expertmesh.distributed.collectives import all_gather
 from expertmesh.distributed.mesh import Mesh, set_timeout
 from expertmesh.experts.balance import attached_balance, update_router_bias
-from expertmesh.experts.layer import ExpertLayer, layer_of
 from expertmesh.parallel.grad_norm import clip_grad_norm_
-from expertmesh.state.stage_view import stage_names
-from expertmesh.step.forward_backward import StepLosses, forward_backward, forward_loss
+from expertmesh.step.forward_backward import forward_backward, forward_loss
 from expertmesh.training.checkpoints import RunCheckpoints
-from expertmesh.training.control import Control, Stopped, StopReason
-from expertmesh.training.faults import NonFiniteGuard, gradients_are_finite
+from expertmesh.training.control import Control, Stopped
+from expertmesh.training.exchange import NonFiniteGuard, RankFacts, StepFacts, exchange
 from expertmesh.training.first_loss import first_loss_lines
-from expertmesh.training.metrics import Reporter, StepMetrics, expert_load, peak_memory
+from expertmesh.training.metrics import ExpertLoad, Reporter, StepMetrics
 from expertmesh.training.resume import Counters
 
 
@@ -40,13 +35,13 @@ class TrainingLoop:
     config: Config
     mesh: Mesh
     model: nn.Module
-    anatomy: Anatomy
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
     train_batches: TrainingBatches
     eval_batches: EvaluationBatches | None
     total_steps: int
     reporter: Reporter
+    expert_load: ExpertLoad
     checkpoints: RunCheckpoints
     control: Control
     counters: Counters
@@ -60,7 +55,7 @@ class TrainingLoop:
         clock = _Clock(self.counters)
         guard = NonFiniteGuard(self.counters.skipped_in_a_row)
         first = self.counters.step + 1
-        self._restore_expert_load()
+        self.expert_load.restore(self.counters.expert_load)
         with self.control.accepting_stop():
             self.control.progress.at(first, "reading data")
             for number, step in enumerate(self._steps(), start=first):
@@ -70,7 +65,7 @@ class TrainingLoop:
                 if number == first:
                     set_timeout(self.mesh, self.config.distributed.timeout_seconds)
                 if number == 1 and self.mesh.rank == 0:
-                    for line in first_loss_lines(self.model.config, result.loss, step.target_tokens):
+                    for line in first_loss_lines(self.model.config, result.facts.loss, step.target_tokens):
                         print(line, flush=True)
                 self.checkpoints.settle(result.facts.statuses)
                 if result.skipped or number % self.config.log.every_steps == 0 or number == self.total_steps:
@@ -88,36 +83,37 @@ class TrainingLoop:
             self.checkpoints.finish()
 
     def _report(self, number: int, step: Step, result: "_StepResult", clock: "_Clock") -> None:
-        loads = self._expert_load()
+        load, peak_memory = self.expert_load.take()
         elapsed, seconds = clock.read()
+        balance = attached_balance(self.model)
         self.reporter.step(
             StepMetrics(
                 step=number,
                 epoch=step.epoch + (step.step_in_epoch + 1) / self.train_batches.steps_in_epoch(step.epoch),
-                loss=result.loss,
-                grad_norm=result.grad_norm,
+                loss=result.facts.loss,
+                grad_norm=result.facts.grad_norm,
                 learning_rate=result.learning_rate,
                 target_tokens=step.target_tokens,
                 tokens_per_second=self.counters.tokens / seconds,
-                peak_memory_bytes=result.facts.peak_memory,
+                peak_memory_bytes=peak_memory,
                 elapsed_seconds=elapsed,
-                expert_load=loads,
-                aux_loss=result.facts.aux_loss,
-                z_loss=result.facts.z_loss,
+                expert_load=load,
+                aux_loss=result.facts.aux_loss if balance.aux_loss_coef else None,
+                z_loss=result.facts.z_loss if balance.z_loss_coef else None,
                 skipped=result.skipped,
             )
         )
         self.counters.tokens = 0
         clock.restart()
 
-    def _checkpoint(self, number: int, facts: "_Facts", clock: "_Clock") -> None:
+    def _checkpoint(self, number: int, facts: StepFacts, clock: "_Clock") -> None:
         """Save if the rules or a request to stop say so; leave by `Stopped` after the latter."""
         if facts.stop or self.checkpoints.is_due(number, self.total_steps, facts.overdue):
             self.control.progress.at(number, "saving a checkpoint")
             paused = time.monotonic()
             if self.checkpoints.saved_step != number:
                 self.counters.elapsed_seconds, self.counters.seconds = clock.read()
-                self.counters.expert_load = self._pending_expert_load()
+                self.counters.expert_load = self.expert_load.pending() if self.counters.tokens else None
                 self.reporter.sync()
                 self.checkpoints.save(self.counters)
             clock.skip(time.monotonic() - paused)
@@ -150,75 +146,16 @@ class TrainingLoop:
         self.control.progress.at(number, "update")
         grad_norm = clip_grad_norm_(self.model, self.config.optim.max_grad_norm)
 
-        facts, norm = self._exchange(losses, grad_norm)
+        own = RankFacts(self.control.stop_requested(), self.checkpoints.overdue(), self.checkpoints.writer.status())
+        facts = exchange(losses, grad_norm, own, self.mesh.device)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        skipped = guard.check(number, facts.losses, norm, facts.finite)
+        skipped = guard.check(number, facts, losses, self.model)
         if skipped is None:
             self.optimizer.step()
         update_router_bias(self.model, skipped=skipped is not None)
         self.optimizer.zero_grad(set_to_none=True)
         self.schedule.step()
-        return _StepResult(sum(facts.losses), norm, learning_rate, skipped, facts)
-
-    def _exchange(self, losses: StepLosses, grad_norm: torch.Tensor) -> "tuple[_Facts, float]":
-        """Each rank's facts about the step, on every rank: one all-gather and one wait for the device."""
-        values = (losses.loss, grad_norm, losses.aux_loss, losses.z_loss)
-        balance = attached_balance(self.model)
-        loss, norm, aux_loss, z_loss = torch.stack([v.to(self.mesh.device, torch.float64) for v in values]).tolist()
-        finite = math.isfinite(loss) and (math.isfinite(norm) or gradients_are_finite(self.model))
-        stop, status = self.control.stop_requested(), self.checkpoints.writer.status()
-        facts = [loss, finite, peak_memory(self.mesh.device), stop, self.checkpoints.overdue(), status]
-        facts += [aux_loss, z_loss]
-        assert dist.group.WORLD is not None
-        gathered = all_gather(torch.tensor([[float(fact) for fact in facts]], dtype=torch.float64), dist.group.WORLD)
-        columns = [list(column) for column in zip(*gathered.tolist(), strict=True)]
-        joined = _Facts(
-            losses=columns[0],
-            finite=[bool(value) for value in columns[1]],
-            peak_memory=int(max(columns[2])),
-            stop=StopReason(int(max(columns[3]))),
-            overdue=bool(columns[4][0]),
-            statuses=[int(value) for value in columns[5]],
-            aux_loss=sum(columns[6]) if balance.aux_loss_coef else None,
-            z_loss=sum(columns[7]) if balance.z_loss_coef else None,
-        )
-        return joined, norm
-
-    def _expert_load(self) -> list[dict[str, float | int]]:
-        """Tokens per layer and expert since the last report, over all ranks (one all-reduce)."""
-        counts = [None if layer is None else layer.take_load() for layer in self._layers()]
-        counts_LE = self._stacked(counts)
-        dist.all_reduce(counts_LE)
-        return expert_load(counts_LE.cpu())
-
-    def _pending_expert_load(self) -> list[list[int]] | None:
-        """What `_expert_load` would count now, left where it is; the same on every rank (one all-reduce), or None."""
-        if self.counters.tokens == 0:
-            return None  # reported after this very step
-        counts_LE = self._stacked([None if layer is None else layer.load_E for layer in self._layers()])
-        dist.all_reduce(counts_LE)
-        pending: list[list[int]] = counts_LE.tolist()
-        return pending
-
-    def _layers(self) -> list[ExpertLayer | None]:
-        """Of every MoE layer of the model; None for those of another pipeline stage."""
-        here = set(stage_names(self.model, [spec.name for spec in self.anatomy.experts]))
-        return [
-            layer_of(self.model.get_submodule(spec.name)) if spec.name in here else None
-            for spec in self.anatomy.experts
-        ]
-
-    def _stacked(self, counts: list[torch.Tensor | None]) -> torch.Tensor:
-        """`[L, E]`, with zeros for what was counted elsewhere."""
-        nothing_E = torch.zeros(self.anatomy.num_experts, dtype=torch.int64, device=self.mesh.device)
-        return torch.stack([nothing_E if count_E is None else count_E for count_E in counts])
-
-    def _restore_expert_load(self) -> None:
-        """Give one rank of each stage the counts of all ranks back; they are summed again before anybody sees them."""
-        if self.counters.expert_load is not None and self.mesh.rank % self.mesh.layout.ranks_per_stage == 0:
-            for layer, count_E in zip(self._layers(), self.counters.expert_load, strict=True):
-                if layer is not None:
-                    layer.load_E = torch.tensor(count_E, device=self.mesh.device)
+        return _StepResult(facts, learning_rate, skipped)
 
     @torch.no_grad()
     def evaluate(self, batches: EvaluationBatches) -> float:
@@ -239,28 +176,10 @@ class TrainingLoop:
 
 
 @dataclass(frozen=True, slots=True)
-class _Facts:
-    """What all ranks know of each other after a step. `losses`, `finite` and `statuses` have one entry per rank; the
-    router losses are the whole step's, None where they are off.
-    """
-
-    losses: list[float]
-    finite: list[bool]
-    peak_memory: int
-    stop: StopReason
-    overdue: bool
-    statuses: list[int]
-    aux_loss: float | None
-    z_loss: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class _StepResult:
-    loss: float
-    grad_norm: float
+    facts: StepFacts
     learning_rate: float
     skipped: str | None
-    facts: _Facts
 
 
 class _Clock:

@@ -14,11 +14,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from expertmesh.anatomy import Anatomy
 from expertmesh.config import LogConfig
 from expertmesh.config.errors import InputError
+from expertmesh.distributed.mesh import Mesh
+from expertmesh.experts.layer import ExpertLayer, layer_of
 from expertmesh.io.directory import io_errors
 from expertmesh.io.safetensors_writer import replace_synced
+from expertmesh.state.stage_view import stage_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,53 @@ class StepMetrics:
             return "-"
         worst = max(layer["max_over_mean"] for layer in self.expert_load)
         return f"{worst:.1f}x, {sum(layer['dead'] for layer in self.expert_load)} dead"
+
+
+class ExpertLoad:
+    """Tokens per MoE layer and expert since the last report, and the summaries that are reported of them.
+
+    Counted by the layers on each rank; every rank calls the methods. `L` MoE layers of the whole model, `E` experts.
+    """
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy, mesh: Mesh) -> None:
+        here = set(stage_names(model, [spec.name for spec in anatomy.experts]))
+        # None for a layer of another pipeline stage.
+        self._layers: list[ExpertLayer | None] = [
+            layer_of(model.get_submodule(spec.name)) if spec.name in here else None for spec in anatomy.experts
+        ]
+        self._num_experts, self._mesh = anatomy.num_experts, mesh
+
+    def take(self) -> tuple[list[dict[str, float | int]], int]:
+        """What a report says: summaries per layer over all ranks, and the largest peak memory of a rank. Counting
+        begins anew. Issues two all-reduces on the default group, and waits for the device once.
+        """
+        counts_LE = self._stacked([None if layer is None else layer.tokens_per_expert.pop() for layer in self._layers])
+        peak = torch.tensor([peak_memory(self._mesh.device)], device=self._mesh.device)
+        dist.all_reduce(counts_LE)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        *counts, most = torch.cat([counts_LE.flatten(), peak]).tolist()
+        return expert_load(torch.tensor(counts).view(counts_LE.shape)), most
+
+    def pending(self) -> list[list[int]]:
+        """What `take` would summarise now, `[L][E]`, left where it is; the same on every rank (one all-reduce)."""
+        counts_LE = self._stacked(
+            [None if layer is None else layer.tokens_per_expert.counts_E for layer in self._layers]
+        )
+        dist.all_reduce(counts_LE)
+        pending: list[list[int]] = counts_LE.tolist()
+        return pending
+
+    def restore(self, pending: list[list[int]] | None) -> None:
+        """Give one rank of each stage the counts of all ranks back; they are summed again before anybody sees them."""
+        if pending is not None and self._mesh.rank % self._mesh.layout.ranks_per_stage == 0:
+            for layer, count_E in zip(self._layers, pending, strict=True):
+                if layer is not None:
+                    layer.tokens_per_expert.counts_E = torch.tensor(count_E, device=self._mesh.device)
+
+    def _stacked(self, counts: list[torch.Tensor | None]) -> torch.Tensor:
+        """`[L, E]`, with zeros for what was counted on another stage."""
+        nothing_E = torch.zeros(self._num_experts, dtype=torch.int64, device=self._mesh.device)
+        return torch.stack([nothing_E if count_E is None else count_E for count_E in counts])
 
 
 def expert_load(counts_LE: torch.Tensor) -> list[dict[str, float | int]]:

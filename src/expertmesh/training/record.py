@@ -4,6 +4,7 @@ Rank 0 writes it whenever a run starts or is resumed (recording.py); `expertmesh
 for every start whose rows are still in `metrics.jsonl`. Nothing here needs torch, and training never reads it back.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -55,6 +56,14 @@ class Prediction(_Strict):
     step_seconds: float | None = None
     tokens_per_second: float | None = None
     peak_memory_bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What somebody expects of a start: a line to print, and the figures where there are any."""
+
+    line: str
+    prediction: Prediction | None = None
 
 
 class Start(_Strict):

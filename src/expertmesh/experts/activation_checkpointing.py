@@ -1,0 +1,192 @@
+"""What the two runs of a checkpointed block share: its routing, and under selective checkpointing what is expensive.
+
+Routing is decided once per token. The second run of a router might choose other experts (a tie, a non-deterministic
+kernel); counts would then differ from the forward: a shape error at best, silent wrong gradients at worst. So the first
+run records what every `topk` chose and the second run gathers at the recorded places: values, and so the gradient, come
+from the recomputed scores, the choice does not. A router that decides by other means is held to its first choice.
+
+Under selective checkpointing the second run computes neither experts nor fused attention again. The expert layer keeps
+its result and what autograd saves inside of it (rows received, grouped products, routing weights, indices), so no token
+travels twice. Attention keeps its result and normaliser, by torch's own selective policy. All else in a block is
+recomputed. parallel/checkpointing.py applies this to a model.
+
+    T tokens here, K top-k, H hidden
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from expertmesh.experts.lora_state import AdapterState
+
+_ATTENTION: list[Any] = [
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
+]
+
+
+@dataclass(slots=True)
+class _Record:
+    """What the first run leaves for the second, in the order of the calls: the choices of each `topk`, the experts that
+    each expert layer was given, its results, and the contexts in which attention runs again.
+    """
+
+    topk: list[torch.Tensor] = field(default_factory=list)
+    experts: list[torch.Tensor] = field(default_factory=list)
+    results: list[torch.Tensor] = field(default_factory=list)
+    attention: list[AbstractContextManager[Any]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _BlockRun:
+    """One of the two runs of a checkpointed block: the first fills `record`, the second uses it up from the front."""
+
+    record: _Record
+    recomputes: bool
+    selective: bool
+
+
+_block_run: ContextVar[_BlockRun | None] = ContextVar("expertmesh_block_run", default=None)
+
+
+def block_contexts(
+    selective: bool = False, adapters: AdapterState | None = None
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The `context_fn` of `torch.utils.checkpoint.checkpoint`: one context for each run of a block.
+
+    `adapters`: those whose dropout needs to know in the second run which tokens the first one saw, as other
+    micro-batches may have come in between.
+    """
+    record = _Record()
+    number_T = None if adapters is None else adapters.number_T
+    return (
+        _during(_BlockRun(record, False, selective), None, None),
+        _during(_BlockRun(record, True, selective), adapters, number_T),
+    )
+
+
+def is_recomputing() -> bool:
+    """Whether this forward is the second run of a checkpointed block (inside backward)."""
+    run = _block_run.get()
+    return run is not None and run.recomputes
+
+
+def confirm_choice(index_TK: torch.Tensor) -> None:
+    """Called with the experts chosen for each token: in a second run they must be those of the first.
+
+    Raises where they are not (on an accelerator asynchronously, without waiting for it).
+    """
+    run = _block_run.get()
+    if run is None:
+        return
+    if not run.recomputes:
+        run.record.experts.append(index_TK.detach().to(torch.int32))
+        return
+    same = (run.record.experts.pop(0) == index_TK).all()
+    torch._assert_async(same, "activation checkpointing: the router chose other experts when it was run again")
+
+
+def computed_once(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """`compute()` `[T, H]`; under selective checkpointing a second run gets its result from the first.
+
+    The graph of the first run is the one that backward takes, so what is saved in it is kept there, past the
+    checkpoint's own hooks. `compute` must draw no random numbers: the second run would not draw them.
+    """
+    run = _block_run.get()
+    if run is None or not run.selective:
+        return compute()
+    if run.recomputes:
+        # A copy, since a model may change its own in place, which autograd forbids for leaves.
+        return run.record.results.pop(0).requires_grad_().clone()
+    with saved_tensors_hooks(_pack, _unpack):
+        result = compute()
+    run.record.results.append(result.detach().clone())
+    return result
+
+
+def _pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    # Without its history: a node that held its own output would never be freed.
+    return tensor.detach(), tensor._version
+
+
+def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """As autograd does where there are no hooks: a tensor that was changed since raises."""
+    tensor, version = packed
+    if tensor._version != version:
+        raise RuntimeError(
+            "activation checkpointing: a tensor that the expert layer kept for backward has been changed in place, by "
+            "the model or by a first backward through the same graph"
+        )
+    return tensor
+
+
+@contextmanager
+def _during(run: _BlockRun, adapters: AdapterState | None, number_T: torch.Tensor | None) -> Iterator[None]:
+    token = _block_run.set(run)
+    current = None if adapters is None else adapters.number_T
+    if adapters is not None:
+        adapters.number_T = number_T
+    try:
+        with _Recording(run):
+            yield
+    finally:
+        _block_run.reset(token)
+        if adapters is not None:
+            adapters.number_T = current
+        if run.recomputes:
+            # Now, not when Python finds the cycle that the exception makes by which torch ends a second run early.
+            for values in (run.record.topk, run.record.experts, run.record.results, run.record.attention):
+                values.clear()
+
+
+class _Recording(TorchFunctionMode):
+    """Records `topk` and, where selective, fused attention in the first run; answers from the record in the second."""
+
+    def __init__(self, run: _BlockRun) -> None:
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.topk or func is torch.Tensor.topk:
+            return self._topk(func, args, kwargs)
+        if func is F.scaled_dot_product_attention and self.run.selective and not torch.compiler.is_compiling():
+            return self._attention(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _topk(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A choice without gradient and a gather with it, so that both runs build the same graph."""
+        scores = args[0] if args else kwargs["input"]
+        dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+        if self.run.recomputes:
+            index = self.run.record.topk.pop(0)
+        else:
+            with torch.no_grad():
+                index = func(*args, **kwargs).indices
+            self.run.record.topk.append(index)
+        # A copy: several families change their own in place.
+        return torch.return_types.topk((torch.gather(scores, dim, index), index.clone()))
+
+    def _attention(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Under torch's selective policy, unless it has dropout: random numbers drawn later would be other ones."""
+        dropout: float = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+        if dropout > 0.0:
+            return func(*args, **kwargs)
+        if self.run.recomputes:
+            context = self.run.record.attention.pop(0)
+        else:
+            context, again = create_selective_checkpoint_contexts(_ATTENTION)
+            self.run.record.attention.append(again)
+        with context:
+            return func(*args, **kwargs)

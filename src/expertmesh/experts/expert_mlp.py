@@ -1,0 +1,273 @@
+"""The grouped MLP of routed experts, with or without LoRA, and its lean backward. Maths only: one rank's rows, experts.
+
+Pairs are ordered by expert, so each projection is one grouped matrix product. Routing weights are applied before the
+down projection, so that expert outputs need not be saved for the router's gradient; gathered inputs and activations
+are recomputed in backward. Saved for backward are the rows received, the pre-activations and the r-wide products of
+adapters: R*H + P*2I elements against about P*(2H + 6I) in the plain form (arXiv 2512.14080 derives the same saving).
+
+For an adapted projection W the layer computes `x W^T + scaling · (x A^T) B^T` (LoRA: arXiv 2106.09685). The product
+B A, E x out x in, is never formed (huggingface/peft issue 3577 shows its cost), and frozen weights get no gradient.
+`moe.compute: loop` multiplies one expert after the other (per_expert.py).
+
+    R rows, P pairs, H hidden, I intermediate, L experts on this rank, r rank of the adapters; up weights are
+    `[L, 2I, H]`, or `[L, H, 2I]` in transposed families (2I is I when the experts are not gated), down weights
+    `[L, H, I]` or `[L, I, H]`; adapters are `a_LrK` `[L, r, in]` and `b_LNr` `[L, out, r]` in every family
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from expertmesh.experts.lora_state import Dropout, keep_mask
+from expertmesh.experts.mlp_spec import (
+    Adapter,
+    Adapters,
+    ExpertMlpSpec,
+    ExpertWeights,
+    activate,
+    activation_backward,
+)
+from expertmesh.experts.pairs import LocalPairs, Segments, segment_sum, segments_of
+from expertmesh.experts.per_expert import PerExpertMlp, looped_mm
+
+# Rows of a grouped product must be multiples of 16 bytes, so a rank is padded with zeros to a multiple of this.
+_RANK_MULTIPLE = 8
+
+
+def grouped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:
+    """Grouped matrix product by torch's kernel: `[P, k] x [L, k, n] -> [P, n]`, or `[m, P] x [P, n] -> [L, m, n]`.
+
+    On CUDA torch has a kernel of its own for bf16; in fp32 it multiplies expert by expert and waits for the host.
+    """
+    return F.grouped_mm(a, b, offs=end_L)
+
+
+def grouped_mm_refusal(dtype: torch.dtype, hidden: int, width: int) -> str | None:
+    """Why torch's grouped kernel cannot take these experts, or None. `width` is the intermediate size."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it has no {dtype} kernel"
+    odd = [size for size in (hidden, width) if size * dtype.itemsize % 16]
+    return f"rows of {odd[0]} {dtype} elements are not a multiple of 16 bytes" if odd else None
+
+
+def expert_mlp(
+    rows_RH: torch.Tensor,
+    weight_P: torch.Tensor,
+    pairs: LocalPairs,
+    weights: ExpertWeights,
+    mlp: ExpertMlpSpec,
+    adapters: Adapters | None = None,
+    dropout: Dropout | None = None,
+) -> torch.Tensor:
+    """For each row the weighted sum of its experts' outputs, `[R, H]`; differentiable in rows, weights and parameters.
+
+    Computes in the dtype of `rows_RH`; parameters of another dtype (fp32 masters) are cast for each use, never kept in
+    both, and their gradients come back in their own. `weight_P` may be wider. Rows without pairs give zeros. Always
+    gives every trained parameter a gradient (zeros without tokens), so that FSDP2's reduce-scatter is never skipped on
+    a rank. With `adapters` the weights are frozen; `dropout` is that of the adapters, and numbers the rows.
+    """
+    out_RH: torch.Tensor
+    if mlp.per_expert and adapters is None:
+        out_RH = PerExpertMlp.apply(rows_RH, weight_P, *weights.flat(), pairs, mlp)
+    else:
+        up, down = (None, None) if adapters is None else (adapters.up, adapters.down)
+        settings = (1.0, 0) if adapters is None else (adapters.scaling, adapters.first_expert)
+        low_rank = (*_padded(up), *_padded(down))
+        out_RH = _ExpertMlp.apply(rows_RH, weight_P, *weights.flat(), *low_rank, pairs, mlp, *settings, dropout)
+    return out_RH
+
+
+class _ExpertMlp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_RH: torch.Tensor,
+        weight_P: torch.Tensor,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        up_bias: torch.Tensor | None,
+        down_bias: torch.Tensor | None,
+        up_a: torch.Tensor | None,
+        up_b: torch.Tensor | None,
+        down_a: torch.Tensor | None,
+        down_b: torch.Tensor | None,
+        pairs: LocalPairs,
+        mlp: ExpertMlpSpec,
+        scaling: float,
+        first_expert: int,
+        dropout: Dropout | None,
+    ) -> torch.Tensor:
+        product, end_L, dtype = looped_mm if mlp.per_expert else grouped_mm, pairs.expert_end_L, rows_RH.dtype
+        x_PH = rows_RH.index_select(0, pairs.row_P)
+        pre_P2I = product(x_PH, _as_kn(up.to(dtype), mlp), end_L)
+        if up_bias is not None:
+            pre_P2I += _per_pair(up_bias.to(dtype), pairs)
+        low_up_Pr = low_down_Pr = None
+        if up_a is not None and up_b is not None:
+            x_PH = _dropped(x_PH, dropout, pairs, None)
+            low_up_Pr = product(x_PH, up_a.to(dtype).transpose(1, 2), end_L)
+            pre_P2I.add_(product(low_up_Pr, up_b.to(dtype).transpose(1, 2), end_L), alpha=scaling)
+        del x_PH
+        act_PI = activate(pre_P2I, mlp)
+        act_PI *= weight_P.unsqueeze(1)
+        out_PH = product(act_PI, _as_kn(down.to(dtype), mlp), end_L)
+        if down_a is not None and down_b is not None:
+            act_PI = _dropped(act_PI, dropout, pairs, first_expert)
+            low_down_Pr = product(act_PI, down_a.to(dtype).transpose(1, 2), end_L)
+            out_PH.add_(product(low_down_Pr, down_b.to(dtype).transpose(1, 2), end_L), alpha=scaling)
+        if down_bias is not None:
+            out_PH += _per_pair(down_bias.to(dtype), pairs) * weight_P.unsqueeze(1)
+        number_R = None if dropout is None else dropout.number_P
+        low_rank = (up_a, up_b, down_a, down_b, low_up_Pr, low_down_Pr, number_R)
+        # The index tensors too: attributes of ctx would outlive a checkpointed block's first run.
+        ctx.save_for_backward(rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias, *low_rank, *pairs.tensors())
+        ctx.mlp, ctx.scaling, ctx.first_expert = mlp, scaling, first_expert
+        ctx.dropout = None if dropout is None else (dropout.probability, dropout.salt)
+        return segment_sum(out_PH, pairs.by_row)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out_RH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias, *rest = ctx.saved_tensors
+        up_a, up_b, down_a, down_b, low_up_Pr, low_down_Pr, number_R, *indices = rest
+        pairs, mlp, scaling = LocalPairs.of(*indices), ctx.mlp, ctx.scaling
+        dropout = None if number_R is None else Dropout(ctx.dropout[0], ctx.dropout[1], number_R)
+        product, end_L, dtype = looped_mm if mlp.per_expert else grouped_mm, pairs.expert_end_L, rows_RH.dtype
+        trains_rows, _, trains_up, trains_down, trains_up_bias, trains_down_bias = ctx.needs_input_grad[:6]
+        grad_rows_RH = grad_up = grad_down = grad_up_bias = grad_down_bias = None
+        grad_up_a = grad_up_b = grad_down_a = grad_down_b = None
+
+        grad_out_PH = grad_out_RH.index_select(0, pairs.row_P)
+        # The gradient of the weighted activation; the routing weight is still on it.
+        grad_act_PI = product(grad_out_PH, _as_nk(down.to(dtype), mlp), end_L)
+        if down_a is not None:
+            grad_low_Pr = product(grad_out_PH, down_b.to(dtype), end_L).mul_(scaling)
+            through_PI = product(grad_low_Pr, down_a.to(dtype), end_L)
+            grad_act_PI += _dropped(through_PI, dropout, pairs, ctx.first_expert)
+        act_PI, grad_pre_P2I, grad_weight_P = activation_backward(pre_P2I, grad_act_PI, weight_P, mlp)
+        if down_bias is not None:
+            bias_PH = _per_pair(down_bias.to(dtype), pairs)
+            grad_weight_P = grad_weight_P + (grad_out_PH * bias_PH).sum(1, dtype=grad_weight_P.dtype)
+        if trains_down_bias:
+            grad_down_bias = _sum_per_expert(grad_out_PH * weight_P.unsqueeze(1), pairs, down_bias.dtype)
+        if trains_down:
+            grad_down = _weight_gradient(product, act_PI, grad_out_PH, end_L, mlp).to(down.dtype)
+        if down_a is not None:
+            act_PI = _dropped(act_PI, dropout, pairs, ctx.first_expert)
+            grad_down_a = product(grad_low_Pr.t(), act_PI, end_L).to(down_a.dtype)
+            grad_down_b = product(grad_out_PH.t(), low_down_Pr, end_L).mul_(scaling).to(down_b.dtype)
+        del act_PI, grad_act_PI, grad_out_PH
+
+        if trains_up_bias:
+            grad_up_bias = _sum_per_expert(grad_pre_P2I, pairs, up_bias.dtype)
+        if trains_up:
+            x_PH = rows_RH.index_select(0, pairs.row_P)
+            grad_up = _weight_gradient(product, x_PH, grad_pre_P2I, end_L, mlp).to(up.dtype)
+            del x_PH
+        grad_x_PH = product(grad_pre_P2I, _as_nk(up.to(dtype), mlp), end_L) if trains_rows else None
+        if up_a is not None:
+            grad_low_Pr = product(grad_pre_P2I, up_b.to(dtype), end_L).mul_(scaling)
+            grad_up_b = product(grad_pre_P2I.t(), low_up_Pr, end_L).mul_(scaling).to(up_b.dtype)
+            x_PH = _dropped(rows_RH.index_select(0, pairs.row_P), dropout, pairs, None)
+            grad_up_a = product(grad_low_Pr.t(), x_PH, end_L).to(up_a.dtype)
+            del x_PH
+            if grad_x_PH is not None:
+                grad_x_PH += _dropped(product(grad_low_Pr, up_a.to(dtype), end_L), dropout, pairs, None)
+        if grad_x_PH is not None:
+            grad_rows_RH = segment_sum(grad_x_PH, pairs.by_row)
+        weights = (grad_up, grad_down, grad_up_bias, grad_down_bias)
+        adapters = (grad_up_a, grad_up_b, grad_down_a, grad_down_b)
+        return grad_rows_RH, grad_weight_P, *weights, *adapters, *(None,) * 5
+
+
+def normed_expert_mlp(
+    rows_RH: torch.Tensor,
+    weight_P: torch.Tensor,
+    pairs: LocalPairs,
+    weights: ExpertWeights,
+    mlp: ExpertMlpSpec,
+    norm: nn.Module,
+) -> torch.Tensor:
+    """As `expert_mlp`, with `norm` behind each expert and before its routing weight; differentiable in `norm` too.
+
+    So the weight cannot go before the down projection, and pairs cannot be summed before the norm: each pair is a row
+    of its own here. All of it runs again in backward, so that nothing but the rows received is kept. `norm` is called
+    as a module, once in forward and once in backward, with or without pairs: it may be an FSDP2 unit, whose collectives
+    every rank has to join.
+    """
+    out_RH: torch.Tensor = checkpoint(
+        _normed, *(rows_RH, weight_P, pairs, weights, mlp, norm), use_reentrant=False, preserve_rng_state=False
+    )
+    return out_RH
+
+
+def _normed(
+    rows_RH: torch.Tensor,
+    weight_P: torch.Tensor,
+    pairs: LocalPairs,
+    weights: ExpertWeights,
+    mlp: ExpertMlpSpec,
+    norm: nn.Module,
+) -> torch.Tensor:
+    place_P = torch.arange(pairs.row_P.shape[0], device=rows_RH.device)
+    alone = LocalPairs(place_P, pairs.expert_end_L, segments_of(place_P, len(place_P)))
+    rows_PH = rows_RH.index_select(0, pairs.row_P)
+    out_PH = expert_mlp(rows_PH, torch.ones_like(weight_P), alone, weights, mlp)
+    weighted_PH = norm(out_PH) * weight_P.unsqueeze(1)
+    # In the wider dtype of the two, as the weights may be fp32, and back.
+    return torch.zeros_like(rows_RH, dtype=weighted_PH.dtype).index_add(0, pairs.row_P, weighted_PH).to(rows_RH.dtype)
+
+
+def _as_kn(weight: torch.Tensor, mlp: ExpertMlpSpec) -> torch.Tensor:
+    """`[L, in, out]`, for products from the input side."""
+    return weight if mlp.transposed else weight.transpose(1, 2)
+
+
+def _as_nk(weight: torch.Tensor, mlp: ExpertMlpSpec) -> torch.Tensor:
+    """`[L, out, in]`, for products from the output side (backward)."""
+    return weight.transpose(1, 2) if mlp.transposed else weight
+
+
+def _weight_gradient(
+    product: Any, input_Pk: torch.Tensor, grad_Pn: torch.Tensor, end_L: torch.Tensor, mlp: ExpertMlpSpec
+) -> torch.Tensor:
+    left, right = (input_Pk, grad_Pn) if mlp.transposed else (grad_Pn, input_Pk)
+    gradient: torch.Tensor = product(left.t(), right, end_L)
+    return gradient
+
+
+def _per_pair(bias_Ln: torch.Tensor, pairs: LocalPairs) -> torch.Tensor:
+    """`[P, n]`: each pair's own expert's row."""
+    return bias_Ln.index_select(0, pairs.expert_P())
+
+
+def _sum_per_expert(grad_Pn: torch.Tensor, pairs: LocalPairs, dtype: torch.dtype) -> torch.Tensor:
+    """Sum the pairs of each expert, which are neighbours already."""
+    place_P = torch.arange(grad_Pn.shape[0], device=grad_Pn.device)
+    return segment_sum(grad_Pn, Segments(place_P, F.pad(pairs.expert_end_L.long(), (1, 0)))).to(dtype)
+
+
+def _padded(adapter: Adapter | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """A and B with a rank that the grouped kernel takes; ranks that fit are not copied. Differentiable."""
+    if adapter is None:
+        return None, None
+    missing = -adapter.a_LrK.shape[1] % _RANK_MULTIPLE
+    if not missing:
+        return adapter.a_LrK, adapter.b_LNr
+    return F.pad(adapter.a_LrK, (0, 0, 0, missing)), F.pad(adapter.b_LNr, (0, missing))
+
+
+def _dropped(
+    values: torch.Tensor, dropout: Dropout | None, pairs: LocalPairs, first_expert: int | None
+) -> torch.Tensor:
+    """`values` of pairs with their dropout; with `first_expert` each of a token's experts has a mask of its own."""
+    if dropout is None:
+        return values
+    number_P = dropout.number_P.index_select(0, pairs.row_P)
+    salt = dropout.salt
+    if first_expert is not None:
+        number_P = (number_P << 16) + first_expert + pairs.expert_P()
+        salt += 1
+    return values * keep_mask(Dropout(dropout.probability, salt, number_P), values.shape[1], values.dtype)

@@ -1,0 +1,110 @@
+"""Puts expert layers into a model: through transformers' public experts registry, under the name "expertmesh", or in
+the place of `forward` of experts that do not use it. Decides how each layer multiplies (`moe.compute`).
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers.activations import SiLUActivation
+from transformers.integrations import moe as transformers_moe
+
+from expertmesh.anatomy import Anatomy, ExpertsSpec
+from expertmesh.config.errors import InputError
+from expertmesh.distributed.mesh import Mesh
+from expertmesh.experts.dispatch import AllGatherDispatcher, AllToAllDispatcher, Dispatcher, LocalDispatcher
+from expertmesh.experts.expert_mlp import grouped_mm_refusal
+from expertmesh.experts.layer import ExpertLayer, attach_layer, layer_of
+from expertmesh.experts.mlp_spec import ExpertMlpSpec
+from expertmesh.state.patching import register_function, replace_forward
+
+IMPLEMENTATION = "expertmesh"
+ComputeName = Literal["auto", "grouped_mm", "loop"]
+
+
+def install(
+    model: nn.Module, anatomy: Anatomy, mesh: Mesh, *, dispatch: str, compute: Mapping[str, str], dtype: torch.dtype
+) -> None:
+    """Make every experts module of `model` run here, as the shard plan has decided. No communication.
+
+    `dispatch` is the dispatcher's name, `compute` the backend of each experts module, `dtype` the compute dtype.
+    """
+    register_function(transformers_moe.ALL_EXPERTS_FUNCTIONS, IMPLEMENTATION, _experts_forward)
+    for spec in anatomy.experts:
+        experts: Any = model.get_submodule(spec.name)
+        mlp = mlp_spec_of(experts, spec, per_expert=compute[spec.name] == "loop")
+        first_expert = mesh.expert["ep"].get_local_rank() * (spec.num_experts // mesh.layout.ep)
+        attach_layer(experts, ExpertLayer(spec, _dispatcher(dispatch, spec, mesh), mlp, dtype, first_expert))
+        if spec.call == "interface":
+            experts.config._experts_implementation = IMPLEMENTATION
+        else:
+            forward = _dense_forward if spec.call == "dense" else _experts_forward
+            replace_forward(experts, partial(forward, experts))
+
+
+def _experts_forward(
+    experts: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    return layer_of(experts).forward_tokens(experts, hidden_states, top_k_index, top_k_weights)
+
+
+def _dense_forward(experts: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    return layer_of(experts).forward_dense(experts, hidden_states)
+
+
+def _dispatcher(name: str, spec: ExpertsSpec, mesh: Mesh) -> Dispatcher:
+    if mesh.layout.ep == 1:
+        return LocalDispatcher(spec.num_experts)
+    kind = AllGatherDispatcher if name == "all_gather" else AllToAllDispatcher
+    return kind(spec.num_experts, mesh.ep_group)
+
+
+def choose_backend(spec: ExpertsSpec, compute: ComputeName, dtype: torch.dtype) -> str:
+    """What `moe.compute` means for these experts in `dtype`; `InputError` when what was asked for cannot run.
+
+    `auto` is the grouped product wherever torch has it for them, else one expert after the other.
+    """
+    width = 2 * spec.intermediate_size if spec.gated else spec.intermediate_size
+    refusal = grouped_mm_refusal(dtype, spec.hidden_size, spec.intermediate_size) or grouped_mm_refusal(
+        dtype, spec.hidden_size, width
+    )
+    if compute == "grouped_mm" and refusal:
+        raise InputError(f"moe.compute: grouped_mm cannot run {spec.name}: {refusal}; set moe.compute to loop or auto")
+    return "loop" if compute == "loop" or refusal else "grouped_mm"
+
+
+def mlp_spec_of(experts: Any, spec: ExpertsSpec, *, per_expert: bool) -> ExpertMlpSpec:
+    """How these experts compute, by the module's own activation and gate."""
+    activation: Callable[[torch.Tensor], torch.Tensor]
+    if not spec.gated:
+        activation = experts.act_fn
+    elif hasattr(experts, "_apply_gate"):
+        activation = experts._apply_gate
+    elif (act_fn := _act_fn(experts)) is not None:
+        activation = partial(_gated, act_fn)
+    else:
+        raise InputError(f"{spec.name}: no activation is recognised (act_fn or activation_fn); it is not supported")
+    return ExpertMlpSpec(activation, is_silu_gated(experts, spec), spec.transposed, per_expert)
+
+
+def is_silu_gated(experts: nn.Module, spec: ExpertsSpec) -> bool:
+    """Whether the experts use transformers' default gate with SiLU on concatenated [gate; up]."""
+    default = getattr(type(experts), "_apply_gate", None) in (None, transformers_moe._default_apply_gate)
+    silu = isinstance(_act_fn(experts), nn.SiLU | SiLUActivation)
+    return spec.gated and default and silu and bool(getattr(experts, "is_concatenated", True))
+
+
+def _act_fn(experts: nn.Module) -> Any:
+    """The activation, by the names that transformers uses; in the module itself or in the one it wraps."""
+    for module in (experts, *experts.children()):
+        for name in ("act_fn", "activation_fn"):
+            if hasattr(module, name):
+                return getattr(module, name)
+    return None
+
+
+def _gated(act_fn: Callable[[torch.Tensor], torch.Tensor], pre_P2I: torch.Tensor) -> torch.Tensor:
+    gate_PI, up_PI = pre_P2I.chunk(2, dim=-1)
+    return act_fn(gate_PI) * up_PI

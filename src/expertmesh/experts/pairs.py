@@ -1,0 +1,74 @@
+"""The (token, expert) pairs that a rank computes, and the sums by which several of them meet again in one row.
+
+`embedding_bag` takes those sums: it reads each input row once, sums in fp32 whatever the dtype, has no atomics (so
+results repeat bit for bit) and never forms a permuted copy.
+
+    T tokens, K top-k, E experts, L experts of this rank, P items (pairs or rows), R rows, H hidden
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The items of each row, as a list of lists in compressed form.
+
+    `item_P`: item numbers ordered by row, int64. `start_R1`: where each row's items start in it, then P, int64.
+    """
+
+    item_P: torch.Tensor
+    start_R1: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPairs:
+    """The pairs this rank computes, ordered by local expert.
+
+    `row_P`: the row of each pair, int64. `expert_end_L`: where each expert's pairs end, int32 (grouped_mm's offsets).
+    `by_row`: the same pairs grouped by row.
+    """
+
+    row_P: torch.Tensor
+    expert_end_L: torch.Tensor
+    by_row: Segments
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What autograd has to save; `of` puts it together again."""
+        return self.row_P, self.expert_end_L, self.by_row.item_P, self.by_row.start_R1
+
+    @classmethod
+    def of(
+        cls, row_P: torch.Tensor, expert_end_L: torch.Tensor, item_P: torch.Tensor, start_R1: torch.Tensor
+    ) -> "LocalPairs":
+        return cls(row_P, expert_end_L, Segments(item_P, start_R1))
+
+    def expert_P(self) -> torch.Tensor:
+        """Which of this rank's experts each pair goes to, int64 `[P]`."""
+        place_P = torch.arange(self.row_P.shape[0], device=self.row_P.device, dtype=torch.int32)
+        return torch.searchsorted(self.expert_end_L, place_P, right=True)
+
+
+def segments_of(row_P: torch.Tensor, num_rows: int) -> Segments:
+    """Group items by `row_P` (int64 `[P]`, the row of each item, in `range(num_rows)`). No host synchronisation."""
+    item_P = torch.argsort(row_P, stable=True)
+    count_R = row_P.new_zeros(num_rows + 1).scatter_add_(0, row_P + 1, torch.ones_like(row_P))
+    return Segments(item_P, count_R.cumsum(0))
+
+
+def segment_sum(values_PH: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """`out_RH[r]` = sum of `values_PH[p]` over the items p of row r, zero where there are none. Not differentiable."""
+    if values_PH.shape[0] == 0:
+        return values_PH.new_zeros(segments.start_R1.shape[0] - 1, values_PH.shape[1])
+    return F.embedding_bag(segments.item_P, values_PH, segments.start_R1, mode="sum", include_last_offset=True)
+
+
+def count_pairs(index_TK: torch.Tensor, num_experts: int, real_T: torch.Tensor | None = None) -> torch.Tensor:
+    """Tokens per expert on this rank, int64 `[E]`, without waiting for the device (as `bincount` would).
+
+    With `real_T` (bool) the others do not count.
+    """
+    one_TK = torch.ones_like(index_TK) if real_T is None else real_T.to(index_TK.dtype)[:, None].expand_as(index_TK)
+    return index_TK.new_zeros(num_experts).scatter_add_(0, index_TK.reshape(-1), one_TK.reshape(-1))

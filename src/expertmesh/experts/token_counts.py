@@ -1,0 +1,54 @@
+"""How many tokens each expert got. Padding does not count, nor does a row that only keeps a rank busy.
+
+Padding is routed and computed like any token, as in the unsharded model; only what is counted of routing (load, router
+losses, balancing) leaves it out. An expert layer is called with tokens alone, so which are real is told by a context.
+
+    B rows, S positions, T tokens, E experts
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+_real_T: ContextVar[torch.Tensor | None] = ContextVar("expertmesh_real_tokens", default=None)
+
+
+class TokensPerExpert:
+    """A running count, int64 `[E]`; None where nothing was counted since the last `pop`."""
+
+    def __init__(self) -> None:
+        self.counts_E: torch.Tensor | None = None
+
+    def add(self, tokens_E: torch.Tensor) -> None:
+        self.counts_E = tokens_E if self.counts_E is None else self.counts_E + tokens_E
+
+    def pop(self) -> torch.Tensor | None:
+        """The counts since the last call, and start again from zero."""
+        counts_E, self.counts_E = self.counts_E, None
+        return counts_E
+
+
+def real_tokens_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Bool `[B, S]`: `real_tokens` of the batch, else its `attention_mask` if that is `[B, S]`; None: all are real."""
+    mask = batch.get("real_tokens", batch.get("attention_mask"))
+    return mask.bool() if mask is not None and mask.shape == batch["input_ids"].shape else None
+
+
+@contextmanager
+def counting(real_BS: torch.Tensor | None) -> Iterator[None]:
+    """While the model runs on these tokens: expert layers count the real ones only."""
+    token = _real_T.set(None if real_BS is None else real_BS.reshape(-1))
+    try:
+        yield
+    finally:
+        _real_T.reset(token)
+
+
+def real_tokens(tokens: int) -> torch.Tensor | None:
+    """Bool `[T]` for the `tokens` that an expert layer is called with, or None when all are real."""
+    real_T = _real_T.get()
+    if real_T is not None and real_T.numel() != tokens:
+        raise AssertionError(f"an expert layer is called with {tokens} tokens of a micro-batch of {real_T.numel()}")
+    return real_T

@@ -1,0 +1,144 @@
+"""What a step of a run that starts here will take: the `predicted` line of `train`, `check` and `verify`.
+
+Training does not know the planner: `train_with_forecast` is what the command line has its ranks run, and hands
+`forecast` to `training.run.train`. A forecast decides nothing and refuses nothing.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig
+
+from expertmesh.config import Config
+from expertmesh.distributed.layout import Layout, explicit
+from expertmesh.parallel.checkpointing import CheckpointingMode
+from expertmesh.planning.hardware import Devices, hardware_table, match_device
+from expertmesh.planning.probe import NotProbed
+from expertmesh.planning.read_model import figures_of
+from expertmesh.planning.search import GIB, Candidate, Job, evaluate, layouts, modes
+from expertmesh.planning.stages import Batch
+from expertmesh.training.control import Control
+from expertmesh.training.plan import gib
+from expertmesh.training.preflight import Checked
+from expertmesh.training.record import Forecast, Prediction
+from expertmesh.training.run import train
+
+# From how much faster another ep is worth a word.
+_FASTER = 1.1
+
+
+def train_with_forecast(config: Config, control: Control | None = None) -> None:
+    """`training.run.train`, with what a step is predicted to take in the printed plan and in run.json."""
+    train(config, control, predict=forecast_of)
+
+
+def forecast_of(config: Config, checked: Checked) -> Forecast:
+    """What preflight has let pass, as a forecast. No communication; rank 0 calls it."""
+    return forecast(config, checked.model_config, checked.layout)
+
+
+def forecast(config: Config, model_config: PreTrainedConfig, layout: Layout) -> Forecast:
+    """Time and memory of a step of `config` in `layout` on the devices here. No communication."""
+    devices = devices_here(layout.world_size)
+    if devices is None:
+        return Forecast("nothing: the planner does not know this device")
+    try:
+        job = _job(config, model_config, devices)
+    except NotProbed as error:
+        return Forecast(f"nothing: there is no plan for {error}")
+    found = _candidate(config, job, layout)
+    notes = [_figures(found), *_memory_note(job, found)]
+    if config.parallel.ep == "auto":
+        notes += _other_ep(config, job, found)
+    speed = found.speed
+    prediction = Prediction(
+        step_seconds=speed.seconds,
+        tokens_per_second=found.tokens_per_second,
+        peak_memory_bytes=found.memory.total,
+    )
+    return Forecast("; ".join(notes), prediction)
+
+
+def devices_here(world_size: int) -> Devices | None:
+    """The devices of this job, by this rank's own, or None if the table does not know them."""
+    table = hardware_table()
+    # The launcher's ranks are all here, and they are told so.
+    per_node = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        module = torch.get_device_module(kind)
+        name = match_device(module.get_device_name(), table)
+        if name is None:
+            return None
+        memory = float(module.get_device_properties(module.current_device()).total_memory)
+    else:
+        name, memory = "cpu", host_memory() / per_node
+    hardware = table[name].model_copy(update={"memory": memory})
+    return Devices(name, -(-world_size // per_node), per_node, hardware)
+
+
+def host_memory() -> float:
+    """Bytes of memory of this machine, or of the control group that this process is confined to."""
+    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return memory
+    return min(memory, float(limit)) if limit.isdigit() else memory
+
+
+def _figures(found: Candidate) -> str:
+    return f"{gib(round(found.memory.total))} of tensors a rank, {found.speed.seconds:.3g} s a step"
+
+
+def _memory_note(job: Job, found: Candidate) -> list[str]:
+    """A warning where a rank needs more than it has. A prediction refuses nothing."""
+    if found.fits(job):
+        return []
+    has, ranks = f"has {job.budget / GIB:.1f} GiB for", job.devices.per_node
+    where = f"this machine {has} each of its {ranks} ranks" if job.devices.name == "cpu" else f"the device {has} them"
+    return [f"{where}, so this may run out of memory"]
+
+
+def _other_ep(config: Config, job: Job, found: Candidate) -> list[str]:
+    """Where another ep is predicted to be much better than what `ep: auto` became (distributed/layout.py)."""
+    free = explicit(found.layout).model_copy(update={"ep": "auto"})
+    others = [_candidate(config, job, layout) for layout in layouts(job, free) if layout != found.layout]
+    fitting = [other for other in others if other.fits(job)]
+    if not fitting:
+        return []
+    best = min(fitting, key=lambda other: (other.speed.seconds, other.memory.total))
+    if found.fits(job) and found.speed.seconds < _FASTER * best.speed.seconds:
+        return []
+    what = "would be faster" if found.fits(job) else "would fit"
+    return [f"ep {best.layout.ep} {what} ({_figures(best)}): see expertmesh plan"]
+
+
+def _job(config: Config, model_config: PreTrainedConfig, devices: Devices) -> Job:
+    attention = None if config.model.attention == "auto" else config.model.attention
+    figures = figures_of(
+        model_config,
+        length=config.data.max_length,
+        precision=config.precision,
+        lora=config.lora,
+        packed=config.data.packing,
+        attention=attention,
+        compute=config.moe.compute,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    moments = 2 if config.optim.name == "adamw" else 0
+    layers = config.train.checkpoint_layers
+    return Job(figures, devices, config.train.global_batch_size, moments, gloo=devices.name == "cpu", layers=layers)
+
+
+def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:
+    """With the micro-batch and the checkpointing that the run will have."""
+    rows = config.train.micro_batch_size
+    accumulation = max(1, config.train.global_batch_size // (rows * layout.data_ranks))
+    wanted = config.train.activation_checkpointing
+    if wanted == "auto":
+        wanted = "none" if job.devices.name == "cpu" else "full"
+    mode: CheckpointingMode = wanted if wanted in modes(job.model) else "none"
+    return evaluate(job, layout, mode, Batch(rows, accumulation))

@@ -1,0 +1,126 @@
+"""What the ranks tell each other after the backward of a step, and whether they all skip its update.
+
+One all-reduce on the device and one wait for it. Only after a loss or gradient that is not finite do the ranks gather
+who has it: one bad batch must not destroy the weights, and a run that only skips must not look alive.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from expertmesh.checkpoint.write import STATUSES
+from expertmesh.config.errors import IntegrityError
+from expertmesh.distributed.collectives import all_gather
+from expertmesh.step.forward_backward import StepLosses
+from expertmesh.training.control import StopReason
+
+LIMIT = 3
+_STOP_REASONS = tuple(reason for reason in StopReason if reason)
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What one rank says beside its losses: its request to stop, whether a checkpoint is overdue by its clock, and the
+    status of its checkpoint writer.
+    """
+
+    stop: StopReason
+    overdue: bool
+    status: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """The same on every rank, but for `grad_norm`, which is this rank's. Losses are the whole step's.
+
+    `not_finite` ranks have a loss or a gradient norm that is not finite. `overdue` is rank 0's. `statuses[s]` ranks
+    have a checkpoint writer of status s.
+    """
+
+    loss: float
+    aux_loss: float
+    z_loss: float
+    grad_norm: float
+    not_finite: int
+    stop: StopReason
+    overdue: bool
+    statuses: tuple[int, ...]
+
+
+def exchange(losses: StepLosses, grad_norm: torch.Tensor, facts: RankFacts, device: torch.device) -> StepFacts:
+    """Every rank calls it once per step. Issues one all-reduce on the default group, and waits for the device once."""
+    is_main = dist.get_rank() == 0
+    counts = [facts.overdue and is_main, *(facts.stop is reason for reason in _STOP_REASONS)]
+    counts += [facts.status == status for status in STATUSES]
+    # Pinned, so that the copy to an accelerator does not wait for what runs there.
+    on_host = torch.tensor([float(count) for count in counts], dtype=torch.float64, pin_memory=device.type != "cpu")
+    norm = grad_norm.to(device, torch.float64)
+    shares = torch.stack([share.to(device, torch.float64) for share in (losses.loss, losses.aux_loss, losses.z_loss)])
+    not_finite = ~(shares[0].isfinite() & norm.isfinite())
+    sums = torch.cat([shares, not_finite.double().view(1), on_host.to(device, non_blocking=True)])
+    dist.all_reduce(sums)
+    loss, aux_loss, z_loss, bad, overdue, *rest, own_norm = torch.cat([sums, norm.view(1)]).tolist()
+    asked = [reason for reason, count in zip(_STOP_REASONS, rest, strict=False) if count]
+    statuses = tuple(int(count) for count in rest[len(_STOP_REASONS) :])
+    stop = max(asked, default=StopReason.NONE)
+    return StepFacts(loss, aux_loss, z_loss, own_norm, int(bad), stop, bool(overdue), statuses)
+
+
+@dataclass(slots=True)
+class NonFiniteGuard:
+    """Counts skipped steps in a row. All ranks hold the same facts, so all ranks decide the same."""
+
+    in_a_row: int = 0
+
+    def check(self, step: int, facts: StepFacts, losses: StepLosses, model: nn.Module) -> str | None:
+        """Why step `step` must be skipped, or None. Every rank calls it; one all-gather if it is to be skipped.
+
+        Raises `IntegrityError` when it is the third in a row.
+        """
+        if not facts.not_finite:
+            self.in_a_row = 0
+            return None
+        self.in_a_row += 1
+        what = _who_is_not_finite(losses, facts.grad_norm, model)
+        if self.in_a_row >= LIMIT:
+            raise IntegrityError(
+                f"step {step}: {what}; {LIMIT} such steps in a row, so the run ends. Look at the data of these steps, "
+                "lower optim.learning_rate, or check the weights it started from"
+            )
+        return what
+
+
+def _who_is_not_finite(losses: StepLosses, grad_norm: float, model: nn.Module) -> str:
+    """The same sentence on every rank. One all-gather of three numbers on the default group."""
+    assert dist.group.WORLD is not None
+    loss = losses.loss.double()
+    finite = math.isfinite(float(loss)) and gradients_are_finite(model)
+    own = torch.tensor([[float(loss), finite, grad_norm]], dtype=torch.float64, device=loss.device)
+    rows = all_gather(own, dist.group.WORLD).tolist()
+    loss_ranks = [rank for rank, (loss, _, _) in enumerate(rows) if not math.isfinite(loss)]
+    ranks = [rank for rank, (_, finite, _) in enumerate(rows) if not finite]
+    if loss_ranks:
+        return f"the loss is {rows[loss_ranks[0]][0]} on rank {_listed(loss_ranks)}"
+    if ranks:
+        return f"the gradient of rank {_listed(ranks)}'s shards is not finite"
+    norm = next(norm for _, _, norm in rows if not math.isfinite(norm))
+    return f"the gradient norm is {norm}, although every rank's shards are finite"
+
+
+def gradients_are_finite(model: nn.Module) -> bool:
+    """Whether this rank's gradient shards are finite. Called only when something is not; waits for the device."""
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        if local is not None and not bool(local.isfinite().all()):
+            return False
+    return True
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
