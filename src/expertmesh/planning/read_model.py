@@ -142,7 +142,7 @@ class _Reader:
         windows = [str(getattr(part, "sliding_window", "")) for part in module.children()]
         shapes = [(name.removeprefix(block), p.shape, p.requires_grad) for name, p in inside]
         own = type(module).__name__, str(getattr(module, "attention_type", ""))
-        return *own, *map(tuple, (kinds, windows, shapes))
+        return *own, tuple(kinds), tuple(windows), tuple(shapes)
 
     def block(self, name: str, figures: BlockFigures) -> Block:
         spec = next((spec for spec in self.specs.values() if spec.name.startswith(f"{name}.")), None)
