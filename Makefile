@@ -57,10 +57,10 @@ lint: setup
 	$(BIN)/lint-imports
 
 demo: setup
-	$(BIN)/python -m expertmesh.demo
+	$(BIN)/expertmesh demo
 
 schema: setup
-	$(BIN)/python -m expertmesh.config schema/expertmesh.schema.json
+	$(BIN)/expertmesh schema > schema/expertmesh.schema.json
 
 # The site in build/site, from an environment of its own; fails for a link that leads nowhere or a page left out.
 docs:

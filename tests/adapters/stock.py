@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 from torch import nn
 
+from tests.adapters.reference import random_adapter
 from tests.families import tiny
 from tests.support.models import tiny_model
 
@@ -35,15 +35,7 @@ def adapted(
     base: nn.Module, modules: Sequence[str], parameters: Sequence[str], directory: Path, **config: Any
 ) -> torch.Tensor:
     """Save an adapter of stock PEFT to `directory`; the logits of its model."""
-    options = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", **config}
-    lora = peft.LoraConfig(target_modules=list(modules), target_parameters=list(parameters), **options)
-    torch.manual_seed(5)
-    model: Any = peft.get_peft_model(copy.deepcopy(base), lora)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.1)
-    model.save_pretrained(directory)
-    return logits(model)
+    return logits(random_adapter(copy.deepcopy(base), directory, modules, parameters, **config))
 
 
 def write_family(family: str, root: Path, **config: Any) -> torch.Tensor:

@@ -5,16 +5,15 @@ ranks load the same model and the files that PEFT wrote, take the same steps on 
 stock PEFT reads that again. Compared are losses, every adapter's gradient, the adapters after both steps, and logits.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
@@ -23,11 +22,13 @@ from expertmesh.adapters.peft_format import is_parameter, parameter_name
 from expertmesh.adapters.plan import plan_adapters
 from expertmesh.adapters.targets import Target
 from expertmesh.config.errors import InputError
+from expertmesh.verification.reference import unsharded
 from expertmesh.weights.meta_model import build_meta_model
-from tests.adapters.reference import full, in_files, random_adapter, trainables
-from tests.families.proof import OPTIM, STEPS, TOLERANCE, Errors, Layout, Proof, _relative, rows_of
+from tests.adapters.reference import in_files, random_adapter, trainables
+from tests.families.proof import OPTIM, STEPS, TOLERANCE, Errors, Layout, Proof, _relative, floor_of, rows_of
 from tests.families.tiny import EXPERTS, model_class_of, random_model
 from tests.support.ranks import run_ranks
+from tests.support.reference import full
 
 LAYOUTS: tuple[Layout, ...] = ((2, 2, "grouped_mm"), (4, 2, "loop"))
 Tensors = dict[str, torch.Tensor]
@@ -115,22 +116,11 @@ def _targets(model: PreTrainedModel) -> tuple[Target, ...]:
 def _steps(adapted: Any) -> Expected:
     trained = {name.replace(".default", ""): p for name, p in adapted.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), **OPTIM)
-    losses, gradients = [], Tensors()
-    for step in range(STEPS):
-        rows, total = rows_of(step), 0.0
-        targets = sum(len(row) - 1 for row in rows)
-        for row in rows:
-            logits = adapted(input_ids=row[None], use_cache=False).logits[0]
-            loss = F.cross_entropy(logits[:-1].to(adapted.dtype), row[1:], reduction="sum") / targets
-            loss.backward()
-            total += float(loss.detach())
-        losses.append(total)
-        gradients = gradients or {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
-        optimizer.step()
-        optimizer.zero_grad()
-    squares = sum(float(g.double().square().sum()) for g in gradients.values())
-    rms = math.sqrt(squares / sum(g.numel() for g in gradients.values()))
-    return Expected(losses, gradients, {name: p.detach().clone() for name, p in trained.items()}, 1e-3 * rms)
+    rows = ([(row, row) for row in rows_of(step)] for step in range(STEPS))
+    run = unsharded.train(trained, optimizer, rows, partial(unsharded.backward, adapted))
+    gradients = {name: run.gradients.get(name, torch.zeros_like(p)) for name, p in trained.items()}
+    final = {name: parameter.detach().clone() for name, parameter in trained.items()}
+    return Expected(run.losses, gradients, final, floor_of(gradients))
 
 
 def _own_error(model_class: str, family: str, scratch: Path) -> float:

@@ -17,19 +17,18 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from safetensors import safe_open
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 import expertmesh as em
 from expertmesh.anatomy import ExpertsSpec, describe
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.state.stage_view import full_state, is_on_other_stage, stage_parameters
+from expertmesh.verification.reference import unsharded
 from tests.families.tiny import EXPERTS, VOCABULARY, model_class_of, random_model
 from tests.support.ranks import run_ranks
-from tests.support.reference import joined_stages
+from tests.support.reference import full, joined_stages
 
 # Both ways to multiply are on every family; fp64 has only the loop.
 Layout = tuple[int, int, Literal["grouped_mm", "loop"]]  # world size, ep, compute
@@ -217,31 +216,26 @@ def _train_unsharded(model: PreTrainedModel) -> Expected:
         model.get_submodule(spec.name).register_forward_pre_hook(_counter(counts, spec), with_kwargs=True)
         for spec in describe(model).experts
     ]
-    optimizer = torch.optim.AdamW(model.parameters(), **OPTIM)
-    losses: list[float] = []
-    gradients: Gradients = {}
-    for step in range(STEPS):
-        rows = rows_of(step)
-        total, targets = 0.0, targets_of(rows)
-        for row in rows:
-            logits = model(input_ids=row[None], use_cache=False).logits[0]
-            loss = F.cross_entropy(logits[:-1].to(model.dtype), row[1:], reduction="sum") / targets
-            loss.backward()
-            total += float(loss.detach())
-        losses.append(total)
-        if step == 0:
-            gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-            for hook in hooks:
-                hook.remove()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def backward(rows: Sequence[torch.Tensor]) -> float:
+        loss = unsharded.backward(model, [(row, row) for row in rows])
+        for hook in hooks:
+            hook.remove()  # the first step's choices are counted
+        return loss
+
+    trained = dict(model.named_parameters())
+    run = unsharded.train(trained, torch.optim.AdamW(trained.values(), **OPTIM), map(rows_of, range(STEPS)), backward)
     assert counts
     for name, count_E in counts.items():
         assert int((count_E[:EXPERTS] > 0).sum()) * 2 >= EXPERTS, f"{name}: routing is degenerate, {count_E.tolist()}"
-    numbers = sum(gradient.numel() for gradient in gradients.values())
-    rms = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()) / numbers)
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return Expected(losses, gradients, weights, 1e-3 * rms)
+    return Expected(run.losses, run.gradients, weights, floor_of(run.gradients))
+
+
+def floor_of(gradients: Gradients) -> float:
+    """A thousandth of the root mean square of all elements."""
+    numbers = sum(gradient.numel() for gradient in gradients.values())
+    return 1e-3 * math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()) / numbers)
 
 
 def _counter(counts: dict[str, torch.Tensor], spec: ExpertsSpec) -> Any:
@@ -287,12 +281,12 @@ def _train(reference: Reference, run: Run, target: Path, tamper: Callable[[nn.Mo
         dist.all_reduce(total)
         loss_error = max(loss_error, abs(float(total) / expected.losses[step] - 1))
         if step == 0:
-            own = {n: _full(p.grad) for n, p in stage_parameters(model).items() if p.grad is not None}
+            own = {n: full(p.grad) for n, p in stage_parameters(model).items() if p.grad is not None}
             gradients = _of_all_stages(own, mesh)
         optimizer.step()
         optimizer.zero_grad()
     state = {name: value for name, value in full_state(model).items() if not is_on_other_stage(value)}
-    weights = _of_all_stages({name: _full(value.detach()) for name, value in state.items()}, mesh)
+    weights = _of_all_stages({name: full(value) for name, value in state.items()}, mesh)
     assert weights.keys() == expected.weights.keys()
     gradient, tensor = _worst_gradient(gradients, expected)
     weight = max(_relative(weights[name], value, 1e-8) for name, value in expected.weights.items())
@@ -337,11 +331,6 @@ def _relative(value: torch.Tensor, reference: torch.Tensor, floor: float) -> flo
     """Norm of the difference over the reference's norm, which counts as at least `floor` per element (rms)."""
     difference = (value.double() - reference.double()).norm()
     return float(difference / max(float(reference.double().norm()), floor * math.sqrt(reference.numel())))
-
-
-def _full(tensor: Any) -> torch.Tensor:
-    full: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.clone()
 
 
 def _check_read_back(reference: Reference, directory: Path, generated: list[int] | None) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.shapes import deepseek_v3, qwen3_30b_a3b
 from expertmesh.config import Config, load_config
 from expertmesh.distributed.layout import Layout
 from expertmesh.planning import forecast as planner
 from expertmesh.planning.forecast import devices_here, forecast
 from expertmesh.planning.hardware import Devices, hardware_table
-from expertmesh.simulation.shapes import deepseek_v3, qwen3_30b_a3b
 from tests.support.models import tiny_config
 
 

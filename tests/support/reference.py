@@ -1,13 +1,13 @@
-"""The reference of every proof: the unsharded Hugging Face model in one process, row by row, plain torch.
+"""The reference of every proof: the unsharded Hugging Face model in one process, row by row, as `verify` has it.
 
-`Reference` is computed once in the test process and inherited by the forked ranks; `train_sharded` runs the same
-steps on a sharded copy, each data rank on rows of its own, and returns how far everything is from the reference.
+`reference` is computed once in the test process and inherited by the forked ranks; `train_sharded` runs the same steps
+on a sharded copy, each data rank on rows of its own, and returns how far everything is from the reference.
 """
 
 import copy
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,12 @@ from torch.distributed.tensor import DTensor
 import expertmesh as em
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.state.stage_view import stage_parameters
+from expertmesh.verification.reference import unsharded
 from tests.support.models import tiny_model
 
 STEPS, ROWS, VOCABULARY, MAX_NORM = 4, 8, 96, 0.5
 OPTIM: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-6}
-Row = tuple[torch.Tensor, torch.Tensor]
+Row = unsharded.Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +57,18 @@ def reference(
     if prepare is not None:
         prepare(initial)
     model = copy.deepcopy(initial)
-    optimizer = torch.optim.AdamW(model.parameters(), **OPTIM)
     rows = [_rows(step, confined) for step in range(STEPS)]
-    losses, norms, gradients = [], [], {}
-    for step_rows in rows:
-        total = sum(int((labels[1:] != -100).sum()) for _, labels in step_rows)
-        loss = torch.zeros((), dtype=dtype)
-        for ids, labels in step_rows:
-            logits = model(input_ids=ids[None], use_cache=False).logits[0]
-            share = F.cross_entropy(logits[:-1].to(dtype), labels[1:], reduction="sum", ignore_index=-100) / total
-            share.backward()
-            loss += share.detach()
-        losses.append(float(loss))
-        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
-        optimizer.step()
-        optimizer.zero_grad()
-    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    return Reference(initial, rows, losses, norms, gradients, weights)
+    run, weights = unsharded_steps(model, dict(model.named_parameters()), rows)
+    return Reference(initial, rows, run.losses, run.norms, run.gradients, weights)
+
+
+def unsharded_steps(
+    model: nn.Module, trained: dict[str, nn.Parameter], rows: list[list[Row]]
+) -> tuple[unsharded.UnshardedRun, dict[str, torch.Tensor]]:
+    """Clipped AdamW steps on one process, and the weights at the end."""
+    optimizer = torch.optim.AdamW(trained.values(), **OPTIM)
+    run = unsharded.train(trained, optimizer, rows, functools.partial(unsharded.backward, model), max_norm=MAX_NORM)
+    return run, {name: parameter.detach().clone() for name, parameter in trained.items()}
 
 
 def _rows(step: int, confined: Collection[int]) -> list[Row]:
@@ -135,16 +130,48 @@ def train_sharded(
     em.parallelize(model, mesh, moe=moe, **options)
     if tamper is not None:
         tamper(model, mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), **OPTIM, fused=True)
+    run = take_steps(model, mesh, expected.rows, micro_batch)
+    weights = of_all_stages(model, mesh, lambda parameter: parameter.detach())
+    experts = [name for name in run.gradients if ".experts." in name]
+    joint = [
+        torch.cat([part[name].flatten() for name in experts]).norm() for part in (run.gradients, expected.gradients)
+    ]
+    return Distance(
+        loss=relative_error(run.losses, expected.losses),
+        norm=relative_error(run.norms, expected.norms),
+        gradient=worst(run.gradients, expected.gradients),
+        weight=worst(weights, expected.weights),
+        expert_ratio=float(joint[0] / joint[1]),
+        replicas_equal=_equal_on_every_rank(weights),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepsTaken:
+    """What steps on ranks gave; gradients are the first step's, whole, by our names."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, torch.Tensor]
+
+
+def take_steps(model: Any, mesh: Mesh, rows: Sequence[Sequence[Row]], micro_batch: int = 1) -> StepsTaken:
+    """Clipped AdamW steps on this data rank's share of `rows`; every rank calls it."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **OPTIM, fused=True)
     losses, norms, gradients = [], [], {}
-    for step_rows in expected.rows:
+    for step, step_rows in enumerate(rows):
         total = sum(int((labels[1:] != -100).sum()) for _, labels in step_rows)
-        mine = step_rows[mesh.data_rank :: mesh.layout.data_ranks]
-        batches = [padded(mine[start : start + micro_batch]) for start in range(0, len(mine), micro_batch)]
+        mine = range(mesh.data_rank, len(step_rows), mesh.layout.data_ranks)
+        batches = []
+        for first in range(0, len(mine), micro_batch):
+            chosen = mine[first : first + micro_batch]
+            batch = padded([step_rows[row] for row in chosen])
+            batch["row_numbers"] = torch.tensor([step * len(step_rows) + row for row in chosen])
+            batches.append(batch)
+        loss = torch.zeros((), dtype=torch.float64)
         if mesh.layout.pp > 1:
             loss = em.forward_backward(model, batches, target_tokens=total, chunk_tokens=16).loss
         else:
-            loss = torch.zeros((), dtype=torch.float64)
             for batch in batches:
                 share = em.causal_lm_loss(model, batch, target_tokens=total, chunk_tokens=16)
                 share.backward()
@@ -155,23 +182,17 @@ def train_sharded(
         norms.append(float(em.clip_grad_norm_(model, MAX_NORM)))
         optimizer.step()
         optimizer.zero_grad()
-    weights = of_all_stages(model, mesh, lambda parameter: parameter.detach())
-    experts = [name for name in gradients if ".experts." in name]
-    joint = [torch.cat([part[name].flatten() for name in experts]).norm() for part in (gradients, expected.gradients)]
-    return Distance(
-        loss=max(abs(a / b - 1) for a, b in zip(losses, expected.losses, strict=True)),
-        norm=max(abs(a / b - 1) for a, b in zip(norms, expected.norms, strict=True)),
-        gradient=_worst(gradients, expected.gradients),
-        weight=_worst(weights, expected.weights),
-        expert_ratio=float(joint[0] / joint[1]),
-        replicas_equal=_equal_on_every_rank(weights),
-    )
+    return StepsTaken(losses, norms, gradients)
+
+
+def relative_error(got: Sequence[float], expected: Sequence[float]) -> float:
+    return max(abs(a / b - 1) for a, b in zip(got, expected, strict=True))
 
 
 def of_all_stages(model: nn.Module, mesh: Mesh, value: Callable[[nn.Parameter], Any]) -> dict[str, torch.Tensor]:
     """`value` of each parameter that trains, whole, by name; with pipeline stages, those of all of them. Collective."""
     trained = {name: parameter for name, parameter in stage_parameters(model).items() if parameter.requires_grad}
-    own = {name: _full(value(parameter)).detach() for name, parameter in trained.items()}
+    own = {name: full(value(parameter)) for name, parameter in trained.items()}
     if mesh.layout.pp == 1:
         return own
     return joined_stages(own, mesh)
@@ -189,13 +210,15 @@ def joined_stages(own: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.T
     return joined
 
 
-def _full(tensor: Any) -> torch.Tensor:
-    full: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.clone()
+def full(tensor: Any) -> torch.Tensor:
+    """A copy of the whole tensor. Collective for a DTensor."""
+    whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().clone()
 
 
-def _worst(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
-    assert got.keys() == expected.keys()
+def worst(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """The largest relative error of any tensor, and its name."""
+    assert got.keys() == expected.keys(), (sorted(got)[:4], sorted(expected)[:4])
     errors = [(float((got[n] - expected[n]).norm() / expected[n].norm().clamp_min(1e-12)), n) for n in got]
     assert all(math.isfinite(error) for error, _ in errors), errors  # max would pass over a NaN
     return max(errors)

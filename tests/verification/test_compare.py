@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertmesh.verification import subject as job
-from expertmesh.verification.compare import Distance, distances, figures, kind
+from expertmesh.state.shards import local_tensor
+from expertmesh.verification.build import build
+from expertmesh.verification.compare import Distance, distances, figures, without_numbers
 from expertmesh.verification.layers.forward import _chance
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.result import Check, Figure, Layer, Mutation, Report, layer_lines, write_json
 from expertmesh.verification.setup import Setup, set_up
-from expertmesh.verification.sketch import apart, sketch
+from expertmesh.verification.sketch import sketch, sketch_distances
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
@@ -46,7 +47,7 @@ def test_a_tensor_may_be_as_far_off_as_the_unsharded_models_worst_of_its_kind() 
     own = {"head": Distance(0.0, 1.0, 16), "body": Distance(1e-4, 1.0, 100)}
     limits = {figure.tensor: figure.limit for figure in figures(few, 1e-5, own)}
     assert limits["head"] == pytest.approx(2 * limits["body"])
-    assert kind("model.layers.12.mlp.experts.3.up") == "model.layers.*.mlp.experts.*.up"
+    assert without_numbers("model.layers.12.mlp.experts.3.up") == "model.layers.*.mlp.experts.*.up"
 
 
 def test_gradients_that_are_rounding_beside_all_others_are_not_told_from_zero() -> None:
@@ -59,7 +60,7 @@ def test_gradients_that_are_rounding_beside_all_others_are_not_told_from_zero() 
 def _distance() -> dict[str, Distance]:
     rank = torch.distributed.get_rank()
     got = {"both": torch.full((2,), float(rank)), "mine": torch.ones(3)} if rank == 0 else {"both": torch.ones(2)}
-    return distances(got, {"both": torch.zeros(2)}, lambda name: True)
+    return distances(got, {"both": torch.zeros(2)}, True)
 
 
 def test_distances_are_over_all_ranks_and_what_one_side_lacks_is_zero() -> None:
@@ -74,16 +75,15 @@ def test_chance_is_that_of_a_fair_coin() -> None:
 
 
 def _sketches(setup: Setup, ep: int) -> dict[str, list[float]]:
-    subject = job.build(setup, parallel=setup.config.parallel.model_copy(update={"ep": ep}))
-    values = {name: job.local_tensor(parameter) for name, parameter in subject.parameters().items()}
-    return sketch(subject, values)
+    parameters = build(setup, parallel=setup.config.parallel.model_copy(update={"ep": ep})).parameters()
+    return sketch(parameters, {name: local_tensor(parameter) for name, parameter in parameters.items()})
 
 
 def test_sketches_are_the_same_in_every_layout_and_measure_a_difference(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path / "inputs")
     setup = set_up(run_config(inputs, tmp_path / "out"), VerifyOptions(tokens=64), 4)
     one, other = run_ranks(_sketches, 4, setup, 1)[0], run_ranks(_sketches, 4, setup, 4)[0]
-    for name, distance in apart(one, other, dict.fromkeys(one, 1)).items():
+    for name, distance in sketch_distances(one, other).items():
         assert distance.relative() <= 1e-12, name
     name = "model.layers.0.mlp.experts.down_proj"
     whole: Tensor = torch.arange(24.0).reshape(2, 3, 4)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from expertmesh.verification import subject as job
+from expertmesh.verification.build import build
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.reference.model import Expected, Reference
 from expertmesh.verification.reference.weights import FileWeights
@@ -48,7 +48,7 @@ def _whole(directory: Path, setup: Setup) -> tuple[float, dict[str, Tensor]]:
 
 
 def _expected(setup: Setup) -> Expected:
-    return Reference(setup, job.build(setup), torch.float32).run(setup.steps[0])
+    return Reference(build(setup), torch.float32).run(setup.steps[0])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

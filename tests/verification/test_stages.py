@@ -8,16 +8,16 @@ import pytest
 from expertmesh.config import Config
 from expertmesh.state.shards import local_tensor
 from expertmesh.training.control import Control
+from expertmesh.verification.bugs import bugs
+from expertmesh.verification.job import Job as ShardedJob
 from expertmesh.verification.layers.backward import check_backward
 from expertmesh.verification.layers.bytes import check_bytes
 from expertmesh.verification.layers.forward import check_forward
-from expertmesh.verification.mutations import bugs
 from expertmesh.verification.options import LAYERS, VerifyOptions
-from expertmesh.verification.proof import Proof
+from expertmesh.verification.proof import Hooks, Proof
 from expertmesh.verification.result import Check, Report
 from expertmesh.verification.run import verify
 from expertmesh.verification.setup import set_up
-from expertmesh.verification.subject import Subject
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
@@ -112,19 +112,19 @@ def _planted(config: Config, options: VerifyOptions) -> tuple[list[Check], list[
     """Gradients of a job with one that is a thousandth too large, outputs of one with such a weight; of stage 1."""
     setup = set_up(config, options, 2)
 
-    def wrong_gradient(subject: Subject) -> None:
-        if subject.mesh.coordinate("pp") == 1:
-            gradient = subject.parameters()[GRADIENT].grad
+    def wrong_gradient(job: ShardedJob) -> None:
+        if job.mesh.coordinate("pp") == 1:
+            gradient = job.parameters()[GRADIENT].grad
             assert gradient is not None
             local_tensor(gradient).mul_(1.001)
 
-    def wrong_weight(subject: Subject) -> None:
-        if subject.mesh.coordinate("pp") == 1:
-            local_tensor(subject.parameters()[WEIGHT]).mul_(1.001)
+    def wrong_weight(job: ShardedJob) -> None:
+        if job.mesh.coordinate("pp") == 1:
+            local_tensor(job.parameters()[WEIGHT]).mul_(1.001)
 
     return (
-        check_backward(Proof(setup, tamper_gradients=wrong_gradient)),
-        check_forward(Proof(setup, tamper=wrong_weight, escalates=False)),
+        check_backward(Proof(setup, Path(), hooks=Hooks(backward=wrong_gradient))),
+        check_forward(Proof(setup, Path(), hooks=Hooks(loaded=wrong_weight), uses_float64=False)),
     )
 
 
@@ -144,11 +144,9 @@ def test_a_bug_of_the_last_stage_is_red_on_every_rank_with_its_name(inputs: Path
 
 def _exchanged(config: Config, options: VerifyOptions) -> list[Check]:
     setup = set_up(config, options, 4)
-    bug = bugs(setup, Path())[0]
+    bug = bugs(setup)[0]
     assert bug.name == "two experts exchanged"
-    proof = Proof(setup, escalates=False)
-    bug.plant(proof)
-    return check_bytes(proof)
+    return check_bytes(Proof(setup, Path(), hooks=bug.hooks, uses_float64=False))
 
 
 def test_experts_are_exchanged_also_where_each_rank_has_one(tmp_path: Path) -> None:

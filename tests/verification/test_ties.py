@@ -7,13 +7,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from expertmesh.state.shards import local_box, local_tensor
+from expertmesh.verification.job import Job
 from expertmesh.verification.layers.backward import check_backward
 from expertmesh.verification.layers.forward import check_forward
 from expertmesh.verification.options import VerifyOptions
-from expertmesh.verification.proof import Proof
+from expertmesh.verification.proof import Hooks, Proof
 from expertmesh.verification.result import Check
 from expertmesh.verification.setup import Setup, set_up
-from expertmesh.verification.subject import Subject
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
@@ -32,15 +32,15 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _checks(setup: Setup, factor: float) -> list[Check]:
-    def prefer_expert_1(subject: Subject) -> None:
+    def prefer_expert_1(job: Job) -> None:
         """In the job, its score is another by this factor."""
-        for name in subject.setup.anatomy.routers:
-            weight = subject.model.get_submodule(name).weight
+        for name in job.setup.anatomy.routers:
+            weight = job.model.get_submodule(name).weight
             (start, stop), *_ = local_box(weight)
             if start <= 1 < stop:
                 local_tensor(weight)[1 - start] *= factor
 
-    proof = Proof(setup, tamper=prefer_expert_1, escalates=False)
+    proof = Proof(setup, Path(), hooks=Hooks(loaded=prefer_expert_1), uses_float64=False)
     return [*check_forward(proof), *check_backward(proof)]
 
 
@@ -63,12 +63,12 @@ def test_a_router_that_scores_otherwise_is_wrong(inputs: Path) -> None:
 
 
 def test_margins_are_of_the_last_expert_chosen() -> None:
-    from expertmesh.verification.reference.watch import ReferenceWatch, _Choices
+    from expertmesh.verification.reference.recorder import ReferenceRecorder, _TopKRecorder
 
     class Spec:
         name, num_experts = "experts", 4
 
-    watch = ReferenceWatch(None, None, 2)  # type: ignore[arg-type]
-    with _Choices(watch, Spec, again=False):  # type: ignore[arg-type]
+    recorder = ReferenceRecorder(None, None, 2)  # type: ignore[arg-type]
+    with _TopKRecorder(recorder, Spec, again=False):  # type: ignore[arg-type]
         torch.topk(torch.tensor([[4.0, 3.0, 2.0, 1.0], [4.0, 4.0, 1.0, 4.0]]), 2)
-    assert watch.margins["experts"].tolist() == pytest.approx([1 / 3, 0.0])
+    assert recorder.margins["experts"].tolist() == pytest.approx([1 / 3, 0.0])

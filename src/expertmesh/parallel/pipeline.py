@@ -24,7 +24,9 @@ from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.stage_probe import Decoder, probe, rehearse
 from expertmesh.parallel.sequence import decoder_blocks
 from expertmesh.parallel.stages import plan_stages
-from expertmesh.state.stage_view import StageView, attach_stage_view, full_state, meta_twin
+from expertmesh.state.patching import exchanged
+from expertmesh.state.sharded_model import StageView, attach, sharded
+from expertmesh.state.stage_view import full_state, meta_twin
 
 
 @dataclass(slots=True, eq=False)
@@ -66,8 +68,8 @@ def stages_of(layout: Layout, pp_rank: int) -> tuple[int, ...]:
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
     """How `model` was cut; None for one that is whole on every rank."""
-    pipeline = getattr(model, "_expertmesh_pipeline", None)
-    return pipeline if isinstance(pipeline, Pipeline) else None
+    pipeline: Pipeline | None = sharded(model).pipeline
+    return pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +83,20 @@ class Cut:
     parts: dict[str, frozenset[int]]
     hidden: tuple[int, ...]
 
+    def gone(self, pp_rank: int) -> list[str]:
+        """The modules that one pp rank does not hold."""
+        return [name for name, ranks in self.parts.items() if pp_rank not in ranks]
 
-def plan_cut(model: nn.Module, anatomy: Anatomy, layout: Layout) -> Cut:
-    """Raises `InputError` by name for a model that cannot be cut; nothing is changed. Every rank plans the same."""
+
+def plan_cut(model: nn.Module, anatomy: Anatomy, layout: Layout, twin: nn.Module | None = None) -> Cut:
+    """Raises `InputError` by name for a model that cannot be cut; nothing is changed. Every rank plans the same.
+
+    `twin` is the model's on meta, if there is one, and is left as it was.
+    """
     blocks = decoder_blocks(anatomy)
     stages = plan_stages(model, anatomy, blocks, layout)
-    decoder = probe(meta_twin(model), blocks, anatomy.experts)
+    twin = meta_twin(model) if twin is None else twin
+    decoder = probe(twin, blocks, anatomy.experts)
     parts = _parts(model, decoder, blocks, layout, stages)
     trained = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
     for rank in range(layout.pp):
@@ -97,39 +107,39 @@ def plan_cut(model: nn.Module, anatomy: Anatomy, layout: Layout) -> Cut:
                 f"parallel.pp: nothing on stage {own[0]} (blocks {', '.join(numbers)}) is trained, so that it would "
                 "only hand tokens on; set parallel.pp to 1, or widen lora.targets"
             )
-    bare = meta_twin(model)
-    _put_placeholders(bare, parts, blocks, next(iter(bare.parameters())).dtype, torch.device("meta"))
-    rehearse(bare)
+    replaced = _put_placeholders(twin, parts, blocks, next(iter(twin.parameters())).dtype, torch.device("meta"))
+    try:
+        rehearse(twin)
+    finally:
+        for name, module in replaced.items():
+            _put(twin, name, module)
     return Cut(tuple(blocks), stages, parts, decoder.hidden)
 
 
-def cut(model: nn.Module, anatomy: Anatomy, mesh: Mesh, dtype: torch.dtype) -> Anatomy:
+def cut(model: nn.Module, plan: Cut, anatomy: Anatomy, mesh: Mesh, dtype: torch.dtype, twin: nn.Module) -> Anatomy:
     """Keep what this rank's stages hold of `model`, in place; returns the anatomy of that. No communication.
 
-    `dtype` is the compute dtype. Questions about the whole model go through state/stage_view.py from now on.
+    `dtype` is the compute dtype. Questions about the whole model go to its `twin` on meta, by state/stage_view.py, from
+    now on.
     """
-    plan = plan_cut(model, anatomy, mesh.layout)
-    blocks, parts = plan.blocks, plan.parts
+    blocks = plan.blocks
     pipeline = Pipeline(mesh, blocks, plan.stages, plan.hidden, dtype)
-    rank = mesh.coordinate("pp")
-    attach_stage_view(model, _whole(model, parts, mesh))
-    state = adapter_state(model)
-    gone = [name for name, ranks in parts.items() if rank not in ranks]
+    # The state of adapters too: it is found also where no module of the stage is adapted.
+    view = _stage_view(model, plan.parts, mesh, twin)
+    attach(model, stage_view=view, pipeline=pipeline, lora_state=adapter_state(model))
+    gone = plan.gone(mesh.coordinate("pp"))
     _put_placeholders(model, gone, blocks, dtype, mesh.device)
     pipeline.idle.update({number: _idle(model.get_submodule(blocks[number])) for number in pipeline.own_blocks})
-    model._expertmesh_pipeline = pipeline  # type: ignore[assignment]
     model.register_forward_pre_hook(_refuse_alone)
-    if state is not None:
-        # Found by `adapter_state` also where no module of the stage is adapted.
-        model._expertmesh_adapter = state  # type: ignore[assignment]
     return _without(anatomy, gone)
 
 
 def _put_placeholders(
     model: nn.Module, names: Iterable[str], blocks: Sequence[str], dtype: torch.dtype, device: torch.device
-) -> None:
-    """Replace the modules `names`, in place."""
+) -> dict[str, nn.Module]:
+    """Replace the modules `names`, in place; returns what was there, the last replaced first."""
     embedding = model.get_input_embeddings()  # type: ignore[operator]
+    replaced: dict[str, nn.Module] = {}
     for name in names:
         module = model.get_submodule(name)
         stand_in: nn.Module
@@ -139,8 +149,14 @@ def _put_placeholders(
             stand_in = _NoEmbedding(embedding, dtype, device)
         else:
             stand_in = _PassThrough(module)
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, stand_in)
+        replaced = {name: module, **replaced}
+        _put(model, name, stand_in)
+    return replaced
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
 
 
 @contextmanager
@@ -154,27 +170,25 @@ def running(model: nn.Module, stage: int, received: torch.Tensor | None) -> Iter
     blocks = model.get_submodule(pipeline.blocks[0].rpartition(".")[0])._modules
     keys = [name.rpartition(".")[2] for name in pipeline.blocks]
     idle = {keys[n]: pipeline.idle[n] for n in pipeline.own_blocks if n not in active}
-    computing = {key: blocks[key] for key in idle}
-    blocks.update(idle)
     pipeline.running = stage
     leaving = Leaving()
-    enter = blocks[keys[active.start - 1]] if active.start else None
-    leave = blocks[keys[active.stop]] if active.stop < len(keys) else None
-    try:
-        if enter is not None:
-            assert isinstance(enter, Placeholder)
-            enter.gives = received
-        if leave is not None:
-            assert isinstance(leave, Placeholder)
-            leave.catches = leaving
-        yield leaving
-    finally:
-        if isinstance(enter, Placeholder):
-            enter.gives = None
-        if isinstance(leave, Placeholder):
-            leave.catches = None
-        blocks.update(computing)
-        pipeline.running = None
+    with exchanged(blocks, idle):
+        enter = blocks[keys[active.start - 1]] if active.start else None
+        leave = blocks[keys[active.stop]] if active.stop < len(keys) else None
+        try:
+            if enter is not None:
+                assert isinstance(enter, Placeholder)
+                enter.gives = received
+            if leave is not None:
+                assert isinstance(leave, Placeholder)
+                leave.catches = leaving
+            yield leaving
+        finally:
+            if isinstance(enter, Placeholder):
+                enter.gives = None
+            if isinstance(leave, Placeholder):
+                leave.catches = None
+            pipeline.running = None
 
 
 @dataclass(slots=True)
@@ -280,7 +294,7 @@ def _outermost(model: nn.Module, parameter: str, among: frozenset[str], blocks: 
     )
 
 
-def _whole(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh) -> StageView:
+def _stage_view(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh, twin: nn.Module) -> StageView:
     """What is in several stages, and who answers for it: the first of them."""
     everywhere = frozenset(range(mesh.layout.pp))
     holders: dict[int, frozenset[int]] = {}
@@ -291,9 +305,9 @@ def _whole(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh) -> St
     rank = mesh.coordinate("pp")
     held = {name: holders[id(tensor)] for name, tensor in state.items() if rank in holders[id(tensor)]}
     return StageView(
-        twin=meta_twin(model),
-        copies=frozenset(name for name, ranks in held.items() if min(ranks) != rank),
-        copied=frozenset(name for name, ranks in held.items() if min(ranks) == rank and len(ranks) > 1),
+        meta_model=twin,
+        tied_replicas=frozenset(name for name, ranks in held.items() if min(ranks) != rank),
+        tied_originals=frozenset(name for name, ranks in held.items() if min(ranks) == rank and len(ranks) > 1),
         is_first_rank=mesh.rank % mesh.layout.ranks_per_stage == 0,
     )
 

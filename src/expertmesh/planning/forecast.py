@@ -12,12 +12,12 @@ from transformers import PreTrainedConfig
 
 from expertmesh.config import Config
 from expertmesh.distributed.layout import Layout, explicit
-from expertmesh.planning.facts import facts_of
+from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning.hardware import Devices, hardware_table, match_device
-from expertmesh.planning.memory import Batch
 from expertmesh.planning.probe import NotProbed
+from expertmesh.planning.read_model import figures_of
 from expertmesh.planning.search import GIB, Candidate, Job, evaluate, layouts, modes
-from expertmesh.planning.state import Mode
+from expertmesh.planning.stages import Batch
 from expertmesh.training.control import Control
 from expertmesh.training.plan import gib
 from expertmesh.training.preflight import Checked
@@ -54,7 +54,7 @@ def forecast(config: Config, model_config: PreTrainedConfig, layout: Layout) -> 
     speed = found.speed
     prediction = Prediction(
         step_seconds=speed.seconds,
-        tokens_per_second=speed.tokens / speed.seconds,
+        tokens_per_second=found.tokens_per_second,
         peak_memory_bytes=found.memory.total,
     )
     return Forecast("; ".join(notes), prediction)
@@ -118,7 +118,7 @@ def _other_ep(config: Config, job: Job, found: Candidate) -> list[str]:
 
 def _job(config: Config, model_config: PreTrainedConfig, devices: Devices) -> Job:
     attention = None if config.model.attention == "auto" else config.model.attention
-    facts = facts_of(
+    figures = figures_of(
         model_config,
         length=config.data.max_length,
         precision=config.precision,
@@ -130,7 +130,7 @@ def _job(config: Config, model_config: PreTrainedConfig, devices: Devices) -> Jo
     )
     moments = 2 if config.optim.name == "adamw" else 0
     layers = config.train.checkpoint_layers
-    return Job(facts, devices, config.train.global_batch_size, moments, gloo=devices.name == "cpu", layers=layers)
+    return Job(figures, devices, config.train.global_batch_size, moments, gloo=devices.name == "cpu", layers=layers)
 
 
 def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:
@@ -140,5 +140,5 @@ def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:
     wanted = config.train.activation_checkpointing
     if wanted == "auto":
         wanted = "none" if job.devices.name == "cpu" else "full"
-    mode: Mode = wanted if wanted in modes(job.facts) else "none"
+    mode: CheckpointingMode = wanted if wanted in modes(job.model) else "none"
     return evaluate(job, layout, mode, Batch(rows, accumulation))

@@ -1,17 +1,17 @@
-"""How far apart two runs are, and how far they may be.
+"""How far two runs are from each other, and how far they may be.
 
 The error of a tensor is the norm of the difference over the norm of what is expected, over all ranks together. In fp32
 it must be at most 1e-5 (fp64: 1e-10): some forty times what sums of a few thousand terms lose to rounding, and a
 thousand times less than the smallest known bug costs. Where a model's own arithmetic is worse conditioned than that,
-and always in bf16, the unsharded model judges itself: the job may be 1.5 times as far from the unsharded model in a
+and always in bf16, the unsharded model sets the limit: the job may be 1.5 times as far from the unsharded model in a
 wider dtype as the unsharded model in the job's own dtype is, in its worst tensor of the same kind.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ OWN_ERRORS = 1.5
 _LEAST_RMS = 1e-3
 _FEW = 64
 _BLOCK = 1 << 24
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,36 +46,29 @@ class Distance:
 
 
 def distances(
-    got: Mapping[str, Tensor], expected: Mapping[str, Tensor], counts: Callable[[str], bool]
+    got: Mapping[str, Tensor], expected: Mapping[str, Tensor], counted: Mapping[str, bool] | bool
 ) -> dict[str, Distance]:
-    """Of each tensor; `counts` says whether this rank's part of it does. One gathering of three numbers per tensor.
+    """Of each tensor; `counted` says whether this rank's part counts. One gathering of three numbers per tensor.
 
     What only one side has is compared with zeros.
     """
     mine: dict[str, tuple[float, float, int]] = {}
     for name in sorted(got.keys() | expected.keys()):
-        if not counts(name):
+        if not (counted if isinstance(counted, bool) else counted[name]):
             continue
-        one, other = got.get(name), expected.get(name)
-        like = one if one is not None else other
-        assert like is not None
-        a, b = (torch.zeros_like(like) if each is None else each for each in (one, other))
-        mine[name] = (*_squares(a, b.to(a.device)), b.numel())
-    totals: dict[str, list[float]] = {}
-    for part in gathered(mine):
-        for name, values in part.items():
-            totals[name] = [old + new for old, new in zip(totals.get(name, (0.0, 0.0, 0)), values, strict=True)]
-    return {name: Distance(values[0], values[1], int(values[2])) for name, values in totals.items()}
+        like = got[name] if name in got else expected[name]
+        mine[name] = squares(*(side[name] if name in side else torch.zeros_like(like) for side in (got, expected)))
+    return {name: Distance(a, b, int(count)) for name, (a, b, count) in summed_over_ranks(mine).items()}
 
 
-def _squares(got: Tensor, expected: Tensor) -> tuple[float, float]:
+def squares(got: Tensor, expected: Tensor) -> tuple[float, float, int]:
     """Of the difference and of what was expected, in fp64, with small temporaries and one wait for the device."""
     sums = torch.zeros(2, dtype=torch.float64, device=got.device)
-    for a, b in zip(got.reshape(-1).split(_BLOCK), expected.reshape(-1).split(_BLOCK), strict=True):
+    for a, b in zip(got.reshape(-1).split(_BLOCK), expected.to(got.device).reshape(-1).split(_BLOCK), strict=True):
         wide = b.double()
         sums += torch.stack([(a.double() - wide).square().sum(), wide.square().sum()])
     difference, size = sums.tolist()
-    return difference, size
+    return difference, size, expected.numel()
 
 
 def figures(
@@ -84,36 +78,37 @@ def figures(
     *,
     floor: bool = False,
 ) -> Iterator[Figure]:
-    """Each tensor's error beside its limit: `tolerance`, or what `own` allows where that is more.
+    """Each tensor's error beside its limit: `tolerance`, or what the unsharded model's `own` error allows if more.
 
     `floor`: count tensors that are next to nothing beside all others as a little larger, as gradients need it.
     """
-    least = floor_of(found) if floor else 0.0
+    least = least_rms(found) if floor else 0.0
     allowed: dict[str, float] = {}
     for name, distance in (own or {}).items():
-        allowed[kind(name)] = max(allowed.get(kind(name), 0.0), OWN_ERRORS * distance.relative(least))
+        kind = without_numbers(name)
+        allowed[kind] = max(allowed.get(kind, 0.0), OWN_ERRORS * distance.relative(least))
     worst = max(allowed.values(), default=0.0)
     for name, distance in found.items():
-        limit = allowed.get(kind(name), 0.0)
+        limit = allowed.get(without_numbers(name), 0.0)
         if distance.elements < _FEW:
             # The own error of a few numbers may be small by luck: it is known to one part in the root of their number.
             limit = worst * math.sqrt(_FEW / max(1, distance.elements))
         yield Figure(name, distance.relative(least), max(tolerance, limit))
 
 
-def joint(found: Mapping[str, Distance]) -> Distance:
+def total(found: Mapping[str, Distance]) -> Distance:
     """All tensors as one."""
     parts = found.values()
     return Distance(
-        sum(each.difference for each in parts),
-        sum(each.expected for each in parts),
-        sum(each.elements for each in parts),
+        sum(part.difference for part in parts),
+        sum(part.expected for part in parts),
+        sum(part.elements for part in parts),
     )
 
 
-def floor_of(found: Mapping[str, Distance]) -> float:
+def least_rms(found: Mapping[str, Distance]) -> float:
     """The smallest gradient per element that is told from zero."""
-    whole = joint(found)
+    whole = total(found)
     return _LEAST_RMS * math.sqrt(whole.expected / max(1, whole.elements))
 
 
@@ -124,17 +119,27 @@ def scalar(name: str, got: float, expected: float, limit: float) -> Figure:
     return Figure(name, error, limit)
 
 
-def kind(name: str) -> str:
-    """A name without its layer. All A are alike, and all B: the reference has adapters inside of the weights, where
-    rounding costs other ones most than where they are computed apart.
+def without_numbers(name: str) -> str:
+    """A tensor's name without its layer's number: tensors of one such name are of one kind. All A are alike, and all B:
+    the reference has adapters inside of the weights, where rounding costs other ones most than where they are computed
+    on their own.
     """
     if is_adapter(name):
         return name[-len("lora_A") :]
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def gathered(mine: Any) -> list[Any]:
-    """What every rank has to say, on every rank. One gathering of objects on the default group."""
-    found: list[Any] = [None] * dist.get_world_size()
+def gather(mine: _T) -> list[_T]:
+    """Every rank's `mine`, on every rank. One gathering of objects on the default group."""
+    found: list[_T] = [mine] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
+
+
+def summed_over_ranks(mine: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Numbers by name, added up over the ranks that have the name. One gathering."""
+    totals: dict[str, list[float]] = {}
+    for part in gather(mine):
+        for name, values in part.items():
+            totals[name] = [a + b for a, b in zip(totals.get(name, [0] * len(values)), values, strict=True)]
+    return totals

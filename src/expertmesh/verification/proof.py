@@ -7,67 +7,84 @@ self-test computes no reference twice.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from expertmesh.config import PrecisionConfig
-from expertmesh.verification import subject as job
+from expertmesh.verification.build import build
 from expertmesh.verification.compare import TOLERANCE
+from expertmesh.verification.forward_record import ForwardRecord, record_forward
+from expertmesh.verification.job import Job, Losses
 from expertmesh.verification.reference.model import Expected, Reference
-from expertmesh.verification.seen import Places, Seen, forward
 from expertmesh.verification.setup import Setup, in_float32
-from expertmesh.verification.subject import Outcome, Subject
 
-Tamper = Callable[[Subject], None]
+ForcedChoices = dict[str, tuple[Tensor, Tensor]]  # of tokens `[T]` that are flagged, the experts `[T, K]`
+_T = TypeVar("_T")
+
+
+def _nothing(_: Any) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
-class Graded:
-    """One backward pass of the job: its losses, this rank's gradients before clipping, and the norm it reported.
-
-    `clipped` is how much clipping to `max_norm` scaled each tensor's part here.
+class Hooks:
+    """Where a bug can be planted in a job: called after loading, after backward, after each optimizer step, after a
+    checkpoint was loaded, and on rank 0 with a directory just saved; `clip` is the training loop's own.
     """
 
-    outcome: Outcome
+    loaded: Callable[[Job], None] = _nothing
+    backward: Callable[[Job], None] = _nothing
+    updated: Callable[[Job], None] = _nothing
+    resumed: Callable[[Job], None] = _nothing
+    saved: Callable[[Path], None] = _nothing
+    clip: Callable[[Job, float | None], float] = Job.clip
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardResult:
+    """One backward pass of the job: its losses, this rank's gradients before clipping, and the norm it reported.
+
+    `scaled` is how much clipping to `max_norm` scaled each tensor's part here.
+    """
+
+    losses: Losses
     gradients: dict[str, Tensor]
     norm: float
     max_norm: float
-    clipped: dict[str, float]
+    scaled: dict[str, float]
 
 
 @dataclass(slots=True)
 class Expectations:
-    """The unsharded model's results on the first step, by dtype; shared by all jobs of one layout."""
+    """The unsharded model's results on the first step, by dtype; shared by all jobs of one layout.
+
+    `forced`: the ties in which it takes the job's side.
+    """
 
     found: dict[torch.dtype, Expected] = field(default_factory=dict)
-    forced: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    forced: ForcedChoices = field(default_factory=dict)
     trajectories: dict[torch.dtype, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Proof:
-    """One job under proof.
+    """One job under proof. `scratch` is a directory that all ranks see.
 
-    `tamper` plants a bug after loading, `tamper_gradients` after backward,
-    `tamper_optimizer` after each optimizer step, `tamper_resumed` after loading a checkpoint,
-    `tamper_files` (on rank 0) in a directory just saved; `clip` may be another than the product's."""
+    `uses_float64`: where fp32 is not near enough, the reference in fp64 says whether the job is to blame. `own_error`:
+    by tensor kind, how far the unsharded fp32 model was found to be from fp64.
+    """
 
     setup: Setup
+    scratch: Path
     expectations: Expectations = field(default_factory=Expectations)
-    tamper: Tamper | None = None
-    tamper_gradients: Tamper | None = None
-    tamper_optimizer: Tamper | None = None
-    tamper_resumed: Tamper | None = None
-    tamper_files: Callable[[Path], None] | None = None
-    clip: Callable[[Subject, float | None], float] = job.clip
-    escalates: bool = True
-    noise: dict[str, float] = field(default_factory=dict)
-    _subjects: dict[str, Subject] = field(default_factory=dict)
-    _seen: dict[str, Seen] = field(default_factory=dict)
-    _graded: dict[str, Graded] = field(default_factory=dict)
-    _following: dict[str, Expected] = field(default_factory=dict)
+    hooks: Hooks = field(default_factory=Hooks)
+    uses_float64: bool = True
+    own_error: dict[str, float] = field(default_factory=dict)
+    _jobs: dict[str, Job] = field(default_factory=dict)
+    _references: dict[torch.dtype, Reference] = field(default_factory=dict)
+    _made: dict[tuple[str, ...], Any] = field(default_factory=dict)
 
     @property
     def precisions(self) -> list[PrecisionConfig]:
@@ -75,82 +92,87 @@ class Proof:
         own, exact = self.setup.config.precision, in_float32(self.setup.config.precision)
         return [exact] if own == exact else [exact, own]
 
-    def subject(self, precision: PrecisionConfig) -> Subject:
-        """The job, loaded and not yet stepped."""
+    def job(self, precision: PrecisionConfig) -> Job:
+        """Loaded and not yet stepped."""
         key = label(precision)
-        if key not in self._subjects:
-            self._subjects[key] = job.build(self.setup, precision=precision)
-            if self.tamper is not None:
-                self.tamper(self._subjects[key])
-        return self._subjects[key]
+        if key not in self._jobs:
+            self._jobs[key] = build(self.setup, precision=precision)
+            self.hooks.loaded(self._jobs[key])
+        return self._jobs[key]
 
-    def forget(self) -> None:
-        """Free the jobs; what was measured stays."""
-        self._subjects.clear()
+    def free_jobs(self) -> None:
+        """What was measured stays."""
+        self._jobs.clear()
+        self._references.clear()
 
-    def seen(self, precision: PrecisionConfig) -> Seen:
-        key = label(precision)
-        if key not in self._seen:
-            self._seen[key] = forward(self.subject(precision), self.setup.steps[0], Places(0))
-        return self._seen[key]
+    def forward(self, precision: PrecisionConfig) -> ForwardRecord:
+        """Of the job, on the first step."""
+        return self._once(("forward", label(precision)), lambda: self._forward(precision))
 
-    def graded(self, precision: PrecisionConfig) -> Graded:
-        """One backward pass, and clipping to half of the norm that the unsharded model has."""
-        key = label(precision)
-        if key not in self._graded:
-            subject = self.subject(precision)
-            outcome = job.backward(subject, subject.batches(self.setup.steps[0]))
-            if self.tamper_gradients is not None:
-                self.tamper_gradients(subject)
-            before = job.gradients(subject)
-            max_norm = self.expected(self.judge(precision)).norm / 2
-            norm = self.clip(subject, max_norm)
-            after = job.gradients(subject)
-            scaled = {
-                name: float(after[name].double().norm() / size)
-                for name, value in before.items()
-                if (size := float(value.double().norm()))
-            }
-            subject.model.zero_grad(set_to_none=True)
-            self._graded[key] = Graded(outcome, before, norm, max_norm, scaled)
-        return self._graded[key]
+    def backward(self, precision: PrecisionConfig) -> BackwardResult:
+        """One backward pass on the first step, and clipping to half of the norm that the unsharded model has."""
+        return self._once(("backward", label(precision)), lambda: self._backward(precision))
 
     def judge(self, precision: PrecisionConfig) -> torch.dtype:
         """The dtype of the unsharded model that a job in `precision` is compared with."""
         return torch.float64 if precision.compute == "float64" else torch.float32
 
     def expected(self, dtype: torch.dtype) -> Expected:
-        if dtype not in self.expectations.found:
+        """What the unsharded model gives on the first step, with its own choices of experts but for ties."""
+        found = self.expectations.found
+        if dtype not in found:
             # In bf16 choices are the unsharded model's own; how often they are others is what is compared.
             forced = {} if dtype == torch.bfloat16 else self.expectations.forced
-            self.expectations.found[dtype] = self.reference(dtype).run(self.setup.steps[0], forced=forced)
-        return self.expectations.found[dtype]
+            found[dtype] = self.reference(dtype).run(self.setup.steps[0], forced=forced)
+        return found[dtype]
 
-    def follow(self, forced: dict[str, tuple[Tensor, Tensor]]) -> None:
+    def force(self, forced: ForcedChoices) -> None:
         """Let the reference take the job's side in these ties from now on; what it gave before is forgotten."""
         self.expectations.forced = dict(forced)
         self.expectations.found.clear()
 
-    def following(self, dtype: torch.dtype, precision: PrecisionConfig) -> Expected:
+    def expected_with_job_choices(self, dtype: torch.dtype, precision: PrecisionConfig) -> Expected:
         """What the unsharded model gives when every token takes the experts that the job chose.
 
         In bf16 choices between near experts fall otherwise in every run, and one token's other expert outweighs all
-        rounding; choices are therefore judged apart.
+        rounding; choices are therefore judged on their own.
         """
-        key = f"{label(precision)}, {dtype}"
-        if key not in self._following:
-            seen = self.seen(precision)
-            forced = {name: (torch.ones(len(index), dtype=torch.bool), index) for name, index in seen.choices.items()}
-            self._following[key] = self.reference(dtype).run(self.setup.steps[0], forced=forced)
-        return self._following[key]
+
+        def run() -> Expected:
+            choices = self.forward(precision).choices
+            forced = {name: (torch.ones(len(index), dtype=torch.bool), index) for name, index in choices.items()}
+            return self.reference(dtype).run(self.setup.steps[0], forced=forced)
+
+        return self._once(("job's choices", label(precision), str(dtype)), run)
 
     def reference(self, dtype: torch.dtype) -> Reference:
-        """A new one; its weights come from the files."""
-        return Reference(self.setup, self.subject(self.precisions[0]), dtype)
+        if dtype not in self._references:
+            self._references[dtype] = Reference(self.job(self.precisions[0]), dtype)
+        return self._references[dtype]
 
     def tolerance(self, precision: PrecisionConfig) -> float:
         """0 where only the unsharded model's own error counts."""
         return TOLERANCE.get(getattr(torch, precision.compute), 0.0)
+
+    def _forward(self, precision: PrecisionConfig) -> ForwardRecord:
+        return record_forward(self.job(precision), self.setup.steps[0])
+
+    def _backward(self, precision: PrecisionConfig) -> BackwardResult:
+        job = self.job(precision)
+        losses = job.backward(job.batches(self.setup.steps[0]))
+        self.hooks.backward(job)
+        before = job.gradients()
+        max_norm = self.expected(self.judge(precision)).norm / 2
+        norm = self.hooks.clip(job, max_norm)
+        after, sizes = job.gradients(), {name: float(value.double().norm()) for name, value in before.items()}
+        scaled = {name: float(after[name].double().norm() / size) for name, size in sizes.items() if size}
+        job.model.zero_grad(set_to_none=True)
+        return BackwardResult(losses, before, norm, max_norm, scaled)
+
+    def _once(self, key: tuple[str, ...], make: Callable[[], _T]) -> _T:
+        if key not in self._made:
+            self._made[key] = make()
+        return cast(_T, self._made[key])
 
 
 def label(precision: PrecisionConfig) -> str:

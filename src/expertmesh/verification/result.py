@@ -140,6 +140,22 @@ def write_json(report: Report, path: Path) -> None:
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
+def head_lines(facts: dict[str, Any]) -> Iterator[str]:
+    """What is verified, for people."""
+    kept, every = facts["layers"], facts["layers_of_the_model"]
+    layers = f"{every} layers" if kept == every else f"the first {kept} of {every} layers"
+    yield f"model       {facts['model']}: {facts['model_type']}, {layers}, {facts['precision']}"
+    axes = " × ".join(f"{axis} {size}" for axis, size in facts["layout"].items() if size > 1) or "one process"
+    axes += f", {facts['schedule']}" if facts["schedule"] else ""
+    yield f"job         {facts['ranks']} rank{'s' if facts['ranks'] > 1 else ''} ({facts['device']}): {axes}"
+    how = "packed" if facts["packing"] else "padded"
+    yield (
+        f"data        {facts['steps']} steps; the first has {facts['samples_of_a_step']:,} samples, {how}, of "
+        f"{facts['tokens_of_a_step']:,} tokens and {facts['targets_of_a_step']:,} targets"
+    )
+    yield from (f"note        {note}" for note in facts["notes"])
+
+
 def layer_lines(layer: Layer) -> Iterator[str]:
     """One layer for people: a line per check."""
     for number, check in enumerate(layer.checks):

@@ -8,7 +8,7 @@ import gc
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -23,16 +23,11 @@ from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.distributed.mesh import current_device, start_process_group
 from expertmesh.step.pipeline_schedule import schedule_kind
 from expertmesh.training.control import Control
-from expertmesh.verification.layers.artifacts import check_artifacts
-from expertmesh.verification.layers.backward import check_backward
-from expertmesh.verification.layers.bytes import check_bytes
-from expertmesh.verification.layers.forward import check_forward
-from expertmesh.verification.layers.metamorphic import check_metamorphic
-from expertmesh.verification.layers.update import check_update
-from expertmesh.verification.mutations import self_test
+from expertmesh.verification.layers import CHECKS
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.proof import Proof, label
-from expertmesh.verification.result import Check, Layer, Report, layer_lines, mutation_lines, write_json
+from expertmesh.verification.result import Layer, Report, head_lines, layer_lines, mutation_lines, write_json
+from expertmesh.verification.self_test import self_test
 from expertmesh.verification.setup import Setup, set_up
 
 REPORT_FILE = "verification.json"
@@ -54,40 +49,29 @@ def verify(config: Config, control: Control | None = None) -> Report:
         setup = set_up(config, options, dist.get_world_size())
     torch.manual_seed(config.train.seed + dist.get_rank())
     report = Report(_facts(setup, options))
-    _say(_head(setup, report.facts))
+    _say(head_lines(report.facts))
     with _scratch(config, options) as scratch, _short_collections():
-        proof = Proof(setup)
-        for name, check in _layers(proof, scratch):
+        proof = Proof(setup, scratch)
+        for name in CHECKS:
             if name in options.only:
                 control.progress.at(0, f"verifying: {name}")
-                _run(report, name, check)
+                layer = _checked(proof, name)
+                report.layers.append(layer)
+                _say(layer_lines(layer))
         if options.self_test:
             control.progress.at(0, "verifying: self-test")
-            proof.forget()
-            report.mutations = self_test(setup, proof.expectations, scratch)
+            proof.free_jobs()
+            report.mutations = self_test(proof)
             _say(mutation_lines(report.mutations))
     report.seconds = time.monotonic() - started
     _finish(report, config, options)
     return report
 
 
-def _layers(proof: Proof, scratch: Path) -> list[tuple[str, Callable[[], list[Check]]]]:
-    return [
-        ("bytes", lambda: check_bytes(proof)),
-        ("forward", lambda: check_forward(proof)),
-        ("backward", lambda: check_backward(proof)),
-        ("update", lambda: check_update(proof)),
-        ("metamorphic", lambda: check_metamorphic(proof, scratch)),
-        ("artifacts", lambda: check_artifacts(proof, scratch)),
-    ]
-
-
-def _run(report: Report, name: str, check: Callable[[], list[Check]]) -> None:
+def _checked(proof: Proof, name: str) -> Layer:
     started = time.monotonic()
-    layer = Layer(name, check())
-    layer.seconds = time.monotonic() - started
-    report.layers.append(layer)
-    _say(layer_lines(layer))
+    checks = CHECKS[name](proof)
+    return Layer(name, checks, time.monotonic() - started)
 
 
 def _finish(report: Report, config: Config, options: VerifyOptions) -> None:
@@ -147,22 +131,7 @@ def _schedule(setup: Setup) -> str | None:
     return f"{name} over {count} micro-batch{'es' if count > 1 else ''}"
 
 
-def _head(setup: Setup, facts: dict[str, Any]) -> Iterator[str]:
-    kept, every = setup.layers
-    layers = f"{every} layers" if kept == every else f"the first {kept} of {every} layers"
-    yield f"model       {facts['model']}: {facts['model_type']}, {layers}, {facts['precision']}"
-    axes = " × ".join(f"{axis} {size}" for axis, size in facts["layout"].items() if size > 1) or "one process"
-    axes += f", {facts['schedule']}" if facts["schedule"] else ""
-    yield f"job         {facts['ranks']} rank{'s' if facts['ranks'] > 1 else ''} ({facts['device']}): {axes}"
-    how = "packed" if facts["packing"] else "padded"
-    yield (
-        f"data        {facts['steps']} steps; the first has {facts['samples_of_a_step']:,} samples, {how}, of "
-        f"{facts['tokens_of_a_step']:,} tokens and {facts['targets_of_a_step']:,} targets"
-    )
-    yield from (f"note        {note}" for note in facts["notes"])
-
-
-def _say(lines: Any) -> None:
+def _say(lines: Iterable[str]) -> None:
     """On rank 0."""
     if dist.get_rank() == 0:
         for line in lines:

@@ -20,7 +20,7 @@ LEAST_LENGTH = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedSample:
     """One sample and where the sharded job has it: row `row` of micro-batch `micro`, from position `start`."""
 
     input_ids: Tensor
@@ -52,7 +52,7 @@ class StepData:
         """The step as the data rank of `rank` trains on it, by the product's own loader."""
         return next(self._loader(layout, rank, micro, packing).epoch(0))
 
-    def placed(self, layout: Layout, rank: int) -> list[Placed]:
+    def placed(self, layout: Layout, rank: int) -> list[PlacedSample]:
         """The samples of the data rank of `rank`, in the order of its micro-batches."""
         loader = self._loader(layout, rank, None, None)
         mine = list(loader.plan(0).rows)[layout.data_rank(rank) :: layout.data_ranks]
@@ -62,7 +62,7 @@ class StepData:
             for index in samples.tolist():
                 sample = self.dataset.sample(index)
                 ids, labels = torch.from_numpy(sample.input_ids), torch.from_numpy(sample.labels)
-                found.append(Placed(ids, labels, *divmod(number, self.micro_batch_size), start))
+                found.append(PlacedSample(ids, labels, *divmod(number, self.micro_batch_size), start))
                 start += len(ids)
         return found
 

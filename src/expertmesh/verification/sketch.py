@@ -11,39 +11,30 @@ import torch
 from torch import Tensor
 
 from expertmesh.io.boxes import Box, blocks, extents, slices
-from expertmesh.verification.compare import Distance, gathered
-from expertmesh.verification.subject import Subject, boxes, owned
+from expertmesh.state.shards import local_box, owns_copy
+from expertmesh.verification.compare import Distance, summed_over_ranks
 
 PROJECTIONS = 8
 _BLOCK_ELEMENTS = 1 << 20
 
 
-def sketch(subject: Subject, tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """Of each sharded tensor of `subject`, given this rank's parts: projections, then the squared norm. Collective."""
-    places, counts, parameters = boxes(subject), owned(subject), subject.parameters()
-    mine = {
-        name: _projections(value, places[name], tuple(parameters[name].shape))
-        if counts[name]
-        else [0.0] * (PROJECTIONS + 1)
-        for name, value in tensors.items()
-    }
-    totals: dict[str, list[float]] = {}
-    for part in gathered(mine):
-        for name, values in part.items():
-            totals[name] = [old + new for old, new in zip(totals.get(name, [0.0] * len(values)), values, strict=True)]
-    return totals
+def sketch(parameters: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """Of tensors sharded as `parameters` are, given this rank's `parts`: projections, squared norm, elements.
+
+    Collective: one gathering.
+    """
+    owned = ((name, parameters[name], part) for name, part in parts.items() if owns_copy(parameters[name]))
+    return summed_over_ranks({name: _projections(part, local_box(like), like.shape) for name, like, part in owned})
 
 
-def apart(
-    one: Mapping[str, list[float]], other: Mapping[str, list[float]], elements: Mapping[str, int]
-) -> dict[str, Distance]:
+def sketch_distances(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> dict[str, Distance]:
     """How far two sketched runs are from each other; what only one has is compared with zeros."""
-    zeros = [0.0] * (PROJECTIONS + 1)
+    zeros = [0.0] * (PROJECTIONS + 2)
     found = {}
     for name in sorted(one.keys() | other.keys()):
         a, b = one.get(name, zeros), other.get(name, zeros)
-        squared = sum((x - y) ** 2 for x, y in zip(a[:-1], b[:-1], strict=True)) / PROJECTIONS
-        found[name] = Distance(squared, b[-1], elements[name])
+        squared = sum((x - y) ** 2 for x, y in zip(a[:PROJECTIONS], b[:PROJECTIONS], strict=True)) / PROJECTIONS
+        found[name] = Distance(squared, b[-2], int(max(a[-1], b[-1])))
     return found
 
 
@@ -55,7 +46,7 @@ def _projections(value: Tensor, box: Box, shape: tuple[int, ...]) -> list[float]
         for number in range(PROJECTIONS):
             sums[number] += (held * (((bits >> number) & 1) * 2 - 1)).sum()
         sums[PROJECTIONS] += held.square().sum()
-    return [float(each) for each in sums.tolist()]
+    return [*sums.tolist(), float(value.numel())]
 
 
 def _flat_places(part: Box, shape: tuple[int, ...], device: torch.device) -> Tensor:

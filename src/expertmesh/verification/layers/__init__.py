@@ -1,1 +1,21 @@
-"""The layers of a proof: bytes, forward, backward, update, metamorphic relations, artifacts."""
+"""The layers of a proof, one file each, in the order in which they run."""
+
+from collections.abc import Callable
+
+from expertmesh.verification.layers.artifacts import check_artifacts
+from expertmesh.verification.layers.backward import check_backward
+from expertmesh.verification.layers.bytes import check_bytes
+from expertmesh.verification.layers.forward import check_forward
+from expertmesh.verification.layers.metamorphic import check_metamorphic
+from expertmesh.verification.layers.update import check_update
+from expertmesh.verification.proof import Proof
+from expertmesh.verification.result import Check
+
+CHECKS: dict[str, Callable[[Proof], list[Check]]] = {
+    "bytes": check_bytes,
+    "forward": check_forward,
+    "backward": check_backward,
+    "update": check_update,
+    "metamorphic": check_metamorphic,
+    "artifacts": check_artifacts,
+}

@@ -12,15 +12,14 @@ from expertmesh.verification.compare import (
     Distance,
     distances,
     figures,
-    floor_of,
-    gathered,
-    joint,
-    kind,
+    gather,
+    least_rms,
     scalar,
+    total,
+    without_numbers,
 )
 from expertmesh.verification.proof import Proof, label
 from expertmesh.verification.result import Check, Figure
-from expertmesh.verification.subject import owned
 
 
 def check_backward(proof: Proof) -> list[Check]:
@@ -30,25 +29,29 @@ def check_backward(proof: Proof) -> list[Check]:
 
 def _checks(proof: Proof, precision: PrecisionConfig) -> list[Check]:
     name, limit = label(precision), proof.tolerance(precision)
-    counts = owned(proof.subject(precision))
-    graded = proof.graded(precision)
-    expected = proof.expected(proof.judge(precision)) if limit else proof.following(torch.float32, precision)
-    found = distances(graded.gradients, expected.gradients, counts.__getitem__)
+    counted, got = proof.job(precision).counted(), proof.backward(precision)
     own: dict[str, Distance] | None = None
-    if not limit:
-        own = distances(proof.following(torch.bfloat16, precision).gradients, expected.gradients, counts.__getitem__)
+    if limit:
+        expected = proof.expected(proof.judge(precision))
+    else:
+        expected = proof.expected_with_job_choices(torch.float32, precision)
+        rounded = proof.expected_with_job_choices(torch.bfloat16, precision)
+        own = distances(rounded.gradients, expected.gradients, counted)
+    found = distances(got.gradients, expected.gradients, counted)
     compared = list(figures(found, limit, own, floor=True))
-    if proof.escalates and limit and precision.compute == "float32" and any(figure.share > 1 for figure in compared):
+    in_fp32 = limit and precision.compute == "float32"
+    if proof.uses_float64 and in_fp32 and any(figure.share > 1 for figure in compared):
         exact = proof.expected(torch.float64)
-        own = distances(expected.gradients, exact.gradients, counts.__getitem__)
-        found = distances(graded.gradients, exact.gradients, counts.__getitem__)
-        least = floor_of(found)
-        for key, distance in own.items():
-            proof.noise[kind(key)] = max(proof.noise.get(kind(key), 0.0), distance.relative(least))
+        own = distances(expected.gradients, exact.gradients, counted)
+        found = distances(got.gradients, exact.gradients, counted)
+        least = least_rms(found)
+        for tensor, distance in own.items():
+            kind = without_numbers(tensor)
+            proof.own_error[kind] = max(proof.own_error.get(kind, 0.0), distance.relative(least))
         compared = list(figures(found, limit, own, floor=True))
-    whole = limit if own is None else max(limit, OWN_ERRORS * joint(own).relative())
-    together = Figure("all gradients together", joint(found).relative(), whole)
-    norms = [scalar(f"rank {rank}", norm, expected.norm, whole) for rank, norm in enumerate(gathered(graded.norm))]
+    whole = limit if own is None else max(limit, OWN_ERRORS * total(own).relative())
+    together = Figure("all gradients together", total(found).relative(), whole)
+    norms = [scalar(f"rank {rank}", norm, expected.norm, whole) for rank, norm in enumerate(gather(got.norm))]
     return [
         Check.of(f"{name}: gradients", [*compared, together]),
         Check.of(f"{name}: global norm", norms, f"{expected.norm:.6g} of the unsharded gradients"),
@@ -58,9 +61,9 @@ def _checks(proof: Proof, precision: PrecisionConfig) -> list[Check]:
 
 def _clipping(proof: Proof, precision: PrecisionConfig) -> Check:
     """Each tensor must have been scaled by what the reported norm asks for, to the rounding of its dtype."""
-    graded = proof.graded(precision)
-    factor = graded.max_norm / (graded.norm + 1e-6)
-    grain = max((torch.finfo(value.dtype).eps for value in graded.gradients.values()), default=0.0)
-    worst = max(((abs(scale / factor - 1), name) for name, scale in graded.clipped.items()), default=(0.0, "nothing"))
-    found = [Figure(name, error, max(1e-5, grain)) for error, name in gathered(worst)]
+    got = proof.backward(precision)
+    factor = got.max_norm / (got.norm + 1e-6)
+    rounding = max((torch.finfo(value.dtype).eps for value in got.gradients.values()), default=0.0)
+    worst = max(((abs(scale / factor - 1), name) for name, scale in got.scaled.items()), default=(0.0, "nothing"))
+    found = [Figure(name, error, max(1e-5, rounding)) for error, name in gather(worst)]
     return Check.of(f"{label(precision)}: clip factor", found, f"{factor:.6f} asked for")

@@ -14,35 +14,36 @@ from expertmesh.checkpoint.state import fingerprint
 from expertmesh.config.errors import IntegrityError
 from expertmesh.io.boxes import full_box, intersect, volume
 from expertmesh.state.shards import local_box, local_tensor
-from expertmesh.verification.compare import gathered
+from expertmesh.verification.compare import gather
+from expertmesh.verification.job import Job
 from expertmesh.verification.proof import Proof
 from expertmesh.verification.result import Check
-from expertmesh.verification.subject import Subject, all_tensors
 from expertmesh.weights.audit import audit_weights
 
 
 def check_bytes(proof: Proof) -> list[Check]:
     """Every rank calls it. One audit of all bytes and a few gatherings."""
-    subject = proof.subject(proof.setup.config.precision)
-    return [_audit(subject), _owned(subject), replicas(subject, "copies equal")]
+    job = proof.job(proof.setup.config.precision)
+    return [_audit(job), _owned(job), replicas(job, "copies equal")]
 
 
-def _audit(subject: Subject) -> Check:
+def _audit(job: Job) -> Check:
+    name = "every byte equals the files'"
     try:
-        report = audit_weights(subject.model, subject.setup.directory, "full")
+        report = audit_weights(job.model, job.setup.directory, "full")
     except IntegrityError as error:
-        return Check("every byte equals the files'", "fail", note=str(error))
+        return Check(name, "fail", note=str(error))
     experts = sum(len(module.sha256) for module in report.experts)
     note = f"{report.total_bytes:,} bytes on all ranks, {experts:,} experts hashed"
-    return Check.that("every byte equals the files'", True, report.tensors, note)
+    return Check.that(name, True, report.tensors, note)
 
 
-def _owned(subject: Subject) -> Check:
+def _owned(job: Job) -> Check:
     """Every element of every expert is on exactly `replicate` ranks. Two all-reduces of a number per expert."""
-    state = all_tensors(subject)
-    names = [f"{spec.name}.{name}" for spec in subject.setup.anatomy.experts for name in spec.parameters]
-    count = subject.setup.anatomy.num_experts
-    held_NE, whole_NE = torch.zeros(2, len(names), count, dtype=torch.int64, device=subject.mesh.device)
+    state = job.tensors()
+    names = [f"{spec.name}.{name}" for spec in job.setup.anatomy.experts for name in spec.parameters]
+    count = job.setup.anatomy.num_experts
+    held_NE, whole_NE = torch.zeros(2, len(names), count, dtype=torch.int64, device=job.mesh.device)
     for row, name in enumerate(names):
         if name not in state:
             continue
@@ -54,7 +55,7 @@ def _owned(subject: Subject) -> Check:
         whole_NE[row] = tensor.numel() // count
     dist.all_reduce(held_NE)
     dist.all_reduce(whole_NE, dist.ReduceOp.MAX)
-    replicate = subject.mesh.layout.replicate
+    replicate = job.mesh.layout.replicate
     times = f"{replicate} time{'s' if replicate > 1 else ''}"
     note, wrong = f"each {times}", (held_NE != replicate * whole_NE).nonzero().tolist()
     if wrong:
@@ -64,14 +65,14 @@ def _owned(subject: Subject) -> Check:
     return Check.that("experts owned", not wrong, held_NE.numel(), note)
 
 
-def replicas(subject: Subject, name: str, also: dict[str, Tensor] | None = None) -> Check:
+def replicas(job: Job, name: str, also: dict[str, Tensor] | None = None) -> Check:
     """Ranks that hold the same part of a tensor hold the same bytes: parameters, buffers, and what `also` adds.
 
     One gathering of 16 bytes per part.
     """
     prints: dict[int, tuple[str, int]] = {}
     names: dict[int, int] = {}
-    for key, tensor in {**all_tensors(subject), **(also or {})}.items():
+    for key, tensor in {**job.tensors(), **(also or {})}.items():
         names[id(tensor)] = names.get(id(tensor), 0) + 1
         if volume(box := local_box(tensor)):
             place = hashlib.blake2b(f"{key} {box}".encode(), digest_size=8).digest()
@@ -79,7 +80,7 @@ def replicas(subject: Subject, name: str, also: dict[str, Tensor] | None = None)
     mine = torch.tensor([[place, value] for place, (_, value) in prints.items()], dtype=torch.int64).reshape(-1, 2)
     found: dict[int, set[int]] = {}
     times: Counter[int] = Counter()
-    for rows in gathered(mine):
+    for rows in gather(mine):
         for place, value in rows.tolist():
             found.setdefault(place, set()).add(value)
             times[place] += 1
@@ -88,6 +89,6 @@ def replicas(subject: Subject, name: str, also: dict[str, Tensor] | None = None)
     note = f"of {len(found):,} parts" if copied else f"no rank holds a copy of any of {len(found):,} parts"
     note += f"; {tied} tied to another" if tied else ""
     if different:
-        which = next(each for each in gathered([prints[p][0] for p in different if p in prints]) if each)
+        which = next(each for each in gather([prints[p][0] for p in different if p in prints]) if each)
         note = f"{which[0]} differs between ranks that hold the same part of it"
     return Check.that(name, not different, copied, note)

@@ -7,17 +7,26 @@ is compared with the unsharded model following the job's choices.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from expertmesh.config import PrecisionConfig
-from expertmesh.verification.compare import OWN_ERRORS, Distance, distances, figures, gathered, kind, scalar
-from expertmesh.verification.proof import Proof, label
+from expertmesh.verification.compare import (
+    OWN_ERRORS,
+    Distance,
+    distances,
+    figures,
+    gather,
+    scalar,
+    summed_over_ranks,
+    without_numbers,
+)
+from expertmesh.verification.forward_record import ForwardRecord
+from expertmesh.verification.proof import ForcedChoices, Proof, label
 from expertmesh.verification.reference.model import Expected
 from expertmesh.verification.result import Check, Figure
-from expertmesh.verification.seen import Seen
 
 # Chance at which counts of flips that differ are called different: once in a million verifications.
 _CHANCE = 1e-6
@@ -32,55 +41,47 @@ def check_forward(proof: Proof) -> list[Check]:
 
 
 def _in_fp32(proof: Proof, precision: PrecisionConfig) -> list[Check]:
-    name, dtype, limit = label(precision), proof.judge(precision), proof.tolerance(precision)
-    seen = proof.seen(precision)
-    choices = _follow_ties(proof, seen, dtype, limit)
+    dtype, limit = proof.judge(precision), proof.tolerance(precision)
+    record = proof.forward(precision)
+    choices = _compare_choices(proof, precision)
     expected = proof.expected(dtype)
-    found = list(figures(_distances(proof, seen, expected), limit))
-    if proof.escalates and dtype == torch.float32 and any(figure.share > 1 for figure in found):
+    found = list(figures(_distances(proof, record, expected), limit))
+    if proof.uses_float64 and dtype == torch.float32 and any(figure.share > 1 for figure in found):
         # fp32 cannot tell by itself whether the job or the model's conditioning is to blame.
         exact = proof.expected(torch.float64)
-        own = _distances(proof, expected.seen, exact)
-        proof.noise |= {kind(key): distance.relative() for key, distance in own.items()}
-        found = list(figures(_distances(proof, seen, exact), limit, own))
-    blocks = [figure for figure in found if figure.tensor != "logits"]
-    logits = [figure for figure in found if figure.tensor == "logits"]
-    return [
-        choices.check(name),
-        Check.of(f"{name}: outputs of blocks", blocks),
-        Check.of(f"{name}: logits", logits),
-        Check.of(f"{name}: losses", _losses(proof, precision, expected, limit)),
-    ]
+        own = _distances(proof, expected.forward, exact)
+        proof.own_error |= {without_numbers(name): distance.relative() for name, distance in own.items()}
+        found = list(figures(_distances(proof, record, exact), limit, own))
+    return [choices, *_checks(label(precision), found, _losses(proof, precision, expected, limit))]
 
 
 def _in_bf16(proof: Proof, precision: PrecisionConfig) -> list[Check]:
-    """fp32 is the truth, the unsharded bf16 model the yardstick."""
-    name = label(precision)
-    seen = proof.seen(precision)
-    speaks = proof.subject(proof.precisions[0]).speaks
-    flips = _flips(seen, proof.expected(torch.bfloat16).seen, proof.expected(torch.float32).seen, name, speaks)
-    exact, own = (proof.following(dtype, precision) for dtype in (torch.float32, torch.bfloat16))
-    found = list(figures(_distances(proof, seen, exact), 0.0, _distances(proof, own.seen, exact)))
-    mean_error = sum(gathered(float((own.token_losses - exact.token_losses).abs().sum()))) / exact.targets
+    """The unsharded fp32 model is taken for exact, the error of the unsharded bf16 model sets the limit."""
+    record = proof.forward(precision)
+    choices = _compare_flips(proof, precision)
+    exact, own = (proof.expected_with_job_choices(dtype, precision) for dtype in (torch.float32, torch.bfloat16))
+    found = list(figures(_distances(proof, record, exact), 0.0, _distances(proof, own.forward, exact)))
+    mean_error = sum(gather(float((own.token_losses - exact.token_losses).abs().sum()))) / exact.targets
     limit = OWN_ERRORS * mean_error / abs(exact.loss)
+    return [choices, *_checks(label(precision), found, _losses(proof, precision, exact, limit, own))]
+
+
+def _checks(precision: str, outputs: list[Figure], losses: list[Figure]) -> list[Check]:
     return [
-        flips,
-        Check.of(f"{name}: outputs of blocks", [figure for figure in found if figure.tensor != "logits"]),
-        Check.of(f"{name}: logits", [figure for figure in found if figure.tensor == "logits"]),
-        Check.of(f"{name}: losses", _losses(proof, precision, exact, limit, own)),
+        Check.of(f"{precision}: outputs of blocks", [figure for figure in outputs if figure.tensor != "logits"]),
+        Check.of(f"{precision}: logits", [figure for figure in outputs if figure.tensor == "logits"]),
+        Check.of(f"{precision}: losses", losses),
     ]
 
 
-def _distances(proof: Proof, got: Seen, expected: Expected | Seen) -> dict[str, Distance]:
-    speaks = proof.subject(proof.precisions[0]).speaks
-    values = expected.tensors if isinstance(expected, Seen) else expected.seen.tensors
-    return distances(got.tensors, values, lambda name: speaks)
+def _distances(proof: Proof, got: ForwardRecord, expected: Expected) -> Mapping[str, Distance]:
+    return distances(got.tensors, expected.forward.tensors, proof.job(proof.precisions[0]).answers_for_rows)
 
 
 def _losses(
     proof: Proof, precision: PrecisionConfig, expected: Expected, limit: float, own: Expected | None = None
 ) -> list[Figure]:
-    got = proof.graded(precision).outcome
+    got = proof.backward(precision).losses
     found = [scalar("loss", got.loss, expected.loss, limit)]
     for name in ("aux_loss", "z_loss"):
         value, wanted = getattr(got, name), getattr(expected, name)
@@ -93,77 +94,72 @@ def _losses(
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Choices:
-    """Over all ranks: choices compared, ties followed, and the first layer with choices that are wrong."""
-
-    compared: int
-    ties: int
-    wrong: int
-    where: str
-
-    def check(self, precision: str) -> Check:
-        name = f"{precision}: experts chosen"
-        if not self.compared:
-            return Check.not_run(name, "the family's blocks do not say whom they choose")
-        ties = "no ties" if not self.ties else f"{self.ties} tie{'s' if self.ties > 1 else ''}, followed"
-        note = ties if not self.wrong else f"{self.wrong} differ without a tie, first in {self.where}; {ties}"
-        return Check.that(name, not self.wrong, self.compared, note)
-
-
-def _follow_ties(proof: Proof, seen: Seen, dtype: torch.dtype, limit: float) -> _Choices:
-    """Compare choices token by token, as sets, layer after layer. A difference is a tie where scores are within
-    `limit`; the reference then runs again and takes the job's side, since everything after a tie may differ.
+def _compare_choices(proof: Proof, precision: PrecisionConfig) -> Check:
+    """Compare choices token by token, as sets, layer after layer. A difference is a tie where scores are within the
+    tolerance; the reference then runs again and takes the job's side, since everything after a tie may differ.
     """
-    forced: dict[str, tuple[Tensor, Tensor]] = {}
-    speaks, ties = proof.subject(proof.precisions[0]).speaks, 0
+    name, limit = f"{label(precision)}: experts chosen", proof.tolerance(precision)
+    choices, answers = proof.forward(precision).choices, proof.job(proof.precisions[0]).answers_for_rows
+    forced: ForcedChoices = {}
+    followed = 0
     while True:
-        expected = proof.expected(dtype)
+        expected = proof.expected(proof.judge(precision))
         mine: dict[str, tuple[int, int, int]] = {}
         tied: dict[str, Tensor] = {}
-        for module, wanted in expected.seen.choices.items():
-            if module in seen.choices:
-                differs = _differ(seen.choices[module], wanted)
+        for module, wanted in expected.forward.choices.items():
+            if module in choices:
+                differs = _differ(choices[module], wanted)
                 # A router without a choice among scores (by a hash of the token, for one) has no ties.
-                margin_T = expected.margins.get(module, torch.full(differs.shape, math.inf))
-                tied[module] = differs & (margin_T[: len(differs)] <= limit)
-                if speaks:  # others that share its rows have the same
+                tied[module] = differs & (expected.margins.get(module, torch.full(differs.shape, math.inf)) <= limit)
+                if answers:  # others that share its rows have the same
                     mine[module] = len(differs), int(differs.sum()), int(tied[module].sum())
-        totals: dict[str, list[int]] = {}
-        for part in gathered(mine):
-            for module, counts in part.items():
-                totals[module] = [old + new for old, new in zip(totals.get(module, (0, 0, 0)), counts, strict=True)]
-        compared = sum(counts[0] for counts in totals.values())
-        first = next((module for module, counts in totals.items() if counts[1]), None)
-        if first is None:
-            return _Choices(compared, ties, 0, "")
-        if totals[first][2] == 0 or first in forced:
-            return _Choices(compared, ties, totals[first][1] - totals[first][2], first)
-        ties += totals[first][2]
-        flags = tied.get(first, torch.zeros(0, dtype=torch.bool))
-        forced[first] = flags, seen.choices.get(first, torch.zeros(0, 1, dtype=torch.int64))
-        proof.follow(forced)
+        totals = summed_over_ranks(mine)
+        compared = int(sum(tokens for tokens, _, _ in totals.values()))
+        if not compared:
+            return _no_choices(name)
+        first = next((module for module, (_, different, _) in totals.items() if different), None)
+        wrong = 0
+        if first is not None:
+            _, different, ties = (int(count) for count in totals[first])
+            if ties and first not in forced:
+                followed += ties
+                forced[first] = (
+                    tied.get(first, torch.zeros(0, dtype=torch.bool)),
+                    choices.get(first, torch.zeros(0, 1, dtype=torch.int64)),
+                )
+                proof.force(forced)
+                continue
+            wrong = different - ties
+        note = "no ties" if not followed else f"{followed} tie{'s' if followed > 1 else ''}, followed"
+        if wrong:
+            note = f"{wrong} differ without a tie, first in {first}; {note}"
+        return Check.that(name, not wrong, compared, note)
 
 
-def _flips(seen: Seen, own: Seen, exact: Seen, precision: str, speaks: bool) -> Check:
+def _compare_flips(proof: Proof, precision: PrecisionConfig) -> Check:
     """Choices that differ from fp32's: in the job alone, and in the unsharded bf16 model alone. Equal chances would
     give equal counts; the check fails where the job has more than 1.5 times as many and chance does not explain it.
-    Each token counts once: on the rank that `speaks` for it.
+    Each token counts once: on the rank that answers for its row.
     """
+    name, choices = f"{label(precision)}: experts chosen", proof.forward(precision).choices
+    own, exact = (proof.expected(dtype).forward.choices for dtype in (torch.bfloat16, torch.float32))
     alone = theirs = both = tokens = 0
-    for module, wanted in exact.choices.items():
-        if speaks and module in seen.choices:
-            job, unsharded = (_differ(each.choices[module], wanted) for each in (seen, own))
+    for module, wanted in exact.items():
+        if module in choices and proof.job(proof.precisions[0]).answers_for_rows:
+            job, unsharded = (_differ(each[module], wanted) for each in (choices, own))
             tokens += len(job)
             alone, theirs = alone + int((job & ~unsharded).sum()), theirs + int((unsharded & ~job).sum())
             both += int((job & unsharded).sum())
-    tokens, alone, theirs, both = (sum(part) for part in zip(*gathered((tokens, alone, theirs, both)), strict=True))
-    name = f"{precision}: experts chosen"
+    tokens, alone, theirs, both = (sum(part) for part in zip(*gather((tokens, alone, theirs, both)), strict=True))
     if not tokens:
-        return Check.not_run(name, "the family's blocks do not say whom they choose")
+        return _no_choices(name)
     more = alone > OWN_ERRORS * theirs and _chance(alone, alone + theirs) < _CHANCE
     note = f"other than in float32: {alone + both} of the job's, {theirs + both} of the unsharded model's"
     return Check.that(name, not more, tokens, note)
+
+
+def _no_choices(name: str) -> Check:
+    return Check.not_run(name, "the family's blocks do not say whom they choose")
 
 
 def _chance(heads: int, throws: int) -> float:

@@ -5,14 +5,14 @@ the norm, the head) gets its weights when it is called and loses them when it re
 in reverse: each runs again from its saved inputs, with weights that want gradients, and hands these to a sink. So a
 model larger than any device, or than a machine, can be a reference.
 
-Plain autograd and `torch.func.functional_call`: nothing of the product's own layers is in here.
+Plain autograd and `torch.func.functional_call`: nothing of expertmesh's own layers is in here.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,27 +21,17 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from expertmesh.anatomy import Anatomy
+from expertmesh.verification.reference.recorder import ReferenceRecorder
+from expertmesh.verification.reference.weights import Weights
 from expertmesh.weights.mapping import model_tensors, tied_names
 
 # Receives the gradient of one whole tensor, by its name. Called once for each unit that holds it.
 Sink = Callable[[str, Tensor], None]
 
 
-class Weights(Protocol):
-    """Where the values of the model's tensors come from, by the first of each tensor's names."""
-
-    def leaves(self, name: str) -> dict[str, Tensor]:
-        """What a gradient is wanted of, on the device, by name: the tensor itself, or what it is made of."""
-        ...
-
-    def value(self, name: str, leaves: Mapping[str, Tensor]) -> Tensor:
-        """The tensor, computed of its leaves under autograd."""
-        ...
-
-
 @dataclass(slots=True)
-class Streamed:
-    """A model, given on meta, whose units are fed by `weights`. `watch` may record what a unit's modules do.
+class StreamedModel:
+    """A model, given on meta, whose units are fed by `weights`; `recorder` looks into each of their runs.
 
     `trained`: the leaves of the weights whose gradients are wanted.
     """
@@ -49,7 +39,7 @@ class Streamed:
     model: PreTrainedModel
     weights: Weights
     device: torch.device
-    watch: "Watch"
+    recorder: ReferenceRecorder
     trained: frozenset[str]
     sink: Sink | None = None
     names: dict[str, str] = field(default_factory=dict)
@@ -63,12 +53,12 @@ class Streamed:
     @contextmanager
     def installed(self, anatomy: Anatomy) -> Iterator[None]:
         """While the model may be called."""
-        units, loose = parts_of(self.model, anatomy)
+        units, loose = units_of(self.model, anatomy)
         meta = {name: self.model.get_parameter(name) for name in loose}
         try:
             for name in units:
                 module = self.model.get_submodule(name)
-                module.forward = partial(_run, self, name, module, module.forward)
+                module.forward = partial(_call_unit, self, name, module, module.forward)
             for name in loose:
                 (value,) = self.weights.leaves(self.names[name]).values()
                 self.loose[name] = nn.Parameter(value, requires_grad=name in self.trained)
@@ -81,16 +71,6 @@ class Streamed:
                 self._set(name, meta[name])
             self.loose.clear()
 
-    def _placeholder(self, tensor: Tensor) -> Tensor:
-        """A single zero with the shape and the device of the tensor: some models' code asks where a weight is."""
-        if not tensor.is_meta:
-            return tensor.to(self.device)
-        return torch.zeros((), dtype=tensor.dtype, device=self.device).expand(tensor.shape)
-
-    def _set(self, name: str, parameter: nn.Parameter) -> None:
-        parent, _, leaf = name.rpartition(".")
-        setattr(self.model.get_submodule(parent), leaf, parameter)
-
     def backward(self, loss: Tensor, sink: Sink) -> None:
         """Hand the gradient of every trained tensor to `sink`, unit by unit from the last to the first."""
         self.sink = sink
@@ -102,24 +82,18 @@ class Streamed:
         finally:
             self.sink = None
 
+    def _placeholder(self, tensor: Tensor) -> Tensor:
+        """A single zero with the shape and the device of the tensor: some models' code asks where a weight is."""
+        if not tensor.is_meta:
+            return tensor.to(self.device)
+        return torch.zeros((), dtype=tensor.dtype, device=self.device).expand(tensor.shape)
 
-class Watch(Protocol):
-    """Looks at the modules of a unit while it runs, first (`again` is False) and in backward (True)."""
-
-    def during(self, unit: str, again: bool) -> Any:
-        """A context around one run."""
-        ...
-
-    def take(self, unit: str) -> list[Tensor]:
-        """Tensors of the run that has just ended which the loss will use, such as router logits."""
-        ...
-
-    def give(self, unit: str, outputs: list[Tensor], tensors: list[Tensor]) -> None:
-        """What the unit gave, and what was taken, now part of the graph. After the first run only."""
-        ...
+    def _set(self, name: str, parameter: nn.Parameter) -> None:
+        parent, _, leaf = name.rpartition(".")
+        setattr(self.model.get_submodule(parent), leaf, parameter)
 
 
-def parts_of(model: nn.Module, anatomy: Anatomy) -> tuple[list[str], list[str]]:
+def units_of(model: nn.Module, anatomy: Anatomy) -> tuple[list[str], list[str]]:
     """Units: the blocks, and the largest modules with parameters that hold no block, in module order. And loose
     parameters: those that a module which holds blocks has of its own, few and small; they stay in memory.
     """
@@ -140,38 +114,55 @@ def parts_of(model: nn.Module, anatomy: Anatomy) -> tuple[list[str], list[str]]:
     return units, loose
 
 
+@dataclass(frozen=True, slots=True)
+class _Structure:
+    """A nested value without its tensors, whose places are marked."""
+
+    values: list[Any]
+    spec: Any
+
+    @classmethod
+    def split(cls, value: Any) -> tuple["_Structure", list[Tensor]]:
+        flat, spec = pytree.tree_flatten(value)
+        kept = [_TENSOR if isinstance(each, Tensor) else each for each in flat]
+        return cls(kept, spec), [each for each in flat if isinstance(each, Tensor)]
+
+    def filled(self, tensors: list[Tensor]) -> Any:
+        rest = iter(tensors)
+        return pytree.tree_unflatten([next(rest) if each is _TENSOR else each for each in self.values], self.spec)
+
+
+_TENSOR = object()  # where a tensor was; None is a value of its own
+
+
 @dataclass(slots=True)
-class _Call:
+class _UnitCall:
     """One call of a unit: everything about it but the tensors."""
 
-    streamed: Streamed
+    streamed: StreamedModel
     name: str
     module: nn.Module
     forward: Callable[..., Any]
-    arguments: Any
-    outputs: Any = None
+    arguments: _Structure
+    outputs: _Structure | None = None
     results: int = 0
 
     def run(self, tensors: list[Tensor], leaves: dict[str, Tensor], again: bool) -> list[Tensor]:
-        """The unit's own forward: its output's tensors, then what the watch took."""
-        streamed, prefix = self.streamed, f"{self.name}."
-        state = {}
-        for name in self.module.state_dict(keep_vars=True):
-            first = streamed.names[prefix + name]
-            state[name] = streamed.weights.value(first, leaves)
-        args, kwargs = pytree.tree_unflatten(_filled(self.arguments, tensors), self.arguments.spec)
+        """The unit's own forward: its output's tensors, then its router logits."""
+        streamed = self.streamed
+        firsts = {name: streamed.names[f"{self.name}.{name}"] for name in self.module.state_dict(keep_vars=True)}
+        state = {name: streamed.weights.value(first, leaves) for name, first in firsts.items()}
+        args, kwargs = self.arguments.filled(tensors)
         wrapped = self.module.forward
         self.module.forward = self.forward
         try:
-            with streamed.watch.during(self.name, again):
+            with streamed.recorder.during(self.name, again):
                 output = functional_call(self.module, state, args, kwargs, tie_weights=False)
         finally:
             self.module.forward = wrapped
-        flat, spec = pytree.tree_flatten(output)
-        self.outputs = _Flat([_TENSOR if isinstance(value, Tensor) else value for value in flat], spec)
-        results = [value for value in flat if isinstance(value, Tensor)]
+        self.outputs, results = _Structure.split(output)
         self.results = len(results)
-        return [*results, *streamed.watch.take(self.name)]
+        return [*results, *streamed.recorder.take_router_logits()]
 
     def leaves(self) -> dict[str, Tensor]:
         """Fresh leaves of all tensors of the unit, each once."""
@@ -179,45 +170,24 @@ class _Call:
         return {leaf: value for first in firsts for leaf, value in self.streamed.weights.leaves(first).items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Flat:
-    """A flattened structure with marks in the places of its tensors."""
-
-    values: list[Any]
-    spec: Any
-
-
-def _filled(flat: _Flat, tensors: list[Tensor]) -> list[Any]:
-    rest = iter(tensors)
-    return [next(rest) if value is _TENSOR else value for value in flat.values]
-
-
-class _Tensor:
-    """Marks the place of a tensor, where `None` is a value of its own."""
-
-
-_TENSOR = _Tensor()
-
-
-def _run(
-    streamed: Streamed, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+def _call_unit(
+    streamed: StreamedModel, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    flat, spec = pytree.tree_flatten((args, kwargs))
-    arguments = _Flat([_TENSOR if isinstance(value, Tensor) else value for value in flat], spec)
-    call = _Call(streamed, name, module, forward, arguments)
-    tensors = [value for value in flat if isinstance(value, Tensor)]
+    arguments, tensors = _Structure.split((args, kwargs))
+    call = _UnitCall(streamed, name, module, forward, arguments)
     # The anchor makes autograd call backward also for units whose inputs want no gradient, such as the embedding.
     anchor = torch.zeros((), device=streamed.device, requires_grad=torch.is_grad_enabled())
     results = list(_Unit.apply(call, anchor, *tensors))
-    streamed.watch.give(name, results[: call.results], results[call.results :])
-    return pytree.tree_unflatten(_filled(call.outputs, results[: call.results]), call.outputs.spec)
+    streamed.recorder.keep(name, results[: call.results], results[call.results :])
+    assert call.outputs is not None
+    return call.outputs.filled(results[: call.results])
 
 
 class _Unit(torch.autograd.Function):
-    """A unit as one step of the graph: nothing of its inside is kept."""
+    """A unit as one step of the graph, of which nothing inside is kept."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _UnitCall, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         results = call.run(list(tensors), call.leaves(), again=False)
         ctx.call = call
         ctx.save_for_backward(*tensors)
@@ -229,34 +199,26 @@ class _Unit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: _UnitCall = ctx.call
         streamed, wanted = call.streamed, ctx.needs_input_grad[2:]
         inputs = [
             tensor.detach().requires_grad_() if want else tensor
             for tensor, want in zip(ctx.saved_tensors, wanted, strict=True)
         ]
-        leaves = {
-            name: leaf.requires_grad_() if name in streamed.trained else leaf for name, leaf in call.leaves().items()
-        }
+        leaves = call.leaves()
+        trained = {name: leaf.requires_grad_() for name, leaf in leaves.items() if name in streamed.trained}
         with torch.enable_grad():
             results = call.run(inputs, leaves, again=True)
-        used = [
-            (result, grad)
-            for result, grad in zip(results, grads, strict=True)
-            if grad is not None and result.requires_grad
-        ]
-        sources = [
-            *(value for value in inputs if value.requires_grad),
-            *(v for v in leaves.values() if v.requires_grad),
-        ]
+        used = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
+        sources = [*(value for value in inputs if value.requires_grad), *trained.values()]
         found: tuple[Tensor | None, ...] = (None,) * len(sources)
         if sources and used:  # frozen weights below the first adapter have neither
             found = torch.autograd.grad([r for r, _ in used], sources, [g for _, g in used], allow_unused=True)
         of_inputs, of_leaves = iter(found[: sum(wanted)]), found[sum(wanted) :]
-        trained = [(name, leaf.detach()) for name, leaf in leaves.items() if leaf.requires_grad]
-        del results, used, inputs, leaves, sources, found
-        assert streamed.sink is not None, "backward of a streamed model belongs into Streamed.backward"
-        for (name, leaf), gradient in zip(trained, of_leaves, strict=True):
+        shapes = {name: leaf.detach() for name, leaf in trained.items()}
+        del results, used, inputs, leaves, trained, sources, found
+        assert streamed.sink is not None, "backward of a streamed model belongs into StreamedModel.backward"
+        for (name, leaf), gradient in zip(shapes.items(), of_leaves, strict=True):
             # Every rank calls the sink for every tensor: an expert without tokens on this rank has some elsewhere.
             streamed.sink(name, torch.zeros_like(leaf) if gradient is None else gradient)
         return None, None, *(next(of_inputs) if want else None for want in wanted)

@@ -1,37 +1,50 @@
 """The values of the reference's weights: read from the files each time a unit wants them, or held in memory.
 
-`FileWeights` follow transformers' own conversion rules with one tensor in memory at a time; `MemoryWeights` are for a
-trajectory of several steps, where the unsharded model fits into the machine. `Adapted` adds low-rank adapters as what
-they mean, `W + scaling * B A`, whatever way the product computes them.
+`FileWeights` follow transformers' own conversion rules with one tensor in memory at a time; `MemoryWeights` are for
+several steps of an unsharded model that fits into the machine. `AdaptedWeights` add low-rank adapters as what they
+mean, `W + scaling * B A`, whatever way the job computes them.
 """
 
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from expertmesh.adapters.peft_format import parameter_name
-from expertmesh.adapters.plan import AdapterPlan
+from expertmesh.adapters.plan import AdapterPlan, plan_of
 from expertmesh.adapters.targets import Target
 from expertmesh.anatomy import Anatomy
-from expertmesh.io.boxes import full_box
+from expertmesh.io.boxes import full_box, slices
 from expertmesh.io.safetensors_reader import open_weight_files
-from expertmesh.verification.reference.streaming import Weights
+from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.weights.audit import LibraryFiles
 from expertmesh.weights.load import weights_file
 from expertmesh.weights.mapping import LoadPlan, model_tensors, plan_load
 from expertmesh.weights.reading import read_box
 
 
+class Weights(Protocol):
+    """Where the values of the model's tensors come from, by the first of each tensor's names."""
+
+    def leaves(self, name: str) -> dict[str, Tensor]:
+        """What a gradient is wanted of, on the device, by name: the tensor itself, or what it is made of."""
+        ...
+
+    def value(self, name: str, leaves: Mapping[str, Tensor]) -> Tensor:
+        """The tensor, computed from its leaves under autograd."""
+        ...
+
+
 @dataclass(slots=True)
 class FileWeights:
     """Whole tensors of `model` (on meta) from its files, in its dtypes.
 
-    Read through the safetensors library, as the audit does: a mistake of the product's own reader shows.
+    Read through the safetensors library, as the audit does, so that a mistake of expertmesh's own reader shows.
     """
 
     model: PreTrainedModel
@@ -63,6 +76,11 @@ class MemoryWeights:
     tensors: dict[str, Tensor]
     device: torch.device
 
+    @classmethod
+    def of(cls, names: Iterable[str], weights: Weights, device: torch.device) -> "MemoryWeights":
+        """All leaves of the tensors `names` (of tied ones the first)."""
+        return cls({leaf: value.cpu() for name in names for leaf, value in weights.leaves(name).items()}, device)
+
     def leaves(self, name: str) -> dict[str, Tensor]:
         return {name: self.tensors[name].detach().to(self.device, copy=True)}
 
@@ -70,17 +88,11 @@ class MemoryWeights:
         return leaves[name]
 
 
-def in_memory(names: Iterable[str], weights: Weights, device: torch.device) -> MemoryWeights:
-    """All leaves of the tensors `names` (of tied ones the first), copied to the host."""
-    tensors: dict[str, Tensor] = {}
-    for name in names:
-        tensors |= {leaf: value.cpu() for leaf, value in weights.leaves(name).items()}
-    return MemoryWeights(tensors, device)
-
-
 @dataclass(slots=True)
-class Adapted:
-    """`inner` with adapters on some weights. Their leaves carry the names that the product gives its parameters."""
+class AdaptedWeights:
+    """`inner` with adapters on some weights, whose leaves carry the job's names; their values are `held`, or those of
+    `adapter_value`.
+    """
 
     inner: Weights
     plan: AdapterPlan
@@ -96,7 +108,7 @@ class Adapted:
     def leaves(self, name: str) -> dict[str, Tensor]:
         leaves = self.inner.leaves(name)
         if target := self.targets.get(name):
-            for leaf, shape in adapter_shapes(target, self.plan.lora.r).items():
+            for leaf, shape in _adapter_shapes(target, self.plan.lora.r).items():
                 value = adapter_value(leaf, shape) if self.held is None else self.held[leaf]
                 leaves[leaf] = value.detach().to(self.device, self.dtype, copy=True)
         return leaves
@@ -113,11 +125,16 @@ class Adapted:
         return value + (self.plan.lora.scaling * delta).to(value.dtype)
 
 
-def adapter_shapes(target: Target, r: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of A and B of one target, by parameter name."""
-    lead = () if target.experts is None else (target.experts,)
-    shapes = ((*lead, r, target.in_features), (*lead, target.out_features, r))
-    return {f"{target.module}.{leaf}": shape for leaf, shape in zip(target.leaves, shapes, strict=True)}
+@torch.no_grad()
+def set_adapters(model: PreTrainedModel) -> None:
+    """Give the adapters of a sharded model the values that the reference has. No communication."""
+    if (plan := plan_of(model)) is None:
+        return
+    state = dict(model.named_parameters())
+    for target in plan.targets:
+        for name, shape in _adapter_shapes(target, plan.lora.r).items():
+            if name in state:
+                local_tensor(state[name]).copy_(adapter_value(name, shape)[slices(local_box(state[name]))])
 
 
 def adapter_value(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -127,3 +144,10 @@ def adapter_value(name: str, shape: tuple[int, ...]) -> Tensor:
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return values * (0.5 / shape[-1] ** 0.5 if name.endswith("A") else 0.05)
+
+
+def _adapter_shapes(target: Target, r: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of A and B of one target, by parameter name."""
+    lead = () if target.experts is None else (target.experts,)
+    shapes = ((*lead, r, target.in_features), (*lead, target.out_features, r))
+    return {f"{target.module}.{leaf}": shape for leaf, shape in zip(target.leaves, shapes, strict=True)}

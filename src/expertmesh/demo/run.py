@@ -1,0 +1,157 @@
+"""`expertmesh demo [--output DIR]`: build a small MoE model and data, train it on 2 ranks, compare.
+
+For a first look at expertmesh on any machine, without downloads. Inputs that an earlier demo left complete
+are used again; every run gets a directory of its own and nothing is deleted. Training goes through the public
+command line, as a user would start it. Ends with code 1 if the loss did not fall by a third, and with the
+trainer's code if that failed.
+"""
+
+import json
+import platform
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from expertmesh.demo.dataset import Sample, stdlib_samples, write_dataset
+
+RANKS = 2
+MAX_LENGTH = 512
+# The first step sees the untrained model; the end is a mean over this many steps, since single ones are noisy.
+WINDOW = 5
+NEEDED_FALL = 1 / 3
+PROMPTS = ("What does `os.path.join` do?", "What does `shutil.copytree` do?", "What is `pathlib.PurePath`?")
+
+CONFIG = """\
+# Written by `expertmesh demo`. Train on it with `expertmesh train CONFIG --nproc 2`.
+model:
+  name_or_path: {model}
+precision:
+  params: float32
+  compute: float32        # bfloat16 on a GPU
+data:
+  train: [{{path: {train}}}]
+  eval: [{{path: {evaluation}}}]
+  max_length: {max_length}
+  packing: true           # several samples per sequence; attention stays inside each
+  loss_on: assistant      # only the answers are learned
+optim: {{name: adamw, learning_rate: 3.0e-3, max_grad_norm: 1.0}}
+schedule: {{name: cosine, warmup_ratio: 0.05}}
+train: {{global_batch_size: 4, micro_batch_size: 2, num_epochs: 3, seed: 42}}
+parallel: {{ep: 2}}         # each rank holds half of the experts
+output_dir: {run}
+"""
+
+
+def run(root: Path) -> int:
+    """Run the demo in the directory `root`; returns the exit code."""
+    config = build_inputs(root)
+    output = fresh_run(root)
+    command = ["train", str(config), f"output_dir={output}", "--nproc", str(RANKS)]
+    print(f"\n$ expertmesh {' '.join(command)}", flush=True)
+    code = subprocess.run([sys.executable, "-m", "expertmesh", *command], check=False).returncode
+    return code or show(root, output)
+
+
+def build_inputs(root: Path) -> Path:
+    """Make data, tokenizer, model and config under `root` unless they are there; returns the config's path.
+
+    `inputs.json` is written last: where it matches this Python, everything before it is complete.
+    """
+    data, model, config, stamp = root / "data", root / "model", root / "config.yaml", root / "inputs.json"
+    train, evaluation = data / "train.jsonl", data / "eval.jsonl"
+    data.mkdir(parents=True, exist_ok=True)
+    paths = {"model": model, "train": train, "evaluation": evaluation, "run": root / "run"}
+    quoted = {name: _yaml_text(str(path)) for name, path in paths.items()}
+    config.write_text(CONFIG.format(max_length=MAX_LENGTH, **quoted), encoding="utf-8")
+    expected = json.dumps({"python": platform.python_version(), "max_length": MAX_LENGTH, "version": 1})
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == expected:
+        print(f"using the data and the model of an earlier demo in {root}")
+        return config
+    stamp.unlink(missing_ok=True)
+    samples = stdlib_samples()
+    trained, held_out = write_dataset(samples, train, evaluation)
+    print(f"data       {trained} questions about Python's standard library in {data}, {held_out} more held out")
+    vocabulary, parameters = _build_model(samples, model)
+    print(f"tokenizer  {vocabulary} tokens, trained on that text")
+    print(f"model      Qwen3-MoE, {parameters / 1e6:.1f} M random parameters, in {model}")
+    stamp.write_text(expected, encoding="utf-8")
+    return config
+
+
+def _yaml_text(text: str) -> str:
+    """`text` as a YAML scalar: plain where that is safe, quoted otherwise."""
+    return text if re.fullmatch(r"[\w./-]+", text) else json.dumps(text)
+
+
+def _build_model(samples: Sequence[Sample], directory: Path) -> tuple[int, int]:
+    # Imported here: torch takes seconds, and a bad Python installation is told before that.
+    from expertmesh.demo.checkpoint import write_checkpoint
+    from expertmesh.demo.tokenizer import train_tokenizer
+
+    _hide_progress_bars()
+    texts = (text for sample in samples for text in (sample.question, sample.answer))
+    tokenizer = train_tokenizer(texts, max_length=MAX_LENGTH)
+    return len(tokenizer), write_checkpoint(directory, tokenizer, MAX_LENGTH)
+
+
+def _hide_progress_bars() -> None:
+    """transformers draws one for every file that it reads or writes; here those take milliseconds."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def fresh_run(root: Path) -> Path:
+    """`root/run`, or the first of `run-2`, `run-3`, ... that does not exist yet."""
+    run, number = root / "run", 1
+    while run.exists():
+        number += 1
+        run = root / f"run-{number}"
+    return run
+
+
+def show(root: Path, run: Path) -> int:
+    """Print where the results are, samples before and after, and the losses; 0 if the loss fell enough."""
+    start, end = losses(run / "metrics.jsonl")
+    before, after = answers(root / "model"), answers(run / "model")
+    print(f"\nresults    {run}/model (a plain Hugging Face directory), {run}/metrics.jsonl, {run}/config.yaml")
+    for prompt, old, new in zip(PROMPTS, before, after, strict=True):
+        print(f"\n{prompt}\n  before: {old}\n  after:  {new}")
+    fall = 1 - end / start
+    print(f"\nloss       {start:.3f} -> {end:.3f}: {fall:.0%} lower (first step, mean of the last {WINDOW})")
+    if fall < NEEDED_FALL:
+        print(f"error: the loss should have fallen by at least {NEEDED_FALL:.0%}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def losses(metrics: Path) -> tuple[float, float]:
+    """Training loss of the first step and mean over the last `WINDOW` reported steps of a run."""
+    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    values = [float(row["loss"]) for row in rows if "loss" in row]
+    last = values[-WINDOW:]
+    return values[0], sum(last) / len(last)
+
+
+def answers(directory: Path) -> list[str]:
+    """Greedy answers of the model in `directory` to `PROMPTS`, by plain transformers; one line each."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    _hide_progress_bars()
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    model: Any = AutoModelForCausalLM.from_pretrained(directory)
+    texts = []
+    for prompt in PROMPTS:
+        chat = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        tokens = model.generate(**chat, max_new_tokens=48, do_sample=False)[0, chat["input_ids"].shape[1] :]
+        texts.append(textwrap.shorten(tokenizer.decode(tokens, skip_special_tokens=True), 160))
+    return texts

@@ -1,0 +1,202 @@
+"""The bugs that `--self-test` plants: each was shipped somewhere, or is the smallest relative of one that was.
+
+All of them leave a plausible loss and a wrong result.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from expertmesh.adapters.peft_format import WEIGHTS_FILE
+from expertmesh.parallel.pipeline import pipeline_of
+from expertmesh.state.shards import local_tensor
+from expertmesh.state.stage_view import stage_names
+from expertmesh.verification.compare import gather
+from expertmesh.verification.job import Job
+from expertmesh.verification.layers import CHECKS
+from expertmesh.verification.layers.resume import check_resume
+from expertmesh.verification.proof import Hooks, Proof
+from expertmesh.verification.result import Check
+from expertmesh.verification.setup import Setup
+from expertmesh.weights.load import expert_tensors
+
+Checks = Mapping[str, Callable[[Proof], list[Check]]]
+
+
+def _passes() -> Checks:
+    return {name: CHECKS[name] for name in ("bytes", "forward", "backward")}
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """One bug: what it is, the layer that has to catch it, and how to plant it in a job.
+
+    `checks` are run on that job; `refusal` says why it cannot be planted.
+    """
+
+    name: str
+    expected: str
+    hooks: Hooks
+    checks: Checks = field(default_factory=_passes)
+    refusal: str | None = None
+
+
+def bugs(setup: Setup) -> list[Bug]:
+    """All bugs but the adapter's, which needs a job with adapters; those between stages only where there are some."""
+    layout = setup.layout
+    alone = "needs two data ranks" if layout.data_ranks == 1 else None
+    routers = alone or _why_no_router(setup)
+    shards = "needs two ranks that share a model" if layout.world_size == layout.replicate else None
+    moments = "sgd keeps no moments" if setup.config.optim.name == "sgd" else None
+    update, resume = {"update": CHECKS["update"]}, {"metamorphic": check_resume}
+    found = [
+        Bug("two experts exchanged", "bytes", Hooks(loaded=_swap_experts)),
+        Bug("the first token of a rank gets no expert", "forward", Hooks(loaded=_drop_token)),
+        Bug("the router's gradient of other ranks dropped", "backward", Hooks(loaded=_drop_router), refusal=routers),
+        Bug("expert gradients twice as large", "backward", Hooks(backward=_double)),
+    ]
+    if layout.pp > 1:
+        lost = "the gradient from one stage to the one before lost"
+        found.append(Bug(lost, "backward", Hooks(loaded=_lose_between_stages)))
+    return [
+        *found,
+        Bug("clipped by each rank's own norm", "backward", Hooks(clip=_local_norm), refusal=shards),
+        Bug("moments of the step before", "update", Hooks(updated=_stale_moments()), update, moments),
+        Bug("moments lost when resuming", "metamorphic", Hooks(resumed=_lose_moments), resume, moments),
+    ]
+
+
+@torch.no_grad()
+def _swap_experts(job: Job) -> None:
+    """The last layer's on the last rank that has some; where it holds less than two, all ranks of its stage get those
+    of the stage's first (transformers 45662).
+    """
+    state = job.tensors()
+    for experts in expert_tensors(job.model)[-1:]:
+        for name in experts.names:
+            local = local_tensor(state[name])
+            share = state[name].shape[0] // experts.count
+            everyone = gather(tuple(local.shape) if local.numel() else None)
+            shapes = {rank: shape for rank, shape in enumerate(everyone) if shape is not None}
+            first, last = min(shapes), max(shapes)
+            if shapes[last][0] < 2 * share:
+                there = local.contiguous() if job.mesh.rank == first else local.new_empty(shapes[first])
+                there = there.to(job.mesh.device)  # ranks of other stages have nothing on their device
+                dist.broadcast(there, src=first)
+                if there.shape == local.shape:
+                    local.copy_(there)
+            elif job.mesh.rank == last:
+                local[: 2 * share] = torch.cat([local[share : 2 * share], local[:share]])
+
+
+def _drop_token(job: Job) -> None:
+    spec = job.setup.anatomy.experts[-1]
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        kept = torch.ones(output.shape[:-1], dtype=output.dtype, device=output.device)
+        kept.view(-1)[0] = 0  # the last one may be padding, which nobody misses
+        return output * kept[..., None]
+
+    block = spec.name.rpartition(".")[0] if spec.call == "dense" else spec.name
+    for name in stage_names(job.model, [block]):
+        module = job.model.get_submodule(name)
+        module.register_forward_hook(lambda m, a, out: hook(m, a, out) if isinstance(out, Tensor) else out)
+
+
+def _drop_router(job: Job) -> None:
+    if job.mesh.data_rank == 0:
+        return
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        for value in output if isinstance(output, tuple) else (output,):
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(torch.zeros_like)
+
+    for name in stage_names(job.model, job.setup.anatomy.routers):
+        job.model.get_submodule(name).register_forward_hook(hook)
+
+
+def _why_no_router(setup: Setup) -> str | None:
+    if not setup.anatomy.routers:
+        return "no router is recognised"
+    if setup.config.lora is not None or setup.config.moe.router == "frozen":
+        return "routers are not trained"
+    return None
+
+
+def _lose_between_stages(job: Job) -> None:
+    """On the last stage, as where a schedule and FSDP2 disagree on who runs a module's backward."""
+    pipeline = pipeline_of(job.model)
+    if pipeline is None or not pipeline.is_last(pipeline.own_stages[-1]):
+        return
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        if hidden.requires_grad:
+            hidden.register_hook(torch.zeros_like)
+
+    first = pipeline.blocks[pipeline.stages[-1].start]
+    job.model.get_submodule(first).register_forward_pre_hook(hook, with_kwargs=True)
+
+
+@torch.no_grad()
+def _double(job: Job) -> None:
+    inside = tuple(f"{spec.name}." for spec in job.setup.anatomy.experts)
+    found = {name: p for name, p in job.parameters().items() if name.startswith(inside)}
+    if not any(gather(bool(found))):  # adapters may leave experts alone
+        found = job.parameters()
+    for parameter in found.values():
+        if parameter.grad is not None:
+            local_tensor(parameter.grad).mul_(2)
+
+
+@torch.no_grad()
+def _local_norm(job: Job, max_norm: float | None) -> float:
+    own = [local_tensor(p.grad) for p in job.parameters().values() if p.grad is not None]
+    norm = float(torch.stack([each.double().square().sum() for each in own]).sum().sqrt())
+    for each in own:
+        each.mul_(1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6)))
+    return norm
+
+
+def _stale_moments() -> Callable[[Job], None]:
+    """After its second step, one rank goes on with the moments that it had after the first."""
+    before: list[dict[str, Tensor]] = []
+
+    @torch.no_grad()
+    def hook(job: Job) -> None:
+        if job.mesh.rank != job.mesh.layout.world_size - 1:
+            return
+        held = {name: local_tensor(value) for name, value in job.optimizer_tensors().items() if value.dim()}
+        if not before:
+            before.append({name: value.clone() for name, value in held.items()})
+        elif before[-1]:
+            for name, value in held.items():
+                value.copy_(before[-1][name])
+            before.append({})
+
+    return hook
+
+
+@torch.no_grad()
+def _lose_moments(job: Job) -> None:
+    """One rank starts with none, as if only the others' had been saved."""
+    if job.mesh.rank == job.mesh.layout.world_size - 1:
+        for value in job.optimizer_tensors().values():
+            if value.dim():
+                local_tensor(value).zero_()
+
+
+def zero_half_of_each_adapter(directory: Path) -> None:
+    """In a directory with an adapter that was just saved."""
+    tensors = load_file(directory / WEIGHTS_FILE)
+    for name, value in tensors.items():
+        if "lora_B" in name:
+            value[len(value) // 2 :] = 0
+    save_file(tensors, directory / WEIGHTS_FILE, {"format": "pt"})

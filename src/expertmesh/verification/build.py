@@ -1,0 +1,50 @@
+"""Builds the sharded job under proof by the calls that training makes, and a variant of it for what must not matter."""
+
+from expertmesh.adapters.start import start as start_adapters
+from expertmesh.config import ParallelConfig, PrecisionConfig
+from expertmesh.distributed.mesh import init_mesh, set_timeout
+from expertmesh.model import prepare_model
+from expertmesh.training.optimizer import build_optimizer
+from expertmesh.training.preflight import checkpointing_mode
+from expertmesh.verification.job import Job
+from expertmesh.verification.reference.weights import set_adapters
+from expertmesh.verification.setup import Setup
+from expertmesh.weights.load import fill
+
+
+def build(
+    setup: Setup,
+    *,
+    precision: PrecisionConfig | None = None,
+    parallel: ParallelConfig | None = None,
+    checkpointing: bool | None = None,
+) -> Job:
+    """The job of the configuration, or a variant of it, loaded. Adapters get values by their names instead of zeros.
+
+    Every rank calls it; issues the collectives of loading.
+    """
+    config = setup.config
+    precision = precision or config.precision
+    mesh = init_mesh(parallel or config.parallel, num_experts=setup.anatomy.num_experts)
+    set_timeout(mesh, config.distributed.first_step_timeout_seconds)
+    attention = config.model.attention
+    if attention == "flash_attention_2" and precision.compute != "bfloat16":
+        attention = "sdpa"
+    model, _ = prepare_model(
+        setup.model_config,
+        setup.directory,
+        mesh,
+        precision=precision,
+        moe=config.moe,
+        attention=attention,
+        trust_remote_code=config.model.trust_remote_code,
+        activation_checkpointing=checkpointing_mode(config) if checkpointing is None else checkpointing,
+        lora=config.lora,
+        name=config.model.name_or_path,
+        revision=config.model.revision,
+    )
+    setup.forget_layers(model)
+    fill(model, setup.directory, allocate_on=mesh.device)
+    start_adapters(model, config.train.seed)
+    set_adapters(model)
+    return Job(setup, mesh, model, build_optimizer(model, config.optim), precision)

@@ -1,0 +1,202 @@
+"""What a forward of the job gives for its samples: the output of every block, the experts chosen, the logits.
+
+Hooks record it, micro-batch by micro-batch, in evaluation and without gradients, by the forward that evaluation runs.
+A rank sees some positions (tp, cp) or some blocks (pp) of its data rank's samples; the parts are put together here, so
+that whole samples of whole models are compared.
+
+    B rows, S positions, T a data rank's tokens, X any last dimension, K top-k
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers.utils.generic import ModelOutput
+
+from expertmesh.anatomy import ExpertsSpec
+from expertmesh.distributed.mesh import Mesh
+from expertmesh.distributed.sequence_collectives import gather
+from expertmesh.parallel.pipeline import Placeholder, pipeline_of
+from expertmesh.parallel.sequence import padded, sequence_share
+from expertmesh.step.loss import head_logits
+from expertmesh.step.pipeline_schedule import StageOutput, run_pipeline, same_shape
+from expertmesh.verification.job import Job
+from expertmesh.verification.samples import PlacedSample, StepData
+
+# Of wide tensors so many elements are compared, of tokens chosen at random.
+_MOST_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardRecord:
+    """Of this data rank's samples: `tensors` by name `[T, X]`, and the experts chosen, `choices` `[T, K]` by module."""
+
+    tensors: dict[str, Tensor]
+    choices: dict[str, Tensor]
+
+
+def kept_tokens(value_TX: Tensor) -> Tensor:
+    """Rows of `[T, X]` in fp32 or wider, on the host; of many, a random part that depends on the shape alone."""
+    most = max(1, _MOST_ELEMENTS // max(1, value_TX.shape[-1]))
+    if len(value_TX) > most:
+        order = torch.randperm(len(value_TX), generator=torch.Generator().manual_seed(0))
+        value_TX = value_TX[order[:most].sort().values.to(value_TX.device)]
+    return value_TX.cpu().to(torch.promote_types(value_TX.dtype, torch.float32))
+
+
+@contextmanager
+def record_choices(
+    modules: Mapping[str, nn.Module], specs: Iterable[ExpertsSpec], found: dict[str, Tensor]
+) -> Iterator[None]:
+    """Put the expert ids `[T, K]` that each experts module is called with into `found`, by the module's name."""
+
+    def hook_of(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            found[name] = next(value for value in (*args, *kwargs.values()) if not value.is_floating_point()).detach()
+
+        return hook
+
+    with ExitStack() as stack:
+        for spec in specs:
+            module = modules.get(spec.name)
+            if module is not None and spec.call != "dense" and not isinstance(module, nn.ModuleList):
+                stack.enter_context(module.register_forward_pre_hook(hook_of(spec.name), with_kwargs=True))
+        yield
+
+
+@torch.no_grad()
+def record_forward(job: Job, data: StepData) -> ForwardRecord:
+    """Run the samples of this data rank in evaluation.
+
+    Every rank calls it: the collectives of a forward, those of `_whole_rows` and, with stages, of `_of_all_stages`.
+    """
+    step, placed = job.batches(data), data.placed(job.mesh.layout, job.mesh.rank)
+    job.model.eval()
+    with _recording(job, placed) as recorder:
+        if pipeline_of(job.model) is None:
+            _run(job, step.micro_batches, recorder)
+        else:
+            _run_stages(job, step.micro_batches, recorder)
+    job.model.train()
+    tensors = {name: kept_tokens(torch.cat(parts)) for name, parts in recorder.outputs.items()}
+    choices = {name: torch.cat(parts).cpu() for name, parts in recorder.choices.items()}
+    if job.mesh.layout.pp > 1:
+        tensors, choices = (_of_all_stages(job.mesh, own) for own in (tensors, choices))
+    return ForwardRecord(tensors, choices)
+
+
+@dataclass(slots=True)
+class _JobRecorder:
+    """By name, a part for each micro-batch. `last_*` are of the forward that has just run, as this rank saw it."""
+
+    job: Job
+    placed: list[PlacedSample]
+    outputs: dict[str, list[Tensor]] = field(default_factory=dict)
+    choices: dict[str, list[Tensor]] = field(default_factory=dict)
+    last_outputs: dict[str, Tensor] = field(default_factory=dict)
+    last_choices: dict[str, Tensor] = field(default_factory=dict)
+
+    def keep(self, number: int, batch: Mapping[str, Tensor]) -> None:
+        """Of the micro-batch `number`, the samples' own tokens. Stages run micro-batches in order."""
+        rows, positions = batch["input_ids"].shape
+        mine = [sample for sample in self.placed if sample.micro == number]
+        for name, value in self.last_outputs.items():
+            self.outputs.setdefault(name, []).append(_cut_out(_whole_rows(self.job, value), mine))
+        for name, index in self.last_choices.items():
+            if index.shape[0] * sequence_share(self.job.model).parts == rows * positions:
+                index_BSK = _whole_rows(self.job, index.view(rows, -1, index.shape[-1]))
+                self.choices.setdefault(name, []).append(_cut_out(index_BSK, mine))
+        self.last_outputs.clear()
+        self.last_choices.clear()
+
+
+@contextmanager
+def _recording(job: Job, placed: list[PlacedSample]) -> Iterator[_JobRecorder]:
+    """Hooks on blocks and experts, of those that compute on this rank."""
+    recorder, anatomy = _JobRecorder(job, placed), job.setup.anatomy
+    modules = {name: m for name, m in job.model.named_modules() if not isinstance(m, Placeholder)}
+
+    def hook_of(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            recorder.last_outputs[name] = output if isinstance(output, Tensor) else output[0]
+
+        return hook
+
+    with ExitStack() as stack, record_choices(modules, anatomy.experts, recorder.last_choices):
+        for name in anatomy.blocks:
+            if name in modules:
+                stack.enter_context(modules[name].register_forward_hook(hook_of(name)))
+        yield recorder
+
+
+def _run(job: Job, batches: Any, recorder: _JobRecorder) -> None:
+    """All micro-batches through a model that this rank has whole."""
+    share = sequence_share(job.model)
+    for number, batch in enumerate(padded(each, share) for each in batches):
+        inputs = {key: v for key, v in batch.items() if key not in ("labels", "row_numbers", "real_tokens")}
+        recorder.last_outputs["logits"] = job.model(**inputs, use_cache=False).logits
+        recorder.keep(number, batch)
+
+
+def _run_stages(job: Job, micro_batches: Any, recorder: _JobRecorder) -> None:
+    """All micro-batches through the stages, by the run's own schedule."""
+    model, pipeline = job.model, pipeline_of(job.model)
+    assert pipeline is not None
+    batches = same_shape(micro_batches, sequence_share(model).parts)
+
+    def look(output: StageOutput) -> None:
+        if output.is_last:
+            recorder.last_outputs["logits"] = _logits(model, output.base)
+        recorder.keep(output.number, batches[output.number])
+
+    run_pipeline(model, pipeline, batches, look)
+
+
+def _logits(model: nn.Module, base: ModelOutput) -> Tensor:
+    """What the last stage's head makes of the decoder's result; gathered for that, as for the loss in evaluation."""
+    hidden_BSH = base["last_hidden_state"]
+    others = {key: value for key, value in base.items() if key != "last_hidden_state"}
+    root = cast(FSDPModule, model)
+    root.unshard()
+    logits = head_logits(model, hidden_BSH.flatten(0, 1), partial(type(base), **others))
+    root.reshard()
+    return logits.view(*hidden_BSH.shape[:2], -1)
+
+
+def _whole_rows(job: Job, value_BSX: Tensor) -> Tensor:
+    """What the ranks that share rows have of them, all positions. Collective over tp and cp: one all-gather each."""
+    for axis in ("tp", "cp"):
+        if job.mesh.layout.size(axis) > 1:
+            value_BSX = gather(value_BSX, 1, job.mesh.dense.get_group(axis))
+    return value_BSX
+
+
+def _of_all_stages(mesh: Mesh, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What every stage has of the same samples, on each of their ranks. Collective over pp: one gathering of names, and
+    one broadcast for each of them.
+    """
+    everyone: list[Any] = [None] * mesh.layout.pp
+    described = [(name, tuple(value.shape), value.dtype) for name, value in own.items()]
+    dist.all_gather_object(everyone, described, group=mesh.pp_group)
+    whole: dict[str, Tensor] = {}
+    for rank, parts in enumerate(everyone):
+        here = rank == mesh.coordinate("pp")
+        for name, shape, dtype in parts:
+            assert name not in whole, f"{name} ran on two stages"
+            value = own[name].to(mesh.device) if here else torch.empty(shape, dtype=dtype, device=mesh.device)
+            if value.numel():
+                dist.broadcast(value, src=dist.get_global_rank(mesh.pp_group, rank), group=mesh.pp_group)
+            whole[name] = value.cpu()
+    return whole
+
+
+def _cut_out(value_BSX: Tensor, placed: list[PlacedSample]) -> Tensor:
+    """The samples' own tokens of a micro-batch, one sample after the other."""
+    parts = [value_BSX[sample.row, sample.start : sample.start + len(sample)] for sample in placed]
+    return torch.cat(parts) if parts else value_BSX[:0].flatten(0, 1)

@@ -1,0 +1,118 @@
+"""The sharded job under proof: what training does with a model, one call at a time; and what a rank holds of it.
+
+Of a job with pipeline stages a rank has what its stages have, by the names of the whole model. Nothing communicates but
+what says so.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from expertmesh.config import PrecisionConfig
+from expertmesh.data import Step
+from expertmesh.distributed.mesh import Mesh
+from expertmesh.experts.balance import attached_balance, update_router_bias
+from expertmesh.parallel.grad_norm import clip_grad_norm_
+from expertmesh.state.shards import local_tensor, owns_copy
+from expertmesh.state.stage_view import stage_parameters
+from expertmesh.step.forward_backward import forward_backward
+from expertmesh.verification.samples import StepData
+from expertmesh.verification.setup import Setup
+from expertmesh.weights.mapping import model_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Of a step, over all ranks. Router losses are without their factors, None where they are off."""
+
+    loss: float
+    aux_loss: float | None
+    z_loss: float | None
+
+
+@dataclass(slots=True)
+class Job:
+    """One sharded model with its optimizer. Every rank calls the methods that communicate, in the same order."""
+
+    setup: Setup
+    mesh: Mesh
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    precision: PrecisionConfig
+
+    @property
+    def answers_for_rows(self) -> bool:
+        """Whether this rank answers for the rows of its data rank: one of the ranks that share them."""
+        layout, rank = self.mesh.layout, self.mesh.rank
+        return rank % (layout.cp * layout.tp) == 0 and rank < layout.world_size // layout.pp
+
+    def batches(self, data: StepData, *, micro: int | None = None, packing: bool | None = None) -> Step:
+        """The step's micro-batches of this data rank, on its device."""
+        step = data.batches(self.mesh.layout, self.mesh.rank, micro=micro, packing=packing)
+        moved = tuple({key: value.to(self.mesh.device) for key, value in batch.items()} for batch in step.micro_batches)
+        return replace(step, micro_batches=moved)
+
+    def backward(self, step: Step) -> Losses:
+        """All micro-batches of one step, as the training loop runs them; gradients are complete afterwards.
+
+        Issues the collectives of a step, and one all-reduce of the losses.
+        """
+        losses = forward_backward(self.model, step.micro_batches, target_tokens=step.target_tokens)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        values = (losses.loss, losses.aux_loss, losses.z_loss)
+        sums = torch.stack([value.to(self.mesh.device, torch.float64) for value in values])
+        dist.all_reduce(sums)
+        balance = attached_balance(self.model)
+        total, aux, z = sums.tolist()
+        return Losses(total, aux if balance.aux_loss_coef else None, z if balance.z_loss_coef else None)
+
+    def clip(self, max_norm: float | None) -> float:
+        """The training loop's own norm and clipping. Issues its collectives."""
+        return float(clip_grad_norm_(self.model, max_norm))
+
+    def update(self) -> None:
+        """One optimizer step on the gradients that are there, and what the training loop does after it."""
+        self.optimizer.step()
+        update_router_bias(self.model)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def train_step(self, data: StepData) -> None:
+        """A whole step of the run."""
+        self.backward(self.batches(data))
+        self.clip(self.setup.config.optim.max_grad_norm)
+        self.update()
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What this rank trains a part of, by the names of the whole model."""
+        return {name: p for name, p in stage_parameters(self.model).items() if p.requires_grad}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's shards of all gradients, as they are now; zeros where there is none."""
+        found = {}
+        for name, parameter in self.parameters().items():
+            held, grad = local_tensor(parameter), parameter.grad
+            found[name] = torch.zeros_like(held) if grad is None else local_tensor(grad).clone()
+        return found
+
+    def counted(self) -> dict[str, bool]:
+        """Of which trained tensors this rank's part counts, where several ranks hold the same."""
+        return {name: owns_copy(parameter) for name, parameter in self.parameters().items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters (trained or not) and persistent buffers of this rank, by name."""
+        return {**model_tensors(self.model), **dict(self.model.named_parameters())}
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """The optimizer's state of each trained tensor, such as `exp_avg of NAME`."""
+        return {
+            f"{slot} of {name}": value
+            for name, parameter in self.parameters().items()
+            for slot, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        }

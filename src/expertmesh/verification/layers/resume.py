@@ -1,0 +1,50 @@
+"""The last relation of layer 5: a run that stops, saves and goes on in a new job ends with the bits of one that does
+not, in the run's own precision.
+"""
+
+import gc
+import shutil
+
+import torch.distributed as dist
+
+from expertmesh.checkpoint.interface import load_checkpoint, save_checkpoint
+from expertmesh.checkpoint.state import fingerprint
+from expertmesh.state.shards import local_tensor
+from expertmesh.verification.build import build
+from expertmesh.verification.compare import gather
+from expertmesh.verification.job import Job
+from expertmesh.verification.proof import Proof, label
+from expertmesh.verification.result import Check
+
+
+def check_resume(proof: Proof) -> list[Check]:
+    """Every rank calls it. Builds the job twice."""
+    setup, precision, directory = proof.setup, proof.setup.config.precision, proof.scratch / "checkpoint"
+    name = f"{label(precision)}: resumed = uninterrupted, bit for bit"
+    *first, last = setup.steps
+    job = build(setup, precision=precision)
+    for data in first:
+        job.train_step(data)
+    save_checkpoint(job.model, job.optimizer, directory, step=len(first))
+    job.train_step(last)
+    expected = _fingerprints(job)
+    del job
+    gc.collect()
+    resumed = build(setup, precision=precision)
+    load_checkpoint(resumed.model, resumed.optimizer, directory)
+    proof.hooks.resumed(resumed)
+    resumed.train_step(last)
+    got = _fingerprints(resumed)
+    different = sorted(key for key in expected.keys() | got.keys() if expected.get(key) != got.get(key))
+    everyone = [key for part in gather(different) for key in part]
+    if dist.get_rank() == 0:
+        shutil.rmtree(directory)
+    note = "weights and moments" if not everyone else f"{everyone[0]} differs, and {len(everyone) - 1} more"
+    return [Check.that(name, not everyone, sum(gather(len(expected))), note)]
+
+
+def _fingerprints(job: Job) -> dict[str, int]:
+    """Of each weight and each moment that this rank holds."""
+    tensors = {**job.tensors(), **job.optimizer_tensors()}
+    held = {name: local_tensor(tensor) for name, tensor in tensors.items()}
+    return {name: fingerprint(local) for name, local in held.items() if local.numel()}

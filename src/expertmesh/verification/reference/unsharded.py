@@ -1,0 +1,104 @@
+"""The unsharded model in plain torch: what `verify` and the tests compare sharded jobs with.
+
+A model of transformers, or of PEFT around one, runs as it is in one process, with torch's own loss, norm and optimizer.
+Nothing here communicates; expertmesh's dispatch, expert layers, loss, norm and packing are not in it.
+
+    B samples, S positions, V vocabulary, T real tokens, K top-k
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils.rnn import pad_sequence
+
+from expertmesh.data import IGNORE
+
+Sample = tuple[Tensor, Tensor]  # token ids and labels, each `[S]`
+StepT = TypeVar("StepT")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Samples as one right-padded batch, with a mask of the real tokens."""
+
+    ids_BS: Tensor
+    labels_BS: Tensor
+    real_BS: Tensor
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], device: torch.device | str = "cpu") -> "Batch":
+        ids = pad_sequence([ids for ids, _ in samples], batch_first=True)
+        labels = pad_sequence([labels for _, labels in samples], batch_first=True, padding_value=IGNORE)
+        real = pad_sequence([torch.ones_like(ids, dtype=torch.bool) for ids, _ in samples], batch_first=True)
+        return cls(ids.to(device), labels.to(device), real.to(device))
+
+    def real_tokens(self, value_BSX: Tensor) -> Tensor:
+        """The real tokens `[T, X]`, sample after sample, of a value for each token of the batch."""
+        return value_BSX.reshape(*self.ids_BS.shape, -1)[self.real_BS]
+
+    def spread(self, flags_T: Tensor, choices_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """From real tokens to all places of the batch; padding is not flagged."""
+        real = self.real_BS.flatten().cpu()
+        flags = torch.zeros(real.numel(), dtype=torch.bool)
+        choices = torch.zeros(real.numel(), choices_TK.shape[-1], dtype=choices_TK.dtype)
+        flags[real], choices[real] = flags_T, choices_TK
+        return flags, choices
+
+
+def forward(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The logits `[B, S, V]`, and the cross entropy of each target, in fp32 or wider."""
+    mask = None if bool(batch.real_BS.all()) else batch.real_BS.long()
+    logits: Tensor = model(input_ids=batch.ids_BS, attention_mask=mask, use_cache=False).logits
+    labels, predicting = batch.labels_BS[:, 1:], batch.labels_BS[:, 1:] != IGNORE
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return logits, F.cross_entropy(logits[:, :-1][predicting].to(wide), labels[predicting], reduction="none")
+
+
+def backward(model: Any, samples: Sequence[Sample]) -> float:
+    """Add the gradients of one step to the model's, each sample run by itself; the step's mean loss per target."""
+    targets = sum(int((labels[1:] != IGNORE).sum()) for _, labels in samples)
+    total = 0.0
+    for sample in samples:
+        loss = forward(model, Batch.of([sample]))[1].sum() / targets
+        loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class UnshardedRun:
+    """Of each step the loss and the norm before clipping; the first step's gradients, before clipping, if kept."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]
+
+
+def train(
+    trained: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    steps: Iterable[StepT],
+    backward: Callable[[StepT], float],
+    *,
+    max_norm: float | None = None,
+    keep_gradients: bool = True,
+) -> UnshardedRun:
+    """Clipped optimizer steps on the parameters `trained`; `backward` leaves a step's gradients on them.
+
+    The weights at the end are those of `trained`.
+    """
+    run = UnshardedRun([], [], {})
+    for step in steps:
+        run.losses.append(backward(step))
+        if keep_gradients and not run.gradients:
+            run.gradients.update((name, p.grad.clone()) for name, p in trained.items() if p.grad is not None)
+        run.norms.append(float(clip_grad_norm_(trained.values(), math.inf if max_norm is None else max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return run

@@ -1,0 +1,55 @@
+"""Layer 7, `--self-test`: plants known bugs in the job, one at a time, and shows that the right layer turns red.
+
+The reference is never touched. A bug that the run leaves no room for (one rank, no moments) is reported as not planted.
+"""
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+
+from expertmesh.config import LoraConfig
+from expertmesh.config.errors import InputError
+from expertmesh.verification.bugs import bugs, zero_half_of_each_adapter
+from expertmesh.verification.layers.artifacts import check_artifacts
+from expertmesh.verification.proof import Hooks, Proof
+from expertmesh.verification.result import Check, Mutation
+from expertmesh.verification.setup import Setup, in_float32
+
+
+def self_test(proof: Proof) -> list[Mutation]:
+    """Plant every bug and report who caught it. Every rank calls it; the reference's results are used again."""
+    config = proof.setup.config
+    setup = replace(proof.setup, config=config.model_copy(update={"precision": in_float32(config.precision)}))
+    found = []
+    for bug in bugs(setup):
+        if bug.refusal is not None:
+            found.append(Mutation(bug.name, bug.expected, why_not=bug.refusal))
+            continue
+        broken = Proof(setup, proof.scratch, proof.expectations, bug.hooks, uses_float64=False)
+        checks = [(layer, check) for layer, run in bug.checks.items() for check in run(broken)]
+        caught = tuple((layer, check.name) for layer, check in checks if check.status == "fail")
+        found.append(Mutation(bug.name, bug.expected, caught))
+        del broken
+        gc.collect()
+    return [*found, _adapter_bug(setup, proof.scratch)]
+
+
+def _adapter_bug(setup: Setup, scratch: Path) -> Mutation:
+    """The saved adapter holds one rank's rows of each B, the rest zeros (axolotl 3772); of a job with adapters."""
+    name, expected, config = "half of each adapter's rows zeroed", "artifacts", setup.config
+    # Experts of some families cannot have adapters that PEFT reads; attention does as well.
+    wanted = [LoraConfig(r=4, alpha=8.0, targets=targets) for targets in (("attention", "experts"), ("attention",))]
+    checks: list[Check] = []
+    for lora in [config.lora] if config.lora is not None else wanted:
+        adapted = replace(setup, config=config.model_copy(update={"lora": lora}))
+        broken = Proof(adapted, scratch, hooks=Hooks(saved=zero_half_of_each_adapter), uses_float64=False)
+        try:
+            checks = check_artifacts(broken, merges=False)
+            break
+        except InputError as error:
+            why_not = str(error)
+    if not checks:
+        return Mutation(name, expected, why_not=why_not)
+    if all(check.status == "not run" for check in checks):
+        return Mutation(name, expected, why_not=checks[-1].note)
+    return Mutation(name, expected, tuple((expected, check.name) for check in checks if check.status == "fail"))
