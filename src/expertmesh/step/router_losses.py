@@ -31,7 +31,7 @@ Batch = Mapping[str, torch.Tensor]
 
 @contextmanager
 def router_losses(model: nn.Module, micro_batches: Sequence[Batch]) -> Iterator["RouterLosses"]:
-    """Around the micro-batches of one optimizer step, where `moe` asks for router losses; costs nothing where not.
+    """Context of the micro-batches of one optimizer step; it costs nothing where `moe` asks for no router losses.
 
         with em.router_losses(model, micro_batches) as router_loss:
             for batch in micro_batches:
