@@ -229,24 +229,26 @@ class _Experts:
         return self.pairs_PI + self.pairs_PH + self.rows_RH
 
     def backward(self) -> float:
+        """The largest of three moments, on top of what is saved."""
         routed, experts, spec = self.routed, self.experts, self.spec
         part = min(routed.pairs, max(routed.pairs / 8, (1 << 20) / experts.width))
         parts = part * spec.intermediate_size * (4 * self.compute + 4)
         here = spec.num_experts / self.sharding.ep
         up, down = (here * size * spec.hidden_size for size in (experts.width, spec.intermediate_size))
-        train = any(trains for _, trains, _ in experts.matrices[:2]) and not experts.adapted
+        trains = any(train for _, train, _ in experts.matrices[:2]) and not experts.adapted
+        # Weights that FSDP2 does not gather are cast in the forward, and their gradients cast back.
         cast = self.master != self.compute and not self.gathers and not experts.adapted
-        gradient = (self.compute + (self.master if cast else 0)) if train else 0
-        kept = self.master if cast else self.compute
+        gradient = (self.compute + (self.master if cast else 0)) if trains else 0
+        stays = self.master if cast else self.compute
         if experts.looped:
             one = 3 / here
             looped = self.rows_RH + 4 * routed.rows * spec.hidden_size + one * (self.pairs_PH + self.pairs_PI)
-            return looped + (up + down) * kept
-        kept_down = kept * down if train else 0
+            return looped + (up + down) * stays
         weight = self.compute if cast else 0
-        row, pair = self.rows_RH, self.pairs_PH
+        rows, pairs = self.rows_RH, self.pairs_PH
+        down_stays, up_stays = (stays * down, up * stays) if trains else (0, 0)
         return max(
-            row + pair + self.pairs_PI + max(parts, down * max(gradient, weight)),
-            row + kept_down + pair + up * gradient,
-            row + kept_down + (up * kept if train else 0) + pair + max(row, up * weight),
+            rows + pairs + self.pairs_PI + max(parts, down * max(gradient, weight)),
+            rows + down_stays + pairs + up * gradient,
+            rows + down_stays + up_stays + pairs + max(rows, up * weight),
         )
