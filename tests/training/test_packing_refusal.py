@@ -2,7 +2,7 @@
 
 import pytest
 
-from expertmesh.training.preflight import _masks_see_positions, packing_refusal
+from expertmesh.introspection.packing import _masks_see_positions, packing_refusal
 from tests.support.models import tiny_model
 
 DIRECT = "create_causal_mask(config=c, position_ids=position_ids)"

@@ -83,12 +83,20 @@ class Cut:
     parts: dict[str, frozenset[int]]
     hidden: tuple[int, ...]
 
+    def gone(self, pp_rank: int) -> list[str]:
+        """The modules that one pp rank does not hold."""
+        return [name for name, ranks in self.parts.items() if pp_rank not in ranks]
 
-def plan_cut(model: nn.Module, anatomy: Anatomy, layout: Layout) -> Cut:
-    """Raises `InputError` by name for a model that cannot be cut; nothing is changed. Every rank plans the same."""
+
+def plan_cut(model: nn.Module, anatomy: Anatomy, layout: Layout, twin: nn.Module | None = None) -> Cut:
+    """Raises `InputError` by name for a model that cannot be cut; nothing is changed. Every rank plans the same.
+
+    `twin` is the model's on meta, if there is one, and is left as it was.
+    """
     blocks = decoder_blocks(anatomy)
     stages = plan_stages(model, anatomy, blocks, layout)
-    decoder = probe(meta_twin(model), blocks, anatomy.experts)
+    twin = meta_twin(model) if twin is None else twin
+    decoder = probe(twin, blocks, anatomy.experts)
     parts = _parts(model, decoder, blocks, layout, stages)
     trained = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
     for rank in range(layout.pp):
@@ -99,24 +107,27 @@ def plan_cut(model: nn.Module, anatomy: Anatomy, layout: Layout) -> Cut:
                 f"parallel.pp: nothing on stage {own[0]} (blocks {', '.join(numbers)}) is trained, so that it would "
                 "only hand tokens on; set parallel.pp to 1, or widen lora.targets"
             )
-    bare = meta_twin(model)
-    _put_placeholders(bare, parts, blocks, next(iter(bare.parameters())).dtype, torch.device("meta"))
-    rehearse(bare)
+    replaced = _put_placeholders(twin, parts, blocks, next(iter(twin.parameters())).dtype, torch.device("meta"))
+    try:
+        rehearse(twin)
+    finally:
+        for name, module in replaced.items():
+            _put(twin, name, module)
     return Cut(tuple(blocks), stages, parts, decoder.hidden)
 
 
-def cut(model: nn.Module, anatomy: Anatomy, mesh: Mesh, dtype: torch.dtype) -> Anatomy:
+def cut(model: nn.Module, plan: Cut, anatomy: Anatomy, mesh: Mesh, dtype: torch.dtype, twin: nn.Module) -> Anatomy:
     """Keep what this rank's stages hold of `model`, in place; returns the anatomy of that. No communication.
 
-    `dtype` is the compute dtype. Questions about the whole model go through state/stage_view.py from now on.
+    `dtype` is the compute dtype. Questions about the whole model go to its `twin` on meta, by state/stage_view.py, from
+    now on.
     """
-    plan = plan_cut(model, anatomy, mesh.layout)
-    blocks, parts = plan.blocks, plan.parts
+    blocks = plan.blocks
     pipeline = Pipeline(mesh, blocks, plan.stages, plan.hidden, dtype)
-    rank = mesh.coordinate("pp")
     # The state of adapters too: it is found also where no module of the stage is adapted.
-    attach(model, stage_view=_stage_view(model, parts, mesh), pipeline=pipeline, lora_state=adapter_state(model))
-    gone = [name for name, ranks in parts.items() if rank not in ranks]
+    view = _stage_view(model, plan.parts, mesh, twin)
+    attach(model, stage_view=view, pipeline=pipeline, lora_state=adapter_state(model))
+    gone = plan.gone(mesh.coordinate("pp"))
     _put_placeholders(model, gone, blocks, dtype, mesh.device)
     pipeline.idle.update({number: _idle(model.get_submodule(blocks[number])) for number in pipeline.own_blocks})
     model.register_forward_pre_hook(_refuse_alone)
@@ -125,9 +136,10 @@ def cut(model: nn.Module, anatomy: Anatomy, mesh: Mesh, dtype: torch.dtype) -> A
 
 def _put_placeholders(
     model: nn.Module, names: Iterable[str], blocks: Sequence[str], dtype: torch.dtype, device: torch.device
-) -> None:
-    """Replace the modules `names`, in place."""
+) -> dict[str, nn.Module]:
+    """Replace the modules `names`, in place; returns what was there, the last replaced first."""
     embedding = model.get_input_embeddings()  # type: ignore[operator]
+    replaced: dict[str, nn.Module] = {}
     for name in names:
         module = model.get_submodule(name)
         stand_in: nn.Module
@@ -137,8 +149,14 @@ def _put_placeholders(
             stand_in = _NoEmbedding(embedding, dtype, device)
         else:
             stand_in = _PassThrough(module)
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, stand_in)
+        replaced = {name: module, **replaced}
+        _put(model, name, stand_in)
+    return replaced
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
 
 
 @contextmanager
@@ -276,7 +294,7 @@ def _outermost(model: nn.Module, parameter: str, among: frozenset[str], blocks: 
     )
 
 
-def _stage_view(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh) -> StageView:
+def _stage_view(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh, twin: nn.Module) -> StageView:
     """What is in several stages, and who answers for it: the first of them."""
     everywhere = frozenset(range(mesh.layout.pp))
     holders: dict[int, frozenset[int]] = {}
@@ -287,7 +305,7 @@ def _stage_view(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh) 
     rank = mesh.coordinate("pp")
     held = {name: holders[id(tensor)] for name, tensor in state.items() if rank in holders[id(tensor)]}
     return StageView(
-        meta_model=meta_twin(model),
+        meta_model=twin,
         tied_replicas=frozenset(name for name, ranks in held.items() if min(ranks) != rank),
         tied_originals=frozenset(name for name, ranks in held.items() if min(ranks) == rank and len(ranks) > 1),
         is_first_rank=mesh.rank % mesh.layout.ranks_per_stage == 0,
