@@ -5,8 +5,8 @@ formulas, blocks.py) and attention by what a fused kernel saves. So a norm that 
 shared expert costs what its code costs. One block of each kind is run; figures are linear in the micro-batch.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from expertmesh.anatomy import Anatomy
 from expertmesh.config.errors import InputError
 from expertmesh.planning.trackers import UsageTracker
+from expertmesh.state.patching import forwards_replaced
 
 
 class NotProbed(InputError):
@@ -86,13 +87,13 @@ def probe(
     skipped = {model.get_submodule(spec.name): _NoExperts.apply for spec in anatomy.experts}
     embedding = next(model.get_input_embeddings().parameters())  # type: ignore[operator]
     try:
-        with _replaced(skipped):
+        with forwards_replaced(skipped):
             one, two = (_run(model, anatomy, measured, (rows, length), packed, latents) for rows in (1, 2))
             first = one
             if not embedding.requires_grad:
                 first = _run(model, anatomy, measured, (1, length), packed, latents, embeds=True)
     except Exception as error:
-        # Another package's code on tensors without values: whatever it raises, its figures cannot be had.
+        # Another package's code on tensors without values may raise anything; there is no plan for it then.
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise NotProbed(f"{model.config.model_type}: its code does not run without values ({cause})") from error  # type: ignore[union-attr]
     figures = []
@@ -170,22 +171,6 @@ class _NoExperts(torch.autograd.Function):
         )
 
 
-@contextmanager
-def _replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Modules with another forward, for the time of the block."""
-    before = {module: vars(module).get("forward") for module in forwards}
-    for module, forward in forwards.items():
-        module.forward = forward
-    try:
-        yield
-    finally:
-        for module, own in before.items():
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
-
-
 def _run(
     model: nn.Module,
     anatomy: Anatomy,
@@ -221,7 +206,7 @@ def _run(
         try:
             tracker.include((*model.parameters(), *model.buffers()))
             known = tracker.live
-            with torch.enable_grad(), _replaced(forwards), watch.attention, counter, tracker:
+            with torch.enable_grad(), forwards_replaced(forwards), watch.attention, counter, tracker:
                 hidden = base(**inputs, use_cache=False)[0]
                 end = tracker.live
                 hidden.backward(torch.empty_like(hidden))
