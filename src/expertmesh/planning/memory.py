@@ -110,9 +110,8 @@ class _RankMemory:
         self.known: dict[Piece, BlockMemory] = {}
         self.hidden = hidden_bytes(self.model, self.sharding)
         self.tables = self.model.tables
-        part = self.batch.rows / (self.layout.cp * self.layout.tp)
-        self.outside = (self.model.outside - self.model.tables) * part
-        self.first_saves_less = self.model.first_saves_less * part
+        self.outside = (self.model.outside - self.model.tables) * self.sharding.part
+        self.first_saves_less = self.model.first_saves_less * self.sharding.part
         # A head that trains saves its input, though it is called on no token of it (base_model.py).
         self.head_input = self.hidden if self.model.head_trains else 0.0
         self.targets = self.batch.rows * (self.model.length - 1) / self.layout.cp
