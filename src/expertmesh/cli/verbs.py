@@ -149,13 +149,14 @@ def check(
     config: ConfigFile,
     overrides: Overrides = None,
     samples: Annotated[int, Option(metavar="N", min=1, help="samples to show")] = 3,
+    nproc: Annotated[int | None, Option(metavar="N", min=1, help="for so many ranks (default: as in train)")] = None,
 ) -> int:
     """validate a YAML file, its data and its tokenizer without training"""
     found = load_config(config, overrides or ())
     with lazy_imports():
         from expertmesh.cli.check import run
 
-    return run(found, samples)
+    return run(found, samples, nproc)
 
 
 @verb
