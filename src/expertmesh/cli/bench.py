@@ -46,7 +46,9 @@ def run(parts: Sequence[str], quick: bool, nproc: int | None, report: str | None
     """
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
-        raise InputError(f"bench has no part {unknown[0]}; use {', '.join(PARTS)}, or none for all")
+        raise InputError(
+            f"bench has no part {unknown[0]}; use {', '.join(PARTS)}, or none for all", key="bench.no-such-part"
+        )
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     sizes = sizes_for(device, quick)
     ranks = check_ranks(nproc, device, quick, sizes)
