@@ -55,17 +55,13 @@ def bugs(setup: Setup) -> list[Bug]:
     shards = "needs two ranks that share a model" if layout.world_size == layout.replicate else None
     moments = "sgd keeps no moments" if setup.config.optim.name == "sgd" else None
     update, resume = {"update": CHECKS["update"]}, {"metamorphic": check_resume}
-    found = [
+    between = Bug("the gradient from one stage to the one before lost", "backward", Hooks(loaded=_lose_between_stages))
+    return [
         Bug("two experts exchanged", "bytes", Hooks(loaded=_swap_experts)),
         Bug("the first token of a rank gets no expert", "forward", Hooks(loaded=_drop_token)),
         Bug("the router's gradient of other ranks dropped", "backward", Hooks(loaded=_drop_router), refusal=routers),
+        *([between] if layout.pp > 1 else []),
         Bug("expert gradients twice as large", "backward", Hooks(backward=_double)),
-    ]
-    if layout.pp > 1:
-        lost = "the gradient from one stage to the one before lost"
-        found.append(Bug(lost, "backward", Hooks(loaded=_lose_between_stages)))
-    return [
-        *found,
         Bug("clipped by each rank's own norm", "backward", Hooks(clip=_local_norm), refusal=shards),
         Bug("moments of the step before", "update", Hooks(updated=_stale_moments()), update, moments),
         Bug("moments lost when resuming", "metamorphic", Hooks(resumed=_lose_moments), resume, moments),
