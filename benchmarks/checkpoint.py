@@ -114,7 +114,7 @@ def trainer(case: Case, directory: Path, repeats: int) -> dict[str, Any]:
 
 def restart_seconds(scratch: Path) -> float:
     """Train the demo's model with a checkpoint at every step, kill one rank, and wait for the next step's line."""
-    from expertmesh.demo.__main__ import build_inputs
+    from expertmesh.demo.run import build_inputs
 
     config = build_inputs(scratch / "demo")
     output = scratch / "demo" / "run"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import expertmesh as em
-from expertmesh.adapters.attach import attach
+from expertmesh.adapters.attach import attach_adapters
 from expertmesh.adapters.targets import Target
 from expertmesh.experts import lora_state
 from expertmesh.experts.lora_state import Dropout, adapter_state, keep_mask, salt_of
@@ -76,7 +76,9 @@ def test_a_linear_layers_adapter_drops_its_input_in_training_alone() -> None:
     linear: Any = torch.nn.Linear(6, 5)
     plain = copy.deepcopy(linear)
     root = torch.nn.ModuleDict({"linear": linear})
-    attach(root, [Target("linear", None, 6, 5, None, "attention")], em.LoraConfig(r=2, dropout=0.5), torch.float32)
+    attach_adapters(
+        root, [Target("linear", None, 6, 5, None, "attention")], em.LoraConfig(r=2, dropout=0.5), torch.float32
+    )
     torch.nn.init.normal_(linear.lora_A)
     torch.nn.init.normal_(linear.lora_B)
     state = adapter_state(root)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from expertmesh.config import Config, DataConfig, DataSource, ExpertmeshError, ModelConfig
 from expertmesh.launcher import launch as launcher
-from expertmesh.launcher.options import RunOptions
+from expertmesh.launcher.launch import RunOptions
 from expertmesh.launcher.supervise import STOP_SIGNALS
 
 ROOT = Path(__file__).parents[2]
@@ -86,11 +86,10 @@ def _launch(output: Path, train: str, ranks: int, options: RunOptions, environme
     code = 1
     try:
         if launcher.in_job():
-            launcher.TRAIN = f"{FAKE}:{train}"
-            code = launcher.run(CONFIG, options)
+            code = launcher.run(CONFIG, f"{FAKE}:{train}", options)
         else:
             deadline = None if options.max_seconds is None else time.monotonic() + options.max_seconds
-            code = launcher.launch(CONFIG, ranks, f"{FAKE}:{train}", options=options, deadline=deadline)
+            code = launcher.launch(CONFIG, ranks, f"{FAKE}:{train}", options, deadline)
     except ExpertmeshError as error:
         print(f"error: {error}")
         code = error.exit_code

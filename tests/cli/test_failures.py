@@ -8,11 +8,11 @@ import pytest
 
 from expertmesh.config import DistributedFailure, ExpertmeshError, InputError, IntegrityError
 from expertmesh.launcher.failures import root_cause
-from expertmesh.launcher.records import RankFailure, failures_in
+from expertmesh.launcher.rank_files import RankFailure, failures_in
 from expertmesh.training.progress import RankStatus, StopState
 
 TRACEBACK = "Traceback (most recent call last):\n  File ...\nRuntimeError: boom\n"
-STANDINGS = {rank: RankStatus(1, 1, 0.0, 7, "update", 0.0, StopState.LISTENING) for rank in range(2)}
+STATUSES = {rank: RankStatus(1, 1, 0.0, 7, "update", 0.0, StopState.ACCEPTING) for rank in range(2)}
 
 
 def sentence(rank: int, text: str, exit_code: int = 2) -> RankFailure:
@@ -45,19 +45,19 @@ def crash(rank: int, text: str = "RuntimeError: boom") -> RankFailure:
 def test_the_cause_is_reported_and_not_what_follows_from_it(
     failures: list[RankFailure], exit_codes: Mapping[int, int], error: type[ExpertmeshError], start: str
 ) -> None:
-    found = root_cause(failures, exit_codes, STANDINGS)
+    found = root_cause(failures, exit_codes, STATUSES)
     assert type(found) is error
     assert str(found).startswith(start)
 
 
 def test_an_unexpected_error_brings_the_end_of_its_traceback() -> None:
     lines = "".join(f"line {number}\n" for number in range(50))
-    found = str(root_cause([RankFailure(0, 1, "E: x", lines, 0)], {0: 1}, STANDINGS)).splitlines()
+    found = str(root_cause([RankFailure(0, 1, "E: x", lines, 0)], {0: 1}, STATUSES)).splitlines()
     assert found[1:] == [f"line {number}" for number in range(30, 50)]
 
 
 def test_a_killed_rank_is_told_about_memory() -> None:
-    assert "out of memory" in str(root_cause([], {0: -signal.SIGKILL}, STANDINGS))
+    assert "out of memory" in str(root_cause([], {0: -signal.SIGKILL}, STATUSES))
 
 
 def test_records_come_back_in_the_order_of_time(tmp_path: Path) -> None:

@@ -6,67 +6,75 @@ from pathlib import Path
 
 import pytest
 
-from expertmesh.launcher.hangs import Look, gave_up, hang, read_stack
-from expertmesh.launcher.records import RankFailure
+from expertmesh.launcher.hangs import RankSnapshot, hang_error, read_stack, timed_out
+from expertmesh.launcher.rank_files import RankFailure
 from expertmesh.training.progress import RankStatus, StopState
 
 NOW = 1000.0
 IN_A_COLLECTIVE = ('  File "/x/torch/distributed/distributed_c10d.py", line 1 in all_reduce',)
 ELSEWHERE = ('  File "/x/reader.py", line 2 in read', '  File "/x/train.py", line 3 in train')
 TIMED_OUT = "RuntimeError: [gloo/unbound_buffer.cc:78] Timed out waiting 15000ms for recv operation to complete"
-GAVE_UP = RankFailure(0, 1, TIMED_OUT, "Traceback", 0)
+TIMEOUT = RankFailure(0, 1, TIMED_OUT, "Traceback", 0)
 
 
-def standing(step: int, phase: str, ago: float, silent: float = 0.0) -> RankStatus:
-    return RankStatus(1, 1, NOW - ago, step, phase, NOW - silent, StopState.LISTENING)
+def status(step: int, phase: str, ago: float, silent: float = 0.0) -> RankStatus:
+    return RankStatus(1, 1, NOW - ago, step, phase, NOW - silent, StopState.ACCEPTING)
 
 
-def look(
+def snapshot(
     rank: int,
     where: RankStatus,
     stack: tuple[str, ...] = ELSEWHERE,
     *,
-    outlasted: bool = True,
+    still_running: bool = True,
     stopped: bool = False,
-) -> Look:
-    return Look(rank, where, NOW, stopped, stack, outlasted)
+) -> RankSnapshot:
+    return RankSnapshot(rank, where, NOW, stopped, stack, still_running)
 
 
-HERE = standing(7, "forward and backward", 15)
-BEHIND = standing(7, "reading data", 15.1)
+HERE = status(7, "forward and backward", 15)
+BEHIND = status(7, "reading data", 15.1)
 
 
 @pytest.mark.parametrize(
-    ("looks", "blamed"),
+    ("snapshots", "blamed"),
     [
-        ([look(1, BEHIND)], 1),
-        ([look(1, HERE, IN_A_COLLECTIVE), look(2, HERE), look(3, HERE, IN_A_COLLECTIVE)], 2),
-        ([look(1, BEHIND, IN_A_COLLECTIVE), look(2, HERE, IN_A_COLLECTIVE)], 1),  # none is clear: the furthest behind
-        ([look(1, HERE), look(2, HERE, (), stopped=True)], 2),
-        ([look(1, BEHIND), look(2, HERE, stopped=True, outlasted=False)], 2),  # looking at it woke it up
-        ([look(1, BEHIND), look(2, standing(7, "update", 1, silent=9))], 2),
-        ([look(1, HERE, IN_A_COLLECTIVE, outlasted=False), look(2, BEHIND, outlasted=False)], 2),  # slow, not dead
-        ([look(1, HERE, outlasted=False), look(2, HERE, IN_A_COLLECTIVE, outlasted=False)], None),
-        ([look(1, standing(8, "reading data", 15), outlasted=False)], None),  # further than who gave up
-        ([look(1, standing(7, "update", 0.1), outlasted=False)], None),  # has moved
+        ([snapshot(1, BEHIND)], 1),
+        ([snapshot(1, HERE, IN_A_COLLECTIVE), snapshot(2, HERE), snapshot(3, HERE, IN_A_COLLECTIVE)], 2),
+        (
+            [snapshot(1, BEHIND, IN_A_COLLECTIVE), snapshot(2, HERE, IN_A_COLLECTIVE)],
+            1,
+        ),  # none is clear: the furthest behind
+        ([snapshot(1, HERE), snapshot(2, HERE, (), stopped=True)], 2),
+        ([snapshot(1, BEHIND), snapshot(2, HERE, stopped=True, still_running=False)], 2),  # looking at it woke it up
+        ([snapshot(1, BEHIND), snapshot(2, status(7, "update", 1, silent=9))], 2),
+        (
+            [snapshot(1, HERE, IN_A_COLLECTIVE, still_running=False), snapshot(2, BEHIND, still_running=False)],
+            2,
+        ),  # slow, not dead
+        ([snapshot(1, HERE, still_running=False), snapshot(2, HERE, IN_A_COLLECTIVE, still_running=False)], None),
+        ([snapshot(1, status(8, "reading data", 15), still_running=False)], None),  # further than who timed out
+        ([snapshot(1, status(7, "update", 0.1), still_running=False)], None),  # has moved
         ([], None),
     ],
 )
-def test_the_rank_that_the_others_waited_for_is_blamed(looks: list[Look], blamed: int | None) -> None:
-    found = hang(looks, GAVE_UP, HERE)
+def test_the_rank_that_the_others_waited_for_is_blamed(snapshots: list[RankSnapshot], blamed: int | None) -> None:
+    found = hang_error(snapshots, TIMEOUT, HERE)
     assert (found and str(found).split()[:3]) == (["rank", f"{blamed}", "hung"] if blamed else None)
 
 
 def test_when_a_rank_aborted_only_one_that_clearly_does_not_wait_is_blamed() -> None:
     """NCCL's watchdog ends its process; an abort may also be just that."""
-    waiting = look(1, BEHIND, IN_A_COLLECTIVE)
-    assert hang([waiting], None, None) is None
-    assert str(hang([waiting, look(2, HERE)], None, None)).startswith("rank 2 hung at step 7, forward and backward: it")
+    waiting = snapshot(1, BEHIND, IN_A_COLLECTIVE)
+    assert hang_error([waiting], None, None) is None
+    assert str(hang_error([waiting, snapshot(2, HERE)], None, None)).startswith(
+        "rank 2 hung at step 7, forward and backward: it"
+    )
 
 
 def test_all_is_said_in_one_message() -> None:
-    looks = [look(1, BEHIND, stopped=True), look(2, HERE, (), stopped=True)]
-    assert str(hang(looks, GAVE_UP, HERE)).splitlines() == [
+    snapshots = [snapshot(1, BEHIND, stopped=True), snapshot(2, HERE, (), stopped=True)]
+    assert str(hang_error(snapshots, TIMEOUT, HERE)).splitlines() == [
         "rank 1 hung at step 7, reading data (and so did rank 2): it had not moved for 15 s; it was stopped by a "
         "signal (SIGSTOP); where it was, innermost call first:",
         *ELSEWHERE,
@@ -85,7 +93,7 @@ def test_all_is_said_in_one_message() -> None:
     ],
 )
 def test_a_collective_that_timed_out_is_told_from_other_errors(message: str, waited: bool) -> None:
-    assert gave_up(RankFailure(0, 1, message, "Traceback", 0)) is waited
+    assert timed_out(RankFailure(0, 1, message, "Traceback", 0)) is waited
 
 
 STACKS = """\

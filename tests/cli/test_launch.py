@@ -15,9 +15,7 @@ import pytest
 import torch
 
 from expertmesh.config import DistributedFailure, InputError, IntegrityError
-from expertmesh.launcher import launch as launcher
-from expertmesh.launcher.launch import _continued, check_job, launch, local_ranks
-from expertmesh.launcher.options import RunOptions
+from expertmesh.launcher.launch import RunOptions, _continued, check_job, launch, local_ranks, run
 from expertmesh.launcher.supervise import STOP_SIGNALS
 from expertmesh.training.control import ONE_REQUEST_SECONDS
 from tests.cli.fake_training import COLLECTIVE_SECONDS
@@ -222,14 +220,13 @@ def test_under_a_launcher_the_process_is_one_rank(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for function, code, said in (
-        ("refuse_everywhere", 2, "error: rank 1: data.train.0.path: there is no such file\n"),
-        ("corrupt_on_rank_1", 3, "error: rank 1: a weight is not what it should be\n"),
-        ("bug_on_rank_1", 1, "error: rank 1 failed at step 3, reading data:\nTraceback (most recent call last):\n"),
-    ):
-        monkeypatch.setattr(launcher, "TRAIN", f"{FAKE}:{function}")
-        assert launcher.run(CONFIG, RunOptions()) == code
-        assert capsys.readouterr().err.startswith(said)
+    with pytest.raises(InputError, match="there is no such file"):
+        run(CONFIG, f"{FAKE}:refuse_everywhere")
+    with pytest.raises(IntegrityError, match="a weight is not what it should be"):
+        run(CONFIG, f"{FAKE}:corrupt_on_rank_1")
+    assert run(CONFIG, f"{FAKE}:bug_on_rank_1") == 1
+    said = "error: rank 1 failed at step 3, reading data:\nTraceback (most recent call last):\n"
+    assert capsys.readouterr().err.startswith(said)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

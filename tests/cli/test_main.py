@@ -1,6 +1,7 @@
 """The command line: what reaches a verb, and how every kind of end becomes a message and an exit code."""
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -10,13 +11,16 @@ from typing import Any
 
 import pytest
 
-import expertmesh.cli
 import expertmesh.cli.main as command_line
+import expertmesh.cli.verbs as verbs
 from expertmesh.cli.main import entry_point, main
-from expertmesh.config import Config, IntegrityError, SecurityError
+from expertmesh.cli.options import PlanOptions
+from expertmesh.config import IntegrityError, SecurityError
+from expertmesh.config.schema import schema_text
+from expertmesh.launcher.launch import RunOptions
 from expertmesh.launcher.lazy_imports import lazy_imports
-from expertmesh.launcher.options import RunOptions
 
+VERBS = ("train", "inspect", "check", "plan", "verify", "export", "merge", "report", "bench", "schema", "demo")
 CONFIG = "model: {name_or_path: m}\ndata: {train: [{path: d}]}\noutput_dir: out\n"
 
 
@@ -33,19 +37,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Every verb replaced by one that records its arguments and returns 0."""
     seen: list[tuple[Any, ...]] = []
     fake = SimpleNamespace(run=lambda *arguments: seen.append(arguments) or 0)
-    for name in ("inspect", "check"):
+    for name in ("inspect", "check", "plan", "bench", "export", "report"):
         monkeypatch.setitem(sys.modules, f"expertmesh.cli.{name}", fake)
-        monkeypatch.setattr(expertmesh.cli, name, fake, raising=False)
-    monkeypatch.setattr(command_line, "run_training", fake.run)
+    monkeypatch.setattr(verbs, "run_ranks", fake.run)
     return seen
 
 
-def test_train_reads_overrides_before_and_after_options(
-    config: str, calls: list[tuple[Config, RunOptions, str]]
-) -> None:
+def test_train_reads_overrides_before_and_after_options(config: str, calls: list[tuple[Any, ...]]) -> None:
     assert main(["train", config, "train.seed=1", "--nproc", "3", "train.max_steps=2"]) == 0
-    ((read, options, _),) = calls
+    ((read, function, options, _),) = calls
     assert (read.train.seed, read.train.max_steps, options) == (1, 2, RunOptions(nproc=3))
+    assert function == "expertmesh.planning.forecast:train_with_forecast"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,7 @@ def test_train_reads_how_long_and_how_often_it_may_run(
     config: str, calls: list[tuple[Any, ...]], text: str, seconds: float
 ) -> None:
     assert main(["train", config, "--max-time", text, "--max-restarts", "2"]) == 0
-    assert calls[0][1] == RunOptions(max_seconds=seconds, max_restarts=2)
+    assert calls[0][2] == RunOptions(max_seconds=seconds, max_restarts=2)
 
 
 def test_check_and_inspect_receive_their_arguments(config: str, calls: list[tuple[Any, ...]]) -> None:
@@ -65,6 +67,19 @@ def test_check_and_inspect_receive_their_arguments(config: str, calls: list[tupl
     assert calls[0][0].train.seed == 1
     assert calls[0][1] == 5
     assert calls[1:] == [("some/model", 8, True), ("some/model", None, False)]
+
+
+def test_plan_bench_and_export_receive_their_arguments(calls: list[tuple[Any, ...]]) -> None:
+    assert main(["plan", "m", "--devices", "8 h100", "--lora", "r=4", "--tokens", "10B", "--lora", "alpha=8"]) == 0
+    assert main(["bench", "--quick", "layer", "load"]) == 0
+    assert main(["export", "run", "--output=out", "--max-shard-size", "4GiB", "--dtype", "bfloat16"]) == 0
+    assert main(["report", "run"]) == 0
+    assert calls == [
+        (PlanOptions(model="m", devices="8 h100", lora=["r=4", "alpha=8"], tokens=1e10),),
+        (["layer", "load"], True, None, None),
+        ("run", "out", "bfloat16", 4 << 30, False, None),
+        ("run", None),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +101,7 @@ def test_an_error_becomes_a_message_and_its_exit_code(
     def fail(*_: object) -> int:
         raise error
 
-    monkeypatch.setattr(command_line, "run_training", fail)
+    monkeypatch.setattr(verbs, "run_ranks", fail)
     assert main(["train", config]) == code
     assert capsys.readouterr().err == said
 
@@ -95,49 +110,108 @@ def test_a_bug_keeps_its_traceback(config: str, monkeypatch: pytest.MonkeyPatch)
     def fail(*_: object) -> int:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(command_line, "run_training", fail)
+    monkeypatch.setattr(verbs, "run_ranks", fail)
     with pytest.raises(ZeroDivisionError):
         main(["train", config])
+
+
+def test_an_error_is_a_json_object_for_programs(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--error-format", "json", "train", config, "lr=1"]) == 2
+    record = json.loads(capsys.readouterr().err)
+    assert (record["key"], record["exit_code"]) == ("config.unknown-key", 2)
+    assert record["message"].endswith("lr is not a key of the configuration; did you mean optim.learning_rate?")
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    assert main(["--error-format", "json", "verify"]) == 2
+    assert json.loads(capsys.readouterr().err)["rank"] == 1
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["verfy", "x"], "'verfy' is not a verb; use one of train, inspect, check, plan, verify, export"),
-        ([], "a verb is missing; use one of train, inspect, check, plan, verify, export"),
-        (["train"], "the following arguments are required: CONFIG"),
-        (["train", "x", "--nproc", "0"], "argument --nproc: '0' is not a positive number"),
-        (["train", "x", "--max-time", "soon"], "argument --max-time: 'soon' is not a length of time; write 90s, 30m"),
-        (["train", "x", "--max-time", "0s"], "argument --max-time: '0s' is not a length of time"),
-        (["train", "x", "--max-restarts", "-1"], "argument --max-restarts: "),
-        (["train", "x", "--procs", "2"], "unrecognized arguments: --procs"),
+        (["verfy", "x"], "No such command 'verfy'. Did you mean 'verify'?"),
+        (["train", "x", "--procs", "2"], "No such option: --procs. Did you mean --nproc?"),
+        ([], "Missing command; expertmesh --help tells more"),
+        (["train"], "Missing argument 'CONFIG'; expertmesh train --help tells more"),
+        (["merge", "a"], "Missing option '--output'"),
+        (["train", "x", "--nproc", "0"], "Invalid value for '--nproc': Input should be greater than or equal to 1"),
+        (["train", "x", "--max-time", "soon"], "'--max-time': 'soon' is not a length of time; write 90s, 30m"),
+        (["train", "x", "--max-time", "0s"], "'--max-time': '0s' is not a length of time"),
+        (["train", "x", "--max-restarts", "-1"], "Invalid value for '--max-restarts': "),
+        (["train", "x", "--audit", "none"], "'--audit': 'none' is not one of 'sampled', 'full'"),
+        (["merge", "a", "--output", "o", "--max-shard-size", "0"], "'0' is not a size; write 5GB"),
+        (["plan", "m", "--devices", "8 h100", "--tokens", "few"], "'few' is not a number of tokens"),
+        (["plan", "m", "--devices", "8 h100", "--yaml", "--json"], "--yaml and --json: give one of them"),
     ],
 )
 def test_a_wrong_command_line_ends_with_2(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert said in capsys.readouterr().err
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert said in line
 
 
 def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--version"])
-    assert caught.value.code == 0
+    assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("expertmesh 0.")
 
 
+def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == 0
+    assert capsys.readouterr().out == schema_text()
+
+
+def without_torch(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """`expertmesh` with `arguments`, in a process where importing torch or transformers is an error."""
+    code = "import sys; sys.modules.update(torch=None, transformers=None)"
+    command = [sys.executable, "-c", f"{code}; from expertmesh.cli.main import entry_point; entry_point()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("verb", [None, *VERBS])
+def test_help_is_told_before_torch_is_imported(verb: str | None) -> None:
+    ended = without_torch(*([verb] if verb else []), "--help")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith(f"Usage: expertmesh {verb or '[OPTIONS] VERB'} ")
+
+
+def test_what_train_does_is_on_the_screen_before_torch_is_imported(config: str) -> None:
+    ended = without_torch("train", config)
+    assert ended.stdout == "starting   importing torch and transformers, checking the configuration\n"
+
+
+def test_the_first_line_of_train_is_there_within_two_seconds(config: str) -> None:
+    """Of this process's own time, which other work on the machine does not add to."""
+    command = [sys.executable, "-m", "expertmesh", "train", config]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("starting ")
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        process.kill()
+    assert sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") < 2
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("expertmesh re", ["report"]),
+        ("expertmesh train --max", ["--max-time", "--max-restarts"]),
+        ("expertmesh train x --audit ", ["sampled", "full"]),
+    ],
+)
+def test_a_shell_completes_verbs_options_and_choices(
+    words: str, completed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"_EXPERTMESH_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    assert without_torch().stdout.split() == completed
+
+
 def test_a_bad_config_ends_with_2_before_torch_is_imported(config: str) -> None:
-    code = (
-        "import sys; from expertmesh.cli.main import main; code = main(sys.argv[1:]); "
-        "assert not {'torch', 'transformers'} & set(sys.modules); sys.exit(code)"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", code, "train", config, "trian.seed=1"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = without_torch("train", config, "trian.seed=1")
     assert ended.stderr == (
         "error: override 'trian.seed=1': trian is not a key of the configuration; did you mean train?\n"
     )

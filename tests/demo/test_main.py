@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from expertmesh.config import load_config
-from expertmesh.demo import __main__ as demo
+from expertmesh.demo import run as demo
 from expertmesh.demo.dataset import Sample
 
 SAMPLES = [Sample(f"module.name{i}", f"What does `module.name{i}` do?", f"It returns {i}.") for i in range(20)]
@@ -89,6 +89,6 @@ def test_the_trainers_exit_code_is_the_demos(tmp_path: Path, monkeypatch: pytest
         return Failed()
 
     monkeypatch.setattr(demo.subprocess, "run", start)
-    assert demo.main(["--output", str(tmp_path)]) == 5
+    assert demo.run(tmp_path) == 5
     assert started[0][1:4] == ["-m", "expertmesh", "train"]
     assert started[0][-2:] == ["--nproc", "2"]

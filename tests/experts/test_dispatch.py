@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from expertmesh.distributed import collectives
 from expertmesh.experts import dispatch
 from expertmesh.experts.dispatch import AllGatherDispatcher, AllToAllDispatcher, Dispatcher, LocalDispatcher
+from expertmesh.experts.pairs import LocalPairs, segments_of
 from tests.support.ranks import run_ranks
 
 EXPERTS, HIDDEN, TOP_K = 8, 6, 3
@@ -136,3 +137,35 @@ def test_rows_sent_follow_the_formula_for_uniform_routing() -> None:
     index = torch.rand(4000, 64).topk(8).indices
     rows = sum(len(set(row)) for row in (index // 16).tolist()) / len(index)
     assert rows == pytest.approx(4 * (1 - math.comb(48, 8) / math.comb(64, 8)), rel=0.01)
+
+
+class _RowForEachPair:
+    """A dispatcher as someone else would write it, from the protocol alone: one process, a row for each pair."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    def dispatch(
+        self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, LocalPairs, Any]:
+        expert_P, pair_P = torch.sort(index_TK.reshape(-1), stable=True)
+        token_P = pair_P // index_TK.shape[1]
+        row_P, end_E = torch.arange(len(pair_P)), torch.arange(1, self.num_experts + 1)
+        expert_end_E = torch.searchsorted(expert_P, end_E).to(torch.int32)
+        pairs = LocalPairs(row_P, expert_end_E, segments_of(row_P, len(row_P)))
+        return hidden_TH[token_P], weight_TK.reshape(-1)[pair_P], pairs, (token_P, len(hidden_TH))
+
+    def combine(self, rows_RH: torch.Tensor, metadata: tuple[torch.Tensor, int]) -> torch.Tensor:
+        token_P, tokens = metadata
+        return rows_RH.new_zeros(tokens, rows_RH.shape[1]).index_add(0, token_P, rows_RH)
+
+    def numbers(self, number_T: torch.Tensor, metadata: tuple[torch.Tensor, int]) -> torch.Tensor:
+        return number_T[metadata[0]]
+
+
+def test_a_dispatcher_written_from_the_protocol_alone_gives_the_same() -> None:
+    """CONTRIBUTING.md, "How to add a dispatcher"."""
+    own: Dispatcher = _RowForEachPair(EXPERTS)
+    inputs = _inputs(0, _spread)
+    for got, expected in zip(_through(own, inputs, 0), _through(LocalDispatcher(EXPERTS), inputs, 0), strict=True):
+        torch.testing.assert_close(got, expected)

@@ -312,7 +312,7 @@ def _count_losses_twice(model: nn.Module, mesh: Mesh) -> None:
 
 def _add_biases_on_every_rank(model: nn.Module, mesh: Mesh) -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        running = self._expertmesh_tensor
+        running = tensor._running(self)
         x = sequence_collectives.own_part(x, x.dim() - 1, running.group) if running.part.cuts_input else x
         with tensor._local(self, ("weight",)):
             partial = super(tensor._Rows, self).forward(x)

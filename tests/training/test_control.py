@@ -87,7 +87,7 @@ def test_signals_are_heard_and_the_second_ends_the_process_while_python_cannot_r
             native.pthread_mutex_lock(mutex)
 
     child = forked(stuck)
-    wait_until(lambda: progress.hearing is StopState.LISTENING)
+    wait_until(lambda: progress.stop_state is StopState.ACCEPTING)
     os.kill(child, signal.SIGTERM)
     os.kill(child, signal.SIGTERM)  # a scheduler and a launcher deliver one request
     time.sleep(ONE_REQUEST_SECONDS + 0.1)
@@ -147,15 +147,15 @@ def test_the_reason_travels_as_a_number() -> None:
 
 def test_the_launcher_sees_whether_a_rank_listens_and_asks_it_without_a_signal(tmp_path: Path) -> None:
     launcher, control = Progress(tmp_path / "p"), Control(Progress(tmp_path / "p"))
-    assert launcher.hearing is StopState.DEAF
+    assert launcher.stop_state is StopState.NOT_ACCEPTING
     with control.accepting_stop():
-        assert launcher.hearing is StopState.LISTENING
+        assert launcher.stop_state is StopState.ACCEPTING
         launcher.stop = signal.SIGTERM
         assert control.stop_requested() is StopReason.SIGTERM
-    assert launcher.hearing is StopState.DEAF
+    assert launcher.stop_state is StopState.NOT_ACCEPTING
     with pytest.raises(Stopped), control.accepting_stop():
         raise Stopped(StopReason.SIGTERM)
-    assert launcher.hearing is StopState.LEAVING
+    assert launcher.stop_state is StopState.STOPPED
 
 
 def test_where_a_rank_stood_outlives_sigkill(tmp_path: Path) -> None:
@@ -168,17 +168,17 @@ def test_where_a_rank_stood_outlives_sigkill(tmp_path: Path) -> None:
     before = time.monotonic()
     child = forked(work)
     assert end_of(child) == -signal.SIGKILL
-    standing = Progress(tmp_path / "p").standing()
-    assert (standing.process, standing.step, standing.phase) == (child, 12, "forward and backward")
-    assert str(standing) == "at step 12, forward and backward"
-    assert before <= standing.heartbeat <= standing.since <= time.monotonic()
+    status = Progress(tmp_path / "p").status()
+    assert (status.process, status.step, status.phase) == (child, 12, "forward and backward")
+    assert str(status) == "at step 12, forward and backward"
+    assert before <= status.heartbeat <= status.since <= time.monotonic()
 
 
 def test_a_rank_that_has_not_come_up_or_not_begun_has_a_place_too(tmp_path: Path) -> None:
     progress = Progress(tmp_path / "p")
-    assert str(progress.standing()) == "before the first step, starting"
+    assert str(progress.status()) == "before the first step, starting"
     progress.at(0, "é" * 500)
-    assert str(progress.standing()) == "before the first step, " + "é" * 64
+    assert str(progress.status()) == "before the first step, " + "é" * 64
 
 
 def test_a_reader_never_sees_half_a_place(tmp_path: Path) -> None:
@@ -195,8 +195,8 @@ def test_a_reader_never_sees_half_a_place(tmp_path: Path) -> None:
     child = forked(write)
     seen, end = set(), time.monotonic() + 2
     while time.monotonic() < end:
-        standing = progress.standing()
-        seen.add((standing.step, standing.phase))
+        status = progress.status()
+        seen.add((status.step, status.phase))
     os.kill(child, signal.SIGKILL)
     end_of(child)
     assert seen == {(0, "x" * 100), (1, "y" * 120)}

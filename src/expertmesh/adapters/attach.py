@@ -14,9 +14,11 @@ from torch import nn
 from expertmesh.adapters.targets import Target
 from expertmesh.config import LoraConfig
 from expertmesh.experts.lora_state import AdapterState, adapter_state_of
+from expertmesh.state.patching import exchanged, mix_in
+from expertmesh.state.sharded_model import attach_to_module, module_state
 
 
-def attach(model: nn.Module, targets: Sequence[Target], lora: LoraConfig, dtype: torch.dtype) -> None:
+def attach_adapters(model: nn.Module, targets: Sequence[Target], lora: LoraConfig, dtype: torch.dtype) -> None:
     """Freeze `model` and give every target an adapter in `dtype` (that of masters), all zeros yet. No communication."""
     model.requires_grad_(False)
     state = AdapterState(scaling=lora.scaling, dropout=lora.dropout)
@@ -27,11 +29,9 @@ def attach(model: nn.Module, targets: Sequence[Target], lora: LoraConfig, dtype:
         shapes = ((*lead, lora.r, target.in_features), (*lead, target.out_features, lora.r))
         for leaf, shape in zip(target.leaves, shapes, strict=True):
             module.register_parameter(leaf, nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)))
-        module._expertmesh_adapter = state  # type: ignore[assignment]
-        module._expertmesh_name = target.name  # type: ignore[assignment]
+        attach_to_module(module, lora_state=state, lora_name=target.name)
         if target.experts is None:
-            kind = _LinearForward if target.parameter is None else _ParameterForward
-            module.__class__ = type(type(module).__name__, (kind, type(module)), {})
+            mix_in(module, _LinearForward if target.parameter is None else _ParameterForward)
 
 
 class _LinearForward(nn.Module):
@@ -39,12 +39,12 @@ class _LinearForward(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = super().forward(x)
-        state = adapter_state_of(self)
+        state, module = adapter_state_of(self), module_state(self)
         assert state is not None
+        assert module is not None
         # Where tp splits the layer these are this rank's parts, and plain tensors for the time of the call.
         a_rK, b_Nr = (self._parameters[leaf].to(x.dtype) for leaf in ("lora_A", "lora_B"))  # type: ignore[union-attr]
-        first_column = int(getattr(self, "_expertmesh_first_column", 0))
-        kept = state.dropped(x, str(self._expertmesh_name), first_column) if self.training else x
+        kept = state.dropped(x, module.lora_name, module.first_column) if self.training else x
         return torch.add(out, F.linear(F.linear(kept, a_rK), b_Nr), alpha=state.scaling)
 
 
@@ -57,9 +57,5 @@ class _ParameterForward(nn.Module):
         assert weight_NK is not None
         a_rK, b_Nr = (self.get_parameter(f"weight_lora_{which}").to(weight_NK.dtype) for which in "AB")
         adapted: Any = torch.add(weight_NK, b_Nr @ a_rK, alpha=state.scaling)
-        # Written past `__setattr__`, as torch.func.functional_call does: for the time of the call it is no parameter.
-        self._parameters["weight"] = adapted
-        try:
+        with exchanged(self._parameters, {"weight": adapted}):
             return super().forward(*args, **kwargs)
-        finally:
-            self._parameters["weight"] = weight_NK

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from expertmesh.config.errors import IntegrityError
+from expertmesh.state.sharded_model import attach, sharded
 from expertmesh.state.stage_view import full_model
 from expertmesh.weights.content import content_hash
 
@@ -26,11 +27,11 @@ def remember_base(model: nn.Module) -> None:
     """Hash the frozen weights of a model with adapters. Every rank calls it; one all-reduce."""
     frozen = (p for p in full_model(model).parameters() if not p.requires_grad)
     dtypes = [str(p.dtype).removeprefix("torch.") for p in frozen]
-    model._expertmesh_base = Base(content_hash(model), max(set(dtypes), key=dtypes.count))  # type: ignore[assignment]
+    attach(model, lora_base=Base(content_hash(model), max(set(dtypes), key=dtypes.count)))
 
 
 def base_of(model: nn.Module) -> Base:
-    base = getattr(model, "_expertmesh_base", None)
+    base = sharded(model).lora_base
     assert isinstance(base, Base), "the adapters of this model were never started"
     return base
 

@@ -13,12 +13,13 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-from expertmesh.adapters.attach import attach
+from expertmesh.adapters.attach import attach_adapters
 from expertmesh.adapters.peft_format import WEIGHTS_FILE, config_selects, parameter_name, read_config
 from expertmesh.adapters.targets import Target, candidates, find_targets, refuse_tied_head
 from expertmesh.anatomy import Anatomy, describe
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
+from expertmesh.state.sharded_model import attach, sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,8 @@ def adapt(
     Raises what `plan_adapters` raises. No communication.
     """
     plan = replace(plan_adapters(model, lora, base), revision=revision)
-    attach(model, plan.targets, plan.lora, dtype)
-    model._expertmesh_lora = plan  # type: ignore[assignment]
+    attach_adapters(model, plan.targets, plan.lora, dtype)
+    attach(model, lora_plan=plan)
     return plan
 
 
@@ -71,8 +72,8 @@ def plan_adapters(model: nn.Module, lora: LoraConfig, base: str | None) -> Adapt
 
 def plan_of(model: nn.Module) -> AdapterPlan | None:
     """The plan that `adapt` left on the model, or None for one without adapters."""
-    plan = getattr(model, "_expertmesh_lora", None)
-    return plan if isinstance(plan, AdapterPlan) else None
+    plan: AdapterPlan | None = sharded(model).lora_plan
+    return plan
 
 
 def plan_lines(plan: AdapterPlan, anatomy: Anatomy) -> Iterator[str]:

@@ -173,6 +173,7 @@ def ours(case: AdapterCase, device: torch.device) -> Step:
     from expertmesh.experts.install import mlp_spec_of
     from expertmesh.experts.layer import ExpertLayer
     from expertmesh.experts.lora_state import AdapterState
+    from expertmesh.state.sharded_model import attach_to_module
 
     shape, weights, inputs, adapters = prepare(case, device)
     experts: Any = qwen3_experts(shape, weights, "eager")
@@ -181,7 +182,7 @@ def ours(case: AdapterCase, device: torch.device) -> Step:
         for which in "AB":
             experts.register_parameter(f"{name}_lora_{which}", torch.nn.Parameter(adapters[f"{name}_{which}"]))
             trained.append(experts.get_parameter(f"{name}_lora_{which}"))
-    experts._expertmesh_adapter = AdapterState(ALPHA / R)
+    attach_to_module(experts, lora_state=AdapterState(ALPHA / R))
     spec = experts_spec("experts", experts)
     layer = ExpertLayer(
         spec, LocalDispatcher(shape.experts), mlp_spec_of(experts, spec, per_expert=False), trained[0].dtype

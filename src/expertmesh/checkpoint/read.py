@@ -36,8 +36,8 @@ from expertmesh.checkpoint.small_files import damaged, read_generators
 from expertmesh.checkpoint.state import allocate_optimizer_state, model_state
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
-from expertmesh.distributed.mesh import mesh_of
 from expertmesh.io.safetensors_reader import DTYPES, FileTensor, WeightFiles, read_header, read_metadata
+from expertmesh.state.sharded_model import mesh_of
 from expertmesh.state.stage_view import is_on_other_stage
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.reading import read_box

@@ -23,9 +23,9 @@ from expertmesh.checkpoint.publish import Facts, publish
 from expertmesh.checkpoint.state import model_state, optimizer_state, trained
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
-from expertmesh.distributed.mesh import mesh_of
 from expertmesh.io.directory import io_errors, require_space, temporary_directory, wait_until_seen
 from expertmesh.io.safetensors_writer import sync, write_synced
+from expertmesh.state.sharded_model import mesh_of
 from expertmesh.state.stage_view import full_state, on_other_stage
 
 AXES = ("pp", "replicate", "fsdp", "cp", "tp", "ep", "efsdp")

@@ -5,14 +5,13 @@ plain PEFT directory. One process, no GPU; prints what was written, how long it 
 start of the program.
 """
 
-import resource
 from pathlib import Path
 
 import torch
 
 from expertmesh.adapters.peft_format import WEIGHTS_FILE
 from expertmesh.checkpoint.directory import locate
-from expertmesh.cli.inspect import bytes_text
+from expertmesh.cli.printing import bytes_text, located_text, peak_bytes
 from expertmesh.export.checkpoint import AdapterFormat, export
 from expertmesh.training.weights_report import saved_lines
 
@@ -48,19 +47,3 @@ def run(
         f"            {saved.seconds:.1f} s, {bytes_text(peak_bytes() - before)} of memory above the start"
     )
     return 0
-
-
-def located_text(checkpoint: Path, found: int | None) -> str:
-    """Which checkpoint is meant, and that it was chosen from several."""
-    return (
-        str(checkpoint)
-        if found is None
-        else f"{checkpoint}, the newest of {found}"
-        if found > 1
-        else f"{checkpoint}, the only one"
-    )
-
-
-def peak_bytes() -> int:
-    """The most memory that this process has held so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -8,20 +8,19 @@ refuse them.
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh.adapters.targets import candidates, listed
 from expertmesh.anatomy import Anatomy, ExpertsSpec, describe
+from expertmesh.cli.printing import bytes_text, count_text, print_rows
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout, resolve_layout
@@ -101,7 +100,7 @@ def run(model: str, world_size: int | None = None, trust_remote_code: bool = Fal
     below 1.
     """
     if world_size is not None and world_size < 1:
-        raise InputError(f"--world-size {world_size}: a job has at least 1 rank")
+        raise InputError(f"--world-size {world_size}: a job has at least 1 rank", key="cli.usage")
     config, directory = read_model_config(model, trust_remote_code=trust_remote_code, weights=False)
     facts = examine(build_meta_model(config, torch.float32, trust_remote_code=trust_remote_code))
     console = Console(file=sys.stdout, highlight=False, markup=False)
@@ -294,41 +293,3 @@ def describe_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "  routed experts", f"{count_text(facts.expert)} ({100 * facts.expert / facts.total:.1f} %)"
     yield "lora targets", ", ".join(group for group, _ in facts.lora_targets)
     yield from ((f"  {group}", endings) for group, endings in facts.lora_targets if group != "lm_head")
-
-
-def count_text(count: int) -> str:
-    """A number of parameters, to four digits: `30.53 B`, `212.1 M`, `1,024`."""
-    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
-        if count >= size:
-            return f"{count / size:.4g} {unit}"
-    return f"{count:,}"
-
-
-def bytes_text(count: int) -> str:
-    """A number of bytes: `57.0 GiB`."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.1f} {unit}" if unit != "B" else f"{count} B"
-        value /= 1024
-    return f"{value:.1f} TiB"
-
-
-def print_rows(console: Console, title: str, header: Sequence[str] | None, rows: Sequence[Sequence[str]]) -> None:
-    """A table under a title: drawn on a terminal, aligned text otherwise. No header: label and value."""
-    numeric = header is not None
-    if console.is_terminal:
-        table = Table(title=Text(title), title_justify="left", show_header=numeric)
-        for name in header or ("", ""):
-            table.add_column(name, justify="right" if numeric else "left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-        return
-    lines = [*([header] if header else []), *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    print(title, file=console.file)
-    for line in lines:
-        cells = [cell.rjust(w) if numeric else cell.ljust(w) for cell, w in zip(line, widths, strict=True)]
-        print("  " + "  ".join(cells).rstrip(), file=console.file)
-    print(file=console.file)

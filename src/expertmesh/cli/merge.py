@@ -17,8 +17,7 @@ from expertmesh.adapters.targets import Target
 from expertmesh.checkpoint.directory import locate
 from expertmesh.checkpoint.interface import ADAPTER
 from expertmesh.checkpoint.manifest import MANIFEST
-from expertmesh.cli.export import located_text, peak_bytes
-from expertmesh.cli.inspect import bytes_text
+from expertmesh.cli.printing import bytes_text, located_text, peak_bytes
 from expertmesh.config.errors import InputError
 from expertmesh.export.checkpoint import export
 from expertmesh.export.merge import MergeReport, merge
@@ -60,7 +59,7 @@ def _adapter_at(path: Path, output: Path, stack: contextlib.ExitStack, trust_rem
     try:
         checkpoint, found = locate(path)
     except InputError as error:
-        raise InputError(f"{error}; and no {CONFIG_FILE} of an adapter") from error
+        raise InputError(f"{error}; and no {CONFIG_FILE} of an adapter", key="adapter.not-found") from error
     print(f"adapter     of {located_text(checkpoint, found)}", flush=True)
     parent = output.absolute().parent
     with io_errors(output, 0):

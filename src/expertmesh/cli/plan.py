@@ -5,7 +5,6 @@ group. What it prints are predictions by the formulas of docs/planning.md. `--ya
 `--simulate` runs one rank of the best layout on fake tensors.
 """
 
-import argparse
 import gc
 import json
 import sys
@@ -16,7 +15,8 @@ from typing import Any
 
 from rich.console import Console
 
-from expertmesh.cli.inspect import bytes_text, count_text, print_rows
+from expertmesh.cli.options import PlanOptions
+from expertmesh.cli.printing import bytes_text, count_text, print_rows
 from expertmesh.config import Config, LoraConfig, PrecisionConfig, dump_config
 from expertmesh.config.errors import InputError
 from expertmesh.config.yaml_text import parse_yaml
@@ -45,7 +45,7 @@ COLUMNS = (
 )
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: PlanOptions) -> int:
     """Print the plan; returns 0. `InputError` for bad options, a model that cannot be read or sharded, and when no
     layout fits.
     """
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         gc.enable()
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: PlanOptions) -> int:
     table = hardware_table(options.hardware)
     devices = parse_devices(options.devices, table)
     for name in ("seq_len", "global_batch_size", "top"):
@@ -210,7 +210,7 @@ def _rejections(found: Plan) -> list[str]:
     return lines[:REJECTED_SHOWN] + ([f"... and {more} more reasons (--json lists all)"] if more > 0 else [])
 
 
-def _yaml(options: argparse.Namespace, job: Job, best: Candidate, lora: LoraConfig | None) -> str:
+def _yaml(options: PlanOptions, job: Job, best: Candidate, lora: LoraConfig | None) -> str:
     """A configuration that `expertmesh train` takes, with what was predicted for it in comments."""
     config = Config.model_validate(
         {

@@ -5,7 +5,7 @@ import sys
 from rich.console import Console
 from transformers import PreTrainedConfig
 
-from expertmesh.cli.inspect import bytes_text, print_rows
+from expertmesh.cli.printing import bytes_text, print_rows
 from expertmesh.config import LoraConfig
 from expertmesh.distributed.layout import explicit
 from expertmesh.planning.axes import planned_by_axis

@@ -1,32 +1,123 @@
-"""`expertmesh verify CHECKPOINT`: whether a training checkpoint is what was written, and what its experts look like.
+"""`expertmesh verify`: proves the sharded job of a configuration or a model, or checks a training checkpoint.
 
-For someone who is about to resume from it, to copy it, or to trust it. Names everything that is wrong, not only the
-first thing; `--json` writes the same, with a hash of each expert, for tools. Changes nothing.
+What ranks do in a proof is in expertmesh.verification; here is which of the three is meant, the configuration that
+`--model` stands for, and options that make no sense together. Imports nothing heavy before these are refused.
 """
 
 import json
+import math
+import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from expertmesh.checkpoint.directory import locate
-from expertmesh.cli.export import located_text
-from expertmesh.cli.inspect import bytes_text
+from expertmesh.cli.options import VerifyArguments
+from expertmesh.cli.printing import bytes_text, located_text
+from expertmesh.config import Config, load_config, make_config
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
 from expertmesh.io.terminal import printable
-from expertmesh.verification.checkpoint.experts import VerifiedExperts
-from expertmesh.verification.checkpoint.verify import Verification, verify
+from expertmesh.launcher.launch import RunOptions, in_job, local_ranks
+from expertmesh.launcher.launch import run as run_ranks
+from expertmesh.launcher.lazy_imports import lazy_imports
+from expertmesh.verification.options import DEFAULT_TOKENS, LAYERS, VerifyOptions
+
+if TYPE_CHECKING:
+    from expertmesh.verification.checkpoint.experts import VerifiedExperts
+    from expertmesh.verification.checkpoint.verify import Verification
 
 FORMAT, VERSION = "expertmesh-verification", 1
+VERIFY = "expertmesh.verification.run:verify"
+AXES = ("pp", "replicate", "fsdp", "cp", "tp", "ep")
+# No name of a file: `--model` is verified on token ids drawn at random.
+_NO_DATA = "random token ids"
+_LENGTH = 512
 
 
-def run(path: str, report: str | None = None) -> int:
-    """Verify the checkpoint at `path`, or the newest of the run at `path`; returns 0 if nothing is wrong with it.
+def run(arguments: VerifyArguments) -> int:
+    """Check a checkpoint, or prove a job; returns the exit code."""
+    if arguments.model is not None:
+        return _prove_model(arguments, arguments.model)
+    if arguments.what is None:
+        raise InputError("verify: name a configuration or a checkpoint, or a model with --model", key="cli.usage")
+    if arguments.parallel is not None:
+        raise InputError(
+            "--parallel is for --model; override parallel.ep=4 and the like for a configuration", key="cli.usage"
+        )
+    path = Path(arguments.what)
+    if not path.is_dir() and (path.is_file() or path.suffix in (".yaml", ".yml")):
+        return _prove(load_config(path, arguments.overrides or ()), arguments, arguments.nproc)
+    given = [name for name in ("nproc", "layers", "tokens", "only", "self_test") if getattr(arguments, name)]
+    if given or arguments.overrides:
+        what = f"--{given[0].replace('_', '-')}" if given else (arguments.overrides or [""])[0]
+        raise InputError(
+            f"{what} is for a configuration, and {arguments.what} is not one; leave it out", key="cli.usage"
+        )
+    return _check(path, arguments.json)
 
-    Raises `IntegrityError` with everything that is wrong, `SecurityError` if something in it is unsafe, `InputError`
-    when there is no checkpoint to read.
+
+def _prove_model(arguments: VerifyArguments, model: str) -> int:
+    words = [word for word in (arguments.what, *(arguments.overrides or ())) if word is not None]
+    if odd := [word for word in words if "=" not in word]:
+        raise InputError(f"verify: {odd[0]} beside --model; give one of them", key="cli.usage")
+    sizes = _sizes(arguments.parallel or "")
+    ranks = arguments.nproc
+    if ranks is None and "fsdp" in sizes and not in_job():
+        ranks = math.prod(sizes.get(axis, 1) for axis in ("pp", "replicate", "fsdp", "cp", "tp"))
+    return _prove(_configuration(model, sizes, words, ranks), arguments, ranks)
+
+
+def _prove(config: Config, arguments: VerifyArguments, nproc: int | None) -> int:
+    options = VerifyOptions(
+        layers=arguments.layers,
+        tokens=arguments.tokens or DEFAULT_TOKENS,
+        self_test=arguments.self_test,
+        only=tuple(arguments.only.split(",")) if arguments.only else LAYERS,
+        random_data=arguments.model is not None,
+        report=None if arguments.json is None else str(Path(arguments.json).absolute()),
+    )
+    return run_ranks(config, VERIFY, RunOptions(nproc=nproc, arguments=options.dump()))
+
+
+def _sizes(text: str) -> dict[str, int]:
+    """`ep=4 fsdp=4` as numbers."""
+    sizes = {}
+    for word in text.replace(",", " ").split():
+        axis, _, number = word.partition("=")
+        if axis not in AXES or not number.isdigit() or int(number) < 1:
+            raise InputError(
+                f"--parallel {word}: is not an axis and its size; write e.g. ep=4 ({', '.join(AXES)})",
+                key="cli.usage",
+            )
+        sizes[axis] = int(number)
+    return sizes
+
+
+def _configuration(model: str, sizes: dict[str, int], overrides: list[str], nproc: int | None) -> Config:
+    """What `--model` stands for: two micro-batches of one row on each data rank (and pp rank), and defaults."""
+    ranks = int(os.environ["WORLD_SIZE"]) if in_job() else local_ranks(nproc)
+    shared = sizes.get("cp", 1) * sizes.get("tp", 1) * sizes.get("pp", 1)
+    values = {
+        "model": {"name_or_path": model},
+        "data": {"train": [{"path": _NO_DATA}], "max_length": _LENGTH, "packing": False},
+        "train": {"global_batch_size": 2 * sizes.get("pp", 1) * max(1, ranks // shared)},
+        "parallel": dict(sizes),
+        "output_dir": "expertmesh-verify",
+    }
+    return make_config(values, overrides, source="--model")
+
+
+def _check(path: Path, report: str | None) -> int:
+    """Check the checkpoint at `path`, or the newest of the run at `path`, and print what its experts look like.
+
+    Returns 0 if nothing is wrong with it. Raises `IntegrityError` with everything that is wrong, `SecurityError` if
+    something in it is unsafe, `InputError` when there is no checkpoint to read.
     """
-    checkpoint, found = locate(Path(path))
+    with lazy_imports():
+        from expertmesh.checkpoint.directory import locate
+        from expertmesh.verification.checkpoint.verify import verify
+
+    checkpoint, found = locate(path)
     print(f"checkpoint  {located_text(checkpoint, found)}", flush=True)
     verified = verify(checkpoint)
     for line in _lines(verified):
@@ -38,11 +129,12 @@ def run(path: str, report: str | None = None) -> int:
         return 0
     count = len(verified.findings)
     title = f"{checkpoint}: {count} thing{'s are' if count > 1 else ' is'} wrong with it"
-    kind = SecurityError if any(finding.unsafe for finding in verified.findings) else IntegrityError
-    raise kind("\n".join([title, *(finding.text for finding in verified.findings)]))
+    unsafe = any(finding.unsafe for finding in verified.findings)
+    kind, key = (SecurityError, "checkpoint.unsafe") if unsafe else (IntegrityError, "checkpoint.damaged")
+    raise kind("\n".join([title, *(finding.text for finding in verified.findings)]), key=key)
 
 
-def _lines(verified: Verification) -> Iterator[str]:
+def _lines(verified: "Verification") -> Iterator[str]:
     manifest = verified.manifest
     axes = ", ".join(f"{axis} {size}" for axis, size in manifest.layout.items() if size > 1) or "one process"
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
@@ -61,7 +153,7 @@ def _lines(verified: Verification) -> Iterator[str]:
         yield f"experts     not looked at one by one: {verified.experts_left_out}"
 
 
-def _experts_text(experts: VerifiedExperts) -> str:
+def _experts_text(experts: "VerifiedExperts") -> str:
     distinct, dead = len(set(experts.sha256)), experts.norm.count(0.0)
     low, high = min(experts.norm), max(experts.norm)
     if experts.filled is None:
@@ -71,7 +163,7 @@ def _experts_text(experts: VerifiedExperts) -> str:
     return f"{adapters}; B all zero in {zero}, else {min(filled):.0%} to {max(filled):.0%} not zero"
 
 
-def _write_report(path: Path, verified: Verification) -> None:
+def _write_report(path: Path, verified: "Verification") -> None:
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -88,4 +180,4 @@ def _write_report(path: Path, verified: Verification) -> None:
     try:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise InputError(f"--json {path}: cannot be written: {error.strerror}") from error
+        raise InputError(f"--json {path}: cannot be written: {error.strerror}", key="cli.unwritable-report") from error

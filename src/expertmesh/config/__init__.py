@@ -11,7 +11,7 @@ from expertmesh.config.errors import (
     IntegrityError,
     SecurityError,
 )
-from expertmesh.config.files import dump_config, load_config
+from expertmesh.config.files import dump_config, load_config, make_config
 from expertmesh.config.root import Config
 from expertmesh.config.schema import json_schema
 from expertmesh.config.sections import (
@@ -53,4 +53,5 @@ __all__ = [
     "dump_config",
     "json_schema",
     "load_config",
+    "make_config",
 ]

@@ -4,9 +4,10 @@
 where each problem stands. It opens no file but the one it is given.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path as FilePath
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -30,7 +31,21 @@ def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Con
             f"{source}: a configuration is a set of keys such as model and data, not {values!r}",
             key="config.wrong-value",
         )
-    origins = {key: f"{source}:{line}: " for key, line in document.lines.items() if key}
+    lines = {key: f"{source}:{line}: " for key, line in document.lines.items() if key}
+    return make_config(values, overrides, source, lines)
+
+
+def make_config(
+    values: dict[str, Any],
+    overrides: Sequence[str] = (),
+    source: str = "the configuration",
+    lines: Mapping[Path, str] | None = None,
+) -> Config:
+    """Apply `overrides` to `values` (which changes) and validate; `InputError` with one line per problem.
+
+    `source` names where values come from, and `lines` says it for single keys.
+    """
+    origins = dict(lines or {})
     for override in overrides:
         changed = apply_override(values, override)
         origins = {key: origin for key, origin in origins.items() if key[: len(changed)] != changed}

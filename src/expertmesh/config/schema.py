@@ -1,6 +1,6 @@
 """The JSON schema of the configuration file, for completion and checks in editors.
 
-`python -m expertmesh.config schema/expertmesh.schema.json` generates it from the sections. It says less than
+`expertmesh schema > schema/expertmesh.schema.json` generates it from the sections. It says less than
 `load_config` checks: rules between keys cannot be expressed in it.
 """
 

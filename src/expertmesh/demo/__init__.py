@@ -1,5 +1,5 @@
-"""The whole way in a few minutes on a laptop: `python -m expertmesh.demo`. It needs no downloads.
+"""The whole way in a few minutes on a laptop: `expertmesh demo`. It needs no downloads.
 
-dataset.py, tokenizer.py and checkpoint.py build the inputs; `__main__.py` trains on them through the public
-command line and shows what changed. Nothing of expertmesh imports this package.
+dataset.py, tokenizer.py and checkpoint.py build the inputs; run.py trains on them through the public command line and
+shows what changed.
 """

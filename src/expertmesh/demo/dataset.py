@@ -77,7 +77,8 @@ def stdlib_samples(library: Path | None = None) -> list[Sample]:
     if not samples:
         raise InputError(
             f"demo: no documented Python source under {library}, although the data set is made of it; use a "
-            "Python that has its library's source files"
+            "Python that has its library's source files",
+            key="demo.no-python-source",
         )
     return samples
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from expertmesh.config import ParallelConfig
@@ -143,21 +142,6 @@ def start_process_group(device: torch.device, timeout_seconds: float = 600) -> N
         own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}",
         timeout=datetime.timedelta(seconds=timeout_seconds),
     )
-
-
-def attach_mesh(model: nn.Module, mesh: Mesh) -> None:
-    """Remember on `model` how it is sharded, for everything that takes a model alone (clipping, loss, saving)."""
-    model._expertmesh = mesh  # type: ignore[assignment]
-
-
-def mesh_of(model: nn.Module) -> Mesh:
-    """The mesh that `parallelize` attached; `InputError` for a model that was never parallelized."""
-    mesh = getattr(model, "_expertmesh", None)
-    if not isinstance(mesh, Mesh):
-        raise InputError(
-            f"{type(model).__name__} is not parallelized; call load_model or parallelize(model, mesh) first"
-        )
-    return mesh
 
 
 def _kept_axes(layout: Layout, axes: tuple[str, ...]) -> tuple[str, ...]:

@@ -18,12 +18,12 @@ from torch import nn
 from expertmesh.anatomy import Anatomy
 from expertmesh.config import MoeConfig
 from expertmesh.config.errors import InputError
-from expertmesh.distributed.mesh import mesh_of
 from expertmesh.experts.layer import layer_of
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.experts.module_list import FusedExperts
 from expertmesh.experts.router_loss import aux_loss_refusal, router_logits_refusal
 from expertmesh.io.boxes import full_box, slices
+from expertmesh.state.sharded_model import mesh_of, sharded
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.state.stage_view import stage_names
 
@@ -68,15 +68,10 @@ def balance_of(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> Balance:
     return Balance(aux, moe.z_loss_coef, moe.bias_update_rate, anatomy.num_experts, top_k, biases)
 
 
-def attach_balance(model: nn.Module, balance: Balance) -> None:
-    """Remember on `model` how it is balanced, for what takes a model alone (loss, update)."""
-    model._expertmesh_balance = balance  # type: ignore[assignment]
-
-
 def attached_balance(model: nn.Module) -> Balance:
     """What `parallelize` attached; a model that was never parallelized is not balanced."""
-    balance = getattr(model, "_expertmesh_balance", None)
-    return balance if isinstance(balance, Balance) else Balance()
+    balance: Balance | None = sharded(model).balance
+    return balance or Balance()
 
 
 def update_router_bias(model: nn.Module, *, skipped: bool = False) -> None:

@@ -16,8 +16,9 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.dispatch import AllGatherDispatcher, AllToAllDispatcher, Dispatcher, LocalDispatcher
 from expertmesh.experts.expert_mlp import grouped_mm_refusal
-from expertmesh.experts.layer import ExpertLayer, layer_of
+from expertmesh.experts.layer import ExpertLayer, attach_layer, layer_of
 from expertmesh.experts.mlp_spec import ExpertMlpSpec
+from expertmesh.state.patching import register_function, replace_forward
 
 IMPLEMENTATION = "expertmesh"
 DispatchName = Literal["auto", "all_to_all", "all_gather"]
@@ -32,18 +33,19 @@ def install(
     `dtype` is the compute dtype. Returns what the two `auto`s became, to be printed. Raises `InputError` when the
     compute backend asked for cannot run these experts.
     """
-    transformers_moe.ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
+    register_function(transformers_moe.ALL_EXPERTS_FUNCTIONS, IMPLEMENTATION, _experts_forward)
     backends: dict[str, int] = {}
     for spec in anatomy.experts:
         experts: Any = model.get_submodule(spec.name)
         backend = choose_backend(spec, compute, dtype)
         mlp = mlp_spec_of(experts, spec, per_expert=backend == "loop")
         first_expert = mesh.expert["ep"].get_local_rank() * (spec.num_experts // mesh.layout.ep)
-        experts._expertmesh_layer = ExpertLayer(spec, _dispatcher(dispatch, spec, mesh), mlp, dtype, first_expert)
+        attach_layer(experts, ExpertLayer(spec, _dispatcher(dispatch, spec, mesh), mlp, dtype, first_expert))
         if spec.call == "interface":
             experts.config._experts_implementation = IMPLEMENTATION
         else:
-            experts.forward = partial(_dense_forward if spec.call == "dense" else _experts_forward, experts)
+            forward = _dense_forward if spec.call == "dense" else _experts_forward
+            replace_forward(experts, partial(forward, experts))
         backends[backend] = backends.get(backend, 0) + 1
     chosen = "local" if mesh.layout.ep == 1 else ("all_to_all" if dispatch == "auto" else dispatch)
     return {"dispatch": chosen, "compute": ", ".join(f"{name} ({count} layers)" for name, count in backends.items())}

@@ -20,6 +20,7 @@ from expertmesh.experts.lora_state import Dropout, adapter_state_of
 from expertmesh.experts.mlp_spec import Adapter, Adapters, ExpertMlpSpec, ExpertWeights
 from expertmesh.experts.pairs import LocalPairs, count_pairs
 from expertmesh.experts.token_counts import TokensPerExpert, real_tokens
+from expertmesh.state.sharded_model import attach_to_module, module_state
 
 
 class ExpertLayer:
@@ -141,11 +142,17 @@ class ExpertLayer:
         return dropout and replace(dropout, number_P=self.dispatcher.numbers(dropout.number_P, metadata))
 
 
+def attach_layer(experts: nn.Module, layer: ExpertLayer) -> None:
+    """Let an experts module's calls run `layer` (install.py)."""
+    attach_to_module(experts, expert_layer=layer)
+
+
 def layer_of(experts: nn.Module) -> ExpertLayer:
-    """The running part that `install` put on an experts module."""
-    layer = experts._expertmesh_layer
-    assert isinstance(layer, ExpertLayer)
-    return layer
+    """The running part that was attached to an experts module."""
+    state = module_state(experts)
+    assert state is not None
+    assert isinstance(state.expert_layer, ExpertLayer)
+    return state.expert_layer
 
 
 def _adapter(experts: nn.Module, name: str) -> Adapter | None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from expertmesh.anatomy import is_adapter
 from expertmesh.config.errors import InputError
+from expertmesh.state.sharded_model import attach_to_module, module_state, sharded
 
 _BLOCK_ELEMENTS = 1 << 20
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -32,7 +33,7 @@ class Dropout:
 
 @dataclass(slots=True)
 class AdapterState:
-    """One per model, held by every adapted module as `_expertmesh_adapter`.
+    """One per model, held by the model and by every adapted module.
 
     `number_T` int64 numbers the tokens of the micro-batch that is being computed: no two tokens of a run have the same
     number, and a token has the same one in every layout.
@@ -63,13 +64,15 @@ class AdapterState:
 
 def adapter_state_of(module: nn.Module) -> AdapterState | None:
     """What the adapters of this very module share with all others, or None if it has none."""
-    state = getattr(module, "_expertmesh_adapter", None)
-    return state if isinstance(state, AdapterState) else None
+    found = module_state(module)
+    state: AdapterState | None = None if found is None else found.lora_state
+    return state
 
 
 def adapter_state(model: nn.Module) -> AdapterState | None:
     """The state that the model's adapters share, or None for a model without adapters."""
-    return next((state for module in model.modules() if (state := adapter_state_of(module))), None)
+    attached: AdapterState | None = sharded(model).lora_state
+    return attached or next((state for module in model.modules() if (state := adapter_state_of(module))), None)
 
 
 def drop_adapters(module: nn.Module) -> None:
@@ -77,7 +80,7 @@ def drop_adapters(module: nn.Module) -> None:
     for name in [name for name in module._parameters if is_adapter(name)]:
         delattr(module, name)
     if adapter_state_of(module) is not None:
-        del module._expertmesh_adapter
+        attach_to_module(module, lora_state=None)
 
 
 def number_rows(

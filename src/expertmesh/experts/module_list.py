@@ -23,6 +23,7 @@ from transformers.integrations import moe as transformers_moe
 
 from expertmesh.anatomy.expert_module import ExpertModuleSpec
 from expertmesh.experts.layer import layer_of
+from expertmesh.state.patching import replace_forward
 
 
 @dataclass(slots=True)
@@ -101,7 +102,7 @@ def fuse(block: nn.Module, config: PreTrainedConfig, form: ExpertModuleSpec) -> 
     members = block.experts
     assert isinstance(members, nn.ModuleList)
     block.experts = FusedExperts(config, members, form)
-    block.forward = partial(run_twice, block)
+    replace_forward(block, partial(run_twice, block))
 
 
 def run_twice(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

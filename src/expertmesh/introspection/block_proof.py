@@ -18,7 +18,7 @@ from expertmesh.anatomy.small_copy import relative_error, small_copy
 from expertmesh.config.errors import InputError
 from expertmesh.experts.dispatch import LocalDispatcher
 from expertmesh.experts.install import mlp_spec_of
-from expertmesh.experts.layer import ExpertLayer
+from expertmesh.experts.layer import ExpertLayer, attach_layer
 from expertmesh.experts.module_list import FusedExperts, fuse
 
 _ROWS, _LENGTH = 2, 9
@@ -96,7 +96,7 @@ def _fused_copy(own: nn.Module) -> nn.Module:
     fuse(copy, None, form)  # type: ignore[arg-type]
     spec = experts_spec("experts", copy.experts)
     mlp = mlp_spec_of(copy.experts, spec, per_expert=True)
-    copy.experts._expertmesh_layer = ExpertLayer(spec, LocalDispatcher(spec.num_experts), mlp, torch.float64)
+    attach_layer(copy.experts, ExpertLayer(spec, LocalDispatcher(spec.num_experts), mlp, torch.float64))
     assert isinstance(copy, nn.Module)
     return copy
 

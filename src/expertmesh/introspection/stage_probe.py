@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from expertmesh.anatomy import ExpertsSpec
 from expertmesh.config.errors import InputError
+from expertmesh.state.patching import replace_forward
 
 _ROWS, _LENGTH = 2, 8
 _BEFORE = -1  # where a value comes from: before the blocks, block number n, or behind the last
@@ -83,8 +84,7 @@ def rehearse(twin: nn.Module) -> None:
 def stand_in_for_experts(twin: nn.Module, experts: Sequence[ExpertsSpec]) -> None:
     """What they compute is no question on meta, and tokens cannot be sorted without values."""
     for spec in experts:
-        module: Any = twin.get_submodule(spec.name)
-        module.forward = _one_row if spec.call == "dense" else _weighted
+        replace_forward(twin.get_submodule(spec.name), _one_row if spec.call == "dense" else _weighted)
 
 
 def forward_of_text(twin: nn.Module) -> None:

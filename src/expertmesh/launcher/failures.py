@@ -8,59 +8,54 @@ itself, and picks the cause. A rank that hung is looked for first, in hangs.py.
 import signal
 from collections.abc import Mapping, Sequence
 
-from expertmesh.config.errors import (
-    DistributedFailure,
-    ExpertmeshError,
-    InputError,
-    IntegrityError,
-    SecurityError,
-)
-from expertmesh.launcher.records import RankFailure
+from expertmesh.config.errors import DistributedFailure, ExpertmeshError
+from expertmesh.launcher.rank_files import RankFailure
 from expertmesh.training.progress import RankStatus
 
 TRACEBACK_LINES = 20
-_BY_EXIT_CODE = {error.exit_code: error for error in (InputError, IntegrityError, SecurityError, DistributedFailure)}
 
 
 def root_cause(
-    failures: Sequence[RankFailure], exit_codes: Mapping[int, int], standings: Mapping[int, RankStatus]
+    failures: Sequence[RankFailure], exit_codes: Mapping[int, int], statuses: Mapping[int, RankStatus]
 ) -> ExpertmeshError:
     """The error to report. `failures` are sorted by time; `exit_codes` are by rank, negative for a signal.
 
-    `standings` says where every rank of the job was last. In this order: the first sentence meant for the user; a rank
+    `statuses` are the last ones of all ranks of the job. In this order: the first sentence meant for the user; a rank
     that a signal ended without a word; the first failure of any other kind (those after it may be lost connections);
     and last a silent end, where SIGABRT (gloo aborts when its peer is gone) is the least telling.
     """
     for failure in failures:
         if not failure.traceback and failure.exit_code != DistributedFailure.exit_code:
-            return _said(failure, failures, standings)
-    spoke = {failure.rank for failure in failures}
-    silent = {rank: code for rank, code in exit_codes.items() if code != 0 and rank not in spoke}
+            return _reported(failure, failures, statuses)
+    reported = {failure.rank for failure in failures}
+    silent = {rank: code for rank, code in exit_codes.items() if code != 0 and rank not in reported}
     for rank, code in silent.items():
         if code < 0 and code != -signal.SIGABRT:
-            return _silent_end(rank, code, standings[rank])
+            return _silent_end(rank, code, statuses[rank])
     for failure in failures:
-        return _said(failure, failures, standings)
+        return _reported(failure, failures, statuses)
     blamed = min(silent, key=lambda rank: (silent[rank] == -signal.SIGABRT, rank))
-    return _silent_end(blamed, silent[blamed], standings[blamed])
+    return _silent_end(blamed, silent[blamed], statuses[blamed])
 
 
-def _said(
-    failure: RankFailure, failures: Sequence[RankFailure], standings: Mapping[int, RankStatus]
+def _reported(
+    failure: RankFailure, failures: Sequence[RankFailure], statuses: Mapping[int, RankStatus]
 ) -> ExpertmeshError:
     if failure.traceback:
         tail = "\n".join(failure.traceback.rstrip().splitlines()[-TRACEBACK_LINES:])
-        where = f"rank {failure.rank} failed {standings[failure.rank]}"
-        return DistributedFailure(f"{where}: {failure.message}; the last lines of its traceback:\n{tail}")
+        where = f"rank {failure.rank} failed {statuses[failure.rank]}"
+        return DistributedFailure(
+            f"{where}: {failure.message}; the last lines of its traceback:\n{tail}", key="rank.unexpected-error"
+        )
     same = [f for f in failures if (f.exit_code, f.message) == (failure.exit_code, failure.message)]
-    prefix = "" if len(same) == len(standings) else f"rank {failure.rank}: "
-    return _BY_EXIT_CODE.get(failure.exit_code, ExpertmeshError)(prefix + failure.message)
+    return failure.error(prefix="" if len(same) == len(statuses) else f"rank {failure.rank}: ")
 
 
-def _silent_end(rank: int, code: int, standing: RankStatus) -> DistributedFailure:
+def _silent_end(rank: int, code: int, status: RankStatus) -> DistributedFailure:
     if code >= 0:
         return DistributedFailure(
-            f"rank {rank} ended with exit code {code} and no Python error {standing}; see its last output above"
+            f"rank {rank} ended with exit code {code} and no Python error {status}; see its last output above",
+            key="rank.exited",
         )
     name = signal.Signals(-code).name
     hints = {
@@ -69,4 +64,6 @@ def _silent_end(rank: int, code: int, standing: RankStatus) -> DistributedFailur
         signal.SIGINT: "somebody stopped it",
     }
     hint = hints.get(signal.Signals(-code), "native code crashed; see its last output above")
-    return DistributedFailure(f"rank {rank} was ended by signal {-code} ({name}) {standing}: {hint}")
+    return DistributedFailure(
+        f"rank {rank} was ended by signal {-code} ({name}) {status}: {hint}", key="rank.ended-by-signal"
+    )

@@ -1,7 +1,7 @@
-"""Which rank the others waited for in vain: named with the step, the phase and the Python stack of where it stands.
+"""Which rank the others waited for in vain: named with its step, its phase and its Python stack.
 
-A rank that stops moving shows only in the others, whose collectives time out. When the first gives up, every rank that
-still runs is looked at: is it stopped by a signal, does its heartbeat go on, is its stack inside a collective?
+A rank that stops moving shows only in the others, whose collectives time out. At the first timeout a snapshot is taken
+of every rank that still runs: is it stopped by a signal, does its heartbeat go on, is its stack inside a collective?
 """
 
 import os
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from expertmesh.config.errors import DistributedFailure
-from expertmesh.launcher.records import RankFailure
+from expertmesh.launcher.rank_files import RankFailure
 from expertmesh.training.progress import RankStatus
 
 # Of a long stack: where it is, and from where in the training loop that was called.
@@ -20,39 +20,39 @@ INNERMOST, OUTERMOST = 8, 6
 # A heartbeat comes twice a second; a busy machine may delay it.
 SILENT_SECONDS = 5.0
 # gloo; NCCL's watchdog; the store, before a group is up.
-_GAVE_UP = re.compile(r"Timed out waiting \d+ms|collective operation timeout|wait timeout after|waiting for clients")
-# Where the Python stack of a rank ends that waits for its peers.
-_WAITING = ("/torch/distributed/", "/expertmesh/experts/")
+_TIMEOUT = re.compile(r"Timed out waiting \d+ms|collective operation timeout|wait timeout after|waiting for clients")
+# Where the Python stack ends of a rank that waits for its peers.
+_COLLECTIVES = ("/torch/distributed/", "/expertmesh/experts/")
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """One rank as it was found when another gave up. `stack` is faulthandler's, innermost line first.
+class RankSnapshot:
+    """One rank as it was found when another timed out. `stack` is faulthandler's, innermost line first.
 
-    `outlasted`: it was still there when the others had had time to fail as well.
+    `still_running`: also after the others had had time to fail as well.
     """
 
     rank: int
-    standing: RankStatus
+    status: RankStatus
     taken: float
     stopped: bool
     stack: tuple[str, ...]
-    outlasted: bool
+    still_running: bool
 
     @property
-    def silent(self) -> bool:
-        return self.taken - self.standing.heartbeat > SILENT_SECONDS
+    def without_heartbeat(self) -> bool:
+        return self.taken - self.status.heartbeat > SILENT_SECONDS
 
     @property
-    def elsewhere(self) -> bool:
+    def outside_collectives(self) -> bool:
         """Its stack shows that it does not wait for other ranks."""
-        return bool(self.stack) and not any(name in line for line in self.stack[:2] for name in _WAITING)
+        return bool(self.stack) and not any(name in line for line in self.stack[:2] for name in _COLLECTIVES)
 
     def __str__(self) -> str:
         if self.stopped:
             state = "it was stopped by a signal (SIGSTOP)"
-        elif self.silent:
-            state = f"its process had not run for {self.taken - self.standing.heartbeat:.0f} s"
+        elif self.without_heartbeat:
+            state = f"its process had not run for {self.taken - self.status.heartbeat:.0f} s"
         else:
             state = "its process was running"
         if not self.stack:
@@ -60,40 +60,45 @@ class Look:
         return "\n".join([f"{state}; where it was, innermost call first:", *self.stack])
 
 
-def gave_up(failure: RankFailure) -> bool:
+def timed_out(failure: RankFailure) -> bool:
     """Whether this rank failed because it had waited too long for others."""
-    return bool(_GAVE_UP.search(failure.message))
+    return bool(_TIMEOUT.search(failure.message))
 
 
-def hang(looks: Sequence[Look], first: RankFailure | None, gave_up_at: RankStatus | None) -> DistributedFailure | None:
-    """The error that names the rank which hung, or None if none did. `first` is the rank that gave up, and where.
+def hang_error(
+    snapshots: Sequence[RankSnapshot], first: RankFailure | None, first_status: RankStatus | None
+) -> DistributedFailure | None:
+    """The error that names the rank which hung, or None if none did. `first` is the rank that timed out, and where.
 
     A stopped rank goes on when it is asked for its stack, and a slow one by itself, so both may have failed since.
     Without `first` (a rank aborted, as NCCL's watchdog lets it) only a rank that clearly does not wait is blamed.
     """
-    lasting = [look for look in looks if look.outlasted]
-    suspects = [look for look in looks if look.stopped] or [look for look in looks if look.silent]
-    suspects = suspects or [look for look in lasting if look.elsewhere]
-    if gave_up_at is not None:
-        suspects = suspects or lasting or [look for look in looks if _behind(look, gave_up_at)]
+    lasting = [each for each in snapshots if each.still_running]
+    suspects = [each for each in snapshots if each.stopped] or [each for each in snapshots if each.without_heartbeat]
+    suspects = suspects or [each for each in lasting if each.outside_collectives]
+    if first_status is not None:
+        suspects = suspects or lasting or [each for each in snapshots if _behind(each, first_status)]
     if not suspects:
         return None
-    blamed = min(suspects, key=lambda look: (look.standing.step, look.standing.since))
-    also = [str(look.rank) for look in suspects if look is not blamed and (look.stopped or look.silent)]
+    blamed = min(suspects, key=lambda each: (each.status.step, each.status.since))
+    also = [str(each.rank) for each in suspects if each is not blamed and (each.stopped or each.without_heartbeat)]
     others = f" (and so did rank {', '.join(also)})" if also else ""
-    still = f"it had not moved for {blamed.taken - blamed.standing.since:.0f} s"
-    waited = f"\nrank {first.rank} gave up waiting {gave_up_at}: {first.message}" if first else ""
-    return DistributedFailure(f"rank {blamed.rank} hung {blamed.standing}{others}: {still}; {blamed}{waited}")
+    still = f"it had not moved for {blamed.taken - blamed.status.since:.0f} s"
+    waited = f"\nrank {first.rank} gave up waiting {first_status}: {first.message}" if first else ""
+    return DistributedFailure(
+        f"rank {blamed.rank} hung {blamed.status}{others}: {still}; {blamed}{waited}", key="rank.hung"
+    )
 
 
-def _behind(look: Look, other: RankStatus) -> bool:
+def _behind(snapshot: RankSnapshot, other: RankStatus) -> bool:
     """Whether the rank is where the other has been before, since about the time that the other began to wait.
 
-    That shows a rank which went on, and failed, after the others had given up.
+    That shows a rank which went on, and failed, after the others had timed out.
     """
-    here, there = look.standing, other
-    apart = (here.step, here.phase) != (there.step, there.phase) and here.step <= there.step
-    return look.elsewhere and apart and look.taken - here.since > (look.taken - there.since) / 2
+    here = snapshot.status
+    apart = (here.step, here.phase) != (other.step, other.phase) and here.step <= other.step
+    waited_long = snapshot.taken - here.since > (snapshot.taken - other.since) / 2
+    return snapshot.outside_collectives and apart and waited_long
 
 
 def is_stopped(process: int) -> bool:
@@ -126,7 +131,7 @@ def _stack_of(file: Path, main_thread: int) -> tuple[str, ...]:
             stack.append(line.rstrip())
     # faulthandler shows a hundred calls at most, then three dots.
     complete = re.search(r"_run_module_as_main\n|^  \.\.\.$", "\n".join(stack) + "\n", re.MULTILINE) is not None
-    stack = [line for line in stack if "<frozen runpy>" not in line and f"cli{os.sep}worker.py" not in line]
+    stack = [line for line in stack if "<frozen runpy>" not in line and f"launcher{os.sep}worker.py" not in line]
     if len(stack) > INNERMOST + OUTERMOST + 1:
         stack = [*stack[:INNERMOST], "  ...", *stack[-OUTERMOST:]]
     return tuple(stack) if complete else ()

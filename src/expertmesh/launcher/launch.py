@@ -1,8 +1,8 @@
-"""Where the ranks of `expertmesh train` come from: the job that started us, or N local processes of our own.
+"""Where the ranks of a job come from: the job that started us, or N local processes of our own.
 
-Under a launcher that sets RANK and WORLD_SIZE (torchrun, SLURM wrappers) this process is one rank and trains.
-Else it starts N ranks on this machine, passes their output through, starts all of them again after a failure if it
-may, and ends as they do: one error message for the whole job, its exit code, no process and no file left behind.
+Under a launcher that sets RANK and WORLD_SIZE (torchrun, SLURM wrappers) this process is one rank and runs the job's
+function itself. Else it starts N ranks on this machine, passes their output through, starts all of them again after a
+failure if it may, and ends as they do: one error message for the whole job, its exit code, no process and no file left.
 """
 
 import itertools
@@ -10,44 +10,82 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from expertmesh.config import Config, dump_config
-from expertmesh.config.errors import DistributedFailure, InputError
+from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError
 from expertmesh.io.terminal import printable
 from expertmesh.launcher.lazy_imports import lazy_imports
-from expertmesh.launcher.options import RunOptions
-from expertmesh.launcher.records import RankFailure
+from expertmesh.launcher.rank_files import UNEXPECTED
 from expertmesh.launcher.supervise import Job, StopRequests, start_ranks, stop_requests
-from expertmesh.launcher.worker import TRAIN, run_rank
+from expertmesh.launcher.worker import run_rank
 from expertmesh.training.control import Control
 
 CPU_RANKS = 2
 
 
-def run(config: Config, options: RunOptions, function: str | None = None, *, preflights: bool = True) -> int:
-    """Train on the ranks of the surrounding job, or on local ranks; returns the exit code.
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What is said beside the configuration: how to run, not what to compute. Not part of a run's identity.
 
-    `function` (`module:function`) is what the ranks run, by default `training.run.train`. Before local ranks are
-    started the configuration is checked, unless `preflights` is off.
-
-    Raises `ExpertmeshError`: for local ranks before they start, where a light check finds the cause, or after
-    they have ended by it.
+    `max_seconds` counts from the start of the command, over all restarts; None is no limit. `audit`: compare samples or
+    all of the loaded weights with their files. `arguments`: see `Control`.
     """
+
+    nproc: int | None = None
+    max_seconds: float | None = None
+    max_restarts: int = 0
+    audit: Literal["sampled", "full"] = "sampled"
+    arguments: str = ""
+
+
+def run(
+    config: Config,
+    function: str,
+    options: RunOptions | None = None,
+    preflight: Callable[[Config, int], object] | None = None,
+) -> int:
+    """Call `function` (`module:function`) on each rank of the surrounding job, or on local ranks.
+
+    `preflight` is called with the number of local ranks before they start, to refuse what cannot work once and early.
+    Prints what is being done. Returns the exit code; raises `ExpertmeshError` before ranks start, or when they have
+    ended by it.
+    """
+    options = options or RunOptions()
     deadline = None if options.max_seconds is None else time.monotonic() + options.max_seconds
     if in_job():
         check_job(options)
-        control = Control(deadline=deadline, audit=options.audit, arguments=options.arguments)
-        return run_rank(config, function or TRAIN, control, _printer(control))
-    ranks = local_ranks(options.nproc)
-    if preflights:
-        with lazy_imports():
-            from expertmesh.training.preflight import preflight  # each rank of a job calls it itself
+        if os.environ["RANK"] == "0":
+            _say(f"starting   rank 0 of {os.environ['WORLD_SIZE']}: importing torch and transformers")
+        return _run_here(config, function, Control(deadline=deadline, audit=options.audit, arguments=options.arguments))
+    _say("starting   importing torch" + (" and transformers, checking the configuration" if preflight else ""))
+    with lazy_imports():
+        ranks = local_ranks(options.nproc)
+    if preflight is not None:
+        preflight(config, ranks)
+    _say(f"           {ranks} rank{'s' * (ranks > 1)} on this machine, each of which imports torch and transformers")
+    return launch(config, ranks, function, options, deadline)
 
-        preflight(config, ranks, ranks_per_node=ranks)
-    return launch(config, ranks, function or TRAIN, options=options, deadline=deadline)
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _run_here(config: Config, function: str, control: Control) -> int:
+    """As one rank of somebody else's job, where no launcher of ours reports a bug."""
+    try:
+        return run_rank(config, function, control)
+    except ExpertmeshError:
+        raise
+    except (Exception, SystemExit):
+        where = f"rank {os.environ['RANK']} failed {control.progress.status()}"
+        print(printable(f"error: {where}:\n{traceback.format_exc().rstrip()}"), file=sys.stderr)
+        return UNEXPECTED
 
 
 def in_job() -> bool:
@@ -61,15 +99,22 @@ def check_job(options: RunOptions) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         text = os.environ.get(name, os.environ["WORLD_SIZE"])
         if not text.isdigit():
-            raise InputError(f"the environment variable {name} is {text!r}, not a number; mend it or unset it")
+            raise InputError(
+                f"the environment variable {name} is {text!r}, not a number; mend it or unset it",
+                key="launch.environment",
+            )
         numbers[name] = int(text)
     if options.nproc not in (None, numbers["LOCAL_WORLD_SIZE"]):
         raise InputError(
             f"--nproc is {options.nproc}, but the launcher that set RANK started {numbers['LOCAL_WORLD_SIZE']} ranks "
-            "on this machine; leave --nproc out under a launcher"
+            "on this machine; leave --nproc out under a launcher",
+            key="launch.nproc-differs",
         )
     if options.max_restarts:
-        raise InputError("--max-restarts is for local ranks; under torchrun, give its own --max-restarts to torchrun")
+        raise InputError(
+            "--max-restarts is for local ranks; under torchrun, give its own --max-restarts to torchrun",
+            key="launch.restarts-in-job",
+        )
 
 
 def local_ranks(nproc: int | None) -> int:
@@ -78,40 +123,39 @@ def local_ranks(nproc: int | None) -> int:
 
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else None
     if devices is not None and nproc is not None and nproc > devices:
-        raise InputError(f"--nproc is {nproc}, but this machine has {devices} accelerators; use {devices} or fewer")
+        raise InputError(
+            f"--nproc is {nproc}, but this machine has {devices} accelerators; use {devices} or fewer",
+            key="launch.too-few-accelerators",
+        )
     return nproc or devices or CPU_RANKS
 
 
 def launch(
-    config: Config,
-    ranks: int,
-    train: str = TRAIN,
-    *,
-    options: RunOptions | None = None,
-    deadline: float | None = None,
+    config: Config, ranks: int, function: str, options: RunOptions | None = None, deadline: float | None = None
 ) -> int:
-    """Run `train` (`module:function`) on `ranks` local processes and wait for them.
+    """Call `function` (`module:function`) on `ranks` local processes and wait for them.
 
     Returns 0, or 130 or 143 if the job was stopped. Raises the `ExpertmeshError` that the job failed by,
     `DistributedFailure` for a rank that died or hung; only that one is tried again, as often as `options` allow.
     `deadline` is of `time.monotonic()`.
     """
     options = options or RunOptions()
-    worker = ["--parent", str(os.getpid()), "--launch", uuid.uuid4().hex, "--train", train, "--audit", options.audit]
+    worker = ["--function", function, "--parent", str(os.getpid()), "--launch", uuid.uuid4().hex]
+    worker += ["--audit", options.audit]
     worker += ["--arguments", options.arguments] if options.arguments else []
     if deadline is not None:
         worker += ["--deadline", repr(deadline)]
-    with stop_requests() as requests, tempfile.TemporaryDirectory(prefix="expertmesh-") as directory:
-        config_path = Path(directory, "config.yaml")
+    with stop_requests() as requests, tempfile.TemporaryDirectory(prefix="expertmesh-") as temporary:
+        config_path = Path(temporary, "config.yaml")
         for restart in itertools.count(1):
             config_path.write_text(dump_config(config if restart == 1 else _continued(config)), encoding="utf-8")
-            records = Path(directory, f"attempt-{restart}")
-            records.mkdir()
+            directory = Path(temporary, f"attempt-{restart}")
+            directory.mkdir()
             try:
-                return _attempt([str(config_path), str(records), *worker], ranks, records, requests)
+                return _attempt([str(config_path), str(directory), *worker], ranks, directory, requests)
             except DistributedFailure as failure:
                 late = deadline is not None and time.monotonic() >= deadline
-                if restart > options.max_restarts or requests.wish or late:
+                if restart > options.max_restarts or requests.requested or late:
                     raise
                 again = f"all ranks are started again (restart {restart} of {options.max_restarts})"
                 print(printable(f"{failure}\n{again}"), file=sys.stderr, flush=True)
@@ -126,7 +170,7 @@ def _continued(config: Config) -> Config:
     return config.model_copy(update={"checkpoint": checkpoint})
 
 
-def _attempt(arguments: list[str], ranks: int, records: Path, requests: StopRequests) -> int:
+def _attempt(arguments: list[str], ranks: int, directory: Path, requests: StopRequests) -> int:
     """Start all ranks, with nothing left of an attempt before, and wait for them."""
     import torch.distributed as dist
 
@@ -141,16 +185,5 @@ def _attempt(arguments: list[str], ranks: int, records: Path, requests: StopRequ
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is up already: rank 0 must not start one
     }
-    job = Job(start_ranks(["expertmesh.launcher.worker", *arguments], ranks, records, environment), records, requests)
-    return job.supervise()
-
-
-def _printer(control: Control) -> Callable[[RankFailure], None]:
-    """For a rank that no launcher of ours speaks for: it says itself how it failed."""
-
-    def show(failure: RankFailure) -> None:
-        where = f" failed {control.progress.standing()}:\n" if failure.traceback else ": "
-        text = failure.traceback or failure.message
-        print(printable(f"error: rank {failure.rank}{where}{text.rstrip()}"), file=sys.stderr)
-
-    return show
+    started = start_ranks(["expertmesh.launcher.worker", *arguments], ranks, directory, environment)
+    return Job(started, directory, requests).supervise()

@@ -18,8 +18,8 @@ from types import FrameType
 
 from expertmesh.config.errors import ExpertmeshError
 from expertmesh.launcher.failures import root_cause
-from expertmesh.launcher.hangs import Look, gave_up, hang, is_stopped, read_stack
-from expertmesh.launcher.records import SHOW_STACK, failures_in, progress_file, stack_file
+from expertmesh.launcher.hangs import RankSnapshot, hang_error, is_stopped, read_stack, timed_out
+from expertmesh.launcher.rank_files import SHOW_STACK, failures_in, progress_file, stack_file
 from expertmesh.training.control import ONE_REQUEST_SECONDS
 from expertmesh.training.progress import Progress, RankStatus, StopState
 
@@ -36,18 +36,18 @@ _ENDED_WELL = (0, *(128 + number for number in _WAITED_FOR))
 
 @dataclass(slots=True)
 class StopRequests:
-    """What signals have asked of the launcher: `wish` is to stop when the ranks can, `order` is to stop at once."""
+    """What signals have asked of the launcher: `requested` to stop when the ranks can, `forced` to stop at once."""
 
-    wish: int = 0
-    order: int = 0
-    _wished_at: float = 0.0
+    requested: int = 0
+    forced: int = 0
+    _requested_at: float = 0.0
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if number in _WAITED_FOR and not self.wish:
-            self.wish, self._wished_at = number, now
-        elif number not in _WAITED_FOR or now - self._wished_at > ONE_REQUEST_SECONDS:
-            self.order = number
+        if number in _WAITED_FOR and not self.requested:
+            self.requested, self._requested_at = number, now
+        elif number not in _WAITED_FOR or now - self._requested_at > ONE_REQUEST_SECONDS:
+            self.forced = number
 
 
 @contextlib.contextmanager
@@ -89,7 +89,7 @@ class LocalRank:
     def ask_for_stack(self) -> bool:
         """Let it write its Python stacks, also if it is stopped; returns whether it was. No stack before it is up."""
         stopped = is_stopped(self.process.pid)
-        if self.runs and self.progress.standing().process:
+        if self.runs and self.progress.status().process:
             self.process.send_signal(SHOW_STACK)
             self.process.send_signal(signal.SIGCONT)  # harmless to a process that is not stopped
         return stopped
@@ -100,7 +100,7 @@ class Job:
     """All ranks of one attempt. `supervise` returns when none of them runs any more."""
 
     ranks: Sequence[LocalRank]
-    records: Path
+    directory: Path
     requests: StopRequests
     exit_codes: dict[int, int] = field(default_factory=dict)
     """Of the ranks that ended by themselves."""
@@ -110,13 +110,13 @@ class Job:
         try:
             while self._running() and not self._failed():
                 if self._must_end():
-                    return 128 + (self.requests.order or self.requests.wish)
+                    return 128 + (self.requests.forced or self.requests.requested)
                 time.sleep(POLL_SECONDS)
             if not self._failed():
                 return max(self.exit_codes.values())
             error = self._find_cause()
             if self._ended_by_request():
-                return 128 + (self.requests.order or self.requests.wish)
+                return 128 + (self.requests.forced or self.requests.requested)
             raise error
         finally:
             self._end()
@@ -130,53 +130,54 @@ class Job:
         return [rank for rank in self.ranks if rank.runs]
 
     def _failed(self) -> bool:
-        return any(code not in _ENDED_WELL for code in self.exit_codes.values()) or bool(failures_in(self.records))
+        return any(code not in _ENDED_WELL for code in self.exit_codes.values()) or bool(failures_in(self.directory))
 
     def _must_end(self) -> bool:
-        """Pass a wish to stop on to the ranks; whether it cannot wait for them, because one is not in its loop."""
-        if self.requests.order:
+        """Pass a request to stop on to the ranks; whether it cannot wait for them, because one is not in its loop."""
+        if self.requests.forced:
             return True
-        if not self.requests.wish:
+        if not self.requests.requested:
             return False
         for rank in self.ranks:
-            rank.progress.stop = self.requests.wish
-        return any(rank.progress.hearing is StopState.DEAF for rank in self._running())
+            rank.progress.stop = self.requests.requested
+        return any(rank.progress.stop_state is StopState.NOT_ACCEPTING for rank in self._running())
 
     def _ended_by_request(self) -> bool:
         """A signal to all processes of a job may end ranks that are not in their loop before the launcher does."""
-        wish = self.requests.wish
-        return self.requests.order > 0 or (wish > 0 and -wish in self.exit_codes.values())
+        requested = self.requests.requested
+        return self.requests.forced > 0 or (requested > 0 and -requested in self.exit_codes.values())
 
     def _find_cause(self) -> ExpertmeshError:
         """Look at the ranks that still run, give them time to fail as well, and say who is to blame."""
-        first = next(iter(failures_in(self.records)), None)
-        waited = gave_up(first) if first else -signal.SIGABRT in self.exit_codes.values()
-        looks = self._look() if waited else []
+        first = next(iter(failures_in(self.directory)), None)
+        waited = timed_out(first) if first else -signal.SIGABRT in self.exit_codes.values()
+        snapshots = self._snapshots() if waited else []
         deadline = time.monotonic() + GRACE_SECONDS
         while self._running() and time.monotonic() < deadline and not self._ended_by_request():
             time.sleep(POLL_SECONDS)
-        failures, standings = failures_in(self.records), self._standings()
+        failures, statuses = failures_in(self.directory), self._statuses()
         lasting = {rank.rank for rank in self._running()} - {failure.rank for failure in failures}
-        looks = [replace(look, outlasted=look.rank in lasting) for look in looks]
-        if waited and (error := hang(looks, first, standings[first.rank] if first else None)):
+        snapshots = [replace(each, still_running=each.rank in lasting) for each in snapshots]
+        if waited and (error := hang_error(snapshots, first, statuses[first.rank] if first else None)):
             return error
-        return root_cause(failures, self.exit_codes, standings)
+        return root_cause(failures, self.exit_codes, statuses)
 
-    def _look(self) -> list[Look]:
-        spoke = {failure.rank for failure in failures_in(self.records)}
-        running = [rank for rank in self._running() if rank.rank not in spoke]
-        taken, standings = time.monotonic(), self._standings()
+    def _snapshots(self) -> list[RankSnapshot]:
+        """Of the ranks that run and have not failed."""
+        failed = {failure.rank for failure in failures_in(self.directory)}
+        running = [rank for rank in self._running() if rank.rank not in failed]
+        taken, statuses = time.monotonic(), self._statuses()
         stopped = {rank.rank: rank.ask_for_stack() for rank in running}
         deadline = taken + STACK_SECONDS
-        looks = []
+        snapshots = []
         for rank in running:
-            standing = standings[rank.rank]
-            stack = read_stack(rank.stacks, standing.main_thread, deadline - time.monotonic())
-            looks.append(Look(rank.rank, standing, taken, stopped[rank.rank], stack, outlasted=False))
-        return looks
+            status = statuses[rank.rank]
+            stack = read_stack(rank.stacks, status.main_thread, deadline - time.monotonic())
+            snapshots.append(RankSnapshot(rank.rank, status, taken, stopped[rank.rank], stack, still_running=True))
+        return snapshots
 
-    def _standings(self) -> dict[int, RankStatus]:
-        return {rank.rank: rank.progress.standing() for rank in self.ranks}
+    def _statuses(self) -> dict[int, RankStatus]:
+        return {rank.rank: rank.progress.status() for rank in self.ranks}
 
     def _end(self) -> None:
         """No rank, and nothing that a rank has started, is left behind."""
@@ -188,18 +189,18 @@ class Job:
                 rank.process.wait(max(0.0, deadline - time.monotonic()))
 
 
-def start_ranks(worker: Sequence[str], count: int, records: Path, environment: Mapping[str, str]) -> list[LocalRank]:
+def start_ranks(worker: Sequence[str], count: int, directory: Path, environment: Mapping[str, str]) -> list[LocalRank]:
     """Start `count` processes of the Python module and arguments `worker`, as ranks 0 to `count` - 1."""
     started: list[LocalRank] = []
     try:
         for rank in range(count):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             sizes = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-            progress = Progress(progress_file(records, rank))
+            progress = Progress(progress_file(directory, rank))
             process = subprocess.Popen(
                 [sys.executable, "-u", "-m", *worker], env={**environment, **own, **sizes}, start_new_session=True
             )
-            started.append(LocalRank(rank, process, progress, stack_file(records, rank)))
+            started.append(LocalRank(rank, process, progress, stack_file(directory, rank)))
     except BaseException:
         for rank_started in started:
             rank_started.kill()
@@ -211,6 +212,6 @@ def start_ranks(worker: Sequence[str], count: int, records: Path, environment: M
 def _exit_code(rank: LocalRank) -> int:
     """A second signal ends a rank in its loop by 128 + its number; unlike one that has stopped, it was ended by it."""
     code = rank.process.wait()
-    if code > 0 and code in _ENDED_WELL and rank.progress.hearing is not StopState.LEAVING:
+    if code > 0 and code in _ENDED_WELL and rank.progress.stop_state is not StopState.STOPPED:
         return 128 - code
     return code

@@ -1,8 +1,8 @@
-"""One rank of a training job: runs the training function and turns how it ends into an exit code.
+"""One rank of a job: runs the function that the launcher was given and turns how it ends into an exit code.
 
-`python -m expertmesh.launcher.worker CONFIG RECORDS` is what our launcher starts N times; under torchrun,
-`run_rank` is called in the process that torchrun started. A rank of our launcher prints no error itself: it
-leaves a record in the directory RECORDS, and the launcher reports one for all.
+`python -m expertmesh.launcher.worker CONFIG DIRECTORY --function MODULE:FUNCTION` is what our launcher starts N times;
+under torchrun, `run_rank` is called in the process that torchrun started. A rank of our launcher prints no error
+itself: it leaves a `RankFailure` in DIRECTORY, and the launcher reports one for all.
 """
 
 import argparse
@@ -14,47 +14,35 @@ import signal
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from expertmesh.config import Config, load_config
-from expertmesh.config.errors import ExpertmeshError
 from expertmesh.launcher.lazy_imports import lazy_imports
-from expertmesh.launcher.records import RankFailure, progress_file, show_stack_when_asked
+from expertmesh.launcher.rank_files import RankFailure, progress_file, show_stack_when_asked
 from expertmesh.training.control import Control, Stopped
 from expertmesh.training.progress import Progress
 
-TRAIN = "expertmesh.training.run:train"
-UNEXPECTED = 1
 BEAT_SECONDS = 0.5
 PR_SET_PDEATHSIG = 1
 
 
-def run_rank(config: Config, train: str, control: Control, failed: Callable[[RankFailure], None]) -> int:
-    """Call `train` (`module:function`) with `config` and `control`, and return this rank's exit code.
+def run_rank(config: Config, function: str, control: Control) -> int:
+    """Call `function` (`module:function`) with `config` and `control`; returns 0, or the exit code of `Stopped`.
 
-    Called on every rank, before a process group exists; issues no collective. `failed` receives the failure.
+    Called on every rank, before a process group exists; issues no collective. Raises what the function raises.
     """
-    rank = int(os.environ["RANK"])
+    module, _, name = function.partition(":")
+    with lazy_imports():
+        imported = importlib.import_module(module)
     try:
-        module, _, function = train.partition(":")
-        with lazy_imports():
-            imported = importlib.import_module(module)
-        getattr(imported, function)(config, control)
+        getattr(imported, name)(config, control)
     except Stopped as stopped:
         # Saved and done. torchrun sends SIGTERM to all ranks when the first ends; that must not change the exit code.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         return stopped.exit_code
-    except ExpertmeshError as error:
-        failed(RankFailure(rank, error.exit_code, str(error), "", time.time_ns()))
-        return error.exit_code
-    except (Exception, SystemExit) as error:
-        named = f"{type(error).__name__}: {error}".rstrip(": ").splitlines()[0]
-        failed(RankFailure(rank, UNEXPECTED, named, traceback.format_exc(), time.time_ns()))
-        return UNEXPECTED
     return 0
 
 
@@ -81,26 +69,28 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parser = argparse.ArgumentParser(prog="python -m expertmesh.launcher.worker")
     parser.add_argument("config", type=Path)
-    parser.add_argument("records", type=Path)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--function", required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--launch", required=True)
     parser.add_argument("--deadline", type=float)
     parser.add_argument("--audit", default="sampled")
     parser.add_argument("--arguments", default="")
-    parser.add_argument("--train", default=TRAIN)
     options = parser.parse_args(arguments)
 
     rank = int(os.environ["RANK"])
-    show_stack_when_asked(options.records, rank)
-    progress = Progress(progress_file(options.records, rank))
+    show_stack_when_asked(options.directory, rank)
+    progress = Progress(progress_file(options.directory, rank))
     progress.start()
     _watch(options.parent, progress)
     control = Control(progress, options.deadline, options.launch, options.audit, options.arguments)
-
-    def record(failure: RankFailure) -> None:
-        failure.write(options.records)
-
-    leave(run_rank(load_config(options.config), options.train, control, record))
+    try:
+        code = run_rank(load_config(options.config), options.function, control)
+    except (Exception, SystemExit) as error:
+        failure = RankFailure.of(rank, error)
+        failure.write(options.directory)
+        code = failure.exit_code
+    leave(code)
 
 
 def _watch(parent: int, progress: Progress) -> None:

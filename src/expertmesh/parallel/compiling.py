@@ -15,8 +15,9 @@ from torch import nn
 from expertmesh.anatomy import Anatomy, describe
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
-from expertmesh.distributed.mesh import mesh_of
 from expertmesh.experts.lora_state import adapter_state
+from expertmesh.state.patching import replace_forward
+from expertmesh.state.sharded_model import mesh_of
 
 # Code is compiled per class, and again for other sizes, masks or dtypes. torch's own limit of 8 is for one function.
 _VARIANTS = 64
@@ -38,7 +39,7 @@ def compile_blocks(model: nn.Module) -> None:
         kind = type(part)
         if kind not in compiled:
             compiled[kind] = torch.compile(kind.forward, fullgraph=True)
-        part.forward = partial(_forward, part, name, compiled[kind])
+        replace_forward(part, partial(_forward, part, name, compiled[kind]))
 
 
 def refuse_compile(model: nn.Module, layout: Layout) -> None:

@@ -37,6 +37,8 @@ from expertmesh.introspection.attention import (
     registry_call,
 )
 from expertmesh.parallel.sequence import decoder_blocks
+from expertmesh.state.patching import register_function
+from expertmesh.state.sharded_model import attach_to_module, module_state
 
 PREFIX = "expertmesh_context_"
 # What attention classes may pass to the registry's function: each is a number, or cut here as it must be.
@@ -132,7 +134,7 @@ def split_attention(model: nn.Module, blocks: Sequence[str], mesh: Mesh) -> None
             assert call is not None
             function = _registered(call.global_of(call.mapping), backend, call.global_of(call.default))
             assert function is not None, f"{backend} is not registered"
-            module._expertmesh_context = ContextAttention(name, group, backend, function)
+            attach_to_module(module, context_attention=ContextAttention(name, group, backend, function))
             configs[id(module.config)] = module.config
             here.append(_context_of(module))
         _guard(model.get_submodule(block), block, here)
@@ -142,9 +144,10 @@ def split_attention(model: nn.Module, blocks: Sequence[str], mesh: Mesh) -> None
         configs[id(owner.config)] = owner.config
     for config in configs.values():
         backend = _backend(config)
-        ALL_ATTENTION_FUNCTIONS.register(PREFIX + backend, _attention)
+        register_function(ALL_ATTENTION_FUNCTIONS, PREFIX + backend, _attention)
         if backend in ALL_MASK_ATTENTION_FUNCTIONS:
-            ALL_MASK_ATTENTION_FUNCTIONS.register(PREFIX + backend, ALL_MASK_ATTENTION_FUNCTIONS[backend])
+            masks = ALL_MASK_ATTENTION_FUNCTIONS
+            register_function(masks, PREFIX + backend, masks[backend])
         # Its own alone: a dict leaves the configurations inside it (of a vision tower) as they are.
         config._attn_implementation = {"": PREFIX + backend}
 
@@ -194,8 +197,9 @@ def _guard(block: nn.Module, name: str, here: list[ContextAttention]) -> None:
 
 
 def _attached(module: nn.Module) -> ContextAttention | None:
-    context = getattr(module, "_expertmesh_context", None)
-    return context if isinstance(context, ContextAttention) else None
+    state = module_state(module)
+    context: ContextAttention | None = None if state is None else state.context_attention
+    return context
 
 
 def _context_of(module: nn.Module) -> ContextAttention:

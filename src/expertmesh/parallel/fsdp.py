@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 from expertmesh.anatomy import Anatomy, describe, is_adapter, is_inside
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError, IntegrityError
-from expertmesh.distributed.mesh import Mesh, attach_mesh
-from expertmesh.experts.balance import attach_balance, balance_of
+from expertmesh.distributed.mesh import Mesh
+from expertmesh.experts.balance import balance_of
 from expertmesh.experts.install import install
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.compute_dtype import refuse_compute, uncast_modules
@@ -31,7 +31,8 @@ from expertmesh.parallel.pipeline import cut, pipeline_of
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_mixed_dtypes, refuse_model
 from expertmesh.parallel.sequence import decoder_blocks, refuse_blocks, split_blocks
 from expertmesh.parallel.tensor import split_parts
-from expertmesh.parallel.tensor_plan import TensorPlan, attach_plan, tensor_plan
+from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
+from expertmesh.state.sharded_model import attach
 
 
 def shard(
@@ -75,11 +76,9 @@ def shard(
     exempt = uncast_modules(model, anatomy, kept_in_fp32) if policy.param_dtype is not None else []
     placed = _place_experts(model, anatomy, mesh, policy)
     _place_dense(model, anatomy, mesh, policy, placed, exempt, tensor.within(anatomy.blocks))
-    attach_mesh(model, mesh)
-    attach_plan(model, tensor)
+    attach(model, mesh=mesh, tensor_plan=tensor, balance=balance)
     split_blocks(model, whole, mesh)
     split_attention(model, [block for block in decoder_blocks(whole) if block in anatomy.blocks], mesh)
-    attach_balance(model, balance)
     return resolved
 
 

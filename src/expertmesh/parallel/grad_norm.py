@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from expertmesh.distributed.mesh import mesh_of
+from expertmesh.state.sharded_model import mesh_of
 from expertmesh.state.stage_view import is_tied_replica, stage_parameters
 
 

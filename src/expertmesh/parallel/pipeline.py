@@ -24,7 +24,9 @@ from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.stage_probe import Decoder, probe, rehearse
 from expertmesh.parallel.sequence import decoder_blocks
 from expertmesh.parallel.stages import plan_stages
-from expertmesh.state.stage_view import StageView, attach_stage_view, full_state, meta_twin
+from expertmesh.state.patching import exchanged
+from expertmesh.state.sharded_model import StageView, attach, sharded
+from expertmesh.state.stage_view import full_state, meta_twin
 
 
 @dataclass(slots=True, eq=False)
@@ -66,8 +68,8 @@ def stages_of(layout: Layout, pp_rank: int) -> tuple[int, ...]:
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
     """How `model` was cut; None for one that is whole on every rank."""
-    pipeline = getattr(model, "_expertmesh_pipeline", None)
-    return pipeline if isinstance(pipeline, Pipeline) else None
+    pipeline: Pipeline | None = sharded(model).pipeline
+    return pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +114,12 @@ def cut(model: nn.Module, anatomy: Anatomy, mesh: Mesh, dtype: torch.dtype) -> A
     blocks, parts = plan.blocks, plan.parts
     pipeline = Pipeline(mesh, blocks, plan.stages, plan.hidden, dtype)
     rank = mesh.coordinate("pp")
-    attach_stage_view(model, _whole(model, parts, mesh))
-    state = adapter_state(model)
+    # The state of adapters too: it is found also where no module of the stage is adapted.
+    attach(model, stage_view=_stage_view(model, parts, mesh), pipeline=pipeline, lora_state=adapter_state(model))
     gone = [name for name, ranks in parts.items() if rank not in ranks]
     _put_placeholders(model, gone, blocks, dtype, mesh.device)
     pipeline.idle.update({number: _idle(model.get_submodule(blocks[number])) for number in pipeline.own_blocks})
-    model._expertmesh_pipeline = pipeline  # type: ignore[assignment]
     model.register_forward_pre_hook(_refuse_alone)
-    if state is not None:
-        # Found by `adapter_state` also where no module of the stage is adapted.
-        model._expertmesh_adapter = state  # type: ignore[assignment]
     return _without(anatomy, gone)
 
 
@@ -154,27 +152,25 @@ def running(model: nn.Module, stage: int, received: torch.Tensor | None) -> Iter
     blocks = model.get_submodule(pipeline.blocks[0].rpartition(".")[0])._modules
     keys = [name.rpartition(".")[2] for name in pipeline.blocks]
     idle = {keys[n]: pipeline.idle[n] for n in pipeline.own_blocks if n not in active}
-    computing = {key: blocks[key] for key in idle}
-    blocks.update(idle)
     pipeline.running = stage
     leaving = Leaving()
-    enter = blocks[keys[active.start - 1]] if active.start else None
-    leave = blocks[keys[active.stop]] if active.stop < len(keys) else None
-    try:
-        if enter is not None:
-            assert isinstance(enter, Placeholder)
-            enter.gives = received
-        if leave is not None:
-            assert isinstance(leave, Placeholder)
-            leave.catches = leaving
-        yield leaving
-    finally:
-        if isinstance(enter, Placeholder):
-            enter.gives = None
-        if isinstance(leave, Placeholder):
-            leave.catches = None
-        blocks.update(computing)
-        pipeline.running = None
+    with exchanged(blocks, idle):
+        enter = blocks[keys[active.start - 1]] if active.start else None
+        leave = blocks[keys[active.stop]] if active.stop < len(keys) else None
+        try:
+            if enter is not None:
+                assert isinstance(enter, Placeholder)
+                enter.gives = received
+            if leave is not None:
+                assert isinstance(leave, Placeholder)
+                leave.catches = leaving
+            yield leaving
+        finally:
+            if isinstance(enter, Placeholder):
+                enter.gives = None
+            if isinstance(leave, Placeholder):
+                leave.catches = None
+            pipeline.running = None
 
 
 @dataclass(slots=True)
@@ -280,7 +276,7 @@ def _outermost(model: nn.Module, parameter: str, among: frozenset[str], blocks: 
     )
 
 
-def _whole(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh) -> StageView:
+def _stage_view(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh) -> StageView:
     """What is in several stages, and who answers for it: the first of them."""
     everywhere = frozenset(range(mesh.layout.pp))
     holders: dict[int, frozenset[int]] = {}
@@ -291,9 +287,9 @@ def _whole(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh) -> St
     rank = mesh.coordinate("pp")
     held = {name: holders[id(tensor)] for name, tensor in state.items() if rank in holders[id(tensor)]}
     return StageView(
-        twin=meta_twin(model),
-        copies=frozenset(name for name, ranks in held.items() if min(ranks) != rank),
-        copied=frozenset(name for name, ranks in held.items() if min(ranks) == rank and len(ranks) > 1),
+        meta_model=meta_twin(model),
+        tied_replicas=frozenset(name for name, ranks in held.items() if min(ranks) != rank),
+        tied_originals=frozenset(name for name, ranks in held.items() if min(ranks) == rank and len(ranks) > 1),
         is_first_rank=mesh.rank % mesh.layout.ranks_per_stage == 0,
     )
 

@@ -24,6 +24,7 @@ from expertmesh.anatomy import Anatomy
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
+from expertmesh.state.sharded_model import sharded
 
 Batch = Mapping[str, torch.Tensor]
 # Values for padded positions; position ids restart there, so that packed rows do not reach into the padding.
@@ -68,8 +69,8 @@ class SequenceShare:
 
 def sequence_share(model: nn.Module) -> SequenceShare:
     """Of a model; all positions where it is on neither cp nor tp."""
-    mesh = getattr(model, "_expertmesh", None)
-    return _share(mesh) if isinstance(mesh, Mesh) else SequenceShare()
+    mesh = sharded(model).mesh
+    return SequenceShare() if mesh is None else _share(mesh)
 
 
 def _share(mesh: Mesh) -> SequenceShare:

@@ -8,9 +8,9 @@ completes those of whole parameters over fsdp·cp·tp and those of split ones ov
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from expertmesh.distributed.mesh import Mesh
 from expertmesh.distributed.sequence_collectives import gather, own_part, reduce_scatter
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.parallel.tensor_plan import Part, TensorPlan
+from expertmesh.state.patching import exchanged, mix_in
+from expertmesh.state.sharded_model import attach_to_module, module_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +71,22 @@ def _own_slice(whole: torch.Tensor, dim: int, mesh: Mesh) -> DTensor:
 
 
 def _put_in_front(module: nn.Module, kind: type[nn.Module], running: _Running) -> None:
-    module._expertmesh_tensor = running  # type: ignore[assignment]
-    module.__class__ = type(type(module).__name__, (kind, type(module)), {})
+    attach_to_module(module, tensor_part=running)
+    mix_in(module, kind)
+
+
+def _running(module: nn.Module) -> _Running:
+    state = module_state(module)
+    assert state is not None
+    assert isinstance(state.tensor_part, _Running)
+    return state.tensor_part
 
 
 class _Gathering(nn.Module):
     """In front of an attention or MLP: gives it all positions of the group, and its own positions back."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        running = cast(_Running, self._expertmesh_tensor)
+        running = _running(self)
         hidden, others = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
         _refuse_other_positions(running.part, hidden, [*others, *kwargs.values()])
         whole = gather(hidden, hidden.dim() - 2, running.group)
@@ -90,7 +99,7 @@ class _Columns(nn.Module):
     """In front of a linear layer whose outputs are split, adapted or not."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        running = cast(_Running, self._expertmesh_tensor)
+        running = _running(self)
         with _local(self, ("weight", "bias", "lora_B")):
             out: torch.Tensor = super().forward(x)
         return gather(out, out.dim() - 1, running.group) if running.leaf in running.part.gathered else out
@@ -100,7 +109,7 @@ class _AllHeads(nn.Module):
     """In front of a norm over all heads, of which the rank has some. It is computed by each rank of the group."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        running = cast(_Running, self._expertmesh_tensor)
+        running = _running(self)
         normed: torch.Tensor = super().forward(gather(x, x.dim() - 1, running.group))
         return own_part(normed, x.dim() - 1, running.group)
 
@@ -109,31 +118,23 @@ class _Rows(nn.Module):
     """In front of a linear layer whose inputs are split, adapted or not. Its bias is added to the sum, once."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        running = cast(_Running, self._expertmesh_tensor)
+        running = _running(self)
         if running.part.cuts_input:
             x = own_part(x, x.dim() - 1, running.group)
         # Dropout of an adapter masks by column, so it has to know which ones these are.
-        self._expertmesh_first_column = running.group.rank() * x.shape[-1]
-        bias, self._parameters["bias"] = self._parameters["bias"], None
-        try:
-            with _local(self, ("weight", "lora_A")):
-                partial: torch.Tensor = super().forward(x)
-        finally:
-            self._parameters["bias"] = bias
+        attach_to_module(self, first_column=running.group.rank() * x.shape[-1])
+        bias = self._parameters["bias"]
+        with exchanged(self._parameters, {"bias": None}), _local(self, ("weight", "lora_A")):
+            partial: torch.Tensor = super().forward(x)
         out = reduce_scatter(partial, partial.dim() - 2, running.group)
         return out if bias is None else out + bias
 
 
-@contextmanager
-def _local(module: nn.Module, leaves: tuple[str, ...]) -> Iterator[None]:
+def _local(module: nn.Module, leaves: tuple[str, ...]) -> AbstractContextManager[None]:
     """While it computes, a module's split parameters are this rank's plain tensors, with gradients to the DTensors."""
-    split = {leaf: p for leaf in leaves if isinstance(p := module._parameters.get(leaf), DTensor)}
-    # Written past `__setattr__`, as torch.func.functional_call does: for the time of the call they are no parameters.
-    module._parameters.update({leaf: cast(Any, parameter).to_local() for leaf, parameter in split.items()})
-    try:
-        yield
-    finally:
-        module._parameters.update(cast(Any, split))
+    parameters: dict[str, Any] = {leaf: module._parameters.get(leaf) for leaf in leaves}
+    local = {leaf: p.to_local() for leaf, p in parameters.items() if isinstance(p, DTensor)}
+    return exchanged(module._parameters, local)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from expertmesh.anatomy import Anatomy, is_adapter, is_inside
 from expertmesh.config.errors import InputError
 from expertmesh.introspection.heads_proof import why_not_split
 from expertmesh.parallel.sequence import decoder_blocks
+from expertmesh.state.sharded_model import sharded
 
 # A module of a block whose forward takes one of these lets positions see each other.
 _MIXES_POSITIONS = {
@@ -107,15 +108,10 @@ class TensorPlan:
         yield f"vocabulary: each rank computes 1/{self.tp} of the logits of all the group's positions"
 
 
-def attach_plan(model: nn.Module, plan: TensorPlan) -> None:
-    """Remember what was decided for the whole of `model`, to be told before training."""
-    model._expertmesh_tensor_plan = plan  # type: ignore[assignment]
-
-
 def attached_plan(model: nn.Module) -> TensorPlan:
     """What `shard` has done with `model`; nothing where tp is 1."""
-    plan = getattr(model, "_expertmesh_tensor_plan", None)
-    return plan if isinstance(plan, TensorPlan) else TensorPlan(1, (), ())
+    plan: TensorPlan | None = sharded(model).tensor_plan
+    return plan or TensorPlan(1, (), ())
 
 
 def tensor_plan(model: nn.Module, anatomy: Anatomy, tp: int, kept_in_fp32: Callable[[str], bool]) -> TensorPlan:

@@ -56,8 +56,8 @@ def owns_copy(tensor: Tensor) -> bool:
     answers for it). The tensor's
     mesh has to contain every axis on which the tensor is replicated.
     """
-    place = placement_of(tensor)
-    if place is not None and (place.on_other_stage or place.is_tied_replica):
+    placement = placement_of(tensor)
+    if placement is not None and (placement.on_other_stage or placement.is_tied_replica):
         return False
     if isinstance(tensor, DTensor):
         coordinate = tensor.device_mesh.get_coordinate()
@@ -65,8 +65,8 @@ def owns_copy(tensor: Tensor) -> bool:
             return False
         replicated = (axis for axis, kind in enumerate(tensor.placements) if isinstance(kind, Replicate))
         return all(coordinate[axis] == 0 for axis in replicated)
-    if place is not None:
-        return place.is_first_rank
+    if placement is not None:
+        return placement.is_first_rank
     return not dist.is_initialized() or dist.get_rank() == 0
 
 

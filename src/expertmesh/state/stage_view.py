@@ -1,9 +1,8 @@
-"""A model of which this rank holds one pipeline stage, seen as the whole model: names, shapes and ties of all of it.
+"""A model of which this rank holds one pipeline stage, seen as the full model: names, shapes and ties of all of it.
 
-Files, checkpoints and audits are about whole models and must not know how one was cut. So a cut model keeps a twin on
-meta, uncut; tensors of other stages are the twin's, marked as elsewhere: they have a name, a shape and a dtype, and
-every rank of another stage holds an empty part of them. For a model that was never cut all this is the model itself.
-Nothing here communicates.
+Files, checkpoints and audits are about full models and must not know how one was cut. So a cut model keeps the full one
+on meta; tensors of other stages are taken from there and marked: they have a name, a shape and a dtype, and this rank
+holds an empty part of them. For a model that was never cut all this is the model itself. Nothing here communicates.
 """
 
 from collections.abc import Collection, Iterator
@@ -13,6 +12,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from expertmesh.state.sharded_model import StageView, sharded
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -31,16 +32,7 @@ class StagePlacement:
     is_first_rank: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StageView:
-    """What a cut model remembers: its twin on meta; the names of tensors that this stage shares with an earlier one
-    (`copies`) or with a later one (`copied`); whether this rank is the first of its stage.
-    """
-
-    twin: nn.Module
-    copies: frozenset[str]
-    copied: frozenset[str]
-    is_first_rank: bool
+_OTHER_STAGE = StagePlacement(on_other_stage=True)
 
 
 def meta_twin(model: _Module) -> _Module:
@@ -54,32 +46,26 @@ def meta_twin(model: _Module) -> _Module:
     return deepcopy(model, memo)
 
 
-def attach_stage_view(model: nn.Module, whole: StageView) -> None:
-    """Remember on `model`, which is being cut, what it was."""
-    # Not a child: the twin has no place in the model's own modules.
-    object.__setattr__(model, "_expertmesh_whole", whole)
-
-
 def is_cut(model: nn.Module) -> bool:
     """Whether this rank holds one of several pipeline stages of `model`."""
-    return isinstance(getattr(model, "_expertmesh_whole", None), StageView)
+    return sharded(model).stage_view is not None
 
 
 def full_model(model: nn.Module) -> nn.Module:
     """The uncut model, on meta if `model` is cut: for questions about its structure, never for its values."""
-    whole = getattr(model, "_expertmesh_whole", None)
-    return whole.twin if isinstance(whole, StageView) else model
+    view = sharded(model).stage_view
+    return model if view is None else view.meta_model
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
     """The state dict of the whole model, in its order; tied tensors are one object under each of their names."""
     own = dict(model.state_dict(keep_vars=True))
-    whole = getattr(model, "_expertmesh_whole", None)
-    if not isinstance(whole, StageView):
+    view = sharded(model).stage_view
+    if view is None:
         return own
-    twins = dict(whole.twin.state_dict(keep_vars=True))
-    held = {id(twins[name]): _placed(tensor, whole, name) for name, tensor in own.items()}
-    return {name: held.get(id(twin), _elsewhere(twin)) for name, twin in twins.items()}
+    full = dict(view.meta_model.state_dict(keep_vars=True))
+    held = {id(full[name]): _place(tensor, _placement(view, name)) for name, tensor in own.items()}
+    return {name: held.get(id(meta), _place(meta, _OTHER_STAGE)) for name, meta in full.items()}
 
 
 def stage_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -99,44 +85,42 @@ def stage_names(model: nn.Module, names: Collection[str]) -> Iterator[str]:
 
 def placement_of(tensor: Tensor) -> StagePlacement | None:
     """None for a tensor of a model that was never cut."""
-    place = getattr(tensor, "_expertmesh_place", None)
-    return place if isinstance(place, StagePlacement) else None
+    placement = getattr(tensor, "_expertmesh_stage_placement", None)
+    return placement if isinstance(placement, StagePlacement) else None
 
 
 def is_on_other_stage(tensor: Tensor) -> bool:
     """Whether only other stages hold `tensor`."""
-    place = placement_of(tensor)
-    return place is not None and place.on_other_stage
+    placement = placement_of(tensor)
+    return placement is not None and placement.on_other_stage
 
 
 def on_other_stage(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Stands for a tensor that only other stages hold."""
-    return _elsewhere(torch.empty(shape, dtype=dtype, device="meta"))
+    return _place(torch.empty(shape, dtype=dtype, device="meta"), _OTHER_STAGE)
 
 
 def is_tied_replica(tensor: Tensor) -> bool:
     """Whether another stage holds `tensor` as well and answers for it."""
-    place = placement_of(tensor)
-    return place is not None and place.is_tied_replica
+    placement = placement_of(tensor)
+    return placement is not None and placement.is_tied_replica
 
 
 def placed_like(tensor: Tensor, other: Tensor) -> Tensor:
     """Mark `tensor` (an optimizer's, say) as being where `other` is; returns it."""
-    place = placement_of(other)
-    if place is not None:
-        tensor._expertmesh_place = place  # type: ignore[attr-defined]
-    return tensor
+    placement = placement_of(other)
+    return tensor if placement is None else _place(tensor, placement)
 
 
-def _placed(tensor: Tensor, whole: StageView, name: str) -> Tensor:
-    replica = name in whole.copies
-    place = StagePlacement(
-        is_tied_replica=replica, has_tied_replica=replica or name in whole.copied, is_first_rank=whole.is_first_rank
+def _placement(view: StageView, name: str) -> StagePlacement:
+    replica = name in view.tied_replicas
+    return StagePlacement(
+        is_tied_replica=replica,
+        has_tied_replica=replica or name in view.tied_originals,
+        is_first_rank=view.is_first_rank,
     )
-    tensor._expertmesh_place = place  # type: ignore[attr-defined]
+
+
+def _place(tensor: Tensor, placement: StagePlacement) -> Tensor:
+    tensor._expertmesh_stage_placement = placement  # type: ignore[attr-defined]
     return tensor
-
-
-def _elsewhere(twin: Tensor) -> Tensor:
-    twin._expertmesh_place = StagePlacement(on_other_stage=True)  # type: ignore[attr-defined]
-    return twin

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from expertmesh.config.errors import InputError
-from expertmesh.distributed.mesh import mesh_of
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.sequence import sequence_share
+from expertmesh.state.sharded_model import mesh_of
 from expertmesh.state.stage_view import placement_of, stage_parameters
 from expertmesh.step.loss import causal_lm_loss, loss_of_base
 from expertmesh.step.pipeline_schedule import StageOutput, run_pipeline, same_shape

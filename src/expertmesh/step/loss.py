@@ -7,8 +7,8 @@ chunks of target tokens, gradients of a chunk are taken at once, and the chunk's
     B rows, S positions, N target tokens here, C tokens of a chunk, H hidden, V vocabulary
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.sequence_collectives import gather
 from expertmesh.parallel.pipeline import pipeline_of
 from expertmesh.parallel.sequence import padded, sequence_share
+from expertmesh.state.patching import exchanged
 from expertmesh.step.base_model import base_name, head_of, run_base
 from expertmesh.step.router_losses import active_router_losses
 from expertmesh.step.vocabulary import SplitHead, vocabulary_share
@@ -187,13 +188,6 @@ class _Returns(nn.Module):
         return self.output
 
 
-@contextmanager
-def _base_returning(model: nn.Module, output: ModelOutput) -> Iterator[None]:
+def _base_returning(model: nn.Module, output: ModelOutput) -> AbstractContextManager[None]:
     parent, _, name = base_name(model).rpartition(".")
-    siblings = model.get_submodule(parent)._modules
-    base = siblings[name]
-    siblings[name] = _Returns(output)
-    try:
-        yield
-    finally:
-        siblings[name] = base
+    return exchanged(model.get_submodule(parent)._modules, {name: _Returns(output)})

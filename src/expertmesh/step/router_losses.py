@@ -18,11 +18,11 @@ from torch import nn
 
 from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError
-from expertmesh.distributed.mesh import mesh_of
 from expertmesh.experts.balance import attached_balance
 from expertmesh.experts.router_loss import chosen_pairs, probability_sums, squared_logsumexp
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.sequence import padded, sequence_share
+from expertmesh.state.sharded_model import mesh_of
 from expertmesh.step.base_model import real_tokens_here, run_base
 from expertmesh.step.pipeline_schedule import StageOutput, run_pipeline
 

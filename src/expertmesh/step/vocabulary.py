@@ -7,17 +7,17 @@ those of hidden states and of whole parameters are partial sums (parallel/sequen
     C tokens of a chunk, V vocabulary, W rows of it that this rank has
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from expertmesh.config.errors import InputError
-from expertmesh.distributed.mesh import Mesh
+from expertmesh.state.patching import exchanged
+from expertmesh.state.sharded_model import sharded
 from expertmesh.step.base_model import head_of
 
 # Parameters of a head with one row per word; an adapter's A has none.
@@ -66,21 +66,15 @@ class SplitHead:
         leaf = next((leaf for leaf, whole in self.whole.items() if whole is parameter), None)
         return parameter if leaf is None else self.rows[leaf]
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self) -> AbstractContextManager[None]:
         """While the head computes with its rows alone; its code and its name stay."""
-        # Written past `__setattr__`, as torch.func.functional_call does: for this time they are no parameters.
-        self.head._parameters.update(cast(Any, self.rows))
-        try:
-            yield
-        finally:
-            self.head._parameters.update(self.whole)
+        return exchanged(self.head._parameters, self.rows)
 
 
 def vocabulary_share(model: nn.Module) -> VocabularyShare | None:
     """This rank's, or None where tp is 1."""
-    mesh = getattr(model, "_expertmesh", None)
-    if not isinstance(mesh, Mesh) or mesh.layout.tp == 1:
+    mesh = sharded(model).mesh
+    if mesh is None or mesh.layout.tp == 1:
         return None
     rows, tp, rank = head_of(model).out_features, mesh.layout.tp, mesh.coordinate("tp")
     return VocabularyShare(mesh.dense.get_group("tp"), rows * rank // tp, rows * (rank + 1) // tp)

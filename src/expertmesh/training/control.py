@@ -2,7 +2,7 @@
 
 The command line hands a `Control` to `train(config, control)`; `Control()` does for tests and Python callers. The loop
 asks it each step whether to stop, exchanges the answer with the other ranks, so that a signal to one rank is enough,
-and tells it where it stands. Imports neither torch nor anything else that is heavy; communicates with no rank.
+and tells it its status. Imports neither torch nor anything else that is heavy; communicates with no rank.
 """
 
 import os
@@ -64,7 +64,7 @@ class Control:
     audit: Literal["sampled", "full"] = "sampled"
     arguments: str = ""
     _signal: int = 0
-    _heard_at: float = 0.0
+    _signal_at: float = 0.0
 
     def stop_requested(self) -> StopReason:
         """Why this rank should stop, or `StopReason.NONE` (which is false). Costs no system call."""
@@ -80,28 +80,28 @@ class Control:
 
         Outside of it these signals end the process. Only the main thread of a process can be told by signals.
         """
-        with _hearing_signals(self._hear):
-            self.progress.hearing = StopState.LISTENING
+        with _calling_on_signal(self._on_signal):
+            self.progress.stop_state = StopState.ACCEPTING
             try:
                 yield
             except Stopped:
-                self.progress.hearing = StopState.LEAVING
+                self.progress.stop_state = StopState.STOPPED
                 raise
             finally:
-                if self.progress.hearing is StopState.LISTENING:
-                    self.progress.hearing = StopState.DEAF
+                if self.progress.stop_state is StopState.ACCEPTING:
+                    self.progress.stop_state = StopState.NOT_ACCEPTING
 
-    def _hear(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         now = time.monotonic()
         if not self._signal:
-            self._signal, self._heard_at = number, now
-        elif now - self._heard_at > ONE_REQUEST_SECONDS:
+            self._signal, self._signal_at = number, now
+        elif now - self._signal_at > ONE_REQUEST_SECONDS:
             os._exit(128 + number)
 
 
 @contextmanager
-def _hearing_signals(heard: Callable[[int], None]) -> Iterator[None]:
-    """Call `heard(number)` for each SIGTERM and SIGINT, at once, in a thread of its own.
+def _calling_on_signal(received: Callable[[int], None]) -> Iterator[None]:
+    """Call `received(number)` for each SIGTERM and SIGINT, at once, in a thread of its own.
 
     Python runs a signal's handler between two lines of the main thread, which may be inside a collective for minutes;
     the byte that the interpreter writes to the wake-up descriptor comes when the signal comes. A signal that is
@@ -112,7 +112,7 @@ def _hearing_signals(heard: Callable[[int], None]) -> Iterator[None]:
         return
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    thread = threading.Thread(target=_listen, args=(reading, heard), name="stop-signals", daemon=True)
+    thread = threading.Thread(target=_listen, args=(reading, received), name="stop-signals", daemon=True)
     thread.start()
     old_descriptor = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -130,8 +130,8 @@ def _hearing_signals(heard: Callable[[int], None]) -> Iterator[None]:
         os.close(reading)
 
 
-def _listen(reading: int, heard: Callable[[int], None]) -> None:
-    while received := os.read(reading, 64):
-        for number in received:
+def _listen(reading: int, received: Callable[[int], None]) -> None:
+    while numbers := os.read(reading, 64):
+        for number in numbers:
             if number in (signal.SIGTERM, signal.SIGINT):
-                heard(number)
+                received(number)

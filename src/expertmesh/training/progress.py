@@ -1,4 +1,4 @@
-"""Where a rank stands: step, phase, heartbeat, in a few bytes that outlive the process.
+"""The status of a rank: step, phase, heartbeat, in a few bytes that outlive the process.
 
 Under our launcher the bytes are a small memory-mapped file, so that the launcher can say where every rank was even
 after SIGKILL, and can ask a rank to stop without a signal. Elsewhere they are plain memory, for the rank's own
@@ -23,8 +23,8 @@ _IDENTITY_AT = 0
 _VERSION_AT = _IDENTITY_AT + _IDENTITY.size
 _PLACE_AT = _VERSION_AT + _NUMBER.size
 _BEAT_AT = _PLACE_AT + _PLACE.size
-_HEARING_AT = _BEAT_AT + _BEAT.size
-_STOP_AT = _HEARING_AT + _NUMBER.size
+_STOP_STATE_AT = _BEAT_AT + _BEAT.size
+_STOP_AT = _STOP_STATE_AT + _NUMBER.size
 _SIZE = _STOP_AT + _NUMBER.size
 _WRITING_SECONDS = 0.5
 
@@ -32,11 +32,11 @@ _WRITING_SECONDS = 0.5
 class StopState(IntEnum):
     """What a rank does with a request to stop."""
 
-    DEAF = 0
+    NOT_ACCEPTING = 0
     """Not in the training loop: only ending the process stops it."""
-    LISTENING = 1
+    ACCEPTING = 1
     """In the loop: it will finish its step, save and leave."""
-    LEAVING = 2
+    STOPPED = 2
     """It has stopped and saved, and must be left alone."""
 
 
@@ -53,7 +53,7 @@ class RankStatus:
     step: int
     phase: str
     heartbeat: float
-    hearing: StopState
+    stop_state: StopState
 
     def __str__(self) -> str:
         place = f"at step {self.step}" if self.step else "before the first step"
@@ -88,12 +88,12 @@ class Progress:
         _BEAT.pack_into(self._bytes, _BEAT_AT, time.monotonic())
 
     @property
-    def hearing(self) -> StopState:
-        return StopState(_NUMBER.unpack_from(self._bytes, _HEARING_AT)[0])
+    def stop_state(self) -> StopState:
+        return StopState(_NUMBER.unpack_from(self._bytes, _STOP_STATE_AT)[0])
 
-    @hearing.setter
-    def hearing(self, hearing: StopState) -> None:
-        _NUMBER.pack_into(self._bytes, _HEARING_AT, hearing)
+    @stop_state.setter
+    def stop_state(self, state: StopState) -> None:
+        _NUMBER.pack_into(self._bytes, _STOP_STATE_AT, state)
 
     @property
     def stop(self) -> int:
@@ -104,13 +104,13 @@ class Progress:
     def stop(self, number: int) -> None:
         _NUMBER.pack_into(self._bytes, _STOP_AT, number)
 
-    def standing(self) -> RankStatus:
+    def status(self) -> RankStatus:
         """All of it at one moment, also for a reader in another process."""
         process, main_thread = _IDENTITY.unpack_from(self._bytes, _IDENTITY_AT)
         since, step, phase = _PLACE.unpack(self._place())
         (heartbeat,) = _BEAT.unpack_from(self._bytes, _BEAT_AT)
         text = phase.rstrip(b"\0").decode(errors="ignore") or "starting"
-        return RankStatus(process, main_thread, since, step, text, heartbeat, self.hearing)
+        return RankStatus(process, main_thread, since, step, text, heartbeat, self.stop_state)
 
     def _place(self) -> bytes:
         """The bytes that `at` wrote, whole: the writer may be in the middle, and may not get to run for a while.

@@ -16,6 +16,7 @@ from expertmesh.config.errors import ExpertmeshError
 from expertmesh.io.boxes import blocks, extents, full_box
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, read_header
 from expertmesh.io.safetensors_writer import write_box
+from expertmesh.state.sharded_model import attach, sharded
 
 _BLOCK_ELEMENTS = 1 << 24
 
@@ -31,12 +32,11 @@ class UnmappedTensors:
 
 def remember(model: nn.Module, tensors: Sequence[FileTensor]) -> None:
     """Note on the model what its files hold beside it, for `remembered` when it is saved."""
-    model._left_out = tuple(tensors)  # type: ignore[assignment]
+    attach(model, unmapped=tuple(tensors))
 
 
 def remembered(model: nn.Module) -> tuple[FileTensor, ...]:
-    tensors: tuple[FileTensor, ...] = getattr(model, "_left_out", ())
-    return tensors
+    return sharded(model).unmapped
 
 
 def in_short(left_out: Sequence[FileTensor], used: Collection[str]) -> tuple[UnmappedTensors, ...]:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-import expertmesh.cli.prove as command_line
+import expertmesh.cli.verify as command_line
 from expertmesh.cli.main import main
 from expertmesh.config import Config, load_config
-from expertmesh.launcher.options import RunOptions
+from expertmesh.launcher.launch import RunOptions
 from expertmesh.training.preflight import refuse_output_dir
 from expertmesh.verification.options import VerifyOptions
 from tests.training.tiny_run import run_config, write_inputs
@@ -30,7 +30,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, RunOptions]]:
     """What would have been started."""
     found: list[tuple[Config, RunOptions]] = []
     monkeypatch.setattr(
-        command_line, "run_ranks", lambda config, options, function: found.append((config, options)) or 0
+        command_line, "run_ranks", lambda config, function, options: found.append((config, options)) or 0
     )
     return found
 

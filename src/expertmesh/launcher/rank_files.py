@@ -1,17 +1,29 @@
 """The files through which local ranks and their launcher know of each other, one directory for each attempt.
 
-Each rank leaves there where it stands, how it failed, and, when asked by a signal, the Python stack of its threads.
-They outlive the rank: the launcher reads them after SIGKILL as well.
+Each rank leaves there its status, how it failed, and, when asked by a signal, the Python stack of its threads. They
+outlive the rank: the launcher reads them after SIGKILL as well.
 """
 
 import faulthandler
 import json
 import os
 import signal
+import time
+import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from expertmesh.config.errors import (
+    DistributedFailure,
+    ExpertmeshError,
+    InputError,
+    IntegrityError,
+    SecurityError,
+)
+
 SHOW_STACK = signal.SIGUSR2
+UNEXPECTED = 1
+_BY_EXIT_CODE = {error.exit_code: error for error in (InputError, IntegrityError, SecurityError, DistributedFailure)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +35,23 @@ class RankFailure:
     message: str
     traceback: str
     time_ns: int
+    key: str = ""
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> "RankFailure":
+        """What `error`, which is being handled, says of `rank`."""
+        if isinstance(error, ExpertmeshError):
+            return cls(rank, error.exit_code, str(error), "", time.time_ns(), error.key)
+        named = f"{type(error).__name__}: {error}".rstrip(": ").splitlines()[0]
+        return cls(rank, UNEXPECTED, named, traceback.format_exc(), time.time_ns())
+
+    def error(self, prefix: str = "") -> ExpertmeshError:
+        """The `ExpertmeshError` that the rank ended by, with its class and key."""
+        kind = _BY_EXIT_CODE.get(self.exit_code, ExpertmeshError)
+        return kind(prefix + self.message, key=self.key or None)
 
     def write(self, directory: Path) -> None:
-        """Leave the record in `directory`, whole or not at all: the writer may be killed at any moment."""
+        """Leave the failure in `directory`, whole or not at all: the writer may be killed at any moment."""
         unfinished = directory / f"rank-{self.rank}.tmp"
         unfinished.write_text(json.dumps(asdict(self)), encoding="utf-8")
         os.replace(unfinished, directory / f"rank-{self.rank}.json")
@@ -33,8 +59,8 @@ class RankFailure:
 
 def failures_in(directory: Path) -> list[RankFailure]:
     """The failures that ranks have left so far, earliest first."""
-    records = [RankFailure(**json.loads(path.read_text("utf-8"))) for path in directory.glob("rank-*.json")]
-    return sorted(records, key=lambda record: record.time_ns)
+    failures = [RankFailure(**json.loads(path.read_text("utf-8"))) for path in directory.glob("rank-*.json")]
+    return sorted(failures, key=lambda failure: failure.time_ns)
 
 
 def progress_file(directory: Path, rank: int) -> Path:

@@ -1,4 +1,4 @@
-"""`python -m expertmesh.demo [--output DIR]`: build a small MoE model and data, train it on 2 ranks, compare.
+"""`expertmesh demo [--output DIR]`: build a small MoE model and data, train it on 2 ranks, compare.
 
 For a first look at expertmesh on any machine, without downloads. Inputs that an earlier demo left complete
 are used again; every run gets a directory of its own and nothing is deleted. Training goes through the public
@@ -6,7 +6,6 @@ command line, as a user would start it. Ends with code 1 if the loss did not fal
 trainer's code if that failed.
 """
 
-import argparse
 import json
 import platform
 import re
@@ -17,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from expertmesh.config.errors import ExpertmeshError
 from expertmesh.demo.dataset import Sample, stdlib_samples, write_dataset
 
 RANKS = 2
@@ -28,7 +26,7 @@ NEEDED_FALL = 1 / 3
 PROMPTS = ("What does `os.path.join` do?", "What does `shutil.copytree` do?", "What is `pathlib.PurePath`?")
 
 CONFIG = """\
-# Written by `python -m expertmesh.demo`. Train on it with `expertmesh train CONFIG --nproc 2`.
+# Written by `expertmesh demo`. Train on it with `expertmesh train CONFIG --nproc 2`.
 model:
   name_or_path: {model}
 precision:
@@ -48,23 +46,14 @@ output_dir: {run}
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m expertmesh.demo", description=__doc__)
-    parser.add_argument(
-        "--output", type=Path, default=Path("demo"), help="directory of inputs and runs (default: demo)"
-    )
-    root = parser.parse_args(arguments).output
-    try:
-        config = build_inputs(root)
-    except ExpertmeshError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    run = fresh_run(root)
-    command = ["train", str(config), f"output_dir={run}", "--nproc", str(RANKS)]
+def run(root: Path) -> int:
+    """Run the demo in the directory `root`; returns the exit code."""
+    config = build_inputs(root)
+    output = fresh_run(root)
+    command = ["train", str(config), f"output_dir={output}", "--nproc", str(RANKS)]
     print(f"\n$ expertmesh {' '.join(command)}", flush=True)
     code = subprocess.run([sys.executable, "-m", "expertmesh", *command], check=False).returncode
-    return code or show(root, run)
+    return code or show(root, output)
 
 
 def build_inputs(root: Path) -> Path:
@@ -166,7 +155,3 @@ def answers(directory: Path) -> list[str]:
         tokens = model.generate(**chat, max_new_tokens=48, do_sample=False)[0, chat["input_ids"].shape[1] :]
         texts.append(textwrap.shorten(tokenizer.decode(tokens, skip_special_tokens=True), 160))
     return texts
-
-
-if __name__ == "__main__":
-    sys.exit(main())

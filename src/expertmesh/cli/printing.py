@@ -1,0 +1,63 @@
+"""What several verbs print alike: sizes, counts, tables, which checkpoint is meant."""
+
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def count_text(count: int) -> str:
+    """A number of parameters, to four digits: `30.53 B`, `212.1 M`, `1,024`."""
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count:,}"
+
+
+def bytes_text(count: int) -> str:
+    """A number of bytes: `57.0 GiB`."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.1f} {unit}" if unit != "B" else f"{count} B"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def print_rows(console: Console, title: str, header: Sequence[str] | None, rows: Sequence[Sequence[str]]) -> None:
+    """A table under a title: drawn on a terminal, aligned text otherwise. No header: label and value."""
+    numeric = header is not None
+    if console.is_terminal:
+        table = Table(title=Text(title), title_justify="left", show_header=numeric)
+        for name in header or ("", ""):
+            table.add_column(name, justify="right" if numeric else "left")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        return
+    lines = [*([header] if header else []), *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    print(title, file=console.file)
+    for line in lines:
+        cells = [cell.rjust(w) if numeric else cell.ljust(w) for cell, w in zip(line, widths, strict=True)]
+        print("  " + "  ".join(cells).rstrip(), file=console.file)
+    print(file=console.file)
+
+
+def located_text(checkpoint: Path, found: int | None) -> str:
+    """Which checkpoint is meant, and that it was chosen from several."""
+    return (
+        str(checkpoint)
+        if found is None
+        else f"{checkpoint}, the newest of {found}"
+        if found > 1
+        else f"{checkpoint}, the only one"
+    )
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has held so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

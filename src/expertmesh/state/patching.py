@@ -1,0 +1,39 @@
+"""The one place where code or parts of somebody else's module are replaced: forwards, classes, registries.
+
+A model keeps its own classes, names and structure; what is replaced says so by calling a function of this file.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Let this very module run `forward`, which is called with the module's arguments alone. Hooks stay."""
+    module.forward = forward
+
+
+def mix_in(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Put `kind` in front of this very module's class: its `forward` runs first and calls the own one as `super()`."""
+    module.__class__ = type(type(module).__name__, (kind, type(module)), {})
+
+
+def register_function(registry: Any, name: str, function: Callable[..., Any]) -> None:
+    """Enter `function` into a public registry of transformers, under a name of ours."""
+    registry.register(name, function)
+
+
+@contextmanager
+def exchanged(slots: MutableMapping[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
+    """While the block runs, a module's `_parameters` or `_modules` hold `values` under these names.
+
+    Written past `__setattr__`, as torch.func.functional_call does: for that time they need not be parameters.
+    """
+    before = {name: slots[name] for name in values}
+    slots.update(values)
+    try:
+        yield
+    finally:
+        slots.update(before)
