@@ -1,6 +1,6 @@
-"""The bugs that `--self-test` plants: each was shipped somewhere, or is the smallest relative of one that was.
+"""The bugs that `--self-test` plants: each was shipped by some trainer, or is a minimal variant of such a bug.
 
-All of them leave a plausible loss and a wrong result.
+The loss stays plausible and the result is wrong.
 """
 
 from collections.abc import Callable, Mapping
@@ -96,7 +96,7 @@ def _drop_token(job: Job) -> None:
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         kept = torch.ones(output.shape[:-1], dtype=output.dtype, device=output.device)
-        kept.view(-1)[0] = 0  # the last one may be padding, which nobody misses
+        kept.view(-1)[0] = 0  # the last one may be padding, which no figure shows
         return output * kept[..., None]
 
     block = spec.name.rpartition(".")[0] if spec.call == "dense" else spec.name
