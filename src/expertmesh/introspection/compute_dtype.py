@@ -6,16 +6,20 @@ keep the dtype of precision.params, which a family's own code may not multiply w
 the first step with an error of torch; one forward on meta, watched, shows it before weights are read.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from expertmesh.anatomy import Anatomy, ExpertsSpec, is_inside
+from expertmesh.compat import tree_leaves
 from expertmesh.config.errors import InputError
+from expertmesh.experts.lora_state import adapter_state
+from expertmesh.introspection.known_families import proof_key, refusal_by_proof
 from expertmesh.introspection.stage_probe import WithoutValues, forward_of_text, stand_in_for_experts
 from expertmesh.state.stage_view import meta_twin
 
@@ -52,29 +56,39 @@ def refuse_compute(
     Called where a parameter that trains has another dtype. A model that cannot be run without values is not refused:
     nothing is known of it. Takes no weights; no communication.
     """
-    experts = anatomy.experts
-    uncast_names = uncast_modules(model, anatomy, kept_in_fp32)
+    uncast = uncast_modules(model, anatomy, kept_in_fp32)
+    dtypes = sorted({str(tensor.dtype) for tensor in (*model.parameters(), *model.buffers())})
+    kinds = sorted({re.sub(r"\.\d+", "", name) for name in uncast})
+    key = proof_key(model, compute, dtypes, kinds, adapter_state(model) is not None)
+    if reason := refusal_by_proof("compute", key, partial(_refusal, model, anatomy.experts, compute, uncast)):
+        dtype = str(compute).removeprefix("torch.")
+        raise InputError(f"precision.compute {dtype}: {model.config.model_type} {reason}")  # type: ignore[union-attr]
+
+
+def _refusal(
+    model: nn.Module, experts: Sequence[ExpertsSpec], compute: torch.dtype, uncast_names: Sequence[str]
+) -> str | None:
     twin = meta_twin(model)
     stand_in_for_experts(twin, experts)
     uncast = {id(parameter): name for name in uncast_names for parameter in twin.get_submodule(name).parameters()}
     for parameter in twin.parameters():
         if parameter.is_floating_point() and id(parameter) not in uncast:
             parameter.data = parameter.data.to(compute)  # on meta the dtype is all there is to change
-    watch, dtype = _Watch(uncast), str(compute).removeprefix("torch.")
-    where = f"precision.compute {dtype}: {model.config.model_type}"  # type: ignore[union-attr]
+    watch = _Watch(uncast)
     try:
         with watch.within(twin), watch:
             forward_of_text(twin)
     except _Apart as apart:
-        raise InputError(f"{where} {apart}; set precision.compute to float32") from None
+        return f"{apart}; set precision.compute to float32"
     except Exception as cause:
         if not _runs_in_one_dtype(model, experts):
-            return
-        first = str(cause).partition("\n")[0]
-        raise InputError(
-            f"{where} does not run with its parameters in {dtype} and its buffers as precision.params has them "
+            return None
+        first, dtype = str(cause).partition("\n")[0], str(compute).removeprefix("torch.")
+        return (
+            f"does not run with its parameters in {dtype} and its buffers as precision.params has them "
             f"({watch.failed}: {first[:160]}); set precision.compute and precision.params to one dtype"
-        ) from cause
+        )
+    return None
 
 
 def _runs_in_one_dtype(model: nn.Module, experts: Sequence[ExpertsSpec]) -> bool:
@@ -88,7 +102,7 @@ def _runs_in_one_dtype(model: nn.Module, experts: Sequence[ExpertsSpec]) -> bool
         with WithoutValues():
             forward_of_text(twin)
     except Exception:
-        return False  # the family's code on tensors without values: whatever it raises, nothing is known
+        return False  # the family's code on tensors without values: nothing is known
     return True
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from expertmesh.anatomy import Anatomy, describe
+from expertmesh.compat import allow_recompiles, compile_errors
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.experts.lora_state import adapter_state
@@ -32,7 +33,7 @@ def compile_blocks(model: nn.Module) -> None:
     mesh, anatomy = mesh_of(model), describe(model)
     refuse_compile(model, mesh.layout)
     _probe(mesh.device)
-    torch._dynamo.config.recompile_limit = max(_VARIANTS, torch._dynamo.config.recompile_limit)
+    allow_recompiles(_VARIANTS)
     compiled: dict[type, Callable[..., Any]] = {}
     for name in compiled_parts(model, anatomy):
         part: Any = model.get_submodule(name)
@@ -92,18 +93,12 @@ def _forward(part: nn.Module, name: str, compiled: Callable[..., Any], *args: An
         return type(part).forward(part, *args, **kwargs)
     try:
         return compiled(part, *args, **kwargs)
-    except _refusals() as error:
+    except compile_errors() as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
         raise InputError(
             f"train.compile: {name} ({type(part).__name__}) cannot be compiled as one graph: {reason}; set "
             "train.compile to false"
         ) from error
-
-
-def _refusals() -> tuple[type[Exception], ...]:
-    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # two seconds, for those who compile
-
-    return TorchDynamoException, FailOnRecompileLimitHit
 
 
 def _probe(device: torch.device) -> None:

@@ -4,13 +4,10 @@ The launcher calls it once before it starts ranks, so that a mistake costs secon
 again in each rank (a job started by torchrun has no launcher of ours). Reads config.json and file headers at most.
 """
 
-import ast
 import importlib.util
-import inspect
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +22,7 @@ from expertmesh.data import load_tokenizer
 from expertmesh.data.loader import accumulation_of
 from expertmesh.distributed.layout import Layout
 from expertmesh.experts.install import choose_backend
-from expertmesh.introspection.attention import carried_state
+from expertmesh.introspection.attention import packing_refusal
 from expertmesh.introspection.compute_dtype import refuse_compute
 from expertmesh.parallel.checkpointing import refuse_checkpointing
 from expertmesh.parallel.compiling import refuse_compile
@@ -43,7 +40,6 @@ MODEL, ADAPTER = "model", "adapter"
 # What a run that was killed before it had written config.yaml may have left behind, none of it worth keeping, and what
 # `verify` writes before there is a run.
 _LEFT_BY_A_START = re.compile(r"lock\.json(\..+)?|config\.yaml\.tmp|verification\.json")
-_CAUSAL_MASK = re.compile(r"create_(\w+_)?causal_mask")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,51 +142,6 @@ def refuse_output_dir(config: Config) -> None:
             "to go on from the last checkpoint with more steps"
         )
     find_start(config)
-
-
-def packing_refusal(model: nn.Module) -> str | None:
-    """Why attention cannot be kept inside each packed sample, or None if it can.
-
-    transformers' mask functions keep it inside when position ids restart; layers that carry a state along the
-    sequence do not know about samples, and neither does a model with mask code of its own.
-    """
-    config: Any = model.config
-    if what := carried_state(model):
-        return f"{config.model_type} carries state along the sequence ({what}), so samples packed together would mix"
-    if any(hasattr(module, "get_rope_index") for module in model.modules()):
-        return f"{config.model_type} numbers positions along several axes, so samples do not start again at position 0"
-    source = inspect.getsource(inspect.getmodule(type(model)) or type(model))
-    if "masking_utils" not in source:
-        return f"{config.model_type} builds attention masks by code of its own, which may not separate packed samples"
-    if not _masks_see_positions(source):
-        return f"{config.model_type} builds attention masks without position ids, so samples packed together would mix"
-    return None
-
-
-def _masks_see_positions(source: str) -> bool:
-    """Whether every call of a transformers mask function gets `position_ids`, itself or in the dict it unpacks.
-
-    Some families' code forgets them; its masks are then causal over the whole row whatever the positions say.
-    """
-    tree = ast.parse(source)
-    unpacked = {
-        target.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
-        if any(isinstance(key, ast.Constant) and key.value == "position_ids" for key in node.value.keys)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    return all(
-        any(
-            keyword.arg == "position_ids"
-            or (keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id in unpacked)
-            for keyword in call.keywords
-        )
-        for call in calls
-        if isinstance(call.func, ast.Name) and _CAUSAL_MASK.fullmatch(call.func.id)
-    )
 
 
 def _refuse_packing(config: Config, model: nn.Module) -> None:

@@ -22,11 +22,12 @@ from expertmesh.data import build_dataset, load_tokenizer, padding_token_id
 from expertmesh.data.loader import accumulation_of
 from expertmesh.distributed.layout import Layout
 from expertmesh.experts.install import choose_backend
+from expertmesh.introspection.attention import packing_refusal
 from expertmesh.parallel.pipeline import plan_cut
 from expertmesh.parallel.refusals import expert_shard_dim, refuse_model
 from expertmesh.planning.choose import choose_layout
 from expertmesh.planning.search import explicit
-from expertmesh.training.preflight import packing_refusal, refuse_interleaving
+from expertmesh.training.preflight import refuse_interleaving
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.samples import StepData, random_dataset, steps_of
 from expertmesh.weights.meta_model import build_meta_model, read_model_config
