@@ -49,6 +49,7 @@ test-newest:
 # Every Mixture-of-Experts family of the installed transformers; rewrites docs/models.md. About half an hour on two cores.
 families: setup
 	$(BIN)/python -m tests.families
+	$(BIN)/python -m tests.families.known
 
 lint: setup
 	$(BIN)/ruff check .

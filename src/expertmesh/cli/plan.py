@@ -21,7 +21,7 @@ from expertmesh.config import Config, LoraConfig, PrecisionConfig, dump_config
 from expertmesh.config.errors import InputError
 from expertmesh.config.yaml_text import parse_yaml
 from expertmesh.distributed.layout import Layout, explicit
-from expertmesh.introspection.packing import packing_refusal
+from expertmesh.introspection.attention import packing_refusal
 from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.planning.blocks import saved_by_kind

@@ -149,10 +149,8 @@ class RouterLosses:
         return real_BS.reshape(-1)
 
     def _pairs(self, logits: Sequence[torch.Tensor], real_T: torch.Tensor) -> torch.Tensor:
-        """Chosen pairs of all layers together `[E]`; zeros where nobody asks for them."""
-        if not self.balance.aux_loss_coef:
-            return torch.zeros(self.balance.num_experts, dtype=torch.int64, device=real_T.device)
-        if not logits:
+        """Chosen pairs of all layers together `[E]`; zeros without the auxiliary loss."""
+        if not self.balance.aux_loss_coef or not logits:
             return torch.zeros(self.balance.num_experts, dtype=torch.int64, device=real_T.device)
         return torch.stack([chosen_pairs(logits_TE, self.balance.top_k, real_T) for logits_TE in logits]).sum(dim=0)
 
