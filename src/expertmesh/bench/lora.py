@@ -126,4 +126,4 @@ def peft(shape: Shape, weights: Tensors, adapters: Tensors, inputs: Inputs) -> S
     return step
 
 
-SYSTEMS: dict[str, Callable[[Shape, Tensors, Tensors, Inputs], Step]] = {"ours": ours, "PEFT": peft}
+SYSTEMS: dict[str, Callable[[Shape, Tensors, Tensors, Inputs], Step]] = {"PEFT": peft, "ours": ours}
