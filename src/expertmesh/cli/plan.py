@@ -21,10 +21,15 @@ from expertmesh.config import Config, LoraConfig, PrecisionConfig, dump_config
 from expertmesh.config.errors import InputError
 from expertmesh.config.yaml_text import parse_yaml
 from expertmesh.distributed.layout import Layout, explicit
+from expertmesh.introspection.attention import packing_refusal
+from expertmesh.model import ModelOptions, build_model, plan_model
+from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.planning.blocks import saved_by_kind
 from expertmesh.planning.hardware import hardware_table, parse_devices
-from expertmesh.planning.read_model import figures_of
+from expertmesh.planning.read_model import figures_of_plan
 from expertmesh.planning.search import GIB, Candidate, Job, Plan, RunCosts, modes, plan, run_costs
+from expertmesh.training.preflight import refuse_length
+from expertmesh.weights.mapping import refuse_quantised
 from expertmesh.weights.meta_model import read_model_config
 
 REJECTED_SHOWN = 6
@@ -49,15 +54,16 @@ def _run(options: PlanOptions) -> int:
     devices = parse_devices(options.devices, hardware_table(options.hardware))
     _check(options)
     lora = None if options.lora is None else _lora(options.lora)
-    config, _ = read_model_config(options.model, trust_remote_code=options.trust_remote_code, weights=False)
-    figures = figures_of(
-        config,
-        length=options.seq_len,
-        precision=PrecisionConfig(params=options.params, compute=options.compute),
-        lora=lora,
-        packed=not options.no_packing,
-        trust_remote_code=options.trust_remote_code,
-    )
+    config, directory = read_model_config(options.model, trust_remote_code=options.trust_remote_code, weights=False)
+    refuse_quantised(config, directory)
+    refuse_length("--seq-len", options.seq_len, config)
+    precision = PrecisionConfig(params=options.params, compute=options.compute)
+    built = ModelOptions(precision, lora, trust_remote_code=options.trust_remote_code, name=options.model)
+    model = build_model(config, directory, built)
+    why_unpacked = None if options.no_packing else packing_refusal(model)
+    shards = plan_model(model, Layout(), ShardOptions(precision))
+    packed = not options.no_packing and why_unpacked is None
+    figures = figures_of_plan(shards, length=options.seq_len, lora=lora, packed=packed)
     size = options.global_batch_size or max(64, devices.count)
     job = Job(figures, devices, size, imbalance=options.imbalance, gloo=devices.name == "cpu")
     found = plan(job, options.goal)
@@ -65,7 +71,7 @@ def _run(options: PlanOptions) -> int:
     if best is None:
         raise InputError("\n".join([f"no layout fits on {devices}", *_rejections(found)]), key="plan.nothing-fits")
     if options.yaml:
-        print(_yaml(options, job, best, lora), end="")
+        print(_yaml(options, job, best, lora, why_unpacked), end="")
         return 0
     costs = run_costs(job, best, options.tokens, options.price, options.mtbf)
     if options.json:
@@ -78,6 +84,8 @@ def _run(options: PlanOptions) -> int:
     _print_best(console, job, best, costs)
     if found.rejected:
         console.print("rejected", *(f"  {line}" for line in _rejections(found)), sep="\n", soft_wrap=True)
+    if why_unpacked is not None:
+        console.print(f"planned with data.packing off: {why_unpacked}", soft_wrap=True)
     if options.simulate:
         from expertmesh.cli import simulate  # heavy, and only wanted here
 
@@ -196,7 +204,7 @@ def _rejections(found: Plan) -> list[str]:
     return lines[:REJECTED_SHOWN] + ([f"... and {more} more reasons (--json lists all)"] if more > 0 else [])
 
 
-def _yaml(options: PlanOptions, job: Job, best: Candidate, lora: LoraConfig | None) -> str:
+def _yaml(options: PlanOptions, job: Job, best: Candidate, lora: LoraConfig | None, why_unpacked: str | None) -> str:
     """A configuration that `expertmesh train` takes, with what was predicted for it in comments."""
     config = Config.model_validate(
         {
@@ -205,7 +213,7 @@ def _yaml(options: PlanOptions, job: Job, best: Candidate, lora: LoraConfig | No
             "data": {
                 "train": [{"path": options.data}],
                 "max_length": options.seq_len,
-                "packing": not options.no_packing,
+                "packing": job.model.packed,
             },
             "lora": None if lora is None else lora.model_dump(mode="json"),
             "train": {
@@ -225,7 +233,9 @@ def _yaml(options: PlanOptions, job: Job, best: Candidate, lora: LoraConfig | No
     return (
         f"# expertmesh plan for {devices}: {took}, {best.tokens_per_second:,.0f} tokens/s.\n"
         f"# Set data.train to your data; start it with {start}.\n"
-    ) + dump_config(config)
+        + (f"# data.packing is off: {why_unpacked}.\n" if why_unpacked else "")
+        + dump_config(config)
+    )
 
 
 def _json(found: Plan, best: Candidate, costs: RunCosts) -> dict[str, Any]:
@@ -236,6 +246,7 @@ def _json(found: Plan, best: Candidate, costs: RunCosts) -> dict[str, Any]:
     return {
         "devices": str(found.job.devices),
         "family": model.family,
+        "packing": model.packed,
         "parameters": {"dense": model.dense, "expert": model.expert},
         "candidates": [
             {

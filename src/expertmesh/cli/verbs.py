@@ -146,10 +146,13 @@ def inspect(
 
 @verb
 def check(
-    config: ConfigFile, overrides: Overrides = None, samples: Annotated[int, N(help="samples to show")] = 3
+    config: ConfigFile,
+    overrides: Overrides = None,
+    samples: Annotated[int, N(help="samples to show")] = 3,
+    nproc: Annotated[int | None, N(help="for so many ranks (default: as in train)")] = None,
 ) -> int:
     """validate a YAML file, its data and its tokenizer without training"""
-    return call("expertmesh.cli.check", load_config(config, overrides or ()), samples)
+    return call("expertmesh.cli.check", load_config(config, overrides or ()), samples, nproc)
 
 
 @verb

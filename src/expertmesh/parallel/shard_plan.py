@@ -69,15 +69,6 @@ class Group:
     parameters: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutPlan:
-    """What tp splits, where pp cuts (None without pp), and the dim of each expert parameter that efsdp shards."""
-
-    tensor: TensorPlan
-    cut: Cut | None
-    expert_dims: Mapping[str, int]
-
-
 class MetaTwin:
     """The twin on meta of a model, made when it is first needed. Whoever runs or changes it puts it back."""
 
@@ -140,7 +131,8 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
     anatomy, twin, precision = describe(model), MetaTwin(model), options.precision
     master, compute = (getattr(torch, name) for name in (precision.params, precision.compute))
     backends = {spec.name: choose_backend(spec, options.moe.compute, compute) for spec in anatomy.experts}
-    split = plan_layout(model, anatomy, layout, twin, kept_in_fp32=kept_in_fp32)
+    dims = dict(_expert_dims(model, anatomy, layout))
+    tensor, cut = plan_axes(model, anatomy, layout, twin, kept_in_fp32=kept_in_fp32)
     balance = refuse_model(model, anatomy, options.moe)
     adapted = adapter_state(model) is not None
     refuse_mixed_dtypes(model, master, compute if adapted else master, kept_in_fp32)
@@ -151,7 +143,8 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
     checkpointed = checkpointed_blocks(model, anatomy, options.activation_checkpointing, options.checkpoint_layers)
     if options.compile:
         refuse_compile(model, layout)
-    splits = _splits(model, anatomy, split.tensor)
+    splits = _splits(model, anatomy, tensor)
+    groups = list(_groups(model, anatomy, layout, tensor, dims, uncast))
     dispatch = "all_to_all" if options.moe.dispatch == "auto" else options.moe.dispatch
     return ShardPlan(
         layout=layout,
@@ -161,32 +154,34 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
         dispatch="local" if layout.ep == 1 else dispatch,
         compute=backends,
         frozen=anatomy.routers if options.moe.router == "frozen" else (),
-        tensor=split.tensor,
-        cut=split.cut,
+        tensor=tensor,
+        cut=cut,
         splits=splits,
-        groups=tuple(_with_parameters(model, list(_groups(model, anatomy, layout, split, uncast)), splits)),
+        groups=tuple(_with_parameters(model, groups, splits)),
         checkpointed=checkpointed,
         compiled=tuple(compiled_parts(model, anatomy)) if options.compile else (),
         twin=twin,
     )
 
 
-def plan_layout(
+def plan_axes(
     model: nn.Module, anatomy: Anatomy, layout: Layout, twin: MetaTwin, *, kept_in_fp32: KeptInFp32
-) -> LayoutPlan:
-    """What the axes of `layout` do with `model`. Raises `InputError` for a layout that the model cannot have."""
-    dims: dict[str, int] = {}
-    for spec in anatomy.experts:
-        dim = expert_shard_dim(spec, layout)
-        dims |= {f"{spec.name}.{name}": dim for name in spec.parameters}
-        for name, parameter in model.get_submodule(spec.name).named_parameters(recurse=False):
-            if is_adapter(name):
-                dims[f"{spec.name}.{name}"] = adapter_shard_dim(name, parameter, layout)
+) -> tuple[TensorPlan, Cut | None]:
+    """What tp splits and where pp cuts, if it does. Raises `InputError` for tp, cp or pp that the model cannot have."""
     refuse_blocks(model, anatomy, layout)
     tensor = tensor_plan(model, anatomy, layout.tp, kept_in_fp32)
     refuse_context(model, anatomy, layout)
-    cut = plan_cut(model, anatomy, layout, twin.module) if layout.pp > 1 else None
-    return LayoutPlan(tensor, cut, dims)
+    return tensor, plan_cut(model, anatomy, layout, twin.module) if layout.pp > 1 else None
+
+
+def _expert_dims(model: nn.Module, anatomy: Anatomy, layout: Layout) -> Iterator[tuple[str, int]]:
+    """The dim of each expert parameter, adapters' too, that efsdp shards. Raises `InputError` where there is none."""
+    for spec in anatomy.experts:
+        dim = expert_shard_dim(spec, layout)
+        yield from ((f"{spec.name}.{name}", dim) for name in spec.parameters)
+        for name, parameter in model.get_submodule(spec.name).named_parameters(recurse=False):
+            if is_adapter(name):
+                yield f"{spec.name}.{name}", adapter_shard_dim(name, parameter, layout)
 
 
 def _splits(model: nn.Module, anatomy: Anatomy, tensor: TensorPlan) -> dict[str, Split]:
@@ -203,7 +198,12 @@ def _splits(model: nn.Module, anatomy: Anatomy, tensor: TensorPlan) -> dict[str,
 
 
 def _groups(
-    model: nn.Module, anatomy: Anatomy, layout: Layout, split: LayoutPlan, uncast: Sequence[str]
+    model: nn.Module,
+    anatomy: Anatomy,
+    layout: Layout,
+    tensor: TensorPlan,
+    expert_dims: Mapping[str, int],
+    uncast: Sequence[str],
 ) -> Iterator[Group]:
     """Experts; what is never cast, by block; each block; the input embedding; parts that tp splits; what is left.
 
@@ -216,7 +216,7 @@ def _groups(
             yield Group((f"{spec.name}.post_expert_norm",), "dense")
         # With one rank there is nothing to gather or reduce; FSDP2 would copy parameters and gradients all the same.
         if layout.replicate * layout.efsdp > 1:
-            dims = {name: dim for name, dim in split.expert_dims.items() if is_inside(name, spec.name)}
+            dims = {name: dim for name, dim in expert_dims.items() if is_inside(name, spec.name)}
             yield Group((spec.name,), "expert", dims=dims)
     for _, names in itertools.groupby(
         uncast, key=lambda name: next((block for block in anatomy.blocks if is_inside(name, block)), name)
@@ -227,7 +227,7 @@ def _groups(
     tied = head is not None and getattr(head, "weight", None) is embedding.weight
     if not tied or layout.pp > 1:  # stages have one of the two
         yield Group((next(name for name, module in model.named_modules() if module is embedding),), "dense")
-    yield from (Group((part.name,), "dense_tp") for part in split.tensor.parts if part.is_split)
+    yield from (Group((part.name,), "dense_tp") for part in tensor.parts if part.is_split)
     yield Group(("",), "dense")
 
 

@@ -3,17 +3,20 @@ is downloaded.
 """
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from expertmesh.adapters.plan import adapt
-from expertmesh.anatomy import Anatomy, ExpertsSpec, describe, is_adapter
-from expertmesh.config import LoraConfig, PrecisionConfig
+from expertmesh.anatomy import Anatomy, ExpertsSpec, is_adapter
+from expertmesh.config import LoraConfig, MoeConfig, PrecisionConfig
+from expertmesh.distributed.layout import Layout
 from expertmesh.experts.install import choose_backend
-from expertmesh.introspection.compute_dtype import uncast_modules
+from expertmesh.introspection.compute_dtype import cast_on_meta
+from expertmesh.model import ModelOptions, build_model, plan_model
+from expertmesh.parallel.shard_plan import KeptInFp32, ShardOptions, ShardPlan
 from expertmesh.parallel.tensor_plan import TensorPlan, shared_by_heads
 from expertmesh.planning.asked import Asked
 from expertmesh.planning.model_figures import (
@@ -26,7 +29,7 @@ from expertmesh.planning.model_figures import (
     Weight,
 )
 from expertmesh.planning.probe import BlockFigures, probe
-from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32
+from expertmesh.weights.meta_model import kept_in_fp32
 
 
 def figures_of(
@@ -45,24 +48,30 @@ def figures_of(
     `packed`: attention masks keep samples apart, which costs what explicit masks cost. `compute` is moe.compute. Raises
     `InputError` for what `train` would refuse about the model.
     """
-    width = getattr(torch, precision.compute)
-    model = build_meta_model(config, width, attention=attention, trust_remote_code=trust_remote_code)
-    if lora is not None:
-        adapt(model, lora, width, None)
-    return figures_of_model(model, length=length, precision=precision, lora=lora, packed=packed, compute=compute)
+    options = ModelOptions(precision, lora, attention or "auto", trust_remote_code)
+    model = build_model(config, Path(config.name_or_path or ""), options)
+    plan = plan_model(model, Layout(), ShardOptions(precision, MoeConfig(compute=compute)))  # type: ignore[arg-type]
+    return figures_of_plan(plan, length=length, lora=lora, packed=packed)
 
 
-def figures_of_model(
-    model: Any, *, length: int, precision: PrecisionConfig, lora: LoraConfig | None, packed: bool, compute: str
+def figures_of_plan(plan: ShardPlan, *, length: int, lora: LoraConfig | None, packed: bool) -> ModelFigures:
+    """The same for a model whose shards are planned, in any layout, on its meta twin, which is left as it was."""
+    twin: Any = plan.twin.module
+    compute = plan.dtypes[1]
+    fp32 = kept_in_fp32(twin, compute)
+    state = twin.state_dict(keep_vars=True)
+    with cast_on_meta([tensor for name, tensor in state.items() if not fp32(name)], compute):
+        return _figures(twin, plan, fp32, length=length, lora=lora, packed=packed)
+
+
+def _figures(
+    model: Any, plan: ShardPlan, fp32: KeptInFp32, *, length: int, lora: LoraConfig | None, packed: bool
 ) -> ModelFigures:
-    """The same for a model on meta in the compute dtype, with its adapters. It is left as it was."""
-    anatomy = describe(model)
+    """Of a model on meta in the compute dtype."""
+    anatomy, precision, compute = plan.anatomy, plan.options.precision, plan.options.moe.compute
     text = model.config.get_text_config()
     sizes = text.to_dict()  # attributes that differ between layers cannot be asked for
     attention_heads = int(sizes.get("num_attention_heads") or 1)
-    fp32 = kept_in_fp32(model, getattr(torch, precision.compute))
-    if precision.params != precision.compute:
-        uncast_modules(model, anatomy, fp32)  # refuses parameters that cannot have a group of their own
     asked = Asked(model, anatomy, attention_heads, fp32)
     tensor_plan = asked.any_tensor_plan()
     reader = _Reader(model, anatomy, precision, lora, compute, tensor_plan)
@@ -137,12 +146,11 @@ class _Reader:
     def signature(self, block: str) -> Any:
         """Equal for blocks that cost the same."""
         module = self.model.get_submodule(block)
+        kinds = ("layer_type", "attention_type", "sliding_window")
+        attributes = [str(getattr(part, kind, "")) for part in (module, *module.children()) for kind in kinds]
         inside = [(name, self.parameters[name]) for name in self.of_block[block]]
-        kinds = [str(getattr(part, "layer_type", getattr(part, "attention_type", ""))) for part in module.children()]
-        windows = [str(getattr(part, "sliding_window", "")) for part in module.children()]
         shapes = [(name.removeprefix(block), p.shape, p.requires_grad) for name, p in inside]
-        own = type(module).__name__, str(getattr(module, "attention_type", ""))
-        return *own, *map(tuple, (kinds, windows, shapes))
+        return type(module).__name__, tuple(attributes), tuple(shapes)
 
     def block(self, name: str, figures: BlockFigures) -> Block:
         spec = next((spec for spec in self.specs.values() if spec.name.startswith(f"{name}.")), None)
@@ -173,12 +181,12 @@ class _Reader:
         module = self.model.get_submodule(spec.name)
         own = dict(module.named_parameters(recurse=False))
         text = self.model.config.get_text_config()
-        groups, kept = (getattr(text, key, None) for key in ("n_group", "topk_group"))
-        limited = isinstance(groups, int) and isinstance(kept, int) and 1 <= kept < groups
+        groups, best = (getattr(text, key, None) for key in ("n_group", "topk_group"))
+        limited = isinstance(groups, int) and isinstance(best, int) and 1 <= best < groups
         assert spec.top_k is not None
         return Experts(
             spec=spec,
-            router=TopKRouter(spec.num_experts, spec.top_k, *((groups, kept) if limited else ())),
+            router=TopKRouter(spec.num_experts, spec.top_k, *((groups, best) if limited else ())),
             matrices=tuple(
                 (p.numel() // spec.num_experts, p.requires_grad, self._stored(name).itemsize) for name, p in own.items()
             ),
