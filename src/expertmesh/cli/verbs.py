@@ -66,12 +66,12 @@ def with_options(options: type[Options]) -> Callable[[Callable[[Options], int]],
     """Make the fields of a dataclass the options of a function that takes one."""
 
     def decorate(function: Callable[[Options], int]) -> Callable[..., int]:
-        def call(**arguments: Any) -> int:
+        def expanded(**arguments: Any) -> int:
             return function(options(**arguments))
 
-        call.__name__, call.__doc__ = function.__name__, function.__doc__
-        call.__signature__ = signatures.signature(options)  # type: ignore[attr-defined]
-        return call
+        expanded.__name__, expanded.__doc__ = function.__name__, function.__doc__
+        expanded.__signature__ = signatures.signature(options)  # type: ignore[attr-defined]
+        return expanded
 
     return decorate
 
