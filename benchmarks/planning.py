@@ -208,11 +208,11 @@ def _rank(point: Point) -> dict[str, Any]:
     gc.collect()
     tracker = UsageTracker()
     with tracker, _noting_saved(model, tracker) as saved:
-        tracker.know(_local(parameter) for parameter in model.parameters())
+        tracker.include(_local(parameter) for parameter in model.parameters())
         moments = [_local(tensor) for state in optimizer.state.values() for tensor in state.values()]
-        tracker.know(tensor for tensor in moments if tensor.dim())
+        tracker.include(tensor for tensor in moments if tensor.dim())
         state = tracker.live
-        tracker.know(model.buffers())
+        tracker.include(model.buffers())
         tracker.reset_peak()
         step()
     sent = {key: entry.bytes for key, entry in sent_by_axis(tracker.sent, mesh).items()}

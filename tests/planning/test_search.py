@@ -4,7 +4,7 @@ import itertools
 import json
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from transformers import Qwen3NextConfig
@@ -51,7 +51,7 @@ def test_parameter_counts_are_the_published_ones(qwen: ModelFigures) -> None:
 def test_rows_per_token_equals_counting_every_choice(ranks: int, router: TopKRouter) -> None:
     in_group = router.experts // router.groups
     counts = []
-    for groups in itertools.combinations(range(router.groups), router.kept):
+    for groups in itertools.combinations(range(router.groups), router.top_groups):
         reachable = [expert for expert in range(router.experts) if expert // in_group in groups]
         for experts in itertools.combinations(reachable, router.top_k):
             counts.append(len({expert * ranks // router.experts for expert in experts}))
@@ -109,7 +109,8 @@ def test_the_slowest_and_the_fullest_stage_count(schedule: str, virtual: int) ->
     """DeepSeek-V3 begins with dense blocks, so that its first stage neither works nor holds what the others do."""
     model = figures_of(deepseek_v3(), length=4096, precision=PrecisionConfig(), packed=False)
     layout = Layout(pp=16, fsdp=4, tp=2, ep=8, pp_schedule=schedule, pp_virtual_stages=virtual)
-    for mode, batch in itertools.product(get_args(CheckpointingMode)[::2], (Batch(1, 16), Batch(1, 64))):
+    modes: tuple[CheckpointingMode, ...] = ("none", "full")
+    for mode, batch in itertools.product(modes, (Batch(1, 16), Batch(1, 64))):
         workload = Workload(model, layout, batch, mode)
         peaks = [peak_of(workload, stage) for stage in range(layout.pp)]
         assert memory_of(workload).total == pytest.approx(max(peaks))

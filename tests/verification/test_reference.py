@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from expertmesh.verification.build import build
 from expertmesh.verification.options import VerifyOptions
+from expertmesh.verification.reference import unsharded
 from expertmesh.verification.reference.model import Expected, Reference
 from expertmesh.verification.reference.weights import FileWeights
 from expertmesh.verification.setup import Setup, set_up
@@ -66,6 +67,33 @@ def test_loss_and_every_gradient_are_those_of_the_whole_model(inputs: Path, fami
             rows = whole.shape[0] // world if part.shape != whole.shape else whole.shape[0]
             own = whole[rank * rows :][: part.shape[0]] if part.shape[0] < whole.shape[0] else whole
             assert torch.allclose(part, own, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_one_process_each_sample_by_itself_gives_the_same(inputs: Path, family: str) -> None:
+    setup = _setup(inputs, family, 1, "parallel.ep=1")
+    loss, gradients = _whole(inputs / family / "model", setup)
+    model: Any = AutoModelForCausalLM.from_pretrained(inputs / family / "model", dtype=torch.float32).train()
+    model.set_experts_implementation("eager")
+    samples = [(placed.input_ids, placed.labels) for placed in setup.steps[0].placed(setup.layout, 0)]
+    assert unsharded.backward(model, samples) == pytest.approx(loss, rel=1e-6)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6), name
+
+
+def test_a_norm_is_right_however_many_elements_it_is_of_and_clips() -> None:
+    gradient = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
+    weight = nn.Parameter(torch.zeros_like(gradient))
+
+    def backward(step: int) -> float:
+        weight.grad = gradient.clone()
+        return 0.0
+
+    run = unsharded.train({"w": weight}, torch.optim.SGD([weight], lr=1.0), range(1), backward, max_norm=0.5)
+    norm = float(gradient.double().norm())
+    assert run.norms == [pytest.approx(norm, rel=1e-12)]
+    assert torch.equal(run.gradients["w"], gradient)
+    assert torch.allclose(weight.double(), -0.5 / norm * gradient.double(), rtol=1e-6)
 
 
 def _most_blocks_alive(setup: Setup) -> int:

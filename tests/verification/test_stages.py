@@ -31,6 +31,7 @@ class Job(NamedTuple):
     not_run: set[str]
     self_test: bool = False
     only: tuple[str, ...] = LAYERS
+    blocks: int = BLOCKS
 
 
 ADAPTERS = {"adapter in stock PEFT", "merged adapter in plain transformers"}
@@ -42,6 +43,7 @@ JOBS = {
         ("parallel.ep=2", "moe.aux_loss_coef=0.01", "moe.z_loss_coef=0.1"),
         {"ep 2 = ep 4", *ADAPTERS},
         True,
+        blocks=2,
     ),
     "interleaved, adapters, recomputed": Job(
         2,
@@ -83,13 +85,16 @@ JOBS = {
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"), num_hidden_layers=BLOCKS, tie_word_embeddings=True)
+    root = tmp_path_factory.mktemp("inputs")
+    for blocks in (2, BLOCKS):
+        write_inputs(root / str(blocks), num_hidden_layers=blocks, tie_word_embeddings=True)
+    return root
 
 
 @pytest.mark.parametrize("kind", JOBS)
 def test_a_sound_job_passes_and_its_bugs_are_caught(inputs: Path, kind: str, tmp_path: Path) -> None:
     job = JOBS[kind]
-    config = run_config(inputs, tmp_path / "out", "parallel.pp=2", *job.overrides)
+    config = run_config(inputs / str(job.blocks), tmp_path / "out", "parallel.pp=2", *job.overrides)
     options = VerifyOptions(tokens=256, only=job.only, self_test=job.self_test, report=str(tmp_path / "report.json"))
     reports: list[Report] = run_ranks(verify, job.ranks, config, Control(arguments=options.dump()), timeout=170)
     for report in reports:
@@ -100,8 +105,8 @@ def test_a_sound_job_passes_and_its_bugs_are_caught(inputs: Path, kind: str, tmp
     checks = [check for layer in report.layers for check in layer.checks]
     assert {check.name for check in checks if check.status == "not run"} == job.not_run
     compared = {check.name: check.compared for check in checks}
-    assert compared["float32: experts chosen"] == BLOCKS * report.facts["tokens_of_a_step"]
-    assert compared["float32: outputs of blocks"] == BLOCKS
+    assert compared["float32: experts chosen"] == job.blocks * report.facts["tokens_of_a_step"]
+    assert compared["float32: outputs of blocks"] == job.blocks
     assert [mutation.status for mutation in report.mutations] == ["pass"] * (9 if job.self_test else 0)
 
 
@@ -129,7 +134,7 @@ def _planted(config: Config, options: VerifyOptions) -> tuple[list[Check], list[
 
 
 def test_a_bug_of_the_last_stage_is_red_on_every_rank_with_its_name(inputs: Path, tmp_path: Path) -> None:
-    config = run_config(inputs, tmp_path / "out", "parallel.pp=2", "parallel.ep=1")
+    config = run_config(inputs / str(BLOCKS), tmp_path / "out", "parallel.pp=2", "parallel.ep=1")
     for gradients, outputs in run_ranks(_planted, 2, config, VerifyOptions(tokens=256)):
         worst = {check.name: check.worst for check in gradients if check.status == "fail"}["float32: gradients"]
         assert worst is not None

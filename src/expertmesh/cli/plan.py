@@ -21,7 +21,7 @@ from expertmesh.config import Config, LoraConfig, PrecisionConfig, dump_config
 from expertmesh.config.errors import InputError
 from expertmesh.config.yaml_text import parse_yaml
 from expertmesh.distributed.layout import Layout, explicit
-from expertmesh.introspection.packing import packing_refusal
+from expertmesh.introspection.attention import packing_refusal
 from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.planning.blocks import saved_by_kind
@@ -69,7 +69,7 @@ def _run(options: PlanOptions) -> int:
     found = plan(job, options.goal)
     best = found.best
     if best is None:
-        raise InputError("\n".join([f"no layout fits on {devices}", *_rejections(found)]))
+        raise InputError("\n".join([f"no layout fits on {devices}", *_rejections(found)]), key="plan.nothing-fits")
     if options.yaml:
         print(_yaml(options, job, best, lora, why_unpacked), end="")
         return 0
@@ -94,13 +94,10 @@ def _run(options: PlanOptions) -> int:
 
 
 def _check(options: PlanOptions) -> None:
-    for name in ("seq_len", "global_batch_size", "top"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            raise InputError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
     if options.mtbf is not None and not options.mtbf > 0:
-        raise InputError(f"--mtbf {options.mtbf:g}: must be more than 0 hours")
+        raise InputError(f"--mtbf {options.mtbf:g}: must be more than 0 hours", key="cli.usage")
     if options.imbalance < 1:
-        raise InputError(f"--imbalance {options.imbalance}: the busiest rank has at least the mean, 1")
+        raise InputError(f"--imbalance {options.imbalance}: the busiest rank has at least the mean, 1", key="cli.usage")
 
 
 def _lora(pairs: list[str]) -> LoraConfig:
@@ -108,7 +105,7 @@ def _lora(pairs: list[str]) -> LoraConfig:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
-            raise InputError(f"--lora {pair}: write KEY=VALUE, as in r=16")
+            raise InputError(f"--lora {pair}: write KEY=VALUE, as in r=16", key="cli.usage")
         values[key.strip()] = parse_yaml(value, f"--lora {pair}").value
     return LoraConfig(**values)
 

@@ -38,7 +38,7 @@ Listed = Annotated[tuple[T, ...], BeforeValidator(lambda value: tuple(value) if 
 """A list of the file, kept as a tuple: a frozen section must not hold something that can change."""
 
 
-def refuse(problems: list[str]) -> None:
+def refuse(*problems: str) -> None:
     """Raise a section's problems at once, or return; each sentence begins with the dotted key it is about."""
     if problems:
         raise ValueError("\n".join(problems))

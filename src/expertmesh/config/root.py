@@ -53,5 +53,5 @@ class Config(Section):
                 f"model.attention is flash_attention_2, which cannot compute in {self.precision.compute}; "
                 "set precision.compute to bfloat16 or model.attention to sdpa"
             )
-        refuse(problems)
+        refuse(*problems)
         return self

@@ -68,7 +68,7 @@ class PrecisionConfig(Section):
                 f"precision.compute is {self.compute}, which is wider than precision.params ({self.params}); "
                 f"set precision.params to {self.compute} or precision.compute to {self.params}"
             )
-        refuse(problems)
+        refuse(*problems)
         return self
 
 
@@ -130,7 +130,7 @@ class LoraConfig(Section):
     def _combine(self) -> Self:
         said = [key for key in self._SAID_BY_ADAPTER if key in self.model_fields_set]
         if self.from_adapter is not None and said:
-            refuse([f"lora.{said[0]} is said by the adapter that lora.from_adapter names; remove one of the two"])
+            refuse(f"lora.{said[0]} is said by the adapter that lora.from_adapter names; remove one of the two")
         return self
 
     @model_serializer(mode="wrap")
@@ -171,7 +171,7 @@ class OptimConfig(Section):
     def _combine(self) -> Self:
         given = [key for key in ("betas", "eps") if key in self.model_fields_set]
         if self.name == "sgd":
-            refuse([f"optim.{key} does nothing with optim.name sgd; remove it or use adamw" for key in given])
+            refuse(*(f"optim.{key} does nothing with optim.name sgd; remove it or use adamw" for key in given))
         return self
 
     @model_serializer(mode="wrap")
@@ -228,17 +228,13 @@ class TrainConfig(Section):
     def _combine(self) -> Self:
         if self.checkpoint_layers != "all" and self.activation_checkpointing not in ("selective", "full"):
             refuse(
-                [
-                    "train.checkpoint_layers does nothing with train.activation_checkpointing "
-                    f"{self.activation_checkpointing}; set that to selective or full"
-                ]
+                "train.checkpoint_layers does nothing with train.activation_checkpointing "
+                f"{self.activation_checkpointing}; set that to selective or full"
             )
         if self.global_batch_size % self.micro_batch_size:
             refuse(
-                [
-                    f"train.global_batch_size ({self.global_batch_size}) must be a multiple of "
-                    f"train.micro_batch_size ({self.micro_batch_size}); change one of them"
-                ]
+                f"train.global_batch_size ({self.global_batch_size}) must be a multiple of "
+                f"train.micro_batch_size ({self.micro_batch_size}); change one of them"
             )
         return self
 
@@ -297,7 +293,7 @@ class ParallelConfig(Section):
                     f"parallel.ep is {self.ep}, which does not divide {of} ({ranks}); "
                     f"set parallel.ep to auto or one of {choices}"
                 )
-        refuse(problems)
+        refuse(*problems)
         return self
 
 
@@ -327,7 +323,7 @@ class MoeConfig(Section):
         if self.router == "frozen" and balancing:
             key = balancing[0]
             value = getattr(self, key)
-            refuse([f"moe.{key} is {value}, but moe.router is frozen; set moe.{key} to 0.0 or moe.router to train"])
+            refuse(f"moe.{key} is {value}, but moe.router is frozen; set moe.{key} to 0.0 or moe.router to train")
         return self
 
     def _is_on(self, key: str) -> bool:
@@ -366,11 +362,9 @@ class DistributedConfig(Section):
     def _combine(self) -> Self:
         if self.first_step_timeout_seconds < self.timeout_seconds:
             refuse(
-                [
-                    "distributed.first_step_timeout_seconds "
-                    f"({self.first_step_timeout_seconds}) must be at least "
-                    f"distributed.timeout_seconds ({self.timeout_seconds}); change one of them"
-                ]
+                "distributed.first_step_timeout_seconds "
+                f"({self.first_step_timeout_seconds}) must be at least "
+                f"distributed.timeout_seconds ({self.timeout_seconds}); change one of them"
             )
         return self
 

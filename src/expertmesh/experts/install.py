@@ -9,9 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from transformers.activations import SiLUActivation
-from transformers.integrations import moe as transformers_moe
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from expertmesh.anatomy import Anatomy, ExpertsSpec
+from expertmesh.compat import default_apply_gate
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.dispatch import AllGatherDispatcher, AllToAllDispatcher, Dispatcher, LocalDispatcher
@@ -31,7 +32,7 @@ def install(
 
     `dispatch` is the dispatcher's name, `compute` the backend of each experts module, `dtype` the compute dtype.
     """
-    register_function(transformers_moe.ALL_EXPERTS_FUNCTIONS, IMPLEMENTATION, _experts_forward)
+    register_function(ALL_EXPERTS_FUNCTIONS, IMPLEMENTATION, _experts_forward)
     for spec in anatomy.experts:
         experts: Any = model.get_submodule(spec.name)
         mlp = mlp_spec_of(experts, spec, per_expert=compute[spec.name] == "loop")
@@ -91,7 +92,7 @@ def mlp_spec_of(experts: Any, spec: ExpertsSpec, *, per_expert: bool) -> ExpertM
 
 def is_silu_gated(experts: nn.Module, spec: ExpertsSpec) -> bool:
     """Whether the experts use transformers' default gate with SiLU on concatenated [gate; up]."""
-    default = getattr(type(experts), "_apply_gate", None) in (None, transformers_moe._default_apply_gate)
+    default = getattr(type(experts), "_apply_gate", None) in (None, default_apply_gate)
     silu = isinstance(_act_fn(experts), nn.SiLU | SiLUActivation)
     return spec.gated and default and silu and bool(getattr(experts, "is_concatenated", True))
 

@@ -6,16 +6,19 @@ keep the dtype of precision.params, which a family's own code may not multiply w
 the first step with an error of torch; one forward on meta, watched, shows it before weights are read.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec, is_inside
+from expertmesh.anatomy import Anatomy, ExpertsSpec, is_adapter, is_inside
+from expertmesh.compat import tree_leaves
 from expertmesh.config.errors import InputError
+from expertmesh.experts.lora_state import adapter_state
+from expertmesh.introspection.known_families import proof_key, refusal_by_proof
 from expertmesh.introspection.stage_probe import WithoutValues, forward_of_text, stand_ins_for_experts
 from expertmesh.state.stage_view import meta_twin
 
@@ -57,26 +60,40 @@ def refuse_compute(
     nothing is known of it. `twin` is the model's on meta, if there is one, and is left as it was. Takes no weights; no
     communication.
     """
-    experts = anatomy.experts
-    uncast_names = uncast_modules(model, anatomy, kept_in_fp32)
-    twin = meta_twin(model) if twin is None else twin
+    uncast = uncast_modules(model, anatomy, kept_in_fp32)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    dtypes = {(re.sub(r"\.\d+", "", name), str(tensor.dtype)) for name, tensor in tensors if not is_adapter(name)}
+    kinds = {re.sub(r"\.\d+", "", name) for name in uncast}
+    key = proof_key(model, compute, sorted(dtypes), sorted(kinds), adapter_state(model) is not None)
+
+    def prove() -> str | None:
+        return _refusal(meta_twin(model) if twin is None else twin, anatomy.experts, compute, uncast)
+
+    if reason := refusal_by_proof("compute", key, prove):
+        dtype = str(compute).removeprefix("torch.")
+        raise InputError(f"precision.compute {dtype}: {model.config.model_type} {reason}")  # type: ignore[union-attr]
+
+
+def _refusal(
+    twin: nn.Module, experts: Sequence[ExpertsSpec], compute: torch.dtype, uncast_names: Sequence[str]
+) -> str | None:
     uncast = {id(parameter): name for name in uncast_names for parameter in twin.get_submodule(name).parameters()}
-    watch, dtype = _Watch(uncast), str(compute).removeprefix("torch.")
-    where = f"precision.compute {dtype}: {model.config.model_type}"  # type: ignore[union-attr]
+    watch = _Watch(uncast)
     cast = (parameter for parameter in twin.parameters() if id(parameter) not in uncast)
     try:
         with stand_ins_for_experts(twin, experts), cast_on_meta(cast, compute), watch.within(twin), watch:
             forward_of_text(twin)
     except _Apart as apart:
-        raise InputError(f"{where} {apart}; set precision.compute to float32") from None
+        return f"{apart}; set precision.compute to float32"
     except Exception as cause:
         if not _runs_in_one_dtype(twin, experts):
-            return
-        first = str(cause).partition("\n")[0]
-        raise InputError(
-            f"{where} does not run with its parameters in {dtype} and its buffers as precision.params has them "
+            return None
+        first, dtype = str(cause).partition("\n")[0], str(compute).removeprefix("torch.")
+        return (
+            f"does not run with its parameters in {dtype} and its buffers as precision.params has them "
             f"({watch.failed}: {first[:160]}); set precision.compute and precision.params to one dtype"
-        ) from cause
+        )
+    return None
 
 
 @contextmanager
@@ -99,7 +116,7 @@ def _runs_in_one_dtype(twin: nn.Module, experts: Sequence[ExpertsSpec]) -> bool:
         with stand_ins_for_experts(twin, experts), cast_on_meta(tensors, torch.float32), WithoutValues():
             forward_of_text(twin)
     except Exception:
-        return False  # the family's code on tensors without values: whatever it raises, nothing is known
+        return False  # the family's code on tensors without values: nothing is known
     return True
 
 

@@ -1,4 +1,4 @@
-"""Proof on the spot that a decoder can be cut between its blocks: one forward on meta, watched operation by operation.
+"""Proves that a decoder can be cut between its blocks: one forward on meta, watched operation by operation.
 
 Between stages travels the hidden state and nothing else; what else a block gets (masks, rotary tables) each stage
 computes again from the batch. So nothing that a block reads may come from an earlier block or from the embedding other
@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from expertmesh.anatomy import ExpertsSpec
+from expertmesh.compat import TorchDispatchMode, tree_leaves
 from expertmesh.config.errors import InputError
 from expertmesh.state.patching import replaced_forwards
 
@@ -58,7 +57,7 @@ def probe(twin: nn.Module, blocks: Sequence[str], experts: Sequence[ExpertsSpec]
     except _Carried as carried:
         raise InputError(f"parallel.pp: {family} cannot be cut into stages: {carried}; set parallel.pp to 1") from None
     except Exception as cause:
-        # The family's code on tensors without values: whatever it raises, nothing is known.
+        # The family's code on tensors without values: any exception means that nothing is known.
         raise InputError(
             f"parallel.pp: {family} cannot be run without values ({type(cause).__name__}: {str(cause)[:160]}), so it "
             "is not known whether its blocks need more than the hidden state; set parallel.pp to 1"

@@ -8,11 +8,12 @@ checkpointable works. What both runs of a block share is in experts/activation_c
 import inspect
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from torch import nn
 
 from expertmesh.anatomy import Anatomy, describe
+from expertmesh.compat import enable_checkpointing
 from expertmesh.config.errors import InputError
 from expertmesh.experts.activation_checkpointing import block_contexts
 from expertmesh.experts.lora_state import adapter_state
@@ -61,14 +62,7 @@ def recompute_blocks(model: nn.Module, mode: CheckpointingMode, anatomy: Anatomy
     state = adapter_state(model)
     adapters = state if state is not None and state.dropout > 0.0 else None
     context_fn = partial(block_contexts, selective=mode == "selective", adapters=adapters)
-    # transformers renamed its hook and deprecated the old name in 5.23; 5.17 has only that.
-    options = {"use_reentrant": False, "context_fn": context_fn}
-    enable: Any = getattr(model, "activation_checkpointing_enable", None)
-    if enable is not None:
-        enable(activation_checkpointing_kwargs=options)
-    else:
-        enable = model.gradient_checkpointing_enable
-        enable(gradient_checkpointing_kwargs=options)
+    enable_checkpointing(model, {"use_reentrant": False, "context_fn": context_fn})
     for name in anatomy.blocks:
         if name not in blocks:
             model.get_submodule(name).gradient_checkpointing = False  # type: ignore[assignment]

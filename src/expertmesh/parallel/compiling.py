@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from expertmesh.anatomy import Anatomy, describe
+from expertmesh.compat import allow_recompiles, compile_errors
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.experts.lora_state import adapter_state
@@ -38,7 +39,7 @@ def compile_parts(model: nn.Module, parts: Iterable[str], device: torch.device) 
     line is compiled to find out. Parts that do not compile are refused when they first run.
     """
     _probe(device)
-    torch._dynamo.config.recompile_limit = max(_VARIANTS, torch._dynamo.config.recompile_limit)
+    allow_recompiles(_VARIANTS)
     compiled: dict[type, Callable[..., Any]] = {}
     for name in parts:
         part: Any = model.get_submodule(name)
@@ -98,18 +99,12 @@ def _forward(part: nn.Module, name: str, compiled: Callable[..., Any], *args: An
         return type(part).forward(part, *args, **kwargs)
     try:
         return compiled(part, *args, **kwargs)
-    except _refusals() as error:
+    except compile_errors() as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
         raise InputError(
             f"train.compile: {name} ({type(part).__name__}) cannot be compiled as one graph: {reason}; set "
             "train.compile to false"
         ) from error
-
-
-def _refusals() -> tuple[type[Exception], ...]:
-    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # two seconds, for those who compile
-
-    return TorchDynamoException, FailOnRecompileLimitHit
 
 
 def _probe(device: torch.device) -> None:

@@ -21,12 +21,15 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.lora_state import adapter_state
+from expertmesh.introspection.known_families import look_up, proof_key
 from expertmesh.introspection.stage_probe import Decoder, probe, rehearse
 from expertmesh.parallel.sequence import decoder_blocks
 from expertmesh.parallel.stages import plan_stages
 from expertmesh.state.patching import exchanged
 from expertmesh.state.sharded_model import StageView, attach, sharded
 from expertmesh.state.stage_view import full_state, meta_twin
+
+_HIDDEN_SIZE = "hidden_size"  # in a known answer: whatever the configuration has under this name
 
 
 @dataclass(slots=True, eq=False)
@@ -95,8 +98,7 @@ def plan_cut(model: nn.Module, anatomy: Anatomy, layout: Layout, twin: nn.Module
     """
     blocks = decoder_blocks(anatomy)
     stages = plan_stages(model, anatomy, blocks, layout)
-    twin = meta_twin(model) if twin is None else twin
-    decoder = probe(twin, blocks, anatomy.experts)
+    decoder = _decoder(model, anatomy, blocks, twin)
     parts = _parts(model, decoder, blocks, layout, stages)
     trained = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
     for rank in range(layout.pp):
@@ -107,13 +109,35 @@ def plan_cut(model: nn.Module, anatomy: Anatomy, layout: Layout, twin: nn.Module
                 f"parallel.pp: nothing on stage {own[0]} (blocks {', '.join(numbers)}) is trained, so that it would "
                 "only hand tokens on; set parallel.pp to 1, or widen lora.targets"
             )
-    replaced = _put_placeholders(twin, parts, blocks, next(iter(twin.parameters())).dtype, torch.device("meta"))
-    try:
-        rehearse(twin)
-    finally:
-        for name, module in replaced.items():
-            _put(twin, name, module)
     return Cut(tuple(blocks), stages, parts, decoder.hidden)
+
+
+def _decoder(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str], twin: nn.Module | None) -> Decoder:
+    """What the blocks hand on, and what stands before and behind them; that placeholders do in their place."""
+
+    def prove() -> dict[str, Any]:
+        bare = meta_twin(model) if twin is None else twin
+        decoder = probe(bare, blocks, anatomy.experts)
+        everything = _parts(model, decoder, blocks, Layout(), (range(len(blocks)),))
+        replaced = _put_placeholders(
+            bare, everything, blocks, next(iter(bare.parameters())).dtype, torch.device("meta")
+        )
+        try:
+            rehearse(bare)
+        finally:
+            for name, module in replaced.items():
+                _put(bare, name, module)
+        dims = [_HIDDEN_SIZE if size == hidden_size else size for size in decoder.hidden]
+        return {"before": sorted(decoder.before), "behind": sorted(decoder.behind), "hidden": dims}
+
+    config: Any = model.config
+    hidden_size: Any = getattr(config.get_text_config(), "hidden_size", None)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    outside = [name for name in names if not any(is_inside(name, block) for block in blocks)]
+    key = proof_key(model, *outside)
+    found = look_up("stages", key, prove, keep=lambda answer: answer["hidden"] == [_HIDDEN_SIZE])
+    dims = tuple(hidden_size if size == _HIDDEN_SIZE else size for size in found["hidden"])
+    return Decoder(frozenset(found["before"]), frozenset(found["behind"]), dims)
 
 
 def cut(model: nn.Module, plan: Cut, anatomy: Anatomy, mesh: Mesh, dtype: torch.dtype, twin: nn.Module) -> Anatomy:

@@ -20,15 +20,14 @@ INDEX = 8  # int64
 
 @dataclass(frozen=True, slots=True)
 class BlockSharding:
-    """What a block's bytes depend on beside the model: `ranks` of fsdp and cp, tp, cp, ep, efsdp, whether there are
-    replicas, `rows` sequences of a micro-batch, `imbalance`, and whether gloo is at work.
+    """What a block's bytes depend on beside the model: `ranks` of fsdp and cp, tp, cp, ep, whether there are replicas,
+    `rows` sequences of a micro-batch, `imbalance`, and whether gloo is at work.
     """
 
     ranks: int
     tp: int
     cp: int
     ep: int
-    efsdp: int
     replicated: bool
     rows: int
     imbalance: float
@@ -42,12 +41,24 @@ class BlockSharding:
             tp=layout.tp,
             cp=layout.cp,
             ep=layout.ep,
-            efsdp=layout.efsdp,
             replicated=layout.replicate > 1,
             rows=workload.batch.rows,
             imbalance=workload.imbalance,
             gloo=workload.gloo and layout.world_size > 1,
         )
+
+    @property
+    def efsdp(self) -> int:
+        return self.ranks * self.tp // self.ep
+
+    @property
+    def part(self) -> float:
+        """Sequences of a rank, of which cp and tp ranks share each."""
+        return self.rows / (self.cp * self.tp)
+
+    def tokens(self, length: int) -> float:
+        """Of a rank, of sequences of `length` tokens."""
+        return self.rows * length / (self.cp * self.tp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +117,6 @@ def block_memory(model: ModelFigures, block: Block, mode: CheckpointingMode, sha
     own, split, uncast = (group_bytes(group, sharding.ranks, sharding.tp) for group in groups)
     reducing = reduced_bytes(model, own) + reduced_bytes(model, split)
     experts = _Experts(model, block.experts, sharding).memory() if block.experts is not None else ExpertsMemory()
-    part = sharding.rows / (sharding.cp * sharding.tp)
     reads = _read_by_backward(model, block, sharding) + experts.saved
     return BlockMemory(
         reads=reads,
@@ -116,7 +126,7 @@ def block_memory(model: ModelFigures, block: Block, mode: CheckpointingMode, sha
         reducing=reducing,
         gradients=own.gradients + split.gradients,
         copied=reducing if sharding.gloo else 0.0,
-        working=block.figures.backward * part + hidden_bytes(model, sharding),
+        working=block.figures.backward * sharding.part + hidden_bytes(model, sharding),
         growing=block.figures.gradients / sharding.tp,
         experts=experts,
     )
@@ -138,7 +148,7 @@ def saved_by_kind(workload: Workload, modes: Sequence[CheckpointingMode]) -> lis
 
 def hidden_bytes(model: ModelFigures, sharding: BlockSharding) -> float:
     """Of the hidden states of a rank's own positions."""
-    return sharding.rows * model.length / (sharding.cp * sharding.tp) * model.hidden * model.compute_bytes
+    return sharding.tokens(model.length) * model.hidden * model.compute_bytes
 
 
 def reduced_bytes(model: ModelFigures, sizes: GroupBytes) -> float:
@@ -149,14 +159,13 @@ def reduced_bytes(model: ModelFigures, sizes: GroupBytes) -> float:
 def _read_by_backward(model: ModelFigures, block: Block, sharding: BlockSharding) -> float:
     """What backward of the block reads, routed experts left out, when nothing is recomputed."""
     figures, parts = block.figures, block.parts
-    part = sharding.rows / (sharding.cp * sharding.tp)
     gathered = (parts.split + parts.whole) * hidden_bytes(model, sharding) * (sharding.tp - 1)
     mask = figures.mask * sharding.rows
     # What each rank of tp computes for all heads: latents.
     gathered += figures.latents * sharding.rows / sharding.cp * (1 - 1 / sharding.tp)
-    own = (figures.saved - figures.mask) * part
+    own = (figures.saved - figures.mask) * sharding.part
     # cp: what attention gives stays as it was before and after the exchange.
-    own += figures.attended * part if sharding.cp > 1 else 0
+    own += figures.attended * sharding.part if sharding.cp > 1 else 0
     return own + mask + gathered
 
 
@@ -165,12 +174,11 @@ def _checkpointed(
 ) -> float:
     """What stays of the block between forward and backward where it is recomputed."""
     figures, hidden = block.figures, hidden_bytes(model, sharding)
-    part = sharding.rows / (sharding.cp * sharding.tp)
-    saved = hidden + figures.choices * part
+    saved = hidden + figures.choices * sharding.part
     if mode == "selective":
-        saved += (figures.attended + figures.normalisers) * part
+        saved += (figures.attended + figures.normalisers) * sharding.part
     if block.experts is not None:
-        saved += sharding.rows * model.length / (sharding.cp * sharding.tp) * block.experts.router.top_k * 4
+        saved += sharding.tokens(model.length) * block.experts.router.top_k * 4
         saved += by_experts + hidden if mode == "selective" else 0.0
     return saved
 
@@ -182,8 +190,7 @@ class _Experts:
         self.experts, self.spec, self.sharding = experts, experts.spec, sharding
         self.compute, self.reduce = model.compute_bytes, model.reduce_bytes
         self.master = BYTES_OF[model.precision.params]
-        tokens = sharding.rows * model.length / (sharding.cp * sharding.tp)
-        self.routed = experts.router.routed(tokens, sharding.ep, sharding.imbalance)
+        self.routed = experts.router.routed(sharding.tokens(model.length), sharding.ep, sharding.imbalance)
         self.gathers = sharding.efsdp > 1 or sharding.replicated
         self.rows_RH = self.routed.rows * self.spec.hidden_size * self.compute
         self.pairs_PH = self.routed.pairs * self.spec.hidden_size * self.compute
@@ -229,24 +236,26 @@ class _Experts:
         return self.pairs_PI + self.pairs_PH + self.rows_RH
 
     def backward(self) -> float:
+        """The largest of three moments, on top of what is saved."""
         routed, experts, spec = self.routed, self.experts, self.spec
         part = min(routed.pairs, max(routed.pairs / 8, (1 << 20) / experts.width))
         parts = part * spec.intermediate_size * (4 * self.compute + 4)
         here = spec.num_experts / self.sharding.ep
         up, down = (here * size * spec.hidden_size for size in (experts.width, spec.intermediate_size))
-        train = any(trains for _, trains, _ in experts.matrices[:2]) and not experts.adapted
+        trains = any(train for _, train, _ in experts.matrices[:2]) and not experts.adapted
+        # Weights that FSDP2 does not gather are cast in the forward, and their gradients cast back.
         cast = self.master != self.compute and not self.gathers and not experts.adapted
-        gradient = (self.compute + (self.master if cast else 0)) if train else 0
-        kept = self.master if cast else self.compute
+        gradient = (self.compute + (self.master if cast else 0)) if trains else 0
+        stays = self.master if cast else self.compute
         if experts.looped:
             one = 3 / here
             looped = self.rows_RH + 4 * routed.rows * spec.hidden_size + one * (self.pairs_PH + self.pairs_PI)
-            return looped + (up + down) * kept
-        kept_down = kept * down if train else 0
+            return looped + (up + down) * stays
         weight = self.compute if cast else 0
-        row, pair = self.rows_RH, self.pairs_PH
+        rows, pairs = self.rows_RH, self.pairs_PH
+        down_stays, up_stays = (stays * down, up * stays) if trains else (0, 0)
         return max(
-            row + pair + self.pairs_PI + max(parts, down * max(gradient, weight)),
-            row + kept_down + pair + up * gradient,
-            row + kept_down + (up * kept if train else 0) + pair + max(row, up * weight),
+            rows + pairs + self.pairs_PI + max(parts, down * max(gradient, weight)),
+            rows + down_stays + pairs + up * gradient,
+            rows + down_stays + up_stays + pairs + max(rows, up * weight),
         )

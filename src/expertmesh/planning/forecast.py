@@ -11,12 +11,11 @@ import torch
 
 from expertmesh.config import Config
 from expertmesh.distributed.layout import Layout, explicit
-from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.parallel.shard_plan import ShardPlan
 from expertmesh.planning.hardware import Devices, hardware_table, match_device
 from expertmesh.planning.probe import NotProbed
 from expertmesh.planning.read_model import figures_of_plan
-from expertmesh.planning.search import GIB, Candidate, Job, evaluate, layouts, modes
+from expertmesh.planning.search import GIB, Candidate, Job, evaluate, layouts, supported_mode
 from expertmesh.planning.stages import Batch
 from expertmesh.training.control import Control
 from expertmesh.training.plan import gib
@@ -126,5 +125,4 @@ def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:
     wanted = config.train.activation_checkpointing
     if wanted == "auto":
         wanted = "none" if job.devices.name == "cpu" else "full"
-    mode: CheckpointingMode = wanted if wanted in modes(job.model) else "none"
-    return evaluate(job, layout, mode, Batch(rows, accumulation))
+    return evaluate(job, layout, supported_mode(job.model, wanted), Batch(rows, accumulation))

@@ -79,9 +79,10 @@ class Hardware(Section):
     def _combine(self) -> Self:
         required = ("flops", "memory", "memory_bandwidth", "within_node", "between_nodes")
         missing = [name for name in required if name not in self.sources]
-        refuse([f"sources has nothing for {missing[0]}; say where the number is from"] if missing else [])
+        if missing:
+            refuse(f"sources has nothing for {missing[0]}; say where the number is from")
         if "bfloat16" not in self.flops:
-            refuse(["flops has no bfloat16; give the dense peak in bf16"])
+            refuse("flops has no bfloat16; give the dense peak in bf16")
         return self
 
     def peak(self, dtype: str) -> float:

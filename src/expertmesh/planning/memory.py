@@ -50,8 +50,8 @@ class Memory:
 
 def memory_of(workload: Workload, *, moments: int = 2, overhead: float = 0.0) -> Memory:
     """The peak of the worst rank. `moments`: tensors the optimizer keeps per parameter (2 for AdamW, 0 for SGD)."""
-    held = _Held(workload)
-    found = [(held.peak(stage, moments), stage) for stage in workload.distinct_stages()]
+    memory = _RankMemory(workload)
+    found = [(memory.peak(stage, moments), stage) for stage in workload.distinct_stages()]
     (_, worst), stage = max(found, key=lambda each: each[0][0])
     state = resident_state(workload.model, workload.layout, stage)
     return Memory(
@@ -71,7 +71,7 @@ def memory_of(workload: Workload, *, moments: int = 2, overhead: float = 0.0) ->
 
 def peak_of(workload: Workload, stage: int) -> float:
     """The peak of one pp rank under AdamW, without what the device takes for itself."""
-    return _Held(workload).peak(stage, 2)[0]
+    return _RankMemory(workload).peak(stage, 2)[0]
 
 
 def fullest_stage(workload: Workload) -> int:
@@ -83,9 +83,9 @@ def saved_of(workload: Workload, *, stage: int = 0, chunk: int = -1) -> float:
     """Bytes saved between forward and backward of one micro-batch, by the blocks of one of a pp rank's stages, what is
     around them and the head.
     """
-    held, chunk = _Held(workload), range(workload.layout.pp_virtual_stages)[chunk]
-    saved = held.saved(stage, chunk)[-1] + held.tables + held.handed(stage, chunk)
-    return saved + (held.outside + held.head_saved if held.is_last(stage, chunk) else 0.0)
+    memory, chunk = _RankMemory(workload), range(workload.layout.pp_virtual_stages)[chunk]
+    saved = memory.saved(stage, chunk)[-1] + memory.tables + memory.at_borders(stage, chunk)
+    return saved + (memory.outside + memory.head_saved if memory.is_last(stage, chunk) else 0.0)
 
 
 class _Moment(NamedTuple):
@@ -100,7 +100,7 @@ class _Moment(NamedTuple):
     working: float = 0.0
 
 
-class _Held:
+class _RankMemory:
     """What ranks of one layout hold, named as docs/formulas.md names it; bytes of one rank."""
 
     def __init__(self, workload: Workload) -> None:
@@ -110,9 +110,8 @@ class _Held:
         self.known: dict[Piece, BlockMemory] = {}
         self.hidden = hidden_bytes(self.model, self.sharding)
         self.tables = self.model.tables
-        part = self.batch.rows / (self.layout.cp * self.layout.tp)
-        self.outside = (self.model.outside - self.model.tables) * part
-        self.first_saves_less = self.model.first_saves_less * part
+        self.outside = (self.model.outside - self.model.tables) * self.sharding.part
+        self.first_saves_less = self.model.first_saves_less * self.sharding.part
         # A head that trains saves its input, though it is called on no token of it (base_model.py).
         self.head_input = self.hidden if self.model.head_trains else 0.0
         self.targets = self.batch.rows * (self.model.length - 1) / self.layout.cp
@@ -137,15 +136,15 @@ class _Held:
             saved[0] -= self.first_saves_less
         return list(accumulate(saved))
 
-    def handed(self, stage: int, chunk: int) -> float:
-        """What a stage keeps of a micro-batch at its borders beside what its blocks save: what it sends; and where
-        inputs of blocks are saved, the first block's is among what it has `received`.
+    def at_borders(self, stage: int, chunk: int) -> float:
+        """What a stage saves of a micro-batch beside what its blocks save: what it sends; and where inputs of blocks
+        are saved, the first block's is among what it has `received`.
         """
         is_first, is_last = stage == chunk == 0, self.is_last(stage, chunk)
         mode = self.workload.rank(stage).chunks[chunk][0][1]
-        handed = self.hidden * ((not is_last) - (not is_first and mode != "none"))
-        # What is behind the last block runs, for nothing, in the forward of every chunk of the rank that has it.
-        return handed + (self.outside + self.head_input if stage == self.layout.pp - 1 and not is_last else 0.0)
+        at_borders = self.hidden * ((not is_last) - (not is_first and mode != "none"))
+        # What is behind the last block runs in the forward of every chunk of the rank that has it.
+        return at_borders + (self.outside + self.head_input if stage == self.layout.pp - 1 and not is_last else 0.0)
 
     def received(self, stage: int) -> float:
         """Buffers for what a step's micro-batches receive: hidden states, and their gradients (torch's stages)."""
@@ -174,10 +173,10 @@ class _Held:
         state = resident_state(self.model, self.layout, stage)
         chunks = range(self.layout.pp_virtual_stages)
         saved = [self.saved(stage, chunk) for chunk in chunks]
-        handed = [self.handed(stage, chunk) for chunk in chunks]
+        at_borders = [self.at_borders(stage, chunk) for chunk in chunks]
         most, worst = -1.0, None
-        for flying in in_flight(self.layout, self.batch.accumulation, stage):
-            for moment in _Backward(self, stage, flying, saved, handed).moments():
+        for situation in in_flight(self.layout, self.batch.accumulation, stage):
+            for moment in _Backward(self, stage, situation, saved, at_borders).moments():
                 _, accumulated, unsharded, activations, dispatch, logits, working = moment
                 held = state.gradients * accumulated + unsharded + activations + dispatch + logits + working
                 if held > most:
@@ -187,66 +186,66 @@ class _Held:
 
 
 class _Backward:
-    """One micro-batch of one of a rank's chunks, while others have activations saved as well. `before` is what is held
-    of activations when its first block begins; `ready` blocks have gradients from earlier backwards.
+    """One micro-batch of one of a rank's chunks, while others have activations saved as well. `before` are the
+    activations saved when its first block begins; `ready` blocks have gradients from earlier backwards.
     """
 
     def __init__(
-        self, held: _Held, stage: int, flying: InFlight, saved: list[list[float]], handed: list[float]
+        self, memory: _RankMemory, stage: int, situation: InFlight, saved: list[list[float]], at_borders: list[float]
     ) -> None:
-        self.held, self.stage, self.flying, self.saved = held, stage, flying, saved[flying.chunk]
-        self.rank = held.workload.rank(stage)
-        self.pieces = self.rank.chunks[flying.chunk]
-        self.is_first = stage == flying.chunk == 0
-        self.is_last = held.is_last(stage, flying.chunk)
-        ranks, tp = held.sharding.ranks, held.sharding.tp
-        self.head = group_bytes(held.model.root, ranks, tp)
+        self.memory, self.stage, self.situation, self.saved = memory, stage, situation, saved[situation.chunk]
+        self.rank = memory.workload.rank(stage)
+        self.pieces = self.rank.chunks[situation.chunk]
+        self.is_first = stage == situation.chunk == 0
+        self.is_last = memory.is_last(stage, situation.chunk)
+        ranks, tp = memory.sharding.ranks, memory.sharding.tp
+        self.head = group_bytes(memory.model.root, ranks, tp)
         self.embedding = group_bytes(self.rank.embedding, ranks, tp)  # zeros where it is elsewhere
         self.root = self.head.gathered if self.rank.has_root else 0.0
         self.head_gradient = self.head.gradients if self.is_last else 0.0
         self.blocks = sum(map(len, saved))
-        self.ready = sum(len(whole) for whole, there in zip(saved, flying.accumulated, strict=True) if there)
-        self.own = 0 if flying.accumulated[flying.chunk] else len(self.pieces)
-        self.before = held.received(stage) - self.saved[-1]
-        for count, whole, sent in zip(flying.saved, saved, handed, strict=True):
-            self.before += count * (whole[-1] + held.tables + sent)
+        self.ready = sum(len(whole) for whole, there in zip(saved, situation.accumulated, strict=True) if there)
+        self.own = 0 if situation.accumulated[situation.chunk] else len(self.pieces)
+        self.before = memory.received(stage) - self.saved[-1]
+        for count, whole, sent in zip(situation.saved, saved, at_borders, strict=True):
+            self.before += count * (whole[-1] + memory.tables + sent)
 
     def moments(self) -> Iterator[_Moment]:
         """Every moment at which the peak can be."""
-        held, before = self.held, self.before
+        memory, before = self.memory, self.before
         if self.is_first and self.rank.embedding is not None:
             # Forward begins with what is around the blocks, and FSDP2 keeps both flat buffers for a while.
             behind = self.root + self.head.flat if self.rank.has_root else 0.0
             gathered = self.embedding.gathered + self.embedding.flat + behind
-            yield _Moment("embedding's gather", self.ready / self.blocks, gathered, before - held.tables)
-        if self.stage == held.layout.pp - 1:
+            yield _Moment("embedding's gather", self.ready / self.blocks, gathered, before - memory.tables)
+        if self.stage == memory.layout.pp - 1:
             # Losses are taken in forward, with the head's gradient (step/loss.py).
-            before += (self.flying.saved[-1] - self.is_last) * (held.outside + held.head_saved)
-        before += held.outside + held.head_input if self.is_last else 0.0
+            before += (self.situation.saved[-1] - self.is_last) * (memory.outside + memory.head_saved)
+        before += memory.outside + memory.head_input if self.is_last else 0.0
         if self.is_last:
             activations = before + self.saved[-1]
-            yield _Moment("loss", self.ready / self.blocks, self.root, activations, logits=held.loss())
+            yield _Moment("loss", self.ready / self.blocks, self.root, activations, logits=memory.loss())
         for index in _edges(self.pieces):
             yield from self._block(index, before)
         if self.is_first and self.rank.embedding is not None:
             yield self._embedding(before)
         if self.rank.has_root:
-            reducing = reduced_bytes(held.model, self.head)
-            copied = reducing if held.sharding.gloo else 0.0
+            reducing = reduced_bytes(memory.model, self.head)
+            copied = reducing if memory.sharding.gloo else 0.0
             unsharded = max(self.head_gradient, copied) + reducing
             accumulated = (self.ready + self.own) / self.blocks
-            yield _Moment("head's reduction", accumulated, unsharded, held.received(self.stage))
+            yield _Moment("head's reduction", accumulated, unsharded, memory.received(self.stage))
 
     def _block(self, index: int, before: float) -> Iterator[_Moment]:
-        held, pieces, hidden = self.held, self.pieces, self.held.hidden
+        memory, pieces, hidden = self.memory, self.pieces, self.memory.hidden
         mode = pieces[index][1]
-        block = held.block(pieces[index])
+        block = memory.block(pieces[index])
         experts = block.experts
-        following = held.block(pieces[index - 1]) if index else None  # backward comes to it next
+        following = memory.block(pieces[index - 1]) if index else None  # backward comes to it next
         accumulated = (self.ready + max(0, self.own - index - 1)) / self.blocks
         flats = following.flats if following else self.embedding.flat
         # The reduction buffer that the block behind still holds.
-        behind = held.block(pieces[index + 1]).reducing if index + 1 < len(pieces) else 0.0
+        behind = memory.block(pieces[index + 1]).reducing if index + 1 < len(pieces) else 0.0
         common = self.root + self.head_gradient + flats + block.dense
         now = before + self.saved[index]
         full = now + (block.reads - block.saved + hidden if mode != "none" else 0.0)
@@ -270,18 +269,18 @@ class _Backward:
         yield _Moment("block's reduction", accumulated, reduced, full - block.reads, 0.0, 0.0, 2 * hidden)
 
     def _embedding(self, before: float) -> _Moment:
-        held, embedding = self.held, self.embedding
-        reducing = reduced_bytes(held.model, embedding)
-        waiting = embedding.gathered + embedding.gradients + held.block(self.pieces[0]).reducing
-        if self.flying.vain and not self.rank.has_root:
-            # FSDP2 prefetches the last block of another micro-batch, for nothing.
-            last = held.block(self.pieces[-1])
+        memory, embedding = self.memory, self.embedding
+        reducing = reduced_bytes(memory.model, embedding)
+        waiting = embedding.gathered + embedding.gradients + memory.block(self.pieces[0]).reducing
+        if self.situation.extra_gather and not self.rank.has_root:
+            # FSDP2 prefetches the last block of another micro-batch, which nothing uses.
+            last = memory.block(self.pieces[-1])
             waiting += last.flats - last.experts.buffered
-        copied = reducing if held.sharding.gloo else 0.0
+        copied = reducing if memory.sharding.gloo else 0.0
         ends = max(waiting, embedding.gradients + reducing, reducing + copied)
         unsharded = self.root + self.head_gradient + ends
         accumulated = (self.ready + self.own) / self.blocks
-        return _Moment("embedding's gradient", accumulated, unsharded, before - held.tables, 0.0, 0.0, held.hidden)
+        return _Moment("embedding's gradient", accumulated, unsharded, before - memory.tables, 0.0, 0.0, memory.hidden)
 
 
 @cache

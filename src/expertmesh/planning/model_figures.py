@@ -102,12 +102,12 @@ class RoutedTokens:
 
 @dataclass(frozen=True, slots=True)
 class TopKRouter:
-    """A token takes `top_k` of `experts`, all of them in the `kept` best of `groups` groups of neighbours."""
+    """A token takes `top_k` of `experts`, all of them in the `top_groups` best of `groups` groups of neighbours."""
 
     experts: int
     top_k: int
     groups: int = 1
-    kept: int = 1
+    top_groups: int = 1
 
     def routed(self, tokens: float, ranks: int, imbalance: float = 1.0) -> RoutedTokens:
         """For `tokens` tokens on each of an EP group's `ranks`; the busiest rank gets `imbalance` times the mean."""
@@ -123,15 +123,15 @@ def rows_per_token(router: TopKRouter, ranks: int) -> float:
     travels once to each of them (experts/dispatch.py). docs/formulas.md derives it.
     """
     in_group = router.experts // router.groups
-    open_experts, here = in_group * router.kept, router.experts // ranks
+    open_experts, here = in_group * router.top_groups, router.experts // ranks
     # A rank holds whole groups or a part of one; how many of those a token keeps is hypergeometric.
     held = max(1, router.groups // ranks)
     used = 0.0
-    for kept_here in range(1, min(held, router.kept) + 1):
-        chance = comb(held, kept_here) * comb(router.groups - held, router.kept - kept_here)
+    for kept_here in range(1, min(held, router.top_groups) + 1):
+        chance = comb(held, kept_here) * comb(router.groups - held, router.top_groups - kept_here)
         reachable = min(here, in_group * kept_here)
         none = comb(open_experts - reachable, router.top_k) / comb(open_experts, router.top_k)
-        used += chance / comb(router.groups, router.kept) * (1 - none)
+        used += chance / comb(router.groups, router.top_groups) * (1 - none)
     return ranks * used
 
 

@@ -5,8 +5,8 @@ formulas, blocks.py) and attention by what a fused kernel saves. So a norm that 
 shared expert costs what its code costs. One block of each kind is run; figures are linear in the micro-batch.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from expertmesh.anatomy import Anatomy
 from expertmesh.config.errors import InputError
 from expertmesh.planning.trackers import UsageTracker
+from expertmesh.state.patching import forwards_replaced
 
 
 class NotProbed(InputError):
@@ -86,13 +87,13 @@ def probe(
     skipped = {model.get_submodule(spec.name): _NoExperts.apply for spec in anatomy.experts}
     embedding = next(model.get_input_embeddings().parameters())  # type: ignore[operator]
     try:
-        with _replaced(skipped):
+        with forwards_replaced(skipped):
             one, two = (_run(model, anatomy, measured, (rows, length), packed, latents) for rows in (1, 2))
             first = one
             if not embedding.requires_grad:
                 first = _run(model, anatomy, measured, (1, length), packed, latents, embeds=True)
     except Exception as error:
-        # Another package's code on tensors without values: whatever it raises, its figures cannot be had.
+        # Another package's code on tensors without values may raise anything; there is no plan for it then.
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise NotProbed(f"{model.config.model_type}: its code does not run without values ({cause})") from error  # type: ignore[union-attr]
     figures = []
@@ -170,22 +171,6 @@ class _NoExperts(torch.autograd.Function):
         )
 
 
-@contextmanager
-def _replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Modules with another forward, for the time of the block."""
-    before = {module: vars(module).get("forward") for module in forwards}
-    for module, forward in forwards.items():
-        module.forward = forward
-    try:
-        yield
-    finally:
-        for module, own in before.items():
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
-
-
 def _run(
     model: nn.Module,
     anatomy: Anatomy,
@@ -194,16 +179,16 @@ def _run(
     packed: bool,
     latents: Collection[str],
     embeds: bool = False,
-) -> "_Watch":
+) -> "_BlockWatch":
     """One forward and backward of the base model under the tracker. `embeds`: as the embedding is, frozen.
 
     Every block that is not `measured` hands on what it gets, so that those that are get the arguments of their place.
     """
     tracker, counter = UsageTracker(), FlopCounterMode(display=False)
-    watch = _Watch(tracker, counter)
+    watch = _BlockWatch(tracker, counter)
     blocks = {name: model.get_submodule(name) for name in anatomy.blocks}
     forwards = {
-        block: watch.twice(block.forward) if name in measured else watch.hand_on for name, block in blocks.items()
+        block: watch.twice(block.forward) if name in measured else watch.pass_through for name, block in blocks.items()
     }
     base: Any = model.base_model
     inputs: dict[str, Any] = {"input_ids": torch.zeros(shape, dtype=torch.int64, device="meta")}
@@ -219,9 +204,9 @@ def _run(
             embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
             hooks.enter_context(embedding.register_forward_hook(_start_graph))
         try:
-            tracker.know((*model.parameters(), *model.buffers()))
+            tracker.include((*model.parameters(), *model.buffers()))
             known = tracker.live
-            with torch.enable_grad(), _replaced(forwards), watch.attention, counter, tracker:
+            with torch.enable_grad(), forwards_replaced(forwards), watch.attention, counter, tracker:
                 hidden = base(**inputs, use_cache=False)[0]
                 end = tracker.live
                 hidden.backward(torch.empty_like(hidden))
@@ -238,10 +223,10 @@ def _start_graph(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Te
     return output if output.requires_grad else output + torch.zeros_like(output[0, 0, 0], requires_grad=True)
 
 
-class _Watch:
+class _BlockWatch:
     """Runs each measured block twice in a row and reads the tracker around the second run: what a block saves shows
-    when its successor's input is its output and nobody holds its own input any more. `first` is what the first run of
-    the first block saves, `begin` what is live before it.
+    once its output is its successor's input and its own input is free. `first` is what the first run of the first block
+    saves, `begin` what is live before it.
     """
 
     def __init__(self, tracker: UsageTracker, counter: FlopCounterMode) -> None:
@@ -253,10 +238,10 @@ class _Watch:
     def twice(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             start = self.tracker.live
-            self.attention.current = BlockFigures()  # the first run counts for nothing
+            self.attention.current = BlockFigures()  # the first run is not counted
             if not self.seen:
                 self.begin = start
-            hidden = self._only(forward(*args, **kwargs))
+            hidden = self._hidden_of(forward(*args, **kwargs))
             args, kwargs = _with_hidden(args, kwargs, None)
             if not self.seen:
                 self.first = self.tracker.live - start
@@ -274,7 +259,7 @@ class _Watch:
             self._work(seen, 0, +1)
             seen.products += self.counter.get_total_flops()
             seen.saved = self.tracker.live - before
-            self._only(out).register_hook(lambda _: self._backward_begins(seen))
+            self._hidden_of(out).register_hook(lambda _: self._backward_begins(seen))
             return out
 
         return run
@@ -287,11 +272,11 @@ class _Watch:
 
         return hook
 
-    def hand_on(self, *args: Any, **kwargs: Any) -> Any:
+    def pass_through(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
         return (hidden, None) if self._tuples else hidden
 
-    def _only(self, output: Any) -> torch.Tensor:
+    def _hidden_of(self, output: Any) -> torch.Tensor:
         self._tuples = isinstance(output, tuple)
         hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return hidden

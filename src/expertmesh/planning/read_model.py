@@ -146,12 +146,11 @@ class _Reader:
     def signature(self, block: str) -> Any:
         """Equal for blocks that cost the same."""
         module = self.model.get_submodule(block)
+        kinds = ("layer_type", "attention_type", "sliding_window")
+        attributes = [str(getattr(part, kind, "")) for part in (module, *module.children()) for kind in kinds]
         inside = [(name, self.parameters[name]) for name in self.of_block[block]]
-        kinds = [str(getattr(part, "layer_type", getattr(part, "attention_type", ""))) for part in module.children()]
-        windows = [str(getattr(part, "sliding_window", "")) for part in module.children()]
         shapes = [(name.removeprefix(block), p.shape, p.requires_grad) for name, p in inside]
-        own = type(module).__name__, str(getattr(module, "attention_type", ""))
-        return *own, tuple(kinds), tuple(windows), tuple(shapes)
+        return type(module).__name__, tuple(attributes), tuple(shapes)
 
     def block(self, name: str, figures: BlockFigures) -> Block:
         spec = next((spec for spec in self.specs.values() if spec.name.startswith(f"{name}.")), None)
@@ -182,12 +181,12 @@ class _Reader:
         module = self.model.get_submodule(spec.name)
         own = dict(module.named_parameters(recurse=False))
         text = self.model.config.get_text_config()
-        groups, kept = (getattr(text, key, None) for key in ("n_group", "topk_group"))
-        limited = isinstance(groups, int) and isinstance(kept, int) and 1 <= kept < groups
+        groups, best = (getattr(text, key, None) for key in ("n_group", "topk_group"))
+        limited = isinstance(groups, int) and isinstance(best, int) and 1 <= best < groups
         assert spec.top_k is not None
         return Experts(
             spec=spec,
-            router=TopKRouter(spec.num_experts, spec.top_k, *((groups, kept) if limited else ())),
+            router=TopKRouter(spec.num_experts, spec.top_k, *((groups, best) if limited else ())),
             matrices=tuple(
                 (p.numel() // spec.num_experts, p.requires_grad, self._stored(name).itemsize) for name, p in own.items()
             ),

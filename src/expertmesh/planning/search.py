@@ -144,6 +144,11 @@ def modes(model: ModelFigures) -> tuple[CheckpointingMode, ...]:
     return get_args(CheckpointingMode) if model.checkpointable else ("none",)
 
 
+def supported_mode(model: ModelFigures, wanted: str) -> CheckpointingMode:
+    """`wanted`, or none for a model whose blocks cannot be recomputed."""
+    return next((mode for mode in modes(model) if mode == wanted), "none")
+
+
 def divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 

@@ -139,14 +139,14 @@ def _state(rank: PipelineRank, ranks: int, tp: int, ep: int) -> ResidentState:
 
 class InFlight(NamedTuple):
     """A micro-batch of a rank's `chunk` runs backward while `saved[c]` micro-batches of each chunk have activations
-    saved, this one included; `accumulated[c]`: gradients of chunk c are there from an earlier backward; `vain`: FSDP2
-    prefetches a block of another micro-batch at its end.
+    saved, this one included; `accumulated[c]`: gradients of chunk c are there from an earlier backward;
+    `extra_gather`: FSDP2 prefetches a block of another micro-batch at its end.
     """
 
     chunk: int
     saved: tuple[int, ...]
     accumulated: tuple[bool, ...]
-    vain: bool
+    extra_gather: bool
 
 
 class Prefetches(NamedTuple):

@@ -43,7 +43,7 @@ class CollectiveCount:
 
 
 class UsageTracker(TorchDispatchMode):
-    """Under it, `live` is what tensors made since it began hold (and those given to `know`), `peak` the most of it.
+    """Under it, `live` is what tensors made since it began hold (and those given to `include`), `peak` the most of it.
 
     `sent[group][kind]` counts collectives; groups go by their names. `operations` counts what is more than a view, and
     `moved` the bytes that these read and write, matrix products left out. Not to be nested.
@@ -76,7 +76,7 @@ class UsageTracker(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*exception)
 
-    def know(self, tensors: Iterable[torch.Tensor]) -> None:
+    def include(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count these as well, from now on."""
         for tensor in tensors:
             self._note(tensor.untyped_storage())

@@ -58,7 +58,7 @@ def traffic_of(workload: Workload, stage: int = 0) -> tuple[Transfer, ...]:
     dense, calls, reduced = _dense(model, rank, virtual, ranks, layout.tp)
     found = [each.times(times) for each in (*dense, *per_token)]
     found += _of_experts(model, rank, layout, times)
-    found += _prefetched_in_vain(model, rank, layout, times)
+    found += _extra_gathers(model, rank, layout, times)
     found.append(Transfer("replicate", "all_reduce", calls, reduced, layout.replicate, True))
     return _summed(found)
 
@@ -78,7 +78,7 @@ def _dense(
     model: ModelFigures, rank: PipelineRank, virtual: int, ranks: int, tp: int
 ) -> tuple[tuple[Transfer, ...], int, float]:
     """A micro-batch's, over fsdp: FSDP2 gathers a dense group before forward and again before backward (the root only
-    once), and reduces once. What it prefetches in vain is not in it. Then calls and bytes of a step's all-reduce of
+    once), and reduces once; `_extra_gathers` has what else it gathers. Then calls and bytes of a step's all-reduce of
     this rank's shards over replicas.
     """
     found, calls_over_replicas, over_replicas = [], 0, 0.0
@@ -99,12 +99,10 @@ def _dense(
     return _summed(found), calls_over_replicas, over_replicas
 
 
-def _prefetched_in_vain(
-    model: ModelFigures, rank: PipelineRank, layout: Layout, accumulation: int
-) -> Iterator[Transfer]:
+def _extra_gathers(model: ModelFigures, rank: PipelineRank, layout: Layout, accumulation: int) -> Iterator[Transfer]:
     """What FSDP2 gathers over fsdp beside each group's forward and backward. The embedding runs in the forward of every
     chunk; a backward prefetches what ran before its chunk's last forward: the embedding, or a block of another
-    micro-batch, which nobody waits for.
+    micro-batch, which nothing uses.
     """
     tp, ranks = layout.tp, layout.fsdp * layout.cp
     for found in prefetches(layout, accumulation, rank.stage):

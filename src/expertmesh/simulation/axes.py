@@ -55,7 +55,7 @@ def _axes(mesh: Mesh) -> dict[str, set[str]]:
     for view in (mesh.dense, mesh.expert, mesh.dense_mesh, mesh.dense_tp_mesh):
         for axis in view.mesh_dim_names or ():
             group = view.get_group(axis)
-            # Alone in the dense view it is used for nothing.
+            # Nothing is sent over the dense view's own fsdp.
             unused = axis == "fsdp" and view not in (mesh.dense_mesh, mesh.dense_tp_mesh)
             if group.size() > 1 and not unused:
                 found.setdefault(str(group.group_name), set()).add(axis)

@@ -116,7 +116,7 @@ def _steps(model: nn.Module, batch: Batch, length: int, packed: bool) -> tuple[U
     tracker = UsageTracker()
     moments = (tensor for state in optimizer.state.values() for tensor in state.values())
     with tracker:
-        tracker.know(_local(tensor) for tensor in (*model.parameters(), *moments))
+        tracker.include(_local(tensor) for tensor in (*model.parameters(), *moments))
         state = tracker.live
         tracker.reset_peak()
         step()

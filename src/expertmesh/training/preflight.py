@@ -22,7 +22,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.data import load_tokenizer
 from expertmesh.data.loader import accumulation_of
 from expertmesh.distributed.layout import Layout, ep_reason, resolve_layout
-from expertmesh.introspection.packing import packing_refusal
+from expertmesh.introspection.attention import packing_refusal
 from expertmesh.io.directory import require_space
 from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.checkpointing import CheckpointingMode

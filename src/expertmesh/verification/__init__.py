@@ -1,5 +1,5 @@
 """`expertmesh verify CONFIG`: proves on the user's own model, data, layout and machine that the sharded job is right.
 
-One file for each layer of the proof (bytes, forward, backward, update, metamorphic, artifacts, mutations); `reference`
-is the unsharded model they compare with, `subject` the sharded job, `run` goes through them in order.
+`run` goes through the layers of the proof (`layers`, one file each), then plants known bugs (`self_test`, `bugs`).
+`reference` is the unsharded model that they compare with, `job` the sharded one, built by `build`; `proof` holds both.
 """

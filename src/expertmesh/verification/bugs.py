@@ -1,6 +1,6 @@
-"""The bugs that `--self-test` plants: each was shipped somewhere, or is the smallest relative of one that was.
+"""The bugs that `--self-test` plants: each was shipped by some trainer, or is a minimal variant of such a bug.
 
-All of them leave a plausible loss and a wrong result.
+The loss stays plausible and the result is wrong.
 """
 
 from collections.abc import Callable, Mapping
@@ -55,17 +55,13 @@ def bugs(setup: Setup) -> list[Bug]:
     shards = "needs two ranks that share a model" if layout.world_size == layout.replicate else None
     moments = "sgd keeps no moments" if setup.config.optim.name == "sgd" else None
     update, resume = {"update": CHECKS["update"]}, {"metamorphic": check_resume}
-    found = [
+    between = Bug("the gradient from one stage to the one before lost", "backward", Hooks(loaded=_lose_between_stages))
+    return [
         Bug("two experts exchanged", "bytes", Hooks(loaded=_swap_experts)),
         Bug("the first token of a rank gets no expert", "forward", Hooks(loaded=_drop_token)),
         Bug("the router's gradient of other ranks dropped", "backward", Hooks(loaded=_drop_router), refusal=routers),
+        *([between] if layout.pp > 1 else []),
         Bug("expert gradients twice as large", "backward", Hooks(backward=_double)),
-    ]
-    if layout.pp > 1:
-        lost = "the gradient from one stage to the one before lost"
-        found.append(Bug(lost, "backward", Hooks(loaded=_lose_between_stages)))
-    return [
-        *found,
         Bug("clipped by each rank's own norm", "backward", Hooks(clip=_local_norm), refusal=shards),
         Bug("moments of the step before", "update", Hooks(updated=_stale_moments()), update, moments),
         Bug("moments lost when resuming", "metamorphic", Hooks(resumed=_lose_moments), resume, moments),
@@ -100,7 +96,7 @@ def _drop_token(job: Job) -> None:
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         kept = torch.ones(output.shape[:-1], dtype=output.dtype, device=output.device)
-        kept.view(-1)[0] = 0  # the last one may be padding, which nobody misses
+        kept.view(-1)[0] = 0  # the last one may be padding, which no figure shows
         return output * kept[..., None]
 
     block = spec.name.rpartition(".")[0] if spec.call == "dense" else spec.name

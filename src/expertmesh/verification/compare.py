@@ -120,9 +120,9 @@ def scalar(name: str, got: float, expected: float, limit: float) -> Figure:
 
 
 def without_numbers(name: str) -> str:
-    """A tensor's name without its layer's number: tensors of one such name are of one kind. All A are alike, and all B:
-    the reference has adapters inside of the weights, where rounding costs other ones most than where they are computed
-    on their own.
+    """A tensor's kind: its name without layer and expert numbers; all A of adapters are of one kind, and all B.
+
+    The reference adds adapters to the weights, so that rounding falls on other tensors than in the job.
     """
     if is_adapter(name):
         return name[-len("lora_A") :]

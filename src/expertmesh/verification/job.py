@@ -1,7 +1,7 @@
 """The sharded job under proof: what training does with a model, one call at a time; and what a rank holds of it.
 
-Of a job with pipeline stages a rank has what its stages have, by the names of the whole model. Nothing communicates but
-what says so.
+Of a job with pipeline stages a rank has what its stages have, by the names of the whole model. Methods that communicate
+say so.
 """
 
 from dataclasses import dataclass, replace

@@ -5,7 +5,7 @@ self-test computes no reference twice.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -100,6 +100,13 @@ class Proof:
             self.hooks.loaded(self._jobs[key])
         return self._jobs[key]
 
+    def planted(self, hooks: Hooks) -> "Proof":
+        """The same with a bug. The job is shared where it is loaded as it should be, else this one is freed."""
+        if hooks.loaded is _nothing:
+            return replace(self, hooks=hooks, _made={})
+        self.free_jobs()
+        return replace(self, hooks=hooks, _jobs={}, _references={}, _made={})
+
     def free_jobs(self) -> None:
         """What was measured stays."""
         self._jobs.clear()
@@ -107,7 +114,9 @@ class Proof:
 
     def forward(self, precision: PrecisionConfig) -> ForwardRecord:
         """Of the job, on the first step."""
-        return self._once(("forward", label(precision)), lambda: self._forward(precision))
+        return self._once(
+            ("forward", label(precision)), lambda: record_forward(self.job(precision), self.setup.steps[0])
+        )
 
     def backward(self, precision: PrecisionConfig) -> BackwardResult:
         """One backward pass on the first step, and clipping to half of the norm that the unsharded model has."""
@@ -153,9 +162,6 @@ class Proof:
     def tolerance(self, precision: PrecisionConfig) -> float:
         """0 where only the unsharded model's own error counts."""
         return TOLERANCE.get(getattr(torch, precision.compute), 0.0)
-
-    def _forward(self, precision: PrecisionConfig) -> ForwardRecord:
-        return record_forward(self.job(precision), self.setup.steps[0])
 
     def _backward(self, precision: PrecisionConfig) -> BackwardResult:
         job = self.job(precision)

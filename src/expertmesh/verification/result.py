@@ -8,7 +8,7 @@ all its checks do. Nothing is left out silently: what could not be done on the r
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -118,24 +118,8 @@ class Report:
 
 def write_json(report: Report, path: Path) -> None:
     """Write `report` as JSON; docs/verify.md describes it. Raises `OSError`."""
-    content = {
-        "format": FORMAT,
-        "version": VERSION,
-        "status": report.status,
-        "seconds": round(report.seconds, 3),
-        "facts": report.facts,
-        "layers": [
-            {
-                "name": layer.name,
-                "status": layer.status,
-                "seconds": round(layer.seconds, 3),
-                "checks": [_jsonable(asdict(check)) for check in layer.checks],
-            }
-            for layer in report.layers
-        ],
-        "mutations": [{**asdict(mutation), "status": mutation.status} for mutation in report.mutations],
-        "failures": report.failures,
-    }
+    head = {"format": FORMAT, "version": VERSION, "status": report.status}
+    content = {**head, **_jsonable(report), "failures": report.failures}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
@@ -192,9 +176,14 @@ def _failure(layer: Layer, check: Check) -> str:
 
 
 def _jsonable(value: Any) -> Any:
-    """JSON has no infinity and no NaN."""
+    """Dataclasses as dictionaries, with their status; JSON has no infinity and no NaN."""
+    if is_dataclass(value):
+        found = {each.name: _jsonable(getattr(value, each.name)) for each in fields(value)}
+        return {**found, "status": value.status} if isinstance(value, Layer | Mutation) else found
     if isinstance(value, dict):
         return {key: _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

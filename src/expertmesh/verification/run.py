@@ -63,7 +63,7 @@ def verify(config: Config, control: Control | None = None) -> Report:
             proof.free_jobs()
             report.mutations = self_test(proof)
             _say(mutation_lines(report.mutations))
-    report.seconds = time.monotonic() - started
+    report.seconds = round(time.monotonic() - started, 3)
     _finish(report, config, options)
     return report
 
@@ -71,7 +71,7 @@ def verify(config: Config, control: Control | None = None) -> Report:
 def _checked(proof: Proof, name: str) -> Layer:
     started = time.monotonic()
     checks = CHECKS[name](proof)
-    return Layer(name, checks, time.monotonic() - started)
+    return Layer(name, checks, round(time.monotonic() - started, 3))
 
 
 def _finish(report: Report, config: Config, options: VerifyOptions) -> None:

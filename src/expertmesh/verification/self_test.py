@@ -20,16 +20,17 @@ def self_test(proof: Proof) -> list[Mutation]:
     """Plant every bug and report who caught it. Every rank calls it; the reference's results are used again."""
     config = proof.setup.config
     setup = replace(proof.setup, config=config.model_copy(update={"precision": in_float32(config.precision)}))
+    sound = Proof(setup, proof.scratch, proof.expectations, uses_float64=False)
     found = []
     for bug in bugs(setup):
         if bug.refusal is not None:
             found.append(Mutation(bug.name, bug.expected, why_not=bug.refusal))
             continue
-        broken = Proof(setup, proof.scratch, proof.expectations, bug.hooks, uses_float64=False)
+        broken = sound.planted(bug.hooks)
         checks = [(layer, check) for layer, run in bug.checks.items() for check in run(broken)]
         caught = tuple((layer, check.name) for layer, check in checks if check.status == "fail")
         found.append(Mutation(bug.name, bug.expected, caught))
-        del broken
+        del broken, checks
         gc.collect()
     return [*found, _adapter_bug(setup, proof.scratch)]
 

@@ -18,7 +18,7 @@ from expertmesh.config import Config, PrecisionConfig
 from expertmesh.config.errors import InputError
 from expertmesh.data import build_dataset, load_tokenizer, padding_token_id
 from expertmesh.distributed.layout import Layout, explicit
-from expertmesh.introspection.packing import packing_refusal
+from expertmesh.introspection.attention import packing_refusal
 from expertmesh.planning.forecast import forecast
 from expertmesh.training.preflight import Checked, check_model, longest, refuse_config, refuse_disk
 from expertmesh.verification.options import VerifyOptions

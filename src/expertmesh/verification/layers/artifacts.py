@@ -62,7 +62,7 @@ def _model(proof: Proof, job: Job, logits: Tensor) -> Check:
             return _compared(proof, SAVED, job, logits, lambda: plain_model(proof, directory))
         read = logits_by_block(proof, job, directory)
         distance = distances({"logits": logits}, {"logits": read}, job.answers_for_rows)
-        return Check.of(SAVED, figures(distance, _limit(proof)), "read one block at a time, as it fits no process")
+        return Check.of(SAVED, figures(distance, _limit(proof)), "read one block at a time: too large for one process")
 
 
 def _adapters(proof: Proof, job: Job, logits: Tensor, merges: bool) -> list[Check]:

@@ -61,8 +61,8 @@ def _in_bf16(proof: Proof, precision: PrecisionConfig) -> list[Check]:
     choices = _compare_flips(proof, precision)
     exact, own = (proof.expected_with_job_choices(dtype, precision) for dtype in (torch.float32, torch.bfloat16))
     found = list(figures(_distances(proof, record, exact), 0.0, _distances(proof, own.forward, exact)))
-    mean_error = sum(gather(float((own.token_losses - exact.token_losses).abs().sum()))) / exact.targets
-    limit = OWN_ERRORS * mean_error / abs(exact.loss)
+    errors = sum(gather(float((own.token_losses - exact.token_losses).abs().sum())))
+    limit = OWN_ERRORS * errors / proof.setup.steps[0].targets / abs(exact.loss)
     return [choices, *_checks(label(precision), found, _losses(proof, precision, exact, limit, own))]
 
 
@@ -154,12 +154,12 @@ def _compare_flips(proof: Proof, precision: PrecisionConfig) -> Check:
     if not tokens:
         return _no_choices(name)
     more = alone > OWN_ERRORS * theirs and _chance(alone, alone + theirs) < _CHANCE
-    note = f"other than in float32: {alone + both} of the job's, {theirs + both} of the unsharded model's"
+    note = f"not float32's: {alone + both} of the job's, {theirs + both} of the unsharded model's"
     return Check.that(name, not more, tokens, note)
 
 
 def _no_choices(name: str) -> Check:
-    return Check.not_run(name, "the family's blocks do not say whom they choose")
+    return Check.not_run(name, "the blocks of this family do not show which experts they choose")
 
 
 def _chance(heads: int, throws: int) -> float:

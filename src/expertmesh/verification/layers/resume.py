@@ -22,6 +22,8 @@ def check_resume(proof: Proof) -> list[Check]:
     setup, precision, directory = proof.setup, proof.setup.config.precision, proof.scratch / "checkpoint"
     name = f"{label(precision)}: resumed = uninterrupted, bit for bit"
     *first, last = setup.steps
+    proof.free_jobs()
+    gc.collect()
     job = build(setup, precision=precision)
     for data in first:
         job.train_step(data)

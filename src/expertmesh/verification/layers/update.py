@@ -20,7 +20,7 @@ _SAMPLED = 1 << 18
 
 
 def check_update(proof: Proof) -> list[Check]:
-    """Every rank calls it. Steps the jobs of `proof`, which are of no use to earlier layers afterwards."""
+    """Every rank calls it. Steps the jobs of `proof`, and frees them."""
     checks = []
     for precision in proof.precisions:
         job, name = proof.job(precision), label(precision)
@@ -28,6 +28,7 @@ def check_update(proof: Proof) -> list[Check]:
         checks += _steps(proof, job, name, trajectory)
         moments = {key: value for key, value in job.optimizer_tensors().items() if value.dim()}
         checks.append(replicas(job, f"{name}: replicas equal, with their moments", moments))
+    proof.free_jobs()
     return checks
 
 

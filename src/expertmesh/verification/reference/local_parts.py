@@ -9,14 +9,14 @@ from expertmesh.state.shards import local_box
 from expertmesh.verification.job import Job
 from expertmesh.verification.setup import Setup
 
-# Where a tensor of the unsharded model lies in one of the job: its name and the box.
-Places = dict[str, tuple[str, Box]]
+# Where a tensor of the unsharded model lies in a fused one of the job: its name and the box.
+FusedPlaces = dict[str, tuple[str, Box]]
 
 
 class LocalParts:
     """Collects what this rank of the job holds of whole tensors of the reference, in the job's names: `parts`."""
 
-    def __init__(self, job: Job, places: Places) -> None:
+    def __init__(self, job: Job, places: FusedPlaces) -> None:
         self._places = places
         self._boxes = {name: local_box(parameter) for name, parameter in job.parameters().items()}
         self.parts: dict[str, Tensor] = {}
@@ -34,9 +34,9 @@ class LocalParts:
             self.parts[into][slices(common, held)] = whole.view(extents(box))[slices(common, box)]
 
 
-def places_of_list_members(setup: Setup) -> Places:
+def places_of_list_members(setup: Setup) -> FusedPlaces:
     """Where the linears of experts that are a list lie in the job's fused parameters; empty for other models."""
-    places: Places = {}
+    places: FusedPlaces = {}
     for name, module in setup.meta_model(torch.float32).named_modules():
         if not isinstance(module, FusedExperts):
             continue

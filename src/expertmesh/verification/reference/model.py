@@ -24,7 +24,7 @@ from expertmesh.verification.compare import gather
 from expertmesh.verification.forward_record import ForwardRecord, kept_tokens
 from expertmesh.verification.job import Job
 from expertmesh.verification.reference import unsharded
-from expertmesh.verification.reference.local_parts import LocalParts, Places, places_of_list_members
+from expertmesh.verification.reference.local_parts import FusedPlaces, LocalParts, places_of_list_members
 from expertmesh.verification.reference.recorder import ReferenceRecorder
 from expertmesh.verification.reference.streaming import StreamedModel
 from expertmesh.verification.reference.weights import AdaptedWeights, FileWeights, Weights
@@ -42,7 +42,6 @@ class Expected:
     forward: ForwardRecord
     margins: dict[str, Tensor]
     token_losses: Tensor
-    targets: int
     loss: float
     aux_loss: float | None
     z_loss: float | None
@@ -68,7 +67,7 @@ class Reference:
     dtype: torch.dtype
     weights: Weights = field(init=False)
     streamed: StreamedModel = field(init=False)
-    places: Places = field(init=False)
+    places: FusedPlaces = field(init=False)
     trained: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,8 +84,7 @@ class Reference:
         self.places = places_of_list_members(setup)
         wanted = set().union(*gather(set(job.parameters())))
         self.trained = frozenset({*wanted, *(name for name, (into, _) in self.places.items() if into in wanted)})
-        recorder = ReferenceRecorder(model, setup.anatomy, 0)
-        self.streamed = StreamedModel(model, self.weights, device, recorder, self.trained)
+        self.streamed = StreamedModel(model, device, self.trained)
 
     def run(
         self,
@@ -113,13 +111,12 @@ class Reference:
             wants_router_logits=balance.has_losses,
             forced={name: batch.spread(*value) for name, value in (forced or {}).items()},
         )
-        streamed.recorder, streamed.weights = recorder, weights or self.weights
         sums = _GradientSums(self, whole)
 
         def own(value: Tensor) -> Tensor:
             return batch.real_tokens(value)[: None if samples else 0]
 
-        with streamed.installed(job.setup.anatomy):
+        with streamed.fed_by(weights or self.weights, recorder):
             logits, token_losses = unsharded.forward(streamed.model, batch)
             loss = token_losses.sum() / data.targets
             aux = z = torch.zeros((), device=loss.device)
@@ -135,7 +132,6 @@ class Reference:
             ),
             margins={name: own(margin).squeeze(-1).cpu() for name, margin in recorder.margins.items()},
             token_losses=token_losses.detach().double().cpu() if job.answers_for_rows else torch.zeros(0),
-            targets=data.targets,
             loss=self._summed(loss),
             aux_loss=float(aux.detach()) if balance.aux_loss_coef else None,
             z_loss=self._summed(z) if balance.z_loss_coef else None,

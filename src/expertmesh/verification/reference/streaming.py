@@ -33,16 +33,16 @@ Sink = Callable[[str, Tensor], None]
 class StreamedModel:
     """A model, given on meta, whose units are fed by `weights`; `recorder` looks into each of their runs.
 
-    `trained`: the leaves of the weights whose gradients are wanted.
+    `trained`: the leaves of the weights whose gradients are wanted. `names`: of tied tensors the first.
     """
 
     model: PreTrainedModel
-    weights: Weights
     device: torch.device
-    recorder: ReferenceRecorder
     trained: frozenset[str]
+    weights: Weights = field(init=False)
+    recorder: ReferenceRecorder = field(init=False)
     sink: Sink | None = None
-    names: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str] = field(init=False)
     loose: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -51,9 +51,10 @@ class StreamedModel:
         self.model._apply(self._placeholder)
 
     @contextmanager
-    def installed(self, anatomy: Anatomy) -> Iterator[None]:
+    def fed_by(self, weights: Weights, recorder: ReferenceRecorder) -> Iterator[None]:
         """While the model may be called."""
-        units, loose = units_of(self.model, anatomy)
+        self.weights, self.recorder = weights, recorder
+        units, loose = units_of(self.model, recorder.anatomy)
         meta = {name: self.model.get_parameter(name) for name in loose}
         try:
             for name in units:

@@ -6,10 +6,10 @@ mean, `W + scaling * B A`, whatever way the job computes them.
 """
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,20 +28,20 @@ from expertmesh.weights.mapping import LoadPlan, model_tensors, plan_load
 from expertmesh.weights.reading import read_box
 
 
-class Weights(Protocol):
+class Weights(ABC):
     """Where the values of the model's tensors come from, by the first of each tensor's names."""
 
+    @abstractmethod
     def leaves(self, name: str) -> dict[str, Tensor]:
         """What a gradient is wanted of, on the device, by name: the tensor itself, or what it is made of."""
-        ...
 
     def value(self, name: str, leaves: Mapping[str, Tensor]) -> Tensor:
         """The tensor, computed from its leaves under autograd."""
-        ...
+        return leaves[name]
 
 
-@dataclass(slots=True)
-class FileWeights:
+@dataclass
+class FileWeights(Weights):
     """Whole tensors of `model` (on meta) from its files, in its dtypes.
 
     Read through the safetensors library, as the audit does, so that a mistake of expertmesh's own reader shows.
@@ -65,12 +65,9 @@ class FileWeights:
         read_box(lazy, full_box(lazy.shape), value, self.files)
         return {name: value.to(self.device)}
 
-    def value(self, name: str, leaves: Mapping[str, Tensor]) -> Tensor:
-        return leaves[name]
 
-
-@dataclass(slots=True)
-class MemoryWeights:
+@dataclass
+class MemoryWeights(Weights):
     """The whole unsharded model in host memory, by name; trainable in place."""
 
     tensors: dict[str, Tensor]
@@ -84,12 +81,9 @@ class MemoryWeights:
     def leaves(self, name: str) -> dict[str, Tensor]:
         return {name: self.tensors[name].detach().to(self.device, copy=True)}
 
-    def value(self, name: str, leaves: Mapping[str, Tensor]) -> Tensor:
-        return leaves[name]
 
-
-@dataclass(slots=True)
-class AdaptedWeights:
+@dataclass
+class AdaptedWeights(Weights):
     """`inner` with adapters on some weights, whose leaves carry the job's names; their values are `held`, or those of
     `adapter_value`.
     """
