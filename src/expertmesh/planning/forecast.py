@@ -41,7 +41,8 @@ def forecast(config: Config, checked: Checked) -> Forecast:
     except NotProbed as error:
         return Forecast(f"nothing: there is no plan for {error}")
     found = _candidate(config, job, checked.layout)
-    notes = [_figures(found), *_memory_note(job, found)]
+    warning = _memory_warning(job, found)
+    notes = [_figures(found), *([warning] if warning else [])]
     if config.parallel.ep == "auto":
         notes += _other_ep(config, job, found)
     prediction = Prediction(
@@ -49,7 +50,7 @@ def forecast(config: Config, checked: Checked) -> Forecast:
         tokens_per_second=found.tokens_per_second,
         peak_memory_bytes=found.memory.total,
     )
-    return Forecast("; ".join(notes), prediction)
+    return Forecast("; ".join(notes), prediction, warning)
 
 
 def devices_here(world_size: int) -> Devices | None:
@@ -85,13 +86,13 @@ def _figures(found: Candidate) -> str:
     return f"{gib(round(found.memory.total))} of tensors a rank, {found.speed.seconds:.3g} s a step"
 
 
-def _memory_note(job: Job, found: Candidate) -> list[str]:
-    """A warning where a rank needs more than it has. A prediction refuses nothing."""
+def _memory_warning(job: Job, found: Candidate) -> str | None:
+    """Where a rank needs more than it has. A prediction refuses nothing."""
     if found.fits(job):
-        return []
+        return None
     has, ranks = f"has {job.budget / GIB:.1f} GiB for", job.devices.per_node
     where = f"this machine {has} each of its {ranks} ranks" if job.devices.name == "cpu" else f"the device {has} them"
-    return [f"{where}, so this may run out of memory"]
+    return f"{where}, so this may run out of memory"
 
 
 def _other_ep(config: Config, job: Job, found: Candidate) -> list[str]:
