@@ -13,7 +13,8 @@ import torch
 from expertmesh.adapters.peft_format import WEIGHTS_FILE
 from expertmesh.checkpoint.directory import locate
 from expertmesh.cli.inspect import bytes_text
-from expertmesh.export.checkpoint import AdapterFormat, export
+from expertmesh.export.adapter import AdapterFormat
+from expertmesh.export.checkpoint import export
 from expertmesh.training.weights_report import saved_lines
 
 

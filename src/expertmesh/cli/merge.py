@@ -14,8 +14,8 @@ import torch
 
 from expertmesh.adapters.peft_format import BASE_FILE, CONFIG_FILE, parameter_name
 from expertmesh.adapters.targets import Target
+from expertmesh.checkpoint.companions import ADAPTER
 from expertmesh.checkpoint.directory import locate
-from expertmesh.checkpoint.interface import ADAPTER
 from expertmesh.checkpoint.manifest import MANIFEST
 from expertmesh.cli.export import located_text, peak_bytes
 from expertmesh.cli.inspect import bytes_text
