@@ -6,11 +6,11 @@ STAMP := .venv/.expertmesh-installed
 # Tests fork many ranks on few cores; more threads than cores make them crawl.
 export OMP_NUM_THREADS ?= 1
 
-# What `make test-oldest` runs. Left out: what tests a feature of later transformers (norms behind experts, dates in
-# templates, routers that its own initialisation leaves at zero), or compares text that the pinned versions write.
+# What `make test-oldest` runs. Left out is what later transformers alone have: norms behind experts, Inkling 2, routers that
+# start at random, dates in templates, a sandbox that refuses namespace(__class__=1), its words about a tokenizer's code.
 OLDEST := tests/config tests/data tests/experts tests/weights tests/checkpoint tests/parallel/test_parity.py -m "not slow" \
 	--ignore tests/experts/test_post_norm.py \
-	--deselect tests/config/test_schema.py::test_the_schema_file_is_current \
+	--deselect "tests/checkpoint/test_export.py::test_it_is_so_for_other_shardings_layouts_of_files_and_rules_that_compute[computed]" \
 	--deselect "tests/data/test_hostile_templates.py::test_hostile_templates_are_refused_by_name_and_in_time[{{ namespace(__class__=1) }}]" \
 	--deselect tests/data/test_hostile_templates.py::test_text_is_what_transformers_renders_character_for_character \
 	--deselect tests/data/test_tokenizer.py::test_code_of_a_model_does_not_run_unless_trusted \
@@ -49,6 +49,7 @@ test-newest:
 # Every Mixture-of-Experts family of the installed transformers; rewrites docs/models.md. About half an hour on two cores.
 families: setup
 	$(BIN)/python -m tests.families
+	$(BIN)/python -m tests.families.known
 
 lint: setup
 	$(BIN)/ruff check .

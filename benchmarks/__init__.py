@@ -1,1 +1,1 @@
-"""Measurements of expertmesh beside its peers; RESULTS.md has their commands. Most live in `expertmesh.bench`."""
+"""Measurements of expertmesh beside its peers; RESULTS.md has their commands. Some build on `expertmesh.bench`."""

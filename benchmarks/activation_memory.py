@@ -19,7 +19,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import expertmesh as em
-from expertmesh.bench.case import SETTINGS, Case, qwen3_moe_config
+from benchmarks.systems import SETTINGS
+from expertmesh.bench.case import Case, qwen3_moe_config
 from expertmesh.bench.probes import Traffic, count_collectives, held_bytes
 from expertmesh.distributed.mesh import Mesh, current_device, start_process_group
 

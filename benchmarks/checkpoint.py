@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from expertmesh.bench.case import Case, write_checkpoint
-from expertmesh.bench.step import launch, machine
-from expertmesh.bench.worker import median
+from expertmesh.bench.probes import median
+from expertmesh.bench.result import machine
+from expertmesh.bench.worker import launch
 
 CASE = Case(tokens=512, compute="float32", ranks=2, layers=4)
 
@@ -40,7 +41,8 @@ def main() -> None:
     parser.add_argument("--trainer", nargs=2, metavar=("CASE", "DIRECTORY"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.trainer:
-        print(json.dumps(trainer(Case.from_json(arguments.trainer[0]), Path(arguments.trainer[1]), arguments.repeats)))
+        case = Case(**json.loads(arguments.trainer[0]))
+        print(json.dumps(trainer(case, Path(arguments.trainer[1]), arguments.repeats)))
         return
     case = dataclasses.replace(CASE, ranks=arguments.ranks, layers=arguments.layers)
     with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
@@ -49,7 +51,7 @@ def main() -> None:
         files.mkdir()
         ours = launch("save", case, [str(files)], arguments.repeats, "benchmarks.saving")
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.checkpoint", "--repeats", str(arguments.repeats)]
-        command += ["--trainer", case.to_json(), str(files)]
+        command += ["--trainer", json.dumps(dataclasses.asdict(case)), str(files)]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         theirs = json.loads(done.stdout.splitlines()[-1])
         restart = restart_seconds(Path(scratch))

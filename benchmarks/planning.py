@@ -1,9 +1,9 @@
 """Is the planner honest? Predicted state, activations, peak and bytes beside what gloo ranks hold and send.
 
-    python -m benchmarks.planning            # the tables of docs/planning.md; a few minutes
+    python -m benchmarks.planning            # the tables of docs/planning-accuracy.md; a few minutes
     python -m benchmarks.planning NAME ...   # some of its points
 
-Each point trains a small model for three steps on forked gloo ranks and counts the third under the census: storages of
+Each point trains a small model for three steps on forked gloo ranks and counts the third under the tracker: storages of
 live tensors, saved bytes after forward, and every collective by the axis it runs over. Routing is the model's own, on
 random tokens.
 """
@@ -22,12 +22,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 import expertmesh as em
 from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig
 from expertmesh.distributed.layout import resolve_layout
-from expertmesh.planning.axes import planned_by_axis, sent_by_axis
-from expertmesh.planning.facts import facts_of
-from expertmesh.planning.memory import Batch, memory_of, saved_of
-from expertmesh.planning.state import CheckpointedLayers, Mode, state_of
-from expertmesh.planning.trackers import Census
+from expertmesh.parallel.checkpointing import CheckpointingMode
+from expertmesh.planning.memory import memory_of, saved_of
+from expertmesh.planning.read_model import figures_of
+from expertmesh.planning.stages import Batch, CheckpointedLayers, Workload, resident_state
+from expertmesh.planning.trackers import UsageTracker
 from expertmesh.planning.traffic import traffic_of
+from expertmesh.simulation.axes import planned_by_axis, sent_by_axis
 from expertmesh.step import forward_backward as training_step
 from expertmesh.step import pipeline_schedule as stages
 from tests.support.models import tiny_config
@@ -58,7 +59,7 @@ class Point:
     family: str
     ranks: int
     parallel: ParallelConfig
-    mode: Mode = "none"
+    mode: CheckpointingMode = "none"
     precision: PrecisionConfig = MIXED
     lora: LoraConfig | None = None
     batch: Batch = ONE
@@ -143,19 +144,19 @@ def config_of(point: Point) -> PreTrainedConfig:
 def measure(point: Point) -> Honesty:
     """Run the ranks of one point and compare; parts that differ between ranks by their mean, the peak by the worst."""
     results = run_ranks(_rank, point.ranks, point, timeout=120)
-    facts = facts_of(config_of(point), length=LENGTH, precision=point.precision, lora=point.lora, packed=False)
+    model = figures_of(config_of(point), length=LENGTH, precision=point.precision, lora=point.lora, packed=False)
     layout = resolve_layout(point.parallel, point.ranks, EXPERTS)
+    workload = Workload(model, layout, point.batch, point.mode, point.layers, gloo=True)
     each = layout.ranks_per_stage
     states, saves = [], []
     sent: dict[tuple[str, str], list[float]] = {}
     for stage in range(layout.pp):
         ranks = results[stage * each : (stage + 1) * each]
-        state = state_of(facts, layout, stage)
+        state = resident_state(model, layout, stage)
         states.append((state.frozen + 3 * state.master) / ranks[0]["state"] - 1)
-        saved = saved_of(facts, layout, point.batch, point.mode, layers=point.layers, stage=stage, chunk=0)
+        saved = saved_of(workload, stage=stage, chunk=0)
         saves.append(saved / (sum(rank["saved"] for rank in ranks) / each) - 1)
-        transfers = traffic_of(facts, layout, point.batch, point.mode, layers=point.layers, stage=stage)
-        for key, transfer in planned_by_axis(transfers, ranks[0]["sent"]).items():
+        for key, transfer in planned_by_axis(traffic_of(workload, stage), ranks[0]["sent"]).items():
             sent.setdefault(key, [0.0, 0.0])[1] += transfer.bytes / layout.pp
         for rank in ranks:
             for key, size in rank["sent"].items():
@@ -167,11 +168,10 @@ def measure(point: Point) -> Honesty:
         before = axes.get(axis, (0.0, 0.0))
         axes[axis] = (before[0] + real, before[1] + own)
     peak = max(result["peak"] for result in results)
-    peak_of = memory_of(facts, layout, point.batch, point.mode, layers=point.layers, gloo=True).total
     return Honesty(
         state=max(states, key=abs),
         saved=max(saves, key=abs),
-        peak=peak_of / peak - 1,
+        peak=memory_of(workload).total / peak - 1,
         traffic=worst,
         axes=axes,
     )
@@ -206,23 +206,23 @@ def _rank(point: Point) -> dict[str, Any]:
     step()
     step()
     gc.collect()
-    census = Census()
-    with census, _noting_saved(model, census) as saved:
-        census.know(_local(parameter) for parameter in model.parameters())
+    tracker = UsageTracker()
+    with tracker, _noting_saved(model, tracker) as saved:
+        tracker.include(_local(parameter) for parameter in model.parameters())
         moments = [_local(tensor) for state in optimizer.state.values() for tensor in state.values()]
-        census.know(tensor for tensor in moments if tensor.dim())
-        state = census.live
-        census.know(model.buffers())
-        census.reset_peak()
+        tracker.include(tensor for tensor in moments if tensor.dim())
+        state = tracker.live
+        tracker.include(model.buffers())
+        tracker.reset_peak()
         step()
-    sent = {key: entry.bytes for key, entry in sent_by_axis(census.sent, mesh).items()}
+    sent = {key: entry.bytes for key, entry in sent_by_axis(tracker.sent, mesh).items()}
     # The first forwards are all of the rank's first stage; one may find a message that gloo's threads still hold.
     kept = min(saved[: min(mesh.layout.pp, point.batch.accumulation)])
-    return {"state": state, "saved": kept, "peak": census.peak, "sent": sent}
+    return {"state": state, "saved": kept, "peak": tracker.peak, "sent": sent}
 
 
 @contextmanager
-def _noting_saved(model: Any, census: Census) -> Iterator[list[float]]:
+def _noting_saved(model: Any, tracker: UsageTracker) -> Iterator[list[float]]:
     """What each forward leaves for backward, in order. The root's gathered parameters are no activation."""
     saved: list[float] = []
     loop: Any = training_step
@@ -231,9 +231,9 @@ def _noting_saved(model: Any, census: Census) -> Iterator[list[float]]:
 
     def noting(forward: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            before = census.live - _gathered(model)
+            before = tracker.live - _gathered(model)
             result = forward(*args, **kwargs)
-            saved.append(census.live - before - _gathered(model))
+            saved.append(tracker.live - before - _gathered(model))
             return result
 
         return run

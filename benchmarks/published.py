@@ -1,4 +1,4 @@
-"""What the planner predicts for runs that others have published: the table of docs/planning.md.
+"""What the planner predicts for runs that others have published: the table of docs/planning-accuracy.md.
 
     python -m benchmarks.published
 
@@ -13,12 +13,13 @@ from transformers import PreTrainedConfig
 
 from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig
 from expertmesh.distributed.layout import resolve_layout
-from expertmesh.planning.facts import facts_of
+from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning.hardware import Devices, hardware_table, parse_devices
-from expertmesh.planning.memory import Batch
+from expertmesh.planning.read_model import figures_of
 from expertmesh.planning.search import Job, evaluate
-from expertmesh.planning.state import Mode
-from expertmesh.simulation.shapes import deepseek_v3, qwen3_30b_a3b
+from expertmesh.planning.stages import Batch
+
+from .shapes import deepseek_v3, qwen3_30b_a3b
 
 H800_LINK = 200e9  # H100 with NVLink of 400 GB/s in both directions together
 K = 1024
@@ -37,7 +38,7 @@ class Run:
     source: str
     length: int = 4 * K
     lora: bool = False
-    mode: Mode = "full"
+    mode: CheckpointingMode = "full"
     rows: int = 1
     accumulation: int = 1
 
@@ -95,12 +96,12 @@ def line(run: Run) -> str:
     """One row of the table."""
     devices = _devices(run.devices)
     lora = LoraConfig(r=16) if run.lora else None
-    facts = facts_of(run.shape(), length=run.length, precision=PrecisionConfig(), lora=lora, packed=False)
-    layout = resolve_layout(run.parallel, devices.count, facts.anatomy.num_experts)
+    model = figures_of(run.shape(), length=run.length, precision=PrecisionConfig(), lora=lora, packed=False)
+    layout = resolve_layout(run.parallel, devices.count, model.anatomy.num_experts)
     rows = run.rows * run.accumulation * layout.data_ranks
-    job = Job(facts, devices, rows)
+    job = Job(model, devices, rows)
     found = evaluate(job, layout, run.mode, Batch(run.rows, run.accumulation))
-    tokens, peak = found.speed.tokens / found.speed.seconds / devices.count, found.memory.total / 2**30
+    tokens, peak = found.tokens_per_second / devices.count, found.memory.total / 2**30
     axes = ", ".join(f"{axis} {layout.size(axis)}" for axis in ("pp", "ep") if layout.size(axis) > 1) or "FSDP"
     lora_text = ", LoRA r16" if run.lora else ""
     shape = f"{run.length // K}k{f', micro-batch {run.rows}' if run.rows > 1 else ''}, {run.mode}"

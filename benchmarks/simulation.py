@@ -1,4 +1,4 @@
-"""One rank of large jobs on fake tensors, beside the formulas: the table of docs/planning.md.
+"""One rank of large jobs on fake tensors, beside the formulas: the table of docs/planning-accuracy.md.
 
     python -m benchmarks.simulation            # all jobs, each in a process of its own; a minute or two each
     python -m benchmarks.simulation NUMBER ... # some of them, by their place in the list
@@ -15,25 +15,27 @@ from transformers import PreTrainedConfig
 
 from expertmesh.config import ParallelConfig, PrecisionConfig
 from expertmesh.distributed.layout import resolve_layout
-from expertmesh.planning.axes import planned_by_axis
-from expertmesh.planning.facts import facts_of
-from expertmesh.planning.memory import Batch, fullest_stage, memory_of
-from expertmesh.planning.state import Mode, state_of
+from expertmesh.parallel.checkpointing import CheckpointingMode
+from expertmesh.planning.memory import fullest_stage, memory_of
+from expertmesh.planning.read_model import figures_of
+from expertmesh.planning.stages import Batch, Workload, resident_state
 from expertmesh.planning.traffic import traffic_of
+from expertmesh.simulation.axes import planned_by_axis
 from expertmesh.simulation.run import simulate
-from expertmesh.simulation.shapes import deepseek_v3, qwen3_30b_a3b
+
+from .shapes import deepseek_v3, qwen3_30b_a3b
 
 LENGTH = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A model of simulation/shapes.py on `world` ranks, `accumulation` micro-batches of one sequence."""
+    """A model of shapes.py on `world` ranks, `accumulation` micro-batches of one sequence."""
 
     model: str
     world: int
     parallel: ParallelConfig
-    mode: Mode = "full"
+    mode: CheckpointingMode = "full"
     accumulation: int = 1
 
     def config(self) -> PreTrainedConfig:
@@ -59,26 +61,15 @@ JOBS = (
 def line(job: Job) -> str:
     """One row of the table."""
     config = job.config()
-    facts = facts_of(config, length=LENGTH, precision=PrecisionConfig(), packed=False)
-    layout = resolve_layout(job.parallel, job.world, facts.anatomy.num_experts)
-    experts = facts.moe[0].experts
-    assert experts is not None
-    batch = Batch(1, job.accumulation)
-    stage = fullest_stage(facts, layout, batch, job.mode)
-    found = simulate(
-        config,
-        job.parallel,
-        job.world,
-        length=LENGTH,
-        batch=batch,
-        mode=job.mode,
-        choice=experts.choice,
-        stage=stage,
-    )
-    held = state_of(facts, layout, stage)
+    model = figures_of(config, length=LENGTH, precision=PrecisionConfig(), packed=False)
+    layout = resolve_layout(job.parallel, job.world, model.anatomy.num_experts)
+    workload = Workload(model, layout, Batch(1, job.accumulation), job.mode)
+    stage = fullest_stage(workload)
+    found = simulate(config, workload, stage=stage)
+    held = resident_state(model, layout, stage)
     state = (held.frozen + 3 * held.master) / found.state - 1
-    peak = memory_of(facts, layout, batch, job.mode).total / found.peak - 1
-    planned = planned_by_axis(traffic_of(facts, layout, batch, job.mode, stage=stage), found.sent)
+    peak = memory_of(workload).total / found.peak - 1
+    planned = planned_by_axis(traffic_of(workload, stage), found.sent)
     off = {key: planned[key].bytes / sent.bytes - 1 for key, sent in found.sent.items() if sent.bytes > 1024}
     (axis, kind), worst = max(off.items(), key=lambda item: abs(item[1]))
     traffic = f"{worst:+.2%} ({axis} {kind})" if abs(worst) > 0.00005 else "exact"

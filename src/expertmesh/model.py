@@ -1,9 +1,10 @@
 """From a name or a model in memory to a sharded model: what the trainer and the Python interface both call.
 
-`load_model` builds the model on meta, shards it, then lets each rank read its own byte ranges; `parallelize` shards a
-model that is already in memory. Neither ever gathers a whole model.
+`load_model` builds the model on meta, plans, shards it, then lets each rank read its own byte ranges; `parallelize`
+plans and shards a model that is already in memory. Neither ever gathers a whole model.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,16 +12,50 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from expertmesh.adapters.plan import adapt
 from expertmesh.adapters.start import start
-from expertmesh.config import LoraConfig, MoeConfig, PrecisionConfig
+from expertmesh.config import Config, LoraConfig, MoeConfig, PrecisionConfig
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
+from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.parallel.checkpointing import CheckpointedLayers, CheckpointingMode, checkpoint_blocks
-from expertmesh.parallel.compiling import compile_blocks
+from expertmesh.parallel.checkpointing import (
+    CheckpointedLayers,
+    CheckpointingMode,
+    checkpointing_mode,
+    recompute_blocks,
+)
+from expertmesh.parallel.compiling import compile_parts
 from expertmesh.parallel.fsdp import shard
+from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan, plan_shards
 from expertmesh.weights.audit import AuditMode, AuditReport, audit_weights
 from expertmesh.weights.load import LoadReport, fill
 from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32, read_model_config
 from expertmesh.weights.module_list import fuse_lists_of_experts
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What a user says about the model itself: how it is built, and which adapters it gets.
+
+    `name` is what an adapter's config will call the model (the directory, if None), `revision` which one of it.
+    """
+
+    precision: PrecisionConfig
+    lora: LoraConfig | None = None
+    attention: str = "auto"
+    trust_remote_code: bool = False
+    name: str | None = None
+    revision: str | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> "ModelOptions":
+        model = config.model
+        return cls(
+            config.precision,
+            config.lora,
+            model.attention,
+            model.trust_remote_code,
+            model.name_or_path,
+            model.revision,
+        )
 
 
 def parallelize(
@@ -49,15 +84,12 @@ def parallelize(
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         precision = PrecisionConfig(params=dtype, compute=dtype, reduce=dtype)  # type: ignore[arg-type]
     fuse_lists_of_experts(model)
-    kept = kept_in_fp32(model, getattr(torch, precision.compute))
     if lora is not None:
         adapt(model, lora, getattr(torch, precision.params), model.config.name_or_path or None)
-    shard(model, mesh, precision, moe or MoeConfig(), kept_in_fp32=kept)
+    mode = checkpointing_mode(activation_checkpointing)
+    options = ShardOptions(precision, moe or MoeConfig(), mode, checkpoint_layers, compile)
+    shard_model(model, plan_model(model, mesh.layout, options), mesh)
     start(model, seed)
-    checkpoint_blocks(model, activation_checkpointing, checkpoint_layers)
-    if compile:
-        with raise_on_all_ranks("trying torch.compile"):
-            compile_blocks(model)
     return model
 
 
@@ -121,29 +153,49 @@ def prepare_model(
     lora: LoraConfig | None = None,
     name: str | None = None,
     revision: str | None = None,
-) -> tuple[PreTrainedModel, dict[str, str]]:
+) -> tuple[PreTrainedModel, ShardPlan]:
     """Build the model on meta and shard it: everything about it is known, nothing is allocated, no file is read.
 
-    `name` is what an adapter's config will call the model (the directory, if None), `revision` which one of it. Returns
-    the model with what `moe.dispatch` and `moe.compute` became. Every rank calls it.
+    Every rank calls it. The options are those of `ModelOptions` and `ShardOptions`.
     """
+    options = ModelOptions(precision, lora, attention, trust_remote_code, name, revision)
+    model = build_model(config, directory, options)
+    mode = checkpointing_mode(activation_checkpointing)
+    plan = plan_model(model, mesh.layout, ShardOptions(precision, moe, mode, checkpoint_layers, compile))
+    shard_model(model, plan, mesh)
+    return model, plan
+
+
+def build_model(config: PreTrainedConfig, directory: Path, options: ModelOptions) -> PreTrainedModel:
+    """The model on meta, with its adapters, in training mode. No communication."""
+    precision, lora = options.precision, options.lora
     model = build_meta_model(
         config,
         getattr(torch, precision.params if lora is None else precision.compute),
         directory=directory,
-        attention=None if attention == "auto" else attention,
-        trust_remote_code=trust_remote_code,
+        attention=None if options.attention == "auto" else options.attention,
+        trust_remote_code=options.trust_remote_code,
     )
-    kept = kept_in_fp32(model, getattr(torch, precision.compute))
     if lora is not None:
-        adapt(model, lora, getattr(torch, precision.params), name or config.name_or_path or None, revision)
-    resolved = shard(model, mesh, precision, moe, kept_in_fp32=kept)
-    checkpoint_blocks(model, activation_checkpointing, checkpoint_layers)
-    if compile:
-        with raise_on_all_ranks("trying torch.compile"):
-            compile_blocks(model)
+        base = options.name or config.name_or_path or None
+        adapt(model, lora, getattr(torch, precision.params), base, options.revision)
     model.train()
-    return model, resolved
+    return model
+
+
+def plan_model(model: PreTrainedModel, layout: Layout, options: ShardOptions) -> ShardPlan:
+    """Decide how `model` is sharded. Raises `InputError` for what cannot be trained exactly. No communication."""
+    kept = kept_in_fp32(model, getattr(torch, options.precision.compute))
+    return plan_shards(model, layout, options, kept_in_fp32=kept)
+
+
+def shard_model(model: PreTrainedModel, plan: ShardPlan, mesh: Mesh) -> None:
+    """Carry out `plan`: shard `model` in place, recompute and compile what the plan says. Every rank calls it."""
+    shard(model, plan, mesh)
+    recompute_blocks(model, plan.options.activation_checkpointing, plan.anatomy, plan.checkpointed)
+    if plan.options.compile:
+        with raise_on_all_ranks("trying torch.compile"):
+            compile_parts(model, plan.compiled, mesh.device)
 
 
 def load_weights(

@@ -2,23 +2,18 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import benchmarks.layer
-import benchmarks.load
-import benchmarks.lora
-import benchmarks.step
-from expertmesh.bench import layer, load, lora, parts, peers, step, worker
-from expertmesh.bench.case import Case
-from expertmesh.bench.layer import Shape
-from expertmesh.bench.lora import AdapterCase
-from expertmesh.bench.parts import PARTS, Sizes, check_ranks
-from expertmesh.cli.bench import aligned
+from expertmesh.bench import case, layer, lora, model, result, worker
+from expertmesh.bench.case import Case, LayerCase, Shape, Sizes, check_ranks, write_checkpoint
+from expertmesh.cli.bench import PARTS
 from expertmesh.cli.main import main
 from expertmesh.config.errors import InputError
 from tests.support.ranks import run_ranks
@@ -29,10 +24,8 @@ SHAPE = Shape(hidden=32, width=16, experts=4, top_k=2)
 SMALLEST = Sizes(
     step=TINY,
     load=dataclasses.replace(TINY, params="bfloat16", compute="bfloat16"),
-    layer=SHAPE,
-    layer_dtypes=(torch.float32,),
-    layer_tokens=(24,),
-    lora=(AdapterCase(24, SHAPE, "float32"),),
+    layer=(LayerCase(24, SHAPE, "float32"),),
+    lora=(LayerCase(24, SHAPE, "float32"),),
     step_repeats=2,
     load_repeats=1,
     layer_repeats=2,
@@ -40,19 +33,17 @@ SMALLEST = Sizes(
 )
 
 
+def forked(mode: str, case: Case, names: Sequence[str], repeats: int, worker_module: str = "") -> dict[str, Any]:
+    """`launch` with ranks that are forked instead of started anew."""
+    first: dict[str, Any] = run_ranks(worker.MODES[mode], case.ranks, case, names, repeats, timeout=200)[0]
+    return first
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The smallest sizes; ranks are forked instead of started anew, and a peak is measured in this process."""
-
-    def forked(mode: str, case: Case, names: Sequence[str], repeats: int) -> dict[str, Any]:
-        first: dict[str, Any] = run_ranks(worker.MODES[mode], case.ranks, case, names, repeats, timeout=200)[0]
-        return first
-
-    for module in (step, load):
-        monkeypatch.setattr(module, "launch", forked)
-    monkeypatch.setattr(lora, "peak_in_process", lora.peak_of)
-    monkeypatch.setattr(parts, "CPU_QUICK", SMALLEST)
-    # What these tests promise is about a CPU, wherever they run.
+    """The smallest sizes, on a CPU, wherever the tests run."""
+    monkeypatch.setattr(model, "launch", forked)
+    monkeypatch.setattr(case, "CPU_QUICK", SMALLEST)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
 
 
@@ -89,8 +80,8 @@ def test_all_parts_beside_all_peers_in_one_command(
 def test_a_peer_that_is_not_there_is_named_and_ours_is_measured_alone(
     small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = peers._version
-    monkeypatch.setattr(peers, "_version", lambda name: None if name in ("peft", "accelerate") else real(name))
+    real = result._version
+    monkeypatch.setattr(result, "_version", lambda name: None if name in ("peft", "accelerate") else real(name))
     assert main(["bench", "lora", "step", "load", "--quick"]) == 0
     printed = capsys.readouterr().out
     assert "accelerate not installed, peft not installed" in printed
@@ -107,29 +98,45 @@ def test_a_transformers_without_expert_parallelism_is_named(monkeypatch: pytest.
     class OlderConfig:
         tp_size: int = 1
 
-    assert peers.why_missing("transformers") is None
+    assert result.why_missing("transformers") is None
     monkeypatch.setattr("transformers.distributed.configuration_utils.DistributedConfig", OlderConfig)
-    assert "has no expert parallelism on FSDP2" in str(peers.why_missing("transformers"))
+    assert "has no expert parallelism on FSDP2" in str(result.why_missing("transformers"))
 
 
 def test_what_does_not_compute_the_same_is_refused(
     small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = layer.BUILDERS["expertmesh_loop"]
+    right = layer.SYSTEMS["expertmesh_loop"]
 
-    def wrong(shape: Shape, weights: layer.Weights) -> layer.Experts:
+    def wrong(shape: Shape, weights: Mapping[str, torch.Tensor]) -> layer.Experts:
         experts = right(shape, weights)
         return lambda *inputs: experts(*inputs) * 1.01
 
-    monkeypatch.setitem(layer.BUILDERS, "expertmesh_loop", wrong)
+    monkeypatch.setitem(layer.SYSTEMS, "expertmesh_loop", wrong)
     assert main(["bench", "layer", "--quick"]) == 3
     assert "expertmesh_loop does not compute what transformers_grouped_mm does: output" in capsys.readouterr().err
     real = lora.SYSTEMS["ours"]
-    monkeypatch.setitem(lora.SYSTEMS, "ours", lambda case, device: lambda: [2 * r for r in real(case, device)()])
+
+    def doubled(shape: Shape, weights: lora.Tensors, adapters: lora.Tensors, inputs: layer.Inputs) -> layer.Step:
+        return real(shape, weights, {name: 2 * adapter for name, adapter in adapters.items()}, inputs)
+
+    monkeypatch.setitem(lora.SYSTEMS, "ours", doubled)
     assert main(["bench", "lora", "--quick"]) == 3
-    assert "ours does not compute what PEFT does: result 0" in capsys.readouterr().err
-    for module, part, said in ((step, "step", "computes something else"), (load, "load", "holds other weights")):
-        monkeypatch.setattr(module, "disagreements", lambda *_, said=said: said)
+    assert "ours does not compute what PEFT does: output" in capsys.readouterr().err
+
+    def tampered(mode: str, case: Case, names: Sequence[str], repeats: int, worker_module: str = "") -> dict[str, Any]:
+        found = forked(mode, case, names, repeats)
+        if mode == "time":
+            found["expertmesh_ep2"]["grad_norm"] *= 1.001
+        elif names[0].startswith("expertmesh"):
+            found["square"] *= 1.001
+        return found
+
+    monkeypatch.setattr(model, "launch", tampered)
+    for part, said in (
+        ("step", "expertmesh_ep2 computes something else"),
+        ("load", "expertmesh_ep1 holds other weights"),
+    ):
         assert main(["bench", part, "--quick"]) == 3
         assert said in capsys.readouterr().err
 
@@ -144,25 +151,31 @@ def test_a_wrong_part_or_number_of_ranks_is_refused_before_anything_is_measured(
     assert "--nproc 3 does not divide the 64 experts of a layer; use 1, 2, 4, 8" in capsys.readouterr().err
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     with pytest.raises(InputError, match="has 2 accelerators"):
-        check_ranks(4, torch.device("cuda"), False, parts.ACCELERATOR)
-    assert check_ranks(None, torch.device("cuda"), False, parts.ACCELERATOR) == 2
+        check_ranks(4, torch.device("cuda"), False, case.ACCELERATOR)
+    assert check_ranks(None, torch.device("cuda"), False, case.ACCELERATOR) == 2
 
 
 def test_a_real_launch_starts_the_installed_worker(tmp_path: Path) -> None:
-    from expertmesh.bench.case import write_checkpoint
-
-    case = dataclasses.replace(write_checkpoint(TINY, tmp_path / "model"), ranks=1)
-    found = step.launch("time", case, ["expertmesh_ep1"], 1)
+    written = dataclasses.replace(write_checkpoint(TINY, tmp_path / "model"), ranks=1)
+    found = worker.launch("time", written, ["expertmesh_ep1"], 1)
     assert len(found["expertmesh_ep1"]["wall"]) == 1
 
 
-def test_the_scripts_of_the_published_figures_are_the_same_code() -> None:
-    for script, module in (
-        (benchmarks.step, step), (benchmarks.layer, layer), (benchmarks.load, load), (benchmarks.lora, lora),
-    ):  # fmt: skip
-        assert script.main is module.main
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("layer", "--tiny --tokens 16 --repeats 1 --dtype float32"),
+        ("step", "--ranks 1 --tokens 512 --layers 1 --experts 8 --repeats 1 --no-memory --systems "
+         "expertmesh_ep1,expertmesh_lora_ep1,unsharded"),
+    ],
+)  # fmt: skip
+def test_the_scripts_of_the_published_figures_run(script: str, arguments: str) -> None:
+    command = [sys.executable, "-m", f"benchmarks.{script}", *arguments.split()]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=200)
+    assert "| expertmesh" in done.stdout
 
 
-def test_tables_are_aligned_and_stay_markdown() -> None:
-    text = "title\n\n| a | long |\n|---|---|\n| longer | 1 |\n\n| x |\n|---|\n| 2 |"
-    assert aligned(text) == ("title\n\n| a      | long |\n| ------ | ---- |\n| longer |    1 |\n\n| x |\n| - |\n| 2 |")
+def test_tables_are_aligned_markdown() -> None:
+    assert result.markdown(("a", "long"), [("longer", "1")]) == (
+        "| a      | long |\n| ------ | ---- |\n| longer |    1 |"
+    )

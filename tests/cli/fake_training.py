@@ -47,7 +47,7 @@ def succeed(config: Config, control: Control) -> None:
 
 def refuse_everywhere(config: Config, control: Control) -> None:
     time.sleep(0.5 * rank())  # not all at the same moment
-    raise InputError("data.train.0.path: there is no such file")
+    raise InputError("data.train.0.path: there is no such file", key="data.no-such-file")
 
 
 def corrupt_on_rank_1(config: Config, control: Control) -> None:

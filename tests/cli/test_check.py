@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen3MoeConfig
 
 from expertmesh.cli import check
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError
 from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
+from tests.support.models import tiny_config
 
 QUESTION, ANSWER = "What is it?", "Nothing\x1b[31m special."
 
@@ -21,7 +21,7 @@ QUESTION, ANSWER = "What is it?", "Nothing\x1b[31m special."
 def model(tmp_path: Path) -> Path:
     """A model directory without weights, which `check` must not miss."""
     directory = tmp_path / "model"
-    Qwen3MoeConfig(vocab_size=706).save_pretrained(directory)
+    tiny_config("qwen3_moe", vocab_size=706, max_position_embeddings=16384).save_pretrained(directory)
     bpe_tokenizer(on_the_fly.CHATML).save_pretrained(directory)
     return directory
 

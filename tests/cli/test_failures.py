@@ -23,30 +23,34 @@ def crash(rank: int, text: str = "RuntimeError: boom") -> RankFailure:
     return RankFailure(rank, 1, text, TRACEBACK, 0)
 
 
+KILLED, FAILED = "rank.ended-by-signal", "rank.unexpected-error"
+
+
 @pytest.mark.parametrize(
-    ("failures", "exit_codes", "error", "start"),
+    ("failures", "exit_codes", "error", "key", "start"),
     [
-        ([sentence(0, "x"), sentence(1, "x")], {0: 2, 1: 2}, InputError, "x"),
-        ([sentence(1, "x"), sentence(0, "y")], {0: 2, 1: 2}, InputError, "rank 1: x"),
-        ([sentence(1, "x", 3)], {1: 3}, IntegrityError, "rank 1: x"),
-        ([crash(0), sentence(1, "x", 3)], {0: 1, 1: 3}, IntegrityError, "rank 1: x"),
-        ([sentence(0, "peer gone", 5)], {0: 5, 1: -9}, DistributedFailure, "rank 1 was ended by signal 9 (SIGKILL) at"),
-        ([sentence(0, "peer gone", 5)], {0: 5, 1: -15}, DistributedFailure, "rank 1 was ended by signal 15 (SIGTERM)"),
-        ([sentence(0, "peer gone", 5)], {0: 5, 1: -6}, DistributedFailure, "rank 0: peer gone"),
-        ([sentence(0, "peer gone", 5)], {0: 5, 1: 0}, DistributedFailure, "rank 0: peer gone"),
-        ([crash(0)], {0: 1, 1: -11}, DistributedFailure, "rank 1 was ended by signal 11 (SIGSEGV) at step 7, update"),
-        ([crash(1)], {0: -6, 1: 1}, DistributedFailure, "rank 1 failed at step 7, update: RuntimeError: boom;"),
-        ([crash(1), crash(0)], {0: 1, 1: 1}, DistributedFailure, "rank 1 failed at step 7, update"),
-        ([], {0: -6, 1: 7}, DistributedFailure, "rank 1 ended with exit code 7 and no Python error at step 7, update;"),
-        ([], {1: -6}, DistributedFailure, "rank 1 was ended by signal 6 (SIGABRT)"),
-        ([], {0: 0, 1: -15}, DistributedFailure, "rank 1 was ended by signal 15 (SIGTERM)"),
+        ([sentence(0, "x"), sentence(1, "x")], {0: 2, 1: 2}, InputError, "input", "x"),
+        ([sentence(1, "x"), sentence(0, "y")], {0: 2, 1: 2}, InputError, "input", "rank 1: x"),
+        ([sentence(1, "x", 3)], {1: 3}, IntegrityError, "integrity", "rank 1: x"),
+        ([crash(0), sentence(1, "x", 3)], {0: 1, 1: 3}, IntegrityError, "integrity", "rank 1: x"),
+        ([sentence(0, "peer gone", 5)], {0: 5, 1: -9}, DistributedFailure, KILLED, "rank 1 was ended by signal 9 "),
+        ([sentence(0, "peer gone", 5)], {0: 5, 1: -15}, DistributedFailure, KILLED, "rank 1 was ended by signal 15 "),
+        ([sentence(0, "peer gone", 5)], {0: 5, 1: -6}, DistributedFailure, "distributed", "rank 0: peer gone"),
+        ([sentence(0, "peer gone", 5)], {0: 5, 1: 0}, DistributedFailure, "distributed", "rank 0: peer gone"),
+        ([crash(0)], {0: 1, 1: -11}, DistributedFailure, KILLED, "rank 1 was ended by signal 11 "),
+        ([crash(1)], {0: -6, 1: 1}, DistributedFailure, FAILED, "rank 1 failed at step 7, update"),
+        ([crash(1), crash(0)], {0: 1, 1: 1}, DistributedFailure, FAILED, "rank 1 failed at step 7, update"),
+        ([], {0: -6, 1: 7}, DistributedFailure, "rank.exited", "rank 1 ended with exit code 7 "),
+        ([], {1: -6}, DistributedFailure, KILLED, "rank 1 was ended by signal 6 "),
+        ([], {0: 0, 1: -15}, DistributedFailure, KILLED, "rank 1 was ended by signal 15 "),
     ],
 )  # fmt: skip
 def test_the_cause_is_reported_and_not_what_follows_from_it(
-    failures: list[RankFailure], exit_codes: Mapping[int, int], error: type[ExpertmeshError], start: str
+    failures: list[RankFailure], exit_codes: Mapping[int, int], error: type[ExpertmeshError], key: str, start: str
 ) -> None:
     found = root_cause(failures, exit_codes, STATUSES)
     assert type(found) is error
+    assert found.key == key
     assert str(found).startswith(start)
 
 

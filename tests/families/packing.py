@@ -3,7 +3,7 @@
 import torch
 from transformers import PreTrainedModel
 
-from expertmesh.training.preflight import packing_refusal
+from expertmesh.introspection.attention import packing_refusal
 from tests.families.tiny import VOCABULARY
 
 _LENGTHS = (11, 14)

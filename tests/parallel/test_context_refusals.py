@@ -10,7 +10,7 @@ from torch import nn
 from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
-from expertmesh.introspection import attention
+from expertmesh.introspection import source_code
 from expertmesh.parallel.context import refuse_context
 from expertmesh.training.preflight import preflight
 from expertmesh.weights.meta_model import build_meta_model
@@ -101,9 +101,9 @@ def test_an_attention_outside_the_blocks_is_refused_by_name() -> None:
 
 def test_eager_functions_are_read_for_what_they_take_from_their_module() -> None:
     model: Any = build_meta_model(tiny_config("gpt_oss"), torch.float32)
-    call = attention.registry_call(model.model.layers[0].self_attn)
+    call = source_code.registry_call(model.model.layers[0].self_attn)
     assert call is not None
-    assert attention.attributes_read(call.global_of(call.default)) == {"num_key_value_groups", "sinks", "training"}
+    assert source_code.attributes_read(call.global_of(call.default)) == {"num_key_value_groups", "sinks", "training"}
     assert "s_aux" in call.keywords
 
 

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.shapes import deepseek_v3, qwen3_30b_a3b
 from expertmesh.config import Config, load_config
 from expertmesh.distributed.layout import Layout
 from expertmesh.planning import forecast as planner
 from expertmesh.planning.forecast import devices_here, forecast
 from expertmesh.planning.hardware import Devices, hardware_table
-from expertmesh.simulation.shapes import deepseek_v3, qwen3_30b_a3b
+from expertmesh.training.preflight import Checked, check_model
 from tests.support.models import tiny_config
 
 
@@ -22,11 +23,14 @@ def _config(tmp_path: Path, *overrides: str) -> Config:
     return load_config(file, overrides)
 
 
+def _checked(config: Config, model_config: Any, world: int) -> Checked:
+    return check_model(config, model_config, Path(), world)
+
+
 def test_checkpoint_layers_count_in_what_is_predicted(tmp_path: Path) -> None:
-    sized = ("data.max_length=512", "train.activation_checkpointing=full")
-    layout, model = Layout(fsdp=4, ep=2), tiny_config("qwen3_moe")
-    every = forecast(_config(tmp_path, *sized), model, layout).prediction
-    one = forecast(_config(tmp_path, *sized, "train.checkpoint_layers=[0]"), model, layout).prediction
+    sized = ("data.max_length=128", "train.activation_checkpointing=full", "parallel.ep=2")
+    configs = _config(tmp_path, *sized), _config(tmp_path, *sized, "train.checkpoint_layers=[0]")
+    every, one = (forecast(each, _checked(each, tiny_config("qwen3_moe"), 4)).prediction for each in configs)
     assert every is not None
     assert one is not None
     assert one.peak_memory_bytes > every.peak_memory_bytes  # type: ignore[operator]
@@ -39,16 +43,20 @@ def test_the_table_knows_this_machine() -> None:
         assert (devices.name, devices.count) == ("cpu", 2)
 
 
+SIZED = ("train.global_batch_size=8", "data.max_length=4096", "parallel.ep=8")
+
+
 def test_every_run_is_told_what_a_step_will_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = _config(tmp_path, "train.global_batch_size=8", "data.max_length=4096", "parallel.ep=8")
-    here = forecast(config, tiny_config("qwen3_moe"), Layout(fsdp=8, ep=8))
+    config = _config(tmp_path, *SIZED)
+    tiny = _checked(config, tiny_config("qwen3_moe", max_position_embeddings=4096), 8)
+    here = forecast(config, tiny)
     assert here.prediction is not None
     assert re.fullmatch(r"\S+ [GM]iB of tensors a rank, \S+ s a step", here.line)
     hardware = hardware_table()["a100"]
     monkeypatch.setattr(planner, "devices_here", lambda world: Devices("a100", 1, 8, hardware))
-    assert "may run out of memory" in forecast(config, deepseek_v3(), Layout(fsdp=8, ep=8)).line
+    assert "may run out of memory" in forecast(config, _checked(config, deepseek_v3(), 8)).line
     monkeypatch.setattr(planner, "devices_here", lambda world: None)
-    unknown = forecast(config, tiny_config("qwen3_moe"), Layout(fsdp=8, ep=8))
+    unknown = forecast(config, tiny)
     assert unknown.prediction is None
     assert unknown.line == "nothing: the planner does not know this device"
 
@@ -57,17 +65,19 @@ def test_memory_of_the_machine_is_shared_by_its_ranks(tmp_path: Path, monkeypatc
     if torch.accelerator.is_available():
         pytest.skip("on a machine without accelerators")
     monkeypatch.setattr(planner, "host_memory", lambda: 2.0**30)
-    config = _config(tmp_path, "train.global_batch_size=8", "data.max_length=4096", "parallel.ep=8")
-    said = forecast(config, deepseek_v3(), Layout(fsdp=8, ep=8)).line
+    config = _config(tmp_path, *SIZED)
+    said = forecast(config, _checked(config, qwen3_30b_a3b(), 8)).line
     assert said.endswith("; this machine has 0.1 GiB for each of its 8 ranks, so this may run out of memory")
-    assert "run out" not in forecast(config, tiny_config("qwen3_moe"), Layout(fsdp=1)).line
 
 
 def test_a_better_ep_than_auto_became_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hardware = hardware_table()["h200"]
     monkeypatch.setattr(planner, "devices_here", lambda world: Devices("h200", 1, 8, hardware))
-    sized = ("train.global_batch_size=64", "data.max_length=4096")
-    layout = Layout(fsdp=8, ep=1)  # as if each node had one rank
-    said = forecast(_config(tmp_path, *sized), qwen3_30b_a3b(), layout).line
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # so that auto becomes 1
+    config = _config(tmp_path, "train.global_batch_size=64", "data.max_length=4096")
+    checked = _checked(config, qwen3_30b_a3b(), 8)
+    assert checked.layout == Layout(fsdp=8, ep=1)
+    said = forecast(config, checked).line
     assert re.search(r"; ep \d+ would (be faster|fit) \(.* a step\): see expertmesh plan$", said)
-    assert "expertmesh plan" not in forecast(_config(tmp_path, *sized, "parallel.ep=1"), qwen3_30b_a3b(), layout).line
+    fixed = config.model_copy(update={"parallel": config.parallel.model_copy(update={"ep": 1})})
+    assert "expertmesh plan" not in forecast(fixed, checked).line

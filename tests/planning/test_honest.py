@@ -1,12 +1,10 @@
 """Predictions against what real gloo ranks hold and send; benchmarks/planning.py has all points."""
 
-from typing import Any
-
 import pytest
 
 from benchmarks.planning import POINTS, Honesty, measure
-from expertmesh.planning import blocks, traffic
-from expertmesh.planning.routing import Routing
+from expertmesh.planning import traffic
+from expertmesh.planning.model_figures import RoutedTokens, TopKRouter
 
 BY_NAME = {point.name: point for point in POINTS}
 STATE, SAVED, PEAK, TRAFFIC = 0.05, 0.05, 0.10, 0.02
@@ -39,11 +37,10 @@ def test_predictions_are_what_ranks_hold_and_send(name: str) -> None:
 
 
 def test_a_copy_of_a_token_for_each_expert_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def copies(tokens: float, choice: Any, ranks: int, imbalance: float = 1.0) -> Routing:
-        return Routing(tokens, tokens * choice.top_k, tokens * choice.top_k, tokens * choice.top_k)
+    def copies(router: TopKRouter, tokens: float, ranks: int, imbalance: float = 1.0) -> RoutedTokens:
+        return RoutedTokens(tokens, tokens * router.top_k, tokens * router.top_k, tokens * router.top_k)
 
-    monkeypatch.setattr(traffic, "expected", copies)
-    monkeypatch.setattr(blocks, "expected", copies)
+    monkeypatch.setattr(TopKRouter, "routed", copies)
     with pytest.raises(AssertionError):
         _check(measure(BY_NAME["qwen3 ep4 of 4"]))
 

@@ -9,21 +9,20 @@ from typing import Any
 import pytest
 from transformers import Qwen3NextConfig
 
+from benchmarks.shapes import deepseek_v3, qwen3_30b_a3b
 from expertmesh.cli.main import main
 from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig, load_config
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
-from expertmesh.planning import search
-from expertmesh.planning.economics import economics_of
-from expertmesh.planning.facts import Facts, facts_of
+from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning.hardware import Devices, hardware_table, parse_devices
-from expertmesh.planning.memory import Batch, fullest_stage, memory_of, peak_of
-from expertmesh.planning.routing import Choice, rows_per_token
-from expertmesh.planning.search import Job, plan
+from expertmesh.planning.memory import fullest_stage, memory_of, peak_of
+from expertmesh.planning.model_figures import ModelFigures, TopKRouter, rows_per_token
+from expertmesh.planning.read_model import figures_of
+from expertmesh.planning.search import Job, layouts, plan, run_costs
 from expertmesh.planning.speed import speed_of
-from expertmesh.planning.state import stage_blocks, state_of
+from expertmesh.planning.stages import Batch, Workload, pipeline_rank, resident_state
 from expertmesh.planning.traffic import traffic_of
-from expertmesh.simulation.shapes import deepseek_v3, qwen3_30b_a3b
 from tests.families.tiny import tiny_config
 from tests.support.models import tiny_model
 
@@ -31,40 +30,42 @@ GIB = 2**30
 
 
 @pytest.fixture(scope="module")
-def qwen() -> Facts:
-    return facts_of(qwen3_30b_a3b(), length=4096, precision=PrecisionConfig())
+def qwen() -> ModelFigures:
+    return figures_of(qwen3_30b_a3b(), length=4096, precision=PrecisionConfig())
 
 
 def _devices(text: str) -> Devices:
     return parse_devices(text, hardware_table())
 
 
-def test_parameter_counts_are_the_published_ones(qwen: Facts) -> None:
+def test_parameter_counts_are_the_published_ones(qwen: ModelFigures) -> None:
     assert qwen.total == 30_532_122_624
-    facts = facts_of(deepseek_v3(), length=128, precision=PrecisionConfig())
-    assert facts.total == 671_026_404_352
-    assert len(facts.moe) == 58
+    model = figures_of(deepseek_v3(), length=128, precision=PrecisionConfig())
+    assert model.total == 671_026_404_352
+    assert len(model.moe) == 58
 
 
-@pytest.mark.parametrize(("ranks", "choice"), list(itertools.product((1, 2, 4, 8), (Choice(8, 3), Choice(8, 2, 4, 2)))))
-def test_rows_per_token_equals_counting_every_choice(ranks: int, choice: Choice) -> None:
-    in_group = choice.experts // choice.groups
+@pytest.mark.parametrize(
+    ("ranks", "router"), list(itertools.product((1, 2, 4, 8), (TopKRouter(8, 3), TopKRouter(8, 2, 4, 2))))
+)
+def test_rows_per_token_equals_counting_every_choice(ranks: int, router: TopKRouter) -> None:
+    in_group = router.experts // router.groups
     counts = []
-    for groups in itertools.combinations(range(choice.groups), choice.kept):
-        reachable = [expert for expert in range(choice.experts) if expert // in_group in groups]
-        for experts in itertools.combinations(reachable, choice.top_k):
-            counts.append(len({expert * ranks // choice.experts for expert in experts}))
-    assert rows_per_token(choice, ranks) == pytest.approx(sum(counts) / len(counts))
+    for groups in itertools.combinations(range(router.groups), router.top_groups):
+        reachable = [expert for expert in range(router.experts) if expert // in_group in groups]
+        for experts in itertools.combinations(reachable, router.top_k):
+            counts.append(len({expert * ranks // router.experts for expert in experts}))
+    assert rows_per_token(router, ranks) == pytest.approx(sum(counts) / len(counts))
 
 
-def test_state_of_all_ranks_is_sixteen_bytes_for_each_parameter(qwen: Facts) -> None:
+def test_state_of_all_ranks_is_sixteen_bytes_for_each_parameter(qwen: ModelFigures) -> None:
     for layout in (Layout(fsdp=8, ep=8), Layout(fsdp=16, ep=4), Layout(replicate=2, fsdp=8, ep=2)):
-        state = state_of(qwen, layout)
+        state = resident_state(qwen, layout)
         whole = (state.frozen + state.master) * layout.fsdp
         assert whole == pytest.approx(4 * qwen.total, rel=0.001)
 
 
-def test_plan_ranks_by_its_goal_and_says_why_others_do_not_fit(qwen: Facts) -> None:
+def test_plan_ranks_by_its_goal_and_says_why_others_do_not_fit(qwen: ModelFigures) -> None:
     job = Job(qwen, _devices("1x8 h200"), 64)
     fast, small = plan(job, "speed"), plan(job, "memory")
     assert [each.speed.seconds for each in fast.candidates] == sorted(each.speed.seconds for each in fast.candidates)
@@ -82,49 +83,47 @@ def test_plan_ranks_by_its_goal_and_says_why_others_do_not_fit(qwen: Facts) -> N
     )
 
 
-def test_sixteen_thousand_devices_are_planned(qwen: Facts) -> None:
+def test_sixteen_thousand_devices_are_planned(qwen: ModelFigures) -> None:
     found = plan(Job(qwen, _devices("2048x8 h100"), 16384))
     assert found.best is not None
     assert found.best.layout.world_size == 16384
 
 
-def test_axes_that_the_configuration_refuses_are_not_planned(qwen: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(qwen, _devices("1x8 h100"), 64)
-    monkeypatch.setattr(search, "_answers", {f"parallel.{axis}": False for axis in ("tp", "cp", "pp")})
-    assert all(layout.tp == layout.cp == layout.pp == 1 for layout in search.layouts(job))
-    monkeypatch.setattr(search, "accepts_parallel", lambda axis: True)
-    monkeypatch.setattr(search, "_accepted", lambda axes: True)
-    sizes = {(layout.pp, layout.cp, layout.tp) for layout in search.layouts(job)}
+def test_every_axis_is_planned_alone_and_with_others(qwen: ModelFigures) -> None:
+    sizes = {(layout.pp, layout.cp, layout.tp) for layout in layouts(Job(qwen, _devices("1x8 h100"), 64))}
     assert {(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)} <= sizes
 
 
 @pytest.mark.parametrize("layout", [Layout(fsdp=4, tp=2, ep=8), Layout(fsdp=4, cp=2, ep=8), Layout(pp=2, fsdp=4, ep=4)])
-def test_other_axes_lower_what_they_are_for(qwen: Facts, layout: Layout) -> None:
-    alone = memory_of(qwen, Layout(fsdp=4, ep=4), Batch(1, 4), "none")
-    split = memory_of(qwen, layout, Batch(1, 4), "none")
-    assert split.total < alone.total
+def test_other_axes_lower_what_they_are_for(qwen: ModelFigures, layout: Layout) -> None:
+    alone = memory_of(Workload(qwen, Layout(fsdp=4, ep=4), Batch(1, 4), "none"))
+    split = Workload(qwen, layout, Batch(1, 4), "none")
+    assert memory_of(split).total < alone.total
     axis = next(axis for axis in ("tp", "cp", "pp") if layout.size(axis) > 1)
-    assert any(transfer.axis == axis for transfer in traffic_of(qwen, layout, Batch(1, 4), "none"))
-    assert sum(len(stage_blocks(qwen, (layout.pp, 1), stage)) for stage in range(layout.pp)) == len(qwen.blocks)
+    assert any(transfer.axis == axis for transfer in traffic_of(split))
+    assert sum(_blocks(qwen, layout.pp)) == len(qwen.blocks)
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2)])
 def test_the_slowest_and_the_fullest_stage_count(schedule: str, virtual: int) -> None:
     """DeepSeek-V3 begins with dense blocks, so that its first stage neither works nor holds what the others do."""
-    facts = facts_of(deepseek_v3(), length=4096, precision=PrecisionConfig(), packed=False)
+    model = figures_of(deepseek_v3(), length=4096, precision=PrecisionConfig(), packed=False)
     layout = Layout(pp=16, fsdp=4, tp=2, ep=8, pp_schedule=schedule, pp_virtual_stages=virtual)
-    for mode, batch in itertools.product(("none", "full"), (Batch(1, 16), Batch(1, 64))):
-        peaks = [peak_of(facts, layout, batch, mode, stage) for stage in range(layout.pp)]
-        assert memory_of(facts, layout, batch, mode).total == pytest.approx(max(peaks))
-        assert peaks[fullest_stage(facts, layout, batch, mode)] == max(peaks)
-    speed = speed_of(facts, layout, Batch(1, 16), "none", _devices("16x8 h200"))
-    alone = speed_of(facts, Layout(fsdp=64, tp=2, ep=8), Batch(1, 16), "none", _devices("16x8 h200"))
+    modes: tuple[CheckpointingMode, ...] = ("none", "full")
+    for mode, batch in itertools.product(modes, (Batch(1, 16), Batch(1, 64))):
+        workload = Workload(model, layout, batch, mode)
+        peaks = [peak_of(workload, stage) for stage in range(layout.pp)]
+        assert memory_of(workload).total == pytest.approx(max(peaks))
+        assert peaks[fullest_stage(workload)] == max(peaks)
+    devices, apart = _devices("16x8 h200"), Layout(fsdp=64, tp=2, ep=8)
+    speed = speed_of(Workload(model, layout, Batch(1, 16), "none"), devices)
+    alone = speed_of(Workload(model, apart, Batch(1, 16), "none"), devices)
     assert 4 / 58 <= speed.experts / alone.experts <= 5 / 58
 
 
-def test_adapters_need_a_fraction_of_the_state(qwen: Facts) -> None:
-    adapted = facts_of(qwen3_30b_a3b(), length=4096, precision=PrecisionConfig(), lora=LoraConfig())
-    state = state_of(adapted, Layout(fsdp=8, ep=8))
+def test_adapters_need_a_fraction_of_the_state(qwen: ModelFigures) -> None:
+    adapted = figures_of(qwen3_30b_a3b(), length=4096, precision=PrecisionConfig(), lora=LoraConfig())
+    state = resident_state(adapted, Layout(fsdp=8, ep=8))
     assert state.frozen * 8 == pytest.approx(2 * qwen.total, rel=0.001)
     assert state.master * 8 == pytest.approx(4 * (adapted.total - qwen.total), rel=0.001)
 
@@ -203,11 +202,11 @@ def test_command_line_prints_the_plan_and_refuses_bad_input(
     assert main(["plan", str(directory / "nowhere"), "--devices", "1 cpu"]) == 2
 
 
-def test_budget_checkpoints_and_failures_by_hand(qwen: Facts) -> None:
+def test_budget_checkpoints_and_failures_by_hand(qwen: ModelFigures) -> None:
     job = Job(qwen, _devices("2x8 h200"), 64)
     best = plan(job).best
     assert best is not None
-    costs = economics_of(job, best, 1e9, 2.5, 16_000.0)
+    costs = run_costs(job, best, 1e9, 2.5, 16_000.0)
     copies = best.layout.replicate
     # Masters and two moments of one copy, in fp32, written by the nodes that hold it, 2 GB/s each.
     assert costs.checkpoint_bytes == pytest.approx(12 * qwen.total, rel=0.001)
@@ -222,13 +221,13 @@ def test_budget_checkpoints_and_failures_by_hand(qwen: Facts) -> None:
     assert costs.cost == pytest.approx(costs.hours * 16 * 2.5)
 
 
-def test_axes_given_by_the_user_are_kept(qwen: Facts) -> None:
+def test_axes_given_by_the_user_are_kept(qwen: ModelFigures) -> None:
     job = Job(qwen, _devices("1x8 h200"), 64)
     found = plan(job, fixed=ParallelConfig(ep=4, replicate=1))
     assert {(each.layout.ep, each.layout.replicate) for each in found.candidates} == {(4, 1)}
 
 
-def test_what_train_refuses_for_a_model_is_not_ranked(qwen: Facts) -> None:
+def test_what_train_refuses_for_a_model_is_not_ranked(qwen: ModelFigures) -> None:
     found = plan(Job(qwen, _devices("1x8 h200"), 64))
     reasons = {each.layout: each.reason for each in found.rejected}
     # 4 key and value heads.
@@ -249,7 +248,7 @@ def test_what_train_refuses_for_a_model_is_not_ranked(qwen: Facts) -> None:
         linear_key_head_dim=16,
         linear_value_head_dim=16,
     )
-    linear = facts_of(config, length=64, precision=PrecisionConfig(), packed=False)
+    linear = figures_of(config, length=64, precision=PrecisionConfig(), packed=False)
     refusal = linear.asked.refusal(Layout(cp=2))
     assert refusal is not None
     assert "carries state along the sequence" in refusal
@@ -260,9 +259,13 @@ def test_what_train_refuses_for_a_model_is_not_ranked(qwen: Facts) -> None:
 def test_a_precision_that_train_refuses_for_a_model_is_not_planned() -> None:
     config = tiny_config("DeepseekV4ForCausalLM", "deepseek_v4")
     with pytest.raises(InputError, match=r"precision.compute: deepseek_v4 computes with .* in float32"):
-        facts_of(config, length=64, precision=PrecisionConfig())
-    assert facts_of(config, length=64, precision=PrecisionConfig(compute="float32")).total > 0
+        figures_of(config, length=64, precision=PrecisionConfig())
+    assert figures_of(config, length=64, precision=PrecisionConfig(compute="float32")).total > 0
 
 
-def test_stages_are_those_that_training_cuts(qwen: Facts) -> None:
-    assert [len(stage_blocks(qwen, (2, 1), stage)) for stage in range(2)] == [27, 21]
+def test_stages_are_those_that_training_cuts(qwen: ModelFigures) -> None:
+    assert _blocks(qwen, 2) == [27, 21]
+
+
+def _blocks(model: ModelFigures, pp: int) -> list[int]:
+    return [len(pipeline_rank(model, pp, 1, stage).chunks[0]) for stage in range(pp)]

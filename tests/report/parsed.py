@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 
-VOID = {"meta", "br", "hr"}
+VOID = {"meta"}
 LOADS = ("src", "srcset", "href", "xlink:href", "data", "action", "poster", "background")
 FORBIDDEN = {"script", "iframe", "object", "embed", "link", "base", "form", "img", "audio", "video", "foreignobject"}
 
@@ -31,6 +31,8 @@ class Page(HTMLParser):
         self.section = "top"
         self.feed(self.source)
         self.close()
+        # As a reader sees it: white space counts as one blank.
+        self.texts = {section: " ".join(text.split()) for section, text in self.texts.items()}
         assert not self.open, f"never closed: {self.open}"
         assert len(self.ids) == len(set(self.ids)), "an id stands twice"
         assert self.references <= set(self.ids), f"lead nowhere: {self.references - set(self.ids)}"
@@ -43,14 +45,15 @@ class Page(HTMLParser):
             self.open.append(tag)
         values = dict(attrs)
         assert len(values) == len(attrs), f"{tag} has an attribute twice"
+        if tag in ("td", "th"):
+            self.handle_data(" ")
         if tag == "section":
             self.section = values["id"] or ""
         if values.get("http-equiv") == "Content-Security-Policy":
             self.policy = values["content"] or ""
         if "id" in values:
             self.ids.append(values["id"] or "")
-        if tag == "svg":
-            assert values["role"] == "img"
+        if values.get("role") == "img":
             self.described.append(values["aria-label"] or "")
         for name, value in values.items():
             assert not name.startswith("on"), f"{tag} has a handler: {name}"

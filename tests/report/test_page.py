@@ -70,7 +70,7 @@ def test_a_run_s_figures_tables_and_configuration_are_on_the_page(tmp_path: Path
     assert "1 row without a finite value" in page.texts["training"]
     assert "Dashed vertical lines mark where the run was resumed" in page.texts["training"]
     assert "last evaluation 2" in page.texts["training"]
-    assert "in block 3 at step 16" in page.texts["experts"]  # the third MoE layer is in the fourth block
+    assert "at most 1.9× in block 3 at step 14" in page.texts["experts"]  # the third MoE layer is in the fourth block
     assert "24 = 2 micro-batch × 4 data ranks × 3 accumulation" in page.texts["plan"]
     assert "Speed and memory were not predicted" in page.texts["plan"]
     assert "2.13.0 (earlier: 2.12.0)" in page.texts["starts"]
@@ -82,7 +82,7 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> N
     rows = [row(step, 40, 1, tokens_per_second=5000.0) for step in range(1, 41)]
     page = page_of(write_run(tmp_path / "run", rows=rows, starts=[start(plan=PREDICTED)]))
     told = page.texts["plan"]
-    for figures in ("0.25 s0.5 s2.00×", "10,0005,0000.50×", "2.00 GiB3.00 GiB1.50×"):
+    for figures in ("0.25 s 0.5 s 2.00×", "10,000 5,000 0.50×", "2.00 GiB 3.00 GiB 1.50×"):
         assert figures in told
     assert "the resident memory of the whole process" in told
     assert "not predicted" not in told
@@ -91,7 +91,7 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> N
 def test_a_prediction_is_compared_with_what_came_after_its_start_alone(tmp_path: Path) -> None:
     rows = [row(step, 40, 1, tokens_per_second=100.0 if step <= 20 else 20_000.0) for step in range(1, 41)]
     page = page_of(write_run(tmp_path / "run", rows=rows, starts=[start(), start(20, plan=PREDICTED, device="cuda")]))
-    assert "10,00020,0002.00×" in page.texts["plan"]
+    assert "10,000 20,000 2.00×" in page.texts["plan"]
     assert "resident" not in page.texts["plan"]
 
 
@@ -204,7 +204,7 @@ def test_verification_is_shown_as_it_is_or_its_command_if_there_is_none(tmp_path
         assert f"expertmesh verify {run}/config.yaml" in shown[name][0]
         assert ("verification.json is left out" in shown[name][1]) is (name != "none")
     assert "Passed: what was run agrees with the unsharded model" in shown["passed"][0]
-    assert "backwardevery gradientpass3.1e-071e-05model.norm.weight" in shown["passed"][0]
+    assert "backward every gradient pass 3.1e-07 1e-05 model.norm.weight" in shown["passed"][0]
     assert "2 of 2 layers passed" in shown["passed"][1]
     assert "FAILED: see backward" in shown["failed"][0]
     for name in ("contradiction", "empty", "missed"):
@@ -222,8 +222,8 @@ def test_what_verify_writes_is_what_the_report_reads(tmp_path: Path) -> None:
     page = page_of(run)
     assert "verification.json is left out" not in page.texts["top"]
     assert "FAILED: see backward" in page.texts["verification"]
-    assert "backwardgradientsfailnan1e-05lm_head.weight" in page.texts["verification"]
-    assert "artifactsadapternot run" in page.texts["verification"]
+    assert "backward gradients fail nan 1e-05 lm_head.weight" in page.texts["verification"]
+    assert "artifacts adapter not run" in page.texts["verification"]
     assert "1 of 1 planted bug caught" in page.texts["verification"]
 
 

@@ -2,18 +2,18 @@
 
 import pytest
 
+from benchmarks.shapes import deepseek_v3, qwen3_30b_a3b
 from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
-from expertmesh.distributed.layout import resolve_layout
+from expertmesh.distributed.layout import Layout, resolve_layout
+from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning import memory, traffic
-from expertmesh.planning.axes import planned_by_axis
-from expertmesh.planning.facts import facts_of
-from expertmesh.planning.memory import Batch, peak_of
-from expertmesh.planning.schedule import Held
-from expertmesh.planning.state import CheckpointedLayers, Mode, state_of
+from expertmesh.planning.memory import peak_of
+from expertmesh.planning.read_model import figures_of
+from expertmesh.planning.stages import Batch, CheckpointedLayers, InFlight, Workload, resident_state
 from expertmesh.planning.traffic import traffic_of
+from expertmesh.simulation.axes import planned_by_axis
 from expertmesh.simulation.run import simulate
-from expertmesh.simulation.shapes import deepseek_v3, qwen3_30b_a3b
 
 LENGTH = 1024
 
@@ -39,7 +39,7 @@ LENGTH = 1024
 def test_simulated_rank_of_64_is_what_the_formulas_say(
     shape: str,
     parallel: ParallelConfig,
-    mode: Mode,
+    mode: CheckpointingMode,
     lora: LoraConfig | None,
     micro_batches: int,
     layers: CheckpointedLayers,
@@ -51,7 +51,7 @@ def test_simulated_rank_of_64_is_what_the_formulas_say(
 def _check(
     shape: str,
     parallel: ParallelConfig,
-    mode: Mode,
+    mode: CheckpointingMode,
     lora: LoraConfig | None,
     batch: Batch,
     layers: CheckpointedLayers,
@@ -59,26 +59,14 @@ def _check(
 ) -> None:
     config = qwen3_30b_a3b() if shape == "qwen" else deepseek_v3()
     config.num_hidden_layers = 4
-    facts = facts_of(config, length=LENGTH, precision=PrecisionConfig(), lora=lora, packed=False)
-    experts = facts.moe[0].experts
-    assert experts is not None
-    layout = resolve_layout(parallel, 64, experts.spec.num_experts)
-    found = simulate(
-        config,
-        parallel,
-        64,
-        length=LENGTH,
-        batch=batch,
-        mode=mode,
-        layers=layers,
-        lora=lora,
-        choice=experts.choice,
-        stage=stage,
-    )
-    state = state_of(facts, layout, stage)
+    model = figures_of(config, length=LENGTH, precision=PrecisionConfig(), lora=lora, packed=False)
+    layout = resolve_layout(parallel, 64, model.anatomy.num_experts)
+    workload = Workload(model, layout, batch, mode, layers)
+    found = simulate(config, workload, lora=lora, stage=stage)
+    state = resident_state(model, layout, stage)
     assert found.state == pytest.approx(state.frozen + 3 * state.master, rel=0.001)
-    assert found.peak == pytest.approx(peak_of(facts, layout, batch, mode, stage, layers=layers), rel=0.05)
-    planned = planned_by_axis(traffic_of(facts, layout, batch, mode, layers=layers, stage=stage), found.sent)
+    assert found.peak == pytest.approx(peak_of(workload, stage), rel=0.05)
+    planned = planned_by_axis(traffic_of(workload, stage), found.sent)
     for key, sent in found.sent.items():
         if sent.bytes > 1024:
             assert sent.calls == planned[key].calls, key
@@ -89,21 +77,19 @@ def _check(
 
 
 def test_a_second_micro_batch_in_flight_that_is_forgotten_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "backwards", lambda layout, count, rank: (Held(0, (1,), (True,), False),))
+    monkeypatch.setattr(memory, "in_flight", lambda *_: (InFlight(0, (1,), (True,), False),))
     with pytest.raises(AssertionError):
         _check("qwen", ParallelConfig(ep=4, pp=4), "none", None, Batch(1, 4), "all", 0)
 
 
 def test_a_prefetch_in_vain_that_is_forgotten_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traffic, "prefetching", lambda *_: ())
+    monkeypatch.setattr(traffic, "prefetches", lambda *_: ())
     with pytest.raises(AssertionError):
         _check("qwen", ParallelConfig(ep=4, pp=2, pp_virtual_stages=2), "none", None, Batch(1, 4), "all", 0)
 
 
 def test_what_fake_tensors_cannot_do_is_refused() -> None:
     fp32 = PrecisionConfig(params="float32", compute="float32", reduce="float32")
-    facts = facts_of(qwen3_30b_a3b(), length=8, precision=fp32, packed=False)
-    experts = facts.moe[0].experts
-    assert experts is not None
+    model = figures_of(qwen3_30b_a3b(), length=8, precision=fp32, packed=False)
     with pytest.raises(InputError, match="only bfloat16 can be simulated"):
-        simulate(qwen3_30b_a3b(), ParallelConfig(ep=8), 64, length=8, precision=fp32, choice=experts.choice)
+        simulate(qwen3_30b_a3b(), Workload(model, Layout(fsdp=64, ep=8), Batch(1, 1), "full"))

@@ -2,7 +2,8 @@
 
 import pytest
 
-from expertmesh.training.preflight import _masks_see_positions, packing_refusal
+from expertmesh.introspection.attention import packing_refusal
+from expertmesh.introspection.source_code import _masks_see_positions
 from tests.support.models import tiny_model
 
 DIRECT = "create_causal_mask(config=c, position_ids=position_ids)"

@@ -16,7 +16,7 @@ from expertmesh.config.errors import IntegrityError
 from expertmesh.state.shards import local_tensor
 from expertmesh.training.control import Control
 from expertmesh.training.run import train
-from expertmesh.training.weights_report import loaded_lines, saved_lines
+from expertmesh.training.weights import loaded_lines, saved_lines
 from expertmesh.weights.audit import AuditReport
 from expertmesh.weights.load import LoadReport, fill
 from expertmesh.weights.save import SaveReport

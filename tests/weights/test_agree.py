@@ -36,6 +36,20 @@ def test_an_error_of_ours_is_raised_as_it_is_on_every_rank(kind: str) -> None:
     assert run_ranks(_raise_on, 3, {1: (kind, sentence)}) == [(kind, sentence)] * 3
 
 
+def _key_of_an_error_on_rank_1() -> str:
+    try:
+        with raise_on_all_ranks("working"):
+            if dist.get_rank() == 1:
+                raise InputError("wrong", key="layout.wrong")
+    except InputError as error:
+        return error.key
+    return "none"
+
+
+def test_the_key_of_an_error_is_known_on_every_rank() -> None:
+    assert run_ranks(_key_of_an_error_on_rank_1, 2) == ["layout.wrong"] * 2
+
+
 def test_the_lowest_failing_rank_speaks_for_all() -> None:
     ranks = {2: ("InputError", "second"), 1: ("IntegrityError", "first")}
     results = run_ranks(_raise_on, 3, ranks)

@@ -50,7 +50,7 @@ class AdapterReport:
 
 @torch.no_grad()
 def save_adapter(model: PreTrainedModel, directory: str | Path, *, tokenizer: Tokenizer | None = None) -> AdapterReport:
-    """Write what `peft.PeftModel.from_pretrained(base, directory)` reads: weights in fp32 masters' dtype, and config.
+    """Write what `peft.PeftModel.from_pretrained(base, directory)` reads: the adapters as trained, and their config.
 
     Every rank calls it, with the same arguments, on a file system that all share; `directory` must not exist or be
     empty. Raises on all ranks alike `InputError` (no adapters, target not empty, disk full). Issues the all-gathers of

@@ -52,7 +52,7 @@ def expert_module_spec(name: str, members: nn.ModuleList) -> ExpertModuleSpec:
             f"{name} is a list of {kind} modules, which are not MLPs of two or three linear layers alike; "
             "it is not supported"
         )
-    forms = [
+    specs = [
         ExpertModuleSpec(
             ups=ups,
             down=down,
@@ -65,17 +65,17 @@ def expert_module_spec(name: str, members: nn.ModuleList) -> ExpertModuleSpec:
         for ups, down in _roles(linears)
         if _agrees(first, ups, down)
     ]
-    if forms:
+    if specs:
         # Gate and up can stand in either order; in this one the derivative is known.
-        return next((form for form in forms if form.silu_gated), forms[0])
+        return next((spec for spec in specs if spec.silu_gated), specs[0])
     raise InputError(
         f"{name} is a list of {kind} modules, whose forward is not down(activation(ups)); it is not supported"
     )
 
 
-def expert_module_sizes(form: ExpertModuleSpec) -> dict[int, int]:
+def expert_module_sizes(spec: ExpertModuleSpec) -> dict[int, int]:
     """Small sizes in the place of the members' real ones."""
-    return _small_sizes(form.hidden_size, form.intermediate_size)
+    return _small_sizes(spec.hidden_size, spec.intermediate_size)
 
 
 def _facts(member: nn.Module) -> list[object]:

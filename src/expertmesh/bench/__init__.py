@@ -1,5 +1,5 @@
-"""Measurements of expertmesh beside its peers, on the user's own machine: what `expertmesh bench` runs.
+"""What `expertmesh bench` measures, beside transformers and PEFT, on the user's own machine.
 
-step.py, layer.py, load.py and lora.py each measure one thing; `python -m benchmarks.step` and so on run them with
-options of their own. parts.py chooses sizes and peers for the command line. Nothing here is needed to train.
+case.py says what is measured and how large, model.py (`step`, `load`), layer.py and lora.py measure it, worker.py is a
+rank, probes.py are the instruments, result.py is what comes out. The scripts of `benchmarks/` build on them.
 """

@@ -1,29 +1,27 @@
-"""What is measured: the model's shape, the tokens of a step and the precision, shared by every system.
+"""What is measured: shapes of models and layers, numbers of tokens, precisions, and how often.
 
-`Case` travels as JSON from the launcher to the worker ranks, so that all of them build the same model from
-the same checkpoint and read the same tokens. The two named settings are the ones whose figures are published.
+A `Case` travels as JSON from the launcher to the ranks, so that all of them build the same model from the same
+checkpoint and read the same tokens.
 """
 
-from __future__ import annotations
-
 import dataclasses
-import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+from expertmesh.config.errors import InputError
+
+CPU_RANKS, QUICK_RANKS = 4, 2
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Case:
-    """One benchmark case.
+    """A Qwen3-MoE on local ranks. `tokens` counts those of a rank and step, cut into sequences of `sequence` tokens.
 
     `compute` is what forward and backward run in, `params` what parameters are stored in, in memory and in the
     checkpoint; reduced gradients are always float32.
-    `tokens` counts tokens per data rank and step, cut into sequences of `sequence` tokens.
     """
 
     tokens: int
@@ -46,69 +44,110 @@ class Case:
         if self.tokens % self.sequence and self.tokens > self.sequence:
             raise ValueError(f"tokens={self.tokens} is not a multiple of sequence={self.sequence}")
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of forward and backward."""
-        dtype = getattr(torch, self.compute)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-
-    def tiny(self) -> Case:
+    def tiny(self) -> "Case":
         """The same case in miniature: it pays for lazy imports before memory is measured."""
         return dataclasses.replace(
             self, tokens=16, sequence=16, layers=1, hidden=64, experts=8, top_k=2, expert_width=32,
             vocabulary=64, heads=2, kv_heads=2, head_dim=32,
         )  # fmt: skip
 
-    def to_json(self) -> str:
-        """This case as one line of JSON."""
-        return json.dumps(dataclasses.asdict(self))
 
-    @classmethod
-    def from_json(cls, text: str) -> Case:
-        """The inverse of `to_json`."""
-        fields: dict[str, Any] = json.loads(text)
-        return cls(**fields)
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of one MoE layer: H hidden, I expert width, E experts, K experts per token. Default: Qwen3-30B-A3B's."""
 
+    hidden: int = 2048
+    width: int = 768
+    experts: int = 128
+    top_k: int = 8
 
-SETTINGS: dict[str, Case] = {
-    "fp32-512": Case(tokens=512, compute="float32"),
-    "bf16-2048": Case(tokens=2048, compute="bfloat16"),
-    "load-2gb": Case(
-        tokens=512, compute="bfloat16", params="bfloat16", layers=10, hidden=1024, expert_width=512,
-        vocabulary=32768, heads=16,
-    ),
-}  # fmt: skip
+    def flops(self, tokens: int) -> int:
+        """Operations of forward and backward: three products of 2·H·I per pair, each with two gradients."""
+        return 18 * tokens * self.top_k * self.hidden * self.width
 
 
-def qwen3_moe_config(case: Case) -> PreTrainedConfig:
-    """The Qwen3-MoE configuration of `case`; the default shape has 212 million parameters."""
-    from transformers import Qwen3MoeConfig
+@dataclass(frozen=True, slots=True)
+class LayerCase:
+    """One layer, and how many tokens of which dtype go through it."""
 
-    sizes: dict[str, Any] = dict(
-        vocab_size=case.vocabulary,
-        hidden_size=case.hidden,
-        intermediate_size=2 * case.hidden,
-        moe_intermediate_size=case.expert_width,
-        num_hidden_layers=case.layers,
-        num_attention_heads=case.heads,
-        num_key_value_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        num_experts=case.experts,
-        num_experts_per_tok=case.top_k,
-        norm_topk_prob=True,
-        max_position_embeddings=max(2048, case.sequence),
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
-    return Qwen3MoeConfig(**sizes)
+    tokens: int
+    shape: Shape
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured, and how often. `ranks` of the cases are replaced by `--nproc`."""
+
+    step: Case
+    load: Case
+    layer: tuple[LayerCase, ...]
+    lora: tuple[LayerCase, ...]
+    step_repeats: int
+    load_repeats: int
+    layer_repeats: int
+    lora_repeats: int
+
+
+TINY_LAYER = Shape(hidden=256, width=128, experts=16, top_k=4)
+_LARGE, _SMALL = Shape(hidden=1024, width=512, experts=64), Shape(hidden=512, width=256, experts=64)
+LORA = (LayerCase(512, _LARGE, "float32"), LayerCase(512, _LARGE, "bfloat16"), LayerCase(4096, _SMALL, "float32"))
+STEP = Case(tokens=512, compute="float32")
+LOAD = Case(
+    tokens=512, compute="bfloat16", params="bfloat16", layers=10, hidden=1024, expert_width=512, vocabulary=32768,
+    heads=16,
+)  # fmt: skip
+# Two layers of Qwen3-30B-A3B.
+_GPU_STEP = Case(
+    tokens=8192, sequence=4096, compute="bfloat16", params="bfloat16", layers=2, hidden=2048, experts=128,
+    expert_width=768, vocabulary=32768, heads=32, head_dim=128,
+)  # fmt: skip
+
+CPU = Sizes(
+    STEP, LOAD, (LayerCase(2048, TINY_LAYER, "float32"), LayerCase(2048, TINY_LAYER, "bfloat16")), LORA,
+    step_repeats=7, load_repeats=3, layer_repeats=15, lora_repeats=5,
+)  # fmt: skip
+CPU_QUICK = Sizes(
+    dataclasses.replace(STEP, layers=2, tokens=128, sequence=128), dataclasses.replace(LOAD, layers=1),
+    (LayerCase(512, TINY_LAYER, "float32"),), (LayerCase(512, TINY_LAYER, "float32"),),
+    step_repeats=3, load_repeats=1, layer_repeats=5, lora_repeats=3,
+)  # fmt: skip
+ACCELERATOR = Sizes(
+    _GPU_STEP, LOAD, (LayerCase(8192, Shape(), "bfloat16"), LayerCase(32768, Shape(), "bfloat16")),
+    (LayerCase(16384, Shape(), "bfloat16"),), step_repeats=9, load_repeats=3, layer_repeats=15, lora_repeats=9,
+)  # fmt: skip
+ACCELERATOR_QUICK = dataclasses.replace(
+    ACCELERATOR, step=dataclasses.replace(_GPU_STEP, tokens=2048, sequence=2048), load=CPU_QUICK.load,
+    layer=ACCELERATOR.layer[:1], step_repeats=3, load_repeats=1, layer_repeats=5, lora_repeats=3,
+)  # fmt: skip
+
+
+def sizes_for(device: torch.device, quick: bool) -> Sizes:
+    if device.type == "cpu":
+        return CPU_QUICK if quick else CPU
+    return ACCELERATOR_QUICK if quick else ACCELERATOR
+
+
+def check_ranks(nproc: int | None, device: torch.device, quick: bool, sizes: Sizes) -> int:
+    """How many ranks `step` and `load` use: `nproc`, else one per accelerator, else a few on the CPU.
+
+    Raises `InputError` for a number that the machine or the models' experts do not allow.
+    """
+    devices = torch.accelerator.device_count() if device.type != "cpu" else None
+    if devices is not None and nproc is not None and nproc > devices:
+        raise InputError(f"--nproc is {nproc}, but this machine has {devices} accelerators; use {devices} or fewer")
+    ranks = nproc or devices or (QUICK_RANKS if quick else CPU_RANKS)
+    for case in (sizes.step, sizes.load):
+        if case.experts % ranks:
+            choices = ", ".join(str(size) for size in range(1, case.experts + 1) if case.experts % size == 0)
+            raise InputError(f"--nproc {ranks} does not divide the {case.experts} experts of a layer; use {choices}")
+    return ranks
 
 
 def write_checkpoint(case: Case, directory: Path, max_shard_size: str = "50GB") -> Case:
     """Write a random checkpoint of `case` in the published layout; returns the case with its path.
 
-    Every system loads this one directory, so equal losses and gradient norms show that they compute the same
-    thing.
+    Every system loads this one directory, so equal losses and gradient norms show that they compute the same thing.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -119,6 +158,20 @@ def write_checkpoint(case: Case, directory: Path, max_shard_size: str = "50GB") 
     model = auto.from_config(qwen3_moe_config(case), dtype=getattr(torch, case.params))
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return dataclasses.replace(case, checkpoint=str(directory))
+
+
+def qwen3_moe_config(case: Case) -> Any:
+    """The Qwen3-MoE configuration of `case`; the default shape has 212 million parameters."""
+    from transformers import Qwen3MoeConfig
+
+    sizes: dict[str, Any] = dict(
+        vocab_size=case.vocabulary, hidden_size=case.hidden, intermediate_size=2 * case.hidden,
+        moe_intermediate_size=case.expert_width, num_hidden_layers=case.layers, num_attention_heads=case.heads,
+        num_key_value_heads=case.kv_heads, head_dim=case.head_dim, num_experts=case.experts,
+        num_experts_per_tok=case.top_k, norm_topk_prob=True, max_position_embeddings=max(2048, case.sequence),
+        tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    return Qwen3MoeConfig(**sizes)
 
 
 def input_ids(case: Case, data_rank: int) -> torch.Tensor:

@@ -1,24 +1,27 @@
-"""Instruments: what a step sends through collectives, and how much memory a process holds.
+"""Instruments: seconds, what a step sends through collectives, and how much memory a process holds.
 
 Counting runs in a step of its own, never in a timed one. Bytes are counted where torch hands an operation to
 c10d, so they are exact for whatever issues the collective: FSDP2, functional collectives, autograd or plain
 calls.
 """
 
-from __future__ import annotations
-
-import dataclasses
+import gc
 import os
+import statistics
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "broadcast")
 
-@dataclasses.dataclass(slots=True)
+
+@dataclass(slots=True)
 class Traffic:
     """Calls and bytes of one kind of collective on one rank.
 
@@ -31,7 +34,7 @@ class Traffic:
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts every c10d operation issued under it, by kind: all_to_all, all_gather, reduce_scatter, ...
+    """Counts every c10d operation issued under it, by `KINDS`.
 
     Raises RuntimeError on a communicating c10d operation that it does not know, rather than miss its bytes.
     """
@@ -51,40 +54,22 @@ class CollectiveCounter(TorchDispatchMode):
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
         if name in ("wait_tensor", "_wrap_tensor_autograd", "barrier"):
             return
-        kind = next((kind for kind, names in _KINDS.items() if name in names), None)
+        # c10d writes alltoall_base_ and _allgather_base_, the functional form all_to_all_single.
+        plain = name.replace("_", "")
+        kind = next((kind for kind in KINDS if plain.startswith(kind.replace("_", ""))), None)
         if kind is None:
             raise RuntimeError(f"the collective counter does not know the c10d operation {name!r}")
-        tensors = [sum(t.nbytes for t in _tensors(arg)) for arg in args]
+        sizes = [sum(tensor.nbytes for tensor in _tensors(arg)) for arg in args]
         entry = self.traffic.setdefault(kind, Traffic())
         entry.calls += 1
         if kind == "all_to_all":
             # c10d passes (output, input); the functional form passes the input alone.
-            entry.bytes += tensors[1] if name in ("alltoall_base_", "alltoall_") else tensors[0]
+            entry.bytes += sizes[1] if name.startswith("alltoall") else sizes[0]
+        elif name.startswith("all_gather_into_tensor") and name != "all_gather_into_tensor_out":
+            # Functional gathers carry the group's size, not their output.
+            entry.bytes += max(sizes) * int(args[1])
         else:
-            entry.bytes += _gathered_bytes(name, tensors, args)
-
-
-_KINDS: dict[str, tuple[str, ...]] = {
-    "all_to_all": ("alltoall_base_", "alltoall_", "all_to_all_single"),
-    "all_gather": (
-        "_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_", "all_gather_into_tensor",
-        "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced",
-    ),
-    "reduce_scatter": (
-        "_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_",
-        "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced",
-    ),
-    "all_reduce": ("allreduce_", "all_reduce", "all_reduce_", "allreduce_coalesced_", "all_reduce_coalesced"),
-    "broadcast": ("broadcast_", "broadcast"),
-}  # fmt: skip
-
-
-def _gathered_bytes(name: str, tensors: list[int], args: tuple[Any, ...]) -> int:
-    """The whole gathered or reduced tensor; functional gathers carry the group size, not their output."""
-    largest = max(tensors)
-    if name.startswith("all_gather_into_tensor") and name != "all_gather_into_tensor_out":
-        return largest * int(args[1])
-    return largest
+            entry.bytes += max(sizes)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -101,6 +86,31 @@ def count_collectives(step: Callable[[], object]) -> dict[str, Traffic]:
     with counter:
         step()
     return counter.traffic
+
+
+def alternating(names: Sequence[str], repeats: int) -> Iterator[str]:
+    """Each of `names` so many times, A B C, C B A, ...: what slows the machine down slows all of them alike."""
+    for repeat in range(repeats):
+        yield from names if repeat % 2 == 0 else reversed(names)
+
+
+def median(values: Sequence[float]) -> float:
+    return float(statistics.median(values))
+
+
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    """Wall seconds of `run` between two synchronisations."""
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the accelerator; nothing to wait for on CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def saved_bytes(forward: Callable[[], object], exclude: Iterable[torch.Tensor] = ()) -> int:
@@ -124,12 +134,18 @@ def saved_bytes(forward: Callable[[], object], exclude: Iterable[torch.Tensor] =
     return total
 
 
-def peak_allocated_bytes(run: Callable[[], object]) -> int:
-    """Highest sum of CPU tensor memory during `run` above what was allocated before it.
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Highest sum of tensor memory during `run` above what was allocated before it.
 
     Exact, from torch's allocator: unlike resident memory it does not depend on what the C library keeps or
     gives back.
     """
+    gc.collect()
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+        before = torch.accelerator.memory_allocated(device)
+        run()
+        return torch.accelerator.max_memory_allocated(device) - before
     live = peak = 0
     for change in _allocations(run):
         live += change
@@ -143,7 +159,7 @@ def held_bytes(run: Callable[[], object]) -> int:
 
 
 def _allocations(run: Callable[[], object]) -> list[int]:
-    """What `run` allocated (positive) and freed (negative), in bytes and in order."""
+    """What `run` allocated (positive) and freed (negative) on the CPU, in bytes and in order."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells every start on stderr
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = run()
@@ -154,28 +170,39 @@ def _allocations(run: Callable[[], object]) -> list[int]:
     return [event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())]
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for the accelerator; nothing to wait for on CPU."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+# Fields of /proc/self/status, which Linux has: resident memory now, its highest since the start or `reset_peak`, and
+# the parts of it that are no pages of files and that are pages of mapped files.
+RESIDENT, PEAK_RESIDENT, ANONYMOUS, FILE_PAGES = "VmRSS", "VmHWM", "RssAnon", "RssFile"
 
 
-def _status_bytes(field: str) -> int:
+def status_bytes(field: str) -> int:
+    """One of the fields above of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"/proc/self/status has no {field}")
 
 
+def reset_peak() -> None:
+    """Forget the highest resident memory so far (Linux; the number 5 is the kernel's name for that)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def read_bytes() -> int:
+    """Bytes that read calls of this process have returned so far; its own looks at /proc count (Linux)."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
 class SampledPeaks:
     """Highest resident memory by kind while the `with` block runs, sampled by a thread (Linux).
 
-    The kernel keeps an exact peak of the sum alone. `anonymous` is what the process holds; `file` are pages of mapped
-    files, which the kernel can drop and processes share.
+    The kernel keeps an exact peak of the sum alone. `highest` has what the process holds (ANONYMOUS), and pages of
+    mapped files, which the kernel can drop and processes share (FILE_PAGES).
     """
 
     def __init__(self, seconds: float = 0.002) -> None:
-        self.anonymous = self.file = 0
+        self.highest = {ANONYMOUS: 0, FILE_PAGES: 0}
         self._seconds = seconds
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
@@ -185,10 +212,10 @@ class SampledPeaks:
             self._look()
 
     def _look(self) -> None:
-        self.anonymous = max(self.anonymous, anonymous_bytes())
-        self.file = max(self.file, file_bytes())
+        for field, highest in self.highest.items():
+            self.highest[field] = max(highest, status_bytes(field))
 
-    def __enter__(self) -> SampledPeaks:
+    def __enter__(self) -> "SampledPeaks":
         self._thread.start()
         return self
 
@@ -196,34 +223,3 @@ class SampledPeaks:
         self._stop.set()
         self._thread.join()
         self._look()
-
-
-def read_bytes() -> int:
-    """Bytes that read calls of this process have returned so far; its own looks at /proc count (Linux)."""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["rchar"])
-
-
-def anonymous_bytes() -> int:
-    """The part of resident memory that is no page of a file (Linux)."""
-    return _status_bytes("RssAnon")
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process now (Linux)."""
-    return _status_bytes("VmRSS")
-
-
-def file_bytes() -> int:
-    """The part of resident memory that is pages of mapped files (Linux)."""
-    return _status_bytes("RssFile")
-
-
-def peak_resident_bytes() -> int:
-    """Highest resident memory since the process started or since `reset_peak` (Linux)."""
-    return _status_bytes("VmHWM")
-
-
-def reset_peak() -> None:
-    """Forget the highest resident memory so far (Linux; the number 5 is the kernel's name for that)."""
-    Path("/proc/self/clear_refs").write_text("5")

@@ -1,64 +1,162 @@
-"""One rank of a benchmark run; started by `launch` of step.py, never by hand.
+"""The ranks of `step` and `load`: `launch` starts them, each runs `main`, rank 0 writes the result as JSON.
 
-`time` builds every system on the same ranks and alternates them, so that a busy neighbour slows all of them
-alike. `memory` and `load` build one system in a fresh process. `profile` prints where one system's CPU time goes on
-rank 0. Rank 0 writes the result as JSON; every rank leaves through `os._exit`, because gloo's teardown aborts at
-random.
+`time` builds every system on the same ranks and alternates them, so that a busy neighbour slows all of them alike.
+`memory` and `load` build one system in a fresh process. Every rank leaves through `os._exit`, because gloo's teardown
+aborts at random.
 """
 
-from __future__ import annotations
-
-import argparse
 import dataclasses
 import gc
 import json
 import os
-import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from expertmesh.bench import probes
-from expertmesh.bench.case import Case, write_checkpoint
-from expertmesh.bench.systems import System, build
+from expertmesh.bench.case import Case, input_ids, write_checkpoint
+from expertmesh.config.errors import DistributedFailure
 from expertmesh.distributed.mesh import current_device
 
 # (case, systems, repeats) to what rank 0 writes; every rank calls it.
 Mode = Callable[[Case, Sequence[str], int], dict[str, Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class System:
+    """One built system on one rank.
+
+    `step()` runs forward and backward over this rank's tokens and returns this rank's share of the global
+    mean loss: the sum of it over ranks is the mean over all target tokens of the step. `module` owns the
+    parameters. `note` says what it stores and computes in.
+    """
+
+    module: nn.Module
+    step: Callable[[], torch.Tensor]
+    note: str
+
+
+def transformers_ep(case: Case, ep: int) -> System:
+    """transformers' native EP x FSDP2: K rows per token through the all-to-all."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    world, mixed = dist.get_world_size(), case.compute != case.params
+    model = AutoModelForCausalLM.from_pretrained(
+        case.checkpoint,
+        dtype=getattr(torch, case.params),
+        distributed_config=DistributedConfig(fsdp_size=world, ep_size=ep, fsdp_mixed_precision=mixed),
+        experts_implementation="grouped_mm",
+        attn_implementation="sdpa",
+    )
+    model.train()
+    ids_BS = input_ids(case, dist.get_rank()).to(current_device())
+
+    def step() -> torch.Tensor:
+        # Its loss is a mean over this rank's targets; all ranks have equally many.
+        loss: torch.Tensor = model(input_ids=ids_BS, labels=ids_BS, use_cache=False).loss
+        loss.backward()
+        return loss.detach() / world
+
+    computes = (
+        f"fsdp_mixed_precision: {case.compute} compute, float32 reduce" if mixed else "the same compute and reduce"
+    )
+    return System(model, step, f"{case.params} parameters, {computes}")
+
+
+def expertmesh_ep(case: Case, ep: int, **options: Any) -> System:
+    """Ours: de-duplicated dispatch, lean backward, FSDP2 over all ranks. `options` are those of `load_model`."""
+    import expertmesh as em
+
+    mesh = em.init_mesh(em.ParallelConfig(ep=ep))
+    precision = em.PrecisionConfig(params=case.params, compute=case.compute, reduce="float32")  # type: ignore[arg-type]
+    model = em.load_model(case.checkpoint, mesh, precision=precision, attention="sdpa", **options)
+    ids_BS = input_ids(case, dist.get_rank()).to(mesh.device)
+    targets = em.count_targets(ids_BS) * dist.get_world_size()
+
+    def step() -> torch.Tensor:
+        loss = em.causal_lm_loss(model, {"input_ids": ids_BS, "labels": ids_BS}, target_tokens=targets)
+        loss.backward()
+        return loss.detach()
+
+    return System(model, step, f"{case.params} parameters, {case.compute} compute, float32 reduce")
+
+
+# Built as `builder(case, size)` on every rank; a name is an entry and a size, such as `transformers_ep4`.
+BUILDERS: dict[str, Callable[[Case, int], System]] = {
+    "transformers_ep": transformers_ep,
+    "expertmesh_ep": expertmesh_ep,
+}
+
+
+def build(name: str, case: Case) -> System:
+    """Build the system called `name` on this rank; collective."""
+    entry = name.rstrip("0123456789")
+    if entry not in BUILDERS:
+        raise ValueError(f"unknown system {name!r}; known: {', '.join(sorted(BUILDERS))}, each followed by a size")
+    return BUILDERS[entry](case, int(name[len(entry) :] or 1))
+
+
+def launch(
+    mode: str, case: Case, names: Sequence[str], repeats: int, worker: str = "expertmesh.bench.worker"
+) -> dict[str, Any]:
+    """Start `case.ranks` fresh one-thread workers, wait for all of them and return what rank 0 wrote.
+
+    Raises `DistributedFailure` when one of them fails; its output tells why.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "result.json"
+        job = {"mode": mode, "case": dataclasses.asdict(case), "names": list(names), "repeats": repeats}
+        job |= {"store": str(Path(scratch) / "store"), "out": str(out)}
+        command = [sys.executable, "-W", "ignore", "-m", worker, json.dumps(job)]
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(case.ranks),
+            "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1",
+        }  # fmt: skip
+        ranks = [
+            subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(case.ranks)
+        ]
+        try:
+            failed = [rank for rank, process in enumerate(ranks) if process.wait() != 0]
+        finally:
+            for process in ranks:
+                process.kill()
+        if failed:
+            raise DistributedFailure(
+                f"ranks {failed} of the {mode} run over {', '.join(names)} failed; their output is above"
+            )
+        result: dict[str, Any] = json.loads(out.read_text())
+        return result
+
+
 def main(modes: Mapping[str, Mode] | None = None) -> None:
     """Run one of `modes` (default: `MODES`) as the rank that RANK names, on its accelerator or the CPU."""
-    modes = modes or MODES
-    parser = argparse.ArgumentParser()
-    parser.add_argument("mode", choices=tuple(modes))
-    parser.add_argument("--case", required=True)
-    parser.add_argument("--systems", required=True)
-    parser.add_argument("--repeats", type=int, required=True)
-    parser.add_argument("--store", required=True)
-    parser.add_argument("--out", required=True)
-    arguments = parser.parse_args()
-    case, names = Case.from_json(arguments.case), arguments.systems.split(",")
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = current_device()
+    job = json.loads(sys.argv[1])
+    rank, world, device = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), current_device()
     own = dist.get_default_backend_for_device(device)
     dist.init_process_group(
         own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}",
-        init_method=f"file://{arguments.store}",
+        init_method=f"file://{job['store']}",
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=600),
     )
-    result = modes[arguments.mode](case, names, arguments.repeats)
+    result = (modes or MODES)[job["mode"]](Case(**job["case"]), job["names"], job["repeats"])
     if rank == 0:
-        Path(arguments.out).write_text(json.dumps(result))
+        Path(job["out"]).write_text(json.dumps(result))
     meet()
     os._exit(0)
 
@@ -66,117 +164,94 @@ def main(modes: Mapping[str, Mode] | None = None) -> None:
 def measure_time(case: Case, names: Sequence[str], repeats: int) -> dict[str, Any]:
     """Wall and CPU seconds, traffic, loss and gradient norm of each system; collective.
 
-    Repetitions alternate A B C, C B A, ... A system's wall time is the slowest rank's, its CPU time the sum
-    over ranks.
+    A system's wall time is the slowest rank's, its CPU time the sum over ranks.
     """
     systems = {name: build(name, case) for name in names}
     result: dict[str, Any] = {}
     for name, system in systems.items():
         loss, norm = first_step(system)
-        traffic = probes.count_collectives(system.step) if system else {}
-        forget_gradients(system)
+        traffic = probes.count_collectives(system.step)
+        system.module.zero_grad()
         per_rank = gather({kind: dataclasses.asdict(entry) for kind, entry in traffic.items()})
-        note, trains_all = gather((system.note, system.trains_all) if system else ("", True))[0]
-        result[name] = {
-            "note": note,
-            "trains_all": trains_all,
-            "loss": loss,
-            "grad_norm": norm,
-            "traffic": per_rank,
-            "wall": [],
-            "cpu": [],
-        }
-    for repeat in range(repeats):
-        for name in names if repeat % 2 == 0 else reversed(names):
-            wall, cpu = timed_step(systems[name])
-            result[name]["wall"].append(wall)
-            result[name]["cpu"].append(cpu)
+        result[name] = {"note": system.note, "loss": loss, "grad_norm": norm, "traffic": per_rank}
+        result[name] |= {"wall": [], "cpu": []}
+    for name in probes.alternating(names, repeats):
+        gc.collect()
+        probes.synchronize(current_device())
+        meet()
+        cpu = time.process_time()
+        wall = probes.seconds_of(systems[name].step, current_device())
+        spent = gather((wall, time.process_time() - cpu))
+        systems[name].module.zero_grad()
+        result[name]["wall"].append(max(wall for wall, _ in spent))
+        result[name]["cpu"].append(sum(cpu for _, cpu in spent))
     return result
 
 
-def first_step(system: System | None) -> tuple[float, float]:
+def first_step(system: System) -> tuple[float, float]:
     """Loss and gradient norm over all ranks of a first step, which also warms the system up; collective."""
-    share = system.step() if system else torch.zeros(())
+    share = system.step()
     square = torch.zeros((), dtype=torch.float64)
-    for parameter in system.module.parameters() if system else ():
-        gradient = parameter.grad
-        if gradient is not None:
+    for parameter in system.module.parameters():
+        if parameter.grad is not None:
             # Every system shards every parameter over all ranks, so local squares add up to the norm.
-            square += _local(gradient).double().square().sum().cpu()
+            square += _local(parameter.grad).double().square().sum().cpu()
     totals = torch.stack([share.double().cpu(), square])
     dist.all_reduce(totals)
-    forget_gradients(system)
+    system.module.zero_grad()
     return totals[0].item(), totals[1].sqrt().item()
 
 
-def timed_step(system: System | None) -> tuple[float, float]:
-    """One step from a common start: (slowest rank's wall seconds, CPU seconds of all ranks); collective."""
-    gc.collect()
-    probes.synchronize(current_device())
-    meet()
-    cpu, wall = time.process_time(), time.perf_counter()
-    if system:
-        system.step()
-    probes.synchronize(current_device())
-    spent = (time.perf_counter() - wall, time.process_time() - cpu)
-    forget_gradients(system)
-    everyone = gather(spent)
-    return max(seconds for seconds, _ in everyone), sum(seconds for _, seconds in everyone)
+def measure_memory(case: Case, names: Sequence[str], repeats: int) -> dict[str, Any]:
+    """Peak bytes of each rank of one system, in processes that run nothing else; collective.
 
-
-def measure_memory(case: Case, name: str, repeats: int) -> dict[str, Any]:
-    """Peak resident bytes of each rank above imports, in processes that run nothing else; collective.
-
-    A tiny model of the same system runs first, so that lazily imported modules count as imports for every
-    system. `load` is the peak while the checkpoint is read, `step` the peak over the steps after it, with
-    parameters and gradients. Both count file pages, e.g. of a mapped checkpoint, which the kernel can drop
-    and ranks share; `step_anonymous` leaves them out, and is the figure to compare. `tensors` is what
-    torch itself had allocated at the peak of one more step: exact, without what communication libraries take. On an
-    accelerator all of them are what torch had allocated there.
+    `load` is the peak while the checkpoint is read, `step` the peak over the steps after it, with parameters and
+    gradients. On an accelerator both are what torch had allocated there. On a CPU they are resident memory above
+    `imports`: a tiny model of the same system runs first, so that lazily imported modules count as imports for every
+    system. Both count file pages, e.g. of a mapped checkpoint, which the kernel can drop and ranks share;
+    `step_anonymous` leaves them out, and is the figure to compare. `tensors` is what torch itself had allocated at the
+    peak of one more step: exact, without what communication libraries take.
     """
-    if current_device().type != "cpu":
-        return _measure_device_memory(case, name, repeats)
-    warm_up(case, name)
-    imports, imported_files = probes.resident_bytes(), probes.file_bytes()
-    probes.reset_peak()
-    system = build(name, case)
-    load = probes.peak_resident_bytes() - imports
+    device = current_device()
+    on_cpu = device.type == "cpu"
+    if on_cpu:
+        warm_up(case, names[0])
+    imports = probes.status_bytes(probes.RESIDENT) if on_cpu else 0
+    imported_files = probes.status_bytes(probes.FILE_PAGES) if on_cpu else 0
+    _reset_peak(device)
+    system = build(names[0], case)
+    load = _peak(device) - imports
     gc.collect()
     meet()
-    probes.reset_peak()
+    _reset_peak(device)
     for _ in range(repeats):
-        if system:
-            system.step()
-            forget_gradients(system)
+        system.step()
+        system.module.zero_grad()
         meet()
-    step = probes.peak_resident_bytes() - imports
-    # The kernel keeps no peak of anonymous memory, but steps map no files, so this is the peak's share.
-    anonymous = step - (probes.file_bytes() - imported_files)
-    tensors = 0
-    if system:
+    step = tensors = anonymous = _peak(device) - imports
+    if on_cpu:
+        # The kernel keeps no peak of anonymous memory, but steps map no files, so this is the peak's share.
+        anonymous -= probes.status_bytes(probes.FILE_PAGES) - imported_files
         held = sum(_local(parameter).nbytes for parameter in system.module.parameters())
-        tensors = held + probes.peak_allocated_bytes(system.step)
+        tensors = held + probes.peak_bytes(system.step, device)
     row = {"imports": imports, "load": load, "step": step, "step_anonymous": anonymous, "tensors": tensors}
-    return {"ranks": [row for row in gather(row if system else None) if row]}
+    return {"ranks": gather(row)}
 
 
-def _measure_device_memory(case: Case, name: str, repeats: int) -> dict[str, Any]:
-    device = current_device()
-    torch.accelerator.reset_peak_memory_stats(device)
-    system = build(name, case)
-    load = torch.accelerator.max_memory_allocated(device)
-    torch.accelerator.reset_peak_memory_stats(device)
-    for _ in range(repeats):
-        if system:
-            system.step()
-            forget_gradients(system)
-        meet()
-    step = torch.accelerator.max_memory_allocated(device)
-    row = {"imports": 0, "load": load, "step": step, "step_anonymous": step, "tensors": step}
-    return {"ranks": [row for row in gather(row if system else None) if row]}
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cpu":
+        probes.reset_peak()
+    else:
+        torch.accelerator.reset_peak_memory_stats(device)
 
 
-def measure_load(case: Case, name: str) -> dict[str, Any]:
+def _peak(device: torch.device) -> int:
+    if device.type == "cpu":
+        return probes.status_bytes(probes.PEAK_RESIDENT)
+    return torch.accelerator.max_memory_allocated(device)
+
+
+def measure_load(case: Case, names: Sequence[str], repeats: int) -> dict[str, Any]:
     """Build one system, which loads its checkpoint, in processes that have loaded nothing but a tiny one; collective.
 
     `seconds` are those of the slowest rank. Per rank, in bytes: the highest resident memory above the start (`peak`,
@@ -184,57 +259,32 @@ def measure_load(case: Case, name: str) -> dict[str, Any]:
     and `read`, what read calls gave it (the kernel's count; pages of mapped files are none). `square` is the sum of
     all squares, the same for every system.
     """
-    warm_up(case, name)
+    warm_up(case, names[0])
     probes.reset_peak()
-    resident, anonymous, file = probes.resident_bytes(), probes.anonymous_bytes(), probes.file_bytes()
+    before = {field: probes.status_bytes(field) for field in (probes.RESIDENT, probes.ANONYMOUS, probes.FILE_PAGES)}
     meet()
-    read = probes.read_bytes()
+    read, built = probes.read_bytes(), list[System]()
     with probes.SampledPeaks() as peaks:
-        start = time.perf_counter()
-        system = build(name, case)
-        probes.synchronize(current_device())
-        seconds = time.perf_counter() - start
-    read = probes.read_bytes() - read
-    row = {"peak": probes.peak_resident_bytes() - resident, "kept": probes.resident_bytes() - resident}
-    row |= {"anonymous": peaks.anonymous - anonymous, "file": peaks.file - file}
-    assert system is not None
-    parameters = [_local(parameter.detach()) for parameter in system.module.parameters()]
-    row |= {"shard": sum(parameter.nbytes for parameter in parameters), "read": read}
-    square = torch.stack([parameter.double().square().sum() for parameter in parameters]).sum()
-    square = square.cpu()
+        seconds = probes.seconds_of(lambda: built.append(build(names[0], case)), current_device())
+    row = {"read": probes.read_bytes() - read}
+    row["peak"] = probes.status_bytes(probes.PEAK_RESIDENT) - before[probes.RESIDENT]
+    row["kept"] = probes.status_bytes(probes.RESIDENT) - before[probes.RESIDENT]
+    for name, field in (("anonymous", probes.ANONYMOUS), ("file", probes.FILE_PAGES)):
+        row[name] = peaks.highest[field] - before[field]
+    parameters = [_local(parameter.detach()) for parameter in built[0].module.parameters()]
+    row["shard"] = sum(parameter.nbytes for parameter in parameters)
+    square = torch.stack([parameter.double().square().sum() for parameter in parameters]).sum().cpu()
     dist.all_reduce(square)
     return {"seconds": max(gather(seconds)), "ranks": gather(row), "square": square.item()}
 
 
 def warm_up(case: Case, name: str) -> None:
     """Build a tiny model of the same system and step once, so that lazy imports are done; collective."""
-    with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else _Nothing() as directory:
+    with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else nullcontext("") as directory:
         tiny = gather(write_checkpoint(case.tiny(), Path(directory)) if directory else None)[0]
-        warm = build(name, tiny)
-        if warm:
-            warm.step()
+        build(name, tiny).step()
         meet()
-    del warm
     gc.collect()
-
-
-def profile(case: Case, name: str, repeats: int) -> str:
-    """torch's own table of where rank 0's CPU time goes in `repeats` steps of one system; collective."""
-    system = build(name, case)
-    first_step(system)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        for _ in range(repeats):
-            if system:
-                system.step()
-            forget_gradients(system)
-            meet()
-    return str(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60))
-
-
-def forget_gradients(system: System | None) -> None:
-    """Drop the gradients, outside every measurement."""
-    if system:
-        system.module.zero_grad(set_to_none=True)
 
 
 def meet() -> None:
@@ -249,32 +299,12 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
-def median(values: Sequence[float]) -> float:
-    """The median, as a float."""
-    return float(statistics.median(values))
-
-
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a possibly sharded tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class _Nothing:
-    """A context that yields an empty string, for ranks that need no temporary directory."""
-
-    def __enter__(self) -> str:
-        return ""
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
-MODES: dict[str, Mode] = {
-    "time": measure_time,
-    "memory": lambda case, names, repeats: measure_memory(case, names[0], repeats),
-    "load": lambda case, names, repeats: measure_load(case, names[0]),
-    "profile": lambda case, names, repeats: {"profile": profile(case, names[0], repeats)},
-}
+MODES: dict[str, Mode] = {"time": measure_time, "memory": measure_memory, "load": measure_load}
 
 
 if __name__ == "__main__":

@@ -6,17 +6,37 @@ alternate, medians are compared, and systems that do not compute the same are re
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from expertmesh.bench import peers
-from expertmesh.bench.parts import PARTS, Result, check_ranks, sizes_for
+from expertmesh.bench.case import Sizes, check_ranks, sizes_for
+from expertmesh.bench.layer import bench_layer
+from expertmesh.bench.lora import bench_lora
+from expertmesh.bench.model import bench_load, bench_step
+from expertmesh.bench.result import Result, machine
 from expertmesh.config.errors import InputError
 from expertmesh.io.directory import io_errors
 from expertmesh.io.terminal import printable
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is measured, in a line, and the function that does it with sizes, number of ranks and device."""
+
+    summary: str
+    run: Callable[[Sizes, int, torch.device], Result]
+
+
+PARTS = {
+    "step": Part("forward and backward of a model beside transformers' own expert parallelism", bench_step),
+    "layer": Part("one layer's experts beside transformers' grouped_mm", bench_layer),
+    "load": Part("loading a checkpoint beside transformers' from_pretrained", bench_load),
+    "lora": Part("adapters on one layer's experts beside stock PEFT", bench_lora),
+}
 
 
 def run(parts: Sequence[str], quick: bool, nproc: int | None, report: str | None) -> int:
@@ -26,28 +46,30 @@ def run(parts: Sequence[str], quick: bool, nproc: int | None, report: str | None
     """
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
-        raise InputError(f"bench has no part {unknown[0]}; use {', '.join(PARTS)}, or none for all")
+        raise InputError(
+            f"bench has no part {unknown[0]}; use {', '.join(PARTS)}, or none for all", key="bench.no-such-part"
+        )
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     sizes = sizes_for(device, quick)
     ranks = check_ranks(nproc, device, quick, sizes)
-    machine = peers.machine(device)
-    for line in _machine_lines(machine, ranks, device):
+    here = machine()
+    for line in _machine_lines(here, ranks, device):
         print(line, flush=True)
     threads = torch.get_num_threads()
-    results = []
+    results = {}
     try:
         if device.type == "cpu":
             # As the ranks of a step: one thread, so that figures of machines with many cores can be compared.
             torch.set_num_threads(1)
         for part in dict.fromkeys(parts or PARTS):
             print(f"\n## {part}: {PARTS[part].summary}\n", flush=True)
-            results.append(PARTS[part].run(sizes, ranks, device))
-            for line in _result_lines(results[-1]):
+            results[part] = PARTS[part].run(sizes, ranks, device)
+            for line in _result_lines(results[part]):
                 print(printable(line), flush=True)
     finally:
         torch.set_num_threads(threads)
     if report is not None:
-        _write(Path(report), {"machine": machine, "ranks": ranks, "quick": quick}, results)
+        _write(Path(report), {"machine": here, "ranks": ranks, "quick": quick}, results)
     return 0
 
 
@@ -62,7 +84,7 @@ def _machine_lines(machine: dict[str, Any], ranks: int, device: torch.device) ->
 
 
 def _result_lines(result: Result) -> Iterator[str]:
-    yield aligned(result.table)
+    yield result.table
     yield ""
     if result.missing is not None:
         yield f"missing     {result.missing}; ours is measured alone"
@@ -71,34 +93,15 @@ def _result_lines(result: Result) -> Iterator[str]:
         yield f"ratio       {ratio.what:<{width}}  {ratio.value:.2f}× {result.peer}"
 
 
-def aligned(text: str) -> str:
-    """Markdown tables in `text` with columns of equal width, fit to be read as they are."""
-    lines = text.splitlines()
-    tables: dict[int, list[list[str]]] = {}
-    for number, line in enumerate(lines):
-        if line.startswith("|"):
-            first = number if not (number and lines[number - 1].startswith("|")) else max(tables)
-            tables.setdefault(first, []).append([cell.strip() for cell in line.strip("|").split("|")])
-    for first, rows in tables.items():
-        widths = [max(len(cell) for cell in column if set(cell) != {"-"}) for column in zip(*rows, strict=True)]
-        for place, row in enumerate(rows):
-            cells = [
-                "-" * width if place == 1 else cell.ljust(width) if column == 0 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines[first + place] = f"| {' | '.join(cells)} |"
-    return "\n".join(lines)
-
-
-def _write(path: Path, head: dict[str, Any], results: Sequence[Result]) -> None:
+def _write(path: Path, head: dict[str, Any], results: dict[str, Result]) -> None:
     found = {
-        result.part: {
+        part: {
             "peer": result.peer,
             "missing": result.missing,
             "ratios": [dataclasses.asdict(ratio) | {"ratio": ratio.value} for ratio in result.ratios],
             "figures": result.data,
         }
-        for result in results
+        for part, result in results.items()
     }
     content = json.dumps({"format": "expertmesh-bench", "version": 1, **head, "parts": found}, indent=1) + "\n"
     with io_errors(path, len(content)):

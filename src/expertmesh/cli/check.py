@@ -1,23 +1,21 @@
-"""`expertmesh check CONFIG.yaml`: what training would see: samples, targets, lengths, lost rows.
+"""`expertmesh check CONFIG.yaml`: whether training would start, and what it would see: samples, targets, lost rows.
 
-For someone about to start a run: the first samples as the chat template renders them, with the target tokens
-in colour (between [[ and ]] when piped), and file and line of rows that will not be trained on. Reads the
-model's config.json and tokenizer; never its weights, and never starts a process group.
+For someone about to start a run: what `train` would refuse before it reads weights, the layout and what a step is
+predicted to take, then the first samples as the chat template renders them, with the target tokens in colour (between
+[[ and ]] when piped), and file and line of rows that will not be trained on. Reads the model's config.json and
+tokenizer; never its weights, and never starts a process group.
 """
 
+import math
+import os
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.text import Text
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from expertmesh.adapters.plan import adapt, plan_lines
-from expertmesh.adapters.start import check_files
-from expertmesh.anatomy import describe
-from expertmesh.config import Config, LoraConfig
+from expertmesh.adapters.plan import plan_lines, plan_of
+from expertmesh.config import Config, ParallelConfig
 from expertmesh.data import (
     IGNORE,
     DataReport,
@@ -28,29 +26,33 @@ from expertmesh.data import (
     padding_token_id,
 )
 from expertmesh.io.terminal import printable
-from expertmesh.weights.meta_model import build_meta_model, read_model_config
+from expertmesh.launcher.launch import in_job, local_ranks
+from expertmesh.planning.forecast import forecast
+from expertmesh.training.preflight import Checked, preflight
 
 TARGET_STYLE = "bold green"
 TOKENS_SHOWN = 1000
 BAR_WIDTH = 40
 
 
-def run(config: Config, samples: int = 3) -> int:
-    """Print the report on `config`'s data, with the first `samples` samples; returns 0.
+def run(config: Config, samples: int = 3, nproc: int | None = None) -> int:
+    """Print the report on `config` and its data, with the first `samples` samples; returns 0.
 
-    Raises `InputError` for what would stop training: a tokenizer that cannot be loaded, adapters that the model cannot
-    have, a malformed row under `data.on_error: stop`, data without any target.
+    The layout is that of `nproc` ranks, by default of as many as `train` would start here, or the fewest that the axes
+    in `config` make. Raises `InputError` for what would stop training: all that preflight refuses, a malformed row
+    under `data.on_error: stop`, data without any target.
     """
-    model = config.model
-    model_config, directory = read_model_config(
-        model.name_or_path, model.revision, model.trust_remote_code, weights=False
-    )
-    vocab_size = int(model_config.get_text_config().vocab_size)
-    tokenizer = load_tokenizer(model)
+    here = int(os.environ["WORLD_SIZE"]) if in_job() else local_ranks(None)
+    ranks = nproc or (here if here % _fewest_ranks(config.parallel) == 0 else _fewest_ranks(config.parallel))
+    checked = preflight(config, ranks, ranks_per_node=here if ranks == here and not in_job() else None, weights=False)
+    tokenizer = load_tokenizer(config.model)
     console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
-    console.print(f"model {model.name_or_path}: {vocab_size:,} embeddings, {len(tokenizer):,} tokens known")
-    if config.lora is not None:
-        for line in _adapters(config, config.lora, model_config, directory):
+    vocab_size = checked.vocab_size
+    console.print(f"model {config.model.name_or_path}: {vocab_size:,} embeddings, {len(tokenizer):,} tokens known")
+    _print_job(console, config, checked, here)
+    adapters = plan_of(checked.model)
+    if adapters is not None:
+        for line in plan_lines(adapters, checked.anatomy):
             console.print(f"lora {line}")
 
     dataset, report = build_dataset(config.data.train, config.data, tokenizer, model_vocab_size=vocab_size)
@@ -64,13 +66,23 @@ def run(config: Config, samples: int = 3) -> int:
     return 0
 
 
-def _adapters(config: Config, lora: LoraConfig, model_config: PreTrainedConfig, directory: Path) -> Iterator[str]:
-    """What training would print about adapters, from the model on meta; raises what it would raise before weights."""
-    trust = config.model.trust_remote_code
-    model = build_meta_model(model_config, torch.bfloat16, directory=directory, trust_remote_code=trust)
-    plan = adapt(model, lora, torch.float32, config.model.name_or_path)
-    check_files(plan)
-    return plan_lines(plan, describe(model))
+def _fewest_ranks(parallel: ParallelConfig) -> int:
+    """Of a job with these axes: every such job has a multiple of them, or exactly these if fsdp is a number."""
+    shared = parallel.cp * parallel.tp
+    ep = 1 if parallel.ep == "auto" else parallel.ep
+    fsdp = ep // math.gcd(ep, shared) if parallel.fsdp == "auto" else parallel.fsdp
+    return parallel.pp * parallel.replicate * shared * fsdp
+
+
+def _print_job(console: Console, config: Config, checked: Checked, here: int) -> None:
+    layout = checked.layout
+    axes = ", ".join(f"{axis} {layout.size(axis)}" for axis in ("pp", "replicate", "fsdp", "cp", "tp", "ep"))
+    reason = f" ({checked.layout_reason})" if checked.layout_reason else ""
+    console.print(f"layout of {layout.world_size} rank{'s' * (layout.world_size > 1)}: {axes}{reason}")
+    if layout.world_size == here:
+        console.print(f"predicted  {forecast(config, checked).line}")
+    else:
+        console.print(f"predicted  nothing: train would start {here} ranks here; see expertmesh plan")
 
 
 def _print_sample(console: Console, dataset: TokenizedDataset, index: int, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -13,7 +13,7 @@ from expertmesh.adapters.peft_format import WEIGHTS_FILE
 from expertmesh.checkpoint.directory import locate
 from expertmesh.cli.printing import bytes_text, located_text, peak_bytes
 from expertmesh.export.checkpoint import AdapterFormat, export
-from expertmesh.training.weights_report import saved_lines
+from expertmesh.training.weights import saved_lines
 
 
 def run(

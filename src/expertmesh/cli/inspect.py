@@ -21,12 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from expertmesh.adapters.targets import candidates, listed
 from expertmesh.anatomy import Anatomy, ExpertsSpec, describe
 from expertmesh.cli.printing import bytes_text, count_text, print_rows
-from expertmesh.config import ParallelConfig
+from expertmesh.config import MoeConfig, ParallelConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout, resolve_layout
 from expertmesh.io.safetensors_reader import INDEX_FILE, SINGLE_FILE, open_weight_files, read_index
+from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.refusals import expert_shard_dim
-from expertmesh.weights.meta_model import build_meta_model, read_model_config
+from expertmesh.parallel.shard_plan import ShardOptions
+from expertmesh.weights.mapping import refuse_quantised
+from expertmesh.weights.meta_model import read_model_config
 
 DEFAULT_WORLD_SIZES = (1, 2, 4, 8)
 # What training keeps of each parameter: float32 weight, gradient and the two moments of AdamW.
@@ -102,7 +105,12 @@ def run(model: str, world_size: int | None = None, trust_remote_code: bool = Fal
     if world_size is not None and world_size < 1:
         raise InputError(f"--world-size {world_size}: a job has at least 1 rank", key="cli.usage")
     config, directory = read_model_config(model, trust_remote_code=trust_remote_code, weights=False)
-    facts = examine(build_meta_model(config, torch.float32, trust_remote_code=trust_remote_code))
+    refuse_quantised(config, directory)
+    precision = PrecisionConfig(params="float32", compute="float32", reduce="float32")
+    built = build_model(config, directory, ModelOptions(precision, trust_remote_code=trust_remote_code))
+    # What settings could mend is not asked about here, so they are those that every family can have.
+    plan_model(built, Layout(), ShardOptions(precision, MoeConfig(aux_loss_coef=0.0)))
+    facts = examine(built)
     console = Console(file=sys.stdout, highlight=False, markup=False)
     print_rows(console, model, None, [*describe_rows(facts), ("on disk", disk_text(directory))])
     for size in (world_size,) if world_size else DEFAULT_WORLD_SIZES:

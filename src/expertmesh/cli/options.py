@@ -3,6 +3,7 @@
 Light, so that `--help` and a wrong command line need no torch.
 """
 
+import functools
 import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -43,22 +44,20 @@ def token_count(text: str) -> float:
     return float(matched[1]) * 1000.0 ** _THOUSANDS.index(matched[2].upper())
 
 
+# Options that several verbs have, or have alike.
+N = functools.partial(Option, metavar="N", min=1)
+FILE = functools.partial(Option, metavar="FILE")
 ConfigFile = Annotated[str, Argument(metavar="CONFIG", help="the YAML file of the run")]
 Overrides = Annotated[
     list[str] | None, Argument(metavar="KEY=VALUE", help="instead of the file's value, e.g. train.max_steps=10")
 ]
 Model = Annotated[str, Argument(metavar="MODEL", help="hub id or local directory")]
 Output = Annotated[str, Option(metavar="DIR", help="directory to write; new or empty")]
-Dtype = Annotated[
-    Literal["bfloat16", "float16", "float32"] | None,
-    Option(help="of the weights written, but for what the family keeps in float32 (default: unchanged)"),
-]
-ShardSize = Annotated[
-    int,
-    Option(
-        metavar="SIZE", parser=size, help="of one file of a model's weights: 500MB, 4GiB or bytes", show_default="5GB"
-    ),
-]
+WrittenDtype = Literal["bfloat16", "float16", "float32"]
+DTYPE = Option(help="of the weights written, but for what the family keeps in float32 (default: unchanged)")
+SHARD_SIZE = Option(
+    metavar="SIZE", parser=size, show_default="5GB", help="of one file of a model's weights: 500MB, 4GiB or bytes"
+)
 DEFAULT_SHARD_SIZE = size("5GB")
 TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", help="let the model's own Python code run")]
 
@@ -69,37 +68,24 @@ class PlanOptions:
 
     model: Model
     devices: Annotated[str, Option(metavar="DEVICES", help="nodes x devices and kind: '2x8 h200', '8 h100'")]
-    seq_len: Annotated[int, Option(metavar="N", help="tokens of a sequence")] = 4096
-    global_batch_size: Annotated[
-        int | None, Option(metavar="N", help="sequences of a step (default: 64, or one per device)")
-    ] = None
-    lora: Annotated[
-        list[str] | None,
-        Option(metavar="KEY=VALUE", help="adapters instead of full training: r=16; again for more keys"),
-    ] = None
+    seq_len: Annotated[int, N(help="tokens of a sequence")] = 4096
+    global_batch_size: Annotated[int | None, N(help="sequences of a step (default: 64, or one per device)")] = None
+    lora: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="adapters: r=16; again for more keys")] = None
     params: Annotated[Literal["float32", "bfloat16"], Option(help="dtype of the parameters that train")] = "float32"
     compute: Annotated[Literal["float32", "bfloat16"], Option(help="dtype of forward and backward")] = "bfloat16"
-    no_packing: Annotated[bool, Option("--no-packing", help="one sample per sequence, so no mask between samples")] = (
-        False
-    )
+    no_packing: Annotated[bool, Option("--no-packing", help="one sample per sequence, so no mask between them")] = False
     goal: Annotated[Literal["speed", "memory"], Option(help="what to rank by")] = "speed"
-    top: Annotated[int, Option(metavar="N", help="layouts to show")] = 8
+    top: Annotated[int, N(help="layouts to show")] = 8
     tokens: Annotated[
-        float | None,
-        Option(metavar="N", parser=token_count, help="token budget for time and cost: 10B, 500M or a number"),
+        float | None, Option(metavar="N", parser=token_count, help="token budget for time and cost: 10B, 500M, 1e9")
     ] = None
     price: Annotated[float | None, Option(metavar="P", help="of one device and hour")] = None
     mtbf: Annotated[
-        float | None,
-        Option(metavar="HOURS", help="hours of one device between failures (default: of the hardware table)"),
+        float | None, Option(metavar="HOURS", help="of one device between failures (default: the hardware table's)")
     ] = None
     imbalance: Annotated[float, Option(metavar="X", help="rows of the busiest expert rank over the mean")] = 1.0
-    hardware: Annotated[
-        str | None, Option(metavar="FILE", help="YAML with more devices, or other numbers for ours")
-    ] = None
-    yaml: Annotated[bool, Option("--yaml", help="print a configuration of the best layout for expertmesh train")] = (
-        False
-    )
+    hardware: Annotated[str | None, FILE(help="YAML with more devices, or other numbers for ours")] = None
+    yaml: Annotated[bool, Option("--yaml", help="print a configuration for train of the best layout")] = False
     json: Annotated[bool, Option("--json", help="print everything as JSON")] = False
     simulate: Annotated[bool, Option("--simulate", help="run one rank of the best layout on fake tensors")] = False
     data: Annotated[str, Option(metavar="PATH", help="data.train of --yaml")] = "train.jsonl"
@@ -118,24 +104,11 @@ class VerifyArguments:
         ),
     ] = None
     overrides: Overrides = None
-    json: Annotated[
-        str | None, Option(metavar="FILE", help="write the report to FILE (of a configuration: default output_dir)")
-    ] = None
-    model: Annotated[
-        str | None, Option(metavar="DIR", help="proof: instead of CONFIG, a model, on random token ids")
-    ] = None
+    json: Annotated[str | None, FILE(help="where to write the report (of a proof: default output_dir)")] = None
+    model: Annotated[str | None, Option(metavar="DIR", help="proof: a model on random token ids, for CONFIG")] = None
     parallel: Annotated[str | None, Option(metavar='"ep=4 fsdp=4"', help="proof: the layout, for --model")] = None
-    nproc: Annotated[int | None, Option(metavar="N", min=1, help="proof: local ranks to start; not under torchrun")] = (
-        None
-    )
-    layers: Annotated[int | None, Option(metavar="N", min=1, help="proof: the model's first N layers alone")] = None
-    tokens: Annotated[
-        int | None,
-        Option(metavar="M", min=1, help=f"proof: of one step over all ranks, about (default: {DEFAULT_TOKENS:,})"),
-    ] = None
-    only: Annotated[str | None, Option(metavar="LAYER,...", help=f"proof: some layers of it: {', '.join(LAYERS)}")] = (
-        None
-    )
-    self_test: Annotated[bool, Option("--self-test", help="proof: plant known bugs and show that they are caught")] = (
-        False
-    )
+    nproc: Annotated[int | None, N(help="proof: local ranks to start; not under torchrun")] = None
+    layers: Annotated[int | None, N(help="proof: the model's first N layers alone")] = None
+    tokens: Annotated[int | None, N(help=f"proof: of a step over all ranks (default: {DEFAULT_TOKENS:,})")] = None
+    only: Annotated[str | None, Option(metavar="LAYER,...", help=f"proof: some of {', '.join(LAYERS)}")] = None
+    self_test: Annotated[bool, Option("--self-test", help="proof: plant known bugs, which must be caught")] = False

@@ -19,7 +19,8 @@ def run(path: str, output: str | None = None) -> int:
     """
     if find_spec("matplotlib") is None:
         raise InputError(
-            "expertmesh report draws with matplotlib, which is not installed; pip install 'expertmesh[report]'"
+            "expertmesh report draws with matplotlib, which is not installed; pip install 'expertmesh[report]'",
+            key="report.no-matplotlib",
         )
     from expertmesh.report.page import render, write
     from expertmesh.report.run import read_run

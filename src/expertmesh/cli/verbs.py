@@ -5,6 +5,7 @@ returned (see `main`), and imports what is heavy only then.
 """
 
 import functools
+import importlib
 import inspect as signatures
 import os
 from collections.abc import Callable
@@ -17,18 +18,22 @@ from typer import Argument, Option
 
 from expertmesh.cli.options import (
     DEFAULT_SHARD_SIZE,
+    DTYPE,
+    FILE,
+    SHARD_SIZE,
     ConfigFile,
-    Dtype,
     Model,
+    N,
     Output,
     Overrides,
     PlanOptions,
-    ShardSize,
     TrustRemoteCode,
     VerifyArguments,
+    WrittenDtype,
     duration,
 )
 from expertmesh.config import Config, InputError, load_config
+from expertmesh.config.schema import schema_text
 from expertmesh.launcher.launch import RunOptions
 from expertmesh.launcher.launch import run as run_ranks
 from expertmesh.launcher.lazy_imports import lazy_imports
@@ -71,6 +76,13 @@ def with_options(options: type[Options]) -> Callable[[Callable[[Options], int]],
     return decorate
 
 
+def call(module: str, *arguments: object) -> int:
+    """Import `module`, which may take seconds, and return the exit code of its `run(*arguments)`."""
+    with lazy_imports():
+        imported = importlib.import_module(module)
+    return int(imported.run(*arguments))
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"expertmesh {version('expertmesh')}")
@@ -95,20 +107,11 @@ def train(
     config: ConfigFile,
     overrides: Overrides = None,
     nproc: Annotated[
-        int | None,
-        Option(
-            metavar="N",
-            min=1,
-            help="local ranks to start (default: one per accelerator, 2 on a CPU); not under torchrun",
-        ),
+        int | None, N(help="local ranks to start (default: one per accelerator, 2 on a CPU); not under torchrun")
     ] = None,
     max_time: Annotated[
         float | None,
-        Option(
-            metavar="TIME",
-            parser=duration,
-            help="save and stop (exit 143) after the step at which this time is over: 90s, 30m, 2h or seconds",
-        ),
+        Option(metavar="TIME", parser=duration, help="save and stop (exit 143) after it: 90s, 30m, 2h or seconds"),
     ] = None,
     max_restarts: Annotated[
         int, Option(metavar="N", min=0, help="how often to start all local ranks again after one died or hung")
@@ -134,28 +137,22 @@ def _preflight(config: Config, ranks: int) -> None:
 @verb
 def inspect(
     model: Model,
-    world_size: Annotated[int | None, Option(metavar="N", min=1, help="show the layouts for N ranks")] = None,
+    world_size: Annotated[int | None, N(help="show the layouts for N ranks")] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> int:
     """show what a model is made of and how it can be laid out"""
-    with lazy_imports():
-        from expertmesh.cli.inspect import run
-
-    return run(model, world_size, trust_remote_code)
+    return call("expertmesh.cli.inspect", model, world_size, trust_remote_code)
 
 
 @verb
 def check(
     config: ConfigFile,
     overrides: Overrides = None,
-    samples: Annotated[int, Option(metavar="N", min=1, help="samples to show")] = 3,
+    samples: Annotated[int, N(help="samples to show")] = 3,
+    nproc: Annotated[int | None, N(help="for so many ranks (default: as in train)")] = None,
 ) -> int:
     """validate a YAML file, its data and its tokenizer without training"""
-    found = load_config(config, overrides or ())
-    with lazy_imports():
-        from expertmesh.cli.check import run
-
-    return run(found, samples)
+    return call("expertmesh.cli.check", load_config(config, overrides or ()), samples, nproc)
 
 
 @verb
@@ -164,30 +161,22 @@ def plan(options: PlanOptions) -> int:
     """predict memory, speed and cost of every layout, without GPUs"""
     if options.yaml and options.json:
         raise InputError("--yaml and --json: give one of them", key="cli.usage")
-    with lazy_imports():
-        from expertmesh.cli.plan import run
-
-    return run(options)
+    return call("expertmesh.cli.plan", options)
 
 
 @verb
 @with_options(VerifyArguments)
 def verify(arguments: VerifyArguments) -> int:
     """prove a job against the unsharded model, or check a checkpoint"""
-    from expertmesh.cli.verify import run
-
-    return run(arguments)
+    return call("expertmesh.cli.verify", arguments)
 
 
 @verb
 def export(
-    checkpoint: Annotated[
-        str,
-        Argument(metavar="RUN_OR_CHECKPOINT", help="a checkpoint directory, or that of a run: its newest checkpoint"),
-    ],
+    checkpoint: Annotated[str, Argument(metavar="RUN_OR_CHECKPOINT", help="a checkpoint, or a run: its newest one")],
     output: Output,
-    dtype: Dtype = None,
-    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
+    dtype: Annotated[WrittenDtype | None, DTYPE] = None,
+    max_shard_size: Annotated[int, SHARD_SIZE] = DEFAULT_SHARD_SIZE,
     trust_remote_code: TrustRemoteCode = False,
     adapter_format: Annotated[
         Literal["peft", "per-expert"] | None,
@@ -195,84 +184,56 @@ def export(
     ] = None,
 ) -> int:
     """write a checkpoint as a plain Hugging Face directory"""
-    with lazy_imports():
-        from expertmesh.cli.export import run
-
-    return run(checkpoint, output, dtype, max_shard_size, trust_remote_code, adapter_format)
+    arguments = (checkpoint, output, dtype, max_shard_size, trust_remote_code, adapter_format)
+    return call("expertmesh.cli.export", *arguments)
 
 
 @verb
 def merge(
     adapter: Annotated[
         str,
-        Argument(
-            metavar="ADAPTER",
-            help="a PEFT directory; a LoRA run: its adapter, or else its newest checkpoint's; or a checkpoint",
-        ),
+        Argument(metavar="ADAPTER", help="PEFT directory, LoRA run (its adapter or newest checkpoint) or checkpoint"),
     ],
     output: Output,
-    base: Annotated[
-        str | None, Option(metavar="MODEL", help="hub id or local directory (default: what the adapter says)")
-    ] = None,
-    dtype: Dtype = None,
-    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
+    base: Annotated[str | None, Option(metavar="MODEL", help="hub id or directory (default: the adapter's)")] = None,
+    dtype: Annotated[WrittenDtype | None, DTYPE] = None,
+    max_shard_size: Annotated[int, SHARD_SIZE] = DEFAULT_SHARD_SIZE,
     trust_remote_code: TrustRemoteCode = False,
 ) -> int:
     """write an adapter and its base as one plain Hugging Face directory"""
-    with lazy_imports():
-        from expertmesh.cli.merge import run
-
-    return run(adapter, output, base, dtype, max_shard_size, trust_remote_code)
+    return call("expertmesh.cli.merge", adapter, output, base, dtype, max_shard_size, trust_remote_code)
 
 
 @verb
 def report(
     run: Annotated[str, Argument(metavar="RUN", help="the output_dir of a run, finished or not")],
-    output: Annotated[
-        str | None, Option(metavar="FILE", help="where to write the page (default: RUN/report.html)")
-    ] = None,
+    output: Annotated[str | None, FILE(help="where to write the page (default: RUN/report.html)")] = None,
 ) -> int:
     """write one HTML page about a run"""
-    with lazy_imports():
-        from expertmesh.cli.report import run as write_report
-
-    return write_report(run, output)
+    return call("expertmesh.cli.report", run, output)
 
 
 @verb
 def bench(
-    parts: Annotated[
-        list[str] | None, Argument(metavar="PART", help="step, layer, load or lora (default: all of them)")
-    ] = None,
-    quick: Annotated[bool, Option("--quick", help="smaller sizes and fewer repetitions: a look, not a result")] = False,
-    nproc: Annotated[
-        int | None, Option(metavar="N", min=1, help="local ranks (default: one per accelerator; CPU: 4)")
-    ] = None,
-    json: Annotated[str | None, Option(metavar="FILE", help="write every figure to FILE")] = None,
+    parts: Annotated[list[str] | None, Argument(metavar="PART", help="step, layer, load, lora (default: all)")] = None,
+    quick: Annotated[bool, Option("--quick", help="smaller sizes, fewer repetitions: a look, not a result")] = False,
+    nproc: Annotated[int | None, N(help="local ranks (default: one per accelerator; CPU: 4)")] = None,
+    json: Annotated[str | None, FILE(help="write every figure to FILE")] = None,
 ) -> int:
     """measure expertmesh beside its peers on this machine"""
     # torch reads it when it is imported; its profiler warns of every block that was there before.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with lazy_imports():
-        from expertmesh.cli.bench import run
-
-    return run(parts or [], quick, nproc, json)
+    return call("expertmesh.cli.bench", parts or [], quick, nproc, json)
 
 
 @verb
 def schema() -> int:
     """print the JSON schema of the configuration, for editors"""
-    from expertmesh.config.schema import schema_text
-
     print(schema_text(), end="")
     return 0
 
 
 @verb
-def demo(
-    output: Annotated[Path, Option(metavar="DIR", help="directory of inputs and runs")] = Path("demo"),
-) -> int:
+def demo(output: Annotated[Path, Option(metavar="DIR", help="directory of inputs and runs")] = Path("demo")) -> int:
     """train a small model on 2 ranks of this machine, without downloads"""
-    from expertmesh.demo.run import run
-
-    return run(output)
+    return call("expertmesh.demo.run", output)

@@ -60,6 +60,7 @@ def _prove_model(arguments: VerifyArguments, model: str) -> int:
     words = [word for word in (arguments.what, *(arguments.overrides or ())) if word is not None]
     if odd := [word for word in words if "=" not in word]:
         raise InputError(f"verify: {odd[0]} beside --model; give one of them", key="cli.usage")
+    print(f"model       {model}, on random token ids", flush=True)
     sizes = _sizes(arguments.parallel or "")
     ranks = arguments.nproc
     if ranks is None and "fsdp" in sizes and not in_job():

@@ -28,7 +28,7 @@ _MESSAGE_BYTES = 16384
 def raise_on_all_ranks(doing: str) -> Iterator[None]:
     """Run the block on every rank of the default group; raise on all of them if it raised on one.
 
-    An `ExpertmeshError` is raised with its own class and sentence everywhere. Any other exception stays
+    An `ExpertmeshError` is raised with its own class, sentence and key everywhere. Any other exception stays
     itself on its rank and becomes a `DistributedFailure` naming that rank on the others. Every rank must
     enter it. Issues one all-reduce of an integer on the default group, plus one broadcast after a failure;
     none without a process group.
@@ -86,16 +86,17 @@ def _compare(error: Exception | None, doing: str) -> None:
 
 
 def _encode(error: Exception, prefix: str) -> torch.Tensor:
-    name, text = type(error).__name__, str(error)
+    name, text, key = type(error).__name__, str(error), getattr(error, "key", "")
     if name not in _CLASSES:
         name, text = DistributedFailure.__name__, f"{prefix}: {name}: {text}; its own log has the traceback"
+        key = "rank.unexpected-error"
     # Cut by characters until the encoded form fits, so that it stays valid JSON.
-    while len(encoded := json.dumps([name, text]).encode()) > _MESSAGE_BYTES:
+    while len(encoded := json.dumps([name, text, key]).encode()) > _MESSAGE_BYTES:
         text = text[: len(text) // 2]
     padded = bytearray(encoded.ljust(_MESSAGE_BYTES))
     return torch.frombuffer(padded, dtype=torch.uint8)
 
 
 def _decode(message: torch.Tensor) -> ExpertmeshError:
-    name, text = json.loads(bytes(message.cpu().tolist()))
-    return _CLASSES[name](text)
+    name, text, key = json.loads(bytes(message.cpu().tolist()))
+    return _CLASSES[name](text, key=key)

@@ -1,17 +1,11 @@
-"""The collectives of the expert layer under one name each, whatever the torch version calls them.
+"""The collectives of the expert layer. `to_host` is the one place where it waits for the device."""
 
-torch 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor` to `*_single` and deprecated the old names;
-2.11 has only those. `to_host` is the one place where the expert layer waits for the device.
-"""
-
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from expertmesh.compat import all_gather_into, reduce_scatter_into
 
 
 def all_to_all(
@@ -38,14 +32,14 @@ def all_to_all_even(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
 def all_gather(block: torch.Tensor, group: dist.ProcessGroup, into: torch.Tensor | None = None) -> torch.Tensor:
     """Concatenate every rank's `block` (same shape on each) on dim 0, in a new tensor or in `into`."""
     gathered = block.new_empty(block.shape[0] * group.size(), *block.shape[1:]) if into is None else into
-    _all_gather(gathered, block.contiguous(), group=group)
+    all_gather_into(gathered, block.contiguous(), group=group)
     return gathered
 
 
 def reduce_scatter(blocks: torch.Tensor, group: dist.ProcessGroup, into: torch.Tensor | None = None) -> torch.Tensor:
     """Sum `blocks` over the ranks; this rank keeps its own part of dim 0, in a new tensor or in `into`."""
     own = blocks.new_empty(blocks.shape[0] // group.size(), *blocks.shape[1:]) if into is None else into
-    _reduce_scatter(own, blocks.contiguous(), group=group)
+    reduce_scatter_into(own, blocks.contiguous(), group=group)
     return own
 
 

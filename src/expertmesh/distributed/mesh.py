@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from expertmesh.compat import set_group_timeout
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout, resolve_layout
@@ -104,14 +105,13 @@ def _device_mesh(device: torch.device, layout: Layout, axes: tuple[str, ...]) ->
 def set_timeout(mesh: Mesh, seconds: float) -> None:
     """Let every collective of every group fail after `seconds` instead of torch's default. No communication.
 
-    DeviceMesh gives its groups torch's default (up to 30 minutes) whatever the default group was started with, and
-    torch has no public call to change it; `_set_pg_timeout` is what its own trainers use (pytorch/torchtitan).
+    DeviceMesh gives its groups torch's default (up to 30 minutes) whatever the default group was started with.
     """
     world = dist.group.WORLD
     assert world is not None
     views = (mesh.dense, mesh.expert, mesh.dense_mesh, mesh.dense_tp_mesh)
     for group in {world, *(group for view in views for group in view.get_all_groups())}:
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+        set_group_timeout(group, datetime.timedelta(seconds=seconds))
 
 
 def current_device() -> torch.device:

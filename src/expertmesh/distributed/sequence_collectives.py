@@ -13,13 +13,15 @@ import torch.distributed as dist
 
 from expertmesh.distributed import collectives
 
+_Collective = Callable[[torch.Tensor, int, dist.ProcessGroup], torch.Tensor]
+
 
 def gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Every rank's `x` (same shape on each) one behind the other on `dim`; contiguous.
 
     All-gather over `group` in forward, reduce-scatter in backward. Every rank of the group calls it.
     """
-    result: torch.Tensor = _Gather.apply(x, dim, group)
+    result: torch.Tensor = _Transposed.apply(x, _gather, _reduce_scatter, dim, group)
     return result
 
 
@@ -28,7 +30,7 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch
 
     Reduce-scatter over `group` in forward, all-gather in backward. Every rank of the group calls it.
     """
-    result: torch.Tensor = _ReduceScatter.apply(x, dim, group)
+    result: torch.Tensor = _Transposed.apply(x, _reduce_scatter, _gather, dim, group)
     return result
 
 
@@ -39,26 +41,19 @@ def own_part(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tenso
     return x.narrow(dim, group.rank() * part, part).clone(memory_format=torch.contiguous_format)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _gather(x, dim, group)
+class _Transposed(torch.autograd.Function):
+    """`run` in forward, and in backward `transpose`, which is its transpose."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _reduce_scatter(grad, ctx.dim, ctx.group), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _reduce_scatter(x, dim, group)
+    def forward(
+        ctx: Any, x: torch.Tensor, run: _Collective, transpose: _Collective, dim: int, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.transpose, ctx.dim, ctx.group = transpose, dim, group
+        return run(x, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _gather(grad, ctx.dim, ctx.group), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.transpose(grad, ctx.dim, ctx.group), None, None, None, None
 
 
 def _gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:

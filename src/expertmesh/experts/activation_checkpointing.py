@@ -25,15 +25,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from expertmesh.compat import FUSED_ATTENTION, assert_async
 from expertmesh.experts.lora_state import AdapterState
-
-_ATTENTION: list[Any] = [
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
-]
 
 
 @dataclass(slots=True)
@@ -94,7 +87,7 @@ def confirm_choice(index_TK: torch.Tensor) -> None:
         run.record.experts.append(index_TK.detach().to(torch.int32))
         return
     same = (run.record.experts.pop(0) == index_TK).all()
-    torch._assert_async(same, "activation checkpointing: the router chose other experts when it was run again")
+    assert_async(same, "activation checkpointing: the router chose other experts when it was run again")
 
 
 def computed_once(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -186,7 +179,7 @@ class _Recording(TorchFunctionMode):
         if self.run.recomputes:
             context = self.run.record.attention.pop(0)
         else:
-            context, again = create_selective_checkpoint_contexts(_ATTENTION)
+            context, again = create_selective_checkpoint_contexts(FUSED_ATTENTION)
             self.run.record.attention.append(again)
         with context:
             return func(*args, **kwargs)

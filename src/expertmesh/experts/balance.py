@@ -79,7 +79,7 @@ def update_router_bias(model: nn.Module, *, skipped: bool = False) -> None:
 
     Counts are those of all training forwards since the last call, over all ranks (one all-reduce of `[L, E]` int64),
     padding left out; every rank gets the same biases, bit for bit. `skipped`: the optimizer did not step, so that the
-    counts are forgotten and nothing moves. Nothing at all happens while the rate is 0.
+    counts are forgotten and nothing moves. With a rate of 0 it does nothing.
     """
     balance = attached_balance(model)
     if not balance.biases:

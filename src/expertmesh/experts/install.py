@@ -2,16 +2,17 @@
 the place of `forward` of experts that do not use it. Decides how each layer multiplies (`moe.compute`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers.activations import SiLUActivation
-from transformers.integrations import moe as transformers_moe
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from expertmesh.anatomy import Anatomy, ExpertsSpec
+from expertmesh.compat import default_apply_gate
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.dispatch import AllGatherDispatcher, AllToAllDispatcher, Dispatcher, LocalDispatcher
@@ -21,24 +22,20 @@ from expertmesh.experts.mlp_spec import ExpertMlpSpec
 from expertmesh.state.patching import register_function, replace_forward
 
 IMPLEMENTATION = "expertmesh"
-DispatchName = Literal["auto", "all_to_all", "all_gather"]
 ComputeName = Literal["auto", "grouped_mm", "loop"]
 
 
 def install(
-    model: nn.Module, anatomy: Anatomy, mesh: Mesh, *, dispatch: DispatchName, compute: ComputeName, dtype: torch.dtype
-) -> dict[str, str]:
-    """Make every experts module of `model` run here. Called by `parallelize`; no communication.
+    model: nn.Module, anatomy: Anatomy, mesh: Mesh, *, dispatch: str, compute: Mapping[str, str], dtype: torch.dtype
+) -> None:
+    """Make every experts module of `model` run here, as the shard plan has decided. No communication.
 
-    `dtype` is the compute dtype. Returns what the two `auto`s became, to be printed. Raises `InputError` when the
-    compute backend asked for cannot run these experts.
+    `dispatch` is the dispatcher's name, `compute` the backend of each experts module, `dtype` the compute dtype.
     """
-    register_function(transformers_moe.ALL_EXPERTS_FUNCTIONS, IMPLEMENTATION, _experts_forward)
-    backends: dict[str, int] = {}
+    register_function(ALL_EXPERTS_FUNCTIONS, IMPLEMENTATION, _experts_forward)
     for spec in anatomy.experts:
         experts: Any = model.get_submodule(spec.name)
-        backend = choose_backend(spec, compute, dtype)
-        mlp = mlp_spec_of(experts, spec, per_expert=backend == "loop")
+        mlp = mlp_spec_of(experts, spec, per_expert=compute[spec.name] == "loop")
         first_expert = mesh.expert["ep"].get_local_rank() * (spec.num_experts // mesh.layout.ep)
         attach_layer(experts, ExpertLayer(spec, _dispatcher(dispatch, spec, mesh), mlp, dtype, first_expert))
         if spec.call == "interface":
@@ -46,9 +43,6 @@ def install(
         else:
             forward = _dense_forward if spec.call == "dense" else _experts_forward
             replace_forward(experts, partial(forward, experts))
-        backends[backend] = backends.get(backend, 0) + 1
-    chosen = "local" if mesh.layout.ep == 1 else ("all_to_all" if dispatch == "auto" else dispatch)
-    return {"dispatch": chosen, "compute": ", ".join(f"{name} ({count} layers)" for name, count in backends.items())}
 
 
 def _experts_forward(
@@ -61,7 +55,7 @@ def _dense_forward(experts: nn.Module, hidden_states: torch.Tensor) -> torch.Ten
     return layer_of(experts).forward_dense(experts, hidden_states)
 
 
-def _dispatcher(name: DispatchName, spec: ExpertsSpec, mesh: Mesh) -> Dispatcher:
+def _dispatcher(name: str, spec: ExpertsSpec, mesh: Mesh) -> Dispatcher:
     if mesh.layout.ep == 1:
         return LocalDispatcher(spec.num_experts)
     kind = AllGatherDispatcher if name == "all_gather" else AllToAllDispatcher
@@ -98,7 +92,7 @@ def mlp_spec_of(experts: Any, spec: ExpertsSpec, *, per_expert: bool) -> ExpertM
 
 def is_silu_gated(experts: nn.Module, spec: ExpertsSpec) -> bool:
     """Whether the experts use transformers' default gate with SiLU on concatenated [gate; up]."""
-    default = getattr(type(experts), "_apply_gate", None) in (None, transformers_moe._default_apply_gate)
+    default = getattr(type(experts), "_apply_gate", None) in (None, default_apply_gate)
     silu = isinstance(_act_fn(experts), nn.SiLU | SiLUActivation)
     return spec.gated and default and silu and bool(getattr(experts, "is_concatenated", True))
 

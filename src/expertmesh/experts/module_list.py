@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.integrations import moe as transformers_moe
 
 from expertmesh.anatomy.expert_module import ExpertModuleSpec
+from expertmesh.compat import assert_async, default_apply_gate
 from expertmesh.experts.layer import layer_of
 from expertmesh.state.patching import replace_forward
 
 
 @dataclass(slots=True)
-class _Run:
+class _ExpertCalls:
     """One run of a block: what its experts were given, in order, and in the second run what they answer."""
 
     experts: list[int] = field(default_factory=list)
@@ -45,21 +45,21 @@ class FusedExperts(nn.Module):
     has_post_expert_norm = False
     is_transposed = False
     is_concatenated = True
-    _apply_gate = transformers_moe._default_apply_gate
+    _apply_gate = default_apply_gate
 
-    def __init__(self, config: PreTrainedConfig, members: nn.ModuleList, form: ExpertModuleSpec) -> None:
+    def __init__(self, config: PreTrainedConfig, members: nn.ModuleList, spec: ExpertModuleSpec) -> None:
         super().__init__()
         self.config, self.num_experts = config, len(members)
-        self.ups, self.down = form.ups, form.down
-        self.has_gate, self.has_bias = len(form.ups) == 2, form.biased
-        self.act_fn = nn.SiLU() if form.silu_gated else form.between
-        if self.has_gate and not form.silu_gated:
-            setattr(self, "_apply_gate", form.between.forward)  # noqa: B010
+        self.ups, self.down = spec.ups, spec.down
+        self.has_gate, self.has_bias = len(spec.ups) == 2, spec.biased
+        self.act_fn = nn.SiLU() if spec.silu_gated else spec.between
+        if self.has_gate and not spec.silu_gated:
+            setattr(self, "_apply_gate", spec.between.forward)  # noqa: B010
         up = "gate_up_proj" if self.has_gate else "up_proj"
-        for leaf, end in (("weight", ""), ("bias", "_bias"))[: 1 + form.biased]:
-            setattr(self, f"{up}{end}", _stacked(members, form.ups, leaf))
-            setattr(self, f"down_proj{end}", _stacked(members, (form.down,), leaf))
-        self._run: _Run | None = None
+        for leaf, end in (("weight", ""), ("bias", "_bias"))[: 1 + spec.biased]:
+            setattr(self, f"{up}{end}", _stacked(members, spec.ups, leaf))
+            setattr(self, f"down_proj{end}", _stacked(members, (spec.down,), leaf))
+        self._run: _ExpertCalls | None = None
 
     def __len__(self) -> int:
         return self.num_experts
@@ -97,11 +97,11 @@ def _stacked(members: nn.ModuleList, linears: tuple[str, ...], leaf: str) -> nn.
     return nn.Parameter(whole, requires_grad=members[0].get_parameter(names[0]).requires_grad)
 
 
-def fuse(block: nn.Module, config: PreTrainedConfig, form: ExpertModuleSpec) -> None:
+def fuse(block: nn.Module, config: PreTrainedConfig, spec: ExpertModuleSpec) -> None:
     """Put one `FusedExperts` in the place of the list `block.experts`, and run the block twice from now on."""
     members = block.experts
     assert isinstance(members, nn.ModuleList)
-    block.experts = FusedExperts(config, members, form)
+    block.experts = FusedExperts(config, members, spec)
     replace_forward(block, partial(run_twice, block))
 
 
@@ -109,20 +109,20 @@ def run_twice(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a block whose experts are fused. Collective over the EP group: one dispatch and one combine."""
     experts, own_forward = block.experts, partial(type(block).forward, block)
     assert isinstance(experts, FusedExperts)
-    first = _Run()
+    first = _ExpertCalls()
     _with(experts, first, own_forward, *args, **kwargs)
     assert first.rows, f"{type(block).__name__} called none of its experts"
     rows_PH = torch.cat([rows.reshape(-1, rows.shape[-1]) for rows in first.rows])
     counts = [rows.numel() // rows.shape[-1] for rows in first.rows]
     expert_P = torch.tensor(first.experts).repeat_interleave(torch.tensor(counts)).to(rows_PH.device)
     out_PH = experts(rows_PH, expert_P.unsqueeze(1), rows_PH.new_ones(len(rows_PH), 1))
-    second = _Run(answers=list(out_PH.split(counts)))
+    second = _ExpertCalls(answers=list(out_PH.split(counts)))
     result = _with(experts, second, own_forward, *args, **kwargs)
     _check_same(block, first, second)
     return result
 
 
-def _with(experts: FusedExperts, run: _Run, own_forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _with(experts: FusedExperts, run: _ExpertCalls, own_forward: Any, *args: Any, **kwargs: Any) -> Any:
     experts._run = run
     try:
         return own_forward(*args, **kwargs)
@@ -130,7 +130,7 @@ def _with(experts: FusedExperts, run: _Run, own_forward: Any, *args: Any, **kwar
         experts._run = None
 
 
-def _check_same(block: nn.Module, first: _Run, second: _Run) -> None:
+def _check_same(block: nn.Module, first: _ExpertCalls, second: _ExpertCalls) -> None:
     """The second run must have asked what was answered; on an accelerator values are checked without waiting."""
     same = first.experts == second.experts and all(
         a.shape == b.shape for a, b in zip(first.rows, second.rows, strict=True)
@@ -139,4 +139,4 @@ def _check_same(block: nn.Module, first: _Run, second: _Run) -> None:
     assert same, reason
     pairs = zip(first.rows, second.rows, strict=True)
     equal = [((a.detach() == b.detach()) | a.detach().isnan()).all() for a, b in pairs]
-    torch._assert_async(torch.stack(equal).all(), reason)
+    assert_async(torch.stack(equal).all(), reason)

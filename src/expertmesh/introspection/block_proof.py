@@ -1,4 +1,4 @@
-"""Proof on the spot that a block whose list of experts was fused computes what it did before.
+"""Proves that a block whose list of experts was fused computes what it did before.
 
 A small copy of the block, with the list that it was written for, and another one with fused experts, run by the same
 `ExpertLayer` as in training: output, every gradient and the state that the forward leaves behind have to agree, or the
@@ -7,6 +7,7 @@ the rest of the batch) is refused as well. Needs no weights; no communication.
 """
 
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from expertmesh.experts.dispatch import LocalDispatcher
 from expertmesh.experts.install import mlp_spec_of
 from expertmesh.experts.layer import ExpertLayer, attach_layer
 from expertmesh.experts.module_list import FusedExperts, fuse
+from expertmesh.introspection.known_families import proof_key, refusal_by_proof
 
 _ROWS, _LENGTH = 2, 9
 # Blocks may round routing weights to fp32; a wrong formula is off by far more.
@@ -39,12 +41,13 @@ def fuse_module_lists(model: nn.Module) -> int:
     ]
     for name, block in blocks:
         members: Any = block.experts
-        form = expert_module_spec(f"{name}.experts", members)
+        module_spec = expert_module_spec(f"{name}.experts", members)
         kind = _kind(block)
         if kind not in confirmed:
-            _confirm(name, block, form)
             confirmed.append(kind)
-        fuse(block, model.config, form)  # type: ignore[arg-type]
+            if reason := refusal_by_proof("block", proof_key(block), partial(_refusal, block, module_spec)):
+                raise InputError(f"{name}: {type(block).__name__} with a list of experts {reason}")
+        fuse(block, model.config, module_spec)  # type: ignore[arg-type]
     return len(blocks)
 
 
@@ -59,41 +62,41 @@ def _kind(block: nn.Module) -> list[Any]:
     return [settings, [(name, tensor.shape) for name, tensor in block.state_dict().items()]]
 
 
-def _confirm(name: str, block: nn.Module, form: ExpertModuleSpec) -> None:
-    what = f"{name}: {type(block).__name__} with a list of experts"
+def _refusal(block: nn.Module, module_spec: ExpertModuleSpec) -> str | None:
     generator = torch.Generator().manual_seed(0)
-    sizes = expert_module_sizes(form)
+    sizes = expert_module_sizes(module_spec)
     try:
         own = small_copy(block, sizes, generator)
         fused = _fused_copy(own)
-        shape = (_ROWS, _LENGTH, sizes[form.hidden_size])
+        shape = (_ROWS, _LENGTH, sizes[module_spec.hidden_size])
         hidden = torch.randn(shape, dtype=torch.float64, generator=generator)
         adds_gradients = any(bool(gradient.any()) for gradient in _gradients(deepcopy(own), hidden, 0.0))
         error = relative_error(_results(own, hidden), _results(fused, hidden))
     except InputError:
         raise
     except Exception as cause:
-        # Another project's code on a size it was not built for: whatever it raises, nothing is proven.
-        raise InputError(
-            f"{what} cannot be run on a small copy ({type(cause).__name__}: {cause}), so nothing is known of what it "
+        # Another project's code, at a size it was not built for: any exception means that nothing is proven.
+        return (
+            f"cannot be run on a small copy ({type(cause).__name__}: {cause}), so nothing is known of what it "
             "computes; it is not supported, unless transformers has a class of its own for the model"
-        ) from cause
+        )
     if adds_gradients:
-        raise InputError(
-            f"{what} adds a loss of its own in backward, which would be that of each process; set the coefficient of "
+        return (
+            "adds a loss of its own in backward, which would be that of each process; set the coefficient of "
             "the auxiliary loss in the model's config to 0 to train without it"
         )
     if not error <= TOLERANCE:
-        raise InputError(
-            f"{what} does not give the same result when the experts are computed apart (off by {error:.1e} on a small "
+        return (
+            f"does not give the same result when the experts are computed apart (off by {error:.1e} on a small "
             "copy); it is not supported"
         )
+    return None
 
 
 def _fused_copy(own: nn.Module) -> nn.Module:
     copy: Any = deepcopy(own)
-    form = expert_module_spec("experts", copy.experts)
-    fuse(copy, None, form)  # type: ignore[arg-type]
+    module_spec = expert_module_spec("experts", copy.experts)
+    fuse(copy, None, module_spec)  # type: ignore[arg-type]
     spec = experts_spec("experts", copy.experts)
     mlp = mlp_spec_of(copy.experts, spec, per_expert=True)
     attach_layer(copy.experts, ExpertLayer(spec, LocalDispatcher(spec.num_experts), mlp, torch.float64))
@@ -124,10 +127,10 @@ def _expert_gradients(block: nn.Module) -> list[torch.Tensor]:
     experts: Any = block.experts
     if isinstance(experts, FusedExperts):
         return [_gradient(experts.get_parameter(name)) for name in experts_spec("experts", experts).parameters]
-    form = expert_module_spec("experts", experts)
+    module_spec = expert_module_spec("experts", experts)
     gradients = []
-    for leaf in ("weight", "bias")[: 1 + form.biased]:
-        for linears in (form.ups, (form.down,)):
+    for leaf in ("weight", "bias")[: 1 + module_spec.biased]:
+        for linears in (module_spec.ups, (module_spec.down,)):
             each = [torch.cat([_gradient(m.get_parameter(f"{linear}.{leaf}")) for linear in linears]) for m in experts]
             gradients.append(torch.stack(each))
     return gradients

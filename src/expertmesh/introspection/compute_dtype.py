@@ -6,17 +6,20 @@ keep the dtype of precision.params, which a family's own code may not multiply w
 the first step with an error of torch; one forward on meta, watched, shows it before weights are read.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec, is_inside
+from expertmesh.anatomy import Anatomy, ExpertsSpec, is_adapter, is_inside
+from expertmesh.compat import tree_leaves
 from expertmesh.config.errors import InputError
-from expertmesh.introspection.stage_probe import WithoutValues, forward_of_text, stand_in_for_experts
+from expertmesh.experts.lora_state import adapter_state
+from expertmesh.introspection.known_families import proof_key, refusal_by_proof
+from expertmesh.introspection.stage_probe import WithoutValues, forward_of_text, stand_ins_for_experts
 from expertmesh.state.stage_view import meta_twin
 
 
@@ -45,50 +48,75 @@ def uncast_modules(model: nn.Module, anatomy: Anatomy, kept_in_fp32: Callable[[s
 
 
 def refuse_compute(
-    model: nn.Module, anatomy: Anatomy, compute: torch.dtype, kept_in_fp32: Callable[[str], bool]
+    model: nn.Module,
+    anatomy: Anatomy,
+    compute: torch.dtype,
+    kept_in_fp32: Callable[[str], bool],
+    twin: nn.Module | None = None,
 ) -> None:
     """Raise `InputError` for a model that cannot be computed in `compute` as FSDP2 casts; `model` stays as it is.
 
     Called where a parameter that trains has another dtype. A model that cannot be run without values is not refused:
-    nothing is known of it. Takes no weights; no communication.
+    nothing is known of it. `twin` is the model's on meta, if there is one, and is left as it was. Takes no weights; no
+    communication.
     """
-    experts = anatomy.experts
-    uncast_names = uncast_modules(model, anatomy, kept_in_fp32)
-    twin = meta_twin(model)
-    stand_in_for_experts(twin, experts)
+    uncast = uncast_modules(model, anatomy, kept_in_fp32)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    dtypes = {(re.sub(r"\.\d+", "", name), str(tensor.dtype)) for name, tensor in tensors if not is_adapter(name)}
+    kinds = {re.sub(r"\.\d+", "", name) for name in uncast}
+    key = proof_key(model, compute, sorted(dtypes), sorted(kinds), adapter_state(model) is not None)
+
+    def prove() -> str | None:
+        return _refusal(meta_twin(model) if twin is None else twin, anatomy.experts, compute, uncast)
+
+    if reason := refusal_by_proof("compute", key, prove):
+        dtype = str(compute).removeprefix("torch.")
+        raise InputError(f"precision.compute {dtype}: {model.config.model_type} {reason}")  # type: ignore[union-attr]
+
+
+def _refusal(
+    twin: nn.Module, experts: Sequence[ExpertsSpec], compute: torch.dtype, uncast_names: Sequence[str]
+) -> str | None:
     uncast = {id(parameter): name for name in uncast_names for parameter in twin.get_submodule(name).parameters()}
-    for parameter in twin.parameters():
-        if parameter.is_floating_point() and id(parameter) not in uncast:
-            parameter.data = parameter.data.to(compute)  # on meta the dtype is all there is to change
-    watch, dtype = _Watch(uncast), str(compute).removeprefix("torch.")
-    where = f"precision.compute {dtype}: {model.config.model_type}"  # type: ignore[union-attr]
+    watch = _Watch(uncast)
+    cast = (parameter for parameter in twin.parameters() if id(parameter) not in uncast)
     try:
-        with watch.within(twin), watch:
+        with stand_ins_for_experts(twin, experts), cast_on_meta(cast, compute), watch.within(twin), watch:
             forward_of_text(twin)
     except _Apart as apart:
-        raise InputError(f"{where} {apart}; set precision.compute to float32") from None
+        return f"{apart}; set precision.compute to float32"
     except Exception as cause:
-        if not _runs_in_one_dtype(model, experts):
-            return
-        first = str(cause).partition("\n")[0]
-        raise InputError(
-            f"{where} does not run with its parameters in {dtype} and its buffers as precision.params has them "
+        if not _runs_in_one_dtype(twin, experts):
+            return None
+        first, dtype = str(cause).partition("\n")[0], str(compute).removeprefix("torch.")
+        return (
+            f"does not run with its parameters in {dtype} and its buffers as precision.params has them "
             f"({watch.failed}: {first[:160]}); set precision.compute and precision.params to one dtype"
-        ) from cause
+        )
+    return None
 
 
-def _runs_in_one_dtype(model: nn.Module, experts: Sequence[ExpertsSpec]) -> bool:
-    """Whether nothing but dtypes can have been the cause."""
-    twin = meta_twin(model)
-    stand_in_for_experts(twin, experts)
-    for tensor in (*twin.parameters(), *twin.buffers()):
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.float()
+@contextmanager
+def cast_on_meta(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> Iterator[None]:
+    """`tensors` on meta, as far as they are floating point, in `dtype`: the dtype is all there is to change."""
+    before = [(tensor, tensor.dtype) for tensor in tensors if tensor.is_floating_point()]
+    for tensor, _ in before:
+        tensor.data = tensor.data.to(dtype)
     try:
-        with WithoutValues():
+        yield
+    finally:
+        for tensor, own in before:
+            tensor.data = tensor.data.to(own)
+
+
+def _runs_in_one_dtype(twin: nn.Module, experts: Sequence[ExpertsSpec]) -> bool:
+    """Whether nothing but dtypes can have been the cause."""
+    tensors = (*twin.parameters(), *twin.buffers())
+    try:
+        with stand_ins_for_experts(twin, experts), cast_on_meta(tensors, torch.float32), WithoutValues():
             forward_of_text(twin)
     except Exception:
-        return False  # the family's code on tensors without values: whatever it raises, nothing is known
+        return False  # the family's code on tensors without values: nothing is known
     return True
 
 

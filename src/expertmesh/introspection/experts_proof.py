@@ -1,13 +1,14 @@
-"""Proof on the spot that experts without transformers' interface compute what our layer computes.
+"""Proves that experts without transformers' interface compute what our layer computes.
 
-Such experts are recognised by shapes and argument names alone (anatomy.py), which is a guess. So each of them is copied
-at a tiny size, in fp64, and run both ways on random tokens: by the module's own forward, and by `ExpertLayer` on one
-rank. Outputs and every gradient have to agree, or the model is refused by name. Needs no weights; no communication.
+Such experts are recognised by shapes and argument names alone (anatomy/structure.py), which is a guess. So each of them
+is copied at a tiny size, in fp64, and run both ways on random tokens: by the module's own forward, and by `ExpertLayer`
+on one rank. Outputs and every gradient have to agree, or the model is refused by name. No weights, no communication.
 
     E experts, H hidden, I intermediate, T tokens, K top-k
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from expertmesh.experts.dispatch import LocalDispatcher
 from expertmesh.experts.install import mlp_spec_of
 from expertmesh.experts.layer import ExpertLayer
 from expertmesh.experts.lora_state import drop_adapters
+from expertmesh.introspection.known_families import proof_key, refusal_by_proof
 
 _EXPERTS, _HIDDEN, _INTERMEDIATE, _TOKENS, _TOP_K = 3, 10, 6, 7, 2
 TOLERANCE = 1e-9
@@ -30,21 +32,22 @@ def confirm_experts(model: nn.Module, anatomy: Anatomy) -> None:
         if spec.call == "interface":
             continue
         experts = model.get_submodule(spec.name)
-        try:
-            error = _disagreement(experts, spec)
-        except InputError:
-            raise
-        except Exception as cause:
-            # Another module's code on a size it was not built for: whatever it raises, nothing is proven.
-            raise InputError(
-                f"{spec.name}: {type(experts).__name__} cannot be run on a small copy ({cause}), so it is not known "
-                "to be a sum of gated MLPs; it is not supported"
-            ) from cause
-        if not error <= TOLERANCE:
-            raise InputError(
-                f"{spec.name}: {type(experts).__name__} does not compute a weighted sum of gated MLPs (off by "
-                f"{error:.1e} on a small copy); it is not supported"
-            )
+        key = proof_key(experts, spec.call, spec.flat_gate, spec.gated, spec.transposed, spec.biased)
+        if reason := refusal_by_proof("experts", key, partial(_refusal, experts, spec)):
+            raise InputError(f"{spec.name}: {type(experts).__name__} {reason}; it is not supported")
+
+
+def _refusal(experts: nn.Module, spec: ExpertsSpec) -> str | None:
+    try:
+        error = _disagreement(experts, spec)
+    except InputError:
+        raise
+    except Exception as cause:
+        # Another module's code, at a size it was not built for: any exception means that nothing is proven.
+        return f"cannot be run on a small copy ({cause}), so it is not known to be a sum of gated MLPs"
+    if not error <= TOLERANCE:
+        return f"does not compute a weighted sum of gated MLPs (off by {error:.1e} on a small copy)"
+    return None
 
 
 def _disagreement(experts: nn.Module, spec: ExpertsSpec) -> float:

@@ -1,4 +1,4 @@
-"""Proof on the spot that an attention is the sum of what its heads give, for one whose family says nothing about it.
+"""Proves that an attention is the sum of what its heads give, where its family has no plan for it.
 
 A small copy of the module, the family's own code with few heads and a narrow hidden state, is run whole and once for
 each rank's heads alone; the outputs of the shares have to add up to the whole. What cannot be run so, or does not add
@@ -40,7 +40,7 @@ def why_not_split(
         try:
             whole = _run(copy, inputs)
             parts = [_run(share, inputs) for share in shares]
-        except Exception as cause:  # another project's code: whatever it raises, nothing is proven
+        except Exception as cause:  # another project's code: nothing is proven
             failure = f"it cannot be run on a small copy ({type(cause).__name__}: {cause})"
             continue
         error = relative_error([whole], [torch.stack(parts).sum(dim=0)])

@@ -1,4 +1,4 @@
-"""Proof on the spot that a decoder can be cut between its blocks: one forward on meta, watched operation by operation.
+"""Proves that a decoder can be cut between its blocks: one forward on meta, watched operation by operation.
 
 Between stages travels the hidden state and nothing else; what else a block gets (masks, rotary tables) each stage
 computes again from the batch. So nothing that a block reads may come from an earlier block or from the embedding other
@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from expertmesh.anatomy import ExpertsSpec
+from expertmesh.compat import TorchDispatchMode, tree_leaves
 from expertmesh.config.errors import InputError
-from expertmesh.state.patching import replace_forward
+from expertmesh.state.patching import replaced_forwards
 
 _ROWS, _LENGTH = 2, 8
 _BEFORE = -1  # where a value comes from: before the blocks, block number n, or behind the last
@@ -46,20 +45,19 @@ class _Carried(Exception):
 
 
 def probe(twin: nn.Module, blocks: Sequence[str], experts: Sequence[ExpertsSpec]) -> Decoder:
-    """Run `twin`, a model on meta that nobody else uses, watched. `blocks` are its decoder's, in order.
+    """Run `twin`, a model on meta, watched; it is left as it was. `blocks` are its decoder's, in order.
 
     Raises `InputError` naming the block that needs more than its hidden state, or why that cannot be known.
     """
     family = twin.config.model_type  # type: ignore[union-attr]
-    stand_in_for_experts(twin, experts)
     watch = _Watch(twin, blocks)
     try:
-        with watch.hooks(), watch:
+        with stand_ins_for_experts(twin, experts), watch.hooks(), watch:
             forward_of_text(twin)
     except _Carried as carried:
         raise InputError(f"parallel.pp: {family} cannot be cut into stages: {carried}; set parallel.pp to 1") from None
     except Exception as cause:
-        # The family's code on tensors without values: whatever it raises, nothing is known.
+        # The family's code on tensors without values: any exception means that nothing is known.
         raise InputError(
             f"parallel.pp: {family} cannot be run without values ({type(cause).__name__}: {str(cause)[:160]}), so it "
             "is not known whether its blocks need more than the hidden state; set parallel.pp to 1"
@@ -81,17 +79,23 @@ def rehearse(twin: nn.Module) -> None:
         ) from cause
 
 
-def stand_in_for_experts(twin: nn.Module, experts: Sequence[ExpertsSpec]) -> None:
+@contextmanager
+def stand_ins_for_experts(twin: nn.Module, experts: Sequence[ExpertsSpec]) -> Iterator[None]:
     """What they compute is no question on meta, and tokens cannot be sorted without values."""
-    for spec in experts:
-        replace_forward(twin.get_submodule(spec.name), _one_row if spec.call == "dense" else _weighted)
+    forwards = {twin.get_submodule(spec.name): _one_row if spec.call == "dense" else _weighted for spec in experts}
+    with replaced_forwards(forwards):
+        yield
 
 
 def forward_of_text(twin: nn.Module) -> None:
     """A few rows through a model on meta. Within `WithoutValues`."""
+    training = twin.training
     twin.eval()  # dropout wants to know which tokens these are
-    with torch.no_grad():
-        twin(input_ids=torch.zeros(_ROWS, _LENGTH, dtype=torch.int64, device="meta"), use_cache=False)
+    try:
+        with torch.no_grad():
+            twin(input_ids=torch.zeros(_ROWS, _LENGTH, dtype=torch.int64, device="meta"), use_cache=False)
+    finally:
+        twin.train(training)
 
 
 def _weighted(hidden_states: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:

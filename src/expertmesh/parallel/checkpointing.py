@@ -8,11 +8,12 @@ checkpointable works. What both runs of a block share is in experts/activation_c
 import inspect
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from torch import nn
 
 from expertmesh.anatomy import Anatomy, describe
+from expertmesh.compat import enable_checkpointing
 from expertmesh.config.errors import InputError
 from expertmesh.experts.activation_checkpointing import block_contexts
 from expertmesh.experts.lora_state import adapter_state
@@ -30,29 +31,40 @@ def checkpoint_blocks(
     Every rank calls it alike: a block that is recomputed in full repeats its dispatch, which is collective. Raises
     `InputError` for a model that cannot do it.
     """
-    mode = mode if isinstance(mode, str) else ("full" if mode else "none")
+    mode = checkpointing_mode(mode)
+    anatomy = describe(model)
+    recompute_blocks(model, mode, anatomy, checkpointed_blocks(model, anatomy, mode, layers))
+
+
+def checkpointing_mode(mode: CheckpointingMode | bool) -> CheckpointingMode:
+    """`True` is "full" and `False` "none"."""
+    return mode if isinstance(mode, str) else ("full" if mode else "none")
+
+
+def checkpointed_blocks(
+    model: nn.Module, anatomy: Anatomy, mode: CheckpointingMode, layers: CheckpointedLayers
+) -> tuple[str, ...]:
+    """The names of the blocks that are recomputed. Raises `InputError` for a model that cannot do it."""
     if mode not in get_args(CheckpointingMode):
         raise InputError(f"activation_checkpointing is {mode!r}; set it to none, selective or full")
     if mode == "none":
         if layers != "all":
             raise InputError(f"checkpoint_layers is {layers}, but activation_checkpointing is none; set one of them")
-        return
-    anatomy = describe(model)
+        return ()
     refuse_checkpointing(model, anatomy, layers)
+    return tuple(anatomy.blocks[number] for number in checkpointed_layers(layers, len(anatomy.blocks)))
+
+
+def recompute_blocks(model: nn.Module, mode: CheckpointingMode, anatomy: Anatomy, blocks: Sequence[str]) -> None:
+    """Carry out what `checkpointed_blocks` has decided; `anatomy` is the whole model's."""
+    if mode == "none":
+        return
     state = adapter_state(model)
     adapters = state if state is not None and state.dropout > 0.0 else None
     context_fn = partial(block_contexts, selective=mode == "selective", adapters=adapters)
-    # transformers renamed its hook and deprecated the old name in 5.23; 5.17 has only that.
-    options = {"use_reentrant": False, "context_fn": context_fn}
-    enable: Any = getattr(model, "activation_checkpointing_enable", None)
-    if enable is not None:
-        enable(activation_checkpointing_kwargs=options)
-    else:
-        enable = model.gradient_checkpointing_enable
-        enable(gradient_checkpointing_kwargs=options)
-    chosen = checkpointed_layers(layers, len(anatomy.blocks))
-    for number, name in enumerate(anatomy.blocks):
-        if number not in chosen:
+    enable_checkpointing(model, {"use_reentrant": False, "context_fn": context_fn})
+    for name in anatomy.blocks:
+        if name not in blocks:
             model.get_submodule(name).gradient_checkpointing = False  # type: ignore[assignment]
 
 

@@ -5,7 +5,7 @@ Routers and routed experts run as they are: what a router chooses must not depen
 counts. A part is one graph or is refused by name: nothing falls back to eager silently. Evaluation is eager.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from expertmesh.anatomy import Anatomy, describe
+from expertmesh.compat import allow_recompiles, compile_errors
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.experts.lora_state import adapter_state
@@ -26,15 +27,21 @@ _VARIANTS = 64
 def compile_blocks(model: nn.Module) -> None:
     """Make the dense parts of every block of a sharded `model` (which may be on meta) compile when they first run.
 
-    Every rank calls it; no communication. Raises `InputError` for what is not exact, or where torch.compile does not
-    work at all: a part of a line is compiled to find out. Parts that do not compile are refused when they first run.
+    Every rank calls it; no communication. Raises what `refuse_compile` and `compile_parts` raise.
     """
-    mesh, anatomy = mesh_of(model), describe(model)
+    mesh = mesh_of(model)
     refuse_compile(model, mesh.layout)
-    _probe(mesh.device)
-    torch._dynamo.config.recompile_limit = max(_VARIANTS, torch._dynamo.config.recompile_limit)
+    compile_parts(model, compiled_parts(model, describe(model)), mesh.device)
+
+
+def compile_parts(model: nn.Module, parts: Iterable[str], device: torch.device) -> None:
+    """The same for parts that are decided. Raises `InputError` where torch.compile does not work at all: a part of a
+    line is compiled to find out. Parts that do not compile are refused when they first run.
+    """
+    _probe(device)
+    allow_recompiles(_VARIANTS)
     compiled: dict[type, Callable[..., Any]] = {}
-    for name in compiled_parts(model, anatomy):
+    for name in parts:
         part: Any = model.get_submodule(name)
         kind = type(part)
         if kind not in compiled:
@@ -92,18 +99,12 @@ def _forward(part: nn.Module, name: str, compiled: Callable[..., Any], *args: An
         return type(part).forward(part, *args, **kwargs)
     try:
         return compiled(part, *args, **kwargs)
-    except _refusals() as error:
+    except compile_errors() as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
         raise InputError(
             f"train.compile: {name} ({type(part).__name__}) cannot be compiled as one graph: {reason}; set "
             "train.compile to false"
         ) from error
-
-
-def _refusals() -> tuple[type[Exception], ...]:
-    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # two seconds, for those who compile
-
-    return TorchDynamoException, FailOnRecompileLimitHit
 
 
 def _probe(device: torch.device) -> None:

@@ -29,13 +29,8 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.collectives import all_gather, all_to_all_even
 from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.introspection.attention import (
-    attentions,
-    attributes_read,
-    carried_state,
-    own_code_along_the_sequence,
-    registry_call,
-)
+from expertmesh.introspection.attention import attentions, carried_state, own_code_along_the_sequence
+from expertmesh.introspection.source_code import attributes_read, registry_call
 from expertmesh.parallel.sequence import decoder_blocks
 from expertmesh.state.patching import register_function
 from expertmesh.state.sharded_model import attach_to_module, module_state
@@ -45,7 +40,7 @@ PREFIX = "expertmesh_context_"
 _KEYWORDS = {"attention_mask", "dropout", "scaling", "sliding_window", "softcap", "is_causal", "s_aux", "position_ids"}
 # Tensors for whole rows, which the backend gets as they are (samples of a packed batch, for flash attention).
 _WHOLE_ROWS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
-# What a family's eager function may read of its module: the same on every rank, or replaced in `_Seen`.
+# What a family's eager function may read of its module: the same on every rank, or replaced in `_ModuleView`.
 _ATTRIBUTES = {"num_key_value_groups", "training", "sinks", "head_dim", "config", "scaling", "is_causal", "layer_idx"}
 
 
@@ -101,7 +96,7 @@ def refuse_context(model: nn.Module, anatomy: Anatomy, layout: Layout) -> None:
 def _refuse_attention(where: str, instead: str, name: str, module: Any) -> None:
     call = registry_call(module)
     assert call is not None
-    if odd := sorted(call.keywords - _KEYWORDS):
+    if odd := sorted(set(call.keywords) - _KEYWORDS):
         raise InputError(f"{where} passes {odd[0]} to its attention ({name}), which cp cannot split; {instead}")
     backend = _backend(module.config)
     if backend == "eager" and (odd := sorted(attributes_read(call.global_of(call.default)) - _ATTRIBUTES)):
@@ -232,7 +227,9 @@ def _attention(
     whole = _positions_to_heads((query, key, value), context.group)
     rows, _, length, _ = whole[0].shape
     cut = partial(_own_heads, context.name, heads * cp, rank * heads, heads)
-    seen = _Seen(module, num_key_value_groups=groups, config=_Seen(module.config, _attn_implementation=context.backend))
+    seen = _ModuleView(
+        module, num_key_value_groups=groups, config=_ModuleView(module.config, _attn_implementation=context.backend)
+    )
     if isinstance(sinks := getattr(module, "sinks", None), torch.Tensor):
         seen.changes["sinks"] = cut("sinks", sinks)
     for name, option in list(options.items()):
@@ -276,7 +273,7 @@ def _head_counts(
     return heads, groups // kept, kept
 
 
-class _Seen:
+class _ModuleView:
     """A module or configuration as the backend of one rank has to see it: itself, but for what is in `changes`."""
 
     def __init__(self, whole: Any, **changes: Any) -> None:

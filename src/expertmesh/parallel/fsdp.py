@@ -1,14 +1,13 @@
-"""Shard a Hugging Face MoE model: routed experts over ep and efsdp, everything else over fsdp, by FSDP2.
+"""Carry out a shard plan: routed experts over ep and efsdp, everything else over fsdp, by FSDP2.
 
 Every parameter becomes a DTensor with one global identity, so that no tool can take one rank's experts for all of
 them. Works on a model on meta (the usual way: `load_model` then fills the shards) and on a model in memory. All
 reductions are sums: the loss is divided by the target tokens of the whole step, so gradients are right for every
-layout and every accumulation count by construction.
+layout and every accumulation count by construction. What goes where is decided in shard_plan.py.
 """
 
 import hashlib
 import itertools
-from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -18,155 +17,103 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from expertmesh.anatomy import Anatomy, describe, is_adapter, is_inside
-from expertmesh.config import MoeConfig, PrecisionConfig
-from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.anatomy import Anatomy, is_inside
+from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.experts.balance import balance_of
 from expertmesh.experts.install import install
-from expertmesh.experts.lora_state import adapter_state
-from expertmesh.introspection.compute_dtype import refuse_compute, uncast_modules
-from expertmesh.parallel.context import refuse_context, split_attention
+from expertmesh.parallel.context import split_attention
 from expertmesh.parallel.pipeline import cut, pipeline_of
-from expertmesh.parallel.refusals import expert_shard_dim, refuse_mixed_dtypes, refuse_model
-from expertmesh.parallel.sequence import decoder_blocks, refuse_blocks, split_blocks
+from expertmesh.parallel.sequence import decoder_blocks, split_blocks
+from expertmesh.parallel.shard_plan import Group, ShardPlan
 from expertmesh.parallel.tensor import split_parts
-from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
+from expertmesh.parallel.tensor_plan import TensorPlan
 from expertmesh.state.sharded_model import attach
 
 
-def shard(
-    model: nn.Module, mesh: Mesh, precision: PrecisionConfig, moe: MoeConfig, *, kept_in_fp32: Callable[[str], bool]
-) -> dict[str, str]:
-    """Shard `model` in place over `mesh`. Every rank calls it with the same model.
-
-    `kept_in_fp32` says by name which parameters the family computes with in fp32 whatever the compute dtype.
+def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
+    """Shard `model` in place over `mesh` as `plan`, made of it for the mesh's layout, says. Every rank calls it.
 
     A model in memory is first checked to be the same on every rank (one all-gather of a checksum per parameter);
-    each rank then keeps its own slices. No weights travel. Returns how dispatch and compute were resolved.
+    each rank then keeps its own slices. No weights travel.
     """
-    anatomy = describe(model)
-    master, compute, reduce = (getattr(torch, name) for name in (precision.params, precision.compute, precision.reduce))
-    refuse_model(model, anatomy, moe)
-    refuse_context(model, anatomy, mesh.layout)
-    adapted = adapter_state(model) is not None
-    refuse_mixed_dtypes(model, master, compute if adapted else master, kept_in_fp32)
-    if compute != master:
-        refuse_compute(model, anatomy, compute, kept_in_fp32)
-    for spec in anatomy.experts:
-        expert_shard_dim(spec, mesh.layout)
-    refuse_blocks(model, anatomy, mesh.layout)
-    tensor = tensor_plan(model, anatomy, mesh.layout.tp, kept_in_fp32)
-    on_meta = any(parameter.is_meta for parameter in model.parameters())
-    if not on_meta:
+    assert plan.layout == mesh.layout, (plan.layout, mesh.layout)
+    if not any(parameter.is_meta for parameter in model.parameters()):
         _check_equal_on_every_rank(model)
-    if moe.router == "frozen":
-        for name in anatomy.routers:
-            model.get_submodule(name).requires_grad_(False)
+    for name in plan.frozen:
+        model.get_submodule(name).requires_grad_(False)
+    anatomy, compute = plan.anatomy, getattr(torch, plan.options.precision.compute)
+    if plan.cut is not None:
+        twin = plan.twin.module
+        for name in plan.frozen:
+            twin.get_submodule(name).requires_grad_(False)
+        anatomy = cut(model, plan.cut, anatomy, mesh, compute, twin)
+    tensor = plan.tensor.within(anatomy.blocks)
+    install(model, anatomy, mesh, dispatch=plan.dispatch, compute=plan.compute, dtype=compute)
+    _split_experts(model, plan, mesh)
+    split_parts(model, tensor, mesh)
+    _shard_groups(model, plan, mesh)
+    model.register_forward_hook(_reshard_without_backward)
+    _prefetch(model, anatomy, tensor)
+    attach(model, mesh=mesh, tensor_plan=plan.tensor, balance=plan.balance)
+    split_blocks(model, plan.anatomy, mesh)
+    split_attention(model, [block for block in decoder_blocks(plan.anatomy) if block in anatomy.blocks], mesh)
 
-    balance, whole = balance_of(model, anatomy, moe), anatomy
-    if mesh.layout.pp > 1:
-        anatomy = cut(model, anatomy, mesh, compute)
-    resolved = install(model, anatomy, mesh, dispatch=moe.dispatch, compute=moe.compute, dtype=compute)
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if compute == master else compute,  # of masters; a frozen base is in it already
+
+def _is_here(name: str, plan: ShardPlan, mesh: Mesh) -> bool:
+    """Whether this rank's pipeline stages hold a module or parameter."""
+    gone = plan.cut.gone(mesh.coordinate("pp")) if plan.cut is not None else []
+    return not any(name == part or is_inside(name, part) for part in gone)
+
+
+def _split_experts(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
+    """Make each expert parameter, adapters' too, a DTensor over ep."""
+    for name, split in plan.splits.items():
+        if split.axis == "ep" and _is_here(name, plan, mesh):
+            parent, _, leaf = name.rpartition(".")
+            module = model.get_submodule(parent)
+            whole = module.get_parameter(leaf)
+            setattr(module, leaf, nn.Parameter(_own_slice(whole, mesh), requires_grad=whole.requires_grad))
+
+
+def _shard_groups(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
+    """One `fully_shard` for each group of this rank's stages, in the plan's order."""
+    views = {"dense": mesh.dense_shard, "dense_tp": mesh.dense_tp_shard, "expert": mesh.expert_shard}
+    for group in plan.groups:
+        if not all(_is_here(name, plan, mesh) for name in group.modules):
+            continue
+        modules = [model.get_submodule(name) for name in group.modules]
+        dims = {model.get_parameter(name): dim for name, dim in group.dims.items()}
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=views[group.view],
+            mp_policy=_policy(plan, group),
+            shard_placement_fn=partial(_placement, dims) if dims else None,
+            ignored_params=_of_other_views(model, plan, group),
+        )
+        _sum_gradients(modules[0])
+
+
+def _of_other_views(model: nn.Module, plan: ShardPlan, group: Group) -> set[nn.Parameter]:
+    """The parameters in the group's modules that are sharded over other ranks than the group's."""
+    return {
+        parameter
+        for prefix in group.modules
+        for name, parameter in model.get_submodule(prefix).named_parameters(prefix=prefix)
+        if plan.view_of(name) != group.view
+    }
+
+
+def _policy(plan: ShardPlan, group: Group) -> MixedPrecisionPolicy:
+    master, compute, reduce = plan.dtypes
+    return MixedPrecisionPolicy(
+        param_dtype=compute if group.casts and compute != master else None,  # a frozen base is in it already
         reduce_dtype=None if reduce == compute else reduce,
         cast_forward_inputs=False,  # the model's own code decides what runs in fp32, as it does unsharded
     )
-    exempt = uncast_modules(model, anatomy, kept_in_fp32) if policy.param_dtype is not None else []
-    placed = _place_experts(model, anatomy, mesh, policy)
-    _place_dense(model, anatomy, mesh, policy, placed, exempt, tensor.within(anatomy.blocks))
-    attach(model, mesh=mesh, tensor_plan=tensor, balance=balance)
-    split_blocks(model, whole, mesh)
-    split_attention(model, [block for block in decoder_blocks(whole) if block in anatomy.blocks], mesh)
-    return resolved
-
-
-def _place_experts(model: nn.Module, anatomy: Anatomy, mesh: Mesh, policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
-    """Make each expert parameter a DTensor over ep; shard the slice over efsdp. Returns all expert parameters."""
-    placed = set()
-    for spec in anatomy.experts:
-        experts = model.get_submodule(spec.name)
-        adapters = [name for name, _ in experts.named_parameters(recurse=False) if is_adapter(name)]
-        for name in (*spec.parameters, *adapters):
-            whole = experts.get_parameter(name)
-            local = nn.Parameter(_own_slice(whole, mesh), requires_grad=whole.requires_grad)
-            parent, _, leaf = name.rpartition(".")
-            setattr(experts.get_submodule(parent), leaf, local)
-            placed.add(local)
-        if spec.post_norm:
-            # Shared by all experts, so dense: its gradient is summed over all ranks, not over efsdp alone.
-            norm = experts.get_submodule("post_expert_norm")
-            fully_shard(norm, mesh=mesh.dense_shard, mp_policy=policy)
-            _sum_gradients(norm)
-        if mesh.expert_shard.size() > 1:
-            dims = {experts.get_parameter(name): expert_shard_dim(spec, mesh.layout) for name in spec.parameters}
-            dims |= {experts.get_parameter(name): _adapter_shard_dim(experts, name, mesh) for name in adapters}
-            fully_shard(experts, mesh=mesh.expert_shard, mp_policy=policy, shard_placement_fn=partial(_placement, dims))
-            _sum_gradients(experts)
-            placed |= set(experts.parameters())
-        # With one rank there is nothing to gather or reduce; FSDP2 would copy parameters and gradients all the same.
-    return placed
 
 
 def _placement(dims: dict[nn.Parameter, int], parameter: nn.Parameter) -> Shard:
     return Shard(dims[parameter])
-
-
-def _adapter_shard_dim(experts: nn.Module, name: str, mesh: Mesh) -> int:
-    """Over which dim efsdp shards an adapter `[E, r, in]` or `[E, out, r]` of this rank's experts: never over r."""
-    whole = experts.get_parameter(name)
-    here, wide = whole.shape[0] // mesh.layout.ep, 2 if name.endswith("A") else 1
-    for dim, size in ((0, here), (wide, whole.shape[wide])):
-        if size % mesh.layout.efsdp == 0:
-            return dim
-    raise InputError(
-        f"parallel: efsdp {mesh.layout.efsdp} divides neither the {here} experts a rank holds nor the "
-        f"{whole.shape[wide]} elements of {name}; choose a larger ep so that efsdp becomes smaller"
-    )
-
-
-def _place_dense(
-    model: nn.Module,
-    anatomy: Anatomy,
-    mesh: Mesh,
-    policy: MixedPrecisionPolicy,
-    experts: set[nn.Parameter],
-    exempt: list[str],
-    tensor: TensorPlan,
-) -> None:
-    """One FSDP2 group per block, one for each part of it that tp splits, one for the input embedding (unless tied),
-    one for what is left at the root.
-
-    The modules named in `exempt` are never cast; those of one block share a group.
-    """
-    split = split_parts(model, tensor, mesh)
-    elsewhere = experts | split
-    for _, names in itertools.groupby(
-        exempt, key=lambda name: next((b for b in anatomy.blocks if is_inside(name, b)), name)
-    ):
-        group = [model.get_submodule(name) for name in names]
-        uncast = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
-        fully_shard(group, mesh=mesh.dense_shard, mp_policy=uncast, ignored_params=elsewhere)
-        _sum_gradients(group[0])
-    blocks = [model.get_submodule(name) for name in anatomy.blocks]
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-    absent = next(embedding.parameters(), None) is None  # on another pipeline stage
-    tied = head is not None and not absent and getattr(head, "weight", None) is embedding.weight
-    for module in [*blocks, *([] if tied or absent else [embedding])]:
-        fully_shard(module, mesh=mesh.dense_shard, mp_policy=policy, ignored_params=elsewhere)
-        _sum_gradients(module)
-    for part in tensor.parts:
-        # After their blocks: those have the whole parameters of a part, and would not look into one with a group.
-        if part.is_split:
-            module = model.get_submodule(part.name)
-            others = {parameter for parameter in module.parameters() if parameter not in split}
-            fully_shard(module, mesh=mesh.dense_tp_shard, mp_policy=policy, ignored_params=others)
-            _sum_gradients(module)
-    fully_shard(model, mesh=mesh.dense_shard, mp_policy=policy, ignored_params=elsewhere)
-    _sum_gradients(model)
-    model.register_forward_hook(_reshard_without_backward)
-    _prefetch(model, anatomy, tensor)
 
 
 def _reshard_without_backward(model: nn.Module, args: Any, output: Any) -> None:

@@ -21,12 +21,15 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.lora_state import adapter_state
+from expertmesh.introspection.known_families import look_up, proof_key
 from expertmesh.introspection.stage_probe import Decoder, probe, rehearse
 from expertmesh.parallel.sequence import decoder_blocks
 from expertmesh.parallel.stages import plan_stages
 from expertmesh.state.patching import exchanged
 from expertmesh.state.sharded_model import StageView, attach, sharded
 from expertmesh.state.stage_view import full_state, meta_twin
+
+_HIDDEN_SIZE = "hidden_size"  # in a known answer: whatever the configuration has under this name
 
 
 @dataclass(slots=True, eq=False)
@@ -83,12 +86,19 @@ class Cut:
     parts: dict[str, frozenset[int]]
     hidden: tuple[int, ...]
 
+    def gone(self, pp_rank: int) -> list[str]:
+        """The modules that one pp rank does not hold."""
+        return [name for name, ranks in self.parts.items() if pp_rank not in ranks]
 
-def plan_cut(model: nn.Module, anatomy: Anatomy, layout: Layout) -> Cut:
-    """Raises `InputError` by name for a model that cannot be cut; nothing is changed. Every rank plans the same."""
+
+def plan_cut(model: nn.Module, anatomy: Anatomy, layout: Layout, twin: nn.Module | None = None) -> Cut:
+    """Raises `InputError` by name for a model that cannot be cut; nothing is changed. Every rank plans the same.
+
+    `twin` is the model's on meta, if there is one, and is left as it was.
+    """
     blocks = decoder_blocks(anatomy)
     stages = plan_stages(model, anatomy, blocks, layout)
-    decoder = probe(meta_twin(model), blocks, anatomy.experts)
+    decoder = _decoder(model, anatomy, blocks, twin)
     parts = _parts(model, decoder, blocks, layout, stages)
     trained = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
     for rank in range(layout.pp):
@@ -99,24 +109,49 @@ def plan_cut(model: nn.Module, anatomy: Anatomy, layout: Layout) -> Cut:
                 f"parallel.pp: nothing on stage {own[0]} (blocks {', '.join(numbers)}) is trained, so that it would "
                 "only hand tokens on; set parallel.pp to 1, or widen lora.targets"
             )
-    bare = meta_twin(model)
-    _put_placeholders(bare, parts, blocks, next(iter(bare.parameters())).dtype, torch.device("meta"))
-    rehearse(bare)
     return Cut(tuple(blocks), stages, parts, decoder.hidden)
 
 
-def cut(model: nn.Module, anatomy: Anatomy, mesh: Mesh, dtype: torch.dtype) -> Anatomy:
+def _decoder(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str], twin: nn.Module | None) -> Decoder:
+    """What the blocks hand on, and what stands before and behind them; that placeholders do in their place."""
+
+    def prove() -> dict[str, Any]:
+        bare = meta_twin(model) if twin is None else twin
+        decoder = probe(bare, blocks, anatomy.experts)
+        everything = _parts(model, decoder, blocks, Layout(), (range(len(blocks)),))
+        replaced = _put_placeholders(
+            bare, everything, blocks, next(iter(bare.parameters())).dtype, torch.device("meta")
+        )
+        try:
+            rehearse(bare)
+        finally:
+            for name, module in replaced.items():
+                _put(bare, name, module)
+        dims = [_HIDDEN_SIZE if size == hidden_size else size for size in decoder.hidden]
+        return {"before": sorted(decoder.before), "behind": sorted(decoder.behind), "hidden": dims}
+
+    config: Any = model.config
+    hidden_size: Any = getattr(config.get_text_config(), "hidden_size", None)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    outside = [name for name in names if not any(is_inside(name, block) for block in blocks)]
+    key = proof_key(model, *outside)
+    found = look_up("stages", key, prove, keep=lambda answer: answer["hidden"] == [_HIDDEN_SIZE])
+    dims = tuple(hidden_size if size == _HIDDEN_SIZE else size for size in found["hidden"])
+    return Decoder(frozenset(found["before"]), frozenset(found["behind"]), dims)
+
+
+def cut(model: nn.Module, plan: Cut, anatomy: Anatomy, mesh: Mesh, dtype: torch.dtype, twin: nn.Module) -> Anatomy:
     """Keep what this rank's stages hold of `model`, in place; returns the anatomy of that. No communication.
 
-    `dtype` is the compute dtype. Questions about the whole model go through state/stage_view.py from now on.
+    `dtype` is the compute dtype. Questions about the whole model go to its `twin` on meta, by state/stage_view.py, from
+    now on.
     """
-    plan = plan_cut(model, anatomy, mesh.layout)
-    blocks, parts = plan.blocks, plan.parts
+    blocks = plan.blocks
     pipeline = Pipeline(mesh, blocks, plan.stages, plan.hidden, dtype)
-    rank = mesh.coordinate("pp")
     # The state of adapters too: it is found also where no module of the stage is adapted.
-    attach(model, stage_view=_stage_view(model, parts, mesh), pipeline=pipeline, lora_state=adapter_state(model))
-    gone = [name for name, ranks in parts.items() if rank not in ranks]
+    view = _stage_view(model, plan.parts, mesh, twin)
+    attach(model, stage_view=view, pipeline=pipeline, lora_state=adapter_state(model))
+    gone = plan.gone(mesh.coordinate("pp"))
     _put_placeholders(model, gone, blocks, dtype, mesh.device)
     pipeline.idle.update({number: _idle(model.get_submodule(blocks[number])) for number in pipeline.own_blocks})
     model.register_forward_pre_hook(_refuse_alone)
@@ -125,9 +160,10 @@ def cut(model: nn.Module, anatomy: Anatomy, mesh: Mesh, dtype: torch.dtype) -> A
 
 def _put_placeholders(
     model: nn.Module, names: Iterable[str], blocks: Sequence[str], dtype: torch.dtype, device: torch.device
-) -> None:
-    """Replace the modules `names`, in place."""
+) -> dict[str, nn.Module]:
+    """Replace the modules `names`, in place; returns what was there, the last replaced first."""
     embedding = model.get_input_embeddings()  # type: ignore[operator]
+    replaced: dict[str, nn.Module] = {}
     for name in names:
         module = model.get_submodule(name)
         stand_in: nn.Module
@@ -137,8 +173,14 @@ def _put_placeholders(
             stand_in = _NoEmbedding(embedding, dtype, device)
         else:
             stand_in = _PassThrough(module)
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, stand_in)
+        replaced = {name: module, **replaced}
+        _put(model, name, stand_in)
+    return replaced
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
 
 
 @contextmanager
@@ -276,7 +318,7 @@ def _outermost(model: nn.Module, parameter: str, among: frozenset[str], blocks: 
     )
 
 
-def _stage_view(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh) -> StageView:
+def _stage_view(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh, twin: nn.Module) -> StageView:
     """What is in several stages, and who answers for it: the first of them."""
     everywhere = frozenset(range(mesh.layout.pp))
     holders: dict[int, frozenset[int]] = {}
@@ -287,7 +329,7 @@ def _stage_view(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh) 
     rank = mesh.coordinate("pp")
     held = {name: holders[id(tensor)] for name, tensor in state.items() if rank in holders[id(tensor)]}
     return StageView(
-        meta_model=meta_twin(model),
+        meta_model=twin,
         tied_replicas=frozenset(name for name, ranks in held.items() if min(ranks) != rank),
         tied_originals=frozenset(name for name, ranks in held.items() if min(ranks) == rank and len(ranks) > 1),
         is_first_rank=mesh.rank % mesh.layout.ranks_per_stage == 0,

@@ -1,6 +1,6 @@
-"""What cannot be trained exactly is refused here by name, from the model and the settings alone, before any sharding.
+"""What cannot be trained exactly is refused here by name, from the model and the settings alone.
 
-Called by `shard` for every way into the product and by `preflight` before ranks start.
+Called by `plan_shards` (shard_plan.py) for every way into the product.
 """
 
 from collections.abc import Callable
@@ -12,13 +12,16 @@ from expertmesh.anatomy import Anatomy, ExpertsSpec, is_adapter
 from expertmesh.config import MoeConfig
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
-from expertmesh.experts.balance import balance_of
+from expertmesh.experts.balance import Balance, balance_of
 from expertmesh.introspection.experts_proof import confirm_experts
 
 
-def refuse_model(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> None:
-    """Raise `InputError` for a model whose loss or routing would silently not be what was asked for."""
-    balance_of(model, anatomy, moe)
+def refuse_model(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> Balance:
+    """Raise `InputError` for a model whose loss or routing would silently not be what was asked for.
+
+    Returns how its routing is balanced.
+    """
+    balance = balance_of(model, anatomy, moe)
     if moe.router == "frozen":
         parents = [spec.name.rpartition(".")[0] for spec in anatomy.experts]
         alone = [parent for parent in parents if not any(router.startswith(f"{parent}.") for router in anatomy.routers)]
@@ -31,6 +34,7 @@ def refuse_model(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> None:
                     "of lora.targets"
                 )
     confirm_experts(model, anatomy)
+    return balance
 
 
 def expert_shard_dim(spec: ExpertsSpec, layout: Layout) -> int:
@@ -48,6 +52,18 @@ def expert_shard_dim(spec: ExpertsSpec, layout: Layout) -> int:
     raise InputError(
         f"parallel: efsdp {efsdp} divides neither the {here} experts a rank holds of {spec.name} at ep {layout.ep} "
         f"nor its sizes {dims[0]} x {dims[1]}; choose a larger ep so that efsdp = fsdp * cp * tp / ep becomes smaller"
+    )
+
+
+def adapter_shard_dim(name: str, adapter: torch.Tensor, layout: Layout) -> int:
+    """Over which dim efsdp shards an adapter `[E, r, in]` or `[E, out, r]` of a rank's experts: never over r."""
+    here, wide = adapter.shape[0] // layout.ep, 2 if name.endswith("A") else 1
+    for dim, size in ((0, here), (wide, adapter.shape[wide])):
+        if size % layout.efsdp == 0:
+            return dim
+    raise InputError(
+        f"parallel: efsdp {layout.efsdp} divides neither the {here} experts a rank holds nor the "
+        f"{adapter.shape[wide]} elements of {name}; choose a larger ep so that efsdp becomes smaller"
     )
 
 

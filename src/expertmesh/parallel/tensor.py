@@ -21,7 +21,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.distributed.sequence_collectives import gather, own_part, reduce_scatter
 from expertmesh.experts.lora_state import adapter_state
-from expertmesh.parallel.tensor_plan import Part, TensorPlan
+from expertmesh.parallel.tensor_plan import TensorPart, TensorPlan
 from expertmesh.state.patching import exchanged, mix_in
 from expertmesh.state.sharded_model import attach_to_module, module_state
 
@@ -30,7 +30,7 @@ from expertmesh.state.sharded_model import attach_to_module, module_state
 class _Running:
     """What a mixin knows of its module."""
 
-    part: Part
+    part: TensorPart
     group: dist.ProcessGroup
     leaf: str = ""
 
@@ -163,7 +163,7 @@ def _own_positions(output: Any, whole: torch.Size, group: dist.ProcessGroup) -> 
     return output
 
 
-def _refuse_other_positions(part: Part, hidden: torch.Tensor, others: list[Any]) -> None:
+def _refuse_other_positions(part: TensorPart, hidden: torch.Tensor, others: list[Any]) -> None:
     """What else a block may hand over for each position would have to be gathered too."""
     for other in others:
         if isinstance(other, torch.Tensor) and other.is_floating_point() and other.shape[:-1] == hidden.shape[:-1]:

@@ -8,13 +8,13 @@ group's, on every rank of it, which is repeated work and said in the plan. Exper
 ranks. Nothing here communicates.
 """
 
-import functools
 import inspect
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -22,6 +22,8 @@ from torch import nn
 from expertmesh.anatomy import Anatomy, is_adapter, is_inside
 from expertmesh.config.errors import InputError
 from expertmesh.introspection.heads_proof import why_not_split
+from expertmesh.introspection.known_families import proof_key, refusal_by_proof
+from expertmesh.introspection.source_code import counts_heads
 from expertmesh.parallel.sequence import decoder_blocks
 from expertmesh.state.sharded_model import sharded
 
@@ -38,18 +40,16 @@ _COLUMNS = {"colwise", "colwise_gather_output", "colwise_rep"}
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
 _ROWS = {"rowwise", "rowwise_split_input", "rowwise_rep"}
 _CUT_INPUT = {"rowwise_split_input", "rowwise_rep"}
-# Parameters that stay whole, with gradients that are partial sums like everybody's: nothing to do.
+# Parameters that stay whole. Their gradients are partial sums, as all gradients are: nothing to do.
 _UNSPLIT = {"local_params", "mla_kv_a_proj", "replicate", "replicated_with_grad_allreduce"}
 # Attention by structure, for families whose plan leaves it out.
 _HEADS_ONLY = {"q_proj", "k_proj", "v_proj", "gate_proj", "q_b_proj", "kv_b_proj"}
 _SHARED_BY_HEADS = {"q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"}
 _LAST = ("o_proj", "out_proj")
-# An attention that counts its heads itself, instead of letting `view` do it, cannot have fewer.
-_COUNTS_HEADS = re.compile(r"self\.(config\.)?(num_(attention_|key_value_|kv_)?heads|n_heads?|hidden_size|embed_dim)\b")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """One module that gathers positions: what its ranks split, or why they all compute the whole of it.
 
     Names are relative to the module. `columns` are linear layers whose outputs are split, those of `gathered` put
@@ -87,7 +87,7 @@ class TensorPlan:
     """`parts` in module order. `kept` are modules that transformers' plan splits and this one does not, and why."""
 
     tp: int
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     kept: tuple[tuple[str, str], ...]
 
     def within(self, blocks: Sequence[str]) -> "TensorPlan":
@@ -127,7 +127,7 @@ def tensor_plan(model: nn.Module, anatomy: Anatomy, tp: int, kept_in_fp32: Calla
         )
     blocks = decoder_blocks(anatomy)
     styles = _styles(model, anatomy, blocks)
-    parts: list[Part] = []
+    parts: list[TensorPart] = []
     kept: list[tuple[str, str]] = []
     confirmed: dict[Any, str | None] = {}
     for block in blocks:
@@ -143,7 +143,7 @@ def tensor_plan(model: nn.Module, anatomy: Anatomy, tp: int, kept_in_fp32: Calla
             else:
                 continue
             if part.is_split and (reason := _unsplittable(part, module, tp, kept_in_fp32)):
-                part = Part(name, part.mixes_positions, why_whole=reason)
+                part = TensorPart(name, part.mixes_positions, why_whole=reason)
             if part.is_split or part.mixes_positions:
                 parts.append(part)
             else:
@@ -211,7 +211,7 @@ def _mixer_part(
     family: str,
     tp: int,
     confirmed: dict[Any, str | None],
-) -> Part:
+) -> TensorPart:
     """`confirmed`: what was found out about attention of the same kind, and why it is not split, if it is not."""
     module = model.get_submodule(name)
     own = _below(styles, name)
@@ -228,20 +228,23 @@ def _mixer_part(
     if part.is_split:
         _refuse_heads(part, module, family, tp)
         if reason := _why_not_split(part, module, tp, confirmed):
-            return Part(name, True, why_whole=f"transformers' plan leaves it out, and {reason}")
+            return TensorPart(name, True, why_whole=f"transformers' plan leaves it out, and {reason}")
     return part
 
 
-def _why_not_split(part: Part, module: nn.Module, tp: int, confirmed: dict[Any, str | None]) -> str | None:
+def _why_not_split(part: TensorPart, module: nn.Module, tp: int, confirmed: dict[Any, str | None]) -> str | None:
     """As heads_proof.py found out, once for each kind of attention."""
     kind = (type(module), tuple((leaf, parameter.shape) for leaf, parameter in module.named_parameters()))
     if kind not in confirmed:
         heads, dims = dict(_heads(part, module)), part.parameter_dims(module)
-        confirmed[kind] = why_not_split(module, heads, str(part.rows), dims, part.norms, tp)
+        key = proof_key(module, part.columns, part.rows, part.bare, part.norms, part.gathered)
+        confirmed[kind] = refusal_by_proof(
+            "heads", key, partial(why_not_split, module, heads, str(part.rows), dims, part.norms, tp)
+        )
     return confirmed[kind]
 
 
-def _mlp_part(model: nn.Module, name: str, own: dict[str, str]) -> Part:
+def _mlp_part(model: nn.Module, name: str, own: dict[str, str]) -> TensorPart:
     return _part(model.get_submodule(name), name, own, mixes_positions=False)
 
 
@@ -250,11 +253,11 @@ def _named(styles: Mapping[str, str]) -> Iterator[str]:
     return (name for name, style in styles.items() if style in _COLUMNS | _ROWS)
 
 
-def _part(module: nn.Module, name: str, own: dict[str, str], *, mixes_positions: bool) -> Part:
+def _part(module: nn.Module, name: str, own: dict[str, str], *, mixes_positions: bool) -> TensorPart:
     """By the family's plan, which has to be one that is understood: whole otherwise."""
 
-    def whole(why: str) -> Part:
-        return Part(name, mixes_positions, why_whole=why)
+    def whole(why: str) -> TensorPart:
+        return TensorPart(name, mixes_positions, why_whole=why)
 
     unknown = [
         f"{leaf or _short(name)} {style}" for leaf, style in own.items() if style not in _COLUMNS | _ROWS | _UNSPLIT
@@ -273,14 +276,14 @@ def _part(module: nn.Module, name: str, own: dict[str, str], *, mixes_positions:
     cuts_input = own[rows[0]] in _CUT_INPUT
     if gathered and (gathered != columns or not cuts_input or bare):
         return whole("transformers' plan gathers some of its outputs only")
-    return Part(name, mixes_positions, columns, gathered, rows[0], cuts_input, bare)
+    return TensorPart(name, mixes_positions, columns, gathered, rows[0], cuts_input, bare)
 
 
-def _by_structure(module: nn.Module, name: str) -> Part:
+def _by_structure(module: nn.Module, name: str) -> TensorPart:
     """Split by heads what has linear layers of whole heads before and behind, and nothing beside that sees them all."""
 
-    def whole(why: str) -> Part:
-        return Part(name, True, why_whole=f"transformers' plan leaves it out, and {why}")
+    def whole(why: str) -> TensorPart:
+        return TensorPart(name, True, why_whole=f"transformers' plan leaves it out, and {why}")
 
     children = {leaf: child for leaf, child in module.named_children() if any(True for _ in child.parameters())}
     rows = [leaf for leaf in _LAST if leaf in children]
@@ -302,38 +305,22 @@ def _by_structure(module: nn.Module, name: str) -> Part:
     bare = tuple(leaf for leaf in module._parameters if not is_adapter(leaf) and module._parameters[leaf] is not None)
     if any(leaf != "sinks" for leaf in bare):
         return whole(f"{bare[0]} may see all heads")
-    kind: Any = type(module)
-    if counts := _counts_heads(kind):
+    if counts := counts_heads(module):
         return whole(f"its code uses {counts}")
-    return Part(name, True, columns, (), rows[0], False, bare)
+    return TensorPart(name, True, columns, (), rows[0], False, bare)
 
 
-def _norms_of_all_heads(part: Part, module: nn.Module) -> tuple[str, ...]:
+def _norms_of_all_heads(part: TensorPart, module: nn.Module) -> tuple[str, ...]:
     """The norms of queries and keys, where nothing else sees more than one head."""
     children = {leaf: child for leaf, child in module.named_children() if any(True for _ in child.parameters())}
     norms = tuple(leaf for leaf in children if leaf not in (*part.columns, part.rows))
     widths: dict[str, Any] = {f"{leaf[0]}_norm": module.get_submodule(leaf).out_features for leaf in part.columns}
     fit = all([p.shape.numel() for p in children[leaf].parameters()] == [widths.get(leaf)] for leaf in norms)
     known = set(part.columns) == {"q_proj", "k_proj", "v_proj"} and hasattr(module, "head_dim")
-    kind: Any = type(module)
-    return norms if known and fit and _counts_heads(kind) is None else ()
+    return norms if known and fit and counts_heads(module) is None else ()
 
 
-@functools.cache
-def _counts_heads(kind: Any) -> str | None:
-    """What in a class's code depends on how many heads there are in all, if anything."""
-    for owner in kind.__mro__:
-        if owner is nn.Module:
-            break
-        for attribute, function in vars(owner).items():
-            if not inspect.isfunction(function) or attribute == "__init__":
-                continue
-            if found := _COUNTS_HEADS.search(inspect.getsource(function)):
-                return found[0]
-    return None
-
-
-def _refuse_heads(part: Part, module: nn.Module, family: str, tp: int) -> None:
+def _refuse_heads(part: TensorPart, module: nn.Module, family: str, tp: int) -> None:
     """Raise `InputError` unless each rank gets whole heads, of queries and of keys and values."""
     counts = dict(_heads(part, module))
     common = math.gcd(*counts.values())
@@ -346,7 +333,7 @@ def _refuse_heads(part: Part, module: nn.Module, family: str, tp: int) -> None:
             )
 
 
-def _heads(part: Part, module: Any) -> Iterator[tuple[str, int]]:
+def _heads(part: TensorPart, module: Any) -> Iterator[tuple[str, int]]:
     """How many heads there are in each layer that is split: its features over those of a head, where that is known."""
     head_dim = getattr(module, "head_dim", None) or getattr(module, "qk_head_dim", None)
     value_dim = getattr(module, "v_head_dim", None) or head_dim
@@ -361,7 +348,7 @@ def _heads(part: Part, module: Any) -> Iterator[tuple[str, int]]:
         yield leaf, module.get_parameter(leaf).shape[0]
 
 
-def _unsplittable(part: Part, module: nn.Module, tp: int, kept_in_fp32: Callable[[str], bool]) -> str | None:
+def _unsplittable(part: TensorPart, module: nn.Module, tp: int, kept_in_fp32: Callable[[str], bool]) -> str | None:
     dims = part.parameter_dims(module)
     for name, dim in dims.items():
         size = module.get_parameter(name).shape[dim]
@@ -381,7 +368,7 @@ def _below(styles: dict[str, str], name: str) -> dict[str, str]:
     }
 
 
-def _said_of(part: Part) -> str:
+def _said_of(part: TensorPart) -> str:
     short = _short(part.name)
     if not part.is_split:
         return f"{short} whole on each rank of the group, which repeats its work: {part.why_whole}"

@@ -8,16 +8,15 @@ import os
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig
 
 from expertmesh.config import Config
 from expertmesh.distributed.layout import Layout, explicit
-from expertmesh.planning.facts import facts_of
+from expertmesh.parallel.shard_plan import ShardPlan
 from expertmesh.planning.hardware import Devices, hardware_table, match_device
-from expertmesh.planning.memory import Batch
 from expertmesh.planning.probe import NotProbed
-from expertmesh.planning.search import GIB, Candidate, Job, evaluate, layouts, modes
-from expertmesh.planning.state import Mode
+from expertmesh.planning.read_model import figures_of_plan
+from expertmesh.planning.search import GIB, Candidate, Job, evaluate, layouts, supported_mode
+from expertmesh.planning.stages import Batch
 from expertmesh.training.control import Control
 from expertmesh.training.plan import gib
 from expertmesh.training.preflight import Checked
@@ -30,31 +29,26 @@ _FASTER = 1.1
 
 def train_with_forecast(config: Config, control: Control | None = None) -> None:
     """`training.run.train`, with what a step is predicted to take in the printed plan and in run.json."""
-    train(config, control, predict=forecast_of)
+    train(config, control, predict=forecast)
 
 
-def forecast_of(config: Config, checked: Checked) -> Forecast:
-    """What preflight has let pass, as a forecast. No communication; rank 0 calls it."""
-    return forecast(config, checked.model_config, checked.layout)
-
-
-def forecast(config: Config, model_config: PreTrainedConfig, layout: Layout) -> Forecast:
-    """Time and memory of a step of `config` in `layout` on the devices here. No communication."""
-    devices = devices_here(layout.world_size)
+def forecast(config: Config, checked: Checked) -> Forecast:
+    """Time and memory of a step of what preflight has let pass, on the devices here. No communication."""
+    devices = devices_here(checked.layout.world_size)
     if devices is None:
         return Forecast("nothing: the planner does not know this device")
     try:
-        job = _job(config, model_config, devices)
+        job = _job(config, checked.plan, devices)
     except NotProbed as error:
         return Forecast(f"nothing: there is no plan for {error}")
-    found = _candidate(config, job, layout)
+    found = _candidate(config, job, checked.layout)
     notes = [_figures(found), *_memory_note(job, found)]
     if config.parallel.ep == "auto":
         notes += _other_ep(config, job, found)
     speed = found.speed
     prediction = Prediction(
         step_seconds=speed.seconds,
-        tokens_per_second=speed.tokens / speed.seconds,
+        tokens_per_second=found.tokens_per_second,
         peak_memory_bytes=found.memory.total,
     )
     return Forecast("; ".join(notes), prediction)
@@ -116,21 +110,11 @@ def _other_ep(config: Config, job: Job, found: Candidate) -> list[str]:
     return [f"ep {best.layout.ep} {what} ({_figures(best)}): see expertmesh plan"]
 
 
-def _job(config: Config, model_config: PreTrainedConfig, devices: Devices) -> Job:
-    attention = None if config.model.attention == "auto" else config.model.attention
-    facts = facts_of(
-        model_config,
-        length=config.data.max_length,
-        precision=config.precision,
-        lora=config.lora,
-        packed=config.data.packing,
-        attention=attention,
-        compute=config.moe.compute,
-        trust_remote_code=config.model.trust_remote_code,
-    )
+def _job(config: Config, plan: ShardPlan, devices: Devices) -> Job:
+    figures = figures_of_plan(plan, length=config.data.max_length, lora=config.lora, packed=config.data.packing)
     moments = 2 if config.optim.name == "adamw" else 0
     layers = config.train.checkpoint_layers
-    return Job(facts, devices, config.train.global_batch_size, moments, gloo=devices.name == "cpu", layers=layers)
+    return Job(figures, devices, config.train.global_batch_size, moments, gloo=devices.name == "cpu", layers=layers)
 
 
 def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:
@@ -140,5 +124,4 @@ def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:
     wanted = config.train.activation_checkpointing
     if wanted == "auto":
         wanted = "none" if job.devices.name == "cpu" else "full"
-    mode: Mode = wanted if wanted in modes(job.facts) else "none"
-    return evaluate(job, layout, mode, Batch(rows, accumulation))
+    return evaluate(job, layout, supported_mode(job.model, wanted), Batch(rows, accumulation))

@@ -5,11 +5,11 @@ that benchmarks calibrate. A plan is only as good as these few numbers, so they 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
@@ -45,7 +45,7 @@ class Hardware(Section):
 
     section: ClassVar[str] = ""
 
-    matches: tuple[str, ...] = ()
+    matches: Sequence[str] = ()
     """Parts of the name that the driver gives the device."""
     flops: Mapping[str, PositiveFloat]
     """Dense peak by compute dtype."""
@@ -74,13 +74,6 @@ class Hardware(Section):
     efficiency: Efficiency = Efficiency()
     sources: Mapping[str, str]
     """Where each number is from."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_tuple(cls, value: Any) -> Any:
-        if isinstance(value, dict) and isinstance(value.get("matches"), list):
-            return {**value, "matches": tuple(value["matches"])}
-        return value
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
@@ -130,31 +123,26 @@ def parse_devices(text: str, table: Mapping[str, Hardware]) -> Devices:
     matched = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*(?:x\s+|\s)\s*([\w.-]+)\s*", text.lower())
     if matched is None:
         raise InputError(f"--devices {text!r}: write nodes x devices and their kind, as in '2x8 h200'")
-    nodes, count, name = matched[1], int(matched[2]), matched[3]
+    nodes, count, name = int(matched[1] or 1), int(matched[2]), matched[3]
     if name not in table:
         raise InputError(f"--devices {text!r}: {name} is not known; use one of {', '.join(table)}, or --hardware FILE")
-    hardware = table[name]
-    if nodes is not None:
-        devices = Devices(name, int(nodes), count, hardware)
-    elif count <= hardware.devices_per_node:
-        devices = Devices(name, 1, count, hardware)
-    elif count % hardware.devices_per_node == 0:
-        devices = Devices(name, count // hardware.devices_per_node, hardware.devices_per_node, hardware)
-    else:
-        raise InputError(
-            f"--devices {text!r}: {count} is not a multiple of the {hardware.devices_per_node} devices of a node; "
-            "write nodes x devices"
-        )
-    if not 1 <= devices.count <= 65536:
-        raise InputError(f"--devices {text!r}: {devices.count} devices; a plan is for 1 to 65,536")
-    return devices
+    per_node = table[name].devices_per_node
+    if matched[1] is None and count > per_node:
+        if count % per_node:
+            raise InputError(
+                f"--devices {text!r}: {count} is not a multiple of the {per_node} devices of a node; "
+                "write nodes x devices"
+            )
+        nodes, count = count // per_node, per_node
+    if not 1 <= nodes * count <= 65536:
+        raise InputError(f"--devices {text!r}: {nodes * count} devices; a plan is for 1 to 65,536")
+    return Devices(name, nodes, count, table[name])
 
 
 def match_device(name: str, table: Mapping[str, Hardware]) -> str | None:
     """The table's name of the device that the driver calls `name`, or None."""
-    return next(
-        (key for key, each in table.items() if any(part.lower() in name.lower() for part in each.matches)), None
-    )
+    found = (key for key, each in table.items() if any(part.lower() in name.lower() for part in each.matches))
+    return next(found, None)
 
 
 def _read(text: str, where: str) -> dict[str, Hardware]:

@@ -2,20 +2,17 @@
 
 Products run at a share of the device's peak, everything else at a share of its memory bandwidth, and none of it faster
 than the host can launch it. FSDP2's collectives are prefetched and hide behind compute as far as it lasts; dispatch,
-tp and cp do not. docs/planning.md derives it and compares it with published runs.
+tp and cp do not. docs/formulas.md derives it, docs/planning-accuracy.md compares it with published runs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from expertmesh.config.sections import BYTES_OF
 from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout
-from expertmesh.planning.facts import Block, Facts
 from expertmesh.planning.hardware import Devices
-from expertmesh.planning.memory import Batch
-from expertmesh.planning.routing import expected
-from expertmesh.planning.state import CheckpointedLayers, Cut, Mode, cut_of, distinct_stages, stage_pieces, state_of
+from expertmesh.planning.model_figures import Block, ModelFigures
+from expertmesh.planning.stages import PipelineRank, Workload, resident_state
 from expertmesh.planning.traffic import Transfer, traffic_of
 
 # Operations of one expert layer, forward and backward, counted in benchmarks/planning.py.
@@ -69,66 +66,47 @@ class Speed:
         return self.model_flops / self.seconds / self.peak_flops
 
 
-@dataclass(slots=True)
-class _Time:
-    """Seconds of one direction of one micro-batch, summed over blocks."""
+def speed_of(workload: Workload, devices: Devices) -> Speed:
+    """The step on `devices`."""
+    model, layout, batch = workload.model, workload.layout, workload.batch
+    rates, times, shares = _Rates.of(model, devices), batch.accumulation, layout.cp * layout.tp
 
-    products: float = 0.0
-    experts: float = 0.0
-    attention: float = 0.0
-    memory: float = 0.0
-    host: float = 0.0
+    def micro_batch(stage: int) -> _MicroBatch:
+        return _micro_batch(model, workload.rank(stage), shares, layout.ep, batch.rows, workload.imbalance, rates)
 
-    @property
-    def total(self) -> float:
-        return self.products + self.experts + self.attention + self.memory + self.host
-
-    def add(
-        self, count: int, products: float, experts: float, attention: float, memory: float, launches: float
-    ) -> None:
-        self.products += count * products
-        self.experts += count * experts
-        self.attention += count * attention
-        self.memory += count * memory
-        self.host += count * max(0.0, launches - products - experts - attention - memory)
-
-
-def speed_of(
-    facts: Facts,
-    layout: Layout,
-    batch: Batch,
-    mode: Mode,
-    devices: Devices,
-    *,
-    layers: CheckpointedLayers = "all",
-    imbalance: float = 1.0,
-) -> Speed:
-    """The step of `layout` on `devices`; `imbalance` is how much more the busiest expert rank has than the mean."""
-    rates = _rates(facts, devices)
-    shares = layout.cp * layout.tp
-    stage, forward, backward, head = _slowest(
-        facts, cut_of(layout), shares, layout.ep, batch.rows, mode, layers, imbalance, rates
-    )
-    times = batch.accumulation
-    trains = state_of(facts, layout, stage)
-    compute = (forward.total + backward.total) * times
-    links = tuple(_links(facts, layout, batch, mode, layers, stage, devices, imbalance, compute))
-    tokens = batch.rows * times * facts.length * layout.data_ranks
+    # All others wait for the pp rank whose micro-batch takes longest.
+    stage = max(workload.distinct_stages(), key=lambda stage: micro_batch(stage).seconds)
+    forward, backward = micro_batch(stage).forward, micro_batch(stage).backward
+    compute = (forward.seconds + backward.seconds) * times
+    tokens = batch.rows * times * model.length * layout.data_ranks
     return Speed(
         products=times * (forward.products + backward.products),
         experts=times * (forward.experts + backward.experts),
         attention=times * (forward.attention + backward.attention),
         memory=times * (forward.memory + backward.memory),
         host=times * (forward.host + backward.host),
-        head=times * head,
+        head=times * micro_batch(stage).head,
         # AdamW reads parameter, gradient and moments and writes all but the gradient; the norm reads gradients once.
-        optimizer=8 * trains.master / rates.bandwidth,
-        links=links,
+        optimizer=8 * resident_state(model, layout, stage).master / rates.bandwidth,
+        links=tuple(_links(workload, stage, devices, compute)),
         bubble=(layout.pp - 1) / (layout.pp_virtual_stages * times),
         tokens=tokens,
-        model_flops=model_flops(facts) * tokens,
-        peak_flops=devices.hardware.peak(facts.precision.compute) * devices.count,
+        model_flops=model_flops(model) * tokens,
+        peak_flops=devices.hardware.peak(model.precision.compute) * devices.count,
     )
+
+
+@cache
+def model_flops(model: ModelFigures) -> float:
+    """FLOPs per token, forward and backward: 6 per active parameter (4 where it is frozen), and causal attention."""
+    total = 0.0
+    for block in model.blocks:
+        products = block.figures.products / model.length
+        attention = block.figures.attention / model.length / 2
+        if block.experts is not None:
+            products += 2 * block.experts.elements() * block.experts.router.top_k
+        total += products * (2 if model.adapted else 3) + attention * 3
+    return total + 2 * model.head * (3 if model.head_trains else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,149 +119,116 @@ class _Rates:
     bandwidth: float
     launch: float
 
-
-def _rates(facts: Facts, devices: Devices) -> _Rates:
-    hardware, reach = devices.hardware, devices.hardware.efficiency
-    peak = hardware.peak(facts.precision.compute)
-    bandwidth = hardware.memory_bandwidth * reach.memory
-    products, experts, attention = (peak * share for share in (reach.products, reach.experts, reach.attention))
-    return _Rates(products, experts, attention, bandwidth, hardware.launch_seconds)
-
-
-@cache
-def _slowest(
-    facts: Facts,
-    cut: Cut,
-    shares: int,
-    ep: int,
-    rows: int,
-    mode: Mode,
-    layers: CheckpointedLayers,
-    imbalance: float,
-    rates: _Rates,
-) -> tuple[int, _Time, _Time, float]:
-    """The pp rank whose micro-batch takes longest, for which all others wait; its passes, and its head's seconds."""
-    found = []
-    for stage in distinct_stages(facts, cut, mode, layers):
-        forward, backward = _passes(facts, cut, stage, shares, ep, rows, mode, layers, imbalance, rates)
-        head = _head_seconds(facts, rows * facts.length / shares, rates) if stage == cut[0] - 1 else 0.0
-        found.append((stage, forward, backward, head))
-    return max(found, key=lambda each: each[1].total + each[2].total + each[3])
+    @classmethod
+    def of(cls, model: ModelFigures, devices: Devices) -> "_Rates":
+        hardware, reach = devices.hardware, devices.hardware.efficiency
+        peak = hardware.peak(model.precision.compute)
+        products, experts, attention = (peak * share for share in (reach.products, reach.experts, reach.attention))
+        return cls(products, experts, attention, hardware.memory_bandwidth * reach.memory, hardware.launch_seconds)
 
 
-def _passes(
-    facts: Facts,
-    cut: Cut,
-    stage: int,
-    shares: int,
-    ep: int,
-    rows: int,
-    mode: Mode,
-    layers: CheckpointedLayers,
-    imbalance: float,
-    rates: _Rates,
-) -> tuple[_Time, _Time]:
-    """Forward and backward of a micro-batch of `rows` sequences over `shares` ranks of cp and tp, on one pp rank."""
-    forward, backward = _Time(), _Time()
-    for (block, kept), count in stage_pieces(facts, cut, stage, mode, layers):
-        _add_block(block, count, facts, shares, ep, rows, kept, rates, imbalance, forward, backward)
-    return forward, backward
+@dataclass(slots=True)
+class _Pass:
+    """Seconds of one direction of one micro-batch, summed over blocks."""
+
+    products: float = 0.0
+    experts: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    host: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.products + self.experts + self.attention + self.memory + self.host
+
+    def add(
+        self, count: int, products: float, experts: float, attention: float, memory: float, launches: float
+    ) -> None:
+        self.products += count * products
+        self.experts += count * experts
+        self.attention += count * attention
+        self.memory += count * memory
+        self.host += count * max(0.0, launches - products - experts - attention - memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _MicroBatch:
+    forward: _Pass
+    backward: _Pass
+    head: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward.seconds + self.backward.seconds + self.head
 
 
 @cache
-def model_flops(facts: Facts) -> float:
-    """FLOPs per token, forward and backward: 6 per active parameter (4 where it is frozen), and causal attention."""
-    total = 0.0
-    for block in facts.blocks:
-        products = block.figures.products / facts.length
-        attention = block.figures.attention / facts.length / 2
+def _micro_batch(
+    model: ModelFigures, rank: PipelineRank, shares: int, ep: int, rows: int, imbalance: float, rates: _Rates
+) -> _MicroBatch:
+    """Of `rows` sequences over `shares` ranks of cp and tp, on one pp rank."""
+    forward, backward = _Pass(), _Pass()
+    share, tokens = rows / shares, rows * model.length / shares
+    grows = 1 if model.adapted else 2
+    for (block, mode), count in rank.pieces:
+        figures = block.figures
+        products = figures.products * share / rates.products
+        attention = figures.attention / 2 * share / rates.attention
+        moved = [size * share / rates.bandwidth for size in figures.moved]
+        launches = [operations * rates.launch for operations in figures.operations]
+        experts, moving = _expert_seconds(model, block, tokens, ep, imbalance, rates)
         if block.experts is not None:
-            products += 2 * _expert_elements(block) * block.experts.choice.top_k
-        total += products * (2 if facts.adapted else 3) + attention * 3
-    return total + 2 * facts.head * (3 if facts.head_trains else 2)
+            moved = [moved[0] + moving, moved[1] + 2 * moving]
+            launches = [a + b * rates.launch for a, b in zip(launches, EXPERT_OPERATIONS, strict=True)]
+        forward.add(count, products, experts, attention, moved[0], launches[0])
+        again = mode != "none"
+        backward.add(
+            count,
+            products * (grows + again),
+            experts * (grows + again) - (experts if mode == "selective" else 0.0),
+            attention * (2.5 + again),
+            moved[1] + again * moved[0],
+            launches[1] + again * launches[0],
+        )
+    return _MicroBatch(forward, backward, _head_seconds(model, tokens, rates) if rank.is_last else 0.0)
 
 
-def _expert_elements(block: Block) -> float:
-    assert block.experts is not None
-    return sum(size for size, _, _ in block.experts.matrices)
+def _expert_seconds(
+    model: ModelFigures, block: Block, tokens: float, ep: int, imbalance: float, rates: _Rates
+) -> tuple[float, float]:
+    """Seconds of the grouped products of a block's forward, and of what routed experts move beside them."""
+    experts = block.experts
+    if experts is None:
+        return 0.0, 0.0
+    spec, compute = experts.spec, model.compute_bytes
+    routed, elements = experts.router.routed(tokens, ep, imbalance), experts.elements()
+    # A grouped product takes at least as long as reading its weights.
+    reading = elements * spec.num_experts / ep * compute / rates.bandwidth
+    hidden, inner = spec.hidden_size * compute, spec.intermediate_size * compute
+    travelling = (3 * routed.sent + 2 * routed.rows) * hidden
+    pairs = routed.pairs * (3 * hidden + 2 * experts.width * compute + 4 * inner)
+    return max(2 * elements * routed.pairs / rates.experts, reading), (travelling + pairs) / rates.bandwidth
 
 
-def _add_block(
-    block: Block,
-    count: int,
-    facts: Facts,
-    shares: int,
-    ep: int,
-    rows: int,
-    mode: Mode,
-    rates: _Rates,
-    imbalance: float,
-    forward: _Time,
-    backward: _Time,
-) -> None:
-    share = rows / shares
-    figures, compute = block.figures, BYTES_OF[facts.precision.compute]
-    products = figures.products * share / rates.products
-    attention = figures.attention / 2 * share / rates.attention
-    moved = [size * share / rates.bandwidth for size in figures.moved]
-    launches = [operations * rates.launch for operations in figures.operations]
-    experts = kept = 0.0
-    if block.experts is not None:
-        route = expected(rows * facts.length / shares, block.experts.choice, ep, imbalance)
-        spec = block.experts.spec
-        elements = _expert_elements(block)
-        # A grouped product takes at least as long as reading its weights.
-        reading = elements * spec.num_experts / ep * compute / rates.bandwidth
-        experts = max(2 * elements * route.pairs / rates.experts, reading)
-        hidden, inner = spec.hidden_size * compute, spec.intermediate_size * compute
-        travelling = (3 * route.sent + 2 * route.rows) * hidden
-        pairs = route.pairs * (3 * hidden + 2 * block.experts.width * compute + 4 * inner)
-        seconds = (travelling + pairs) / rates.bandwidth
-        moved = [moved[0] + seconds, moved[1] + 2 * seconds]
-        launches = [a + b * rates.launch for a, b in zip(launches, EXPERT_OPERATIONS, strict=True)]
-        kept = experts if mode == "selective" else 0.0
-    grows = 1 if facts.adapted else 2
-    forward.add(count, products, experts, attention, moved[0], launches[0])
-    again = mode != "none"
-    backward.add(
-        count,
-        products * (grows + again),
-        experts * (grows + again) - kept,
-        attention * (2.5 + again),
-        moved[1] + again * moved[0],
-        launches[1] + again * launches[0],
-    )
-
-
-def _head_seconds(facts: Facts, tokens: float, rates: _Rates) -> float:
+def _head_seconds(model: ModelFigures, tokens: float, rates: _Rates) -> float:
     """Products of the head and its gradients, and what the softmax moves."""
-    products = tokens * 2 * facts.head * (3 if facts.head_trains else 2)
-    return products / rates.products + tokens * facts.vocabulary * 30 / rates.bandwidth
+    products = tokens * 2 * model.head * (3 if model.head_trains else 2)
+    return products / rates.products + tokens * model.vocabulary * 30 / rates.bandwidth
 
 
-def _links(
-    facts: Facts,
-    layout: Layout,
-    batch: Batch,
-    mode: Mode,
-    layers: CheckpointedLayers,
-    stage: int,
-    devices: Devices,
-    imbalance: float,
-    compute: float,
-) -> Iterable[Link]:
+def _links(workload: Workload, stage: int, devices: Devices, compute: float) -> Iterator[Link]:
     """Prefetched transfers hide behind a share of a step's compute and slow what they hide behind; the others add."""
     reach = devices.hardware.efficiency
     room = compute * reach.overlap
-    in_node = ranks_in_node(layout, devices.per_node)
-    for transfer in traffic_of(facts, layout, batch, mode, layers=layers, stage=stage, imbalance=imbalance):
-        seconds = transfer_seconds(transfer, in_node[transfer.axis], devices)
+    in_node = _ranks_in_node(workload.layout, devices.per_node)
+    for transfer in traffic_of(workload, stage):
+        seconds = _transfer_seconds(transfer, in_node[transfer.axis], devices)
         hidden = min(seconds, room) if transfer.prefetched else 0.0
         room -= hidden
         yield Link(transfer, seconds, seconds - hidden * (1 - reach.interference))
 
 
-def transfer_seconds(transfer: Transfer, in_node: int, devices: Devices) -> float:
+def _transfer_seconds(transfer: Transfer, in_node: int, devices: Devices) -> float:
     """Time on the wire; `in_node` ranks of a group share a node. A ring over nodes has all adapters of a node's ranks
     in the group at its disposal; an all-to-all sends what leaves the node through each rank's own.
     """
@@ -301,7 +246,7 @@ def transfer_seconds(transfer: Transfer, in_node: int, devices: Devices) -> floa
     return transfer.wire / (bandwidth * reach.links) + latency
 
 
-def ranks_in_node(layout: Layout, per_node: int) -> dict[str, int]:
+def _ranks_in_node(layout: Layout, per_node: int) -> dict[str, int]:
     """How many ranks of one group along each axis share a node; ranks are contiguous, the last axis fastest."""
     found: dict[str, int] = {}
     for axes in (EXPERT_AXES, DENSE_AXES):  # those of both views are those of the dense one

@@ -1,7 +1,7 @@
 """Counts what a piece of training holds and sends: bytes of live tensors, their peak, and bytes of each collective.
 
 Used by the probe (a block of a model on meta), by the simulation (fake tensors) and by the measurements on real ranks,
-so that all three count the same thing. Sizes come from storages, each counted once while anything refers to it; what a
+so that all three count the same. Sizes are those of storages, each counted once while anything refers to it; what a
 kernel allocates inside itself is not seen. Collectives are counted where torch hands them to c10d.
 """
 
@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -27,19 +28,22 @@ _KINDS = {
     "send": ("send", "isend"),
     "receive": ("recv_", "irecv"),
 }
-_SILENT = ("wait_tensor", "barrier", "_wrap_tensor_autograd")
+_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
+_SENDS_NOTHING = ("wait_tensor", "barrier", "_wrap_tensor_autograd")
+# Wrappers like DTensor and AsyncCollectiveTensor have no storage of their own.
+_WITH_STORAGE = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
 @dataclass(slots=True)
-class Sent:
+class CollectiveCount:
     """Calls and bytes of one kind of collective over one group."""
 
     calls: int = 0
     bytes: int = 0
 
 
-class Census(TorchDispatchMode):
-    """Under it, `live` is what tensors made since it began hold (and those given to `know`), `peak` the most of it.
+class UsageTracker(TorchDispatchMode):
+    """Under it, `live` is what tensors made since it began hold (and those given to `include`), `peak` the most of it.
 
     `sent[group][kind]` counts collectives; groups go by their names. `operations` counts what is more than a view, and
     `moved` the bytes that these read and write, matrix products left out. Not to be nested.
@@ -51,18 +55,17 @@ class Census(TorchDispatchMode):
         self.peak = 0
         self.operations = 0
         self.moved = 0
-        self.sent: dict[str, dict[str, Sent]] = defaultdict(lambda: defaultdict(Sent))
+        self.sent: dict[str, dict[str, CollectiveCount]] = defaultdict(lambda: defaultdict(CollectiveCount))
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
 
     def __enter__(self) -> Self:
         # FSDP2 frees and regrows parameters by resizing storages, which no dispatch sees.
         self._resize = torch.UntypedStorage.resize_
-        census = self
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            result = census._resize(storage, size)
-            census._note(storage)
+            result = self._resize(storage, size)
+            self._note(storage)
             return result
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
@@ -73,7 +76,7 @@ class Census(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*exception)
 
-    def know(self, tensors: Iterable[torch.Tensor]) -> None:
+    def include(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count these as well, from now on."""
         for tensor in tensors:
             self._note(tensor.untyped_storage())
@@ -83,18 +86,18 @@ class Census(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func._schema.name.partition("::")
-        if namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
-            self._send(name, args)
+        if namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd") and name not in _SENDS_NOTHING:
+            self._count_collective(name, args)
         result = func(*args, **(kwargs or {}))
-        outputs = [leaf for leaf in tree_leaves(result) if type(leaf) in _PLAIN or _is_fake(leaf)]
+        outputs = [leaf for leaf in tree_leaves(result) if type(leaf) in _WITH_STORAGE]
         for output in outputs:
             self._note(output.untyped_storage())
-        self._work(func, args, outputs)
+        self._count_operation(func, args, outputs)
         return result
 
-    def _work(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> None:
+    def _count_operation(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> None:
         inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-        read = {tensor.untyped_storage()._cdata for tensor in inputs if type(tensor) in _PLAIN or _is_fake(tensor)}
+        read = {tensor.untyped_storage()._cdata for tensor in inputs if type(tensor) in _WITH_STORAGE}
         makes = any(tensor.untyped_storage()._cdata not in read for tensor in outputs)
         if makes or func._schema.is_mutable:
             self.operations += 1
@@ -114,25 +117,13 @@ class Census(TorchDispatchMode):
         self.live -= self._sizes.pop(key, 0)
         self._references.pop(key, None)
 
-    def _send(self, name: str, args: Any) -> None:
-        if name in _SILENT:
-            return
-        kind = next((kind for kind, names in _KINDS.items() if name in names), None)
-        if kind is None:
-            raise RuntimeError(f"the census does not know the c10d operation {name}, so its bytes would be missed")
+    def _count_collective(self, name: str, args: Any) -> None:
+        if name not in _KIND_OF:
+            raise RuntimeError(f"the tracker does not know the c10d operation {name}, so its bytes would be missed")
         sizes = [sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, torch.Tensor)) for arg in args]
-        entry = self.sent[_group_of(args)][kind]
+        entry = self.sent[_group_of(args)][_KIND_OF[name]]
         entry.calls += 1
         entry.bytes += sizes[1] if name in ("alltoall_base_", "alltoall_") else max(sizes)
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def _is_fake(leaf: Any) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(leaf, FakeTensor)
 
 
 def _group_of(args: Any) -> str:

@@ -21,7 +21,8 @@ NUMBERS = (
     "epoch", "loss", "grad_norm", "learning_rate", "target_tokens", "tokens_per_second", "peak_memory_bytes",
     "elapsed_seconds", "aux_loss", "z_loss",
 )  # fmt: skip
-LOAD_KEYS = ("max_over_mean", "entropy", "dead")
+# What a row says of a layer's experts, and which end of it needs attention.
+WORST = {"max_over_mean": np.nanmax, "entropy": np.nanmin, "dead": np.nanmax}
 _LINES_NAMED = 5
 
 
@@ -29,7 +30,7 @@ _LINES_NAMED = 5
 class Metrics:
     """Rows in the order of their steps. S reported steps, L MoE layers; what a row does not say is NaN.
 
-    `numbers` has one column `[S]` for each of `NUMBERS`; `load_SL` one table `[S, L]` for each of `LOAD_KEYS`.
+    `numbers` has one column `[S]` for each of `NUMBERS`; `load_SL` one table `[S, L]` for each of `WORST`.
     """
 
     step: npt.NDArray[np.int64]
@@ -38,7 +39,6 @@ class Metrics:
     skipped: tuple[tuple[int, str], ...]
     eval_step: npt.NDArray[np.int64]
     eval_loss: Column
-    eval_target_tokens: Column
     notes: tuple[str, ...]
 
     def __getitem__(self, name: str) -> Column:
@@ -68,7 +68,7 @@ class _Rows:
     steps: dict[int, list[float]] = field(default_factory=dict)
     loads: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
     skipped: dict[int, str] = field(default_factory=dict)
-    evaluations: dict[int, tuple[float, float]] = field(default_factory=dict)
+    evaluations: dict[int, float] = field(default_factory=dict)
     repeated: set[int] = field(default_factory=set)
     strange: list[int] = field(default_factory=list)
     cut_short: bool = False
@@ -79,7 +79,7 @@ class _Rows:
         if row is None or type(step) is not int or not 0 < step < 2**53:
             self.strange.append(number)
         elif "eval_loss" in row:
-            self.evaluations[step] = (_number(row["eval_loss"]), _number(row.get("eval_target_tokens")))
+            self.evaluations[step] = _number(row["eval_loss"])
         elif "loss" in row:
             if step in self.steps:
                 self.repeated.add(step)
@@ -124,18 +124,17 @@ def _columns(rows: _Rows) -> Metrics:
     steps, evaluated = sorted(rows.steps), sorted(rows.evaluations)
     table = np.array([rows.steps[step] for step in steps], dtype=np.float64).reshape(len(steps), len(NUMBERS))
     layers = max((len(load) for load in rows.loads.values()), default=0)
-    load_SLK = np.full((len(steps), layers, len(LOAD_KEYS)), np.nan, dtype=np.float32)
+    load_SLK = np.full((len(steps), layers, len(WORST)), np.nan, dtype=np.float32)
     for place, step in enumerate(steps):
         load_LK = rows.loads[step]
         load_SLK[place, : len(load_LK)] = load_LK
     return Metrics(
         step=np.array(steps, dtype=np.int64),
         numbers={key: table[:, place] for place, key in enumerate(NUMBERS)},
-        load_SL={key: load_SLK[:, :, place] for place, key in enumerate(LOAD_KEYS)},
+        load_SL={key: load_SLK[:, :, place] for place, key in enumerate(WORST)},
         skipped=tuple(sorted(rows.skipped.items())),
         eval_step=np.array(evaluated, dtype=np.int64),
-        eval_loss=np.array([rows.evaluations[step][0] for step in evaluated], dtype=np.float64),
-        eval_target_tokens=np.array([rows.evaluations[step][1] for step in evaluated], dtype=np.float64),
+        eval_loss=np.array([rows.evaluations[step] for step in evaluated], dtype=np.float64),
         notes=tuple(rows.notes()),
     )
 
@@ -162,10 +161,8 @@ def _number(value: Any) -> float:
 def _load(value: Any) -> npt.NDArray[np.float32]:
     """`[L, K]`: a row for every layer, NaN where it says nothing."""
     layers: Iterable[Any] = value if isinstance(value, list) else ()
-    numbers = [
-        [_number(layer.get(key)) if isinstance(layer, dict) else math.nan for key in LOAD_KEYS] for layer in layers
-    ]
+    numbers = [[_number(layer.get(key)) if isinstance(layer, dict) else math.nan for key in WORST] for layer in layers]
     with np.errstate(over="ignore"):
-        table = np.array(numbers, dtype=np.float32).reshape(len(numbers), len(LOAD_KEYS))
+        table = np.array(numbers, dtype=np.float32).reshape(len(numbers), len(WORST))
     table[~np.isfinite(table)] = np.nan
     return table

@@ -1,61 +1,56 @@
 """The whole page, from a run that was read: `render` gives it as text, `write` puts it in its place.
 
-One file without scripts, fonts or pictures from elsewhere: its own content security policy forbids the browser to
-load anything at all.
+One file without scripts, fonts or pictures from elsewhere: its own content security policy forbids the browser to load
+anything at all. page.html.j2 lays it out; every text in it is escaped unless it is a figure of ours.
 """
 
+import math
+import shlex
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from expertmesh.config.errors import InputError
-from expertmesh.report import experts, facts, summary, training
-from expertmesh.report.html import Html, join, tag
-from expertmesh.report.run import Run
-from expertmesh.report.style import CSS
+from expertmesh.report.metrics import WORST
+from expertmesh.report.plots import draw, short
+from expertmesh.report.run import CONFIG_FILE, Run
+from expertmesh.report.series import MAX_POINTS, ignoring_nan, summarize, thin_grid, thin_line
+from expertmesh.training.record import Start
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+NOTHING = "–"
+# "Lately" is this share of the rows, at the end.
+_LATELY = 10
 
 
 def render(run: Run) -> str:
     """The page as HTML text. The same run gives the same page but for the time in its footer."""
-    sections = (
-        ("training", "Training", training.section(run)),
-        ("experts", "Experts", experts.section(run, training.marks_of(run))),
-        ("plan", "Plan and measurement", facts.plan(run)),
-        ("verification", "Verification", facts.verification(run)),
-        ("starts", "Where it ran", facts.starts(run)),
-        ("configuration", "Configuration", facts.configuration(run)),
+    environment = Environment(
+        loader=PackageLoader("expertmesh", "report"), autoescape=True, undefined=StrictUndefined, finalize=_visible,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    words = {"number": number, "whole": whole, "size": size, "duration": duration, "plural": plural, "short": short}
+    environment.filters |= words
+    environment.globals |= words | {"summarize": summarize, "ratio": _ratio, "earlier": _earlier, "NOTHING": NOTHING}
+    metrics = run.metrics
+    page = environment.get_template("page.html.j2").render(
+        run=run,
+        title=run.directory.resolve().name or str(run.directory),
+        config_file=shlex.quote(str(run.directory / CONFIG_FILE)),
+        start=run.record.starts[-1] if run.record is not None else None,
+        loss_line=thin_line(metrics.step, metrics["loss"]),
+        max_points=MAX_POINTS,
+        figures=draw(run),
+        experts=_experts(run),
+        written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        version=version("expertmesh"),
     )
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", f"{summary.title(run)} – expertmesh report"),
-        tag("style", Html(CSS)),
-    )
-    links = (tag("li", tag("a", heading, href=f"#{name}")) for name, heading, _ in sections)
-    body = tag(
-        "body",
-        tag("header", summary.header(run)),
-        tag("nav", tag("ul", *links), aria_label="Sections"),
-        tag(
-            "main",
-            summary.cards(run),
-            _notes(run),
-            *(tag("section", tag("h2", heading), content, id=name) for name, heading, content in sections),
-        ),
-        tag("footer", f"Written by expertmesh {version('expertmesh')} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC."),
-    )
-    return f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"
-
-
-def _notes(run: Run) -> Html:
-    """What could not be read or used, before anything else is looked at."""
-    if not run.notes:
-        return join()
-    return tag("div", tag("strong", "To know"), tag("ul", *(tag("li", note) for note in run.notes)), class_="notes")
+    return f"{page}\n"
 
 
 def write(path: Path, page: str) -> None:
@@ -66,3 +61,84 @@ def write(path: Path, page: str) -> None:
         unfinished.replace(path)
     except OSError as error:
         raise InputError(f"{path}: the report cannot be written: {error.strerror}; choose another --output") from error
+
+
+def _visible(value: object) -> object:
+    """Control characters, bidirectional overrides and what is no Unicode character as escapes: no string can hide."""
+    if isinstance(value, Markup):
+        return value
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in str(value))
+
+
+def _experts(run: Run) -> dict[str, Any] | None:
+    """What the template says of the experts' load; None if no row tells about it."""
+    metrics = run.metrics
+    load_SL = metrics.load_SL
+    if not metrics.layers or not np.isfinite(load_SL["max_over_mean"]).any():
+        return None
+    rows = max(1, len(metrics.step) // _LATELY)
+    lately = {key: ignoring_nan(np.nanmedian, values_SL[-rows:], axis=0) for key, values_SL in load_SL.items()}
+    sizes = [layer.experts for layer in run.record.moe_layers] if run.record is not None else []
+    return {
+        "rows_per_column": thin_grid(metrics.step, load_SL["max_over_mean"], np.nanmax).rows_per_column,
+        "rows": rows,
+        "lately": lately,
+        "dead": float(np.nansum(np.ceil(lately["dead"]))),
+        "extreme": {key: ignoring_nan(WORST[key], values_SL, axis=0) for key, values_SL in load_SL.items()},
+        "worst": {key: _worst(run, key) for key, values_SL in load_SL.items() if np.isfinite(values_SL).any()},
+        "sizes": sizes if len(sizes) == metrics.layers else [NOTHING] * metrics.layers,
+    }
+
+
+def _worst(run: Run, key: str) -> tuple[float, int, int]:
+    """The worst value of all, with its block and step."""
+    values_SL = run.metrics.load_SL[key]
+    value = WORST[key](values_SL)
+    row, layer = np.argwhere(values_SL == value)[0]
+    return float(value), run.moe_blocks[layer], int(run.metrics.step[row])
+
+
+def _earlier(starts: Sequence[Start], name: str) -> list[str]:
+    """Other versions of `name` than the last start's, in the order of their starts."""
+    versions = dict.fromkeys(start.versions.get(name, "none") for start in starts)
+    return [each for each in versions if each != starts[-1].versions[name]]
+
+
+def _ratio(measured: float, planned: float | None) -> str:
+    return f"{measured / planned:.2f}×" if planned and math.isfinite(measured) else ""
+
+
+def number(value: float, digits: int = 4) -> str:
+    """`digits` significant ones, thousands apart; a dash for what is not known."""
+    if not math.isfinite(value):
+        return NOTHING
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
+def whole(value: float) -> str:
+    return f"{value:,.0f}" if math.isfinite(value) else NOTHING
+
+
+def size(value: float) -> str:
+    """Bytes."""
+    if not math.isfinite(value):
+        return NOTHING
+    for unit, limit, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1)):
+        if value >= limit:
+            return f"{value / limit:.{digits}f} {unit}"
+    return f"{value:.0f} bytes"
+
+
+def duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return NOTHING
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes < 72 * 60 else f"{seconds / 86400:.1f} days"
+
+
+def plural(count: int, word: str) -> str:
+    return f"{count:,} {word}{'s' * (count != 1)}"

@@ -1,223 +1,171 @@
-"""Draws lines and heat maps with matplotlib, as SVG that lives inside the page and takes its colours and font from it.
+"""Draws a run's figures with matplotlib, as SVG that stands inside the page and takes its colours and font from it.
 
 Only texts of our own and numbers are drawn: what a user or a file says belongs into the page, where it is escaped.
 A figure is as wide as a phone's screen, so that its text stays readable there.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import io
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from pathlib import Path
 
-import matplotlib
 import matplotlib.style
 import numpy as np
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import Locator, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from expertmesh.report.html import Html
-from expertmesh.report.series import Grid, Line
-from expertmesh.report.svg import BAD, FIRST, GRID, INK, SECOND, to_html
+from expertmesh.report.metrics import WORST
+from expertmesh.report.run import Run
+from expertmesh.report.series import summarize, thin_grid, thin_line
 
-WIDTH, HEIGHT = 6.0, 3.1
-Unit = Literal["", "GiB"]
-_GIB = 2.0**30
-# A point between two gaps has no line; with few points each of them is shown.
+# Drawn in place of the style sheet's colours, so that one picture suits a light page, a dark one and paper.
+INK, GRID, FIRST, SECOND, BAD = "#010203", "#020304", "#030405", "#040506", "#050607"
+COLOURS = {INK: "currentColor", GRID: "var(--grid)", FIRST: "var(--first)", SECOND: "var(--second)", BAD: "var(--bad)"}
+_STYLE = Path(__file__).with_name("plots.mplstyle")
+# With few points each of them is shown.
 _FEW = 60
-# Ticks of the scale for loads; one expert of 256 can have them all.
-_LOADS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+# Beyond this ratio of highest to typical, a line on a linear scale shows nothing but its peak.
+_LOG_RATIO = 8.0
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
-    """What is marked in every figure: steps that were skipped, and steps after which the run was resumed."""
-
-    skipped: Sequence[int] = ()
-    resumed: Sequence[int] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Points:
-    """A second series of few points, each of them shown."""
+class Curve:
+    """One value over steps. A `noisy` one gets a smoothed line; `unit` is what its axis counts in."""
 
     label: str
-    step: Sequence[float]
-    value: Sequence[float]
+    noisy: bool = True
+    from_zero: bool = False
+    unit: float = 1.0
 
 
-def draw_lines(
-    name: str,
-    description: str,
-    line: Line,
-    marks: Marks,
-    *,
-    label: str,
-    points: Points | None = None,
-    limit: tuple[str, float] | None = None,
-    unit: Unit = "",
-    from_zero: bool = False,
-    log: bool = False,
-) -> Html:
-    """One value over steps: the rows pale, what they tend to strong. `limit` is a named horizontal line.
-
-    `name` is unique in the page and starts all ids of the figure; `description` is read out instead of it.
-    """
-    scale = _GIB if unit == "GiB" else 1.0
-    with _figure() as (figure, axes):
-        strong = line.smooth if line.smooth is not None else line.middle
-        if line.rows_per_point > 1:
-            low, high = line.low / scale, line.high / scale
-            axes.fill_between(line.step, low, high, color=FIRST, alpha=0.35, linewidth=0, label="lowest to highest")
-        elif line.smooth is not None:
-            axes.plot(line.step, line.middle / scale, color=FIRST, alpha=0.5, linewidth=0.9, label="each row")
-        shown = "o" if len(line.step) <= _FEW else None
-        axes.plot(line.step, strong / scale, color=FIRST, linewidth=1.8, marker=shown, markersize=3.5, label=label)
-        alone = np.isfinite(line.middle) & _gap_on_both_sides(line.middle)
-        if shown is None and alone.any():
-            axes.plot(line.step[alone], line.middle[alone] / scale, ".", color=FIRST, markersize=4)
-        if points is not None and len(points.step):
-            axes.plot(
-                points.step, np.asarray(points.value) / scale, color=SECOND, linewidth=1.5, marker="D", markersize=4.5,
-                label=points.label,
-            )  # fmt: skip
-        if log:
-            _log_scale(axes)
-        if limit is not None:
-            axes.axhline(limit[1] / scale, color=SECOND, linewidth=1.3, linestyle=(0, (5, 3)), label=limit[0])
-        if from_zero:
-            axes.set_ylim(bottom=0)
-        if not log:
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-        _mark(axes, marks)
-        axes.margins(x=0.02)
-        _steps(axes)
-        if len(axes.get_legend_handles_labels()[1]) > 1:
-            figure.legend(
-                *axes.get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False, borderpad=0.1,
-                handlelength=1.6, columnspacing=1.2,
-            )  # fmt: skip
-        return to_html(figure, name, description)
+CURVES = {
+    "loss": Curve("training"),
+    "grad_norm": Curve("gradient norm", from_zero=True),
+    "learning_rate": Curve("learning rate", noisy=False, from_zero=True),
+    "tokens_per_second": Curve("tokens per second", from_zero=True),
+    "peak_memory_bytes": Curve("peak memory", noisy=False, from_zero=True, unit=2.0**30),
+    "aux_loss": Curve("load-balancing loss"),
+    "z_loss": Curve("router z-loss"),
+}
 
 
-def draw_heat_map(
-    name: str,
-    description: str,
-    grid: Grid,
-    layers: Sequence[int],
-    marks: Marks,
-    *,
-    bright: Literal["high", "low"],
-    at_least: float | None,
-    at_most: float | None,
-    log: bool = False,
-) -> Html:
-    """Layers from top to bottom, steps from left to right; `bright` says which end of the scale needs attention.
+def draw(run: Run) -> dict[str, Markup]:
+    """Figures by the key of what they show in metrics.jsonl; what has no finite value has none."""
+    metrics, figures = run.metrics, {}
+    for key in CURVES:
+        if metrics.has(key) or (key == "loss" and len(metrics.step) and len(metrics.eval_step)):
+            figures[key] = _svg(key, partial(_draw_curve, run, key))
+    for key, values_SL in metrics.load_SL.items():
+        if np.isfinite(values_SL).any() and not (key == "dead" and np.nanmax(values_SL) == 0):
+            figures[key] = _svg(key, partial(_draw_heat_map, run, key))
+    return figures
 
-    The scale reaches from `at_least` to `at_most`, or as far as the values do.
-    """
-    low = at_least if at_least is not None else float(np.nanmin(grid.values_LC))
-    high = at_most if at_most is not None else float(np.nanmax(grid.values_LC))
-    high = high if high > low else low + 1
-    norm = LogNorm(low, high) if log else Normalize(low, high)
-    with _figure() as (figure, axes):
-        colours = matplotlib.colormaps["cividis" if bright == "high" else "cividis_r"].with_extremes(bad="#9a9a9a")
-        count = len(grid.values_LC)
-        extent = (grid.first, grid.last, count - 0.5, -0.5)
-        picture = axes.imshow(
-            grid.values_LC, cmap=colours, norm=norm, extent=extent, aspect="auto", interpolation="nearest", zorder=3
+
+def _draw_curve(run: Run, key: str, figure: Figure, axes: Axes) -> None:
+    """The rows pale, what they tend to strong."""
+    metrics, curve = run.metrics, CURVES[key]
+    line = thin_line(metrics.step, metrics[key] / curve.unit)
+    smooth = line.smooth if curve.noisy else None
+    if line.rows_per_point > 1:
+        axes.fill_between(
+            line.step, line.low, line.high, color=FIRST, alpha=0.35, linewidth=0, label="lowest to highest"
         )
-        axes.grid(False)
-        shown = np.unique(np.linspace(0, count - 1, min(count, 9)).round().astype(int))
-        axes.set_yticks(shown, [str(layers[place]) for place in shown])
-        axes.set_ylabel("block")
-        bar = figure.colorbar(picture, ax=axes, pad=0.02, aspect=16)
-        bar.outline.set_visible(False)
-        bar.ax.yaxis.set_minor_locator(NullLocator())
-        if log:
-            ticks = [tick for tick in _LOADS if low <= tick <= high]
-            bar.set_ticks(ticks)
-        else:
-            bar.ax.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=high > 1, steps=[1, 2, 5, 10]))
-        bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-        # On a picture, a line that is seen on its dark and on its bright parts.
-        for step in marks.resumed:
-            axes.axvline(step + 0.5, color="#ffffff", linewidth=1.6, zorder=4)
-        _mark(axes, marks, line_colour="#000000")
-        _steps(axes)
-        return to_html(figure, name, description)
+    elif smooth is not None:
+        axes.plot(line.step, line.middle, color=FIRST, alpha=0.5, linewidth=0.9, label="each row")
+    strong, marker = line.middle if smooth is None else smooth, "o" if len(line.step) <= _FEW else None
+    axes.plot(line.step, strong, color=FIRST, linewidth=1.8, marker=marker, markersize=3.5, label=curve.label)
+    # A point between two gaps has no line.
+    missing = np.pad(np.isnan(line.middle), 1, constant_values=True)
+    alone = ~missing[1:-1] & missing[:-2] & missing[2:]
+    if marker is None and alone.any():
+        axes.plot(line.step[alone], line.middle[alone], ".", color=FIRST, markersize=4)
+    if key == "loss" and len(metrics.eval_step):
+        axes.plot(metrics.eval_step, metrics.eval_loss, "D-", color=SECOND, linewidth=1.5, ms=4.5, label="evaluation")
+    log = False
+    if key == "grad_norm":
+        norms = summarize(metrics[key])
+        log = norms.lowest > 0 and norms.highest > _LOG_RATIO * norms.median
+        clip = run.config.optim.max_grad_norm if run.config is not None else None
+        if clip is not None:
+            axes.axhline(clip, color=SECOND, linewidth=1.3, linestyle=(0, (5, 3)), label=f"clipped to {clip:g}")
+    if log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    elif curve.from_zero:
+        axes.set_ylim(0, 1.04 * axes.get_ylim()[1])
+    axes.yaxis.set_major_formatter(short)
+    _draw_steps(run, axes, INK)
+    if len(axes.get_legend_handles_labels()[1]) > 1:
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=3)
 
 
-def short(value: float) -> str:
-    """A number for an axis or a card: three digits, thousands as k and M."""
-    size = abs(value)
-    for limit, sign in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= limit:
-            return f"{value / {'G': 1e9, 'M': 1e6, 'k': 1e3}[sign]:.3g}{sign}"
-    return f"{value:,.0f}" if size >= 1000 else f"{value:.3g}"
+def _draw_heat_map(run: Run, key: str, figure: Figure, axes: Axes) -> None:
+    """Layers from top to bottom, steps from left to right; bright is what needs attention."""
+    grid = thin_grid(run.metrics.step, run.metrics.load_SL[key], WORST[key])
+    low, high = float(np.nanmin(grid.values_LC)), float(np.nanmax(grid.values_LC))
+    norm = {
+        "max_over_mean": LogNorm(1, max(2.0, high)),
+        "entropy": Normalize(min(0.9, low), 1),
+        "dead": Normalize(0, high),
+    }[key]
+    bright = matplotlib.colormaps["cividis_r" if WORST[key] is np.nanmin else "cividis"]
+    count = len(grid.values_LC)
+    picture = axes.imshow(
+        grid.values_LC, cmap=bright.with_extremes(bad="#9a9a9a"), norm=norm, aspect="auto", interpolation="nearest",
+        extent=(grid.first, grid.last, count - 0.5, -0.5), zorder=3,
+    )  # fmt: skip
+    axes.grid(False)
+    shown = np.unique(np.linspace(0, count - 1, min(count, 9)).round().astype(int))
+    axes.set_yticks(shown, [str(run.moe_blocks[place]) for place in shown])
+    axes.set_ylabel("block")
+    ticks: Locator = MaxNLocator(nbins=6, integer=key == "dead", steps=[1, 2, 5, 10])
+    if key == "max_over_mean":
+        ticks = LogLocator(base=2, subs=(1, 1.5))
+    bar = figure.colorbar(picture, ax=axes, pad=0.02, aspect=16, format=short, ticks=ticks)
+    bar.outline.set_visible(False)
+    bar.ax.yaxis.set_minor_locator(NullLocator())
+    # On a picture, a line that is seen on its dark and on its bright parts.
+    for step in run.resumed:
+        axes.axvline(step + 0.5, color="#ffffff", linewidth=1.6, zorder=4)
+    _draw_steps(run, axes, "#000000")
 
 
-@contextmanager
-def _figure() -> "Iterator[tuple[Figure, Axes]]":
-    """A figure in our style, whatever the user's matplotlibrc says; no window, no global state."""
-    style = {
-        "figure.figsize": (WIDTH, HEIGHT),
-        "figure.constrained_layout.use": True,
-        "font.size": 10.5,
-        "svg.fonttype": "none",
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "axes.edgecolor": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.linewidth": 0.6,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": GRID,
-        "grid.linewidth": 0.7,
-        "xtick.major.width": 0.6,
-        "ytick.major.width": 0.6,
-        "savefig.facecolor": "none",
-        "figure.facecolor": "none",
-        "axes.facecolor": "none",
-    }
-    with matplotlib.style.context([style], after_reset=True):
-        figure = Figure()
-        yield figure, figure.add_subplot()
-
-
-def _steps(axes: Axes) -> None:
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
-    thousands = axes.get_xlim()[1] >= 1e4
-    axes.xaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{value / 1000:,g}k" if thousands and value else f"{value:,.0f}")
-    )
-
-
-def _mark(axes: Axes, marks: Marks, line_colour: str = INK) -> None:
-    """Skipped steps as triangles at the upper edge, resumed runs as dashed lines."""
-    edge = axes.get_xaxis_transform()
-    for step in marks.resumed:
+def _draw_steps(run: Run, axes: Axes, line_colour: str) -> None:
+    """The axis of steps; skipped steps as triangles at the upper edge, resumed runs as dashed lines."""
+    for step in run.resumed:
         axes.axvline(step + 0.5, color=line_colour, linewidth=1, linestyle=(0, (2, 2)), zorder=4)
-    if marks.skipped:
-        axes.plot(
-            marks.skipped, np.ones(len(marks.skipped)), linestyle="none", marker="v", markersize=6, color=BAD,
-            transform=edge, clip_on=False, zorder=5,
-        )  # fmt: skip
+    skipped = [step for step, _ in run.metrics.skipped]
+    if skipped:
+        edge = axes.get_xaxis_transform()
+        axes.plot(skipped, np.ones(len(skipped)), "v", markersize=6, color=BAD, transform=edge, clip_on=False, zorder=5)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
 
 
-def _log_scale(axes: Axes) -> None:
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+def short(value: float, place: float = 0) -> str:
+    """A number for an axis or a card: three digits, thousands as k and M. `place` is what matplotlib passes."""
+    for limit, unit, sign in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / unit:.3g}{sign}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def _gap_on_both_sides(values: np.ndarray) -> np.ndarray:
-    missing = np.concatenate([[True], np.isnan(values), [True]])
-    alone: np.ndarray = missing[:-2] & missing[2:]
-    return alone
+def _svg(name: str, draw_on: Callable[[Figure, Axes], None]) -> Markup:
+    """A figure in our style, whatever the user's matplotlibrc says, as an `<svg>` whose ids begin with `name`."""
+    written = io.StringIO()
+    with matplotlib.style.context(_STYLE, after_reset=True):
+        figure = Figure()
+        draw_on(figure, figure.add_subplot())
+        figure.savefig(written, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    svg = written.getvalue()
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg[svg.index("<svg") :])
+    for drawn, meant in COLOURS.items():
+        svg = svg.replace(drawn, meant)
+    return Markup(svg)

@@ -5,6 +5,7 @@ and the report goes without them.
 """
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -23,25 +24,26 @@ CONFIG_FILE, METRICS_FILE, VERIFICATION_FILE, AUDIT_FILE = (
     "config.yaml", "metrics.jsonl", "verification.json", "audit.json"
 )  # fmt: skip
 RESULTS = ("model", "adapter")
+_BLOCK = re.compile(r"\.(\d{1,5})\.")
 Content = TypeVar("Content", bound=BaseModel)
 Status = Literal["pass", "fail", "not run"]
 State = Literal["running", "finished", "ended", "stopped", "not started"]
 
 
-class VerifiedFigure(BaseModel):
-    """The worst of a check's comparisons; numbers that JSON does not have are words."""
-
+class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True)
+
+
+class VerifiedFigure(_Frozen):
+    """The worst of a check's comparisons; numbers that JSON does not have are words."""
 
     tensor: str
     error: float | str
     limit: float | str
 
 
-class VerifiedCheck(BaseModel):
+class VerifiedCheck(_Frozen):
     """One check of a layer. `note` says more, or why it was not run."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     status: Status
@@ -50,29 +52,23 @@ class VerifiedCheck(BaseModel):
     note: str
 
 
-class VerifiedLayer(BaseModel):
+class VerifiedLayer(_Frozen):
     """One layer of `expertmesh verify`."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     status: Status
     checks: tuple[VerifiedCheck, ...]
 
 
-class PlantedBug(BaseModel):
+class PlantedBug(_Frozen):
     """One bug that `--self-test` planted; `pass` means caught."""
-
-    model_config = ConfigDict(frozen=True)
 
     bug: str
     status: Status
 
 
-class Verification(BaseModel):
+class Verification(_Frozen):
     """What `expertmesh verify` wrote to verification.json (docs/verify.md), as far as the report shows it."""
-
-    model_config = ConfigDict(frozen=True)
 
     format: Literal["expertmesh-proof"]
     version: Literal[1]
@@ -89,10 +85,8 @@ class Verification(BaseModel):
         return self.status == "pass" and "pass" in inside and "fail" not in inside
 
 
-class Audit(BaseModel):
+class Audit(_Frozen):
     """What `train --audit full` wrote to audit.json, without the hashes."""
-
-    model_config = ConfigDict(frozen=True)
 
     source: str
     tensors: int
@@ -136,6 +130,19 @@ class Run:
         if self.owner is not None:
             return "ended"
         return "stopped" if self.last_step else "not started"
+
+    @property
+    def resumed(self) -> list[int]:
+        """The steps after which the run was resumed."""
+        return [start.after_step for start in self.record.starts if start.after_step] if self.record is not None else []
+
+    @property
+    def moe_blocks(self) -> list[int]:
+        """Which block each MoE layer is in; counted from 0 where the record does not tell."""
+        names = [layer.name for layer in self.record.moe_layers] if self.record is not None else []
+        found = [int(match[1]) for name in names if (match := _BLOCK.search(name))]
+        layers = self.metrics.layers
+        return found if len(found) == layers == len(set(found)) else list(range(layers))
 
 
 def read_run(directory: Path) -> Run:

@@ -1,13 +1,14 @@
 """Thins out what has more points than a picture can show, without hiding an outlier.
 
-A line keeps, of every group of steps, the median, the lowest and the highest value; a heat map keeps the worst of every
-column. What was done is told by `Line.steps_per_point` and `Grid.steps_per_column`, for the caption.
+A line keeps, of every group of rows, the median, the lowest and the highest value; a heat map keeps the worst of every
+column. `Line.rows_per_point` and `Grid.rows_per_column` say what was done.
 """
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,26 @@ import numpy.typing as npt
 MAX_POINTS = 600
 MAX_COLUMNS = 320
 Numbers = npt.NDArray[np.float64]
+
+
+class Summary(NamedTuple):
+    """Of the finite values of a column, all NaN where there are none; `gaps` counts the others."""
+
+    first: float
+    last: float
+    lowest: float
+    median: float
+    highest: float
+    gaps: int
+
+
+def summarize(values: npt.NDArray[np.floating[Any]]) -> Summary:
+    finite = values[np.isfinite(values)]
+    gaps = len(values) - len(finite)
+    if not len(finite):
+        return Summary(math.nan, math.nan, math.nan, math.nan, math.nan, gaps)
+    first, last, median = float(finite[0]), float(finite[-1]), float(np.median(finite))
+    return Summary(first, last, float(finite.min()), median, float(finite.max()), gaps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +63,20 @@ class Grid:
     rows_per_column: int
 
 
-def line(step: npt.NDArray[np.int64], values: Numbers) -> Line:
+def thin_line(step: npt.NDArray[np.int64], values: Numbers) -> Line:
     """Thin `values [S]` out to at most `MAX_POINTS`, each of equally many rows."""
     group = max(1, -(-len(step) // MAX_POINTS))
     groups = -(-len(step) // group)
     # The last group is filled up with what counts for nothing.
     padded = np.full((2, groups * group), np.nan)
-    padded[0, : len(step)], padded[1, : len(step)] = step, values
+    padded[:, : len(step)] = step, values
     steps, table = padded.reshape(2, groups, group)
-    middle = _ignoring_nan(np.nanmedian, table)
+    middle = ignoring_nan(np.nanmedian, table)
     return Line(
-        step=_ignoring_nan(np.nanmean, steps),
+        step=ignoring_nan(np.nanmean, steps),
         middle=middle,
-        low=_ignoring_nan(np.nanmin, table),
-        high=_ignoring_nan(np.nanmax, table),
+        low=ignoring_nan(np.nanmin, table),
+        high=ignoring_nan(np.nanmax, table),
         smooth=_smoothed(middle),
         rows_per_point=group,
     )
@@ -66,28 +87,26 @@ def _smoothed(values: Numbers) -> Numbers | None:
     half = len(values) // 40
     if half < 1:
         return None
-    padded = np.concatenate([np.full(half, np.nan), values, np.full(half, np.nan)])
-    smooth: Numbers = _ignoring_nan(np.nanmedian, np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1))
+    padded = np.pad(values, half, constant_values=np.nan)
+    smooth: Numbers = ignoring_nan(np.nanmedian, np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1))
     smooth[np.isnan(values)] = np.nan
     return smooth
 
 
-def grid(step: npt.NDArray[np.int64], values_SL: npt.NDArray[np.float32], worst: Callable[..., Any]) -> Grid:
+def thin_grid(step: npt.NDArray[np.int64], values_SL: npt.NDArray[np.float32], worst: Callable[..., Any]) -> Grid:
     """Columns of equal width in steps, at most `MAX_COLUMNS`; `worst` (`np.nanmax` or `np.nanmin`) joins their rows."""
     gap = float(np.median(np.diff(step))) if len(step) > 1 else 1.0
     first, last = float(step[0]) - gap / 2, float(step[-1]) + gap / 2
     columns = int(min(MAX_COLUMNS, max(1, round((last - first) / gap))))
     place_S = np.minimum(((step - first) / (last - first) * columns).astype(np.int64), columns - 1)
     values_LC = np.full((values_SL.shape[1], columns), np.nan, dtype=np.float32)
-    most = 1
-    for column in np.unique(place_S):
-        rows_SL = values_SL[place_S == column]
-        most = max(most, len(rows_SL))
-        values_LC[:, column] = _ignoring_nan(worst, rows_SL, axis=0)
-    return Grid(values_LC, first, last, most)
+    occupied, counts = np.unique(place_S, return_counts=True)
+    for column in occupied:
+        values_LC[:, column] = ignoring_nan(worst, values_SL[place_S == column], axis=0)
+    return Grid(values_LC, first, last, int(counts.max()))
 
 
-def _ignoring_nan(function: Callable[..., Any], table: npt.NDArray[Any], axis: int = -1) -> Any:
+def ignoring_nan(function: Callable[..., Any], table: npt.NDArray[Any], axis: int = -1) -> Any:
     """numpy warns about groups without a value; here they are gaps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)

@@ -1,6 +1,6 @@
 """Run one rank of a job of any size for two steps: `prepare_model`, `forward_backward`, clipping and AdamW as they are.
 
-The process group is PyTorch's fake one, tensors are fake, so nothing is sent and nothing allocated; the census counts
+The process group is PyTorch's fake one, tensors are fake, so nothing is sent and nothing allocated; a tracker counts
 what would be. Gives what the formulas of planning/ predict, by the code itself, with the time to build the job and its
 process groups.
 """
@@ -14,24 +14,20 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig
 
-from expertmesh.config import LoraConfig, MoeConfig, ParallelConfig, PrecisionConfig
+from expertmesh.config import LoraConfig, MoeConfig
 from expertmesh.config.errors import InputError
+from expertmesh.distributed.layout import explicit
 from expertmesh.distributed.mesh import init_mesh
 from expertmesh.model import prepare_model
 from expertmesh.parallel.grad_norm import clip_grad_norm_
-from expertmesh.planning.axes import sent_by_axis
-from expertmesh.planning.memory import Batch
-from expertmesh.planning.routing import Choice
-from expertmesh.planning.state import CheckpointedLayers, Mode
-from expertmesh.planning.trackers import Census, Sent
+from expertmesh.planning.stages import Batch, Workload
+from expertmesh.planning.trackers import CollectiveCount, UsageTracker
+from expertmesh.simulation.axes import AxisKind, sent_by_axis
 from expertmesh.simulation.stand_ins import stand_ins
 from expertmesh.step.forward_backward import forward_backward
 from expertmesh.weights.meta_model import materialize
-
-ONE = Batch(1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +38,7 @@ class Simulated:
     rank: int
     peak: int
     state: int
-    sent: dict[tuple[str, str], Sent]
+    sent: dict[AxisKind, CollectiveCount]
     mesh_seconds: float
     shard_seconds: float
     step_seconds: float
@@ -50,58 +46,48 @@ class Simulated:
 
 
 def simulate(
-    config: PreTrainedConfig,
-    parallel: ParallelConfig,
-    world_size: int,
-    *,
-    length: int,
-    batch: Batch = ONE,
-    mode: Mode = "full",
-    layers: CheckpointedLayers = "all",
-    precision: PrecisionConfig | None = None,
-    lora: LoraConfig | None = None,
-    choice: Choice,
-    packed: bool = False,
-    stage: int = 0,
+    config: PreTrainedConfig, workload: Workload, *, lora: LoraConfig | None = None, stage: int = 0
 ) -> Simulated:
-    """A step of `batch`, sequences of `length` tokens, on the first rank of pp rank `stage`. Needs a process without a
-    process group. `packed`: with the explicit mask of packed samples. Experts have to compute in bfloat16: torch's
-    grouped product knows no other dtype on fake tensors.
+    """A step of `workload`, whose figures are those of `config` with `lora`, on the first rank of pp rank `stage`, with
+    balanced routing. Needs a process without a process group. Experts have to compute in bfloat16: torch's grouped
+    product knows no other dtype on fake tensors.
     """
-    precision = precision or PrecisionConfig()
+    figures, layout, batch = workload.model, workload.layout, workload.batch
     if dist.is_initialized():
         raise InputError("a simulation needs a process of its own; this one has a process group already")
-    if precision.compute != "bfloat16":
-        raise InputError(f"precision.compute {precision.compute}: only bfloat16 can be simulated")
-    rank = stage * (world_size // parallel.pp)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    if figures.precision.compute != "bfloat16":
+        raise InputError(f"precision.compute {figures.precision.compute}: only bfloat16 can be simulated")
+    rank = stage * layout.ranks_per_stage
+    # torch registers its fake backend when this asks for it; nothing else here imports it.
+    dist.init_process_group("fake", rank=rank, world_size=layout.world_size)
     try:
         started = time.monotonic()
-        mesh = init_mesh(parallel, num_experts=choice.experts, device=torch.device("cpu"))
+        experts = figures.anatomy.num_experts
+        mesh = init_mesh(explicit(layout), num_experts=experts, device=torch.device("cpu"))
         meshed = time.monotonic()
         # Before fake tensors: each FSDP2 group looks at its mesh, whose ranks are real.
         model, _ = prepare_model(
             config,
             Path(),
             mesh,
-            precision=precision,
+            precision=figures.precision,
             moe=MoeConfig(compute="grouped_mm"),
-            activation_checkpointing=mode,
-            checkpoint_layers=layers,
+            activation_checkpointing=workload.mode,
+            checkpoint_layers=workload.layers,
             lora=lora,
         )
         sharded = time.monotonic()
         with FakeTensorMode(allow_non_fake_inputs=True):
             materialize(model, mesh.device)
             _fake_buffers(model)
-            with stand_ins(choice, batch.rows * length, mesh.layout):
-                census, state = _steps(model, batch, length, packed)
+            with stand_ins(figures.experts.router, batch.rows * figures.length, mesh.layout):
+                tracker, state = _steps(model, batch, figures.length, figures.packed)
         return Simulated(
-            world_size=world_size,
+            world_size=layout.world_size,
             rank=rank,
-            peak=census.peak,
+            peak=tracker.peak,
             state=state,
-            sent=sent_by_axis(census.sent, mesh),
+            sent=sent_by_axis(tracker.sent, mesh),
             mesh_seconds=meshed - started,
             shard_seconds=sharded - meshed,
             step_seconds=time.monotonic() - sharded,
@@ -111,7 +97,7 @@ def simulate(
         dist.destroy_process_group()
 
 
-def _steps(model: nn.Module, batch: Batch, length: int, packed: bool) -> tuple[Census, int]:
+def _steps(model: nn.Module, batch: Batch, length: int, packed: bool) -> tuple[UsageTracker, int]:
     """A first step, in which FSDP2 and the optimizer allocate what stays, and one that is counted."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
     tokens = torch.zeros(batch.rows, length, dtype=torch.int64)
@@ -127,14 +113,14 @@ def _steps(model: nn.Module, batch: Batch, length: int, packed: bool) -> tuple[C
         optimizer.zero_grad()
 
     step()
-    census = Census()
+    tracker = UsageTracker()
     moments = (tensor for state in optimizer.state.values() for tensor in state.values())
-    with census:
-        census.know(_local(tensor) for tensor in (*model.parameters(), *moments))
-        state = census.live
-        census.reset_peak()
+    with tracker:
+        tracker.include(_local(tensor) for tensor in (*model.parameters(), *moments))
+        state = tracker.live
+        tracker.reset_peak()
         step()
-    return census, state
+    return tracker, state
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,9 @@
 """The places where a step needs values, which fake tensors do not have, and what stands in for them.
 
 Routing counts come from the planner's expectation (balanced routing), every position but the last is a target, and
-attention is what a fused kernel reads and saves. All patches of the simulation are in this file.
+attention is what a fused kernel reads and saves. All patches of the simulation are in this file. Two are of private
+names of torch's pipelining (`_PipelineSchedule._warmup_p2p`, in which stages exchange numbers, and the `InferenceMode`
+it ends with), because there is no public way to say that shapes are known. Checked with torch 2.13.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,24 +16,24 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._utils import InferenceMode
 
 from expertmesh.distributed.layout import Layout
+from expertmesh.planning.model_figures import TopKRouter, rows_per_token
 from expertmesh.planning.probe import FusedAttention
-from expertmesh.planning.routing import Choice, rows_per_token
-
-Cut = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 @contextmanager
-def stand_ins(choice: Choice, tokens: int, layout: Layout) -> Iterator[None]:
-    """`tokens` of whole rows, over cp and tp, choose as `choice` says on every rank; one rank's share of every exchange
-    is the mean.
+def stand_ins(router: TopKRouter, tokens: int, layout: Layout) -> Iterator[None]:
+    """`tokens` of whole rows, over cp and tp, are routed as `router` says on every rank; one rank's share of every
+    exchange is the mean.
     """
     own, ranks = tokens // (layout.cp * layout.tp), layout.ep
-    rows, pairs = round(own * rows_per_token(choice, ranks) / ranks), own * choice.top_k // ranks
+    rows, pairs = round(own * rows_per_token(router, ranks) / ranks), own * router.top_k // ranks
 
     def counts(_: torch.Tensor) -> list[Any]:
         return [[rows] * ranks, [rows] * ranks, [pairs] * ranks, [pairs] * ranks]
 
-    def targets(labels: torch.Tensor, cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
+    def targets(
+        labels: torch.Tensor, cut: Callable[[torch.Tensor, int], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         batch, length = cut(labels, 1).shape
         place_N = torch.zeros(batch * (length - 1), dtype=torch.int64, device=labels.device)
         return torch.zeros_like(place_N), place_N

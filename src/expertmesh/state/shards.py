@@ -12,9 +12,9 @@ import math
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from expertmesh.compat import StridedShard
 from expertmesh.io.boxes import Box, extents, full_box
 from expertmesh.state.stage_view import is_on_other_stage, placement_of
 
@@ -43,7 +43,7 @@ def local_box(tensor: Tensor) -> Box:
             start, stop = first, min(first + chunk, stop)
         ranges[dim] = (start, stop)
     box = tuple(ranges)
-    held = tuple(tensor._local_tensor.shape)
+    held = tuple(tensor.to_local().shape)
     where = f"{tuple(tensor.shape)} {tensor.placements}"
     assert held == extents(box), f"local tensor {held} is not box {box} of {where}"
     return box
@@ -77,7 +77,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """
     if is_on_other_stage(tensor):
         return torch.empty([0] * tensor.dim(), dtype=tensor.dtype)
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _sharding_order(tensor: DTensor, dim: int) -> list[int]:
@@ -91,7 +91,7 @@ def _sharding_order(tensor: DTensor, dim: int) -> list[int]:
         placement = tensor.placements[axis]
         if _shard_dim(placement) != dim:
             assert _shard_dim(placement) is not None or isinstance(placement, Replicate), f"{placement}"
-        elif isinstance(placement, _StridedShard):
+        elif isinstance(placement, StridedShard):
             inside = _prefix_of_size(tensor, order, int(placement.split_factor))
             order.insert(inside, axis)
         else:
@@ -108,4 +108,4 @@ def _prefix_of_size(tensor: DTensor, order: list[int], size: int) -> int:
 
 def _shard_dim(placement: Placement) -> int | None:
     # _StridedShard is a subclass of Shard in some torch versions and not in others.
-    return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
+    return placement.dim if isinstance(placement, (Shard, StridedShard)) else None

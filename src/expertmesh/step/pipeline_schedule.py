@@ -63,7 +63,7 @@ def run_pipeline(
     the collectives of the model's forward and backward, in one order on all its ranks.
     """
     count, backward = len(batches), torch.is_grad_enabled()
-    run = _Run(model, pipeline, batches, term, router_logits)
+    run = _PipelineRun(model, pipeline, batches, term, router_logits)
     stages = [_torch_stage(run, number, backward) for number in pipeline.own_stages]
     kind: Any = schedule_kind(pipeline.mesh.layout, count)
     one_each = pipeline.mesh.layout.pp_virtual_stages == 1
@@ -128,7 +128,7 @@ def _with_rows(batch: Batch, rows: int) -> Batch:
     return longer
 
 
-def _torch_stage(run: "_Run", number: int, backward: bool) -> PipelineStage:
+def _torch_stage(run: "_PipelineRun", number: int, backward: bool) -> PipelineStage:
     """With the shapes of its messages given, so that torch need not run anything to learn them."""
     pipeline = run.pipeline
     rows, length = run.batches[0]["input_ids"].shape
@@ -152,7 +152,7 @@ def _is_the_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 class _Stage(nn.Module):
     """What torch's stage calls. The model is no child of it: torch would take over its FSDP2 groups."""
 
-    def __init__(self, run: "_Run", stage: int) -> None:
+    def __init__(self, run: "_PipelineRun", stage: int) -> None:
         super().__init__()
         self.run_stage, self.stage = run, stage
 
@@ -161,7 +161,7 @@ class _Stage(nn.Module):
 
 
 @dataclass(slots=True)
-class _Run:
+class _PipelineRun:
     model: nn.Module
     pipeline: Pipeline
     batches: Sequence[Batch]
@@ -187,7 +187,7 @@ class _Run:
                     f"{hidden.dtype}, not {self.pipeline.dtype}, and would be rounded on its way to the next stage; "
                     "set parallel.pp to 1, or precision.compute to float32"
                 )
-            # The root's output joins the graph, so that FSDP2's root hook runs in backward; some graph there always is.
+            # The root's output joins the graph, so that FSDP2's root hook runs in backward.
             extra = torch.zeros((), device=hidden.device, requires_grad=torch.is_grad_enabled()) + empty_logits.sum()
             out = _WithTerm.apply(hidden, extra if term is None else extra + term).contiguous()
         if out.requires_grad and self.pipeline.mesh.layout.replicate > 1:

@@ -31,7 +31,7 @@ Batch = Mapping[str, torch.Tensor]
 
 @contextmanager
 def router_losses(model: nn.Module, micro_batches: Sequence[Batch]) -> Iterator["RouterLosses"]:
-    """Around the micro-batches of one optimizer step, where `moe` asks for router losses; costs nothing where not.
+    """Context of the micro-batches of one optimizer step; it costs nothing where `moe` asks for no router losses.
 
         with em.router_losses(model, micro_batches) as router_loss:
             for batch in micro_batches:
@@ -149,10 +149,8 @@ class RouterLosses:
         return real_BS.reshape(-1)
 
     def _pairs(self, logits: Sequence[torch.Tensor], real_T: torch.Tensor) -> torch.Tensor:
-        """Chosen pairs of all layers together `[E]`; zeros where nobody asks for them."""
-        if not self.balance.aux_loss_coef:
-            return torch.zeros(self.balance.num_experts, dtype=torch.int64, device=real_T.device)
-        if not logits:
+        """Chosen pairs of all layers together `[E]`; zeros without the auxiliary loss."""
+        if not self.balance.aux_loss_coef or not logits:
             return torch.zeros(self.balance.num_experts, dtype=torch.int64, device=real_T.device)
         return torch.stack([chosen_pairs(logits_TE, self.balance.top_k, real_T) for logits_TE in logits]).sum(dim=0)
 

@@ -1,60 +1,80 @@
 """The plan that `train` prints before it reads weights: every derived value, so that nobody has to guess one."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertmesh.adapters.plan import plan_lines as adapter_plan_lines
 from expertmesh.adapters.plan import plan_of
 from expertmesh.anatomy import Anatomy, is_adapter
 from expertmesh.config import Config
-from expertmesh.data import DataReport, TrainingBatches
+from expertmesh.data import DataReport, TokenizedDataset, TrainingBatches
 from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.experts.balance import Balance, attached_balance
-from expertmesh.parallel.checkpointing import CheckpointedLayers, CheckpointingMode, checkpointed_layers
-from expertmesh.parallel.compiling import compiled_parts
+from expertmesh.experts.balance import Balance
 from expertmesh.parallel.context import context_lines
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
-from expertmesh.parallel.tensor_plan import attached_plan
+from expertmesh.parallel.shard_plan import ShardPlan
 from expertmesh.step.pipeline_schedule import schedule_kind
 from expertmesh.training.preflight import Checked
 from expertmesh.training.record import Forecast
+from expertmesh.training.resume import Identity
+
+# What a step of a checked run will take. Training has no predictor of its own.
+Predict = Callable[[Config, Checked], Forecast]
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """The data of a run; `reports` are of the training and, if there is one, the evaluation data."""
+
+    tokenizer: PreTrainedTokenizerBase
+    pad_token_id: int
+    training: TokenizedDataset
+    evaluation: TokenizedDataset | None
+    reports: tuple[DataReport, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A run on the point of reading weights, as this rank sees it. `model` is sharded and may still be on meta.
+    """A run on the point of reading weights, as this rank sees it. Its model is sharded and may still be on meta.
 
-    `resolved`: what `auto` of dispatch and compute became. `reports` are of the training and, if there is one, the
-    evaluation data. `forecast` is rank 0's, None elsewhere or without one.
+    `share`: what all batches of this rank have in common. `forecast` is rank 0's, None elsewhere or without one.
+    `start`: the checkpoint to go on from; `changes`: on rank 0, what has changed since.
     """
 
     config: Config
     checked: Checked
     mesh: Mesh
-    model: PreTrainedModel
-    resolved: Mapping[str, str]
-    reports: Sequence[DataReport]
+    data: RunData
+    share: dict[str, Any]
     batches: TrainingBatches
     total_steps: int
     bytes_to_load: int
-    checkpointing: CheckpointingMode
     forecast: Forecast | None
+    identity: Identity
+    start: Path | None
+    changes: tuple[str, ...]
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.checked.model
 
 
 def plan_lines(run: Prepared) -> Iterator[str]:
     """The plan of this rank, line by line. No communication."""
     config, checked, mesh, model, batches = run.config, run.checked, run.mesh, run.model, run.batches
-    layout, anatomy = mesh.layout, checked.anatomy
+    layout, anatomy, plan = mesh.layout, checked.anatomy, checked.plan
     yield f"model      {config.model.name_or_path}: {checked.model_config.model_type}, " + _experts_line(anatomy)
     yield from (f"           {line}" for line in layout.table().splitlines())
     yield from (f"cp         {line}" for line in context_lines(model, layout))
-    yield from (f"tp         {line}" for line in attached_plan(model).lines())
+    yield from (f"tp         {line}" for line in plan.tensor.lines())
     pipeline = pipeline_of(model)
     if pipeline is not None:
         yield from (f"stages     {line}" for line in _stage_lines(pipeline, batches.accumulation))
@@ -69,15 +89,15 @@ def plan_lines(run: Prepared) -> Iterator[str]:
     router: str = config.moe.router
     if lora is not None:
         router = "adapted" if any(target.group == "router" for target in lora.targets) else "frozen"
-    yield f"experts    dispatch {run.resolved['dispatch']}, compute {run.resolved['compute']}, router {router}"
+    yield f"experts    dispatch {plan.resolved['dispatch']}, compute {plan.resolved['compute']}, router {router}"
     counted = batches.accumulation if batches.accumulation > 1 or pipeline is not None else 0
-    yield from (f"balance    {line}" for line in _balance_lines(attached_balance(model), counted))
+    yield from (f"balance    {line}" for line in _balance_lines(plan.balance, counted))
     if lora is not None:
         yield from (f"lora       {line}" for line in adapter_plan_lines(lora, anatomy))
-    yield f"memory     {_checkpointing_line(run.checkpointing, config.train.checkpoint_layers, len(anatomy.blocks))}"
-    if config.train.compile:
-        yield f"compile    {_compile_line(model, anatomy)}"
-    for report in run.reports:
+    yield f"memory     {_checkpointing_line(plan)}"
+    if plan.compiled:
+        yield f"compile    {_compile_line(model, plan)}"
+    for report in run.data.reports:
         yield from (f"data       {line}" for line in report.lines())
     train, ranks = config.train, layout.data_ranks
     yield (
@@ -139,17 +159,17 @@ def _balance_lines(balance: Balance, counted: int) -> Iterator[str]:
         yield f"{len(balance.biases)} correction biases move by {balance.bias_update_rate:g} a step"
 
 
-def _checkpointing_line(mode: CheckpointingMode, layers: CheckpointedLayers, blocks: int) -> str:
-    if mode == "none" or layers == "all":
+def _checkpointing_line(plan: ShardPlan) -> str:
+    mode, blocks = plan.options.activation_checkpointing, plan.anatomy.blocks
+    if mode == "none" or plan.options.checkpoint_layers == "all":
         return f"activation checkpointing {mode}"
-    chosen = checkpointed_layers(layers, blocks)
-    return f"activation checkpointing {mode} of {len(chosen)} of {blocks} blocks ({', '.join(map(str, chosen))})"
+    numbers = ", ".join(str(blocks.index(name)) for name in plan.checkpointed)
+    return f"activation checkpointing {mode} of {len(plan.checkpointed)} of {len(blocks)} blocks ({numbers})"
 
 
-def _compile_line(model: nn.Module, anatomy: Anatomy) -> str:
-    parts = list(compiled_parts(model, anatomy))
-    kinds = dict.fromkeys(type(model.get_submodule(name)).__name__ for name in parts)
-    return f"{len(parts)} dense parts of {len(anatomy.blocks)} blocks ({', '.join(kinds)})"
+def _compile_line(model: nn.Module, plan: ShardPlan) -> str:
+    kinds = dict.fromkeys(type(model.get_submodule(name)).__name__ for name in plan.compiled)
+    return f"{len(plan.compiled)} dense parts of {len(plan.anatomy.blocks)} blocks ({', '.join(kinds)})"
 
 
 def _experts_line(anatomy: Anatomy) -> str:

@@ -1,22 +1,20 @@
-"""What can be refused without ranks, weights or data: model, layout, batches, tokenizer, output directory.
+"""What can be refused without ranks, weights or data: model, layout, batches, packages, tokenizer, disk, output_dir.
 
-The launcher calls it once before it starts ranks, so that a mistake costs seconds and is said once; `train` calls it
-again in each rank (a job started by torchrun has no launcher of ours). Reads config.json and file headers at most.
+The launcher calls `preflight` once before it starts ranks, so that a mistake costs seconds and is said once; `train`
+calls it again in each rank (a job started by torchrun has no launcher of ours). `check` and `verify` refuse by the same
+functions. Reads config.json and file headers at most.
 """
 
-import ast
 import importlib.util
-import inspect
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from expertmesh.adapters.plan import adapt
+from expertmesh.adapters.plan import plan_of
 from expertmesh.adapters.start import check_files
 from expertmesh.anatomy import Anatomy, describe
 from expertmesh.config import Config, load_config
@@ -24,92 +22,115 @@ from expertmesh.config.errors import InputError
 from expertmesh.data import load_tokenizer
 from expertmesh.data.loader import accumulation_of
 from expertmesh.distributed.layout import Layout, ep_reason, resolve_layout
-from expertmesh.experts.install import choose_backend
-from expertmesh.introspection.attention import carried_state
-from expertmesh.introspection.compute_dtype import refuse_compute
-from expertmesh.parallel.checkpointing import refuse_checkpointing
-from expertmesh.parallel.compiling import refuse_compile
-from expertmesh.parallel.context import refuse_context
-from expertmesh.parallel.pipeline import plan_cut
-from expertmesh.parallel.refusals import expert_shard_dim, refuse_model
-from expertmesh.parallel.sequence import refuse_blocks
-from expertmesh.parallel.tensor_plan import tensor_plan
+from expertmesh.introspection.attention import packing_refusal
+from expertmesh.io.directory import require_space
+from expertmesh.model import ModelOptions, build_model, plan_model
+from expertmesh.parallel.checkpointing import CheckpointingMode
+from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan
 from expertmesh.step.pipeline_schedule import interleaves
 from expertmesh.training.resume import config_differences, find_start, flat
-from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32, read_model_config
+from expertmesh.weights.mapping import refuse_quantised
+from expertmesh.weights.meta_model import read_model_config
 
 MODEL, ADAPTER = "model", "adapter"
 # What a run that was killed before it had written config.yaml may have left behind, none of it worth keeping, and what
 # `verify` writes before there is a run.
 _LEFT_BY_A_START = re.compile(r"lock\.json(\..+)?|config\.yaml\.tmp|verification\.json")
-_CAUSAL_MASK = re.compile(r"create_(\w+_)?causal_mask")
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What preflight found out, for whoever goes on."""
+    """A model on meta with its adapters, and how it will be sharded: what training goes on with."""
 
     model_config: PreTrainedConfig
     directory: Path
-    anatomy: Anatomy
-    layout: Layout
+    model: PreTrainedModel
+    plan: ShardPlan
     layout_reason: str | None
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.plan.anatomy
+
+    @property
+    def layout(self) -> Layout:
+        return self.plan.layout
 
     @property
     def vocab_size(self) -> int:
         """Embeddings of the model."""
-        return int(self.model_config.get_text_config().vocab_size)
+        return vocabulary(self.model_config)
 
 
-def preflight(config: Config, world_size: int, ranks_per_node: int | None = None) -> Checked:
+def preflight(config: Config, world_size: int, ranks_per_node: int | None = None, *, weights: bool = True) -> Checked:
     """Raise `InputError` for whatever cannot work on `world_size` ranks; no communication, no side effect.
 
-    `ranks_per_node` is for who is no rank of the job: the ranks know it from the launcher.
+    `ranks_per_node` is for who is no rank of the job: the ranks know it from the launcher. Without `weights` those of a
+    hub repository are not downloaded.
     """
     refuse_output_dir(config)
-    _refuse_local_paths(config)
+    refuse_config(config)
+    model = config.model
     model_config, directory = read_model_config(
-        config.model.name_or_path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+        model.name_or_path, model.revision, model.trust_remote_code, weights=weights
     )
-    _refuse_attention(config)
-    master, compute = getattr(torch, config.precision.params), getattr(torch, config.precision.compute)
-    model = build_meta_model(
-        model_config,
-        master if config.lora is None else compute,
-        attention=None if config.model.attention == "auto" else config.model.attention,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-    anatomy = describe(model)
-    layout = resolve_layout(config.parallel, world_size, anatomy.num_experts, ranks_per_node)
-    for spec in anatomy.experts:
-        expert_shard_dim(spec, layout)
-        choose_backend(spec, config.moe.compute, compute)
-    refuse_blocks(model, anatomy, layout)
-    kept = kept_in_fp32(model, compute)
-    tensor_plan(model, anatomy, layout.tp, kept)
-    accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
+    checked = check_model(config, model_config, directory, world_size, ranks_per_node)
+    refuse_disk(config, checked.model)
+    load_tokenizer(model)
+    return checked
+
+
+def refuse_config(config: Config) -> None:
+    """Refuse what a look at the machine tells, without the model: files and packages that are not there."""
+    _refuse_local_paths(config)
+    _refuse_missing_packages(config)
+
+
+def check_model(
+    config: Config,
+    model_config: PreTrainedConfig,
+    directory: Path,
+    world_size: int,
+    ranks_per_node: int | None = None,
+) -> Checked:
+    """Build the model on meta and plan its shards. Raises `InputError` for what `config` cannot do with it."""
+    refuse_quantised(model_config, directory)
+    refuse_length("data.max_length", config.data.max_length, model_config)
+    model = build_model(model_config, directory, ModelOptions.of(config))
+    experts = describe(model).num_experts
+    layout = resolve_layout(config.parallel, world_size, experts, ranks_per_node)
+    accumulation = accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
+    _refuse_interleaving(layout, accumulation)
     if config.data.packing:
         _refuse_packing(config, model)
-    if config.lora is not None:
-        check_files(adapt(model, config.lora, master, config.model.name_or_path))
-    refuse_model(model, anatomy, config.moe)
-    refuse_context(model, anatomy, layout)
-    if compute != master:
-        refuse_compute(model, anatomy, compute, kept)
-    if config.train.activation_checkpointing in ("selective", "full"):
-        refuse_checkpointing(model, anatomy, config.train.checkpoint_layers)
-    if config.train.compile:
-        refuse_compile(model, layout)
-    if layout.pp > 1:
-        plan_cut(model, anatomy, layout)
-        accumulation = accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
-        refuse_interleaving(layout, accumulation)
-    load_tokenizer(config.model)
-    reason = ep_reason(config.parallel, layout, anatomy.num_experts, ranks_per_node)
-    return Checked(model_config, directory, anatomy, layout, reason)
+    if (adapters := plan_of(model)) is not None:
+        check_files(adapters)
+    plan = plan_model(model, layout, shard_options(config))
+    return Checked(model_config, directory, model, plan, ep_reason(config.parallel, layout, experts, ranks_per_node))
 
 
-def refuse_interleaving(layout: Layout, accumulation: int) -> None:
+def shard_options(config: Config) -> ShardOptions:
+    """What `config` says about sharding, beside the layout."""
+    train = config.train
+    return ShardOptions(
+        config.precision, config.moe, checkpointing_mode(config), train.checkpoint_layers, train.compile
+    )
+
+
+def checkpointing_mode(config: Config) -> CheckpointingMode:
+    """`auto` recomputes whole blocks on accelerators, where memory is what runs out, and keeps activations on a CPU."""
+    mode = config.train.activation_checkpointing
+    if mode == "auto":
+        return "full" if torch.accelerator.is_available() else "none"
+    return mode
+
+
+def vocabulary(model_config: PreTrainedConfig) -> int:
+    """Embeddings of a model."""
+    return int(model_config.get_text_config().vocab_size)
+
+
+def _refuse_interleaving(layout: Layout, accumulation: int) -> None:
     """A schedule that only some steps could run is refused, rather than replaced in all of them."""
     if layout.pp_virtual_stages > 1 and not interleaves(accumulation, layout.pp):
         rounds = accumulation // layout.pp
@@ -150,51 +171,6 @@ def refuse_output_dir(config: Config) -> None:
     find_start(config)
 
 
-def packing_refusal(model: nn.Module) -> str | None:
-    """Why attention cannot be kept inside each packed sample, or None if it can.
-
-    transformers' mask functions keep it inside when position ids restart; layers that carry a state along the
-    sequence do not know about samples, and neither does a model with mask code of its own.
-    """
-    config: Any = model.config
-    if what := carried_state(model):
-        return f"{config.model_type} carries state along the sequence ({what}), so samples packed together would mix"
-    if any(hasattr(module, "get_rope_index") for module in model.modules()):
-        return f"{config.model_type} numbers positions along several axes, so samples do not start again at position 0"
-    source = inspect.getsource(inspect.getmodule(type(model)) or type(model))
-    if "masking_utils" not in source:
-        return f"{config.model_type} builds attention masks by code of its own, which may not separate packed samples"
-    if not _masks_see_positions(source):
-        return f"{config.model_type} builds attention masks without position ids, so samples packed together would mix"
-    return None
-
-
-def _masks_see_positions(source: str) -> bool:
-    """Whether every call of a transformers mask function gets `position_ids`, itself or in the dict it unpacks.
-
-    Some families' code forgets them; its masks are then causal over the whole row whatever the positions say.
-    """
-    tree = ast.parse(source)
-    unpacked = {
-        target.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
-        if any(isinstance(key, ast.Constant) and key.value == "position_ids" for key in node.value.keys)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    return all(
-        any(
-            keyword.arg == "position_ids"
-            or (keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id in unpacked)
-            for keyword in call.keywords
-        )
-        for call in calls
-        if isinstance(call.func, ast.Name) and _CAUSAL_MASK.fullmatch(call.func.id)
-    )
-
-
 def _refuse_packing(config: Config, model: nn.Module) -> None:
     if reason := packing_refusal(model):
         raise InputError(f"data.packing: {reason}; set data.packing to false")
@@ -218,6 +194,40 @@ def _refuse_local_paths(config: Config) -> None:
                 raise InputError(f"{key}.{index}.path: {source.path} does not exist; correct the path")
 
 
-def _refuse_attention(config: Config) -> None:
+def _refuse_missing_packages(config: Config) -> None:
     if config.model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         raise InputError("model.attention: flash_attention_2 needs the flash-attn package; install it or use sdpa")
+    for tracker in config.log.report_to:
+        if tracker != "jsonl" and importlib.util.find_spec(tracker) is None:
+            raise InputError(
+                f"log.report_to: {tracker} needs the {tracker} package; install it (pip install {tracker}), or leave "
+                f"{tracker} out"
+            )
+
+
+def longest(model_config: PreTrainedConfig) -> int | None:
+    """How many positions a model is made for, where its config says it."""
+    most = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    return most if isinstance(most, int) else None
+
+
+def refuse_length(key: str, length: int, model_config: PreTrainedConfig) -> None:
+    """Refuse rows that are longer than what the model's positions are made for."""
+    most = longest(model_config)
+    if most is not None and length > most:
+        raise InputError(
+            f"{key} {length}: {model_config.model_type} has max_position_embeddings {most}; set {key} to at most "
+            f"{most}, or extend the model's positions in its config.json first"
+        )
+
+
+def refuse_disk(config: Config, model: nn.Module) -> None:
+    """Refuse a disk that has no room for the result and, where the run saves some, for one checkpoint."""
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    size = trained * getattr(torch, config.precision.params).itemsize
+    saves = config.checkpoint.every_steps is not None or config.checkpoint.every_minutes is not None
+    moments = 2 if config.optim.name == "adamw" else 0
+    directory = Path(config.output_dir).absolute()
+    while not directory.exists():
+        directory = directory.parent
+    require_space(directory, size * (2 + moments if saves else 1))

@@ -6,7 +6,6 @@ Every rank calls `record_start`, since each tells how much of the model it holds
 import os
 import platform
 from collections import Counter
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 
+from expertmesh.config import Config, dump_config
 from expertmesh.config.errors import ExpertmeshError
 from expertmesh.data import DataReport
 from expertmesh.distributed.all_ranks import collective_device, raise_on_all_ranks
@@ -26,7 +26,7 @@ from expertmesh.io.boxes import volume
 from expertmesh.io.directory import io_errors
 from expertmesh.io.safetensors_writer import replace_synced
 from expertmesh.state.shards import local_box, owns_copy
-from expertmesh.training.plan import Prepared, local_parameters
+from expertmesh.training.plan import Prepared, local_parameters, plan_lines
 from expertmesh.training.preflight import Checked
 from expertmesh.training.record import (
     RECORD_FILE,
@@ -39,10 +39,18 @@ from expertmesh.training.record import (
 )
 
 
-def record_start(run: Prepared, *, after_step: int, printed: Sequence[str]) -> None:
+def write_config(config: Config, path: Path) -> None:
+    """Whole or not at all: a run that is killed here must find a configuration it can read."""
+    content = dump_config(config).encode()
+    with io_errors(path, len(content)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_synced(path, content)
+
+
+def record_start(run: Prepared, *, after_step: int) -> None:
     """Add this start to the run's run.json.
 
-    Every rank calls it, `printed` is rank 0's. Issues one all-gather of five integers and one small all-reduce. Raises
+    Every rank calls it. Issues one all-gather of five integers and one small all-reduce. Raises
     `InputError` on all ranks if rank 0 cannot write.
     """
     config, checked, mesh = run.config, run.checked, run.mesh
@@ -62,13 +70,13 @@ def record_start(run: Prepared, *, after_step: int, printed: Sequence[str]) -> N
                 micro_batch_size=config.train.micro_batch_size,
                 data_ranks=mesh.layout.data_ranks,
                 accumulation=run.batches.accumulation,
-                dispatch=run.resolved["dispatch"],
-                compute=run.resolved["compute"],
-                activation_checkpointing=run.checkpointing,
-                printed=list(printed),
+                dispatch=checked.plan.resolved["dispatch"],
+                compute=checked.plan.resolved["compute"],
+                activation_checkpointing=checked.plan.options.activation_checkpointing,
+                printed=list(plan_lines(run)),
                 plan=None if run.forecast is None else run.forecast.prediction,
             )
-            anatomy, counts = checked.anatomy, [_counts(report) for report in run.reports]
+            anatomy, counts = checked.anatomy, [_counts(report) for report in run.data.reports]
             layers = [MoeLayer(name=s.name, experts=s.num_experts, top_k=s.top_k) for s in anatomy.experts]
             record = RunRecord(
                 model_type=checked.model_config.model_type,

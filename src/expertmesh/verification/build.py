@@ -5,7 +5,7 @@ from expertmesh.config import ParallelConfig, PrecisionConfig
 from expertmesh.distributed.mesh import init_mesh, set_timeout
 from expertmesh.model import prepare_model
 from expertmesh.training.optimizer import build_optimizer
-from expertmesh.training.run import checkpointing_mode
+from expertmesh.training.preflight import checkpointing_mode
 from expertmesh.verification.job import Job
 from expertmesh.verification.reference.weights import set_adapters
 from expertmesh.verification.setup import Setup
@@ -38,7 +38,7 @@ def build(
         moe=config.moe,
         attention=attention,
         trust_remote_code=config.model.trust_remote_code,
-        activation_checkpointing=checkpointing_mode(config, mesh) if checkpointing is None else checkpointing,
+        activation_checkpointing=checkpointing_mode(config) if checkpointing is None else checkpointing,
         lora=config.lora,
         name=config.model.name_or_path,
         revision=config.model.revision,

@@ -4,7 +4,6 @@ Made by every rank alike before anything is loaded, and without communication, s
 all ranks with one sentence. What would make two equal runs differ (dropout, jitter) is switched off and said.
 """
 
-import importlib.util
 import re
 from copy import deepcopy
 from dataclasses import dataclass
@@ -14,17 +13,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from expertmesh.adapters.plan import adapt
-from expertmesh.anatomy import Anatomy, describe
+from expertmesh.anatomy import Anatomy
 from expertmesh.config import Config, PrecisionConfig
 from expertmesh.config.errors import InputError
 from expertmesh.data import build_dataset, load_tokenizer, padding_token_id
-from expertmesh.data.loader import accumulation_of
-from expertmesh.distributed.layout import Layout, explicit, resolve_layout
-from expertmesh.experts.install import choose_backend
-from expertmesh.parallel.pipeline import plan_cut
-from expertmesh.parallel.refusals import expert_shard_dim, refuse_model
-from expertmesh.training.preflight import packing_refusal, refuse_interleaving
+from expertmesh.distributed.layout import Layout, explicit
+from expertmesh.introspection.attention import packing_refusal
+from expertmesh.training.preflight import Checked, check_model, longest, refuse_config, refuse_disk
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.samples import StepData, random_dataset, steps_of
 from expertmesh.weights.meta_model import build_meta_model, read_model_config
@@ -76,38 +71,29 @@ class Setup:
 def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
     """Read config.json, headers, tokenizer and data, and decide. Raises `InputError` for whatever cannot work."""
     config, notes = _without_chance(config)
+    refuse_config(config)
     model_config, directory = read_model_config(
         config.model.name_or_path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
     )
     _silence(model_config, notes)
-    if config.model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
-        raise InputError("model.attention: flash_attention_2 needs the flash-attn package; install it or use sdpa")
-    whole = _built(config, model_config)
-    every = len(describe(whole).blocks)
-    # That of the whole model also where some layers are left out: what `train` would choose.
-    layout = resolve_layout(config.parallel, world_size, describe(whole).num_experts)
+    if options.random_data and (most := longest(model_config)) is not None:
+        length = min(config.data.max_length, most)
+        config = config.model_copy(update={"data": config.data.model_copy(update={"max_length": length})})
+    # Of the whole model also where some layers are left out: what `train` would refuse, and the layout it would have.
+    checked = check_model(config, model_config, directory, world_size)
+    layout, every = checked.layout, len(checked.anatomy.blocks)
     config = config.model_copy(update={"parallel": explicit(layout)})
     kept = every if options.layers is None else min(options.layers, every)
     dropped = None
     if kept < every:
-        dropped = _dropped(describe(whole), kept)
+        dropped = _dropped(checked.anatomy, kept)
         model_config = _first_layers(model_config, kept, every)
-    model = _built(config, model_config)
-    anatomy = _checked_anatomy(model, kept)
-    for spec in anatomy.experts:
-        expert_shard_dim(spec, layout)
-        choose_backend(spec, config.moe.compute, getattr(torch, config.precision.compute))
-    accumulation = accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
-    refusal = packing_refusal(model)
-    if config.data.packing and refusal is not None:
-        raise InputError(f"data.packing: {refusal}; set data.packing to false")
-    if config.lora is not None:
-        adapt(model, config.lora, getattr(torch, config.precision.params), config.model.name_or_path)
-    refuse_model(model, anatomy, config.moe)
-    if layout.pp > 1:
-        plan_cut(model, anatomy, layout)
-        refuse_interleaving(layout, accumulation)
-    vocabulary = int(model_config.get_text_config().vocab_size)
+        # Those that are left out may be named there, and are none of this proof.
+        config = config.model_copy(update={"train": config.train.model_copy(update={"checkpoint_layers": "all"})})
+        checked = _checked_layers(config, model_config, directory, kept, world_size)
+    if not options.random_data:
+        refuse_disk(config, checked.model)
+    vocabulary = checked.vocab_size
     if options.random_data:
         dataset, pad = random_dataset(vocabulary, config.data.max_length, 64, config.train.seed), 0
         notes.append("token ids are random: no data was named")
@@ -120,13 +106,13 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
         config,
         model_config,
         directory,
-        anatomy,
+        checked.anatomy,
         layout,
         tuple(steps),
         tuple(notes),
         (kept, every),
         dropped,
-        refusal is None,
+        packing_refusal(checked.model) is None,
     )
 
 
@@ -135,15 +121,6 @@ def in_float32(precision: PrecisionConfig) -> PrecisionConfig:
     if precision.params == "float64":
         return precision
     return PrecisionConfig(params="float32", compute="float32", reduce="float32")
-
-
-def _built(config: Config, model_config: PreTrainedConfig) -> PreTrainedModel:
-    return build_meta_model(
-        model_config,
-        getattr(torch, config.precision.params),
-        attention=None if config.model.attention == "auto" else config.model.attention,
-        trust_remote_code=config.model.trust_remote_code,
-    )
 
 
 def _without_chance(config: Config) -> tuple[Config, list[str]]:
@@ -183,11 +160,13 @@ def _first_layers(config: PreTrainedConfig, kept: int, every: int) -> PreTrained
     return cut
 
 
-def _checked_anatomy(model: PreTrainedModel, kept: int) -> Anatomy:
+def _checked_layers(
+    config: Config, model_config: PreTrainedConfig, directory: Path, kept: int, world_size: int
+) -> Checked:
     try:
-        anatomy = describe(model)
+        checked = check_model(config, model_config, directory, world_size)
     except InputError as error:
         raise InputError(f"--layers {kept}: {error}; keep more layers") from error
-    if len(anatomy.blocks) != kept:
-        raise InputError(f"--layers {kept}: {model.config.model_type} cannot be cut to its first layers; leave it out")
-    return anatomy
+    if len(checked.anatomy.blocks) != kept:
+        raise InputError(f"--layers {kept}: {model_config.model_type} cannot be cut to its first layers; leave it out")
+    return checked

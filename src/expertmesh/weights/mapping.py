@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -127,7 +128,7 @@ def plan_load(model: PreTrainedModel, checkpoint: WeightFiles) -> LoadPlan:
     mistyped, and `InputError` for quantised checkpoints. Reads nothing but the headers that `checkpoint`
     already has.
     """
-    _refuse_quantized(model, checkpoint)
+    refuse_quantised(model.config, checkpoint.directory)
     state = model_tensors(model)
     with own_classes(model):
         # By the modules of all stages.
@@ -346,12 +347,13 @@ def _untied(model: PreTrainedModel, state: dict[str, Tensor]) -> set[str]:
     return kept
 
 
-def _refuse_quantized(model: PreTrainedModel, checkpoint: WeightFiles) -> None:
-    settings = getattr(model.config, "quantization_config", None)
+def refuse_quantised(config: PreTrainedConfig, directory: Path) -> None:
+    """Raise `InputError` for a model whose files hold quantised weights."""
+    settings = getattr(config, "quantization_config", None)
     if settings is not None:
         method = (settings if isinstance(settings, dict) else vars(settings)).get("quant_method")
         raise InputError(
-            f"{checkpoint.directory}: weights are quantised ({method}), which is not supported; "
+            f"{directory}: weights are quantised ({method}), which is not supported; "
             "take a bfloat16 or float32 copy of the model"
         )
 

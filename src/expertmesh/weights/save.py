@@ -80,11 +80,11 @@ def save_model(
     Every rank calls it, with the same arguments; all must see the same file system; `directory` must not
     exist or be empty. The layout on disk is the one that the weights were read from, or else the family's
     published one; what those files held beside the model (MTP layers) is copied from them. `dtype` casts
-    floating-point tensors on the way (but for what the family keeps in fp32); None saves them as trained, or as
+    floating-point tensors on the way (except what the family keeps in fp32); None saves them as trained, or as
     they were. Files hold at most `max_shard_bytes` of tensors, or one larger tensor.
     Raises on all ranks alike: `InputError` (target not empty, disk full, no shared file system),
-    `IntegrityError` (values that `dtype` cannot hold). Issues a few small collectives on the default group,
-    none of them weights but for the exception above.
+    `IntegrityError` (values that `dtype` cannot hold). Issues a few small collectives on the default group;
+    weights travel only where a conversion computes across shards, one tensor at a time.
     """
     return save_values(model, directory, live_values, tokenizer=tokenizer, dtype=dtype, max_shard_bytes=max_shard_bytes)
 

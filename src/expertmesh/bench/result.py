@@ -1,0 +1,87 @@
+"""What a part of the benchmark gives: a table, ratios of ours to a peer's, everything as data, and the machine.
+
+A peer that is not installed is named in `missing`, and ours is measured alone; nothing is left out in silence.
+"""
+
+import dataclasses
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from expertmesh.training.recording import device_name
+
+EXTRA = "pip install 'expertmesh[peers]'"
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Of ours to the peer's, both from one run; below 1 is less. `what` names the figure and the case."""
+
+    what: str
+    ours: float
+    peer: float
+
+    @property
+    def value(self) -> float:
+        return self.ours / self.peer
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one part has measured. `missing` says why a peer is not in the table."""
+
+    peer: str
+    table: str
+    ratios: tuple[Ratio, ...]
+    missing: str | None
+    data: dict[str, Any]
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table with columns of equal width, fit to be read as it is."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    sides = "<" + ">" * (len(head) - 1)
+    return "\n".join(
+        f"| {' | '.join(f'{cell:{side}{width}}' for cell, side, width in zip(row, sides, widths, strict=True))} |"
+        for row in (head, ["-" * width for width in widths], *rows)
+    )
+
+
+def why_missing(peer: str) -> str | None:
+    """Why `peer` (`transformers` for its expert parallelism, or `peft`) cannot be measured; None if it can."""
+    if peer == "peft":
+        return None if _version("peft") else f"PEFT is not installed; {EXTRA}"
+    try:
+        from transformers.distributed.configuration_utils import DistributedConfig
+    except ImportError:
+        known = set()
+    else:
+        known = {field.name for field in dataclasses.fields(DistributedConfig)}
+    if not known >= {"ep_size", "fsdp_size"}:
+        found = _version("transformers")
+        return f"transformers {found} has no expert parallelism on FSDP2; pip install -U transformers"
+    # Its loader asks for it as soon as it is told to shard.
+    return None if _version("accelerate") else f"transformers' expert parallelism needs accelerate; {EXTRA}"
+
+
+def machine() -> dict[str, Any]:
+    """What is measured on: the device, the versions (None: not installed), and how busy the machine is."""
+    return {
+        "device": device_name(torch.accelerator.current_accelerator() or torch.device("cpu")),
+        "cpus": os.cpu_count(),
+        "load_average": os.getloadavg(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in ("expertmesh", "torch", "transformers", "accelerate", "peft")},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,83 @@
+"""What torch and transformers offer under private names or under several names, in one place, each with its reason.
+
+Checked on torch 2.11 to 2.13 and transformers 5.17 to 5.23. Whoever raises an upper bound in pyproject.toml reads this.
+"""
+
+import datetime
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.integrations import moe as transformers_moe
+
+__all__ = [
+    "FUSED_ATTENTION",
+    "StridedShard",
+    "TorchDispatchMode",
+    "all_gather_into",
+    "allow_recompiles",
+    "assert_async",
+    "compile_errors",
+    "default_apply_gate",
+    "enable_checkpointing",
+    "reduce_scatter_into",
+    "set_group_timeout",
+    "tree_leaves",
+]
+
+# FSDP2 places a parameter that was sharded on the same dim before by this; DTensor has no public name for it.
+StridedShard = _StridedShard
+# TorchDispatchMode and tree_leaves: torch documents dispatch modes, under this private path; there is no other.
+
+# torch 2.13 renamed both and deprecated the old names; 2.11 has only those.
+all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# The ops behind F.scaled_dot_product_attention, for torch's selective checkpointing, which takes ops.
+FUSED_ATTENTION: list[Any] = [
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
+]
+
+# transformers' gate of experts that define none: what has it computes act(gate) * up.
+default_apply_gate: Callable[..., torch.Tensor] = transformers_moe._default_apply_gate
+
+
+def assert_async(condition: torch.Tensor, message: str) -> None:
+    """Raise where `condition` is false, on an accelerator without waiting for it; torch has no public way."""
+    torch._assert_async(condition, message)
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
+    """Of a group that DeviceMesh has made; torch's own trainers (pytorch/torchtitan) call the same function."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def enable_checkpointing(model: nn.Module, options: dict[str, Any]) -> None:
+    """transformers 5.23 renamed its hook and deprecated the old name; 5.17 has only that."""
+    enable: Any = getattr(model, "activation_checkpointing_enable", None)
+    if enable is not None:
+        enable(activation_checkpointing_kwargs=options)
+    else:
+        enable = model.gradient_checkpointing_enable
+        enable(gradient_checkpointing_kwargs=options)
+
+
+def allow_recompiles(variants: int) -> None:
+    """Raise torch.compile's limit of variants per function, which has no public setter."""
+    torch._dynamo.config.recompile_limit = max(variants, torch._dynamo.config.recompile_limit)
+
+
+def compile_errors() -> tuple[type[Exception], ...]:
+    """What torch.compile raises for code that it cannot take. Imported late: two seconds, for those who compile."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    return TorchDynamoException, FailOnRecompileLimitHit

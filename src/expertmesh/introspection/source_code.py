@@ -1,0 +1,196 @@
+"""Facts about a class that only its Python source tells: how it calls attention, what looks along the sequence.
+
+transformers declares none of them. Source is read for classes that known_families.py does not have: other versions of
+transformers, models that bring their own code.
+"""
+
+import ast
+import functools
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from expertmesh.introspection.known_families import class_key, look_up
+
+# What code needs to see where in the sequence a token is, or its neighbours; norms, routers, projections and MLPs do
+# without. A product of two activations is attention, or may be.
+_ALONG_THE_SEQUENCE = {"arange", "linspace", "cumsum", "cumprod", "roll", "flip", "unfold", "conv1d", "pad", "diff"}
+_ALONG_THE_SEQUENCE |= {"matmul", "bmm", "baddbmm", "einsum", "@", "[:, a:b]"}
+_ALONG_THE_SEQUENCE |= {"scaled_dot_product_attention", "flex_attention", "flash_attn_func", "flash_attn_varlen_func"}
+# An attention that counts its heads itself, instead of letting `view` do it, cannot have fewer.
+_COUNTS_HEADS = re.compile(r"self\.(config\.)?(num_(attention_|key_value_|kv_)?heads|n_heads?|hidden_size|embed_dim)\b")
+_CAUSAL_MASK = re.compile(r"create_(\w+_)?causal_mask")
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryCall:
+    """How the code of an attention class calls transformers' registry.
+
+    `mapping` and `default`: names in the Python module `module` for the registry and for the eager function.
+    `keywords`: what is passed by name.
+    """
+
+    module: str
+    mapping: str
+    default: str
+    keywords: list[str]
+
+    def global_of(self, name: str) -> Any:
+        """What a name means where the class was written."""
+        return vars(sys.modules[self.module])[name]
+
+
+def registry_call(module: nn.Module) -> RegistryCall | None:
+    """The call of transformers' attention registry in the code of a module, or None if there is none.
+
+    The pattern is the same in all of transformers 5: `interface = REGISTRY.get_interface(implementation, eager)`, then
+    `interface(self, query, key, value, mask, ...)`.
+    """
+    kind: Any = type(module)
+    found: dict[str, Any] | None = look_up("registry_call", class_key(kind), lambda: _registry_call(kind))
+    return None if found is None else RegistryCall(**found)
+
+
+@functools.cache
+def _registry_call(kind: Any) -> dict[str, Any] | None:
+    for owner in _owners(kind):
+        if owner.__module__ == "transformers.modeling_utils":
+            continue  # what all models have in common, thousands of lines without attention
+        calls = list(_calls(_tree(owner)))
+        for call in calls:
+            if _called(call) == "get_interface" and len(call.args) == 2 and isinstance(call.args[1], ast.Name):
+                assert isinstance(call.func, ast.Attribute)
+                interface = [other for other in calls if "interface" in _called(other) and other is not call]
+                keywords = {k.arg for other in interface for k in other.keywords if k.arg is not None}
+                mapping = ast.unparse(call.func.value)
+                return asdict(RegistryCall(owner.__module__, mapping, call.args[1].id, sorted(keywords)))
+    return None
+
+
+def along_the_sequence(module: nn.Module) -> str | None:
+    """What the code of a module's class uses that may look along the sequence, or None."""
+    kind: Any = type(module)
+    found: str | None = look_up("along_the_sequence", class_key(kind), lambda: _along_the_sequence(kind))
+    return found
+
+
+@functools.cache
+def _along_the_sequence(kind: Any) -> str | None:
+    for tree in map(_tree, _owners(kind)):
+        used = {_called(call) for call in _calls(tree)} | {_operator(node) for node in ast.walk(tree)}
+        if found := sorted(used & _ALONG_THE_SEQUENCE):
+            return found[0]
+    return None
+
+
+@functools.cache
+def attributes_read(function: Any, argument: str = "module") -> frozenset[str]:
+    """Which attributes of its argument `module` a function of Python reads."""
+
+    def read() -> list[str]:
+        nodes = (node for node in ast.walk(_tree(function)) if isinstance(node, ast.Attribute))
+        return sorted({n.attr for n in nodes if isinstance(n.value, ast.Name) and n.value.id == argument})
+
+    return frozenset(look_up("attributes_read", class_key(function), read))
+
+
+def counts_heads(module: nn.Module) -> str | None:
+    """What in the code of a module's class depends on how many heads there are in all, if anything."""
+    kind: Any = type(module)
+    found: str | None = look_up("counts_heads", class_key(kind), lambda: _counts_heads(kind))
+    return found
+
+
+@functools.cache
+def _counts_heads(kind: Any) -> str | None:
+    for owner in kind.__mro__:
+        if owner is nn.Module:
+            break
+        for attribute, function in vars(owner).items():
+            if not inspect.isfunction(function) or attribute == "__init__":
+                continue
+            if found := _COUNTS_HEADS.search(inspect.getsource(function)):
+                return found[0]
+    return None
+
+
+def mask_refusal(model: nn.Module) -> str | None:
+    """Why the masks that the file of a model's class makes may not keep packed samples apart, or None."""
+    kind: Any = type(model)
+    found: str | None = look_up("masks", class_key(kind), lambda: _mask_refusal(inspect.getmodule(kind) or kind))
+    return found
+
+
+def _mask_refusal(module: ModuleType | type) -> str | None:
+    source = inspect.getsource(module)
+    if "masking_utils" not in source:
+        return "builds attention masks by code of its own, which may not separate packed samples"
+    if not _masks_see_positions(source):
+        return "builds attention masks without position ids, so samples packed together would mix"
+    return None
+
+
+def _masks_see_positions(source: str) -> bool:
+    """Whether every call of a transformers mask function gets `position_ids`, itself or in the dict it unpacks.
+
+    Some families' code forgets them; its masks are then causal over the whole row whatever the positions say.
+    """
+    tree = ast.parse(source)
+    unpacked = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+        if any(isinstance(key, ast.Constant) and key.value == "position_ids" for key in node.value.keys)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    return all(
+        any(
+            keyword.arg == "position_ids"
+            or (keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id in unpacked)
+            for keyword in call.keywords
+        )
+        for call in _calls(tree)
+        if isinstance(call.func, ast.Name) and _CAUSAL_MASK.fullmatch(call.func.id)
+    )
+
+
+def _owners(kind: type) -> Iterator[type]:
+    """The module classes that a class is made of, but for torch's (FSDP2 puts one of those first) and ours."""
+    own = (each for each in kind.__mro__ if issubclass(each, nn.Module))
+    yield from (each for each in own if not each.__module__.startswith(("torch.", "expertmesh.")))
+
+
+@functools.cache
+def _tree(owner: Any) -> ast.AST:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(owner)))
+    except (OSError, TypeError):
+        return ast.Module([], [])  # made at run time, so without code of its own
+
+
+def _calls(tree: ast.AST) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def _operator(node: ast.AST) -> str:
+    """A matrix product, or a part of the second dim taken from all of the first; else nothing."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+        return "@"
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple) and len(node.slice.elts) > 1:
+        rows, positions = node.slice.elts[:2]
+        whole = isinstance(rows, ast.Slice) and rows.lower is None and rows.upper is None
+        part = isinstance(positions, ast.Slice) and (positions.lower is not None or positions.upper is not None)
+        return "[:, a:b]" if whole and part else ""
+    return ""
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")

@@ -1,0 +1,249 @@
+"""What the planner knows of a model: its parameters as FSDP2 groups them, its experts, and what its blocks save.
+
+Plain data, read from config.json by read_model.py; all that follows (stages, blocks, memory, traffic, speed) is
+arithmetic on it.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from math import comb, prod
+
+from expertmesh.anatomy import Anatomy, ExpertsSpec
+from expertmesh.config import PrecisionConfig
+from expertmesh.config.sections import BYTES_OF
+from expertmesh.planning.asked import Asked
+from expertmesh.planning.probe import BlockFigures
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One parameter that is not a routed expert's. `bytes` per element as stored, `compute` as computed with; `split`:
+    the dim that tp splits, or None.
+    """
+
+    shape: tuple[int, ...]
+    trains: bool
+    bytes: int
+    compute: int
+    split: int | None
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def shard(self, ranks: int, tp: int) -> float:
+        """Elements of the largest of FSDP2's shards of dim 0 over `ranks` of fsdp and cp; a parameter that tp does not
+        split is sharded over tp as well.
+        """
+        first, *others = self.shape or (1,)
+        if self.split is None:
+            return -(-first // (ranks * tp)) * prod(others)
+        if self.split == 0:
+            return -(-(first // tp) // ranks) * prod(others)
+        return -(-first // ranks) * prod(others) / tp
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParamGroup:
+    """Dense parameters that FSDP2 gathers and reduces together."""
+
+    weights: tuple[Weight, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(weight.numel for weight in self.weights)
+
+    def sharded_over(self, ranks: int, tp: int) -> int:
+        """Ranks that share a group: `ranks` of fsdp and cp, and those of tp for what tp does not split."""
+        return ranks if self.weights and self.weights[0].split is not None else ranks * tp
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBytes:
+    """Of a group on one rank: shards that do not train and that do; then, in the compute dtype, gathered parameters,
+    their flat buffer and their gradients. `reduced`: elements of the buffer that is reduced.
+    """
+
+    frozen: float
+    master: float
+    gathered: float
+    flat: float
+    gradients: float
+    reduced: float
+
+
+@cache
+def group_bytes(group: ParamGroup | None, ranks: int, tp: int) -> GroupBytes:
+    """For `ranks` of fsdp and cp together."""
+    totals = [0.0] * 6
+    for weight in () if group is None else group.weights:
+        over, gathered = (ranks * tp, weight.numel) if weight.split is None else (ranks, weight.numel // tp)
+        shard = weight.shard(ranks, tp)
+        padded = shard * over
+        trains = weight.trains
+        totals[0] += 0 if trains else shard * weight.bytes
+        totals[1] += shard * weight.bytes if trains else 0
+        totals[2] += gathered * weight.compute
+        totals[3] += padded * weight.compute if over > 1 else 0
+        totals[4] += gathered * weight.compute if trains else 0
+        totals[5] += padded if trains else 0
+    return GroupBytes(*totals)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedTokens:
+    """One rank and micro-batch: `tokens` here, `sent` rows, `rows` received, `pairs` of token and expert computed."""
+
+    tokens: float
+    sent: float
+    rows: float
+    pairs: float
+
+
+@dataclass(frozen=True, slots=True)
+class TopKRouter:
+    """A token takes `top_k` of `experts`, all of them in the `top_groups` best of `groups` groups of neighbours."""
+
+    experts: int
+    top_k: int
+    groups: int = 1
+    top_groups: int = 1
+
+    def routed(self, tokens: float, ranks: int, imbalance: float = 1.0) -> RoutedTokens:
+        """For `tokens` tokens on each of an EP group's `ranks`; the busiest rank gets `imbalance` times the mean."""
+        if ranks == 1:
+            return RoutedTokens(tokens, 0.0, tokens, tokens * self.top_k)
+        rows = tokens * rows_per_token(self, ranks)
+        return RoutedTokens(tokens, rows, rows * imbalance, tokens * self.top_k * imbalance)
+
+
+@cache
+def rows_per_token(router: TopKRouter, ranks: int) -> float:
+    """The expected number of ranks that hold any of a token's experts, every set of K being equally likely: a token
+    travels once to each of them (experts/dispatch.py). docs/formulas.md derives it.
+    """
+    in_group = router.experts // router.groups
+    open_experts, here = in_group * router.top_groups, router.experts // ranks
+    # A rank holds whole groups or a part of one; how many of those a token keeps is hypergeometric.
+    held = max(1, router.groups // ranks)
+    used = 0.0
+    for kept_here in range(1, min(held, router.top_groups) + 1):
+        chance = comb(held, kept_here) * comb(router.groups - held, router.top_groups - kept_here)
+        reachable = min(here, in_group * kept_here)
+        none = comb(open_experts - reachable, router.top_k) / comb(open_experts, router.top_k)
+        used += chance / comb(router.groups, router.top_groups) * (1 - none)
+    return ranks * used
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experts:
+    """The routed experts of one block. `matrices` are per expert: (elements, trains, bytes as stored)."""
+
+    spec: ExpertsSpec
+    router: TopKRouter
+    matrices: tuple[tuple[int, bool, int], ...]
+    looped: bool
+    adapted: bool
+    rank: int
+
+    def elements(self, trains: bool | None = None) -> int:
+        """Of one expert; of what trains or does not, if asked so."""
+        return sum(size for size, train, _ in self.matrices if trains in (None, train))
+
+    @property
+    def width(self) -> int:
+        """Columns of the up projection."""
+        return self.spec.intermediate_size * (2 if self.spec.gated else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallelParts:
+    """How many parts of a block gather positions under tp: `split` ones, the last of which may be the block's `last`
+    module, and those that each rank computes `whole`. `features`: of outputs that are put together again.
+    """
+
+    split: int = 0
+    last: bool = False
+    whole: int = 0
+    features: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """One kind of decoder block. `own` is what FSDP2 groups at the block, `uncast` what it must not cast, and `split`
+    what tp splits (a group for each such part under tp, otherwise part of the block's own).
+    """
+
+    own: ParamGroup
+    uncast: ParamGroup | None
+    split: ParamGroup | None
+    experts: Experts | None
+    figures: BlockFigures
+    parts: TensorParallelParts
+
+    @property
+    def groups(self) -> tuple[ParamGroup, ...]:
+        return tuple(group for group in (self.own, self.split, self.uncast) if group is not None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelFigures:
+    """A model, a precision and a sequence length. Blocks in order; equal ones are the same object."""
+
+    family: str
+    blocks: tuple[Block, ...]
+    embedding: ParamGroup | None
+    root: ParamGroup
+    head: int
+    head_trains: bool
+    vocabulary: int
+    hidden: int
+    heads: int
+    key_value_heads: int
+    length: int
+    packed: bool
+    outside: int
+    tables: int
+    first_saves_less: int
+    precision: PrecisionConfig
+    adapted: bool
+    checkpointable: bool
+    anatomy: Anatomy
+    asked: Asked
+
+    @property
+    def moe(self) -> tuple[Block, ...]:
+        return tuple(block for block in self.blocks if block.experts is not None)
+
+    @property
+    def experts(self) -> Experts:
+        """Of the first block that has any."""
+        return next(block.experts for block in self.blocks if block.experts is not None)
+
+    @property
+    def embeds_trained(self) -> bool:
+        """Whether the embedding trains, so that the first block's input has a gradient."""
+        return any(weight.trains for weight in (self.root if self.embedding is None else self.embedding).weights)
+
+    @property
+    def dense(self) -> int:
+        groups = [group for block in self.blocks for group in block.groups]
+        return sum(group.numel for group in (*groups, self.embedding, self.root) if group is not None)
+
+    @property
+    def expert(self) -> int:
+        found = (block.experts for block in self.blocks if block.experts is not None)
+        return sum(experts.spec.num_experts * experts.elements() for experts in found)
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+    @property
+    def compute_bytes(self) -> int:
+        return BYTES_OF[self.precision.compute]
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Of an element of the buffers that gradients are reduced from."""
+        return max(BYTES_OF[self.precision.reduce], self.compute_bytes)

@@ -1,0 +1,215 @@
+"""Reads a model's figures from config.json, through the model on meta: counts are exact for every family, and only JSON
+is downloaded.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from expertmesh.anatomy import Anatomy, ExpertsSpec, is_adapter
+from expertmesh.config import LoraConfig, MoeConfig, PrecisionConfig
+from expertmesh.distributed.layout import Layout
+from expertmesh.experts.install import choose_backend
+from expertmesh.introspection.compute_dtype import cast_on_meta
+from expertmesh.model import ModelOptions, build_model, plan_model
+from expertmesh.parallel.shard_plan import KeptInFp32, ShardOptions, ShardPlan
+from expertmesh.parallel.tensor_plan import TensorPlan, shared_by_heads
+from expertmesh.planning.asked import Asked
+from expertmesh.planning.model_figures import (
+    Block,
+    Experts,
+    ModelFigures,
+    ParamGroup,
+    TensorParallelParts,
+    TopKRouter,
+    Weight,
+)
+from expertmesh.planning.probe import BlockFigures, probe
+from expertmesh.weights.meta_model import kept_in_fp32
+
+
+def figures_of(
+    config: PreTrainedConfig,
+    *,
+    length: int,
+    precision: PrecisionConfig,
+    lora: LoraConfig | None = None,
+    packed: bool = True,
+    attention: str | None = None,
+    compute: str = "auto",
+    trust_remote_code: bool = False,
+) -> ModelFigures:
+    """Build the model on meta and look at it; no weights, no ranks, no communication.
+
+    `packed`: attention masks keep samples apart, which costs what explicit masks cost. `compute` is moe.compute. Raises
+    `InputError` for what `train` would refuse about the model.
+    """
+    options = ModelOptions(precision, lora, attention or "auto", trust_remote_code)
+    model = build_model(config, Path(config.name_or_path or ""), options)
+    plan = plan_model(model, Layout(), ShardOptions(precision, MoeConfig(compute=compute)))  # type: ignore[arg-type]
+    return figures_of_plan(plan, length=length, lora=lora, packed=packed)
+
+
+def figures_of_plan(plan: ShardPlan, *, length: int, lora: LoraConfig | None, packed: bool) -> ModelFigures:
+    """The same for a model whose shards are planned, in any layout, on its meta twin, which is left as it was."""
+    twin: Any = plan.twin.module
+    compute = plan.dtypes[1]
+    fp32 = kept_in_fp32(twin, compute)
+    state = twin.state_dict(keep_vars=True)
+    with cast_on_meta([tensor for name, tensor in state.items() if not fp32(name)], compute):
+        return _figures(twin, plan, fp32, length=length, lora=lora, packed=packed)
+
+
+def _figures(
+    model: Any, plan: ShardPlan, fp32: KeptInFp32, *, length: int, lora: LoraConfig | None, packed: bool
+) -> ModelFigures:
+    """Of a model on meta in the compute dtype."""
+    anatomy, precision, compute = plan.anatomy, plan.options.precision, plan.options.moe.compute
+    text = model.config.get_text_config()
+    sizes = text.to_dict()  # attributes that differ between layers cannot be asked for
+    attention_heads = int(sizes.get("num_attention_heads") or 1)
+    asked = Asked(model, anatomy, attention_heads, fp32)
+    tensor_plan = asked.any_tensor_plan()
+    reader = _Reader(model, anatomy, precision, lora, compute, tensor_plan)
+    signatures = [reader.signature(name) for name in anatomy.blocks]
+    firsts: dict[Any, str] = {}
+    for signature, name in zip(signatures, anatomy.blocks, strict=True):
+        firsts.setdefault(signature, name)
+    explicit = packed and model.config._attn_implementation != "flash_attention_2"
+    latents = shared_by_heads(model, tensor_plan)
+    probed = probe(model, anatomy, list(firsts.values()), length, packed=explicit, latents=latents)
+    kinds = {key: reader.block(firsts[key], figures) for key, figures in zip(firsts, probed.blocks, strict=True)}
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    embedded = next(f"{name}." for name, module in model.named_modules() if module is embedding)
+    in_embedding = [name for name in reader.around if not tied and name.startswith(embedded)]
+    return ModelFigures(
+        family=str(model.config.model_type),
+        blocks=tuple(kinds[signature] for signature in signatures),
+        embedding=None if tied else reader.group(in_embedding),
+        root=reader.group(name for name in reader.around if name not in in_embedding),
+        head=0 if head is None else head.weight.numel(),
+        head_trains=head is not None and head.weight.requires_grad,
+        vocabulary=int(text.vocab_size),
+        hidden=anatomy.experts[0].hidden_size,
+        heads=attention_heads,
+        key_value_heads=int(sizes.get("num_key_value_heads") or attention_heads),
+        length=length,
+        packed=packed,
+        outside=probed.outside,
+        tables=probed.tables,
+        first_saves_less=probed.first_saves_less,
+        precision=precision,
+        adapted=lora is not None,
+        checkpointable=bool(getattr(model, "supports_gradient_checkpointing", False)),
+        anatomy=anatomy,
+        asked=asked,
+    )
+
+
+class _Reader:
+    """Turns modules of a model on meta into groups and blocks; `around` are parameters outside blocks."""
+
+    def __init__(
+        self,
+        model: Any,
+        anatomy: Anatomy,
+        precision: PrecisionConfig,
+        lora: LoraConfig | None,
+        compute: str,
+        tensor_plan: TensorPlan,
+    ) -> None:
+        self.model, self.lora, self.compute, self.tensor_plan = model, lora, compute, tensor_plan
+        self.master: torch.dtype = getattr(torch, precision.params)
+        self.width: torch.dtype = getattr(torch, precision.compute)
+        self.fp32 = kept_in_fp32(model, self.width)
+        self.specs = {spec.name: spec for spec in anatomy.experts}
+        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.split_dims = {
+            f"{part.name}.{leaf}": dim
+            for part in tensor_plan.parts
+            if part.is_split
+            for leaf, dim in part.parameter_dims(model.get_submodule(part.name)).items()
+        }
+        self.of_block: dict[str, list[str]] = {name: [] for name in anatomy.blocks}
+        self.around: list[str] = []
+        for name in self.parameters:
+            owner = name.rpartition(".")[0]
+            while owner and owner not in self.of_block:
+                owner = owner.rpartition(".")[0]
+            self.of_block.get(owner, self.around).append(name)
+
+    def signature(self, block: str) -> Any:
+        """Equal for blocks that cost the same."""
+        module = self.model.get_submodule(block)
+        kinds = ("layer_type", "attention_type", "sliding_window")
+        attributes = [str(getattr(part, kind, "")) for part in (module, *module.children()) for kind in kinds]
+        inside = [(name, self.parameters[name]) for name in self.of_block[block]]
+        shapes = [(name.removeprefix(block), p.shape, p.requires_grad) for name, p in inside]
+        return type(module).__name__, tuple(attributes), tuple(shapes)
+
+    def block(self, name: str, figures: BlockFigures) -> Block:
+        spec = next((spec for spec in self.specs.values() if spec.name.startswith(f"{name}.")), None)
+        dense = [parameter for parameter in self.of_block[name] if not self._is_expert(parameter)]
+        uncast = [parameter for parameter in dense if self.fp32(parameter) and self.master != self.width]
+        split = [parameter for parameter in dense if parameter in self.split_dims]
+        return Block(
+            own=self.group(parameter for parameter in dense if parameter not in (*uncast, *split)),
+            uncast=self.group(uncast) if uncast else None,
+            split=self.group(split) if split else None,
+            experts=None if spec is None else self._experts(spec),
+            figures=figures,
+            parts=self._parts(name),
+        )
+
+    def group(self, names: Iterable[str]) -> ParamGroup:
+        return ParamGroup(tuple(self._weight(name) for name in names))
+
+    def _parts(self, block: str) -> TensorParallelParts:
+        parts = self.tensor_plan.within([block]).parts
+        split = [part for part in parts if part.is_split]
+        gathered = (f"{part.name}.{leaf}" for part in split for leaf in part.gathered)
+        features = sum(self.model.get_submodule(name).out_features for name in gathered)
+        last = bool(split) and not split[-1].mixes_positions
+        return TensorParallelParts(len(split), last, len(parts) - len(split), features)
+
+    def _experts(self, spec: ExpertsSpec) -> Experts:
+        module = self.model.get_submodule(spec.name)
+        own = dict(module.named_parameters(recurse=False))
+        text = self.model.config.get_text_config()
+        groups, best = (getattr(text, key, None) for key in ("n_group", "topk_group"))
+        limited = isinstance(groups, int) and isinstance(best, int) and 1 <= best < groups
+        assert spec.top_k is not None
+        return Experts(
+            spec=spec,
+            router=TopKRouter(spec.num_experts, spec.top_k, *((groups, best) if limited else ())),
+            matrices=tuple(
+                (p.numel() // spec.num_experts, p.requires_grad, self._stored(name).itemsize) for name, p in own.items()
+            ),
+            looped=choose_backend(spec, self.compute, self.width) == "loop",  # type: ignore[arg-type]
+            adapted=any(map(is_adapter, own)),
+            rank=0 if self.lora is None else self.lora.r,
+        )
+
+    def _weight(self, name: str) -> Weight:
+        parameter = self.parameters[name]
+        least = 4 if self.fp32(name) else 0
+        return Weight(
+            shape=tuple(parameter.shape),
+            trains=parameter.requires_grad,
+            bytes=max(self._stored(name).itemsize, least),
+            compute=max(self.width.itemsize, least),
+            split=self.split_dims.get(name),
+        )
+
+    def _stored(self, name: str) -> torch.dtype:
+        """A base that adapters have frozen is stored in the compute dtype."""
+        return self.width if self.lora is not None and not is_adapter(name) else self.master
+
+    def _is_expert(self, name: str) -> bool:
+        owner = self.specs.get(name.rpartition(".")[0])
+        return owner is not None and (name.rpartition(".")[2] in owner.parameters or is_adapter(name))

@@ -1,0 +1,234 @@
+"""A training step as the planner sees it, and what each pipeline rank holds and runs of it.
+
+`stage` is a pp rank throughout; its stages (one, or `pp_virtual_stages`) are its chunks, in the order of the model.
+Which blocks are on a stage is asked of the code that cuts the model; the order of forwards and backwards is that of the
+schedules which step/pipeline_schedule.py chooses from torch.distributed.pipelining. docs/formulas.md derives the state.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, NamedTuple
+
+from expertmesh.distributed.layout import Layout
+from expertmesh.parallel.checkpointing import CheckpointingMode, checkpointed_layers
+from expertmesh.planning.model_figures import Block, ModelFigures, ParamGroup, group_bytes
+
+CheckpointedLayers = Literal["all"] | int | tuple[int, ...]
+Piece = tuple[Block, CheckpointingMode]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """How an optimizer step is cut: `accumulation` micro-batches of `rows` sequences."""
+
+    rows: int
+    accumulation: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PipelineRank:
+    """What one pp rank holds: `chunks` are the blocks of each of its stages with their modes, `pieces` and `blocks`
+    the different ones among them and their number, `groups` the same for dense FSDP2 groups. The embedding is on the
+    first rank; `has_root`: what is behind the blocks is here (tied: what is before them as well).
+    """
+
+    stage: int
+    is_last: bool
+    chunks: tuple[tuple[Piece, ...], ...]
+    pieces: tuple[tuple[Piece, int], ...]
+    blocks: tuple[tuple[Block, int], ...]
+    groups: tuple[tuple[ParamGroup, int], ...]
+    embedding: ParamGroup | None
+    has_root: bool
+
+
+@cache
+def pipeline_rank(
+    model: ModelFigures,
+    pp: int = 1,
+    virtual: int = 1,
+    stage: int = 0,
+    mode: CheckpointingMode = "none",
+    layers: CheckpointedLayers = "all",
+) -> PipelineRank:
+    """Of `pp` ranks with `virtual` stages each."""
+    number = len(model.blocks)
+    numbers = (range(number),) if pp * virtual == 1 else model.asked.stages(pp, virtual)[stage::pp]
+    chosen = frozenset(checkpointed_layers(layers, number))
+    chunks = tuple(tuple((model.blocks[n], mode if n in chosen else "none") for n in chunk) for chunk in numbers)
+    blocks = tuple(Counter(block for chunk in chunks for block, _ in chunk).items())
+    embedding = model.embedding if stage == 0 else None
+    is_last = stage == pp - 1
+    has_root = is_last or (stage == 0 and model.embedding is None)
+    groups = [(group, times) for block, times in blocks for group in block.groups]
+    groups += [(embedding, 1)] if embedding is not None else []
+    groups += [(model.root, 1)] if has_root else []
+    pieces = Counter(piece for chunk in chunks for piece in chunk)
+    return PipelineRank(stage, is_last, chunks, tuple(pieces.items()), blocks, tuple(groups), embedding, has_root)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One optimizer step of a model in a layout. `layers`: train.checkpoint_layers; `imbalance`: what the busiest
+    expert rank gets over the mean; `gloo` reduces from a copy of its input.
+    """
+
+    model: ModelFigures
+    layout: Layout
+    batch: Batch
+    mode: CheckpointingMode
+    layers: CheckpointedLayers = "all"
+    imbalance: float = 1.0
+    gloo: bool = False
+
+    def rank(self, stage: int) -> PipelineRank:
+        layout = self.layout
+        return pipeline_rank(self.model, layout.pp, layout.pp_virtual_stages, stage, self.mode, self.layers)
+
+    def distinct_stages(self) -> tuple[int, ...]:
+        """The pp ranks that can be the slowest or the fullest: the first, the last, and of those between that hold the
+        same the first, which has most micro-batches in flight.
+        """
+        layout = self.layout
+        return _distinct(self.model, layout.pp, layout.pp_virtual_stages, self.mode, self.layers)
+
+
+@cache
+def _distinct(
+    model: ModelFigures, pp: int, virtual: int, mode: CheckpointingMode, layers: CheckpointedLayers
+) -> tuple[int, ...]:
+    between: dict[object, int] = {}
+    for stage in range(1, pp - 1):
+        between.setdefault(pipeline_rank(model, pp, virtual, stage, mode, layers).chunks, stage)
+    return tuple(sorted({0, *between.values(), pp - 1}))
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentState:
+    """Bytes of one rank's shards: of what does not train, of what does, and of one gradient for each of those."""
+
+    frozen: float
+    master: float
+    gradients: float
+
+
+def resident_state(model: ModelFigures, layout: Layout, stage: int = 0) -> ResidentState:
+    """What rank 0 of a stage keeps of parameters; the largest shard of each, as FSDP2 gives the first ranks more."""
+    ranks = layout.fsdp * layout.cp
+    return _state(pipeline_rank(model, layout.pp, layout.pp_virtual_stages, stage), ranks, layout.tp, layout.ep)
+
+
+@cache
+def _state(rank: PipelineRank, ranks: int, tp: int, ep: int) -> ResidentState:
+    frozen = master = 0.0
+    for group, times in rank.groups:
+        sizes = group_bytes(group, ranks, tp)
+        frozen += times * sizes.frozen
+        master += times * sizes.master
+    efsdp = ranks * tp // ep
+    for block, times in rank.blocks:
+        if block.experts is not None:
+            for elements, trains, width in block.experts.matrices:
+                size = times * elements * block.experts.spec.num_experts / ep / efsdp * width
+                frozen += 0 if trains else size
+                master += size if trains else 0
+    return ResidentState(frozen, master, master)
+
+
+class InFlight(NamedTuple):
+    """A micro-batch of a rank's `chunk` runs backward while `saved[c]` micro-batches of each chunk have activations
+    saved, this one included; `accumulated[c]`: gradients of chunk c are there from an earlier backward;
+    `extra_gather`: FSDP2 prefetches a block of another micro-batch at its end.
+    """
+
+    chunk: int
+    saved: tuple[int, ...]
+    accumulated: tuple[bool, ...]
+    extra_gather: bool
+
+
+class Prefetches(NamedTuple):
+    """Backwards of `chunk`, `times` of them, as FSDP2 prefetches in them: in the reverse order of the forwards recorded
+    by then. `recorded`: any of this chunk are among them. `behind`: the chunk that ran right before the last of those,
+    or None. `other`: the chunk that ran last of all, if it is another one.
+    """
+
+    chunk: int
+    recorded: bool
+    behind: int | None
+    other: int | None
+    times: int
+
+
+def in_flight(layout: Layout, accumulation: int, stage: int) -> tuple[InFlight, ...]:
+    """Every different situation of a step's backwards, on one pp rank."""
+    return _in_flight(layout.pp, layout.pp_virtual_stages, layout.pp_schedule, accumulation, stage)
+
+
+def prefetches(layout: Layout, accumulation: int, stage: int) -> tuple[Prefetches, ...]:
+    """FSDP2 forgets what it has recorded at the end of each backward, so only what ran since the one before counts."""
+    return _prefetches(layout.pp, layout.pp_virtual_stages, layout.pp_schedule, accumulation, stage)
+
+
+@cache
+def _in_flight(pp: int, chunks: int, schedule: str, count: int, stage: int) -> tuple[InFlight, ...]:
+    if chunks == 1:
+        first = min(pp - stage, count) if schedule != "gpipe" and count >= pp else count
+        first = 1 if pp == 1 else first
+        later = min(first, count - 1)
+        # From the second micro-batch on gradients are whole, but fewer may be in flight. Where as many are, the second
+        # stands for the first as well.
+        found = [InFlight(0, (first,), (False,), first > 1)] if later < first else []
+        return (*found, InFlight(0, (later,), (True,), later == first > 1)) if later else tuple(found)
+    saved, accumulated = [0] * chunks, [False] * chunks
+    seen: dict[InFlight, None] = {}
+    for chunk, forward in schedule_order(pp, chunks, count, stage):
+        if forward:
+            saved[chunk] += 1
+            continue
+        seen[InFlight(chunk, tuple(saved), tuple(accumulated), sum(saved) > 1 and not any(accumulated))] = None
+        saved[chunk] -= 1
+        accumulated[chunk] = True
+    return tuple(seen)
+
+
+@cache
+def _prefetches(pp: int, chunks: int, schedule: str, count: int, stage: int) -> tuple[Prefetches, ...]:
+    if chunks == 1:
+        first = _in_flight(pp, chunks, schedule, count, stage)[0].saved[0]
+        found = [Prefetches(0, True, 0 if first > 1 else None, None, 1)]
+        return (*found, Prefetches(0, True, None, None, count - first)) if count > first else tuple(found)
+    recorded: list[int] = []
+    seen: Counter[tuple[int, bool, int | None, int | None]] = Counter()
+    for chunk, forward in schedule_order(pp, chunks, count, stage):
+        if forward:
+            recorded.append(chunk)
+            continue
+        there, behind = chunk in recorded, None
+        if there:
+            last = len(recorded) - 1 - recorded[::-1].index(chunk)
+            behind = recorded[last - 1] if last else None
+        seen[chunk, there, behind, recorded[-1] if recorded and recorded[-1] != chunk else None] += 1
+        recorded.clear()
+    return tuple(Prefetches(*key, times) for key, times in seen.items())
+
+
+def schedule_order(pp: int, chunks: int, count: int, stage: int) -> Iterator[tuple[int, bool]]:
+    """(chunk, whether forward) in the order of interleaved 1F1B; of looped breadth-first where rounds are unequal."""
+    rounds = max(1, count // pp)
+    if count % rounds:
+        yield from ((chunk, True) for chunk in range(chunks) for _ in range(count))
+        yield from ((chunk, False) for chunk in reversed(range(chunks)) for _ in range(count))
+        return
+    each = count // rounds
+    warm = min((chunks - 1) * each + 2 * (pp - 1 - stage), chunks * count)
+    forwards = (step // each % chunks for step in range(chunks * count))
+    behind = (chunks - 1 - step // each % chunks for step in range(chunks * count))
+    for _ in range(warm):
+        yield next(forwards), True
+    for chunk in behind:
+        if (following := next(forwards, None)) is not None:
+            yield following, True
+        yield chunk, False

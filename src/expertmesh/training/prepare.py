@@ -1,0 +1,131 @@
+"""Everything of a run that comes before its weights: data, mesh, where it goes on from, the sharded model, the plan.
+
+Every rank calls `prepare`. Afterwards all is known and printed, nothing is allocated, and no weight has been read.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from expertmesh.config import Config, ParallelConfig
+from expertmesh.config.errors import InputError
+from expertmesh.data import TrainingBatches, build_dataset, load_tokenizer, padding_token_id
+from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
+from expertmesh.distributed.layout import explicit
+from expertmesh.distributed.mesh import Mesh, current_device, init_mesh, set_timeout
+from expertmesh.model import shard_model
+from expertmesh.training.control import Control
+from expertmesh.training.plan import Predict, Prepared, RunData, plan_lines
+from expertmesh.training.preflight import Checked
+from expertmesh.training.recording import write_config
+from expertmesh.training.resume import Identity, check_start, find_start
+from expertmesh.weights.load import bytes_to_read
+
+
+def prepare(config: Config, control: Control, checked: Checked, predict: Predict | None) -> Prepared:
+    """Get ready to read weights, and print the plan. Every rank calls it."""
+    say(control, "reading the data")
+    with raise_on_all_ranks("reading the data"):
+        data = _read_data(config, checked)
+    mesh = _open_mesh(config, checked)
+    share = _share(config, mesh, data)
+    train = config.train
+    batches = TrainingBatches(
+        data.training,
+        global_batch_size=train.global_batch_size,
+        shuffle=config.data.shuffle,
+        seed=train.seed,
+        **share,
+    )
+    total_steps = batches.total_steps(train.num_epochs)
+    total_steps = min(total_steps, train.max_steps or total_steps)
+    identity, start, changes = _find_start(config, checked, data, total_steps)
+    say(control, "sharding the model")
+    with raise_on_all_ranks("predicting a step"):
+        forecast = predict(config, checked) if mesh.rank == 0 and predict is not None else None
+    torch.manual_seed(train.seed + mesh.rank)
+    shard_model(checked.model, checked.plan, mesh)
+    with raise_on_all_ranks("reading the headers of the weights"):
+        to_load = bytes_to_read(checked.model, checked.directory)
+    with raise_on_all_ranks("writing the configuration"):
+        if mesh.rank == 0:
+            write_config(config, Path(config.output_dir) / "config.yaml")
+    run = Prepared(
+        config, checked, mesh, data, share, batches, total_steps, to_load, forecast, identity, start, tuple(changes)
+    )
+    _print_plan(run)
+    return run
+
+
+def say(control: Control, what: str) -> None:
+    """Tell the launcher what this rank does now, and whoever looks on, by rank 0."""
+    control.progress.at(0, what)
+    if dist.get_rank() == 0:
+        print(f"starting   {what}", flush=True)
+
+
+def _read_data(config: Config, checked: Checked) -> RunData:
+    tokenizer = load_tokenizer(config.model)
+    pad_token_id = padding_token_id(tokenizer, checked.vocab_size)
+    found = [
+        build_dataset(sources, config.data, tokenizer, model_vocab_size=checked.vocab_size)
+        for sources in (config.data.train, config.data.eval)
+        if sources
+    ]
+    datasets, reports = [dataset for dataset, _ in found], tuple(report for _, report in found)
+    return RunData(tokenizer, pad_token_id, datasets[0], datasets[1] if len(datasets) > 1 else None, reports)
+
+
+def _open_mesh(config: Config, checked: Checked) -> Mesh:
+    """The mesh of the layout that every rank has come to by itself."""
+    parallel = explicit(checked.layout)
+    with raise_on_all_ranks("comparing the layouts"):
+        first = ParallelConfig(**json.loads(from_rank_0(parallel.model_dump_json())))
+        if first != parallel:
+            raise InputError(
+                f"parallel.ep: auto is {first.ep} on rank 0 and {parallel.ep} here, as the launcher has set another "
+                "LOCAL_WORLD_SIZE on this node; set parallel.ep to a number"
+            )
+    mesh = init_mesh(parallel, num_experts=checked.anatomy.num_experts, device=current_device())
+    set_timeout(mesh, config.distributed.first_step_timeout_seconds)
+    return mesh
+
+
+def _share(config: Config, mesh: Mesh, data: RunData) -> dict[str, Any]:
+    """What training and evaluation batches have in common: this data rank's share of the rows."""
+    return {
+        "micro_batch_size": config.train.micro_batch_size,
+        "data_rank": mesh.data_rank,
+        "data_ranks": mesh.layout.data_ranks,
+        "packing": config.data.packing,
+        "pad_token_id": data.pad_token_id,
+        "max_length": config.data.max_length,
+    }
+
+
+def _find_start(
+    config: Config, checked: Checked, data: RunData, total_steps: int
+) -> tuple[Identity, Path | None, Sequence[str]]:
+    """What makes this run this one; the checkpoint to go on from, if any, and on rank 0 what has changed since."""
+    with raise_on_all_ranks("comparing the data"):
+        identity = Identity.of(config, checked.directory, data.training)
+    identity.agree()
+    found: Path | None = None
+    changes: list[str] = []
+    with raise_on_all_ranks("looking for a checkpoint"):
+        if dist.get_rank() == 0 and (found := find_start(config)) is not None:
+            changes = check_start(found, identity, total_steps, Path(config.output_dir))
+    shared = from_rank_0(str(found or ""))
+    return identity, Path(shared) if shared else None, changes
+
+
+def _print_plan(run: Prepared) -> None:
+    if run.mesh.rank == 0:
+        directory = Path(run.config.output_dir)
+        if run.start is None and (directory / "metrics.jsonl").exists():
+            print(f"{directory} holds an unfinished run without a checkpoint; it starts again from the beginning")
+        print("\n".join(plan_lines(run)), flush=True)

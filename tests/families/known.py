@@ -1,0 +1,143 @@
+"""`python -m tests.families.known`: ask every question about the code of every family, and write the answers down.
+
+They go to src/expertmesh/introspection/known_families.json under the installed version of transformers, beside those of
+other versions. Each family is asked at its tiny configuration and again for each of its switches, turned; some families
+for each two of them.
+"""
+
+import itertools
+import json
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig
+
+from expertmesh.adapters.plan import adapt
+from expertmesh.anatomy import describe
+from expertmesh.config import LoraConfig
+from expertmesh.distributed.layout import Layout
+from expertmesh.introspection import known_families
+from expertmesh.introspection.attention import packing_refusal
+from expertmesh.introspection.compute_dtype import refuse_compute
+from expertmesh.introspection.experts_proof import confirm_experts
+from expertmesh.introspection.known_families import Answers, recording
+from expertmesh.introspection.source_code import attributes_read, registry_call
+from expertmesh.parallel.context import refuse_context
+from expertmesh.parallel.pipeline import plan_cut
+from expertmesh.parallel.tensor_plan import tensor_plan
+from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32
+from tests.families.catalogue import Family, families
+from tests.families.tiny import tiny_config
+
+# Whose published models differ in more than one switch from what is the default.
+CORE = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe", "olmoe", "qwen3_5_moe")
+_OPTIONAL = ("q_lora_rank", "sliding_window")
+PATH = Path(known_families.__file__).with_name(known_families.FILE)
+
+
+def ask(config: PreTrainedConfig) -> None:
+    """Every question that the product asks of a model's code before it is sharded."""
+    model = build_meta_model(config, torch.float32)
+    anatomy, kept = describe(model), kept_in_fp32(model, torch.bfloat16)
+    questions = (
+        lambda: confirm_experts(model, anatomy),
+        lambda: refuse_compute(model, anatomy, torch.bfloat16, kept),
+        lambda: tensor_plan(model, anatomy, 2, kept),
+        lambda: refuse_context(model, anatomy, Layout(cp=2)),
+        lambda: plan_cut(model, anatomy, Layout(pp=2)),
+        lambda: packing_refusal(model),
+        lambda: ask_adapted(config),
+        lambda: ask_eager(model),
+    )
+    for question in questions:
+        with suppress(Exception):  # a refusal: what was found on the way to it is noted, and itself it never is
+            question()
+
+
+def ask_adapted(config: PreTrainedConfig) -> None:
+    """What is asked again of a model with adapters."""
+    model = build_meta_model(config, torch.bfloat16)
+    anatomy, kept = describe(model), kept_in_fp32(model, torch.bfloat16)
+    adapt(model, LoraConfig(r=2), torch.float32, None)
+    refuse_compute(model, anatomy, torch.bfloat16, kept)
+
+
+def ask_eager(model: nn.Module) -> None:
+    """What is asked of the function behind eager attention."""
+    for call in filter(None, map(registry_call, model.modules())):
+        attributes_read(call.global_of(call.default))
+
+
+def answers_of(family: Family, switches: int) -> Answers:
+    with recording() as answers:
+        for config in _configs(family, switches):
+            with suppress(Exception):  # a combination that the family's own code does not build
+                ask(config)
+    return answers
+
+
+def _configs(family: Family, switches: int) -> Iterator[PreTrainedConfig]:
+    """The tiny configuration, and with up to `switches` of its switches turned at once."""
+    assert family.model_class is not None
+    text = tiny_config(family.model_class, family.name).get_text_config()
+    settings = {name: value for name, value in text.to_dict().items() if known_families.matters(name)}
+    turned = {name: not value for name, value in settings.items() if isinstance(value, bool)}
+    turned |= {name: None for name in _OPTIONAL if getattr(text, name, None) is not None}
+    if hasattr(text, "head_dim") and text.head_dim is None:
+        turned["head_dim"] = text.hidden_size // text.num_attention_heads
+    for count in range(switches + 1):
+        for names in itertools.combinations(turned, count):
+            config = tiny_config(family.model_class, family.name)
+            with suppress(Exception):  # a setting that the family computes from others
+                for name in names:
+                    setattr(config.get_text_config(), name, turned[name])
+                yield config
+
+
+def packed(answers: dict[str, Any]) -> list[dict[str, Any]]:
+    """As known_families.json has the answers to one question: what is alike is written once."""
+    entries: dict[str, dict[str, list[str]]] = {}
+    for key, answer in sorted(answers.items()):
+        name, _, settings = key.partition(" ")
+        entries.setdefault(json.dumps(answer, sort_keys=True), {}).setdefault(name, []).append(settings)
+    return [
+        {"answer": json.loads(answer), "keys": {name: " ".join(hashes) for name, hashes in names.items()}}
+        for answer, names in sorted(entries.items())
+    ]
+
+
+def main() -> None:
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    merged: Answers = {}
+    for family in families():
+        started = time.monotonic()
+        if family.model_class is None:
+            continue
+        try:
+            found = answers_of(family, 2 if family.name in CORE else 1)
+        except Exception as error:
+            print(f"{family.name:24} no tiny configuration: {type(error).__name__}: {error}", flush=True)
+            continue
+        for question, answers in found.items():
+            for key, answer in answers.items():
+                assert merged.setdefault(question, {}).setdefault(key, answer) == answer, (question, key)
+        counts = ", ".join(f"{question} {len(answers)}" for question, answers in sorted(found.items()))
+        print(f"{family.name:24} {time.monotonic() - started:5.1f} s  {counts}", flush=True)
+    content = json.loads(PATH.read_text())
+    content[transformers.__version__] = {question: packed(answers) for question, answers in merged.items()}
+    PATH.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+    print(f"wrote {PATH}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""The table of known answers says what is found when the questions are asked again, and is asked for nothing else."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from expertmesh.anatomy import describe
+from expertmesh.config.errors import InputError
+from expertmesh.distributed.layout import Layout
+from expertmesh.introspection import known_families, source_code
+from expertmesh.introspection.known_families import class_key, proof_key
+from expertmesh.parallel import pipeline
+from expertmesh.parallel.pipeline import Cut, plan_cut
+from expertmesh.weights.meta_model import build_meta_model
+from tests.families.known import answers_of
+from tests.families.test_families import CORE, FAMILIES, _commits
+from tests.support.models import tiny_config
+
+TABLE = known_families._table()
+needs_the_table = pytest.mark.skipif(
+    not TABLE, reason=f"known_families.json has no answers for transformers {transformers.__version__}"
+)
+
+
+def _cut(model: Any) -> Cut:
+    return plan_cut(model, describe(model), Layout(pp=2))
+
+
+def _model() -> Any:
+    return build_meta_model(tiny_config("qwen3_moe"), torch.float32)
+
+
+@contextmanager
+def _no_proof() -> Iterator[None]:
+    with mock.patch.object(pipeline, "probe", side_effect=AssertionError("proven on the spot")):
+        yield
+
+
+@needs_the_table
+@pytest.mark.parametrize("number", range(2))
+def test_what_is_asked_again_is_answered_as_in_the_table(number: int) -> None:
+    asked = answers_of(FAMILIES[CORE[(2 * _commits() + number) % len(CORE)]], switches=0)
+    assert sum(map(len, asked.values())) > 5
+    for question, answers in asked.items():
+        assert {key: TABLE[question][key] for key in answers} == answers
+
+
+@needs_the_table
+def test_a_known_family_is_neither_run_nor_read() -> None:
+    model = _model()
+    with _no_proof(), mock.patch.object(source_code, "_tree", side_effect=AssertionError("source was read")):
+        known = _cut(model)
+        assert source_code.registry_call(model.model.layers[0].self_attn) is not None
+    with mock.patch.object(known_families, "_table", return_value={}):
+        assert _cut(model) == known
+
+
+@needs_the_table
+def test_another_version_or_another_setting_is_proven_on_the_spot() -> None:
+    known_families._table.cache_clear()
+    try:
+        with mock.patch.object(transformers, "__version__", "5.0.0"), _no_proof(), pytest.raises(AssertionError):
+            _cut(_model())
+    finally:
+        known_families._table.cache_clear()
+    config = tiny_config("qwen3_moe")
+    config.text_of_a_new_setting = "on"
+    with _no_proof(), pytest.raises(AssertionError):
+        _cut(build_meta_model(config, torch.float32))
+
+
+class _CarriesState(nn.Module):
+    """Adds what the block before it has computed."""
+
+    last: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen, _CarriesState.last = _CarriesState.last, x
+        return x if seen is None else x + seen
+
+
+def test_code_that_is_not_transformers_own_is_proven_on_the_spot() -> None:
+    model = _model()
+    assert proof_key(model) is not None
+    for layer in model.model.layers:
+        layer.input_layernorm = _CarriesState()
+    assert proof_key(model) is None
+    with pytest.raises(InputError, match="beside the hidden state"):
+        _cut(model)
+
+
+def test_a_forward_that_another_library_replaced_is_proven_on_the_spot() -> None:
+    model = _model()
+    attention = type(model.model.layers[0].self_attn)
+    assert class_key(attention) == "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeAttention"
+    with mock.patch.object(attention, "forward", lambda self, *args, **kwargs: args):
+        assert proof_key(model) is None
+    model.model.layers[0].self_attn.forward = lambda *args, **kwargs: args
+    assert proof_key(model) is None
