@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec, is_inside
+from expertmesh.anatomy import Anatomy, ExpertsSpec, is_adapter, is_inside
 from expertmesh.compat import tree_leaves
 from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import adapter_state
@@ -57,9 +57,10 @@ def refuse_compute(
     nothing is known of it. Takes no weights; no communication.
     """
     uncast = uncast_modules(model, anatomy, kept_in_fp32)
-    dtypes = sorted({str(tensor.dtype) for tensor in (*model.parameters(), *model.buffers())})
-    kinds = sorted({re.sub(r"\.\d+", "", name) for name in uncast})
-    key = proof_key(model, compute, dtypes, kinds, adapter_state(model) is not None)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    dtypes = {(re.sub(r"\.\d+", "", name), str(tensor.dtype)) for name, tensor in tensors if not is_adapter(name)}
+    kinds = {re.sub(r"\.\d+", "", name) for name in uncast}
+    key = proof_key(model, compute, sorted(dtypes), sorted(kinds), adapter_state(model) is not None)
     if reason := refusal_by_proof("compute", key, partial(_refusal, model, anatomy.experts, compute, uncast)):
         dtype = str(compute).removeprefix("torch.")
         raise InputError(f"precision.compute {dtype}: {model.config.model_type} {reason}")  # type: ignore[union-attr]
