@@ -1,7 +1,7 @@
 """A cached view of the shard plan for thousands of layouts: which are refused, what tp splits, where stages are cut.
 
-The answers are those of `plan_axes`, which decides for `train` as well, each asked for once: tp for every size; cp and
-pp for the family with the smallest size that could do, the rest of their conditions being arithmetic (heads, blocks).
+The answers are those of `plan_axes`, which decides for `train` as well, each asked for once: tp for every size; cp and pp
+for the family with the smallest size that could do, the rest of their conditions being arithmetic (heads, blocks).
 """
 
 from typing import Any
@@ -17,8 +17,8 @@ from expertmesh.parallel.tensor_plan import TensorPlan
 _SMALL = (2, 3, 5, 7)
 
 
-class Asked:
-    """Of one model on meta. Nothing communicates, the model stays as it is."""
+class Feasibility:
+    """Which layouts one model on meta can have. Nothing communicates, the model stays as it is."""
 
     def __init__(self, model: Any, anatomy: Anatomy, heads: int, kept_in_fp32: KeptInFp32) -> None:
         self._model, self._anatomy, self._heads, self._kept = model, anatomy, heads, kept_in_fp32
@@ -29,15 +29,15 @@ class Asked:
 
     def refusal(self, layout: Layout) -> str | None:
         """Why `train` would not split this model so, or None."""
-        asked = [Layout(tp=layout.tp)] if layout.tp > 1 else []
+        one_axis = [Layout(tp=layout.tp)] if layout.tp > 1 else []
         if layout.cp > 1:
-            asked.append(Layout(cp=next((size for size in _SMALL if self._heads % size == 0), layout.cp)))
+            one_axis.append(Layout(cp=next((size for size in _SMALL if self._heads % size == 0), layout.cp)))
         try:
             if layout.pp > 1:
                 self.stages(layout.pp, layout.pp_virtual_stages)
-                asked.append(Layout(pp=2))
-            for one_axis in asked:
-                self._tensor_plan(one_axis)
+                one_axis.append(Layout(pp=2))
+            for axis in one_axis:
+                self._tensor_plan(axis)
         except InputError as error:
             return str(error)
         return None
