@@ -1,7 +1,7 @@
 """Limits that keep rooms small; part of `make lint`. Prints every place that is over one, and exits with 1.
 
-Two kinds of arguments are not counted: keyword-only ones of the functions in `expertmesh.__all__`, which are options of the
-public interface and a contract, and those of an autograd Function, which torch differentiates one flat tensor each.
+Two kinds of arguments are not counted: keyword-only ones of the functions in `expertmesh.__all__`, which are options of
+the public interface and a contract, and those of an autograd Function, where torch wants every tensor on its own.
 """
 
 import ast

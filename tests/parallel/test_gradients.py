@@ -8,7 +8,7 @@ import torch
 
 import expertmesh as em
 from expertmesh.config.errors import InputError
-from expertmesh.parallel.grad_norm import global_norm
+from expertmesh.step.grad_norm import global_norm
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
 

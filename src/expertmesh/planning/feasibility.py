@@ -1,7 +1,7 @@
 """A cached view of the shard plan for thousands of layouts: which are refused, what tp splits, where stages are cut.
 
-The answers are those of `plan_axes`, which decides for `train` as well, each asked for once: tp for every size; cp and pp
-for the family with the smallest size that could do, the rest of their conditions being arithmetic (heads, blocks).
+The answers are those of `plan_axes`, which decides for `train` as well, each asked for once: tp for every size; cp and
+pp for the family with the smallest size that could do, the rest of their conditions being arithmetic (heads, blocks).
 """
 
 from typing import Any
@@ -10,9 +10,10 @@ from expertmesh.anatomy import Anatomy
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.sequence import decoder_blocks
-from expertmesh.parallel.shard_plan import KeptInFp32, MetaTwin, plan_axes
+from expertmesh.parallel.shard_plan import KeptInFp32, plan_axes
 from expertmesh.parallel.stages import plan_stages
 from expertmesh.parallel.tensor_plan import TensorPlan
+from expertmesh.state.stage_view import MetaTwin
 
 _SMALL = (2, 3, 5, 7)
 

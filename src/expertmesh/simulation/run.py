@@ -21,13 +21,13 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import explicit
 from expertmesh.distributed.mesh import init_mesh
 from expertmesh.model import ModelOptions, prepare_model
-from expertmesh.parallel.grad_norm import clip_grad_norm_
 from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.planning.stages import Batch, Workload
 from expertmesh.planning.trackers import CollectiveCount, UsageTracker
 from expertmesh.simulation.axes import AxisKind, sent_by_axis
 from expertmesh.simulation.stand_ins import stand_ins
 from expertmesh.step.forward_backward import forward_backward
+from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.weights.meta_model import materialize
 
 

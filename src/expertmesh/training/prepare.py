@@ -17,7 +17,7 @@ from expertmesh.data import TrainingBatches, build_dataset, load_tokenizer, padd
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.distributed.layout import explicit
 from expertmesh.distributed.mesh import Mesh, current_device, init_mesh, set_timeout
-from expertmesh.model import shard_model
+from expertmesh.parallel.apply import shard_model
 from expertmesh.training.control import Control
 from expertmesh.training.plan import Predict, Prepared, RunData, plan_lines
 from expertmesh.training.preflight import Checked
