@@ -14,7 +14,7 @@ from expertmesh.parallel.pipeline import plan_cut, stages_of
 from expertmesh.parallel.stages import balanced
 from expertmesh.state.stage_view import meta_twin
 from expertmesh.step.pipeline_schedule import interleaves, same_shape
-from expertmesh.training.plan import bubble_fraction
+from expertmesh.training.reporting.plan_lines import bubble_fraction
 from tests.families.tiny import random_model
 from tests.support.models import tiny_model
 

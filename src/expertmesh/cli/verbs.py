@@ -129,7 +129,7 @@ def train(
 def _preflight(config: Config, ranks: int) -> None:
     """What ranks would refuse, before they are started; under torchrun each rank calls it itself."""
     with lazy_imports():
-        from expertmesh.training.preflight import preflight
+        from expertmesh.training.startup.preflight import preflight
 
     preflight(config, ranks, ranks_per_node=ranks)
 
@@ -161,7 +161,7 @@ def plan(options: PlanOptions) -> int:
     """predict memory, speed and cost of every layout, without GPUs"""
     if options.yaml and options.json:
         raise InputError("--yaml and --json: give one of them", key="cli.usage")
-    return call("expertmesh.cli.plan", options)
+    return call("expertmesh.cli.plan.run", options)
 
 
 @verb

@@ -23,8 +23,8 @@ from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.training.checkpoints import RunCheckpoints
 from expertmesh.training.control import Control, Stopped
 from expertmesh.training.exchange import NonFiniteGuard, RankFacts, StepFacts, exchange
-from expertmesh.training.first_loss import first_loss_lines
-from expertmesh.training.metrics import ExpertLoad, Reporter, StepMetrics
+from expertmesh.training.reporting.first_loss import first_loss_lines
+from expertmesh.training.reporting.metrics import ExpertLoad, Reporter, StepMetrics
 from expertmesh.training.resume import Counters
 
 
