@@ -29,7 +29,8 @@ from expertmesh.io.boxes import Box
 from expertmesh.io.directory import check_target
 from expertmesh.weights.companions import CopiedFiles
 from expertmesh.weights.mapping import StateTensor, adapter_tensors
-from expertmesh.weights.save import SaveReport, Values, save_values
+from expertmesh.weights.save import SaveReport, save_values
+from expertmesh.weights.write import StateReader
 
 AdapterFormat = Literal["peft", "per-expert"]
 
@@ -81,7 +82,7 @@ def _export_adapter(
     state: SavedState,
     model: PreTrainedModel,
     target: Path,
-    values: Values,
+    values: StateReader,
     dtype: torch.dtype | None,
     adapter_format: AdapterFormat,
 ) -> SaveReport:

@@ -1,9 +1,8 @@
 """Builds the model that is going to be filled: on meta, with real values in the buffers that no file holds.
 
-Follows `from_pretrained`'s contract step by step: built under `torch.device("meta")` in the wanted dtype,
-tied, the family's fp32 exceptions applied, non-persistent buffers (rotary frequencies and the like)
-computed by the model's own `_init_weights`. Parameters stay on meta: nothing here takes memory that grows
-with the model.
+It is what `from_pretrained` builds: in the wanted dtype, tied, with the family's fp32 exceptions, and with
+non-persistent buffers (rotary frequencies and the like) computed by the model's own `_init_weights`. Parameters stay on
+meta: no memory here grows with the model.
 """
 
 import json
@@ -193,4 +192,4 @@ def _download(name: str, revision: str | None, trust_remote_code: bool, weights:
         # Every error of the hub's client is one of these two.
         where = f"{name} at revision {revision}" if revision else name
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"model {where}: no such directory, and not to be had from the hub: {reason}") from error
+        raise InputError(f"model {where}: no such directory, and the hub cannot provide it: {reason}") from error
