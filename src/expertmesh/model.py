@@ -118,20 +118,14 @@ def load_model(
     get adapters, whose first values depend on `seed` alone. The other options are those of `parallelize`.
     """
     config, directory = read_model_config(str(name_or_path), revision=revision, trust_remote_code=trust_remote_code)
+    precision = precision or PrecisionConfig()
+    mode = checkpointing_mode(activation_checkpointing)
     model, _ = prepare_model(
         config,
         directory,
         mesh,
-        precision=precision or PrecisionConfig(),
-        moe=moe or MoeConfig(),
-        attention=attention,
-        trust_remote_code=trust_remote_code,
-        activation_checkpointing=activation_checkpointing,
-        checkpoint_layers=checkpoint_layers,
-        compile=compile,
-        lora=lora,
-        name=str(name_or_path),
-        revision=revision,
+        ModelOptions(precision, lora, attention, trust_remote_code, str(name_or_path), revision),
+        ShardOptions(precision, moe or MoeConfig(), mode, checkpoint_layers, compile),
     )
     load_weights(model, directory, mesh, audit)
     start(model, seed)
@@ -139,29 +133,14 @@ def load_model(
 
 
 def prepare_model(
-    config: PreTrainedConfig,
-    directory: Path,
-    mesh: Mesh,
-    *,
-    precision: PrecisionConfig,
-    moe: MoeConfig,
-    attention: str = "auto",
-    trust_remote_code: bool = False,
-    activation_checkpointing: CheckpointingMode | bool = "none",
-    checkpoint_layers: CheckpointedLayers = "all",
-    compile: bool = False,
-    lora: LoraConfig | None = None,
-    name: str | None = None,
-    revision: str | None = None,
+    config: PreTrainedConfig, directory: Path, mesh: Mesh, options: ModelOptions, shards: ShardOptions
 ) -> tuple[PreTrainedModel, ShardPlan]:
     """Build the model on meta and shard it: everything about it is known, nothing is allocated, no file is read.
 
-    Every rank calls it. The options are those of `ModelOptions` and `ShardOptions`.
+    Every rank calls it.
     """
-    options = ModelOptions(precision, lora, attention, trust_remote_code, name, revision)
     model = build_model(config, directory, options)
-    mode = checkpointing_mode(activation_checkpointing)
-    plan = plan_model(model, mesh.layout, ShardOptions(precision, moe, mode, checkpoint_layers, compile))
+    plan = plan_model(model, mesh.layout, shards)
     shard_model(model, plan, mesh)
     return model, plan
 

@@ -44,17 +44,17 @@ def change_manifest(change: Callable[[dict[str, Any]], Any]) -> Damage:
     return damage
 
 
-def change_chunks(change: Callable[[list[dict[str, Any]]], Any]) -> Damage:
-    return change_manifest(lambda manifest: change(manifest["model"][EXPERTS]["chunks"]))
+def change_tiling(change: Callable[[dict[str, Any]], Any]) -> Damage:
+    """Of the experts alone: other tensors that are cut like them keep theirs."""
 
+    def own(manifest: dict[str, Any]) -> None:
+        entry = manifest["model"][EXPERTS]
+        tiling = json.loads(json.dumps(manifest["tilings"][entry["tiling"]]))
+        change(tiling)
+        entry["tiling"] = len(manifest["tilings"])
+        manifest["tilings"].append(tiling)
 
-def swap_chunks(key: str) -> Damage:
-    """Of the two ranks' experts: the layout of the tensor still adds up."""
-
-    def change(chunks: list[dict[str, Any]]) -> None:
-        chunks[0][key], chunks[1][key] = chunks[1][key], chunks[0][key]
-
-    return change_chunks(change)
+    return change_manifest(own)
 
 
 def replace_file(name: str, content: bytes) -> Damage:

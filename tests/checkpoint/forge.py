@@ -32,3 +32,14 @@ def forge_tensors(name: str, change: Callable[[dict[str, torch.Tensor]], Any]) -
         replace_file(name, save(tensors, metadata=metadata))(path)
 
     return damage
+
+
+def forge_metadata(name: str, change: Callable[[dict[str, str]], dict[str, str]]) -> Damage:
+    """`change` gets what the header of a safetensors file says beside its tensors and returns what it is to say."""
+
+    def damage(path: Path) -> None:
+        with safe_open(path / name, framework="pt") as file:
+            metadata, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        replace_file(name, save(tensors, metadata=change(metadata)))(path)
+
+    return damage

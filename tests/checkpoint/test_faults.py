@@ -15,20 +15,20 @@ import torch.distributed as dist
 
 import expertmesh as em
 from expertmesh.checkpoint.manifest import MANIFEST
+from expertmesh.checkpoint.small_files import RNG_FILE
 from expertmesh.config.errors import ExpertmeshError, InputError, IntegrityError, SecurityError
 from expertmesh.state.shards import local_tensor
 from tests.checkpoint.damage import (
     EXPERTS,
     Canary,
     Damage,
-    change_chunks,
     change_manifest,
+    change_tiling,
     flip_a_bit,
     leave_out,
     remove,
     replace_by,
     replace_file,
-    swap_chunks,
     truncate,
 )
 from tests.checkpoint.tiny import Job, save
@@ -36,7 +36,7 @@ from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
 
 MODEL, OPTIMIZER = "model-00001-of-00002.safetensors", "optimizer-00000-of-00002.safetensors"
-SMALL = ("state.json", "rng.json", "layout.json")
+SMALL = ("state.json", RNG_FILE, "layout.json")
 
 
 @pytest.fixture(scope="module")
@@ -102,50 +102,47 @@ DAMAGED: dict[str, tuple[Damage, type[ExpertmeshError], str]] = {
         for name in (*SMALL, "huggingface/config.json")
     },
     "newer schema": (
-        change_manifest(lambda manifest: manifest.update(schema_version=2)),
+        change_manifest(lambda manifest: manifest.update(schema_version=3)),
         InputError,
-        "has schema version 2, newer than the 1 that this version of expertmesh reads; update expertmesh",
+        "has schema version 3, newer than the 2 that this version of expertmesh reads; update expertmesh",
     ),
     "no schema": (change_manifest(lambda m: m.update(schema_version="1")), IntegrityError, "damaged: schema_version"),
     "unknown key": (change_manifest(lambda m: m.update(more=1)), IntegrityError, "manifest.json: damaged: more"),
-    "chunk outside": (
-        change_chunks(lambda c: c[1].update(offset=[5, 0, 0])),
+    "a part outside": (
+        change_tiling(lambda t: t["cuts"][0].__setitem__(-1, 9)),
         IntegrityError,
-        "a chunk lies outside of it",
+        "is [8, 32, 16], its tiling [9, 32, 16]",
     ),
-    "negative offset": (change_chunks(lambda c: c[0].update(offset=[-1, 0, 0])), IntegrityError, "lies outside of it"),
-    "overlap": (
-        change_chunks(lambda c: c[1].update(offset=[3, 0, 0])),
+    "no first row": (change_tiling(lambda t: t["cuts"][0].__setitem__(0, 1)), IntegrityError, "not ascend from 0"),
+    "an empty part": (change_tiling(lambda t: t["cuts"][0].insert(1, 4)), IntegrityError, "not ascend from 0"),
+    "cuts of no dim": (change_tiling(lambda t: t["cuts"].__setitem__(0, [])), IntegrityError, "not ascend from 0"),
+    "other cuts": (
+        change_tiling(lambda t: t["cuts"][0].__setitem__(1, 3)),
         IntegrityError,
-        "is not whole: two of its chunks over",
+        f"does not hold the part of {EXPERTS} that the manifest says",
     ),
-    "gap": (change_chunks(lambda c: c.pop()), IntegrityError, "not whole: its chunks hold 2048 of 4096 elements"),
-    "swapped offsets": (
-        swap_chunks("offset"),
+    "gap": (change_tiling(lambda t: t["ranks"].pop()), IntegrityError, "it has 2 parts, but names the ranks of 1"),
+    "one rank twice": (
+        change_tiling(lambda t: t["ranks"].__setitem__(1, 0)),
+        IntegrityError,
+        "is not whole: a rank wrote two parts of it",
+    ),
+    "swapped ranks": (
+        change_tiling(lambda t: t["ranks"].reverse()),
         IntegrityError,
         f"part of {EXPERTS} from [0, 0, 0] on, not from [4, 0, 0]",
     ),
-    "swapped files": (swap_chunks("file"), IntegrityError, f"part of {EXPERTS} from [0, 0, 0] on, not from [4, 0, 0]"),
-    "wrong file": (
-        change_chunks(lambda c: c[1].update(file=c[0]["file"])),
+    "no such rank": (
+        change_tiling(lambda t: t["ranks"].__setitem__(1, 99)),
         IntegrityError,
-        "from [0, 0, 0] on, not from",
+        "is not whole: the checkpoint has no model-00099-of-00002.safetensors",
     ),
-    "no such file": (change_chunks(lambda c: c[0].update(file=99)), IntegrityError, "chunks that cannot be part of it"),
-    "not a tensor's file": (
-        change_manifest(
-            lambda m: m["model"][EXPERTS]["chunks"][0].update(
-                file=[file["name"] for file in m["files"]].index("state.json")
-            )
-        ),
+    "no such tiling": (
+        change_manifest(lambda m: m["model"][EXPERTS].update(tiling=99)),
         IntegrityError,
-        f"manifest.json: damaged: looks for {EXPERTS} in state.json",
+        "has the tiling 99, which is not there",
     ),
-    "other dims": (
-        change_chunks(lambda c: c[0].update(offset=[0])),
-        IntegrityError,
-        "chunks that cannot be part of it",
-    ),
+    "other dims": (change_tiling(lambda t: t["cuts"].pop()), IntegrityError, "is [8, 32, 16], its tiling [8, 32]"),
     "other dtype": (
         change_manifest(lambda m: m["model"][EXPERTS].update(dtype="I32")),
         IntegrityError,
@@ -164,7 +161,7 @@ DAMAGED: dict[str, tuple[Damage, type[ExpertmeshError], str]] = {
     "tensor twice": (
         change_manifest(lambda m: m["optimizer"].update({EXPERTS: m["model"][EXPERTS]})),
         IntegrityError,
-        "optimizer state down_proj of model.layers.1.mlp.experts, which this job does not train",
+        "is both the model's and the optimizer's",
     ),
     "optimizer of another": (
         change_manifest(lambda m: m["optimizer"].update(x=m["optimizer"].pop(f"optimizer.{EXPERTS}.exp_avg"))),
@@ -172,15 +169,12 @@ DAMAGED: dict[str, tuple[Damage, type[ExpertmeshError], str]] = {
         "does not hold the part of x",
     ),
     "file twice": (change_manifest(lambda m: m["files"].append(m["files"][0])), IntegrityError, "twice"),
-    **{
-        f"{name} unlisted": (leave_out(name), IntegrityError, f"does not name {name}")
-        for name in ("rng.json", "layout.json", "state.json")
-    },
+    **{f"{name} unlisted": (leave_out(name), IntegrityError, f"does not name {name}") for name in SMALL},
     **{
         f"{name!r} as a file": (_named(name), SecurityError, f"names the file {name!r}, which is not a plain path")
         for name in ("/etc/hostname", "../../x", "a/../../x", "", "a//b", ".", "a\\b")
     },
-    "a directory": (replace_by("rng.json", Path.mkdir), IntegrityError, "rng.json: is not a file"),
+    "a directory": (replace_by(RNG_FILE, Path.mkdir), IntegrityError, f"{RNG_FILE}: is not a file"),
     "a pipe": (replace_by("state.json", os.mkfifo), IntegrityError, "state.json: is not a file"),
     "a pipe for the manifest": (
         lambda path: ((path / MANIFEST).unlink(), os.mkfifo(path / MANIFEST))[1],
@@ -188,7 +182,12 @@ DAMAGED: dict[str, tuple[Damage, type[ExpertmeshError], str]] = {
         "has no manifest.json",
     ),
     **{
-        f"{name} is {content!r}": (replace_file(name, content), IntegrityError, f"{name}: ")
+        f"{name} is {content!r}": (
+            replace_file(name, content),
+            # Its first 8 bytes are the length of a header, and that is longer than the file.
+            SecurityError if name == RNG_FILE and len(content) > 8 else IntegrityError,
+            f"{name}: ",
+        )
         for name in SMALL
         for content in (b"[]", b'{"cpu": 3}', b'[{"cpu": "AAAA"}, {"cpu": "AAAA"}]', b"null", b"[" * 100_000)
     },

@@ -1,8 +1,9 @@
-"""The format page is true: its reader reads checkpoints, PyTorch's own does, and a golden one stays readable."""
+"""The format page is true: its reader reads checkpoints, PyTorch's own does, and golden ones stay readable."""
 
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,26 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
 import expertmesh as em
-from expertmesh.checkpoint.manifest import SCHEMA_VERSION, Chunk, FileEntry, Manifest, TensorEntry, read_manifest
+from expertmesh.checkpoint.manifest import read_manifest
+from expertmesh.checkpoint.read import open_state
+from expertmesh.checkpoint.schema import SCHEMA_VERSION, FileEntry, Manifest, TensorEntry, Tiling
+from expertmesh.checkpoint.schema1 import Schema1Chunk
 from expertmesh.checkpoint.state import fingerprint
-from expertmesh.config.errors import InputError
+from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.export.checkpoint import export
 from expertmesh.verification.checkpoint.verify import verify
 from tests.checkpoint.damage import change_manifest, flip_a_bit
-from tests.checkpoint.make_golden import GOLDEN, STEP, golden_job, sha256
+from tests.checkpoint.make_golden import GOLDEN, GOLDEN_2, STEP, golden_job, sha256
 from tests.checkpoint.tiny import save
 from tests.support.ranks import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoint-format.md"
-CHECKPOINT = GOLDEN / f"step-{STEP:08d}"
-HASHES: dict[str, str] = json.loads((GOLDEN / "tensors.json").read_text())
+CHECKPOINT = GOLDEN_2 / f"step-{STEP:08d}"
+
+
+def _hashes(golden: Path) -> dict[str, str]:
+    hashes: dict[str, str] = json.loads((golden / "tensors.json").read_text())
+    return hashes
 
 
 def _reader() -> Any:
@@ -40,7 +48,7 @@ def _reader() -> Any:
 def test_the_reader_on_the_page_reads_the_golden_checkpoint(tmp_path: Path) -> None:
     manifest, tensors = _reader()(CHECKPOINT)
     assert manifest["step"] == STEP
-    assert {name: sha256(tensor) for name, tensor in tensors.items()} == HASHES
+    assert {name: sha256(tensor) for name, tensor in tensors.items()} == _hashes(GOLDEN_2)
     damaged = shutil.copytree(CHECKPOINT, tmp_path / CHECKPOINT.name)
     flip_a_bit("model-00001-of-00002.safetensors", 0.9)(damaged)
     with pytest.raises(AssertionError, match="model-00001"):
@@ -73,14 +81,24 @@ def test_pytorch_s_own_reader_reads_it(written: tuple[Path, dict[str, torch.Tens
 def test_the_page_names_every_file_and_every_key(written: tuple[Path, dict[str, torch.Tensor]]) -> None:
     page = PAGE.read_text()
     assert f"# The checkpoint format, schema version {SCHEMA_VERSION}" in page
-    for model in (Manifest, FileEntry, TensorEntry, Chunk):
+    for model in (Manifest, FileEntry, TensorEntry, Tiling, Schema1Chunk):
         for key in model.model_fields:
-            assert f"`{key}`" in page, key
+            assert f"`{key}`" in page or f'"{key}"' in page, key
     named = set(re.findall(r"^\| `([^`]+)` \|", page, re.M))
     for path in written[0].iterdir():
         general = re.sub(r"\d{5}-of-\d{5}", "RRRRR-of-WWWWW", path.name)
         assert general + ("/" if path.is_dir() else "") in named, path.name
-    for key in ("saved_offsets", "DCP_SHARDING_INFO", "DCP_VERSION", "left_out", "tensors", "step", "state", "offset"):
+    for key in (
+        "saved_offsets",
+        "DCP_SHARDING_INFO",
+        "DCP_VERSION",
+        "fingerprints",
+        "left_out",
+        "tensors",
+        "step",
+        "state",
+        "offset",
+    ):
         assert key in page, key
 
 
@@ -93,32 +111,76 @@ def test_the_fingerprint_is_what_the_page_says(size: int) -> None:
     assert fingerprint(data) == (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def _load_golden(parallel: em.ParallelConfig) -> tuple[dict[str, str], dict[str, Any], list[float]]:
+def _load_golden(golden: Path, parallel: em.ParallelConfig) -> tuple[dict[str, str], dict[str, Any], list[float]]:
     job = golden_job(parallel, seed=9)
-    loaded = em.load_checkpoint(job.model, job.optimizer, GOLDEN)
+    loaded = em.load_checkpoint(job.model, job.optimizer, golden)
     hashes = {name: sha256(tensor) for name, tensor in job.state().items()}
     job.train([STEP])
     return hashes, loaded.state, [float(p.abs().sum()) for p in job.state().values()]
 
 
+@pytest.mark.parametrize("golden", [GOLDEN, GOLDEN_2], ids=["schema 1", "schema 2"])
 @pytest.mark.parametrize(("world", "ep", "replicate"), [(1, 1, 1), (2, 2, 1), (4, 4, 1), (4, 2, 2)])
-def test_the_golden_checkpoint_is_read_into_any_layout(world: int, ep: int, replicate: int) -> None:
-    for hashes, state, sums in run_ranks(_load_golden, world, em.ParallelConfig(ep=ep, replicate=replicate)):
-        assert hashes == HASHES
+def test_the_golden_checkpoint_is_read_into_any_layout(golden: Path, world: int, ep: int, replicate: int) -> None:
+    parallel = em.ParallelConfig(ep=ep, replicate=replicate)
+    for hashes, state, sums in run_ranks(_load_golden, world, golden, parallel):
+        assert hashes == _hashes(golden)
         assert state == {"rows": 16}
         assert all(value < float("inf") for value in sums)
 
 
-def test_the_golden_checkpoint_is_sound_and_exported(tmp_path: Path) -> None:
-    verified = verify(CHECKPOINT)
+@pytest.mark.parametrize("golden", [GOLDEN, GOLDEN_2], ids=["schema 1", "schema 2"])
+def test_the_golden_checkpoint_is_sound_and_exported(golden: Path, tmp_path: Path) -> None:
+    path, expected = golden / CHECKPOINT.name, _hashes(golden)
+    verified = verify(path)
     assert verified.findings == ()
+    assert verified.replicated > 0
     assert [len(experts.sha256) for experts in verified.experts] == [4]
-    export(CHECKPOINT, tmp_path / "model")
+    export(path, tmp_path / "model")
     model, notes = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not any(notes.values()), notes
     state = model.state_dict()
-    assert {name: sha256(tensor) for name, tensor in state.items()} == {name: HASHES[name] for name in state}
-    assert len(state) == len(read_manifest(CHECKPOINT).model)
+    assert {name: sha256(tensor) for name, tensor in state.items()} == {name: expected[name] for name in state}
+    assert len(state) == len(read_manifest(path).model)
+
+
+NORM_STEP = "optimizer.model.norm.weight.step"
+
+
+def _experts_of(manifest: dict[str, Any]) -> Any:
+    return manifest["model"]["model.layers.1.mlp.experts.down_proj"]["chunks"]
+
+
+DAMAGED_SCHEMA_1: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "outside": (lambda m: _experts_of(m)[1].update(offset=[3, 0, 0]), "a part lies outside of it"),
+    "overlap": (lambda m: _experts_of(m)[1].update(offset=[1, 0, 0]), "two of its parts overlap"),
+    "twice": (lambda m: _experts_of(m)[1].update(offset=[0, 0, 0]), "two of its parts overlap"),
+    "gap": (lambda m: _experts_of(m).pop(), r"not whole: its parts hold 128 of 256 elements"),
+    "no such file": (lambda m: _experts_of(m)[0].update(file=99), "chunks that cannot be part of it"),
+    "other dims": (lambda m: _experts_of(m)[0].update(offset=[0]), "chunks that cannot be part of it"),
+    "wrong file": (lambda m: _experts_of(m)[1].update(file=_experts_of(m)[0]["file"]), "a rank wrote two parts"),
+    "swapped": (
+        lambda m: _experts_of(m)[0].update(offset=[2, 0, 0]) or _experts_of(m)[1].update(offset=[0, 0, 0]),
+        r"from \[0, 0, 0\] on, not from \[2, 0, 0\]",
+    ),
+    "unknown key": (lambda m: m.update(tilings=[]), "damaged: tilings"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED_SCHEMA_1)
+def test_a_damaged_manifest_of_schema_1_is_refused(tmp_path: Path, case: str) -> None:
+    change, said = DAMAGED_SCHEMA_1[case]
+    damaged = shutil.copytree(GOLDEN / CHECKPOINT.name, tmp_path / CHECKPOINT.name)
+    change_manifest(change)(damaged)
+    with pytest.raises(IntegrityError, match=said), open_state(damaged):
+        pass
+
+
+def test_a_copy_that_schema_1_says_was_another_is_found(tmp_path: Path) -> None:
+    path = shutil.copytree(GOLDEN / CHECKPOINT.name, tmp_path / CHECKPOINT.name)
+    change_manifest(lambda m: m["optimizer"][NORM_STEP]["chunks"][0].update(fingerprint=1))(path)
+    (finding,) = verify(path).findings
+    assert f"{NORM_STEP} is not what 2 ranks held alike (its fingerprint differs)" in finding.text
 
 
 def _refusals(path: Path) -> list[str]:
@@ -136,5 +198,5 @@ def test_a_newer_schema_is_refused_by_number_whatever_else_it_holds(tmp_path: Pa
         with pytest.raises(InputError) as caught:
             reader(newer)
         said.append(str(caught.value))
-    assert all("schema version 2, newer than the 1 that this version of expertmesh reads" in text for text in said)
+    assert all("schema version 3, newer than the 2 that this version of expertmesh reads" in text for text in said)
     assert not (tmp_path / "model").exists()

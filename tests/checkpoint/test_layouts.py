@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import expertmesh as em
 from expertmesh.checkpoint.manifest import read_manifest
+from expertmesh.checkpoint.read import fingerprints_in
 from expertmesh.config.errors import InputError, IntegrityError
 from tests.checkpoint.tiny import Job, load, save
 from tests.support.models import tiny_model
@@ -94,8 +95,10 @@ def test_replicas_write_once_and_every_rank_only_its_own_part(
     writers = {manifest_file.name[:11] for manifest_file in replicated.files if manifest_file.name.startswith("model-")}
     assert writers == {"model-00000", "model-00001"}
     experts = replicated.model["model.layers.1.mlp.experts.down_proj"]
-    assert [chunk.copies for chunk in experts.chunks] == [2, 2]
-    assert all(chunk.fingerprint is not None for chunk in experts.chunks)
+    assert (replicated.tilings[experts.tiling].copies, len(replicated.tilings[experts.tiling].ranks)) == (2, 2)
+    for writer in writers:
+        (path,) = saved[LAYOUTS[2]][0].glob(f"{writer}*")
+        assert "model.layers.1.mlp.experts.down_proj" in fingerprints_in(path, replicated)
     largest = max(f.bytes for f in one.files)
     assert largest < 0.4 * sizes[0]
 

@@ -2,7 +2,7 @@
 
 They go to src/expertmesh/introspection/known_families.json under the installed version of transformers, beside those of
 other versions. Each family is asked at its tiny configuration and again for each of its switches, turned; some families
-for each two of them.
+for each two of them. `python -m tests.families.known NAME ...` asks those families alone and adds their answers.
 """
 
 import itertools
@@ -90,8 +90,8 @@ def _configs(family: Family, switches: int) -> Iterator[PreTrainedConfig]:
     text = tiny_config(family.model_class, family.name).get_text_config()
     settings = {name: value for name, value in text.to_dict().items() if known_families.matters(name)}
     turned = {name: not value for name, value in settings.items() if isinstance(value, bool)}
-    turned |= {name: None for name in _OPTIONAL if getattr(text, name, None) is not None}
-    if hasattr(text, "head_dim") and text.head_dim is None:
+    turned |= {name: None for name in _OPTIONAL if settings.get(name) is not None}
+    if settings.get("head_dim") is None and "num_attention_heads" in settings:
         turned["head_dim"] = text.hidden_size // text.num_attention_heads
     for count in range(switches + 1):
         for names in itertools.combinations(turned, count):
@@ -114,12 +114,14 @@ def packed(answers: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    merged: Answers = {}
+    merged: Answers = dict(known_families._table()) if names else {}
     for family in families():
+        if names and family.name not in names:
+            continue
         started = time.monotonic()
         if family.model_class is None:
             continue
@@ -140,4 +142,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(sys.argv[1:])

@@ -2,6 +2,8 @@
 
 import math
 import re
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,9 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from expertmesh.config import Config, load_config
 from expertmesh.config.errors import InputError
 from expertmesh.data import TokenizedDataset
+from expertmesh.planning.forecast import train_with_forecast
+from expertmesh.state import stage_view
 from expertmesh.step import forward_backward as step_module
 from expertmesh.training.preflight import preflight
 from expertmesh.training.run import train
+from expertmesh.weights import meta_model
 from tests.support.models import tiny_model
 from tests.support.ranks import RankFailed, run_ranks
 from tests.training.tiny_run import GLOBAL_BATCH, ROWS, STEPS, metrics, run_config, write_inputs
@@ -195,3 +200,35 @@ def test_a_starting_point_with_a_value_that_is_not_finite_is_refused(inputs: Pat
     config = run_config(inputs, tmp_path / "run", f"model.name_or_path={tmp_path / 'bad'}", "parallel.ep=2")
     with pytest.raises(RankFailed, match=r"IntegrityError.*layers\.0\.mlp\.experts"):
         run_ranks(train, 2, config)
+
+
+HOMES = {"build_meta_model": meta_model, "meta_twin": stage_view}
+
+
+def _counted(config: Config) -> tuple[int, int]:
+    """Models built on meta and twins copied in one rank of a run, whoever calls for them."""
+    counts = dict.fromkeys(HOMES, 0)
+    with ExitStack() as stack:
+        for name, home in HOMES.items():
+            real = getattr(home, name)
+
+            def count(*args: Any, name: str = name, real: Any = real, **options: Any) -> Any:
+                counts[name] += 1
+                return real(*args, **options)
+
+            for module in [module for key, module in sys.modules.items() if key.startswith("expertmesh.")]:
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, count))
+        train_with_forecast(config)
+    return counts["build_meta_model"], counts["meta_twin"]
+
+
+@pytest.mark.parametrize("parallel", ["parallel.ep=2", "parallel={pp: 2, ep: 1}"])
+def test_a_start_builds_one_model_on_meta_and_copies_it_at_most_once(
+    inputs: Path, tmp_path: Path, parallel: str
+) -> None:
+    bf16 = "precision={params: float32, compute: bfloat16}"
+    config = run_config(inputs, tmp_path / "run", bf16, parallel, "train.max_steps=1")
+    for built, copied in run_ranks(_counted, 2, config):
+        assert built == 1
+        assert copied <= 1

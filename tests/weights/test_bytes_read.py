@@ -6,11 +6,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from expertmesh.config import MoeConfig, ParallelConfig, PrecisionConfig
+from expertmesh.config import ParallelConfig, PrecisionConfig
 from expertmesh.distributed.mesh import init_mesh
 from expertmesh.io.boxes import Box
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, open_weight_files
-from expertmesh.model import prepare_model
+from expertmesh.model import ModelOptions, prepare_model
+from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.weights.load import bytes_to_read, fill
 from expertmesh.weights.meta_model import read_model_config
 from tests.support.ranks import run_ranks
@@ -46,7 +47,7 @@ def _read(directory: Path) -> tuple[int, int, int, int]:
     mesh = init_mesh(ParallelConfig(ep=WORLD), device=torch.device("cpu"))
     config, _ = read_model_config(str(directory))
     precision = PrecisionConfig(params="float32", compute="float32", reduce="float32")
-    model, _ = prepare_model(config, directory, mesh, precision=precision, moe=MoeConfig())
+    model, _ = prepare_model(config, directory, mesh, ModelOptions(precision), ShardOptions(precision))
     announced = bytes_to_read(model, directory)
     report = fill(model, directory, allocate_on="cpu")
     return experts, report.bytes_read, report.local_bytes, announced

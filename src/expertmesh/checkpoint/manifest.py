@@ -1,104 +1,36 @@
-"""The manifest of a checkpoint: its files with sizes and hashes, and which part of which tensor is where.
+"""Reads and checks the manifest of a checkpoint, of this schema version or an older one.
 
-It is the last file written and the only one that says that a checkpoint is complete. Typed and strict: a
-manifest that does not say exactly what this module expects is damaged. Nothing here reads a tensor.
+It is the last file written and the only one that says that a checkpoint is complete. What does not say exactly what
+is expected is damaged. Nothing here reads a tensor.
 """
 
 import itertools
-import math
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
-
+from expertmesh.checkpoint.schema import KINDS, SCHEMA_VERSION, FileEntry, Manifest, tensor_file
+from expertmesh.checkpoint.schema1 import Schema1Manifest, upgraded
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
-from expertmesh.io.boxes import Box, full_box, intersect, volume
 from expertmesh.io.safetensors_reader import DTYPES
-from expertmesh.io.versioned_json import read_versioned
+from expertmesh.io.versioned_json import read_content, validated
 
 MANIFEST = "manifest.json"
-SCHEMA_VERSION = 1
 # What a user can do about damage; ends the sentences that name it.
 MEND = "restore it, or remove this checkpoint to go on from the one before it"
-_Sha256 = Field(pattern=r"^[0-9a-f]{64}$")
-_Size = Field(ge=0)
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class FileEntry(_Strict):
-    """One file; `name` is relative to the checkpoint, with `/` between directories."""
-
-    name: str
-    bytes: int = _Size
-    sha256: str = _Sha256
-
-
-class Chunk(_Strict):
-    """A box of a tensor, stored in file number `file` under the tensor's name.
-
-    `copies` ranks held it; with several, `fingerprint` is what each of them computed of its own copy.
-    """
-
-    file: int = _Size
-    offset: list[int]
-    shape: list[int]
-    copies: int = Field(default=1, ge=1)
-    fingerprint: int | None = None
-
-    @property
-    def box(self) -> Box:
-        return tuple((start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
-
-
-class TensorEntry(_Strict):
-    """One tensor: `dtype` as safetensors spells it, its global shape, and the chunks that tile it."""
-
-    dtype: str
-    shape: list[int]
-    chunks: list[Chunk]
-
-
-class Manifest(_Strict):
-    """What manifest.json holds. `model` and `optimizer` map tensor names to where their chunks are; `trained` are the
-    parameters that the optimizer updates.
-    """
-
-    format: Literal["expertmesh-checkpoint"] = "expertmesh-checkpoint"
-    schema_version: Literal[1] = 1
-    step: int = _Size
-    created: str
-    world_size: int = Field(ge=1)
-    layout: dict[str, int]
-    versions: dict[str, str]
-    config_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
-    files: list[FileEntry]
-    trained: list[str]
-    model: dict[str, TensorEntry]
-    optimizer: dict[str, TensorEntry]
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(file.bytes for file in self.files)
-
-    def tensors(self) -> dict[str, TensorEntry]:
-        """Model and optimizer tensors together; their names never clash."""
-        return {**self.model, **self.optimizer}
-
-
-def read_manifest(directory: Path) -> Manifest:
-    """The manifest of one checkpoint, checked in itself and against the sizes of the files.
+def read_manifest(directory: Path, *, rank: int = 0, ranks: int = 1) -> Manifest:
+    """The manifest of one checkpoint, checked in itself and against the sizes of every `ranks`-th file.
 
     Raises `InputError` if there is no such checkpoint or a newer version wrote it, `SecurityError` for file names
     that lead elsewhere, `IntegrityError` naming the file or tensor for everything else. Reads no other file.
     """
     manifest = parse_manifest(directory)
-    for problem in itertools.chain(file_problems(directory, manifest), tensor_problems(directory, manifest)):
+    share = manifest.files[rank::ranks]
+    for problem in itertools.chain(file_problems(directory, manifest, share), tensor_problems(directory, manifest)):
         raise IntegrityError(f"{problem}; {MEND}")
     return manifest
 
@@ -112,49 +44,37 @@ def parse_manifest(directory: Path) -> Manifest:
     if not path.is_file():  # reading a pipe would never end
         raise missing
     try:
-        manifest = read_versioned(path, Manifest, SCHEMA_VERSION, MEND)
+        content = read_content(path, SCHEMA_VERSION, MEND)
     except FileNotFoundError as error:
         raise missing from error
-    for file in manifest.files:
-        check_plain_path(file.name, path)
+    if isinstance(content, dict) and content.get("schema_version") == 1:
+        old = validated(path, Schema1Manifest, content, MEND)
+        _check_plain_paths(old.files, path)
+        try:
+            return upgraded(old)
+        except ValueError as error:
+            raise IntegrityError(f"{path}: damaged: {error}; {MEND}") from error
+    manifest = validated(path, Manifest, content, MEND)
+    _check_plain_paths(manifest.files, path)
     return manifest
 
 
-def check_plain_path(name: str, where: Path) -> None:
+def _check_plain_paths(files: Iterable[FileEntry], where: Path) -> None:
     """Refuse everything that is not a relative path of plain names with `/` between them."""
-    parts = name.split("/")
-    if any(part in ("", ".", "..") or set(part) & set("\\\0") for part in parts):
-        raise SecurityError(f"{where}: names the file {name!r}, which is not a plain path inside the checkpoint")
+    for file in files:
+        if any(part in ("", ".", "..") or set(part) & set("\\\0") for part in file.name.split("/")):
+            raise SecurityError(
+                f"{where}: names the file {file.name!r}, which is not a plain path inside the checkpoint"
+            )
 
 
-def untiled(entry: TensorEntry) -> str | None:
-    """Why the chunks do not hold each element of the tensor exactly once, or None if they do."""
-    whole = full_box(entry.shape)
-    boxes = [chunk.box for chunk in entry.chunks]
-    if any(start < 0 or stop > size for box in boxes for (start, stop), (_, size) in zip(box, whole, strict=True)):
-        return "a chunk lies outside of it"
-    if _overlapping(boxes, whole):
-        return "two of its chunks overlap"
-    held, wanted = sum(volume(box) for box in boxes), math.prod(entry.shape)
-    return None if held == wanted else f"its chunks hold {held} of {wanted} elements"
-
-
-def _overlapping(boxes: Sequence[Box], whole: Box) -> bool:
-    boxes = sorted(box for box in boxes if volume(box))
-    cut = [dim for dim in range(len(whole)) if any(box[dim] != whole[dim] for box in boxes)]
-    if len(cut) == 1:  # the usual case, and there may be thousands of them
-        return any(one[cut[0]][1] > other[cut[0]][0] for one, other in itertools.pairwise(boxes))
-    return any(intersect(one, other) is not None for one, other in itertools.combinations(boxes, 2))
-
-
-def file_problems(directory: Path, manifest: Manifest) -> Iterator[str]:
-    """What is wrong with names and sizes of the files, as sentences."""
-    seen = set()
-    for file in manifest.files:
+def file_problems(directory: Path, manifest: Manifest, files: Iterable[FileEntry]) -> Iterator[str]:
+    """What is wrong with the names of all files and the sizes of `files`, as sentences."""
+    if len(manifest.by_name) < len(manifest.files):
+        name, _ = Counter(file.name for file in manifest.files).most_common(1)[0]
+        yield f"{directory / MANIFEST}: damaged: names {name} twice"
+    for file in files:
         path = directory / file.name
-        if file.name in seen:
-            yield f"{directory / MANIFEST}: damaged: names {file.name} twice"
-        seen.add(file.name)
         try:
             found = os.stat(path)
         except OSError as error:
@@ -167,17 +87,31 @@ def file_problems(directory: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def tensor_problems(directory: Path, manifest: Manifest) -> Iterator[str]:
-    """What is wrong with tensors and their chunks, as the manifest describes them; sentences."""
-    for name, entry in manifest.tensors().items():
-        if reason := _why_impossible(entry, len(manifest.files)):
-            yield f"{directory / MANIFEST}: damaged: tensor {name} {reason}"
+    """What is wrong with tensors and their tilings, as the manifest describes them; sentences."""
+    wrong = [tiling.problem() for tiling in manifest.tilings]
+    unwritten = {kind: _unwritten(manifest, kind) for kind in KINDS}
+    for kind in unwritten:
+        for name, entry in manifest.tensors(kind).items():
+            reason = None
+            if entry.dtype not in DTYPES:
+                reason = f"has the unknown dtype {entry.dtype!r}"
+            elif kind == "optimizer" and name in manifest.model:
+                reason = "is both the model's and the optimizer's"
+            elif entry.tiling >= len(manifest.tilings):
+                reason = f"has the tiling {entry.tiling}, which is not there"
+            elif problem := wrong[entry.tiling]:
+                reason = f"is not whole: {problem}"
+            elif entry.shape != manifest.tilings[entry.tiling].shape:
+                reason = f"is {entry.shape}, its tiling {manifest.tilings[entry.tiling].shape}"
+            elif file := unwritten[kind][entry.tiling]:
+                reason = f"is not whole: the checkpoint has no {file}"
+            if reason:
+                yield f"{directory / MANIFEST}: damaged: tensor {name} {reason}"
 
 
-def _why_impossible(entry: TensorEntry, files: int) -> str | None:
-    ranks = {len(entry.shape), *(len(chunk.shape) for chunk in entry.chunks), *(len(c.offset) for c in entry.chunks)}
-    if entry.dtype not in DTYPES:
-        return f"has the unknown dtype {entry.dtype!r}"
-    if len(ranks) > 1 or any(size < 0 for size in entry.shape) or any(chunk.file >= files for chunk in entry.chunks):
-        return "has chunks that cannot be part of it"
-    reason = untiled(entry)
-    return reason and f"is not whole: {reason}"
+def _unwritten(manifest: Manifest, kind: str) -> list[str | None]:
+    """For each tiling, a file of that kind that it needs and the manifest does not name."""
+    names = {rank: tensor_file(kind, rank, manifest.world_size) for rank in range(manifest.world_size)}
+    written = {rank for rank, name in names.items() if name in manifest.by_name}
+    missing = (next((rank for rank in tiling.ranks if rank not in written), None) for tiling in manifest.tilings)
+    return [None if rank is None else tensor_file(kind, rank, manifest.world_size) for rank in missing]

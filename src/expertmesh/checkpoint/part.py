@@ -4,20 +4,22 @@ Written by each rank without talking to the others, on a thread of its own when 
 joins the notes to the manifest. Reads live tensors only in `take_part`; what `write_part` gets may be a copy.
 """
 
-import base64
 import hashlib
 import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from expertmesh.checkpoint.state import fingerprint, held_part, is_replicated
+from expertmesh.checkpoint.schema import FileEntry, tensor_file
+from expertmesh.checkpoint.small_files import rng_state
+from expertmesh.checkpoint.state import fingerprint, held_part, is_replicated, sharding_of
+from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.boxes import Box, blocks, full_box, slices
 from expertmesh.io.directory import io_errors
 from expertmesh.io.safetensors_reader import as_bytes
@@ -29,27 +31,32 @@ _BLOCK_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """One tensor of `kind` (model or optimizer) on one rank: its part, and whether this rank writes it.
+class HeldPart:
+    """One tensor of `kind` (model or optimizer) on one rank: its box, and whether this rank writes it.
 
-    `fingerprint` is set where other ranks hold the same part, so that the copies can be compared.
+    `sharding` is the same for tensors that are cut alike on every rank. `fingerprint` is set where other ranks hold the
+    same part, so that the copies can be compared.
     """
 
     kind: str
     name: str
     dtype: str
     shape: tuple[int, ...]
+    sharding: str
     box: Box
     writes: bool
     fingerprint: int | None
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """All that one rank puts into a checkpoint. `values` are those it writes, by kind and name."""
+class RankPart:
+    """All that one rank puts into a checkpoint. `values` are those it writes, by kind and name. `leads`: this rank is
+    the first of its pipeline stage, and names the stage's tensors for all of its ranks.
+    """
 
     rank: int
-    held: tuple[Held, ...]
+    leads: bool
+    held: tuple[HeldPart, ...]
     values: Mapping[str, dict[str, Tensor]]
     rng: dict[str, str]
 
@@ -58,12 +65,42 @@ class Part:
         return sum(tensor.nbytes for tensors in self.values.values() for tensor in tensors.values())
 
 
-def take_part(rank: int, tensors: Mapping[str, Mapping[str, Tensor]], device: torch.device, *, copy: bool) -> Part:
+class SharedBox(NamedTuple):
+    """The box that a rank holds of all tensors with one sharding; `copies` is a hash of what it holds of those of which
+    other ranks hold copies, by name.
+    """
+
+    box: Box
+    writes: bool
+    copies: str | None
+
+
+class ListedTensor(NamedTuple):
+    dtype: str
+    shape: tuple[int, ...]
+    sharding: str
+
+
+class Note(NamedTuple):
+    """What a rank tells rank 0 about its part. It grows with the number of shardings, which is small, not of tensors.
+
+    `tensors` is a hash of `listing`: (kind, name, what it is) of every tensor, from ranks that lead.
+    """
+
+    files: list[FileEntry]
+    rng: dict[str, str]
+    tensors: str
+    listing: list[tuple[str, str, ListedTensor]] | None
+    boxes: dict[str, SharedBox]
+
+
+def take_part(tensors: Mapping[str, Mapping[str, Tensor]], mesh: Mesh, *, copy: bool) -> RankPart:
     """Look at this rank's state: {kind: {name: tensor}}. With `copy` the values are the caller's to overwrite.
 
     The copy lies in host memory (pinned for an accelerator) and takes as much as this rank writes. No communication.
     """
-    held: list[Held] = []
+    stage, in_stage = divmod(mesh.rank, mesh.layout.ranks_per_stage)
+    held: list[HeldPart] = []
     values: dict[str, dict[str, Tensor]] = {}
     for kind, state in tensors.items():
         values[kind] = {}
@@ -73,77 +110,90 @@ def take_part(rank: int, tensors: Mapping[str, Mapping[str, Tensor]], device: to
             box, local = held_part(tensor)
             mark = fingerprint(local) if is_replicated(tensor) and local.numel() else None
             writes = owns_copy(tensor) and local.numel() > 0
-            held.append(Held(kind, name, CODES[tensor.dtype], tuple(tensor.shape), box, writes, mark))
+            cut = sharding_of(tensor, stage)
+            held.append(HeldPart(kind, name, CODES[tensor.dtype], tuple(tensor.shape), cut, box, writes, mark))
             if writes:
                 values[kind][name] = _on_host(local) if copy else local
-    if device.type != "cpu":
+    if mesh.device.type != "cpu":
         torch.accelerator.synchronize()
-    return Part(rank, tuple(held), values, rng_state(device))
+    return RankPart(mesh.rank, in_stage == 0, tuple(held), values, rng_state(mesh.device))
 
 
-def write_part(part: Part, directory: Path, world_size: int) -> None:
+def write_part(part: RankPart, directory: Path, world_size: int) -> None:
     """Write and sync this rank's files, then its note `part-RANK.json`. Raises `InputError` (disk full, ...)."""
     files = []
     with io_errors(directory, part.nbytes):
         for kind, values in part.values.items():
             if values:
-                name = f"{kind}-{part.rank:05d}-of-{world_size:05d}.safetensors"
-                boxes = {each.name: each.box for each in part.held if each.kind == kind and each.writes}
-                file = lay_out_file(directory / name, values, dcp_metadata(boxes))
+                name = tensor_file(kind, part.rank, world_size)
+                written = [each for each in part.held if each.kind == kind and each.writes]
+                marks = {each.name: each.fingerprint for each in written if each.fingerprint is not None}
+                metadata = _metadata({each.name: each.box for each in written}, marks)
+                file = lay_out_file(directory / name, values, metadata)
                 files.append({"name": name, "bytes": file.size, "sha256": _write(file, values)})
-        note = {"files": files, "held": [asdict(each) for each in part.held], "rng": part.rng}
-        write_synced(note_path(directory, part.rank), json.dumps(note).encode())
+        write_synced(note_path(directory, part.rank), _note_bytes(part, files))
         sync(directory)
 
 
-def read_note(directory: Path, rank: int) -> dict[str, Any]:
-    """What `write_part` left: `files`, `held` (as `Held`) and `rng`."""
-    note: dict[str, Any] = json.loads(note_path(directory, rank).read_bytes())
-    for each in note["held"]:
-        each["shape"], each["box"] = tuple(each["shape"]), tuple((a, b) for a, b in each["box"])
-    note["held"] = [Held(**each) for each in note["held"]]
-    return note
+def _metadata(boxes: Mapping[str, Box], fingerprints: Mapping[str, int]) -> dict[str, str]:
+    """Where each tensor of a file belongs, as PyTorch's own safetensors storage for DCP writes it into the header, so
+    that its `HuggingFaceStorageReader` reads the files; and the fingerprints of those that several ranks held.
+    """
+    offsets = {name: {"saved_offsets": [start for start, _ in box]} for name, box in boxes.items()}
+    metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0"}
+    return {**metadata, "fingerprints": json.dumps(fingerprints)} if fingerprints else metadata
+
+
+def _note_bytes(part: RankPart, files: list[dict[str, Any]]) -> bytes:
+    """A line that rank 0 reads, and a second one for when copies differ: the fingerprint of each by name."""
+    listing = [(each.kind, each.name, each.dtype, each.shape, each.sharding) for each in part.held]
+    boxes: dict[str, SharedBox] = {}
+    alike: dict[str, list[HeldPart]] = {}
+    for each in part.held:
+        alike.setdefault(each.sharding, []).append(each)
+    for sharding, parts in alike.items():
+        ((box, writes),) = {(each.box, each.writes) for each in parts}
+        marks = sorted((each.name, each.fingerprint) for each in parts if each.fingerprint is not None)
+        boxes[sharding] = SharedBox(box, writes, _sha256(marks) if marks else None)
+    note = {
+        "files": files,
+        "rng": part.rng,
+        "tensors": _sha256(listing),
+        "listing": listing if part.leads else None,
+        "boxes": boxes,
+    }
+    fingerprints = {each.name: each.fingerprint for each in part.held if each.fingerprint is not None}
+    return f"{json.dumps(note)}\n{json.dumps(fingerprints)}\n".encode()
+
+
+def read_note(directory: Path, rank: int) -> Note:
+    """What `write_part` left, without the fingerprints."""
+    with note_path(directory, rank).open("rb") as file:
+        note = json.loads(file.readline())
+    listing = note["listing"]
+    if listing is not None:
+        listing = [(kind, name, ListedTensor(dtype, tuple(shape), cut)) for kind, name, dtype, shape, cut in listing]
+    boxes = {
+        cut: SharedBox(tuple((start, stop) for start, stop in box), writes, copies)
+        for cut, (box, writes, copies) in note["boxes"].items()
+    }
+    return Note([FileEntry(**file) for file in note["files"]], note["rng"], note["tensors"], listing, boxes)
+
+
+def read_fingerprints(directory: Path, rank: int) -> dict[str, int]:
+    """Of the parts that other ranks hold too, by tensor: the second line of a note."""
+    with note_path(directory, rank).open("rb") as file:
+        file.readline()
+        fingerprints: dict[str, int] = json.loads(file.readline())
+    return fingerprints
 
 
 def note_path(directory: Path, rank: int) -> Path:
     return directory / f"part-{rank:05d}.json"
 
 
-def dcp_metadata(boxes: Mapping[str, Box]) -> dict[str, str]:
-    """Where each tensor of a file belongs, as PyTorch's own safetensors storage for DCP writes it into the header.
-
-    With it `torch.distributed.checkpoint.HuggingFaceStorageReader` can read our files.
-    """
-    offsets = {name: {"saved_offsets": [start for start, _ in box]} for name, box in boxes.items()}
-    return {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0"}
-
-
-def saved_offsets_in(metadata: Mapping[str, str]) -> dict[str, list[int]]:
-    """What `dcp_metadata` wrote; any exception for what it did not."""
-    entries = json.loads(metadata["DCP_SHARDING_INFO"])
-    return {name: [int(start) for start in entry["saved_offsets"]] for name, entry in entries.items()}
-
-
-def rng_state(device: torch.device) -> dict[str, str]:
-    """torch's generators of this rank, base64: `cpu`, and the accelerator's under its name."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        states[device.type] = torch.get_device_module(device).get_rng_state(device)
-    return {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}
-
-
-def set_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Put torch's generators of this rank back; those of another kind of device are left as they are."""
-    for name, state in states.items():
-        if name == "cpu":
-            torch.set_rng_state(state)
-        elif name == device.type:
-            torch.get_device_module(device).set_rng_state(state, device)
-
-
-def decode_generator(text: str) -> Tensor:
-    """One generator's state, of bytes; `ValueError` for text that is not base64."""
-    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+def _sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def _on_host(local: Tensor) -> Tensor:

@@ -1,36 +1,35 @@
 """Joins the parts that all ranks have written to one checkpoint, and gives it its name.
 
 For write.py, on rank 0. Compares the copies that replicas held, checks that nothing is missing or held twice, writes
-the manifest, and renames the directory; only then is it a checkpoint.
+the manifest, and renames the directory; only then is it a checkpoint. Of each rank it reads a note of a few kB: work
+and memory grow with the number of ranks and with that of tensors, not with their product.
 """
 
 import hashlib
-import json
 import os
 import platform
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 
-from expertmesh.checkpoint.manifest import MANIFEST, Chunk, FileEntry, Manifest, TensorEntry, untiled
-from expertmesh.checkpoint.part import Held, note_path, read_note
+from expertmesh.checkpoint.manifest import MANIFEST
+from expertmesh.checkpoint.part import ListedTensor, Note, SharedBox, note_path, read_fingerprints, read_note
+from expertmesh.checkpoint.schema import KINDS, FileEntry, Manifest, TensorEntry, Tiling
+from expertmesh.checkpoint.small_files import write_generators
 from expertmesh.config.errors import IntegrityError
-from expertmesh.io.boxes import Box
+from expertmesh.io.boxes import Box, volume
 from expertmesh.io.directory import wait_until_seen
 from expertmesh.io.safetensors_writer import sync, write_synced
 
-RNG_FILE = "rng.json"
 CONFIG_FILE = "config.yaml"
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class SavedJob:
     """What a manifest says about the job: the step it stopped after, the sizes of its axes, and what it trains."""
 
     step: int
@@ -43,19 +42,74 @@ class Facts:
         return layout["pp"] * layout["replicate"] * layout["fsdp"] * layout["cp"] * layout["tp"]
 
 
-def publish(temporary: Path, target: Path, facts: Facts) -> Manifest:
+@dataclass(slots=True)
+class _Copies:
+    """The ranks that hold one box of all tensors with one sharding: the first, how many, and who writes it."""
+
+    first: int
+    shared: SharedBox
+    count: int = 0
+    writers: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Joined:
+    """What the notes of the ranks so far say together. `tensors` are by kind and name."""
+
+    directory: Path
+    files: list[FileEntry] = field(default_factory=list)
+    rng: list[dict[str, str]] = field(default_factory=list)
+    tensors: dict[tuple[str, str], ListedTensor] = field(default_factory=dict)
+    copies: dict[str, dict[Box, _Copies]] = field(default_factory=dict)
+    leader: tuple[int, str] = (0, "")
+
+    def add(self, rank: int, note: Note) -> None:
+        """Raises `IntegrityError` if the rank holds other tensors than its stage, or other copies than another one."""
+        self.files += note.files
+        self.rng.append(note.rng)
+        if note.listing is not None:
+            self.leader = rank, note.tensors
+            for kind, name, entry in note.listing:
+                if self.tensors.setdefault((kind, name), entry) != entry:
+                    raise IntegrityError(f"{name}: rank {rank} holds another dtype or layout of it than another stage")
+        elif note.tensors != self.leader[1]:
+            raise IntegrityError(
+                f"rank {rank} holds other tensors than rank {self.leader[0]} of the same stage, so this job does not "
+                "train one model; the checkpoint was not written"
+            )
+        for sharding, shared in note.boxes.items():
+            copies = self.copies.setdefault(sharding, {})
+            if not volume(shared.box):
+                continue
+            first = copies.setdefault(shared.box, _Copies(rank, shared))
+            if shared.copies != first.shared.copies:
+                self._refuse_copies(sharding, first.first, rank)
+            first.count += 1
+            first.writers += [rank] * shared.writes
+
+    def _refuse_copies(self, sharding: str, first: int, rank: int) -> None:
+        one, other = (read_fingerprints(self.directory, each) for each in (first, rank))
+        names = (name for (_, name), (_, _, cut) in self.tensors.items() if cut == sharding)
+        name = next(name for name in names if one.get(name) != other.get(name))
+        raise IntegrityError(
+            f"{name}: the copies of rank {first} and rank {rank} differ, so this job does not train one "
+            "model; the checkpoint was not written. Start again from an earlier one"
+        )
+
+
+def publish(temporary: Path, target: Path, job: SavedJob) -> Manifest:
     """Complete `temporary` and rename it to `target`. One rank calls it, after all ranks have written their parts.
 
     Raises `IntegrityError` naming tensor and ranks if copies differ or parts are missing. No communication.
     """
-    notes = []
-    for rank in range(facts.world_size):
+    joined = _Joined(temporary)
+    for rank in range(job.world_size):
         wait_until_seen(note_path(temporary, rank))
-        notes.append(read_note(temporary, rank))
-    write_synced(temporary / RNG_FILE, json.dumps([note["rng"] for note in notes]).encode())
-    manifest = _manifest(temporary, facts, notes)
+        joined.add(rank, read_note(temporary, rank))
+    write_generators(temporary, joined.rng)
+    manifest = _manifest(temporary, job, joined)
     write_synced(temporary / MANIFEST, manifest.model_dump_json(exclude_none=True).encode())
-    for rank in range(facts.world_size):
+    for rank in range(job.world_size):
         note_path(temporary, rank).unlink()
     sync(temporary)
     os.rename(temporary, target)
@@ -63,71 +117,50 @@ def publish(temporary: Path, target: Path, facts: Facts) -> Manifest:
     return manifest
 
 
-def _manifest(directory: Path, facts: Facts, notes: list[dict[str, Any]]) -> Manifest:
-    written = [FileEntry(**file) for note in notes for file in note["files"]]
-    names = {file.name for file in written} | {note_path(directory, rank).name for rank in range(len(notes))}
+def _manifest(directory: Path, job: SavedJob, joined: _Joined) -> Manifest:
+    names = {file.name for file in joined.files} | {note_path(directory, rank).name for rank in range(job.world_size)}
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     others = [(path, path.relative_to(directory).as_posix()) for path in paths]
-    files = written + [_hashed(path, name) for path, name in others if name not in names]
-    number = {file.name: index for index, file in enumerate(files)}
-    kinds: dict[str, dict[str, list[tuple[int, Held]]]] = {"model": {}, "optimizer": {}}
-    for rank, note in enumerate(notes):
-        for held in note["held"]:
-            kinds[held.kind].setdefault(held.name, []).append((rank, held))
-    of_rank = {
-        (kind, rank): number[f"{kind}-{rank:05d}-of-{len(notes):05d}.safetensors"]
-        for kind in kinds
-        for rank in range(len(notes))
-        if f"{kind}-{rank:05d}-of-{len(notes):05d}.safetensors" in number
-    }
-    config = next((file.sha256 for file in files if file.name == CONFIG_FILE), None)
+    files = joined.files + [_hashed(path, name) for path, name in others if name not in names]
+    tilings: dict[str, tuple[int, Tiling]] = {}
+    numbers: dict[str, int] = {}
+    entries: dict[str, dict[str, TensorEntry]] = {kind: {} for kind in KINDS}
+    for (kind, name), (dtype, shape, sharding) in joined.tensors.items():
+        if sharding not in numbers:
+            tiling = _tiling(name, shape, joined.copies[sharding])
+            numbers[sharding], _ = tilings.setdefault(tiling.model_dump_json(), (len(tilings), tiling))
+        entries[kind][name] = TensorEntry(dtype=dtype, shape=list(shape), tiling=numbers[sharding])
     return Manifest(
-        step=facts.step,
+        step=job.step,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        world_size=len(notes),
-        layout=facts.layout,
+        world_size=job.world_size,
+        layout=job.layout,
         versions={
             "expertmesh": version("expertmesh"),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": platform.python_version(),
         },
-        config_sha256=config,
+        config_sha256=next((file.sha256 for file in files if file.name == CONFIG_FILE), None),
         files=files,
-        trained=list(facts.trained),
-        model={name: _entry(name, held, of_rank) for name, held in kinds["model"].items()},
-        optimizer={name: _entry(name, held, of_rank) for name, held in kinds["optimizer"].items()},
+        trained=list(job.trained),
+        tilings=[tiling for _, tiling in tilings.values()],
+        model=entries["model"],
+        optimizer=entries["optimizer"],
     )
 
 
-def _entry(name: str, held: Iterable[tuple[int, Held]], file_of: Mapping[tuple[str, int], int]) -> TensorEntry:
-    by_box: dict[Box, list[tuple[int, Held]]] = {}
-    for rank, each in held:
-        by_box.setdefault(each.box, []).append((rank, each))
-    chunks = []
-    for box, copies in by_box.items():
-        first_rank, first = copies[0]
-        for rank, other in copies[1:]:
-            if (other.fingerprint, other.dtype) != (first.fingerprint, first.dtype):
-                raise IntegrityError(
-                    f"{name}: the copies of rank {first_rank} and rank {rank} differ, so this job does not train one "
-                    "model; the checkpoint was not written. Start again from an earlier one"
-                )
-        for rank, each in copies:
-            if each.writes:
-                chunks.append(
-                    Chunk(
-                        file=file_of[each.kind, rank],
-                        offset=[start for start, _ in box],
-                        shape=[stop - start for start, stop in box],
-                        copies=len(copies),
-                        fingerprint=each.fingerprint,
-                    )
-                )
-    entry = TensorEntry(dtype=first.dtype, shape=list(first.shape), chunks=chunks)
-    if reason := untiled(entry):
-        raise IntegrityError(f"{name}: cannot be saved: {reason}; the model is not sharded as its DTensors say")
-    return entry
+def _tiling(name: str, shape: tuple[int, ...], boxes: dict[Box, _Copies]) -> Tiling:
+    counts = {copies.count for copies in boxes.values()} or {1}
+    writers = {box: copies.writers[0] for box, copies in boxes.items() if copies.writers}
+    try:
+        if len(counts) > 1 or any(len(copies.writers) > 1 for copies in boxes.values()):
+            raise ValueError("its parts are not held, or not written, by equally many ranks")
+        return Tiling.of(shape, writers, counts.pop())
+    except ValueError as error:
+        raise IntegrityError(
+            f"{name}: cannot be saved: {error}; the model is not sharded as its DTensors say"
+        ) from error
 
 
 def _hashed(path: Path, name: str) -> FileEntry:

@@ -1,12 +1,14 @@
 """The small files of a checkpoint that loading needs: the run's state and the random generators of its ranks.
 
-Read whole, compared with the manifest's hash, and parsed before anything is changed. All of it is JSON, and nothing
-of it is trusted: what does not have the expected form is damage, named by file. Nothing here communicates.
+JSON is read whole, compared with the manifest's hash, and parsed before anything is changed; of the generators a rank
+reads its own row. Nothing is trusted: what does not have the expected form is damage, named by file. Nothing here
+communicates.
 """
 
+import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.checkpoint.manifest import MANIFEST, MEND, Manifest
-from expertmesh.checkpoint.part import decode_generator
-from expertmesh.checkpoint.publish import RNG_FILE
+from expertmesh.checkpoint.manifest import MANIFEST, MEND
+from expertmesh.checkpoint.schema import FileEntry, Manifest
 from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.io.safetensors_reader import WeightFiles, read_header
+from expertmesh.io.safetensors_writer import lay_out_file, sync, write_synced
 
 STATE_FILE = "state.json"
+RNG_FILE = "rng/generators.safetensors"
+SCHEMA_1_RNG_FILE = "rng.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,30 +59,100 @@ def read_state_file(directory: Path, manifest: Manifest) -> StateFile:
     return StateFile(step, state, optimizer)
 
 
-def read_generators(directory: Path, manifest: Manifest) -> list[dict[str, Tensor]]:
-    """States of torch's generators by kind of device, one entry per rank that saved. Raises `IntegrityError`."""
+def rng_state(device: torch.device) -> dict[str, str]:
+    """torch's generators of this rank, base64: `cpu`, and the accelerator's under its name."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}
+
+
+def set_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Put torch's generators of this rank back; those of another kind of device are left as they are."""
+    for name, state in states.items():
+        if name == "cpu":
+            torch.set_rng_state(state)
+        elif name == device.type:
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
+def write_generators(directory: Path, ranks: Sequence[Mapping[str, str]]) -> None:
+    """Write and sync `RNG_FILE`: by kind of device one tensor, with a row for what `rng_state` gave on each rank."""
+    values = {kind: torch.stack([_decoded(states[kind]) for states in ranks]) for kind in ranks[0]}
     path = directory / RNG_FILE
+    path.parent.mkdir(exist_ok=True)
+    file = lay_out_file(path, values, {"format": "pt"})
+    data = b"".join(values[tensor.name].numpy().tobytes() for tensor in file.tensors)
+    write_synced(path, file.header + data)
+    sync(path.parent)
+
+
+def rng_file(manifest: Manifest) -> str:
+    """The file with the generators, also of a checkpoint of schema 1."""
+    return RNG_FILE if manifest.schema1_fingerprints is None else SCHEMA_1_RNG_FILE
+
+
+def read_generators(directory: Path, manifest: Manifest, ranks: Iterable[int]) -> list[dict[str, Tensor]]:
+    """States of torch's generators by kind of device, of those of `ranks` that saved. Raises `IntegrityError`."""
+    if rng_file(manifest) == SCHEMA_1_RNG_FILE:
+        return _read_generators_of_schema_1(directory, manifest, ranks)
+    path = directory / RNG_FILE
+    entry_of(directory, manifest, RNG_FILE)
+    header = read_header(path)
+    shapes = [(tensor.dtype, len(tensor.shape), tensor.shape[:1]) for tensor in header.values()]
+    if "cpu" not in header or set(shapes) != {(torch.uint8, 2, (manifest.world_size,))}:
+        raise IntegrityError(f"{path}: does not hold generators of {manifest.world_size} ranks")
+    found = []
+    with WeightFiles(directory, header) as files:
+        for rank in ranks:
+            if rank < manifest.world_size:
+                states = {kind: torch.empty(tensor.shape[1], dtype=torch.uint8) for kind, tensor in header.items()}
+                for kind, state in states.items():
+                    files.read(header[kind], ((rank, rank + 1), (0, len(state))), state)
+                found.append(_checked(path, states))
+    return found
+
+
+def _read_generators_of_schema_1(directory: Path, manifest: Manifest, ranks: Iterable[int]) -> list[dict[str, Tensor]]:
+    path = directory / SCHEMA_1_RNG_FILE
     try:
-        ranks = json.loads(read_small(directory, manifest, RNG_FILE))
-        generators = [{name: decode_generator(text) for name, text in states.items()} for states in ranks]
-        for states in generators:
-            torch.Generator().set_state(states["cpu"])  # refuses what is none
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        content = json.loads(read_small(directory, manifest, SCHEMA_1_RNG_FILE))
+        saved = [{kind: _decoded(text) for kind, text in states.items()} for states in content]
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise IntegrityError(f"{path}: does not hold the states of torch's generators ({error})") from error
-    if len(generators) != manifest.world_size:
-        raise IntegrityError(f"{path}: holds generators of {len(generators)} ranks, not of {manifest.world_size}")
-    return generators
+    if len(saved) != manifest.world_size:
+        raise IntegrityError(f"{path}: holds generators of {len(saved)} ranks, not of {manifest.world_size}")
+    return [_checked(path, saved[rank]) for rank in ranks if rank < len(saved)]
+
+
+def _checked(path: Path, states: dict[str, Tensor]) -> dict[str, Tensor]:
+    try:
+        torch.Generator().set_state(states["cpu"])  # refuses what is none
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise IntegrityError(f"{path}: does not hold the states of torch's generators ({error})") from error
+    return states
+
+
+def _decoded(text: str) -> Tensor:
+    """One generator's state, of bytes; `ValueError` for text that is not base64."""
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
 
 
 def read_small(directory: Path, manifest: Manifest, name: str) -> bytes:
     """A whole file. `IntegrityError` if the manifest does not name it, or another content of it."""
-    entry = next((file for file in manifest.files if file.name == name), None)
-    if entry is None:
-        raise IntegrityError(f"{directory / MANIFEST}: damaged: does not name {name}, which every checkpoint has")
+    entry = entry_of(directory, manifest, name)
     content = (directory / name).read_bytes()
     if hashlib.sha256(content).hexdigest() != entry.sha256:
         raise damaged(directory / name)
     return content
+
+
+def entry_of(directory: Path, manifest: Manifest, name: str) -> FileEntry:
+    """What the manifest says of a file. `IntegrityError` if it does not name it."""
+    entry = manifest.by_name.get(name)
+    if entry is None:
+        raise IntegrityError(f"{directory / MANIFEST}: damaged: does not name {name}, which every checkpoint has")
+    return entry
 
 
 def damaged(path: Path) -> IntegrityError:

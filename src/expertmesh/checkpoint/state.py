@@ -115,6 +115,16 @@ def is_replicated(tensor: Tensor) -> bool:
     return any(kind.is_replicate() and mesh.size(axis) > 1 for axis, kind in enumerate(tensor.placements))
 
 
+def sharding_of(tensor: Tensor, stage: int) -> str:
+    """How a tensor of pipeline stage `stage` is cut, as text: the same on all ranks that hold parts of it."""
+    place = placement_of(tensor)
+    where = "tied stages" if place is not None and place.has_tied_replica else f"stage {stage}"
+    if not isinstance(tensor, DTensor):
+        return f"{list(tensor.shape)} whole, {where}"
+    mesh = tensor.device_mesh
+    return f"{list(tensor.shape)} {tensor.placements} on {mesh.mesh_dim_names} {list(mesh.shape)}, {where}"
+
+
 def held_part(tensor: Tensor) -> tuple[Box, Tensor]:
     """The box that this rank holds and its values; the box of an empty shard has no volume."""
     box, local = local_box(tensor), local_tensor(tensor)

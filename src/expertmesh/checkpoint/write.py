@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from expertmesh.checkpoint.directory import prune, published, step_name
-from expertmesh.checkpoint.manifest import Manifest
-from expertmesh.checkpoint.part import Part, take_part, write_part
-from expertmesh.checkpoint.publish import Facts, publish
+from expertmesh.checkpoint.part import RankPart, take_part, write_part
+from expertmesh.checkpoint.publish import SavedJob, publish
+from expertmesh.checkpoint.schema import Manifest
 from expertmesh.checkpoint.state import model_state, optimizer_state, trained
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
@@ -55,8 +55,8 @@ class _Save:
     """A checkpoint that is being written."""
 
     temporary: Path
-    part: Part
-    facts: Facts
+    part: RankPart
+    job: SavedJob
     total_bytes: int
     started: float
     paused: float
@@ -112,11 +112,11 @@ class CheckpointWriter:
             with raise_on_all_ranks("looking for the checkpoint's directory"):
                 wait_until_seen(temporary)
             with raise_on_all_ranks("copying the training state"):
-                part = take_part(self._rank, tensors, mesh.device, copy=self.asynchronous)
-        facts = Facts(step, {axis: mesh.layout.size(axis) for axis in AXES}, tuple(updated))
+                part = take_part(tensors, mesh, copy=self.asynchronous)
+        job = SavedJob(step, {axis: mesh.layout.size(axis) for axis in AXES}, tuple(updated))
         writing = self._thread.submit(write_part, part, temporary, mesh.layout.world_size)
         self._publishing = None
-        self._save = _Save(temporary, part, facts, needed, started, time.monotonic() - started, writing)
+        self._save = _Save(temporary, part, job, needed, started, time.monotonic() - started, writing)
         return None if self.asynchronous else self.finish()
 
     def status(self) -> int:
@@ -190,7 +190,7 @@ class CheckpointWriter:
     def _publish(self, save: _Save) -> Manifest:
         """On the thread of rank 0: reading what thousands of ranks have written takes its time."""
         with io_errors(save.temporary, save.total_bytes):
-            manifest = publish(save.temporary, self.directory / step_name(save.facts.step), save.facts)
+            manifest = publish(save.temporary, self.directory / step_name(save.job.step), save.job)
         if self._pruning is not None:
             self._pruning.result()  # done: the thread does one thing after the other
         self._pruning = self._thread.submit(prune, self.directory, self.keep_last)
@@ -198,8 +198,8 @@ class CheckpointWriter:
 
     def _saved(self, save: _Save, paused: float) -> SavedCheckpoint:
         return SavedCheckpoint(
-            directory=self.directory / step_name(save.facts.step),
-            step=save.facts.step,
+            directory=self.directory / step_name(save.job.step),
+            step=save.job.step,
             total_bytes=save.total_bytes,
             bytes_written=save.part.nbytes,
             files=len(self._publishing.result().files) if self._publishing is not None else None,

@@ -12,7 +12,8 @@ import torch
 from expertmesh.adapters.peft_format import WEIGHTS_FILE
 from expertmesh.checkpoint.directory import locate
 from expertmesh.cli.printing import bytes_text, located_text, peak_bytes
-from expertmesh.export.checkpoint import AdapterFormat, export
+from expertmesh.export.adapter import AdapterFormat
+from expertmesh.export.checkpoint import export
 from expertmesh.training.weights import saved_lines
 
 

@@ -14,8 +14,8 @@ import torch
 
 from expertmesh.adapters.peft_format import BASE_FILE, CONFIG_FILE, parameter_name
 from expertmesh.adapters.targets import Target
+from expertmesh.checkpoint.companions import ADAPTER
 from expertmesh.checkpoint.directory import locate
-from expertmesh.checkpoint.interface import ADAPTER
 from expertmesh.checkpoint.manifest import MANIFEST
 from expertmesh.cli.printing import bytes_text, located_text, peak_bytes
 from expertmesh.config.errors import InputError

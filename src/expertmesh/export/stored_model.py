@@ -1,30 +1,22 @@
-"""The model of a checkpoint in one process, without its values in memory: on meta, its tensors read box by box.
+"""The model of a checkpoint in one process, without its values in memory: on meta.
 
-For export.py and verify.py. The model is built from the config that the checkpoint brings along, and has to have
-exactly the tensors of the manifest. No GPU, no process group, no pickle.
+For export and verify. The model is built from the config that the checkpoint brings along, and has to have exactly the
+tensors of the manifest. No GPU, no process group, no pickle.
 """
 
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from expertmesh.adapters.peft_format import CONFIG_FILE
 from expertmesh.adapters.plan import adapt
-from expertmesh.checkpoint.interface import ADAPTER, HUGGINGFACE, read_layout
-from expertmesh.checkpoint.manifest import TensorEntry
+from expertmesh.checkpoint.companions import ADAPTER, HUGGINGFACE, read_layout
 from expertmesh.checkpoint.read import SavedState, check_fits
 from expertmesh.checkpoint.state import model_state
 from expertmesh.config import LoraConfig
-from expertmesh.io.boxes import Box, extents, full_box
-from expertmesh.io.pieces import Piece
 from expertmesh.io.safetensors_reader import DTYPES
-from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.meta_model import build_meta_model, read_model_config
-from expertmesh.weights.reading import read_box
 
 
 def stored_model(state: SavedState, *, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -55,34 +47,7 @@ def stored_model(state: SavedState, *, trust_remote_code: bool = False) -> PreTr
 
 def holds_adapters(state: SavedState) -> bool:
     """Whether the checkpoint holds the adapters of a LoRA run, without the model under them."""
-    return any(file.name == f"{ADAPTER}/{CONFIG_FILE}" for file in state.manifest.files)
-
-
-class StoredTensors:
-    """Values of a checkpoint's tensors, by box of the whole tensor, joined from the chunks that hold them."""
-
-    def __init__(self, state: SavedState) -> None:
-        self._state = state
-        self._entries = state.manifest.tensors()
-        # Neighbours in the files that are written come from the same few tensors.
-        self._lazy = lru_cache(maxsize=16)(self._of_chunks)
-
-    def read(self, name: str, box: Box) -> Tensor:
-        """The elements of `box`, in the stored dtype, on the CPU."""
-        out = torch.empty(extents(box), dtype=DTYPES[self._entries[name].dtype])
-        read_box(self._lazy(name), box, out, self._fetch)
-        return out
-
-    def _of_chunks(self, name: str) -> LazyTensor:
-        entry: TensorEntry = self._entries[name]
-        pieces = []
-        for chunk in entry.chunks:
-            leaf = self._state.chunks[name, tuple(chunk.offset)]
-            pieces.append(Piece(chunk.box, leaf, full_box(chunk.shape), tuple(range(len(chunk.shape)))))
-        return LazyTensor(entry.shape, DTYPES[entry.dtype], pieces)
-
-    def _fetch(self, leaf: Any, box: Box, out: Tensor) -> None:
-        self._state.files.read(leaf, box, out)
+    return f"{ADAPTER}/{CONFIG_FILE}" in state.manifest.by_name
 
 
 def companion_files(state: SavedState) -> dict[str, Path]:

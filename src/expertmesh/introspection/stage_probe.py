@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from expertmesh.anatomy import ExpertsSpec
 from expertmesh.compat import TorchDispatchMode, tree_leaves
 from expertmesh.config.errors import InputError
-from expertmesh.state.patching import replaced_forwards
+from expertmesh.state.patching import forwards_replaced
 
 _ROWS, _LENGTH = 2, 8
 _BEFORE = -1  # where a value comes from: before the blocks, block number n, or behind the last
@@ -83,7 +83,7 @@ def rehearse(twin: nn.Module) -> None:
 def stand_ins_for_experts(twin: nn.Module, experts: Sequence[ExpertsSpec]) -> Iterator[None]:
     """What they compute is no question on meta, and tokens cannot be sorted without values."""
     forwards = {twin.get_submodule(spec.name): _one_row if spec.call == "dense" else _weighted for spec in experts}
-    with replaced_forwards(forwards):
+    with forwards_replaced(forwards):
         yield
 
 

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -17,7 +17,11 @@ def read_versioned(path: Path, kind: type[Content], version: int, mend: str = ""
     Raises `FileNotFoundError`, `InputError` for a file that cannot be read or that a newer version wrote, and
     `IntegrityError` for one that is damaged.
     """
-    mend = mend and f"; {mend}"
+    return validated(path, kind, read_content(path, version, mend), mend)
+
+
+def read_content(path: Path, version: int, mend: str = "") -> Any:
+    """What the file says, of schema `version` or an older one. Raises as `read_versioned`."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -25,17 +29,22 @@ def read_versioned(path: Path, kind: type[Content], version: int, mend: str = ""
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{path}: damaged: is not JSON ({error}){mend}") from error
+        raise IntegrityError(f"{path}: damaged: is not JSON ({error}){mend and f'; {mend}'}") from error
     found = content.get("schema_version") if isinstance(content, dict) else None
     if type(found) is int and found > version:
         raise InputError(
             f"{path}: has schema version {found}, newer than the {version} that this version of expertmesh reads; "
             "update expertmesh"
         )
+    return content
+
+
+def validated(path: Path, kind: type[Content], content: Any, mend: str = "") -> Content:
+    """The `content` of the file as `kind`. Raises `IntegrityError`."""
     try:
         return kind.model_validate(content)
     except ValidationError as error:
-        raise IntegrityError(f"{path}: damaged: {first_problem(error)}{mend}") from error
+        raise IntegrityError(f"{path}: damaged: {first_problem(error)}{mend and f'; {mend}'}") from error
 
 
 def first_problem(error: ValidationError) -> str:

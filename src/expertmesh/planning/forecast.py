@@ -11,7 +11,6 @@ import torch
 
 from expertmesh.config import Config
 from expertmesh.distributed.layout import Layout, explicit
-from expertmesh.parallel.shard_plan import ShardPlan
 from expertmesh.planning.hardware import Devices, hardware_table, match_device
 from expertmesh.planning.probe import NotProbed
 from expertmesh.planning.read_model import figures_of_plan
@@ -38,20 +37,20 @@ def forecast(config: Config, checked: Checked) -> Forecast:
     if devices is None:
         return Forecast("nothing: the planner does not know this device")
     try:
-        job = _job(config, checked.plan, devices)
+        job = _job(config, checked, devices)
     except NotProbed as error:
         return Forecast(f"nothing: there is no plan for {error}")
     found = _candidate(config, job, checked.layout)
-    notes = [_figures(found), *_memory_note(job, found)]
+    warning = _memory_warning(job, found)
+    notes = [_figures(found), *([warning] if warning else [])]
     if config.parallel.ep == "auto":
         notes += _other_ep(config, job, found)
-    speed = found.speed
     prediction = Prediction(
-        step_seconds=speed.seconds,
+        step_seconds=found.speed.seconds,
         tokens_per_second=found.tokens_per_second,
         peak_memory_bytes=found.memory.total,
     )
-    return Forecast("; ".join(notes), prediction)
+    return Forecast("; ".join(notes), prediction, warning)
 
 
 def devices_here(world_size: int) -> Devices | None:
@@ -87,13 +86,13 @@ def _figures(found: Candidate) -> str:
     return f"{gib(round(found.memory.total))} of tensors a rank, {found.speed.seconds:.3g} s a step"
 
 
-def _memory_note(job: Job, found: Candidate) -> list[str]:
-    """A warning where a rank needs more than it has. A prediction refuses nothing."""
+def _memory_warning(job: Job, found: Candidate) -> str | None:
+    """Where a rank needs more than it has. A prediction refuses nothing."""
     if found.fits(job):
-        return []
+        return None
     has, ranks = f"has {job.budget / GIB:.1f} GiB for", job.devices.per_node
     where = f"this machine {has} each of its {ranks} ranks" if job.devices.name == "cpu" else f"the device {has} them"
-    return [f"{where}, so this may run out of memory"]
+    return f"{where}, so this may run out of memory"
 
 
 def _other_ep(config: Config, job: Job, found: Candidate) -> list[str]:
@@ -110,8 +109,9 @@ def _other_ep(config: Config, job: Job, found: Candidate) -> list[str]:
     return [f"ep {best.layout.ep} {what} ({_figures(best)}): see expertmesh plan"]
 
 
-def _job(config: Config, plan: ShardPlan, devices: Devices) -> Job:
-    figures = figures_of_plan(plan, length=config.data.max_length, lora=config.lora, packed=config.data.packing)
+def _job(config: Config, checked: Checked, devices: Devices) -> Job:
+    length, packed = config.data.max_length, config.data.packing
+    figures = figures_of_plan(checked.plan, length=length, lora=config.lora, packed=packed)
     moments = 2 if config.optim.name == "adamw" else 0
     layers = config.train.checkpoint_layers
     return Job(figures, devices, config.train.global_batch_size, moments, gloo=devices.name == "cpu", layers=layers)

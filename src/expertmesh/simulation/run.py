@@ -20,8 +20,9 @@ from expertmesh.config import LoraConfig, MoeConfig
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import explicit
 from expertmesh.distributed.mesh import init_mesh
-from expertmesh.model import prepare_model
+from expertmesh.model import ModelOptions, prepare_model
 from expertmesh.parallel.grad_norm import clip_grad_norm_
+from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.planning.stages import Batch, Workload
 from expertmesh.planning.trackers import CollectiveCount, UsageTracker
 from expertmesh.simulation.axes import AxisKind, sent_by_axis
@@ -66,16 +67,9 @@ def simulate(
         mesh = init_mesh(explicit(layout), num_experts=experts, device=torch.device("cpu"))
         meshed = time.monotonic()
         # Before fake tensors: each FSDP2 group looks at its mesh, whose ranks are real.
-        model, _ = prepare_model(
-            config,
-            Path(),
-            mesh,
-            precision=figures.precision,
-            moe=MoeConfig(compute="grouped_mm"),
-            activation_checkpointing=workload.mode,
-            checkpoint_layers=workload.layers,
-            lora=lora,
-        )
+        options = ModelOptions(figures.precision, lora)
+        shards = ShardOptions(figures.precision, MoeConfig(compute="grouped_mm"), workload.mode, workload.layers)
+        model, _ = prepare_model(config, Path(), mesh, options, shards)
         sharded = time.monotonic()
         with FakeTensorMode(allow_non_fake_inputs=True):
             materialize(model, mesh.device)

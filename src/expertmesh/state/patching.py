@@ -16,22 +16,6 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
 
 
 @contextmanager
-def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """While the block runs, these modules run other forwards, which are called with the modules' arguments alone."""
-    before = {module: vars(module).get("forward") for module in forwards}
-    for module, forward in forwards.items():
-        replace_forward(module, forward)
-    try:
-        yield
-    finally:
-        for module, own in before.items():
-            if own is None:
-                del module.forward
-            else:
-                replace_forward(module, own)
-
-
-@contextmanager
 def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """While the block runs, these modules run other forwards."""
     before = {module: vars(module).get("forward") for module in forwards}

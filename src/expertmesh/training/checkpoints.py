@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from expertmesh.checkpoint.companions import companions
 from expertmesh.checkpoint.directory import CHECKPOINTS, clean
-from expertmesh.checkpoint.interface import companions
 from expertmesh.checkpoint.small_files import STATE_FILE, state_bytes
 from expertmesh.checkpoint.write import CheckpointWriter, SavedCheckpoint
 from expertmesh.config import CheckpointConfig, Config, dump_config

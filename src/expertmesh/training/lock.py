@@ -3,6 +3,11 @@
 Rank 0 holds it for the length of a run; no rank communicates here. It works on any file system that can create a file
 exclusively and rename one, so also where there is no flock. A lock whose run is gone is taken over.
 
+The locks of `filelock` do not keep these promises. `FileLock` is flock, which some shared file systems do not have, and
+others only between processes of one host. `SoftFileLock` never takes over what a dead host has left. `SoftFileLease`
+has heartbeats, but a new run has to watch the old one's for the whole lease before it may start, and the lock of a
+process that is stopped on this very host is lost. None says who holds it since when, as refusal and report do.
+
 `lock.json` names a host, a process and a token of its own. Whoever takes a lock over first creates
 `lock.json.after-TOKEN`, with the token of the dead lock: of many who try, one succeeds, and nobody who acts on an old
 reading can remove a living lock.

@@ -60,10 +60,14 @@ class Prediction(_Strict):
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What somebody expects of a start: a line to print, and the figures where there are any."""
+    """What somebody expects of a start: a line to print, and the figures where there are any.
+
+    `warning` is the part of the line that says that memory may run out.
+    """
 
     line: str
     prediction: Prediction | None = None
+    warning: str | None = None
 
 
 class Start(_Strict):

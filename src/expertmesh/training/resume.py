@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from expertmesh.checkpoint.directory import CHECKPOINTS, find, published
-from expertmesh.checkpoint.read import open_state
+from expertmesh.checkpoint.manifest import read_manifest
 from expertmesh.checkpoint.small_files import STATE_FILE, read_state_file
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError, IntegrityError
@@ -125,16 +125,15 @@ def find_start(config: Config) -> Path | None:
 
 
 def check_start(path: Path, identity: Identity, total_steps: int, output_dir: Path) -> list[str]:
-    """What has changed since the checkpoint was written, as sentences. Reads manifest and all headers: call it on one
-    rank. No collective.
+    """What has changed since the checkpoint was written, as sentences. Reads the manifest and the sizes of all
+    files: call it on one rank. No collective.
 
     Raises `InputError` naming what makes this another run, or why it cannot go on from there in `output_dir`;
     `IntegrityError` for a damaged checkpoint.
     """
-    with open_state(path) as opened:
-        file = read_state_file(path, opened.manifest)
-        step, saved = file.step, file.state
-        world_size = opened.manifest.world_size
+    manifest = read_manifest(path)
+    file = read_state_file(path, manifest)
+    step, saved = file.step, file.state
     if not saved.keys() >= {"identity", "counters"}:
         raise InputError(f"{path} was not written by a training run; load it with expertmesh.load_checkpoint")
     try:
@@ -158,7 +157,7 @@ def check_start(path: Path, identity: Identity, total_steps: int, output_dir: Pa
             f"checkpoint.resume names {path}, but {output_dir / CHECKPOINTS} holds {later[-1]}, which is later and "
             "would be in the way; set checkpoint.resume to auto to continue from that, or choose another output_dir"
         )
-    return [f"written by {world_size} ranks", *changed]
+    return [f"written by {manifest.world_size} ranks", *changed]
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

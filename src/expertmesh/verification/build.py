@@ -1,11 +1,15 @@
 """Builds the sharded job under proof by the calls that training makes, and a variant of it for what must not matter."""
 
+from dataclasses import replace
+
 from expertmesh.adapters.start import start as start_adapters
 from expertmesh.config import ParallelConfig, PrecisionConfig
 from expertmesh.distributed.mesh import init_mesh, set_timeout
-from expertmesh.model import prepare_model
+from expertmesh.model import ModelOptions, prepare_model
+from expertmesh.parallel.checkpointing import checkpointing_mode
+from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.training.optimizer import build_optimizer
-from expertmesh.training.preflight import checkpointing_mode
+from expertmesh.training.preflight import checkpointing_mode as training_mode
 from expertmesh.verification.job import Job
 from expertmesh.verification.reference.weights import set_adapters
 from expertmesh.verification.setup import Setup
@@ -27,22 +31,12 @@ def build(
     precision = precision or config.precision
     mesh = init_mesh(parallel or config.parallel, num_experts=setup.anatomy.num_experts)
     set_timeout(mesh, config.distributed.first_step_timeout_seconds)
-    attention = config.model.attention
-    if attention == "flash_attention_2" and precision.compute != "bfloat16":
-        attention = "sdpa"
-    model, _ = prepare_model(
-        setup.model_config,
-        setup.directory,
-        mesh,
-        precision=precision,
-        moe=config.moe,
-        attention=attention,
-        trust_remote_code=config.model.trust_remote_code,
-        activation_checkpointing=checkpointing_mode(config) if checkpointing is None else checkpointing,
-        lora=config.lora,
-        name=config.model.name_or_path,
-        revision=config.model.revision,
-    )
+    options = replace(ModelOptions.of(config), precision=precision)
+    if options.attention == "flash_attention_2" and precision.compute != "bfloat16":
+        options = replace(options, attention="sdpa")
+    mode = training_mode(config) if checkpointing is None else checkpointing_mode(checkpointing)
+    shards = ShardOptions(precision, config.moe, mode)
+    model, _ = prepare_model(setup.model_config, setup.directory, mesh, options, shards)
     setup.forget_layers(model)
     fill(model, setup.directory, allocate_on=mesh.device)
     start_adapters(model, config.train.seed)

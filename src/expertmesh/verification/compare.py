@@ -120,7 +120,7 @@ def scalar(name: str, got: float, expected: float, limit: float) -> Figure:
 
 
 def without_numbers(name: str) -> str:
-    """A tensor's kind: its name without layer and expert numbers; all A of adapters are of one kind, and all B.
+    """A tensor's kind: its name without the numbers of layers and experts. All A of adapters are one kind, and all B.
 
     The reference adds adapters to the weights, so that rounding falls on other tensors than in the job.
     """

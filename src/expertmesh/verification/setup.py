@@ -19,6 +19,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.data import build_dataset, load_tokenizer, padding_token_id
 from expertmesh.distributed.layout import Layout, explicit
 from expertmesh.introspection.attention import packing_refusal
+from expertmesh.planning.forecast import forecast
 from expertmesh.training.preflight import Checked, check_model, longest, refuse_config, refuse_disk
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.samples import StepData, random_dataset, steps_of
@@ -93,6 +94,8 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
         checked = _checked_layers(config, model_config, directory, kept, world_size)
     if not options.random_data:
         refuse_disk(config, checked.model)
+    if warning := forecast(config, checked).warning:
+        notes.append(warning)
     vocabulary = checked.vocab_size
     if options.random_data:
         dataset, pad = random_dataset(vocabulary, config.data.max_length, 64, config.train.seed), 0

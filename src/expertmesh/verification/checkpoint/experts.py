@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from expertmesh.adapters.plan import AdapterPlan, plan_of
-from expertmesh.export.stored_model import StoredTensors
+from expertmesh.checkpoint.read import SavedState
 from expertmesh.io.boxes import Box, blocks, full_box
 from expertmesh.io.safetensors_reader import as_bytes
 from expertmesh.weights.audit import HashedSlice
@@ -39,7 +39,7 @@ class VerifiedExperts:
     filled: tuple[float, ...] | None
 
 
-def look_at_experts(model: PreTrainedModel, stored: StoredTensors) -> Iterator[VerifiedExperts]:
+def look_at_experts(model: PreTrainedModel, stored: SavedState) -> Iterator[VerifiedExperts]:
     """Read all experts of `model` (on meta) from `stored`, or their adapters if it has such.
 
     `InputError` for experts that are not recognised.
@@ -97,7 +97,7 @@ class _Look:
     filled: float
 
 
-def _look_at(tensors: ExpertTensors, boxes: dict[str, list[Box]], expert: int, stored: StoredTensors) -> _Look:
+def _look_at(tensors: ExpertTensors, boxes: dict[str, list[Box]], expert: int, stored: SavedState) -> _Look:
     digest, square, filled, places = hashlib.sha256(), 0.0, 0, 0
     for name in tensors.names:
         for part in blocks(boxes[name][expert], _BLOCK_ELEMENTS):

@@ -8,12 +8,14 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from expertmesh.checkpoint.manifest import MANIFEST, Chunk, FileEntry, Manifest, file_problems, tensor_problems
-from expertmesh.checkpoint.read import expected_chunks, file_sha256, is_tensor_file, match_header, saved_offsets
+from expertmesh.checkpoint.manifest import MANIFEST, file_problems, tensor_problems
+from expertmesh.checkpoint.read import file_sha256, fingerprints_in, match_header
+from expertmesh.checkpoint.schema import FileEntry, Manifest, is_tensor_file
 from expertmesh.checkpoint.state import fingerprint_share
 from expertmesh.config.errors import ExpertmeshError, SecurityError
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, read_header
@@ -34,11 +36,11 @@ class Finding:
 
 @dataclass(slots=True)
 class FileCheck:
-    """What looking at the files gave. `chunks`: those that can be read, by tensor and offset; `damaged`: names of files
-    that are not what was written; `replicated`: chunks that several ranks held, compared with their fingerprint.
+    """What looking at the files gave. `unreadable`: tensor files whose parts cannot be read; `damaged`: names of files
+    that are not what was written; `replicated`: parts that several ranks held, compared with their fingerprint.
     """
 
-    chunks: dict[tuple[str, tuple[int, ...]], FileTensor] = field(default_factory=dict)
+    unreadable: set[str] = field(default_factory=set)
     damaged: set[str] = field(default_factory=set)
     findings: list[Finding] = field(default_factory=list)
     replicated: int = 0
@@ -63,35 +65,34 @@ def check_files(directory: Path, manifest: Manifest, files: WeightFiles) -> File
     named = {MANIFEST, *(file.name for file in manifest.files)}
     extra = sorted(path.relative_to(directory).as_posix() for path in _everything(directory))
     texts = [f"{directory / name}: is not part of the checkpoint; remove it" for name in extra if name not in named]
-    texts += file_problems(directory, manifest)
+    texts += file_problems(directory, manifest, manifest.files)
     contradictions = list(tensor_problems(directory, manifest))
     check.findings += [Finding(text) for text in texts + contradictions]
-    headers = _headers(directory, manifest, check)
-    of_file: dict[int, dict[str, Chunk]] = {}
-    if not contradictions:  # nothing follows from a manifest that contradicts itself
-        expected, problems = expected_chunks(directory, manifest)
-        for number, header in headers.items():
-            path = directory / manifest.files[number].name
-            chunks, mismatches = match_header(path, header, expected.get(number, {}))
-            check.chunks.update(chunks)
-            problems += mismatches
-        check.findings += map(Finding, problems)
-        for name, entry in manifest.tensors().items():
-            for chunk in entry.chunks:
-                of_file.setdefault(chunk.file, {})[name] = chunk
-    for number, file in enumerate(manifest.files):
+    check.unreadable.update(file.name for file in manifest.files if is_tensor_file(file.name))
+    for file in manifest.files:
+        path = directory / file.name
         if not _has_size(directory, file):
             check.damaged.add(file.name)
             continue
-        if number in headers:
-            digest = _read_tensors(directory / file.name, headers[number], of_file.get(number, {}), files, check)
+        header = _header(path, check) if is_tensor_file(file.name) else None
+        if header is None:
+            digest = file_sha256(path)
         else:
-            digest = file_sha256(directory / file.name)
+            # Nothing follows from a manifest that contradicts itself.
+            parts = {} if contradictions else _parts(path, header, manifest, check)
+            digest = _read_tensors(path, header, parts, files, check)
         if digest != file.sha256:
             check.damaged.add(file.name)
-            text = f"{directory / file.name}: damaged: its content is not what was written (sha256 differs)"
-            check.findings.append(Finding(text))
+            check.findings.append(Finding(f"{path}: damaged: its content is not what was written (sha256 differs)"))
     return check
+
+
+class _Part(NamedTuple):
+    """Where in its tensor a part of a file starts, how many ranks held it, and what each of them computed of it."""
+
+    offset: list[int]
+    copies: int
+    fingerprint: Any
 
 
 def _everything(directory: Path) -> Iterator[Path]:
@@ -114,21 +115,31 @@ def _has_size(directory: Path, file: FileEntry) -> bool:
     return path.is_file() and path.stat().st_size == file.bytes
 
 
-def _headers(directory: Path, manifest: Manifest, check: FileCheck) -> dict[int, dict[str, FileTensor]]:
-    headers = {}
-    for number, file in enumerate(manifest.files):
-        if is_tensor_file(file.name) and _has_size(directory, file):
-            try:
-                header = read_header(directory / file.name)
-                saved_offsets(directory / file.name)
-                headers[number] = header
-            except ExpertmeshError as error:
-                check.findings.append(Finding(str(error), unsafe=isinstance(error, SecurityError)))
-    return headers
+def _header(path: Path, check: FileCheck) -> dict[str, FileTensor] | None:
+    try:
+        return read_header(path)
+    except ExpertmeshError as error:
+        check.findings.append(Finding(str(error), unsafe=isinstance(error, SecurityError)))
+        return None
+
+
+def _parts(path: Path, header: Mapping[str, FileTensor], manifest: Manifest, check: FileCheck) -> dict[str, _Part]:
+    """What the manifest says of the tensors of a file, by name."""
+    try:
+        problems, fingerprints = match_header(path, header, manifest), fingerprints_in(path, manifest)
+    except ExpertmeshError as error:
+        problems, fingerprints = [str(error)], {}
+    check.findings += map(Finding, problems)
+    if not problems:
+        check.unreadable.discard(path.name)
+    return {
+        name: _Part([start for start, _ in box], manifest.copies_of(name), fingerprints.get(name))
+        for name, (box, _) in manifest.parts_in(path.name).items()
+    }
 
 
 def _read_tensors(
-    path: Path, header: Mapping[str, FileTensor], chunks: Mapping[str, Chunk], files: WeightFiles, check: FileCheck
+    path: Path, header: Mapping[str, FileTensor], parts: Mapping[str, _Part], files: WeightFiles, check: FileCheck
 ) -> str:
     """The file's sha256; each byte is read once, also for the fingerprints and the values of its tensors."""
     digest = hashlib.sha256()
@@ -136,20 +147,20 @@ def _read_tensors(
     for block, _ in _blocks(files, FileTensor("the header", torch.uint8, (start,), path, 0)):
         digest.update(block.numpy().data)
     for name, tensor in header.items():  # in the order of the file
-        chunk = chunks.get(name)
+        part = parts.get(name)
         mark, odd = torch.zeros((), dtype=torch.int64), 0
         for block, at in _blocks(files, tensor):
             digest.update(block.numpy().data)
             odd += _not_finite(block.view(tensor.dtype))
-            if chunk is not None and chunk.fingerprint is not None:
+            if part is not None and part.copies > 1:
                 mark += fingerprint_share(block, at)
         if odd:
-            where = f", its part from {chunk.offset} on" if chunk is not None and any(chunk.offset) else ""
+            where = f", its part from {part.offset} on" if part is not None and any(part.offset) else ""
             check.findings.append(Finding(f"{path}: {odd:,} values of {name}{where} are not finite"))
-        if chunk is not None and chunk.copies > 1:
+        if part is not None and part.copies > 1:
             check.replicated += 1
-            if chunk.fingerprint != int(mark):
-                text = f"{path}: {name} is not what {chunk.copies} ranks held alike (its fingerprint differs)"
+            if part.fingerprint != int(mark):
+                text = f"{path}: {name} is not what {part.copies} ranks held alike (its fingerprint differs)"
                 check.findings.append(Finding(text))
     return digest.hexdigest()
 

@@ -71,6 +71,7 @@ class StreamedModel:
             for name in loose:
                 self._set(name, meta[name])
             self.loose.clear()
+            del self.weights, self.recorder  # they hold what the run has recorded
 
     def backward(self, loss: Tensor, sink: Sink) -> None:
         """Hand the gradient of every trained tensor to `sink`, unit by unit from the last to the first."""

@@ -1,0 +1,50 @@
+"""Puts model, optimizer and random generators back, in any layout: each rank reads what it holds now, and no more.
+
+No weights travel between ranks; that nothing is damaged is known on all of them before anything is changed.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from expertmesh.checkpoint.read import SavedState, check_hashes
+from expertmesh.checkpoint.small_files import read_generators, set_rng_state
+from expertmesh.checkpoint.state import allocate_optimizer_state, held_part, model_state
+from expertmesh.distributed.all_ranks import raise_on_all_ranks
+from expertmesh.io.safetensors_reader import DTYPES
+from expertmesh.state.sharded_model import mesh_of
+from expertmesh.state.stage_view import is_on_other_stage
+
+
+@torch.no_grad()
+def restore(model: PreTrainedModel, optimizer: torch.optim.Optimizer | None, state: SavedState) -> None:
+    """Fill a sharded model, its optimizer and torch's generators from an opened checkpoint that fits.
+
+    Every rank calls it, with the same checkpoint; the model's shards have to be allocated. `optimizer` None leaves the
+    saved moments alone. Generators come back on the ranks that the saved job had too. Raises `IntegrityError` for a
+    damaged one on all ranks alike, before anything is changed. Issues a few small all-reduces on the default group; no
+    weights travel between ranks.
+    """
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    with raise_on_all_ranks("comparing the checkpoint with its hashes"):
+        check_hashes(state, rank=rank, ranks=ranks)
+    with raise_on_all_ranks("reading the random generators"):
+        generators = read_generators(state.directory, state.manifest, [rank])
+    with raise_on_all_ranks("loading the checkpoint"):
+        targets = model_state(model)
+        if optimizer is not None:
+            saved = state.manifest.optimizer.items()
+            shapes = {name: (DTYPES[entry.dtype], tuple(entry.shape)) for name, entry in saved}
+            targets |= allocate_optimizer_state(model, optimizer, shapes)
+        read_state(state, {name: tensor for name, tensor in targets.items() if not is_on_other_stage(tensor)})
+        for states in generators:
+            set_rng_state(states, mesh_of(model).device)
+
+
+def read_state(state: SavedState, targets: Mapping[str, Tensor]) -> None:
+    """Fill what this rank holds of `targets` (DTensors or plain, by saved name). No collective."""
+    for name, tensor in targets.items():
+        state.read_into(name, *held_part(tensor))

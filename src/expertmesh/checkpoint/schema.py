@@ -1,0 +1,202 @@
+"""What manifest.json says: which files a checkpoint has, how its tensors are cut, and which rank wrote which part.
+
+Every layout of FSDP2, expert, tensor and pipeline parallelism cuts a tensor along whole planes. So a tensor is a grid
+of parts, and cut points per dim and one rank per part say all there is; tensors that are cut alike share a tiling. The
+manifest grows with the numbers of files and of tensors, not with their product, and a rank finds the parts that it
+needs by bisection. Typed and strict. Plain arithmetic: nothing here reads a file.
+"""
+
+import itertools
+import math
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+
+from expertmesh.io.boxes import Box, volume
+
+SCHEMA_VERSION = 2
+KINDS = ("model", "optimizer")
+_TENSOR_FILE = re.compile(r"(model|optimizer)-(\d{5,})-of-(\d{5,})\.safetensors")
+_Sha256 = Field(pattern=r"^[0-9a-f]{64}$")
+_Size = Field(ge=0)
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Tiling(Strict):
+    """`cuts[d]`: where dim d is cut, from 0 to its size. `ranks`: who wrote each cell, in row-major order. `copies`:
+    how many ranks held each cell.
+    """
+
+    cuts: list[list[int]]
+    ranks: list[int]
+    copies: int = Field(default=1, ge=1)
+
+    @classmethod
+    def of(cls, shape: Sequence[int], writers: Mapping[Box, int], copies: int) -> "Tiling":
+        """Of a tensor whose parts `writers` wrote; none of them is empty. `ValueError` says why they are no tiling."""
+        for box in writers:
+            if any(start < 0 or stop > size for (start, stop), size in zip(box, shape, strict=True)):
+                raise ValueError("a part lies outside of it")
+        held, wanted = sum(map(volume, writers)), math.prod(shape)
+        if held != wanted:
+            raise ValueError(f"its parts hold {held} of {wanted} elements")
+        cuts = [sorted({0, size, *(start for box in writers for start in box[dim])}) for dim, size in enumerate(shape)]
+        boxes = sorted(writers)
+        if _cells(cuts) != len(boxes) or any(a != b for a, b in zip(_boxes(cuts), boxes, strict=True)):
+            raise ValueError("two of its parts overlap, or they are no grid")
+        return cls(cuts=cuts, ranks=[writers[box] for box in boxes], copies=copies)
+
+    def problem(self) -> str | None:
+        """Why this is no tiling, or None."""
+        for cuts in self.cuts:
+            if not cuts or cuts[0] != 0 or any(a >= b for a, b in itertools.pairwise(cuts)):
+                return "its cuts do not ascend from 0"
+        if _cells(self.cuts) != len(self.ranks):
+            return f"it has {_cells(self.cuts)} parts, but names the ranks of {len(self.ranks)}"
+        return "a rank wrote two parts of it" if len(set(self.ranks)) != len(self.ranks) else None
+
+    @property
+    def shape(self) -> list[int]:
+        return [cuts[-1] for cuts in self.cuts]
+
+    def cells(self) -> Iterator[tuple[int, Box]]:
+        """(the rank that wrote it, its box) of every part."""
+        return zip(self.ranks, _boxes(self.cuts), strict=True)
+
+    def cell_of(self, rank: int) -> Box | None:
+        """The part that `rank` wrote."""
+        if rank not in self.ranks:
+            return None
+        index, cell = self.ranks.index(rank), []
+        for cuts in reversed(self.cuts):
+            index, at = divmod(index, len(cuts) - 1)
+            cell.append((cuts[at], cuts[at + 1]))
+        return tuple(reversed(cell))
+
+    def within(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """(the rank that wrote it, its box) of the parts that share elements with `box`, which is not empty."""
+        ranges = [
+            range(bisect_right(cuts, start) - 1, bisect_left(cuts, stop))
+            for cuts, (start, stop) in zip(self.cuts, box, strict=True)
+        ]
+        for place in itertools.product(*ranges):
+            index = 0
+            for at, cuts in zip(place, self.cuts, strict=True):
+                index = index * (len(cuts) - 1) + at
+            yield self.ranks[index], tuple((cuts[at], cuts[at + 1]) for at, cuts in zip(place, self.cuts, strict=True))
+
+
+class FileEntry(Strict):
+    """One file; `name` is relative to the checkpoint, with `/` between directories."""
+
+    name: str
+    bytes: int = _Size
+    sha256: str = _Sha256
+
+
+class TensorEntry(Strict):
+    """One tensor: `dtype` as safetensors spells it, its global shape, and the number of its tiling."""
+
+    dtype: str
+    shape: list[int]
+    tiling: int = _Size
+
+
+class ManifestHeader(Strict):
+    """What the manifests of all schema versions say."""
+
+    format: Literal["expertmesh-checkpoint"] = "expertmesh-checkpoint"
+    step: int = _Size
+    created: str
+    world_size: int = Field(ge=1)
+    layout: dict[str, int]
+    versions: dict[str, str]
+    config_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    files: list[FileEntry]
+    trained: list[str]
+
+
+class Manifest(ManifestHeader):
+    """What manifest.json holds. `model` and `optimizer` map tensor names to dtype, shape and tiling; `trained` are the
+    parameters that the optimizer updates.
+    """
+
+    schema_version: Literal[2] = 2
+    tilings: list[Tiling]
+    model: dict[str, TensorEntry]
+    optimizer: dict[str, TensorEntry]
+    # Of schema 1, by file and tensor; later ones have them in the files' headers.
+    _fingerprints: dict[str, dict[str, int]] | None = PrivateAttr(default=None)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+    @cached_property
+    def by_name(self) -> dict[str, FileEntry]:
+        return {file.name: file for file in self.files}
+
+    def tensors(self, kind: str) -> Mapping[str, TensorEntry]:
+        """Those of the model or of the optimizer."""
+        return self.model if kind == "model" else self.optimizer
+
+    def entry(self, name: str) -> TensorEntry:
+        return self.model[name] if name in self.model else self.optimizer[name]
+
+    def parts_within(self, name: str, box: Box) -> Iterator[tuple[str, Box]]:
+        """(file, box) of the parts of a tensor that share elements with `box`, which is not empty."""
+        kind = "model" if name in self.model else "optimizer"
+        for rank, cell in self.tilings[self.entry(name).tiling].within(box):
+            yield tensor_file(kind, rank, self.world_size), cell
+
+    def kind_of(self, file: str) -> str | None:
+        """Whether a file holds parts of the model or of the optimizer; None for other files."""
+        match = _TENSOR_FILE.fullmatch(file)
+        return match[1] if match and int(match[3]) == self.world_size else None
+
+    def parts_in(self, file: str) -> dict[str, tuple[Box, str]]:
+        """(box, dtype) of the parts that `file` holds, by tensor."""
+        kind = self.kind_of(file)
+        if kind is None:
+            return {}
+        rank = int(file.split("-")[1])
+        cells = [tiling.cell_of(rank) for tiling in self.tilings]
+        found = ((name, cells[entry.tiling], entry.dtype) for name, entry in self.tensors(kind).items())
+        return {name: (cell, dtype) for name, cell, dtype in found if cell is not None}
+
+    def copies_of(self, name: str) -> int:
+        """How many ranks held each part of a tensor."""
+        return self.tilings[self.entry(name).tiling].copies
+
+    @property
+    def schema1_fingerprints(self) -> Mapping[str, Mapping[str, int]] | None:
+        """What all ranks that held a part computed of it, by file and tensor; None where the files' headers say it."""
+        return self._fingerprints
+
+    def with_fingerprints(self, fingerprints: dict[str, dict[str, int]]) -> "Manifest":
+        self._fingerprints = fingerprints
+        return self
+
+
+def tensor_file(kind: str, rank: int, world_size: int) -> str:
+    """The name of the file in which `rank` wrote its parts of the model or the optimizer."""
+    return f"{kind}-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def is_tensor_file(name: str) -> bool:
+    return name.endswith(".safetensors") and "/" not in name
+
+
+def _cells(cuts: Sequence[Sequence[int]]) -> int:
+    return math.prod(len(each) - 1 for each in cuts)
+
+
+def _boxes(cuts: Sequence[Sequence[int]]) -> Iterator[Box]:
+    return itertools.product(*(itertools.pairwise(each) for each in cuts))

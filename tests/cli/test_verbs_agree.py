@@ -1,0 +1,168 @@
+"""What `train` refuses or warns of before it reads weights, `check` and `verify` say in the same words, and so do
+`inspect` and `plan` where it is about the model: all of them ask the same functions.
+"""
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from expertmesh.cli import check, inspect, plan
+from expertmesh.cli.options import PlanOptions
+from expertmesh.config import Config
+from expertmesh.config.errors import InputError
+from expertmesh.planning import forecast as planner
+from expertmesh.training.preflight import preflight
+from expertmesh.verification.options import VerifyOptions
+from expertmesh.verification.setup import set_up
+from tests.training.tiny_run import run_config, write_inputs
+
+BF16 = "precision={params: float32, compute: bfloat16}"
+
+
+def _without(package: str) -> Callable[[pytest.MonkeyPatch, Path], None]:
+    def remove(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+        real = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: real(name) if name != package else None)
+
+    return remove
+
+
+def _full_disk(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10**12, used=10**12, free=1000))
+
+
+def _quantised(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    file = root / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+
+
+def _no_tokenizer(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    (root / "model" / "tokenizer.json").unlink()
+
+
+def _something_in_output_dir(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    (root / "run").mkdir()
+    (root / "run" / "notes.txt").touch()
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something that cannot be: a configuration, and what is wrong with the model or the machine."""
+
+    sentence: str
+    overrides: tuple[str, ...] = ()
+    family: str = "qwen3_moe"
+    prepare: Callable[[pytest.MonkeyPatch, Path], None] | None = None
+    verbs: tuple[str, ...] = ("train", "check", "verify")
+    ranks: int = 1
+
+
+CASES = {
+    "packing of a family that mixes samples": Case(
+        "data.packing: gpt_oss ", ("data.packing=true",), "gpt_oss", verbs=("train", "check", "verify")
+    ),
+    "quantised files": Case(
+        "weights are quantised (fp8), which is not supported",
+        prepare=_quantised,
+        verbs=("train", "check", "verify", "inspect", "plan"),
+    ),
+    "a tracker that is not installed": Case(
+        "log.report_to: tensorboard needs the tensorboard package",
+        ("log.report_to=[tensorboard]",),
+        prepare=_without("tensorboard"),
+    ),
+    "flash attention that is not installed": Case(
+        "model.attention: flash_attention_2 needs the flash-attn package",
+        ("model.attention=flash_attention_2", BF16),
+        prepare=_without("flash_attn"),
+    ),
+    "a full disk": Case("the disk has 1,000 bytes free, ", prepare=_full_disk),
+    "rows longer than the model's positions": Case(
+        "max_position_embeddings 128", ("data.max_length=129",), verbs=("train", "check", "verify", "plan")
+    ),
+    "a batch that data ranks cannot share": Case(
+        "train.global_batch_size 3 is not a multiple", ("train.global_batch_size=3",), ranks=2
+    ),
+    "an ep that does not divide the ranks": Case("parallel.ep 3 does not divide", ("parallel.ep=3",), ranks=2),
+    "a backend that cannot run": Case(
+        "moe.compute: grouped_mm cannot run",
+        ("moe.compute=grouped_mm", "precision={params: float64, compute: float64, reduce: float64}"),
+    ),
+    "no tokenizer": Case("the tokenizer of ", prepare=_no_tokenizer),
+    "a file in output_dir": Case(
+        "is not empty and holds no run of ours", prepare=_something_in_output_dir, verbs=("train", "check")
+    ),
+}
+
+
+def _verbs(config: Config, root: Path, ranks: int = 1) -> dict[str, Callable[[], object]]:
+    length = config.data.max_length
+    options = PlanOptions(model=str(root / "model"), devices="1 h200", seq_len=length, global_batch_size=4, yaml=True)
+    return {
+        "train": lambda: preflight(config, ranks),
+        "check": lambda: check.run(config, nproc=ranks),
+        "verify": lambda: set_up(config, VerifyOptions(), ranks),
+        "inspect": lambda: inspect.run(str(root / "model")),
+        "plan": lambda: plan.run(options),
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_verb_gives_the_same_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    case = CASES[name]
+    write_inputs(tmp_path, case.family)
+    try:
+        config = run_config(tmp_path, tmp_path / "run", *case.overrides)
+    except InputError:
+        pytest.fail("the configuration alone is refused; that says nothing about the verbs")
+    if case.prepare is not None:
+        case.prepare(monkeypatch, tmp_path)
+    said = {}
+    for verb, run in _verbs(config, tmp_path, case.ranks).items():
+        if verb in case.verbs:
+            with pytest.raises(InputError) as refused:
+                run()
+            said[verb] = str(refused.value)
+    assert all(case.sentence in sentence for sentence in said.values()), said
+    assert len({said[verb] for verb in ("train", "check", "verify") if verb in said}) == 1, said
+
+
+def test_nothing_is_refused_where_nothing_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_inputs(tmp_path)
+    for run in _verbs(run_config(tmp_path, tmp_path / "run", BF16), tmp_path).values():
+        run()
+
+
+def test_a_plan_for_a_family_that_mixes_packed_samples_can_be_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_inputs(tmp_path, "gpt_oss")
+    _verbs(run_config(tmp_path, tmp_path / "run"), tmp_path)["plan"]()
+    out = capsys.readouterr().out
+    assert yaml.safe_load(out)["data"]["packing"] is False
+    assert "# data.packing is off: gpt_oss " in out
+    preflight(run_config(tmp_path, tmp_path / "run", "data.packing=false"), 1)
+
+
+def test_memory_that_may_run_out_is_said_in_the_same_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_inputs(tmp_path)
+    monkeypatch.setattr(planner, "host_memory", lambda: 1e5)
+    config = run_config(tmp_path, tmp_path / "run")
+    in_train = planner.forecast(config, preflight(config, 1))
+    assert in_train.warning is not None
+    assert in_train.warning.endswith("so this may run out of memory")
+    monkeypatch.setattr(check, "local_ranks", lambda nproc: 1)
+    check.run(config)
+    assert f"predicted  {in_train.line}\n" in capsys.readouterr().out
+    assert in_train.warning in set_up(config, VerifyOptions(), 1).notes
