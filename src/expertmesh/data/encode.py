@@ -87,7 +87,7 @@ class Encoder:
         """Ids and character offsets (None from a tokenizer that has none) of each text."""
         if not texts:
             return []
-        # verbose=False: the warning about texts longer than the model is ours to give, with numbers.
+        # verbose=False: `build_dataset` reports samples that are too long.
         encoding = self._tokenizer(
             texts,
             add_special_tokens=add_special_tokens,

@@ -77,12 +77,12 @@ def _result(answer: Any) -> Any:
 def _serve(connection: Connection, function: Callable[[Any], Any]) -> NoReturn:
     """The whole life of the child; it ends without the parent's exit handlers."""
     try:
-        # The parent's own handlers must not run twice, and Ctrl-C is its to handle.
+        # The parent's handlers must not run here as well; the parent handles Ctrl-C.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-        # Nor must finalizers of the parent's objects.
+        # The finalizers of the parent's objects must not run here either.
         gc.freeze()
         while True:
             items = connection.recv()

@@ -28,12 +28,12 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # The bound that the safetensors library itself sets to headers; here also that of an index.
 MAX_HEADER_BYTES = 100_000_000
-# No tensor has as many dims, and no file as many bytes; products of such numbers stay cheap to compute.
+# Larger numbers mean damage, and their products would take long to compute.
 _MAX_DIMS, _MAX_NUMBER = 64, 1 << 63
 # Short rows closer together than a page come from the disk together in any case: one read with the gaps is faster.
 MAX_MERGED_ROW_BYTES = 512
 MAX_GAP_BYTES = 4096
-# A process may have 1024 files open where nobody has raised that; a thousand ranks write two thousand.
+# The usual limit is 1024 open files a process; a thousand ranks write two thousand files.
 MAX_OPEN_FILES = 256
 _SPAN_BYTES = 16 << 20
 
@@ -57,7 +57,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-# What the format has beside these.
+# Further dtypes of the format, which are not supported.
 _UNSUPPORTED_DTYPES = ("F4", "F6_E2M3", "F6_E3M2", "C64")
 
 

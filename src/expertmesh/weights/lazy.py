@@ -152,7 +152,7 @@ def _same(lazy: LazyTensor, **_: Any) -> LazyTensor:
 
 @_handles(aten._to_copy.default)
 def _to_copy(lazy: LazyTensor, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
-    # Only a cast that keeps every value may be left to the one cast at the end.
+    # A cast that keeps every value is left to the one cast at the end.
     if dtype is not None and torch.promote_types(lazy.dtype, dtype) != dtype:
         return NotImplemented
     return LazyTensor(lazy.shape, dtype or lazy.dtype, lazy.pieces)

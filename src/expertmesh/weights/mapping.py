@@ -126,7 +126,7 @@ def plan_load(model: PreTrainedModel, checkpoint: WeightFiles) -> LoadPlan:
     refuse_quantised(model.config, checkpoint.directory)
     state = model_tensors(model)
     with own_classes(model):
-        # By the modules of all stages.
+        # Rules belong to classes of modules, of which a pipeline stage has only some.
         whole: Any = full_model(model)
         conversions = [*get_model_conversion_mapping(whole), *list_rules(whole)]
     planner = _LoadPlanner(model, checkpoint, state)
@@ -288,7 +288,7 @@ class _LoadPlanner:
         try:
             with torch.no_grad():
                 made = inputs.converter.convert(target, model=full_model(self.model), config=self.model.config)
-        except Exception as error:  # a conversion fails in any way it likes
+        except Exception as error:  # a conversion can raise anything
             self.mismatches.add("incomplete", f"{target}: {error}")
             return {}
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}

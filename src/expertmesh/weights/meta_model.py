@@ -58,7 +58,7 @@ def read_model_config(
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except Exception as error:
-        # Whatever a family's config class makes of wrong values.
+        # A family's config class can raise anything on wrong values.
         raise InputError(f"{path}: is not a config that transformers understands: {error}") from error
     assert isinstance(config, PreTrainedConfig)
     return config, directory
@@ -125,7 +125,7 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
     model._apply(move)
-    # Leaving meta makes plain parameters anew, one for each of their names.
+    # Leaving meta makes a new plain parameter for each name of a tied one.
     for first, *others in tied:
         for name in others:
             parent, _, leaf = name.rpartition(".")
@@ -147,7 +147,7 @@ def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
     kept = kept_in_fp32(model, dtype)
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and kept(name):
-            # On meta the dtype is all there is to change; ties and parameter identity stay.
+            # Assigning `data` keeps ties and parameter identity.
             tensor.data = tensor.data.to(torch.float32)
 
 

@@ -74,8 +74,9 @@ def save_values(
     dtype: torch.dtype | None,
     max_shard_bytes: int,
 ) -> SaveReport:
-    """`save_model` of values that need not be the model's own: what is sharded is gathered from the model, everything
-    else comes from `values`, so that a model on meta can be written.
+    """`save_model` with values that `values` supplies, so that a model on meta can be written.
+
+    Inputs of a computed conversion that are sharded still come from the model itself.
     """
     started = time.monotonic()
     directory = Path(directory).absolute()
