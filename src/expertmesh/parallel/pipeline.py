@@ -118,7 +118,7 @@ def _decoder(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str]) -> Decod
         return {"before": sorted(decoder.before), "behind": sorted(decoder.behind), "hidden": dims}
 
     config: Any = model.config
-    hidden_size = getattr(config.get_text_config(), "hidden_size", None)
+    hidden_size: Any = getattr(config.get_text_config(), "hidden_size", None)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     outside = [name for name in names if not any(is_inside(name, block) for block in blocks)]
     key = proof_key(model, *outside)
