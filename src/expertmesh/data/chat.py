@@ -6,7 +6,7 @@ difference"); where the truncated conversation renders differently from the full
 strip thinking from earlier turns), the turn is located in the full rendering with two stand-in answers
 ("stand-ins"). Every span is checked against the full text; one that cannot be proven is refused, so a mask
 is never silently all ones or all zeros. Templates run in transformers' Jinja sandbox, in a child process with
-limits (confined.py); one that reaches out of the sandbox or exceeds a limit is refused. Never tokenizes.
+limits (sandbox.py); one that reaches out of the sandbox or exceeds a limit is refused.
 """
 
 import re
@@ -146,9 +146,8 @@ class _InChild:
         return text
 
     def _render_marked(self, messages: Messages, assistant_turns: Messages) -> Rendered:
-        # `apply_chat_template(return_assistant_tokens_mask=True)` gives tokens only, and marks every token up
-        # to the end of the text when a span's last character has no token; so take the character spans from
-        # the renderer beneath it.
+        # `apply_chat_template(return_assistant_tokens_mask=True)` gives tokens only, and marks all of the text's rest
+        # when a span's last character has no token. The renderer beneath it gives character spans.
         template_variables: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
 
         def apply() -> Any:
@@ -178,7 +177,7 @@ class _InChild:
         until_turn = self._render_or_none(messages[: turn + 1])
         if start is None or until_turn is None or not text.startswith(until_turn) or len(until_turn) < start:
             return None
-        # A template that leaves out or rewrites the answer is for the stand-ins to judge.
+        # Stand-ins are tried for a template that omits or rewrites the answer.
         return (start, len(until_turn)) if _visible(messages[turn]) in until_turn[start:] else None
 
     def _prompt_length(self, messages: Messages, turn: int, text: str) -> int | None:

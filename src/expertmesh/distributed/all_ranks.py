@@ -54,6 +54,14 @@ def from_rank_0(text: str) -> str:
     return bytes(message.cpu().tolist()).rstrip(b"\0").decode()
 
 
+def sum_over_ranks(numbers: torch.Tensor) -> torch.Tensor:
+    """The sum of `numbers` over all ranks, on the CPU. Every rank calls it; one all-reduce on the default group."""
+    numbers = numbers.to(collective_device())
+    if dist.is_initialized():
+        dist.all_reduce(numbers)
+    return numbers.cpu()
+
+
 def collective_device() -> torch.device:
     """Where small tensors for the default group live: the CPU if it has a backend, else the accelerator."""
     if not dist.is_initialized() or "cpu" in dist.get_backend_config() or not torch.accelerator.is_available():
