@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from expertmesh.config import Config, ParallelConfig
 from expertmesh.config.errors import InputError
 from expertmesh.data import (
+    BatchLayout,
     DataReport,
     EvaluationBatches,
     TokenizedDataset,
@@ -76,15 +76,15 @@ def prepare(config: Config, control: Control, checked: Checked) -> Prepared:
     with raise_on_all_ranks("reading the data"):
         data = _read_data(config, checked)
     mesh = _open_mesh(config, checked)
-    train, share = config.train, _share(config, mesh, data)
+    train, layout = config.train, _batch_layout(config, mesh, data)
     batches = TrainingBatches(
         data.training,
+        layout,
         global_batch_size=train.global_batch_size,
         shuffle=config.data.shuffle,
         seed=train.seed,
-        **share,
     )
-    evaluation = EvaluationBatches(data.evaluation, **share) if data.evaluation is not None else None
+    evaluation = EvaluationBatches(data.evaluation, layout) if data.evaluation is not None else None
     total_steps = batches.total_steps(train.num_epochs)
     total_steps = min(total_steps, train.max_steps or total_steps)
     identity, start, changes = _find_start(config, checked, data, total_steps)
@@ -135,16 +135,16 @@ def _open_mesh(config: Config, checked: Checked) -> Mesh:
     return mesh
 
 
-def _share(config: Config, mesh: Mesh, data: RunData) -> dict[str, Any]:
-    """What training and evaluation batches have in common: this data rank's share of the rows."""
-    return {
-        "micro_batch_size": config.train.micro_batch_size,
-        "data_rank": mesh.data_rank,
-        "data_ranks": mesh.layout.data_ranks,
-        "packing": config.data.packing,
-        "pad_token_id": data.pad_token_id,
-        "max_length": config.data.max_length,
-    }
+def _batch_layout(config: Config, mesh: Mesh, data: RunData) -> BatchLayout:
+    """What training and evaluation batches have in common."""
+    return BatchLayout(
+        micro_batch_size=config.train.micro_batch_size,
+        data_rank=mesh.data_rank,
+        data_ranks=mesh.layout.data_ranks,
+        packing=config.data.packing,
+        pad_token_id=data.pad_token_id,
+        max_length=config.data.max_length,
+    )
 
 
 def _find_start(
