@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from expertmesh.cli import check, inspect, plan
+from expertmesh.cli import check, inspect
 from expertmesh.cli.options import PlanOptions
+from expertmesh.cli.plan import run as plan
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError
 from expertmesh.planning import forecast as planner

@@ -16,7 +16,6 @@ from expertmesh.io.safetensors_writer import replace_synced
 from expertmesh.io.versioned_json import read_versioned
 
 RECORD_FILE = "run.json"
-FORMAT: Literal["expertmesh-run"] = "expertmesh-run"
 SCHEMA_VERSION: Literal[1] = 1
 _Count = Field(ge=0)
 
@@ -102,7 +101,7 @@ class Start(_Strict):
 class RunRecord(_Strict):
     """What run.json holds. `parameters` counts each element of the model once, adapters included."""
 
-    format: Literal["expertmesh-run"] = FORMAT
+    format: Literal["expertmesh-run"] = "expertmesh-run"
     schema_version: Literal[1] = SCHEMA_VERSION
     model_type: str
     parameters: int = _Count
