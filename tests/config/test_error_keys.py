@@ -35,11 +35,11 @@ TREES = dict(trees())
 def exit_codes() -> dict[str, int]:
     """Of each class of errors by its name, those that a file derives for itself included."""
     codes = {kind.__name__: kind.exit_code for kind in CLASSES}
-    for tree in TREES.values():
-        for node in ast.walk(tree):
-            for base in node.bases if isinstance(node, ast.ClassDef) else ():
-                if isinstance(base, ast.Name) and base.id in codes:
-                    codes[node.name] = codes[base.id]
+    nodes = (node for tree in TREES.values() for node in ast.walk(tree))
+    for kind in (node for node in nodes if isinstance(node, ast.ClassDef)):
+        for base in kind.bases:
+            if isinstance(base, ast.Name) and base.id in codes:
+                codes[kind.name] = codes[base.id]
     return codes
 
 
