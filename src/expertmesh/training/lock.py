@@ -91,7 +91,8 @@ class RunLock:
                 time.sleep(0.01)
         except OSError as error:
             raise InputError(
-                f"output_dir {self.path.parent} cannot be locked: {error}; choose a directory that can be written"
+                f"output_dir {self.path.parent} cannot be locked: {error}; choose a directory that can be written",
+                key="output.unwritable",
             ) from error
         self._thread.start()
         return self
@@ -112,7 +113,8 @@ class RunLock:
         if self._taken_by is not None:
             raise InputError(
                 f"output_dir {self.path.parent} was taken over by {self._taken_by}, because this run had given no sign "
-                f"of life for {STALE_SECONDS:.0f} s; this run ends here, and the other goes on"
+                f"of life for {STALE_SECONDS:.0f} s; this run ends here, and the other goes on",
+                key="output.taken-over",
             )
 
     def _try(self) -> bool:
@@ -125,7 +127,8 @@ class RunLock:
             raise InputError(
                 f"output_dir {self.path.parent} is in use by another run: {holder} (last sign of life {age:.0f} s "
                 "ago); wait for it, end it, or choose another output_dir. If it is dead for certain, remove "
-                f"{self.path}"
+                f"{self.path}",
+                key="output.in-use",
             )
         if not self._inherit(holder):
             return False
