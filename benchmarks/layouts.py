@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from expertmesh.bench.result import machine
 from expertmesh.config import Config, load_config
-from expertmesh.data import TrainingBatches, build_dataset, load_tokenizer
+from expertmesh.data import BatchLayout, TrainingBatches, build_dataset, load_tokenizer
 from expertmesh.demo.dataset import stdlib_samples, write_dataset
 from expertmesh.demo.tokenizer import train_tokenizer
 from expertmesh.training.optimizer import build_optimizer
@@ -194,18 +194,15 @@ def one_process(root: Path, steps: int, micro: int = BATCH) -> Curve:
 def _rows(config: Config, micro: int) -> TrainingBatches:
     tokenizer = load_tokenizer(config.model)
     dataset, _ = build_dataset(config.data.train, config.data, tokenizer, model_vocab_size=len(tokenizer))
-    return TrainingBatches(
-        dataset,
-        global_batch_size=BATCH,
+    layout = BatchLayout(
         micro_batch_size=micro,
         data_rank=0,
         data_ranks=1,
         packing=False,
-        shuffle=False,
-        seed=config.train.seed,
         pad_token_id=tokenizer.pad_token_id,
         max_length=MAX_LENGTH,
     )
+    return TrainingBatches(dataset, layout, global_batch_size=BATCH, shuffle=False, seed=config.train.seed)
 
 
 def run(

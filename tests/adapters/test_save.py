@@ -21,7 +21,7 @@ from expertmesh.adapters.targets import Target
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.boxes import slices
 from expertmesh.state.shards import local_box, local_tensor
-from expertmesh.weights import save as weights_save
+from expertmesh.weights import write
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import StateTensor
 from tests.adapters.reference import PeftRun, take_steps, tiny_peft_run, train_adapters, worst
@@ -129,7 +129,7 @@ def _zeros_for_other_ranks(model: nn.Module, mesh: Mesh) -> None:
             gathered[leaf.name][slices(local_box(leaf.tensor))] = local_tensor(leaf.tensor)
         return gathered
 
-    mock.patch.object(weights_save, "_gather", only_own).start()
+    mock.patch.object(write, "_gather", only_own).start()
 
 
 @pytest.mark.parametrize("bug", [_concatenate_blocks_of_ranks, _zeros_for_other_ranks])

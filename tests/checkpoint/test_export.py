@@ -17,7 +17,7 @@ from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.export.checkpoint import export
 from expertmesh.io import directory as directory_module
 from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
-from expertmesh.weights import reading, save
+from expertmesh.weights import reading, write
 from tests.checkpoint.damage import flip_a_bit
 from tests.checkpoint.forge import forge_json
 from tests.checkpoint.tiny import Job
@@ -27,8 +27,8 @@ from tests.support.errors import refused
 from tests.support.list_models import write_list_model
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
-from tests.weights.test_left_out import MTP
-from tests.weights.test_left_out import _source as source_with_mtp
+from tests.weights.test_unmapped import MTP
+from tests.weights.test_unmapped import _source as source_with_mtp
 from tests.weights.tiny import mixtral, random_model, write_fused
 
 STEP = "step-00000002"
@@ -141,7 +141,7 @@ def test_memory_is_bounded_by_a_block_not_by_a_tensor(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     largest = 0
-    read, write = WeightFiles.read, save.write_box
+    read, write_box = WeightFiles.read, write.write_box
 
     def watched_read(self: WeightFiles, tensor: Any, box: Any, out: torch.Tensor) -> None:
         nonlocal largest
@@ -151,11 +151,11 @@ def test_memory_is_bounded_by_a_block_not_by_a_tensor(
     def watched_write(descriptor: int, tensor: Any, box: Any, values: torch.Tensor) -> int:
         nonlocal largest
         largest = max(largest, values.numel())
-        return write(descriptor, tensor, box, values)
+        return write_box(descriptor, tensor, box, values)
 
     monkeypatch.setattr(WeightFiles, "read", watched_read)
-    monkeypatch.setattr(save, "write_box", watched_write)
-    for module in (reading, save):
+    monkeypatch.setattr(write, "write_box", watched_write)
+    for module in (reading, write):
         monkeypatch.setattr(module, "_BLOCK_ELEMENTS", 64)
     export(run / "checkpoints" / STEP, tmp_path / "out")
     assert 32 < largest <= 64

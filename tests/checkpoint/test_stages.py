@@ -13,7 +13,7 @@ import expertmesh as em
 from expertmesh.checkpoint.manifest import read_manifest
 from expertmesh.config.errors import IntegrityError
 from expertmesh.export.checkpoint import export
-from expertmesh.weights import save as weights_save
+from expertmesh.weights import write
 from tests.checkpoint.tiny import Job, load, save
 from tests.support.errors import refused
 from tests.support.models import tiny_model
@@ -119,7 +119,7 @@ def _round(source: Path, target: Path, parallel: em.ParallelConfig, **options: A
 
 def _gather_everything(source: Path, target: Path) -> None:
     """As for a family whose files hold values computed from those in memory."""
-    with mock.patch.object(weights_save, "_is_gathered", return_value=True):
+    with mock.patch.object(write, "_is_gathered", return_value=True):
         _round(source, target, em.ParallelConfig(ep=2, pp=2))
 
 

@@ -102,7 +102,7 @@ def test_overlong_samples_are_cut_dropped_or_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [chat("a"), chat("word " * 50), chat("b", question="long " * 50)])
     dataset, report = build(path, max_length=32, on_overlong="cut")
     assert (report.cut, report.no_target, report.no_target_after_cut) == (1, 1, 1)
-    assert report.no_target_at == (f"{path}:3",)
+    assert report.no_target_at == [f"{path}:3"]
     assert dataset.lengths.max() == 32
     dataset, report = build(path, max_length=32, on_overlong="drop")
     assert (len(dataset), report.dropped, report.cut) == (1, 2, 0)
@@ -126,7 +126,7 @@ def test_samples_without_target_are_left_out_counted_and_named(tmp_path: Path) -
     for template in (on_the_fly.CHATML, on_the_fly.CHATML_WITH_MARKS):
         dataset, report = build(path, template=template)
         assert (len(dataset), report.no_target, report.no_target_after_cut) == (2, 2, 0)
-        assert report.no_target_at == (f"{path}:2", f"{path}:4")
+        assert report.no_target_at == [f"{path}:2", f"{path}:4"]
         assert any(f"no target token: 2 ({path}:2, {path}:4)" in line for line in report.lines())
 
 

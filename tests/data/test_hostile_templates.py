@@ -187,7 +187,7 @@ def test_every_rank_refuses_in_the_same_words(waits: bool) -> None:
 @pytest.mark.parametrize("template", [ESCAPES[0], NESTED_LOOPS], ids=["escape", "endless"])
 def test_check_refuses_as_training_does_even_when_bad_rows_are_skipped(template: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    Qwen3MoeConfig(vocab_size=706).save_pretrained(model)
+    Qwen3MoeConfig(vocab_size=706, num_hidden_layers=2, num_experts=8).save_pretrained(model)
     bpe_tokenizer(template + on_the_fly.CHATML).save_pretrained(model)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": list(HELLO.messages)}) + "\n")
     config = Config.model_validate(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from expertmesh.config.errors import InputError
-from expertmesh.data import EvaluationBatches, Step, TokenizedDataset, TrainingBatches, padding_token_id
+from expertmesh.data import BatchLayout, EvaluationBatches, Step, TokenizedDataset, TrainingBatches, padding_token_id
 from expertmesh.data.loader import accumulation_of
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
 
@@ -25,16 +25,10 @@ def dataset() -> TokenizedDataset:
 
 
 def batches(dataset: TokenizedDataset, rank: int = 0, ranks: int = 1, **changes: Any) -> TrainingBatches:
-    settings: dict[str, Any] = {
-        "global_batch_size": 8,
-        "micro_batch_size": 1,
-        "packing": False,
-        "shuffle": False,
-        "seed": 42,
-        "pad_token_id": 0,
-        "max_length": 16,
-    }
-    return TrainingBatches(dataset, data_rank=rank, data_ranks=ranks, **{**settings, **changes})
+    steps: dict[str, Any] = {"global_batch_size": 8, "shuffle": False, "seed": 42}
+    steps |= {name: changes.pop(name) for name in steps if name in changes}
+    layout: dict[str, Any] = {"micro_batch_size": 1, "packing": False, "pad_token_id": 0, "max_length": 16, **changes}
+    return TrainingBatches(dataset, BatchLayout(data_rank=rank, data_ranks=ranks, **layout), **steps)
 
 
 def steps_of_all_ranks(dataset: TokenizedDataset, epoch: int, ranks: int, **changes: Any) -> list[tuple[Step, ...]]:
@@ -152,15 +146,7 @@ def test_evaluation_sees_every_row_once_with_equally_many_batches_per_rank(
     dataset: TokenizedDataset, ranks: int, micro: int, packing: bool
 ) -> None:
     per_rank = [
-        EvaluationBatches(
-            dataset,
-            micro_batch_size=micro,
-            data_rank=rank,
-            data_ranks=ranks,
-            packing=packing,
-            pad_token_id=0,
-            max_length=16,
-        )
+        EvaluationBatches(dataset, BatchLayout(micro, rank, ranks, packing, pad_token_id=0, max_length=16))
         for rank in range(ranks)
     ]
     lists = [list(evaluation) for evaluation in per_rank]

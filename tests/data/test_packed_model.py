@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from expertmesh.data import TokenizedDataset, TrainingBatches
+from expertmesh.data import BatchLayout, TokenizedDataset, TrainingBatches
 
 VOCABULARY = 96
 
@@ -51,15 +51,10 @@ def test_packed_documents_have_the_logits_of_separate_rows(
     model = tiny_model(attention)
     loader = TrainingBatches(
         dataset,
+        BatchLayout(micro_batch_size, data_rank=0, data_ranks=1, packing=True, pad_token_id=0, max_length=16),
         global_batch_size=3,
-        micro_batch_size=micro_batch_size,
-        data_rank=0,
-        data_ranks=1,
-        packing=True,
         shuffle=True,
         seed=1,
-        pad_token_id=0,
-        max_length=16,
     )
     documents = {tuple(dataset.sample(i).input_ids.tolist()) for i in range(len(dataset))}
     checked, padded, shared = 0, 0, 0
@@ -88,15 +83,10 @@ def test_unpacked_rows_have_the_logits_of_separate_rows(dataset: TokenizedDatase
     model = tiny_model("sdpa")
     loader = TrainingBatches(
         dataset,
+        BatchLayout(3, data_rank=0, data_ranks=1, packing=False, pad_token_id=0, max_length=16),
         global_batch_size=3,
-        micro_batch_size=3,
-        data_rank=0,
-        data_ranks=1,
-        packing=False,
         shuffle=False,
         seed=1,
-        pad_token_id=0,
-        max_length=16,
     )
     for step in loader.epoch(0):
         (batch,) = step.micro_batches

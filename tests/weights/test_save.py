@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError, IntegrityError
 from expertmesh.io import directory as directory_module
-from expertmesh.weights import save as save_module
+from expertmesh.weights import write
 from expertmesh.weights.load import fill
 from expertmesh.weights.meta_model import build_meta_model, materialize
 from expertmesh.weights.save import SaveReport, save_model
@@ -270,12 +270,12 @@ def _broken_tokenizer() -> None:
 
 def _bug_on_rank_1() -> None:
     if dist.get_rank() == 1:
-        save_module.write_box = lambda *_: 1 // 0
+        write.write_box = lambda *_: 1 // 0
 
 
 def _lost_experts() -> None:
-    real = save_module.owns_copy
-    save_module.owns_copy = lambda tensor: real(tensor) and (tensor.dim() != 3 or dist.get_rank() == 0)
+    real = write.owns_copy
+    write.owns_copy = lambda tensor: real(tensor) and (tensor.dim() != 3 or dist.get_rank() == 0)
 
 
 def _save_failing(

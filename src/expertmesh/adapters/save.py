@@ -30,7 +30,7 @@ from expertmesh.state.shards import local_box, local_tensor, owns_copy
 from expertmesh.weights.companions import Tokenizer
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import adapter_tensors
-from expertmesh.weights.save import Values, live_values, write_directory
+from expertmesh.weights.write import StateReader, live_values, write_directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def write_adapter(
     files: Mapping[str, LazyTensor],
     small: Mapping[str, bytes],
     tokenizer: Tokenizer | None,
-    values: Values,
+    values: StateReader,
     dtype: torch.dtype | None = None,
 ) -> tuple[FilesLayout, int]:
     """Write the tensors `files` (in `dtype`, if given) and the `small` files into a directory that appears complete.

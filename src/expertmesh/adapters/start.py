@@ -28,7 +28,7 @@ from expertmesh.state.stage_view import is_on_other_stage, stage_names
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import refuse_non_finite
 from expertmesh.weights.mapping import adapter_tensors, model_tensors
-from expertmesh.weights.reading import Fetch, read_box
+from expertmesh.weights.reading import LeafReader, read_box
 
 
 @torch.no_grad()
@@ -79,7 +79,7 @@ def _check_same_base(model: nn.Module, path: Path) -> None:
         check_base(path, saved, base_of(model), ", or remove this file to start from the adapter on this base instead")
 
 
-def _check_copy(directory: Path, key: str, lazy: LazyTensor, base: torch.Tensor, fetch: Fetch) -> None:
+def _check_copy(directory: Path, key: str, lazy: LazyTensor, base: torch.Tensor, fetch: LeafReader) -> None:
     """PEFT writes a head's frozen weight beside its adapter, and reads it back; ours has to be the same one."""
     local = local_tensor(base)
     stored = torch.empty(local.shape, dtype=lazy.dtype)

@@ -18,6 +18,7 @@ from expertmesh.adapters.plan import plan_lines, plan_of
 from expertmesh.config import Config, ParallelConfig
 from expertmesh.data import (
     IGNORE,
+    BatchLayout,
     DataReport,
     TokenizedDataset,
     TrainingBatches,
@@ -136,17 +137,16 @@ def _share_warning(config: Config, report: DataReport) -> str | None:
 def _print_steps(console: Console, config: Config, dataset: TokenizedDataset, pad_token_id: int) -> None:
     size = config.train.global_batch_size
     # One rank that takes the whole global batch: steps do not depend on the layout, which is unknown here.
-    batches = TrainingBatches(
-        dataset,
-        global_batch_size=size,
+    layout = BatchLayout(
         micro_batch_size=size,
         data_rank=0,
         data_ranks=1,
         packing=config.data.packing,
-        shuffle=config.data.shuffle,
-        seed=config.train.seed,
         pad_token_id=pad_token_id,
         max_length=config.data.max_length,
+    )
+    batches = TrainingBatches(
+        dataset, layout, global_batch_size=size, shuffle=config.data.shuffle, seed=config.train.seed
     )
     plan = batches.plan(0)
     console.print("\nsteps", style="bold")

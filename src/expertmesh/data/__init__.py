@@ -1,17 +1,18 @@
 """Training data: rows of five formats → tokens and targets → batches, every row accounted for.
 
 `build_dataset` reads and tokenizes, `TrainingBatches` and `EvaluationBatches` hand out what each data rank
-trains on. Imports torch and transformers, nothing else of ours but `config`; issues no collective.
+trains on. Nothing here communicates.
 """
 
 from expertmesh.data.build import build_dataset
-from expertmesh.data.loader import EvaluationBatches, Step, TrainingBatches, padding_token_id
+from expertmesh.data.loader import BatchLayout, EvaluationBatches, Step, TrainingBatches, padding_token_id
 from expertmesh.data.report import DataReport
 from expertmesh.data.tokenized import IGNORE, Sample, TokenizedDataset, check_vocabulary
 from expertmesh.data.tokenizer import load_tokenizer
 
 __all__ = [
     "IGNORE",
+    "BatchLayout",
     "DataReport",
     "EvaluationBatches",
     "Sample",

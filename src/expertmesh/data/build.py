@@ -1,11 +1,9 @@
 """From `data.train` or `data.eval` to a `TokenizedDataset` and a `DataReport`.
 
-Read, detect the format, convert, render, tokenize, cut or drop, count: each row either becomes a sample or
-is counted under the reason why not. Every rank runs this over all rows (no collective is issued), which keeps
-every row reachable from every rank; data of billions of tokens should be tokenized elsewhere first.
+Each row either becomes a sample or is counted under the reason why not. Every rank reads all rows and issues no
+collective; data of billions of tokens should be tokenized elsewhere first.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
@@ -52,9 +50,9 @@ class _Builder:
         self._config = config
         self._encoder = Encoder(tokenizer, config.loss_on)
         self._vocab_size = vocab_size
-        self._notes: list[str] = []
+        self._report = DataReport(config.max_length)
         if len(tokenizer) > vocab_size:
-            self._notes.append(
+            self._report.notes.append(
                 f"the tokenizer knows {len(tokenizer):,} tokens but the model has {vocab_size:,} embeddings: "
                 "is it the model's own tokenizer?"
             )
@@ -63,12 +61,8 @@ class _Builder:
         self._file_of: list[int] = []
         self._rows: list[int] = []
         self._files: dict[SourceFile, int] = {}
-        self._sources: list[SourceReport] = []
         self._lengths: list[int] = []
-        self._methods: Counter[str] = Counter()
-        self._counts: Counter[str] = Counter()
-        self._skipped_at: list[str] = []
-        self._no_target_at: list[str] = []
+        self._open_ended = 0
 
     def add(self, source: DataSource) -> None:
         rows, files = 0, len(self._files)
@@ -80,17 +74,9 @@ class _Builder:
         while chunk := list(islice(raw_rows, _ROWS_PER_TOKENIZER_CALL)):
             rows += len(chunk)
             self._add_chunk(chunk, format_name)
-        self._sources.append(
-            SourceReport(
-                path=source.path,
-                format=format_name,
-                detected=source.format == "auto",
-                also_fits=also_fits,
-                files=len(self._files) - files,
-                rows=rows,
-            )
-        )
-        self._counts["rows"] += rows
+        detected, files = source.format == "auto", len(self._files) - files
+        self._report.sources.append(SourceReport(source.path, format_name, detected, also_fits, files, rows))
+        self._report.rows += rows
 
     def _detect(self, raw_rows: Iterator[RawRow], path: str) -> tuple[str, tuple[str, ...], Iterator[RawRow]]:
         """The format of the first usable row, what else would fit, and all rows again."""
@@ -136,8 +122,8 @@ class _Builder:
         message = f"{raw.position}: {reason}"
         if self._config.on_error == "stop":
             raise InputError(f"{message}; correct the row, or set data.on_error: skip to leave such rows out.")
-        self._counts["skipped"] += 1
-        _keep(self._skipped_at, message)
+        self._report.skipped += 1
+        _keep(self._report.skipped_at, message)
 
     def _add_sample(self, raw: RawRow, encoded: Encoded) -> None:
         length, limit = len(encoded.input_ids), self._config.max_length
@@ -152,60 +138,44 @@ class _Builder:
                     f"{limit:,}; raise data.max_length, or set data.on_overlong to cut or drop."
                 )
             if self._config.on_overlong == "drop":
-                self._counts["dropped"] += 1
+                self._report.dropped += 1
                 return
             input_ids, targets = input_ids[:limit], targets[:limit]
         # The first token is never a target (see TokenizedDataset), so it alone is none.
         if not targets[1:].any():
-            self._counts["no_target"] += 1
-            self._counts["no_target_after_cut"] += bool(encoded.targets[1:].any())
-            _keep(self._no_target_at, raw.position)
+            self._report.no_target += 1
+            self._report.no_target_after_cut += bool(encoded.targets[1:].any())
+            _keep(self._report.no_target_at, raw.position)
             return
-        self._counts["cut"] += length > limit
-        self._counts["open_ended"] += encoded.open_ended
-        self._methods[encoded.method] += 1
+        self._report.cut += length > limit
+        self._report.methods[encoded.method] += 1
+        self._open_ended += encoded.open_ended
         self._input_ids.append(input_ids)
         self._targets.append(targets)
         self._file_of.append(self._files[raw.file])
         self._rows.append(raw.number)
 
     def finish(self) -> tuple[TokenizedDataset, DataReport]:
-        counts = self._counts
+        report = self._report
         if not self._input_ids:
-            first = next(iter((*self._skipped_at, *self._no_target_at)), None)
+            first = next(iter((*report.skipped_at, *report.no_target_at)), None)
             raise InputError(
-                f"the data has no target token at all: of {counts['rows']:,} rows {counts['skipped']:,} are "
-                f"malformed, {counts['dropped']:,} too long and {counts['no_target']:,} without a target "
+                f"the data has no target token at all: of {report.rows:,} rows {report.skipped:,} are "
+                f"malformed, {report.dropped:,} too long and {report.no_target:,} without a target "
                 f"under data.loss_on: {self._config.loss_on}"
                 + (f" (first: {first})" if first else "")
                 + "; correct the data or data.loss_on."
             )
-        if counts["open_ended"]:
-            self._notes.append(
-                f"in {counts['open_ended']:,} samples the last answer ends without a special token, so "
+        if self._open_ended:
+            report.notes.append(
+                f"in {self._open_ended:,} samples the last answer ends without a special token, so "
                 "the model is not taught where to stop"
             )
         dataset = TokenizedDataset(
             self._input_ids, self._targets, files=tuple(self._files), file_of=self._file_of, rows=self._rows
         )
-        report = DataReport(
-            sources=tuple(self._sources),
-            max_length=self._config.max_length,
-            rows=counts["rows"],
-            samples=len(dataset),
-            skipped=counts["skipped"],
-            skipped_at=tuple(self._skipped_at),
-            cut=counts["cut"],
-            dropped=counts["dropped"],
-            no_target=counts["no_target"],
-            no_target_at=tuple(self._no_target_at),
-            no_target_after_cut=counts["no_target_after_cut"],
-            tokens=dataset.tokens,
-            target_tokens=dataset.target_tokens,
-            histogram=histogram_of(self._lengths, self._config.max_length),
-            methods=tuple(self._methods.most_common()),
-            notes=tuple(self._notes),
-        )
+        report.samples, report.tokens, report.target_tokens = len(dataset), dataset.tokens, dataset.target_tokens
+        report.histogram = histogram_of(self._lengths, self._config.max_length)
         return dataset, report
 
 

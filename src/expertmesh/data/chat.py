@@ -6,12 +6,12 @@ difference"); where the truncated conversation renders differently from the full
 strip thinking from earlier turns), the turn is located in the full rendering with two stand-in answers
 ("stand-ins"). Every span is checked against the full text; one that cannot be proven is refused, so a mask
 is never silently all ones or all zeros. Templates run in transformers' Jinja sandbox, in a child process with
-limits (confined.py); one that reaches out of the sandbox or exceeds a limit is refused. Never tokenizes.
+limits (sandbox.py); one that reaches out of the sandbox or exceeds a limit is refused.
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from jinja2.exceptions import SecurityError as SandboxError
@@ -84,13 +84,12 @@ class ChatRenderer:
                 f"the chat template of {self._name} is refused: it {error}; read it, and put a chat_template.jinja "
                 "that you trust into the model directory"
             ) from error
-        return [_received(answer) for answer in answers]
-
-
-def _received(answer: dict[str, Any]) -> Rendered | MalformedRow:
-    if "malformed" in answer:
-        return MalformedRow(answer["malformed"])
-    return Rendered(answer["text"], tuple((start, end) for start, end in answer["spans"]), answer["method"])
+        return [
+            MalformedRow(answer)
+            if isinstance(answer, str)
+            else Rendered(answer["text"], tuple((start, end) for start, end in answer["spans"]), answer["method"])
+            for answer in answers
+        ]
 
 
 class _InChild:
@@ -103,13 +102,12 @@ class _InChild:
         self._special_strings = special_strings(tokenizer)
         self._marked = _GENERATION_MARK.search(template) is not None
 
-    def answer(self, messages: Messages) -> dict[str, Any]:
+    def answer(self, messages: Messages) -> dict[str, Any] | str:
         """One conversation's `Rendered`, or the reason why its row is malformed, as JSON values."""
         try:
-            rendered = self._find_targets(messages)
-            return {"text": rendered.text, "spans": rendered.spans, "method": rendered.method}
+            return asdict(self._find_targets(messages))
         except MalformedRow as error:
-            return {"malformed": str(error)}
+            return str(error)
 
     def _find_targets(self, messages: Messages) -> Rendered:
         if self._loss_on == "all":
@@ -146,9 +144,8 @@ class _InChild:
         return text
 
     def _render_marked(self, messages: Messages, assistant_turns: Messages) -> Rendered:
-        # `apply_chat_template(return_assistant_tokens_mask=True)` gives tokens only, and marks every token up
-        # to the end of the text when a span's last character has no token; so take the character spans from
-        # the renderer beneath it.
+        # `apply_chat_template(return_assistant_tokens_mask=True)` gives tokens only, and marks all of the text's rest
+        # when a span's last character has no token. The renderer beneath it gives character spans.
         template_variables: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
 
         def apply() -> Any:
@@ -178,7 +175,7 @@ class _InChild:
         until_turn = self._render_or_none(messages[: turn + 1])
         if start is None or until_turn is None or not text.startswith(until_turn) or len(until_turn) < start:
             return None
-        # A template that leaves out or rewrites the answer is for the stand-ins to judge.
+        # Stand-ins are tried for a template that omits or rewrites the answer.
         return (start, len(until_turn)) if _visible(messages[turn]) in until_turn[start:] else None
 
     def _prompt_length(self, messages: Messages, turn: int, text: str) -> int | None:

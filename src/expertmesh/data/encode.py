@@ -3,8 +3,7 @@
 A token is a target when it covers at least one character of a target span; characters come from the fast
 tokenizer's offsets, or, for a tokenizer without offsets, from prefixes whose ids must be true prefixes.
 Chat text is tokenized as the template wrote it. `text` and `prompt_completion` rows get the special tokens
-the tokenizer adds by itself (usually a bos) and, if it has one, an eos at the end. Knows no files and no
-length limit.
+that the tokenizer adds by itself (usually a bos) and, if it has one, an eos at the end.
 """
 
 from collections.abc import Sequence
@@ -58,24 +57,17 @@ class Encoder:
 
         The tokenizer is called once for all chat records and once for all others.
         """
-        results: list[Encoded | MalformedRow | None] = [None] * len(records)
-        conversations = {index: record for index, record in enumerate(records) if isinstance(record, Conversation)}
-        chats: list[tuple[int, Rendered]] = []
-        for index, rendered in zip(conversations, self._render(list(conversations.values())), strict=True):
-            if isinstance(rendered, Rendered):
-                chats.append((index, rendered))
-            else:
-                results[index] = rendered
-        documents = [
-            (index, self._document(record))
-            for index, record in enumerate(records)
-            if not isinstance(record, Conversation)
+        chats = iter(self._render([record for record in records if isinstance(record, Conversation)]))
+        results: list[Encoded | MalformedRow | Rendered] = [
+            next(chats) if isinstance(record, Conversation) else self._document(record) for record in records
         ]
-        for group, plain in ((chats, False), (documents, True)):
+        for plain in (False, True):
+            of_group = [isinstance(record, Conversation) is not plain for record in records]
+            group = [(i, each) for i, each in enumerate(results) if of_group[i] and isinstance(each, Rendered)]
             texts = [rendered.text for _, rendered in group]
             for (index, rendered), tokens in zip(group, self._tokenize(texts, plain), strict=True):
                 results[index] = self._mask(rendered, *tokens, plain=plain)
-        return [result for result in results if result is not None]
+        return [result for result in results if not isinstance(result, Rendered)]
 
     def _render(self, conversations: list[Conversation]) -> list[Rendered | MalformedRow]:
         if not conversations:
@@ -95,7 +87,7 @@ class Encoder:
         """Ids and character offsets (None from a tokenizer that has none) of each text."""
         if not texts:
             return []
-        # verbose=False: the warning about texts longer than the model is ours to give, with numbers.
+        # verbose=False: `build_dataset` reports samples that are too long.
         encoding = self._tokenizer(
             texts,
             add_special_tokens=add_special_tokens,

@@ -4,21 +4,15 @@
 `PromptCompletion`, `text` rows a `PlainText`. `build_dataset` asks `fitting_formats` which formats a row
 could be, picks one per source and converts every row of the source with it. Whatever cannot be trained on
 faithfully (tool calls, images, unknown roles, per-message weights) is refused by name, never dropped.
-Knows nothing of files, tokenizers or tokens.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 ROLES = ("system", "developer", "user", "assistant")
-_SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-}
+_SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 _TOOL_ROLES = ("tool", "function", "function_call", "tool_call", "tool_response", "observation", "ipython")
 _TOOL_KEYS = ("tools", "functions", "tool_calls", "function_call", "tool_call_id")
 _MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
@@ -78,27 +72,15 @@ def _turns(row: Mapping[str, Any], marker: str) -> list[Any] | None:
     return None
 
 
-def _fits_messages(row: Mapping[str, Any]) -> bool:
-    return _turns(row, "role") is not None or row.get("messages") == []
-
-
-def _fits_sharegpt(row: Mapping[str, Any]) -> bool:
-    return _turns(row, "from") is not None or row.get("conversations") == []
+def _has_turns(marker: str, key: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda row: _turns(row, marker) is not None or row.get(key) == []
 
 
 def _has(*keys: str) -> Callable[[Mapping[str, Any]], bool]:
     return lambda row: all(key in row for key in keys)
 
 
-def _parse_messages(row: Mapping[str, Any]) -> Conversation:
-    return _conversation(row, "role", "content", {role: role for role in ROLES})
-
-
-def _parse_sharegpt(row: Mapping[str, Any]) -> Conversation:
-    return _conversation(row, "from", "value", _SHAREGPT_ROLES)
-
-
-def _conversation(row: Mapping[str, Any], role_key: str, text_key: str, roles: Mapping[str, str]) -> Conversation:
+def _parse_turns(row: Mapping[str, Any], role_key: str, text_key: str, roles: Mapping[str, str]) -> Conversation:
     turns = _turns(row, role_key)
     if not turns:
         raise MalformedRow("the conversation has no message")
@@ -143,10 +125,6 @@ def _parse_prompt_completion(row: Mapping[str, Any]) -> PromptCompletion:
     return PromptCompletion(_text(row["prompt"], "'prompt'"), _text(row["completion"], "'completion'"))
 
 
-def _parse_text(row: Mapping[str, Any]) -> PlainText:
-    return PlainText(_text(row["text"], "'text'"))
-
-
 def _role(value: Any, where: str, roles: Mapping[str, str]) -> str:
     if isinstance(value, str) and value in roles:
         return roles[value]
@@ -179,12 +157,10 @@ def _text(value: Any, what: str) -> str:
 
 
 def _refuse_unsupported_keys(item: Mapping[str, Any], where: str) -> None:
-    for key in _TOOL_KEYS:
-        if item.get(key):
-            raise MalformedRow(f"{where} has {key!r}, and tool use is not supported")
-    for key in _MEDIA_KEYS:
-        if item.get(key):
-            raise MalformedRow(f"{where} has {key!r}, and only text can be trained on")
+    for keys, why in ((_TOOL_KEYS, "tool use is not supported"), (_MEDIA_KEYS, "only text can be trained on")):
+        for key in keys:
+            if item.get(key):
+                raise MalformedRow(f"{where} has {key!r}, and {why}")
     if where == "the row":
         return
     for key in _WEIGHT_KEYS:
@@ -195,25 +171,24 @@ def _refuse_unsupported_keys(item: Mapping[str, Any], where: str) -> None:
 def _kind(value: Any) -> str:
     if value is None:
         return "missing or null"
-    names = {
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-        str: "a string",
-        list: "a list",
-        dict: "an object",
-    }
-    return names.get(type(value), f"a {type(value).__name__}")
+    names = {bool: "boolean", int: "number", float: "number", str: "string", list: "list"}
+    return "an object" if isinstance(value, dict) else f"a {names.get(type(value), type(value).__name__)}"
 
 
 _Fits = Callable[[Mapping[str, Any]], bool]
 _Parse = Callable[[Mapping[str, Any]], Record]
 # Most specific first: chat data sets often carry a flattened `prompt` or `text` beside `messages`.
 _FORMATS: dict[str, tuple[_Fits, _Parse]] = {
-    "messages": (_fits_messages, _parse_messages),
-    "sharegpt": (_fits_sharegpt, _parse_sharegpt),
+    "messages": (
+        _has_turns("role", "messages"),
+        partial(_parse_turns, role_key="role", text_key="content", roles={role: role for role in ROLES}),
+    ),
+    "sharegpt": (
+        _has_turns("from", "conversations"),
+        partial(_parse_turns, role_key="from", text_key="value", roles=_SHAREGPT_ROLES),
+    ),
     "alpaca": (_has("instruction", "output"), _parse_alpaca),
     "prompt_completion": (_has("prompt", "completion"), _parse_prompt_completion),
-    "text": (_has("text"), _parse_text),
+    "text": (_has("text"), lambda row: PlainText(_text(row["text"], "'text'"))),
 }
 FORMATS = tuple(_FORMATS)

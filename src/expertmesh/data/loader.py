@@ -37,40 +37,51 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
-    """What one data rank takes of a list of rows."""
+class BatchLayout:
+    """How rows become the micro-batches of one data rank.
 
-    dataset: TokenizedDataset
+    Rows are dealt to the `data_ranks` ranks in turn, so that no two ranks differ by more than one row. A row is one
+    sample, or with `packing` several that together have at most `max_length` tokens. `fill` of a plan is relative to
+    `max_length` either way.
+    """
+
     micro_batch_size: int
     data_rank: int
     data_ranks: int
     packing: bool
     pad_token_id: int
+    max_length: int
 
-    def micro_batches(self, rows: Sequence[Row], first_number: int = 0) -> Iterator[Batch]:
-        """This rank's micro-batches of `rows`, which are dealt to the ranks in turn, so that no two ranks
-        differ by more than one row; they are numbered from `first_number`.
+    def __post_init__(self) -> None:
+        assert 0 <= self.data_rank < self.data_ranks
+        assert self.micro_batch_size > 0
+
+    def plan(self, dataset: TokenizedDataset, order: Row) -> PackedRows:
+        """The samples `order` in rows."""
+        if self.packing:
+            return pack(dataset.lengths, order, self.max_length)
+        fill = float(dataset.lengths.sum()) / (len(dataset) * self.max_length)
+        return PackedRows(tuple(order.reshape(-1, 1)), fill)
+
+    def micro_batches(self, dataset: TokenizedDataset, rows: Sequence[Row], first_number: int = 0) -> Iterator[Batch]:
+        """This rank's micro-batches of `rows`, which are numbered from `first_number`.
 
         Ranks that run out of rows repeat the first one with every label -100: its loss and its gradients are
         exactly zero, and the rank still takes part in every collective of its peers.
         """
+        assemble = packed_batch if self.packing else padded_batch
         mine = list(range(self.data_rank, len(rows), self.data_ranks))
         for start in range(0, -(-len(rows) // self.data_ranks), self.micro_batch_size):
             part = mine[start : start + self.micro_batch_size]
             chosen = [rows[place] for place in part or [0]]
-            batch = self._batch(chosen)
-            numbers = torch.tensor(part or [0], dtype=torch.int64) + first_number
-            labels = batch["labels"] if part else torch.full_like(batch["labels"], IGNORE)
-            yield {**batch, "labels": labels, "row_numbers": numbers, "real_tokens": self._real(chosen, batch, part)}
-
-    def _real(self, rows: Sequence[Row], batch: Batch, part: Sequence[int]) -> torch.Tensor:
-        """Padding is on the right, packed or not; a rank without rows of its own has no real token."""
-        lengths = torch.tensor([int(self.dataset.lengths[row].sum()) if part else 0 for row in rows])
-        return torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]
-
-    def _batch(self, rows: Sequence[Row]) -> Batch:
-        assemble = packed_batch if self.packing else padded_batch
-        return assemble(self.dataset, rows, self.pad_token_id)
+            batch = assemble(dataset, chosen, self.pad_token_id)
+            if not part:
+                batch["labels"].fill_(IGNORE)
+            batch["row_numbers"] = torch.tensor(part or [0], dtype=torch.int64) + first_number
+            # Padding is on the right, packed or not; a rank without rows of its own has no real token.
+            lengths = torch.tensor([int(dataset.lengths[row].sum()) if part else 0 for row in chosen])
+            batch["real_tokens"] = torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]
+            yield batch
 
 
 class TrainingBatches:
@@ -85,30 +96,16 @@ class TrainingBatches:
     """
 
     def __init__(
-        self,
-        dataset: TokenizedDataset,
-        *,
-        global_batch_size: int,
-        micro_batch_size: int,
-        data_rank: int,
-        data_ranks: int,
-        packing: bool,
-        shuffle: bool,
-        seed: int,
-        pad_token_id: int,
-        max_length: int,
+        self, dataset: TokenizedDataset, layout: BatchLayout, *, global_batch_size: int, shuffle: bool, seed: int
     ) -> None:
         if not len(dataset):
             raise InputError("the training data has no sample, so there is no step to train; correct data.train.")
-        assert 0 <= data_rank < data_ranks
-        self.accumulation = accumulation_of(global_batch_size, micro_batch_size, data_ranks)
-        self._share = _Share(dataset, micro_batch_size, data_rank, data_ranks, packing, pad_token_id)
+        self.accumulation = accumulation_of(global_batch_size, layout.micro_batch_size, layout.data_ranks)
         self._dataset = dataset
+        self._layout = layout
         self._global_batch_size = global_batch_size
-        self._packing = packing
         self._shuffle = shuffle
         self._seed = seed
-        self._max_length = max_length
         self._plans: dict[int, PackedRows] = {}
         self._steps: dict[int, int] = {}
 
@@ -120,7 +117,7 @@ class TrainingBatches:
     def steps_in_epoch(self, epoch: int) -> int:
         """Steps of one epoch."""
         if epoch not in self._steps:
-            fixed = not (self._packing and self._shuffle)
+            fixed = not (self._layout.packing and self._shuffle)
             rows = self.plan(0 if fixed else epoch).rows
             self._steps[epoch] = -(-len(rows) // self._global_batch_size)
         return self._steps[epoch]
@@ -137,13 +134,8 @@ class TrainingBatches:
             if self._shuffle:
                 order = np.random.default_rng([self._seed, epoch]).permutation(count)
             self._plans.clear()  # one epoch is in use at a time, and a plan holds an array per row
-            self._plans[epoch] = self._rows(order)
+            self._plans[epoch] = self._layout.plan(self._dataset, order)
         return self._plans[epoch]
-
-    def _rows(self, order: Row) -> PackedRows:
-        if self._packing:
-            return pack(self._dataset.lengths, order, self._max_length)
-        return _unpacked(self._dataset, order, self._max_length)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Step]:
         """The steps of one epoch from `start_step` (counted from 0) on; earlier rows are not touched."""
@@ -157,7 +149,7 @@ class TrainingBatches:
                 rows=len(part),
                 tokens=int(self._dataset.lengths[samples].sum()),
                 target_tokens=int(self._dataset.target_counts[samples].sum()),
-                micro_batches=tuple(self._share.micro_batches(part, (epoch << 32) + step * size)),
+                micro_batches=tuple(self._layout.micro_batches(self._dataset, part, (epoch << 32) + step * size)),
             )
 
 
@@ -168,33 +160,20 @@ class EvaluationBatches:
     without targets). `target_tokens` is the total over all ranks, by which the summed loss is divided.
     """
 
-    def __init__(
-        self,
-        dataset: TokenizedDataset,
-        *,
-        micro_batch_size: int,
-        data_rank: int,
-        data_ranks: int,
-        packing: bool,
-        pad_token_id: int,
-        max_length: int,
-    ) -> None:
+    def __init__(self, dataset: TokenizedDataset, layout: BatchLayout) -> None:
         if not len(dataset):
             raise InputError("the evaluation data has no sample; correct data.eval, or leave it empty.")
-        assert 0 <= data_rank < data_ranks
-        assert micro_batch_size > 0
-        order = np.arange(len(dataset))
-        plan = pack(dataset.lengths, order, max_length) if packing else _unpacked(dataset, order, max_length)
-        self._rows = plan.rows
-        self._share = _Share(dataset, micro_batch_size, data_rank, data_ranks, packing, pad_token_id)
+        self._dataset = dataset
+        self._layout = layout
+        self._rows = layout.plan(dataset, np.arange(len(dataset))).rows
         self.target_tokens = dataset.target_tokens
 
     def __len__(self) -> int:
         """Batches per rank."""
-        return -(-len(self._rows) // (self._share.data_ranks * self._share.micro_batch_size))
+        return -(-len(self._rows) // (self._layout.data_ranks * self._layout.micro_batch_size))
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._share.micro_batches(self._rows)
+        return self._layout.micro_batches(self._dataset, self._rows)
 
 
 def accumulation_of(global_batch_size: int, micro_batch_size: int, data_ranks: int) -> int:
@@ -218,8 +197,3 @@ def padding_token_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int
     """
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next((int(token_id) for token_id in known if token_id is not None and token_id < vocab_size), 0)
-
-
-def _unpacked(dataset: TokenizedDataset, order: Row, max_length: int) -> PackedRows:
-    fill = float(dataset.lengths.sum()) / (len(dataset) * max_length)
-    return PackedRows(tuple(order.reshape(-1, 1)), fill)

@@ -2,7 +2,7 @@
 
 Greedy best fit over a bounded number of open rows, in the order given: the same order always gives the same
 rows, neighbours stay near each other, and no document is ever split. Inside a row every document has its own
-`position_ids` from 0, by which transformers keeps attention inside documents. Draws no random numbers.
+`position_ids` from 0, by which transformers keeps attention inside documents.
 """
 
 from collections.abc import Sequence
@@ -72,9 +72,9 @@ def packed_batch(dataset: TokenizedDataset, rows: Sequence[Row], pad_token_id: i
     -100). There is no `attention_mask`: transformers finds the documents by `position_ids`, which needs
     `use_cache=False`, and under flash attention B = 1.
     """
-    width = max(int(dataset.lengths[row].sum()) for row in rows)
-    input_ids, labels = _filled(len(rows), width, pad_token_id), _filled(len(rows), width, IGNORE)
-    position_ids = _filled(len(rows), width, 0)
+    shape = (len(rows), max(int(dataset.lengths[row].sum()) for row in rows))
+    input_ids, labels = np.full(shape, pad_token_id, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
+    position_ids = np.zeros(shape, dtype=np.int64)
     for b, row in enumerate(rows):
         end = 0
         for index in row.tolist():
@@ -83,27 +83,15 @@ def packed_batch(dataset: TokenizedDataset, rows: Sequence[Row], pad_token_id: i
             input_ids[b, start:end] = sample.input_ids
             labels[b, start:end] = sample.labels
             position_ids[b, start:end] = np.arange(end - start)
-        position_ids[b, end:] = np.arange(width - end)
-    return _as_tensors(input_ids=input_ids, labels=labels, position_ids=position_ids)
+        position_ids[b, end:] = np.arange(shape[1] - end)
+    arrays = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def padded_batch(dataset: TokenizedDataset, rows: Sequence[Row], pad_token_id: int) -> Batch:
     """`input_ids`, `labels`, `attention_mask` [B, S] int64 of rows of one sample, padded on the right."""
-    samples = [dataset.sample(int(index)) for (index,) in rows]
-    width = max(len(sample.input_ids) for sample in samples)
-    input_ids, labels = _filled(len(rows), width, pad_token_id), _filled(len(rows), width, IGNORE)
-    attention_mask = _filled(len(rows), width, 0)
-    for b, sample in enumerate(samples):
-        length = len(sample.input_ids)
-        input_ids[b, :length] = sample.input_ids
-        labels[b, :length] = sample.labels
-        attention_mask[b, :length] = 1
-    return _as_tensors(input_ids=input_ids, labels=labels, attention_mask=attention_mask)
-
-
-def _filled(rows: int, width: int, value: int) -> npt.NDArray[np.int64]:
-    return np.full((rows, width), value, dtype=np.int64)
-
-
-def _as_tensors(**arrays: npt.NDArray[np.int64]) -> Batch:
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    batch = packed_batch(dataset, rows, pad_token_id)
+    del batch["position_ids"]
+    lengths = torch.from_numpy(dataset.lengths[np.concatenate(rows)])
+    batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
+    return batch

@@ -1,7 +1,8 @@
-"""What became of the rows: the counts that `train` and `check` print, so that no row is lost in silence."""
+"""What became of each row: the counts that `train` and `check` print."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -36,31 +37,31 @@ class HistogramBin:
     samples: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DataReport:
-    """Counts of one data set.
+    """Counts of one data set, added up while it is built.
 
     `rows` = `samples` + `skipped` + `dropped` + `no_target`. `cut` counts samples shortened to `max_length`;
-    `no_target_after_cut` are those among `no_target` that cutting robbed of their targets. The `*_at` fields
+    `no_target_after_cut` are those among `no_target` whose targets were all cut off. The `*_at` fields
     name the first rows concerned. `methods` counts samples by how their targets were found.
     """
 
-    sources: tuple[SourceReport, ...]
     max_length: int
-    rows: int
-    samples: int
-    skipped: int
-    skipped_at: tuple[str, ...]
-    cut: int
-    dropped: int
-    no_target: int
-    no_target_at: tuple[str, ...]
-    no_target_after_cut: int
-    tokens: int
-    target_tokens: int
-    histogram: tuple[HistogramBin, ...]
-    methods: tuple[tuple[str, int], ...]
-    notes: tuple[str, ...]
+    sources: list[SourceReport] = field(default_factory=list)
+    rows: int = 0
+    samples: int = 0
+    skipped: int = 0
+    skipped_at: list[str] = field(default_factory=list)
+    cut: int = 0
+    dropped: int = 0
+    no_target: int = 0
+    no_target_at: list[str] = field(default_factory=list)
+    no_target_after_cut: int = 0
+    tokens: int = 0
+    target_tokens: int = 0
+    histogram: tuple[HistogramBin, ...] = ()
+    methods: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
         """The report for a terminal or a log, without markup; the histogram is left to `check`."""
@@ -68,7 +69,8 @@ class DataReport:
         lines = [source.line() for source in self.sources]
         lines.append(f"samples {self.samples:,} of {self.rows:,} rows, tokens {self.tokens:,}")
         lines.append(f"target tokens {self.target_tokens:,} ({share:.1%})")
-        lines.append("targets found by " + ", ".join(f"{method}: {count:,}" for method, count in self.methods))
+        methods = (f"{method}: {count:,}" for method, count in self.methods.most_common())
+        lines.append(f"targets found by {', '.join(methods)}")
         if self.cut:
             lines.append(f"cut to {self.max_length:,} tokens: {self.cut:,}")
         if self.dropped:
@@ -94,6 +96,6 @@ def histogram_of(lengths: Sequence[int], max_length: int, bins: int = 8) -> tupl
     return tuple(HistogramBin(low, high, int(n)) for low, high, n in zip(edges, uppers, counts, strict=True))
 
 
-def _listed(positions: tuple[str, ...], total: int) -> str:
+def _listed(positions: Sequence[str], total: int) -> str:
     more = total - len(positions)
     return ", ".join(positions) + (f" and {more:,} more" if more else "")

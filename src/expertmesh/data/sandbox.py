@@ -1,11 +1,10 @@
-"""A child process for what untrusted text can ask for, under the kernel's limits of time and memory.
+"""A child process that runs untrusted programs under the kernel's limits of time and memory.
 
-For chat.py: a chat template is a program that came with a model. Jinja's sandbox limits what it may touch, not what it
-may spend, and one operation of the interpreter (`'a' * 10**12`, `10 ** 10**8`) can spend everything while neither a
-counter in the sandbox nor a signal handler gets a turn; the kernel's timer and address-space limit always do. The
-child is forked, as data loaders' workers are: it has the tokenizer, and imports nothing. It lives as long as its
-`Confined`, so that a call costs two copies of its data. What comes back is JSON, never a pickle. The limit on memory
-holds on Linux alone. Never touches a device.
+For chat.py: a chat template is a program that came with a model. Jinja's sandbox limits what it may touch, but not the
+time and memory of one operation (`'a' * 10**12`, `10 ** 10**8`), during which no signal handler runs; the kernel's
+timer and address-space limit always work. The child is forked, as data loaders' workers are: it has the tokenizer and
+imports nothing. It lives as long as its `Sandbox`, so that a call costs two copies of its data. Its answers are JSON,
+never a pickle. The limit on memory holds on Linux only. The child never touches a device.
 """
 
 import gc
@@ -78,12 +77,12 @@ def _result(answer: Any) -> Any:
 def _serve(connection: Connection, function: Callable[[Any], Any]) -> NoReturn:
     """The whole life of the child; it ends without the parent's exit handlers."""
     try:
-        # The parent's own handlers must not run twice, and Ctrl-C is its to handle.
+        # The parent's handlers must not run here as well; the parent handles Ctrl-C.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-        # Nor must finalizers of the parent's objects.
+        # The finalizers of the parent's objects must not run here either.
         gc.freeze()
         while True:
             items = connection.recv()

@@ -2,8 +2,8 @@
 
 `read_source` yields one `RawRow` per row, in file order (files of a directory sorted by name). A row that
 cannot be read carries its `problem` instead of stopping the reader, so that the caller decides between
-`on_error: stop` and `skip`; only what makes the rest of a file unreadable raises `InputError` here.
-Never interprets a row: that is `formats.py`.
+`on_error: stop` and `skip`; only what makes the rest of a file unreadable raises `InputError` here. formats.py
+interprets the rows.
 """
 
 import json
@@ -16,6 +16,7 @@ from typing import Any
 from expertmesh.config.errors import InputError
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+_SPACE = re.compile(r"\s*")
 # `name` or `org/name`, then an optional split: what the hub allows, and nothing that looks like a local path.
 _HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?::(?P<split>[\w.-]+))?")
 _FILE_LIKE = (*SUFFIXES, ".txt", ".csv", ".tsv", ".gz", ".zst", ".zip", ".arrow", ".yaml", ".yml")
@@ -135,10 +136,9 @@ def _list_rows(source: SourceFile, text: str) -> Iterator[RawRow]:
     """Decode the list item by item, so that a damaged item can be named by its row and line."""
     duplicates: list[str] = []
     decoder = _decoder(duplicates)
-    space = re.compile(r"\s*")
 
     def after_space(index: int) -> int:
-        match = space.match(text, index)
+        match = _SPACE.match(text, index)
         return match.end() if match else index
 
     def damaged(number: int, index: int, reason: str) -> InputError:

@@ -1,8 +1,4 @@
-"""The model's tokenizer, or one sentence why it cannot be had.
-
-`train`, `check` and the demo take it from here. Reads no weights, and runs no code that comes with a model
-unless `model.trust_remote_code` says so.
-"""
+"""The model's tokenizer. Code that comes with a model runs only if `model.trust_remote_code` is set."""
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -32,7 +28,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
             f"the tokenizer of {name} cannot be loaded ({reason[:200]}); check model.name_or_path and that "
             "the tokenizer's files are there and whole."
         ) from error
-    # Without any tokenizer file transformers makes an empty tokenizer for some families, without a word.
+    # Without any tokenizer file transformers silently makes an empty tokenizer for some families.
     if len(tokenizer) <= len(tokenizer.added_tokens_decoder):
         raise InputError(
             f"the tokenizer of {name} has no vocabulary; put the model's tokenizer.json into its directory."

@@ -1,6 +1,6 @@
 """Errors that happen on one rank, raised on all of them: nobody is left waiting in a collective.
 
-`with together("reading weights"):` runs its block on every rank; when all are through, they compare notes.
+`with raise_on_all_ranks("reading weights"):` runs its block on every rank; when all are through, they compare notes.
 If one failed, every rank raises the same sentence, that of the lowest failing rank. Never use it around
 code that itself communicates: a rank that raised would leave its peers inside that collective.
 """
@@ -52,6 +52,14 @@ def from_rank_0(text: str) -> str:
         message.copy_(torch.frombuffer(bytearray(encoded.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8))
     dist.broadcast(message, src=0)
     return bytes(message.cpu().tolist()).rstrip(b"\0").decode()
+
+
+def sum_over_ranks(numbers: torch.Tensor) -> torch.Tensor:
+    """The sum of `numbers` over all ranks, on the CPU. Every rank calls it; one all-reduce on the default group."""
+    numbers = numbers.to(collective_device())
+    if dist.is_initialized():
+        dist.all_reduce(numbers)
+    return numbers.cpu()
 
 
 def collective_device() -> torch.device:

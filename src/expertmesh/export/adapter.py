@@ -21,7 +21,8 @@ from expertmesh.export.per_expert_adapter import per_expert_adapter
 from expertmesh.export.stored_model import companion_files
 from expertmesh.weights.companions import CopiedFiles
 from expertmesh.weights.mapping import adapter_tensors
-from expertmesh.weights.save import SaveReport, Values
+from expertmesh.weights.save import SaveReport
+from expertmesh.weights.write import StateReader
 
 AdapterFormat = Literal["peft", "per-expert"]
 
@@ -31,7 +32,7 @@ def export_adapter(
     state: SavedState,
     model: PreTrainedModel,
     target: Path,
-    values: Values,
+    values: StateReader,
     dtype: torch.dtype | None,
     adapter_format: AdapterFormat,
 ) -> SaveReport:

@@ -1,1 +1,1 @@
-"""Files: safetensors read and written by byte range, directories published by one rename. Knows no model."""
+"""Files: safetensors read and written by byte range, directories published by one rename."""

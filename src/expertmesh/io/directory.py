@@ -1,8 +1,6 @@
-"""The directory around the weights files: made under a temporary name, completed, published by one rename.
+"""Directories of files: made under a temporary name, completed, published by one rename.
 
-For save.py. Writes what transformers' `save_pretrained` writes beside the weights: index, config,
-generation config, a remote-code model's own code, and whatever the tokenizer saves (its chat template with
-it). Never overwrites: a target that holds anything is refused. Nothing here communicates.
+Nothing is overwritten: a target that holds anything is refused. Nothing here communicates.
 """
 
 import errno
@@ -40,19 +38,12 @@ def temporary_directory(temporary: Path, *, remove: bool) -> Iterator[None]:
 
 @contextmanager
 def io_errors(directory: Path, needed: int) -> Iterator[None]:
-    """Turn what the operating system says about writing to `directory` into an `InputError`.
-
-    `needed` are the bytes that all weights files take.
-    """
+    """Turn an `OSError` of writing to `directory` into an `InputError`; `needed` are the bytes of all files."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(directory.parent).free
-            raise InputError(
-                f"{directory.parent}: the disk is full: it has {free:,} bytes free, {needed:,} are needed; "
-                "free space or choose another directory"
-            ) from error
+            raise InputError(_too_small(directory.parent, needed, "the disk is full: it has")) from error
         path = error.filename or directory
         raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
 
@@ -70,18 +61,13 @@ def create_files(layout: FilesLayout, temporary: Path) -> None:
 
 def require_space(directory: Path, needed: int) -> None:
     """Raise `InputError` unless the disk of `directory` has `needed` bytes free."""
+    if shutil.disk_usage(directory).free < needed:
+        raise InputError(_too_small(directory, needed, "the disk has"))
+
+
+def _too_small(directory: Path, needed: int, has: str) -> str:
     free = shutil.disk_usage(directory).free
-    if free < needed:
-        raise InputError(
-            f"{directory}: the disk has {free:,} bytes free, {needed:,} are needed; "
-            "free space or choose another directory"
-        )
-
-
-def wait_until_visible(layout: FilesLayout) -> None:
-    """Return when this rank sees all files at their full sizes. `InputError` if it does not in time."""
-    for file in layout.files:
-        wait_until_seen(file.path, file.size)
+    return f"{directory}: {has} {free:,} bytes free, {needed:,} are needed; free space or choose another directory"
 
 
 def wait_until_seen(path: Path, size: int | None = None) -> None:

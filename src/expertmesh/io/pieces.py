@@ -1,9 +1,8 @@
-"""Pieces: which box of a tensor is which box of another one. The common language of loading and saving.
+"""Pieces: which box of a tensor is which box of another one, for loading and saving.
 
-A `Leaf` is a tensor that has values: one of a file, or one of the model. A tensor assembled from leaves
-(lazy.py) is a set of disjoint `Piece`s. To load, a rank crops pieces to the box that it holds and reads
-their sources; to save, it crops them to the box of the source that it holds and writes their destinations.
-Plain arithmetic: no values here.
+A `Leaf` is a tensor with values: one of a file, or one of the model. A tensor assembled from leaves (weights/lazy.py)
+is a set of disjoint `Piece`s. To load, a rank crops pieces to the box that it holds and reads their sources; to save,
+it crops them to the box of the source that it holds and writes their destinations. Nothing here holds values.
 """
 
 from dataclasses import dataclass

@@ -1,11 +1,10 @@
 """Reads the safetensors files of a directory by byte range: headers first, then exactly the boxes asked for.
 
-For load.py (through pieces.py) and for `inspect`, which needs headers alone. Nothing is trusted: every
-header is checked against the file before any of its numbers is used, and an index may only name plain files
-of its own directory (which may be symbolic links: the hub's cache is made of them). What is merely damaged is
-an `IntegrityError`; what would mislead a trusting reader (offsets that point elsewhere, a header larger than its
-file) is a `SecurityError`. Never maps a file into memory, never reads a tensor that nobody asked for, never opens
-a pickle.
+Nothing is trusted: every header is checked against its file before any of its numbers is used, and an index may only
+name plain files of its own directory (which may be symbolic links: the hub's cache is made of them). What is merely
+damaged is an `IntegrityError`; what would mislead a trusting reader (offsets that point elsewhere, a header larger than
+its file) is a `SecurityError`. Unlike the safetensors library it maps no file into memory, where pages would count as
+the rank's. It never opens a pickle.
 """
 
 import json
@@ -13,10 +12,10 @@ import math
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -29,13 +28,12 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # The bound that the safetensors library itself sets to headers; here also that of an index.
 MAX_HEADER_BYTES = 100_000_000
-# No tensor has as many dims, and no file as many bytes; products of such numbers stay cheap to compute.
+# Larger numbers mean damage, and their products would take long to compute.
 _MAX_DIMS, _MAX_NUMBER = 64, 1 << 63
-# Rows shorter than a sector and closer together than a page come from the disk together in any case: one
-# read that includes the gaps then beats one read per row.
+# Short rows closer together than a page come from the disk together in any case: one read with the gaps is faster.
 MAX_MERGED_ROW_BYTES = 512
 MAX_GAP_BYTES = 4096
-# A process may have 1024 files open where nobody has raised that; a thousand ranks write two thousand.
+# The usual limit is 1024 open files a process; a thousand ranks write two thousand files.
 MAX_OPEN_FILES = 256
 _SPAN_BYTES = 16 << 20
 
@@ -59,7 +57,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-# What the format has beside these.
+# Further dtypes of the format, which are not supported.
 _UNSUPPORTED_DTYPES = ("F4", "F6_E2M3", "F6_E3M2", "C64")
 
 
@@ -111,7 +109,7 @@ class ByteRuns:
 
 
 class WeightFiles:
-    """The tensors of one checkpoint directory, by name, and the files they are in. Close it, or use `with`.
+    """The tensors of one Hugging Face directory, by name, and the files they are in. Close it, or use `with`.
 
     `bytes_read` counts every byte of tensor data that was read through it (headers and index apart).
     """
@@ -124,7 +122,7 @@ class WeightFiles:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors of the checkpoint."""
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def read(self, tensor: FileTensor, box: Box, out: Tensor) -> None:
@@ -141,13 +139,13 @@ class WeightFiles:
         runs = ByteRuns.of(tensor.shape, tensor.dtype.itemsize, box)
         at = 0
         for first, count, stride in runs.rows():
-            rows = target[at : at + count * runs.length]
+            rows = target[at : at + count * runs.length].view(count, runs.length)
             short = runs.length <= MAX_MERGED_ROW_BYTES and stride - runs.length <= MAX_GAP_BYTES
             if count > 1 and short:
-                self._read_spans(tensor, first, stride, rows.view(count, runs.length))
+                self._read_spans(tensor, first, stride, rows)
             else:
                 for row in range(count):
-                    self._read_run(tensor, first + row * stride, rows[row * runs.length : (row + 1) * runs.length])
+                    self._read_run(tensor, first + row * stride, rows[row])
             at += count * runs.length
 
     def _read_spans(self, tensor: FileTensor, first: int, stride: int, rows: Tensor) -> None:
@@ -189,9 +187,7 @@ class WeightFiles:
     def __enter__(self) -> "WeightFiles":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -227,14 +223,10 @@ def as_bytes(values: Tensor) -> Tensor:
 
 def read_index(path: Path) -> dict[str, str]:
     """The `weight_map` of an index file: tensor name -> plain name of a safetensors file beside the index."""
-    descriptor = _open(path)
-    try:
-        size = os.fstat(descriptor).st_size
+    with _opened(path) as (descriptor, size):
         if size > MAX_HEADER_BYTES:
             _unsafe(path, f"an index of {size} bytes")
         text = _pread(path, descriptor, size, 0)
-    finally:
-        os.close(descriptor)
     try:
         content = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, path))
     except (ValueError, RecursionError) as error:
@@ -274,12 +266,8 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 def _header_entries(path: Path) -> tuple[dict[str, Any], int, int]:
     """The JSON object that the header is, where the data starts, and the size of the file."""
-    descriptor = _open(path)
-    try:
-        size = os.fstat(descriptor).st_size
+    with _opened(path) as (descriptor, size):
         header = _pread(path, descriptor, _header_length(path, descriptor, size), 8)
-    finally:
-        os.close(descriptor)
     try:
         entries = json.loads(header, object_pairs_hook=lambda pairs: _unique(pairs, path))
     except (ValueError, RecursionError) as error:
@@ -376,6 +364,16 @@ def _open(path: Path) -> int:
         os.close(descriptor)
         raise SecurityError(f"{path}: is neither a file nor a link to one; remove it and download the checkpoint again")
     return descriptor
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[int, int]]:
+    """A descriptor of the file, and its size."""
+    descriptor = _open(path)
+    try:
+        yield descriptor, os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
 
 
 def _pread(path: Path, descriptor: int, length: int, offset: int) -> bytes:

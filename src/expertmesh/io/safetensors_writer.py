@@ -1,7 +1,7 @@
 """Lays out safetensors files before a byte of them is written, and writes boxes of tensors into their place.
 
-For save.py: every rank computes the same layout, one rank creates the files at full size with their
-headers, and then each rank writes its own byte ranges. What comes out is what the safetensors library would
+Every rank computes the same layout, one rank creates the files at full size with their headers, and then each rank
+writes its own byte ranges. The result is what the safetensors library, which writes whole files from one process, would
 have written. Nothing here communicates or decides who writes what.
 """
 
@@ -78,30 +78,26 @@ def lay_out(
     )
     weight_map = {tensor.name: file.path.name for file in files for tensor in file.tensors}
     total = sum(tensor.nbytes for file in files for tensor in file.tensors)
-    return FilesLayout(
-        files, {"metadata": {"total_parameters": parameters, "total_size": total}, "weight_map": weight_map}
-    )
+    metadata = {"total_parameters": parameters, "total_size": total}
+    return FilesLayout(files, {"metadata": metadata, "weight_map": weight_map})
 
 
 def create_file(file: FileLayout) -> None:
     """Make the file at its full size with its header; the tensors' bytes are holes until they are written."""
-    descriptor = os.open(file.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        _pwrite(descriptor, memoryview(file.header), 0)
-        os.ftruncate(descriptor, file.size)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    write_synced(file.path, file.header, file.size)
 
 
 def create_index(directory: Path, index: dict[str, Any]) -> None:
     write_synced(directory / INDEX_FILE, json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
 
 
-def write_synced(path: Path, content: bytes) -> None:
+def write_synced(path: Path, content: bytes, size: int | None = None) -> None:
+    """Make a new file of `content`, followed by a hole if `size` is larger, and have the disk hold it."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         _pwrite(descriptor, memoryview(content), 0)
+        if size is not None:
+            os.ftruncate(descriptor, size)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -131,8 +127,7 @@ def sync(path: Path) -> None:
 def write_box(descriptor: int, tensor: FileTensor, box: Box, values: Tensor) -> int:
     """Write `values` (contiguous, on the CPU, of the tensor's dtype) where `box` belongs; bytes written.
 
-    Each contiguous run of the box is one write: rows of a box that is narrower than the tensor go one by
-    one.
+    Each contiguous run of the box is one write.
     """
     assert values.is_contiguous()
     assert values.dtype == tensor.dtype
@@ -167,11 +162,8 @@ def _file(path: Path, tensors: list[FileTensor], metadata: Mapping[str, str] | N
     entries: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
     at = 0
     for tensor in ordered:
-        entries[tensor.name] = {
-            "dtype": CODES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + tensor.nbytes],
-        }
+        offsets = [at, at + tensor.nbytes]
+        entries[tensor.name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         at += tensor.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text = text.ljust(math.ceil(len(text) / 8) * 8)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe
@@ -14,7 +13,7 @@ from expertmesh.adapters.plan import plan_lines as adapter_plan_lines
 from expertmesh.adapters.plan import plan_of
 from expertmesh.anatomy import Anatomy, is_adapter
 from expertmesh.config import Config
-from expertmesh.data import DataReport, TokenizedDataset, TrainingBatches
+from expertmesh.data import BatchLayout, DataReport, TokenizedDataset, TrainingBatches
 from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.balance import Balance
@@ -45,7 +44,7 @@ class RunData:
 class Prepared:
     """A run on the point of reading weights, as this rank sees it. Its model is sharded and may still be on meta.
 
-    `share`: what all batches of this rank have in common. `forecast` is rank 0's, None elsewhere or without one.
+    `batch_layout`: what all batches of this rank have in common. `forecast` is rank 0's, None elsewhere or without one.
     `start`: the checkpoint to go on from; `changes`: on rank 0, what has changed since.
     """
 
@@ -53,7 +52,7 @@ class Prepared:
     checked: Checked
     mesh: Mesh
     data: RunData
-    share: dict[str, Any]
+    batch_layout: BatchLayout
     batches: TrainingBatches
     total_steps: int
     bytes_to_load: int

@@ -6,14 +6,13 @@ Every rank calls `prepare`. Afterwards all is known and printed, nothing is allo
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from expertmesh.config import Config, ParallelConfig
 from expertmesh.config.errors import InputError
-from expertmesh.data import TrainingBatches, build_dataset, load_tokenizer, padding_token_id
+from expertmesh.data import BatchLayout, TrainingBatches, build_dataset, load_tokenizer, padding_token_id
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.distributed.layout import explicit
 from expertmesh.distributed.mesh import Mesh, current_device, init_mesh, set_timeout
@@ -32,14 +31,14 @@ def prepare(config: Config, control: Control, checked: Checked, predict: Predict
     with raise_on_all_ranks("reading the data"):
         data = _read_data(config, checked)
     mesh = _open_mesh(config, checked)
-    share = _share(config, mesh, data)
+    layout = _batch_layout(config, mesh, data)
     train = config.train
     batches = TrainingBatches(
         data.training,
+        layout,
         global_batch_size=train.global_batch_size,
         shuffle=config.data.shuffle,
         seed=train.seed,
-        **share,
     )
     total_steps = batches.total_steps(train.num_epochs)
     total_steps = min(total_steps, train.max_steps or total_steps)
@@ -55,7 +54,7 @@ def prepare(config: Config, control: Control, checked: Checked, predict: Predict
         if mesh.rank == 0:
             write_config(config, Path(config.output_dir) / "config.yaml")
     run = Prepared(
-        config, checked, mesh, data, share, batches, total_steps, to_load, forecast, identity, start, tuple(changes)
+        config, checked, mesh, data, layout, batches, total_steps, to_load, forecast, identity, start, tuple(changes)
     )
     _print_plan(run)
     return run
@@ -96,16 +95,16 @@ def _open_mesh(config: Config, checked: Checked) -> Mesh:
     return mesh
 
 
-def _share(config: Config, mesh: Mesh, data: RunData) -> dict[str, Any]:
-    """What training and evaluation batches have in common: this data rank's share of the rows."""
-    return {
-        "micro_batch_size": config.train.micro_batch_size,
-        "data_rank": mesh.data_rank,
-        "data_ranks": mesh.layout.data_ranks,
-        "packing": config.data.packing,
-        "pad_token_id": data.pad_token_id,
-        "max_length": config.data.max_length,
-    }
+def _batch_layout(config: Config, mesh: Mesh, data: RunData) -> BatchLayout:
+    """What training and evaluation batches have in common."""
+    return BatchLayout(
+        micro_batch_size=config.train.micro_batch_size,
+        data_rank=mesh.data_rank,
+        data_ranks=mesh.layout.data_ranks,
+        packing=config.data.packing,
+        pad_token_id=data.pad_token_id,
+        max_length=config.data.max_length,
+    )
 
 
 def _find_start(

@@ -102,7 +102,7 @@ def _loop(
         optimizer=optimizer,
         schedule=build_schedule(optimizer, config.schedule, run.total_steps, counters.step),
         train_batches=run.batches,
-        eval_batches=EvaluationBatches(data.evaluation, **run.share) if data.evaluation is not None else None,
+        eval_batches=EvaluationBatches(data.evaluation, run.batch_layout) if data.evaluation is not None else None,
         total_steps=run.total_steps,
         reporter=reporter,
         expert_load=ExpertLoad(model, run.checked.anatomy, mesh),

@@ -59,7 +59,7 @@ def loaded_lines(loaded: LoadReport, audited: AuditReport, output_dir: Path) -> 
     else:
         places = f"{audited.reads:,} places in rank 0's shards"
         yield f"audit      sampled: {places}, and like that on every rank, equal the files {seconds}"
-    for text in _listed(loaded.left_out):
+    for text in _listed(loaded.unmapped):
         yield f"left out   {text}: in the files, not in the model; will be copied to the saved model"
 
 

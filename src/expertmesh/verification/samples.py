@@ -13,7 +13,7 @@ from torch import Tensor
 
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError
-from expertmesh.data import IGNORE, Sample, Step, TokenizedDataset, TrainingBatches
+from expertmesh.data import IGNORE, BatchLayout, Sample, Step, TokenizedDataset, TrainingBatches
 from expertmesh.distributed.layout import Layout
 
 LEAST_LENGTH = 16
@@ -97,18 +97,16 @@ class StepData:
         packed = self.packing if packing is None else packing
         per_pass = size * layout.data_ranks
         rows = len(self.dataset)  # at most so many, packed or not
-        return TrainingBatches(
-            self.dataset,
-            global_batch_size=-(-rows // per_pass) * per_pass,
+        batch_layout = BatchLayout(
             micro_batch_size=size,
             data_rank=layout.data_rank(rank),
             data_ranks=layout.data_ranks,
             packing=packed,
-            shuffle=False,
-            seed=0,
             pad_token_id=self.pad_token_id,
             max_length=self.max_length,
         )
+        global_size = -(-rows // per_pass) * per_pass
+        return TrainingBatches(self.dataset, batch_layout, global_batch_size=global_size, shuffle=False, seed=0)
 
 
 def steps_of(

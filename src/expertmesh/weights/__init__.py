@@ -1,7 +1,6 @@
 """Tensors <-> files: what is read from and written to Hugging Face model directories.
 
-files.py knows bytes (safetensors headers, byte ranges); pieces.py knows which part of a tensor comes from
-which part of which other tensor; mapping.py asks transformers' own conversion rules what a family's files
-hold; load.py and save.py stream, each rank its own bytes; meta_model.py builds the empty model. Nothing here
-knows about model families.
+mapping.py plans with transformers' own conversion rules which file tensors make which model tensors; load.py and
+save.py carry the plans out, each rank for its own bytes; audit.py compares; meta_model.py builds the empty model.
+Nothing here knows about model families.
 """

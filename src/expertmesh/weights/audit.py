@@ -1,9 +1,9 @@
-"""Compares the weights in memory with the files they came from: right before training, by another way of reading.
+"""Compares the weights in memory with the files they came from, right before training.
 
 Every load takes samples: from each file tensor of each expert that a rank holds, and from its shard of every other
-tensor. `full` compares every byte and hashes every expert. The files are read through the safetensors library, not
-through files.py, so that a mistake there shows here. What it finds: experts of another rank, experts swapped, shards
-never filled, weights overwritten after loading. It writes to no weight.
+tensor. `full` compares every byte and hashes every expert. The safetensors library reads the files, so that a mistake
+of io/safetensors_reader.py shows here. The audit finds experts of another rank, swapped experts, shards never filled,
+and weights overwritten after loading. It writes to no weight.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from expertmesh.config.errors import IntegrityError
-from expertmesh.distributed.all_ranks import collective_device, raise_on_all_ranks
+from expertmesh.distributed.all_ranks import raise_on_all_ranks, sum_over_ranks
 from expertmesh.io.boxes import Box, blocks, extents, full_box, intersect, slices, volume
 from expertmesh.io.pieces import Leaf, Piece
 from expertmesh.io.safetensors_reader import FileTensor, as_bytes, open_weight_files
@@ -93,15 +93,14 @@ def audit_weights(model: PreTrainedModel, directory: str | Path, mode: AuditMode
     """
     started = time.monotonic()
     with raise_on_all_ranks("comparing the weights with their files"):
-        with open_weight_files(directory, weights_file(model)) as checkpoint:
-            plan = plan_load(model, checkpoint)
+        with open_weight_files(directory, weights_file(model)) as files:
+            plan = plan_load(model, files)
         auditor = _Auditor(plan, model_tensors(model), expert_tensors(model))
         auditor.check_numbers()
         hashed = auditor.full() if mode == "full" else auditor.sample()
-    total_bytes, experts = (0, ()) if hashed is None else _all_ranks(hashed, auditor.bytes)
+    total_bytes, experts = (0, ()) if hashed is None else _joined(hashed, auditor.bytes)
     seconds = time.monotonic() - started
-    files = auditor.files
-    return AuditReport(mode, len(plan.tensors), files.reads, auditor.bytes, seconds, total_bytes, experts)
+    return AuditReport(mode, len(plan.tensors), auditor.files.reads, auditor.bytes, seconds, total_bytes, experts)
 
 
 def write_audit(path: Path, report: AuditReport, source: Path) -> None:
@@ -119,7 +118,7 @@ def write_audit(path: Path, report: AuditReport, source: Path) -> None:
 
 @dataclass(slots=True)
 class LibraryFiles:
-    """A `Fetch` that reads through the safetensors library; counts its reads."""
+    """A `LeafReader` that reads through the safetensors library; counts its reads."""
 
     reads: int = 0
     mapped: int = 0
@@ -148,20 +147,18 @@ class _Auditor:
     bytes: int = 0
 
     def check_numbers(self) -> None:
-        """The plan itself: where file tensors name their experts, these are the model's, in the same order.
+        """The plan itself: file tensors that name their experts stand in the model's order.
 
-        Not from the same start: a family may number the experts of two modules through.
+        The first may have any number, because a family may number the experts of two modules through.
         """
-        for experts in self.experts:
-            for name in experts.names:
-                leaves = [(piece.leaf, piece.dest[0]) for piece in self.plan.tensors[name].pieces]
-                numbers = [
-                    (leaf, int(named[1]), experts.experts(self.state[name], rows).start)
-                    for leaf, rows in leaves
-                    if isinstance(leaf, FileTensor) and (named := _EXPERT_NUMBER.search(leaf.name))
-                ]
-                for leaf, number, taken in numbers:
-                    if number - taken != numbers[0][1] - numbers[0][2]:
+        for experts, name in ((each, name) for each in self.experts for name in each.names):
+            first = None
+            for piece in self.plan.tensors[name].pieces:
+                leaf, taken = piece.leaf, experts.experts(self.state[name], piece.dest[0]).start
+                if isinstance(leaf, FileTensor) and (named := _EXPERT_NUMBER.search(leaf.name)):
+                    offset = int(named[1]) - taken
+                    first = offset if first is None else first
+                    if offset != first:
                         raise IntegrityError(
                             f"{leaf.path}: tensor {leaf.name} was taken for expert {taken} of {name}; do not train on "
                             "it, and report this as a bug"
@@ -195,10 +192,9 @@ class _Auditor:
         local, box = local_tensor(self.state[name]), local_box(self.state[name])
         held = torch.cat([local[slices(part, box)].reshape(-1) for _, part in parts]).cpu()
         expected = torch.empty_like(held)
-        at = 0
-        for lazy, part in parts:
-            read_box(lazy, part, expected[at : at + volume(part)].view(extents(part)), self.files)
-            at += volume(part)
+        runs = expected.split([volume(part) for _, part in parts])
+        for (lazy, part), run in zip(parts, runs, strict=True):
+            read_box(lazy, part, run.view(extents(part)), self.files)
         self._equal(name, held, expected, [part for _, part in parts])
 
     def _module(self, experts: ExpertTensors) -> HashedExperts:
@@ -304,7 +300,7 @@ def _element(parts: Sequence[Box], position: int) -> list[int]:
     raise AssertionError("a position outside of all parts")
 
 
-def _all_ranks(hashed: Sequence[HashedExperts], compared: int) -> tuple[int, tuple[HashedExperts, ...]]:
+def _joined(hashed: Sequence[HashedExperts], compared: int) -> tuple[int, tuple[HashedExperts, ...]]:
     """Bytes compared by all ranks, and every hash on every rank. Issues one all-reduce on the default group."""
     own = [digest for experts in hashed for digest in experts.sha256]
     rows = torch.zeros(len(own) + 1, 32, dtype=torch.int64)
@@ -312,9 +308,6 @@ def _all_ranks(hashed: Sequence[HashedExperts], compared: int) -> tuple[int, tup
     for row, digest in enumerate(own, start=1):
         if digest:
             rows[row] = torch.frombuffer(bytearray.fromhex(digest), dtype=torch.uint8)
-    rows = rows.to(collective_device())
-    if dist.is_initialized():
-        dist.all_reduce(rows)
-    total, *digests = rows.cpu().tolist()
+    total, *digests = sum_over_ranks(rows).tolist()
     names = iter(bytes(digest).hex() for digest in digests)
     return total[0], tuple(replace(experts, sha256=tuple(next(names) for _ in experts.sha256)) for experts in hashed)

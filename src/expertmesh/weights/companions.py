@@ -54,13 +54,13 @@ def write_config(model: PreTrainedModel, directory: Path, tokenizer: Tokenizer |
     config = deepcopy(model.config)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [own_class(model).__name__]
-    # Names the weights file to read instead of the usual one; what is written here has the usual name.
+    # It would name another weights file than the one written here.
     if hasattr(config, "transformers_weights"):
         del config.transformers_weights
     if model.is_remote_code():
         with own_classes(model):
             custom_object_save(model, directory, config=config)  # type: ignore[arg-type]
-    # Not `save_pretrained`: it validates, and would refuse after the training what was accepted before.
+    # `save_pretrained` would validate, and refuse after the training what was accepted before.
     config.to_json_file(directory / "config.json", use_diff=True)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.to_json_file(directory / "generation_config.json")

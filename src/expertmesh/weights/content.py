@@ -1,7 +1,7 @@
 """A hash of what a model holds, the same for every layout: which base an adapter was trained on.
 
 Every tensor is summed, each element's bits weighted by its place in the whole tensor, so that the ranks' parts add up.
-Not against an adversary: it tells one set of weights from another. merge computes the same while it streams.
+The hash tells one set of weights from another; it is no protection against an adversary.
 """
 
 import hashlib
@@ -9,10 +9,9 @@ import json
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from expertmesh.distributed.all_ranks import collective_device
+from expertmesh.distributed.all_ranks import sum_over_ranks
 from expertmesh.io.boxes import Box, blocks, extents, slices
 from expertmesh.state.shards import local_box, local_tensor, owns_copy
 from expertmesh.weights.mapping import model_tensors, tied_names
@@ -33,9 +32,7 @@ def content_hash(model: nn.Module) -> str:
         element_sum(local_tensor(tensor), local_box(tensor), tensor.shape) if owns_copy(tensor) else 0
         for tensor in tensors.values()
     ]
-    joined = torch.tensor(sums, dtype=torch.int64, device=collective_device())
-    if dist.is_initialized():
-        dist.all_reduce(joined)
+    joined = sum_over_ranks(torch.tensor(sums, dtype=torch.int64))
     return joined_hash(tensors, dict(zip(tensors, joined.tolist(), strict=True)))
 
 

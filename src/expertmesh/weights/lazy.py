@@ -1,15 +1,13 @@
 """Tensors without values that know where their values come from: what transformers' conversion rules run on.
 
-A `LazyTensor` is a set of disjoint pieces. Stacking, concatenating, splitting, indexing, transposing and
-the like only rearrange pieces, so the conversion operations of transformers run on it unchanged. It is a
-`torch.Tensor` subclass because those operations ask `isinstance`, and it listens below the composite
-functions (`__torch_dispatch__`), where `chunk`, `narrow`, `tensor[i]` and `reshape` have become a dozen
-primitives.
+A `LazyTensor` is a set of disjoint pieces. Stacking, splitting, indexing, transposing and the like only rearrange
+pieces, so that transformers' conversion operations run on it unchanged. They ask `isinstance`, so it is a
+`torch.Tensor` subclass; it handles the dozen primitives (`__torch_dispatch__`) that `chunk`, `narrow`, `tensor[i]` and
+`reshape` become.
 
-A reshape keeps the dims it leaves alone readable by range (`Reshaped`); any other function is kept as a
-call and evaluated on whole inputs when it is read (`Computed`): exact, at the price of reading more.
-Functions that write into their arguments are refused: a lazy tensor has nowhere to write to, and a
-forgotten write would be a wrong weight.
+The dims that a reshape leaves alone can still be read by range (`Reshaped`). Any other function is kept as a call, and
+evaluated on whole inputs when it is read (`Computed`): exact, but it reads more. Functions that write into their
+arguments are refused, because a forgotten write would be a wrong weight.
 """
 
 import math
@@ -154,7 +152,7 @@ def _same(lazy: LazyTensor, **_: Any) -> LazyTensor:
 
 @_handles(aten._to_copy.default)
 def _to_copy(lazy: LazyTensor, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
-    # Only a cast that keeps every value may be left to the one cast at the end.
+    # A cast that keeps every value is left to the one cast at the end.
     if dtype is not None and torch.promote_types(lazy.dtype, dtype) != dtype:
         return NotImplemented
     return LazyTensor(lazy.shape, dtype or lazy.dtype, lazy.pieces)
@@ -177,7 +175,8 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     pieces: list[Piece] = []
     end = 0
     for tensor in tensors:
-        if not _equal_but(tensor.shape, first.shape, dim):
+        pairs = enumerate(zip(tensor.shape, first.shape, strict=False))
+        if tensor.dim() != first.dim() or any(size != other for place, (size, other) in pairs if place != dim):
             shapes = f"{tuple(first.shape)} and {tuple(tensor.shape)}"
             raise ValueError(f"cannot join tensors of shapes {shapes} on dim {dim}")
         assert isinstance(tensor, LazyTensor)
@@ -237,28 +236,18 @@ def _squeeze(lazy: LazyTensor, dims: int | Sequence[int] | None = None) -> LazyT
 def _unsqueeze(lazy: Tensor, dim: int) -> LazyTensor:
     assert isinstance(lazy, LazyTensor)
     dim = _wrap(dim, lazy.dim() + 1)
-    pieces = [
-        Piece((*p.dest[:dim], (0, 1), *p.dest[dim:]), p.leaf, p.source, (*p.dims[:dim], None, *p.dims[dim:]))
-        for p in lazy.pieces
-    ]
-    return LazyTensor([*lazy.shape[:dim], 1, *lazy.shape[dim:]], lazy.dtype, pieces)
+    return _rearranged(lazy, [*range(dim), None, *range(dim, lazy.dim())])
 
 
 @_handles(aten.permute.default)
 def _permute(lazy: LazyTensor, dims: Sequence[int]) -> LazyTensor:
-    order = [_wrap(dim, lazy.dim()) for dim in dims]
-    pieces = [
-        Piece(tuple(p.dest[dim] for dim in order), p.leaf, p.source, tuple(p.dims[dim] for dim in order))
-        for p in lazy.pieces
-    ]
-    return LazyTensor([lazy.shape[dim] for dim in order], lazy.dtype, pieces)
+    return _rearranged(lazy, [_wrap(dim, lazy.dim()) for dim in dims])
 
 
 @_handles(aten.transpose.int)
 def _transpose(lazy: LazyTensor, dim0: int, dim1: int) -> LazyTensor:
     order = list(range(lazy.dim()))
-    dim0, dim1 = _wrap(dim0, lazy.dim()), _wrap(dim1, lazy.dim())
-    order[dim0], order[dim1] = dim1, dim0
+    order[dim0], order[dim1] = order[dim1], order[dim0]
     return _permute(lazy, order)
 
 
@@ -281,16 +270,21 @@ def _view(lazy: LazyTensor, shape: Sequence[int]) -> Any:
             return LazyTensor.of(Reshaped(lazy, outer))
         if same is not None:
             mapping[same[1]] = same[0]
+    return _rearranged(lazy, [mapping.get(dim) for dim in range(len(outer))])
+
+
+def _rearranged(lazy: LazyTensor, order: Sequence[int | None]) -> LazyTensor:
+    """The dims `order` of `lazy`; a new dim of size 1 where it says None. Dims that are not in it have size 1."""
     pieces = [
         Piece(
-            tuple(p.dest[mapping[dim]] if dim in mapping else (0, 1) for dim in range(len(outer))),
-            p.leaf,
-            p.source,
-            tuple(p.dims[mapping[dim]] if dim in mapping else None for dim in range(len(outer))),
+            tuple((0, 1) if dim is None else piece.dest[dim] for dim in order),
+            piece.leaf,
+            piece.source,
+            tuple(None if dim is None else piece.dims[dim] for dim in order),
         )
-        for p in lazy.pieces
+        for piece in lazy.pieces
     ]
-    return LazyTensor(outer, lazy.dtype, pieces)
+    return LazyTensor([1 if dim is None else lazy.shape[dim] for dim in order], lazy.dtype, pieces)
 
 
 def _narrow(lazy: LazyTensor, dim: int, start: int, stop: int) -> LazyTensor:
@@ -305,23 +299,13 @@ def _narrow(lazy: LazyTensor, dim: int, start: int, stop: int) -> LazyTensor:
 
 def _without_dim(lazy: LazyTensor, dim: int) -> LazyTensor:
     """Drop a dim of size 1; the leaf's dim behind it, if any, keeps its extent of 1."""
-    pieces = [
-        Piece((*p.dest[:dim], *p.dest[dim + 1 :]), p.leaf, p.source, (*p.dims[:dim], *p.dims[dim + 1 :]))
-        for p in lazy.pieces
-    ]
-    return LazyTensor([*lazy.shape[:dim], *lazy.shape[dim + 1 :]], lazy.dtype, pieces)
+    return _rearranged(lazy, [other for other in range(lazy.dim()) if other != dim])
 
 
 def _moved(piece: Piece, dim: int, by: int) -> Piece:
     start, stop = piece.dest[dim]
     dest = (*piece.dest[:dim], (start + by, stop + by), *piece.dest[dim + 1 :])
     return Piece(dest, piece.leaf, piece.source, piece.dims)
-
-
-def _equal_but(shape: Sequence[int], other: Sequence[int], dim: int) -> bool:
-    return len(shape) == len(other) and all(
-        a == b for i, (a, b) in enumerate(zip(shape, other, strict=True)) if i != dim
-    )
 
 
 def _wrap(dim: int, count: int) -> int:

@@ -1,9 +1,8 @@
 """Fills an already sharded model from a Hugging Face directory: each rank reads only the bytes of its shards.
 
-Tensor by tensor, straight into the local shards, on whatever device they are, cast to the parameter's
-dtype. Beside the shards a rank holds at most one block of one tensor in host memory. Everything that can go
-wrong is raised on every rank with the same sentence. Never gathers, never broadcasts weights: a rank's
-experts cannot be overwritten by another rank's.
+Tensors are read one by one, straight into the local shards on their device, cast to the parameter's dtype. Beside the
+shards a rank holds at most one block of one tensor in host memory. Errors are raised on every rank with the same
+sentence. Weights are never gathered or broadcast, so that no rank can overwrite another's experts.
 """
 
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import LoadPlan, model_tensors, plan_load
 from expertmesh.weights.meta_model import materialize
 from expertmesh.weights.reading import bytes_needed, read_box
-from expertmesh.weights.unmapped import UnmappedTensors, in_short, remember
+from expertmesh.weights.unmapped import UnmappedTensors, remember, summarize_unmapped
 
 _CHECKED_ELEMENTS = 1 << 22
 
@@ -34,17 +33,17 @@ class LoadReport:
     """What this rank did. Bytes are of tensor data; `local_bytes` those of its shards in the model's dtypes.
 
     `experts` are (experts module, first, last + 1): the experts of each layer that this rank holds a part
-    of. `ignored` are the file tensors that the model's family declares unused, `left_out` the same in short;
+    of. `ignored` are the file tensors that the model's family declares unused, `unmapped` a summary of them;
     `save_model` copies them from these files.
     """
 
     tensors: int
     bytes_read: int
-    checkpoint_bytes: int
+    file_bytes: int
     local_bytes: int
     experts: tuple[tuple[str, int, int], ...]
     ignored: tuple[str, ...]
-    left_out: tuple[UnmappedTensors, ...]
+    unmapped: tuple[UnmappedTensors, ...]
 
 
 def fill(model: PreTrainedModel, directory: str | Path, allocate_on: torch.device | str | None = None) -> LoadReport:
@@ -52,15 +51,15 @@ def fill(model: PreTrainedModel, directory: str | Path, allocate_on: torch.devic
 
     `model` may be plain or parallelised (FSDP2, expert-parallel DTensors); its local shards have to be allocated,
     or are allocated on the device `allocate_on`, once the files' headers fit the model. Every rank calls it. Tied
-    tensors are read once. The model remembers the file layout and what it left out, so that saving restores both.
-    Raises on all ranks alike: `InputError`, `SecurityError`, `IntegrityError` (see `open_checkpoint` and
-    `plan_load`), the last also for values that are not finite. Issues one small all-reduce on the default group.
+    tensors are read once. The model remembers the file layout and the unmapped tensors, so that saving restores both.
+    Raises on all ranks alike: `InputError`, `SecurityError`, `IntegrityError` (see `open_weight_files`
+    and `plan_load`), the last also for values that are not finite. Issues one small all-reduce on the default group.
     """
-    with raise_on_all_ranks("loading weights"), open_weight_files(directory, weights_file(model)) as checkpoint:
-        plan = plan_load(model, checkpoint)
+    with raise_on_all_ranks("loading weights"), open_weight_files(directory, weights_file(model)) as files:
+        plan = plan_load(model, files)
         if allocate_on is not None:
             materialize(model, allocate_on)
-        report = fill_planned(model, checkpoint, plan)
+        report = fill_planned(model, files, plan)
     return report
 
 
@@ -68,23 +67,23 @@ def bytes_to_read(model: PreTrainedModel, directory: str | Path) -> int:
     """How many bytes of tensor data `fill` will read on this rank, from headers; `model` may be on meta.
 
     Raises what `fill` raises before it reads a weight; issues no collective, so call it on every rank or
-    inside `together`.
+    inside `raise_on_all_ranks`.
     """
     state = model_tensors(model)
-    with open_weight_files(directory, weights_file(model)) as checkpoint:
-        plan = plan_load(model, checkpoint)
+    with open_weight_files(directory, weights_file(model)) as files:
+        plan = plan_load(model, files)
     sources = [*plan.tensors.items(), *plan.copies]
     return sum(bytes_needed(lazy, local_box(state[name])) for name, lazy in sources)
 
 
 @torch.no_grad()
-def fill_planned(model: PreTrainedModel, checkpoint: WeightFiles, plan: LoadPlan) -> LoadReport:
+def fill_planned(model: PreTrainedModel, files: WeightFiles, plan: LoadPlan) -> LoadReport:
     """Carry out `plan` on this rank. Raises `IntegrityError`; issues no collective."""
     state = model_tensors(model)
 
     def fetch(leaf: Leaf, box: Box, out: Tensor) -> None:
         assert isinstance(leaf, FileTensor)
-        checkpoint.read(leaf, box, out)
+        files.read(leaf, box, out)
 
     for name, lazy in plan.tensors.items():
         box, local = local_box(state[name]), local_tensor(state[name])
@@ -99,24 +98,23 @@ def fill_planned(model: PreTrainedModel, checkpoint: WeightFiles, plan: LoadPlan
             raise differing_copies(lazy, plan.tensors[name])
     # transformers' own convention: what was undone on loading is done again on saving.
     model._weight_conversions = list(plan.conversions)  # type: ignore[assignment]
-    ignored = [checkpoint.tensors[name] for name in plan.ignored]
+    ignored = [files.tensors[name] for name in plan.ignored]
     remember(model, ignored)
     return LoadReport(
         tensors=len(plan.tensors),
-        bytes_read=checkpoint.bytes_read,
-        checkpoint_bytes=checkpoint.total_bytes,
+        bytes_read=files.bytes_read,
+        file_bytes=files.total_bytes,
         local_bytes=sum(local_tensor(state[name]).nbytes for name in plan.tensors),
         experts=_experts_held(model, state),
         ignored=plan.ignored,
-        left_out=in_short(ignored, checkpoint.tensors.keys() - set(plan.ignored)),
+        unmapped=summarize_unmapped(ignored, files.tensors.keys() - set(plan.ignored)),
     )
 
 
 def refuse_non_finite(name: str, lazy: LazyTensor, box: Box, local: Tensor) -> None:
     if not local.is_floating_point() or local.numel() == 0:
         return
-    # A sum is finite only if every term is: one pass, one wait for the device. A sum can overflow; see
-    # below.
+    # A sum is finite only if every term is: one pass, one wait for the device. If a sum overflows, the loop decides.
     wide = torch.promote_types(local.dtype, torch.float32)
     parts = torch.split(local.reshape(-1), _CHECKED_ELEMENTS)
     if bool(torch.stack([part.sum(dtype=wide) for part in parts]).sum().isfinite()):
@@ -185,9 +183,6 @@ def expert_tensors(model: PreTrainedModel) -> list[ExpertTensors]:
 
 
 def _experts_held(model: PreTrainedModel, state: dict[str, Tensor]) -> tuple[tuple[str, int, int], ...]:
-    held = []
-    for tensors in expert_tensors(model):
-        first = state[tensors.names[0]]
-        experts = tensors.experts(first, local_box(first)[0])
-        held.append((tensors.module, experts.start, experts.stop))
-    return tuple(held)
+    firsts = [(tensors, state[tensors.names[0]]) for tensors in expert_tensors(model)]
+    held = [(tensors.module, tensors.experts(first, local_box(first)[0])) for tensors, first in firsts]
+    return tuple((module, experts.start, experts.stop) for module, experts in held)

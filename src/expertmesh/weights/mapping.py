@@ -1,9 +1,9 @@
 """Which file tensors make which model tensors, and back, by transformers' own rules for the family.
 
-`plan_load` and `plan_save` run those rules (renames, and conversions such as stacking per-expert matrices)
-on lazy tensors, so the plans hold names, boxes and no values; every rank computes the same plan from the
-same model and headers, without communication. What `from_pretrained` would warn about is an error here:
-each tensor of the model is filled exactly once, from tensors that fit. Nothing in this file knows a family.
+`plan_load` and `plan_save` run those rules (renames, and conversions such as stacking per-expert matrices) on lazy
+tensors, so that the plans hold names and boxes but no values. Every rank computes the same plan from the same model
+and headers, without communication. What `from_pretrained` would warn about is an error here: each tensor of the model
+is filled exactly once, from tensors that fit. Nothing in this file knows a family.
 """
 
 import re
@@ -72,7 +72,7 @@ class StateTensor:
 
 
 @dataclass(slots=True)
-class _Group:
+class _ConversionInputs:
     """The file tensors that make one target, by the pattern that matched; without a converter, just one."""
 
     converter: WeightConverter | None
@@ -80,28 +80,23 @@ class _Group:
 
 
 @dataclass(slots=True)
-class _Problems:
-    """What does not fit, by kind, for one error that names all of it."""
+class _Mismatches:
+    """What does not fit, by kind, and the files it is in: for one error that names all of it."""
 
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    duplicated: list[str] = field(default_factory=list)
-    incomplete: list[str] = field(default_factory=list)
-    misshaped: list[str] = field(default_factory=list)
-    mistyped: list[str] = field(default_factory=list)
+    names: dict[str, list[str]] = field(default_factory=dict)
     files: set[str] = field(default_factory=set)
 
-    def found_in(self, leaves: Iterable[Leaf]) -> None:
-        """Remember which files the tensors that do not fit are in."""
+    def add(self, kind: str, name: str, leaves: Iterable[Leaf] = ()) -> None:
+        self.names.setdefault(kind, []).append(name)
         self.files |= {leaf.path.name for leaf in leaves if isinstance(leaf, FileTensor)}
 
-    def refuse(self, model: nn.Module, checkpoint: WeightFiles) -> None:
+    def refuse(self, model: nn.Module, directory: Path) -> None:
+        """Raise `IntegrityError` if anything was added."""
         kinds = ("missing", "unexpected", "duplicated", "incomplete", "misshaped", "mistyped")
-        found = [f"{len(names)} {kind} ({_listed(names)})" for kind in kinds if (names := getattr(self, kind))]
+        found = [f"{len(names)} {kind} ({_listed(names)})" for kind in kinds if (names := self.names.get(kind))]
         if found:
-            name, files = own_class(model).__name__, sorted(self.files)
-            where = f"; in {_listed(files)}" if files else ""
-            raise IntegrityError(f"{checkpoint.directory}: does not fit {name}: {'; '.join(found)}{where}")
+            where = f"; in {_listed(sorted(self.files))}" if self.files else ""
+            raise IntegrityError(f"{directory}: does not fit {own_class(model).__name__}: {'; '.join(found)}{where}")
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -121,24 +116,22 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in full_state(model).items() if is_adapter(name)}
 
 
-def plan_load(model: PreTrainedModel, checkpoint: WeightFiles) -> LoadPlan:
+def plan_load(model: PreTrainedModel, files: WeightFiles) -> LoadPlan:
     """Work out where each tensor of `model` (on meta or not, sharded or not) comes from.
 
     Raises `IntegrityError` naming what is missing, unexpected, duplicated, incomplete, misshaped or
-    mistyped, and `InputError` for quantised checkpoints. Reads nothing but the headers that `checkpoint`
+    mistyped, and `InputError` for quantised checkpoints. Reads nothing but the headers that `files`
     already has.
     """
-    refuse_quantised(model.config, checkpoint.directory)
+    refuse_quantised(model.config, files.directory)
     state = model_tensors(model)
     with own_classes(model):
-        # By the modules of all stages.
+        # Rules belong to classes of modules, of which a pipeline stage has only some.
         whole: Any = full_model(model)
         conversions = [*get_model_conversion_mapping(whole), *list_rules(whole)]
-    problems = _Problems()
-    groups, unexpected = _match(model, checkpoint, state, conversions, problems)
-    ignored, problems.unexpected = _split_ignored(model, unexpected)
-    problems.found_in(checkpoint.tensors[name] for name in problems.unexpected)
-    filled, failed = _assemble(model, checkpoint, state, groups, problems)
+    planner = _LoadPlanner(model, files, state)
+    inputs, ignored = planner.match(conversions)
+    filled, failed = planner.assemble(inputs)
     tensors: dict[str, LazyTensor] = {}
     copies: list[tuple[str, LazyTensor]] = []
     for names in tied_names(state):
@@ -147,8 +140,8 @@ def plan_load(model: PreTrainedModel, checkpoint: WeightFiles) -> LoadPlan:
             tensors[names[0]] = filled[present[0]]
             copies += [(names[0], filled[name]) for name in present[1:]]
         elif not failed & set(names):
-            problems.missing.append(names[0])
-    problems.refuse(model, checkpoint)
+            planner.mismatches.add("missing", names[0])
+    planner.mismatches.refuse(model, files.directory)
     return LoadPlan(tensors, tuple(copies), ignored, tuple(rule for rule in conversions if rule.was_used()))
 
 
@@ -156,7 +149,7 @@ def plan_save(model: PreTrainedModel) -> dict[str, LazyTensor]:
     """What to write, by file tensor name: in the layout that the weights were read from, or the family's own.
 
     The keys and shapes are those of transformers' `save_pretrained`: tied tensors once, the family's ignore
-    list left out. The leaves are `StateTensor`s. Works on parallelised models; issues no collective.
+    list omitted. The leaves are `StateTensor`s. Works on parallelised models; issues no collective.
     """
     state = model_tensors(model)
     kept = _untied(model, state) - set(model._keys_to_ignore_on_save or ())
@@ -207,96 +200,104 @@ def own_classes(model: nn.Module) -> Iterator[None]:
             module.__class__ = kind
 
 
-def _match(
-    model: PreTrainedModel,
-    checkpoint: WeightFiles,
-    state: dict[str, Tensor],
-    conversions: list[WeightTransform],
-    problems: _Problems,
-) -> tuple[dict[str, _Group], list[str]]:
-    """Sort the file tensors by the target they go into, as `from_pretrained` does; also those without one."""
-    renamings = [rule for rule in conversions if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in conversions if isinstance(rule, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    prefix = model.base_model_prefix
-    groups: dict[str, _Group] = {}
-    unexpected: list[str] = []
-    # The order matters: converters stack what they collect in the order in which it comes.
-    for key in sorted(checkpoint.tensors, key=dot_natural_key):
-        target, pattern = rename_source_key(key, renamings, converters, prefix, state)
-        if target not in state and key in state:
-            target, pattern = rename_source_key(key, [], [], prefix, state)
-        if target not in state:
-            unexpected.append(key)
-            continue
-        if target not in groups:
-            groups[target] = _Group(None if pattern is None else deepcopy(by_pattern[pattern]))
-        group = groups[target]
-        known = [None] if group.converter is None else group.converter.source_patterns
-        if pattern not in known or (pattern is None and group.keys):
-            problems.duplicated.append(f"{target} from {key}")
-            continue
-        group.keys.setdefault(pattern or key, []).append(key)
-    return groups, unexpected
+@dataclass(slots=True)
+class _LoadPlanner:
+    """The steps of `plan_load`, which note what does not fit."""
 
+    model: PreTrainedModel
+    files: WeightFiles
+    state: dict[str, Tensor]
+    mismatches: _Mismatches = field(default_factory=_Mismatches)
 
-def _assemble(
-    model: PreTrainedModel,
-    checkpoint: WeightFiles,
-    state: dict[str, Tensor],
-    groups: dict[str, _Group],
-    problems: _Problems,
-) -> tuple[dict[str, LazyTensor], set[str]]:
-    """Run the conversions: what comes out, by name, and the targets that could not be made."""
-    filled: dict[str, LazyTensor] = {}
-    failed: set[str] = set()
-    for target, group in groups.items():
-        made = _convert(model, checkpoint, target, group, problems)
-        if not made:
-            failed.add(target)
-        for name, value in made.items():
-            if name not in state:
-                problems.unexpected.append(f"{name} from {next(iter(group.keys.values()))[0]}")
-            elif name in filled:
-                problems.duplicated.append(name)
-            elif value.shape != state[name].shape:
-                shapes = f"files {tuple(value.shape)}, model {tuple(state[name].shape)}"
-                problems.misshaped.append(f"{name}: {shapes}")
-                problems.found_in(value.leaves())
-            elif wrong := next((leaf for leaf in value.leaves() if not _castable(leaf.dtype, state[name].dtype)), None):
-                problems.mistyped.append(f"{name}: {wrong.name} is {wrong.dtype}, the model {state[name].dtype}")
-                problems.found_in([wrong])
-            filled.setdefault(name, value)
-    return filled, failed
+    def match(self, conversions: list[WeightTransform]) -> tuple[dict[str, _ConversionInputs], tuple[str, ...]]:
+        """Sort the file tensors by the target they go into, as `from_pretrained` does; also those to be ignored."""
+        renamings = [rule for rule in conversions if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in conversions if isinstance(rule, WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        prefix, state = self.model.base_model_prefix, self.state
+        targets: dict[str, _ConversionInputs] = {}
+        unmapped: list[str] = []
+        # The order matters: converters stack what they collect in the order in which it comes.
+        for key in sorted(self.files.tensors, key=dot_natural_key):
+            target, pattern = rename_source_key(key, renamings, converters, prefix, state)
+            if target not in state and key in state:
+                target, pattern = rename_source_key(key, [], [], prefix, state)
+            if target not in state:
+                unmapped.append(key)
+                continue
+            if target not in targets:
+                targets[target] = _ConversionInputs(None if pattern is None else deepcopy(by_pattern[pattern]))
+            inputs = targets[target]
+            known = [None] if inputs.converter is None else inputs.converter.source_patterns
+            if pattern not in known or (pattern is None and inputs.keys):
+                self.mismatches.add("duplicated", f"{target} from {key}")
+                continue
+            inputs.keys.setdefault(pattern or key, []).append(key)
+        return targets, self._ignored(unmapped)
+
+    def _ignored(self, unmapped: list[str]) -> tuple[str, ...]:
+        """What `from_pretrained` would not complain about; anything else is unexpected."""
+        patterns = list(self.model._keys_to_ignore_on_load_unexpected or ())
+        buffers = [name for name, _ in full_model(self.model).named_buffers()]
+        # Buffers that old checkpoints hold and that models compute today.
+        patterns += [r"rotary_emb\.inv_freq"] if any(name.endswith("rotary_emb.inv_freq") for name in buffers) else []
+        patterns += [r"(^|\.)position_ids$"] if any(name.endswith("position_ids") for name in buffers) else []
+        ignored = []
+        for key in unmapped:
+            if any(re.search(pattern, key) for pattern in patterns):
+                ignored.append(key)
+            else:
+                self.mismatches.add("unexpected", key, [self.files.tensors[key]])
+        return tuple(ignored)
+
+    def assemble(self, targets: dict[str, _ConversionInputs]) -> tuple[dict[str, LazyTensor], set[str]]:
+        """Run the conversions: what comes out, by name, and the targets that could not be made."""
+        filled: dict[str, LazyTensor] = {}
+        failed: set[str] = set()
+        add = self.mismatches.add
+        for target, inputs in targets.items():
+            made = self._convert(target, inputs)
+            if not made:
+                failed.add(target)
+            for name, value in made.items():
+                wanted, leaves = self.state.get(name), value.leaves()
+                if wanted is None:
+                    add("unexpected", f"{name} from {next(iter(inputs.keys.values()))[0]}")
+                elif name in filled:
+                    add("duplicated", name)
+                elif value.shape != wanted.shape:
+                    add("misshaped", f"{name}: files {tuple(value.shape)}, model {tuple(wanted.shape)}", leaves)
+                elif wrong := next((leaf for leaf in leaves if not _castable(leaf.dtype, wanted.dtype)), None):
+                    add("mistyped", f"{name}: {wrong.name} is {wrong.dtype}, the model {wanted.dtype}", [wrong])
+                filled.setdefault(name, value)
+        return filled, failed
+
+    def _convert(self, target: str, inputs: _ConversionInputs) -> dict[str, LazyTensor]:
+        """What comes out, by name; nothing if the files do not hold what the family's rule expects."""
+        tensors = self.files.tensors
+        if inputs.converter is None:
+            ((key,),) = inputs.keys.values()
+            return {target: LazyTensor.of(tensors[key])}
+        for pattern, keys in inputs.keys.items():
+            if "*" in pattern and (gap := _gap(keys)):
+                self.mismatches.add("incomplete", f"{target}: {gap}")
+                return {}
+            for key in keys:
+                lazy: Any = LazyTensor.of(tensors[key])
+                inputs.converter.add_tensor(target, key, pattern, lazy)
+        try:
+            with torch.no_grad():
+                made = inputs.converter.convert(target, model=full_model(self.model), config=self.model.config)
+        except Exception as error:  # a conversion can raise anything
+            self.mismatches.add("incomplete", f"{target}: {error}")
+            return {}
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
 def _castable(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """Whether a cast keeps the meaning: integers are no weights, and 8-bit floats none without their scales."""
     scaled = stored.is_floating_point and stored.itemsize == 1 and stored != wanted
     return stored.is_floating_point == wanted.is_floating_point and not scaled
-
-
-def _convert(
-    model: PreTrainedModel, checkpoint: WeightFiles, target: str, group: _Group, problems: _Problems
-) -> dict[str, LazyTensor]:
-    if group.converter is None:
-        ((key,),) = group.keys.values()
-        return {target: LazyTensor.of(checkpoint.tensors[key])}
-    for pattern, keys in group.keys.items():
-        if "*" in pattern and (gap := _gap(keys)):
-            problems.incomplete.append(f"{target}: {gap}")
-            return {}
-        for key in keys:
-            lazy: Any = LazyTensor.of(checkpoint.tensors[key])
-            group.converter.add_tensor(target, key, pattern, lazy)
-    try:
-        with torch.no_grad():
-            made = group.converter.convert(target, model=full_model(model), config=model.config)
-    except Exception as error:
-        # Any failure of a conversion means that the files do not hold what the family's rule expects.
-        problems.incomplete.append(f"{target}: {error}")
-        return {}
-    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
 def _gap(keys: Sequence[str]) -> str | None:
@@ -316,17 +317,6 @@ def _gap(keys: Sequence[str]) -> str | None:
         return None
     first = [*split[0][: varying[0]], str(absent[0]), *split[0][varying[0] + 1 :]]
     return f"the files hold {len(numbers)} of {max(numbers) + 1} experts, {''.join(first)} is not there"
-
-
-def _split_ignored(model: PreTrainedModel, unexpected: list[str]) -> tuple[tuple[str, ...], list[str]]:
-    """Set apart what `from_pretrained` would not complain about either."""
-    patterns = list(model._keys_to_ignore_on_load_unexpected or ())
-    buffers = [name for name, _ in full_model(model).named_buffers()]
-    # Buffers that old checkpoints hold and that models compute today.
-    patterns += [r"rotary_emb\.inv_freq"] if any(name.endswith("rotary_emb.inv_freq") for name in buffers) else []
-    patterns += [r"(^|\.)position_ids$"] if any(name.endswith("position_ids") for name in buffers) else []
-    ignored = [key for key in unexpected if any(re.search(pattern, key) for pattern in patterns)]
-    return tuple(ignored), [key for key in unexpected if key not in set(ignored)]
 
 
 def _untied(model: PreTrainedModel, state: dict[str, Tensor]) -> set[str]:

@@ -1,9 +1,8 @@
 """Builds the model that is going to be filled: on meta, with real values in the buffers that no file holds.
 
-Follows `from_pretrained`'s contract step by step: built under `torch.device("meta")` in the wanted dtype,
-tied, the family's fp32 exceptions applied, non-persistent buffers (rotary frequencies and the like)
-computed by the model's own `_init_weights`. Parameters stay on meta: nothing here takes memory that grows
-with the model.
+It is what `from_pretrained` builds: in the wanted dtype, tied, with the family's fp32 exceptions, and with
+non-persistent buffers (rotary frequencies and the like) computed by the model's own `_init_weights`. Parameters stay on
+meta: no memory here grows with the model.
 """
 
 import json
@@ -59,7 +58,7 @@ def read_model_config(
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except Exception as error:
-        # Whatever a family's config class makes of wrong values.
+        # A family's config class can raise anything on wrong values.
         raise InputError(f"{path}: is not a config that transformers understands: {error}") from error
     assert isinstance(config, PreTrainedConfig)
     return config, directory
@@ -126,7 +125,7 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
     model._apply(move)
-    # Leaving meta makes plain parameters anew, one for each of their names.
+    # Leaving meta makes a new plain parameter for each name of a tied one.
     for first, *others in tied:
         for name in others:
             parent, _, leaf = name.rpartition(".")
@@ -148,7 +147,7 @@ def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
     kept = kept_in_fp32(model, dtype)
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and kept(name):
-            # On meta the dtype is all there is to change; ties and parameter identity stay.
+            # Assigning `data` keeps ties and parameter identity.
             tensor.data = tensor.data.to(torch.float32)
 
 
@@ -193,4 +192,4 @@ def _download(name: str, revision: str | None, trust_remote_code: bool, weights:
         # Every error of the hub's client is one of these two.
         where = f"{name} at revision {revision}" if revision else name
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"model {where}: no such directory, and not to be had from the hub: {reason}") from error
+        raise InputError(f"model {where}: no such directory, and the hub cannot provide it: {reason}") from error

@@ -1,7 +1,7 @@
 """Files of models whose experts are a list of MLPs: one tensor per expert and linear, as the model's own code has them.
 
-The list is fused in memory (experts/module_list.py); the rules here, of transformers' own kind, let loading stack the
-experts of the files by byte ranges, and saving write them back under the names that they had.
+The list is fused in memory (experts/module_list.py). These rules, of transformers' own kind, let loading stack the
+experts of the files by byte ranges, and saving write them back under their names.
 """
 
 from torch import nn
@@ -28,7 +28,7 @@ def list_rules(model: nn.Module) -> list[WeightConverter]:
         if isinstance(module, FusedExperts):
             parent = name.rpartition(".")[0]
             leaf = parent.rpartition(".")[2]
-            # As short as tells it apart, one rule for all layers; a number does not.
+            # The short name serves all layers with one rule; a number alone would match other modules.
             kinds[parent if leaf.isdigit() else leaf, module.ups, module.down, module.has_bias] = None
     return [rule for kind in kinds for rule in _rules(*kind)]
 

@@ -1,8 +1,7 @@
-"""Reads a box of a lazy tensor into memory that is already there, piece by piece; for load.py and save.py.
+"""Reads a box of a lazy tensor into memory that is already there, piece by piece.
 
-Where the bytes come from is the caller's `Fetch` function: a checkpoint's files, or tensors gathered from
-other ranks. Nothing here holds more than one block of one piece beside the target, except where a
-conversion computes (see lazy.py). Never communicates.
+The caller's `LeafReader` supplies the values, from files or from tensors gathered from other ranks. Beside the target
+at most one block of one piece is held, except where a conversion computes (lazy.py). Nothing here communicates.
 """
 
 from collections.abc import Callable
@@ -21,10 +20,10 @@ from expertmesh.weights.lazy import Call, Computed, LazyTensor, Reshaped, dim_gr
 _BLOCK_ELEMENTS = 1 << 24
 
 # Fills a contiguous CPU tensor of the leaf's dtype with a box of the leaf, in row-major order.
-Fetch = Callable[[Leaf, Box, Tensor], None]
+LeafReader = Callable[[Leaf, Box, Tensor], None]
 
 
-def read_box(lazy: LazyTensor, box: Box, out: Tensor, fetch: Fetch) -> None:
+def read_box(lazy: LazyTensor, box: Box, out: Tensor, fetch: LeafReader) -> None:
     """Fill `out`, which has the extents of `box`, with those elements of `lazy`, cast to the dtype of `out`.
 
     `out` may be on any device and have any strides. Every element is written once, or an assertion fails.
@@ -53,7 +52,7 @@ def bytes_needed(lazy: LazyTensor, box: Box) -> int:
 class _Reader:
     """Fetches boxes of any leaf; remembers evaluated calls for as long as one target is being read."""
 
-    fetch: Fetch
+    fetch: LeafReader
     evaluated: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def leaf(self, leaf: Leaf, box: Box, out: Tensor) -> None:
@@ -90,7 +89,11 @@ class _Reader:
 
     def _evaluate(self, call: Call) -> list[Tensor]:
         def materialize(value: Any) -> Any:
-            return self.whole(value) if isinstance(value, LazyTensor) else value
+            if not isinstance(value, LazyTensor):
+                return value
+            out = torch.empty(tuple(value.shape), dtype=value.dtype)
+            self.read(value, full_box(value.shape), out)
+            return out
 
         args, kwargs = pytree.tree_map(materialize, (call.args, call.kwargs))
         return [value for value in pytree.tree_leaves(call.func(*args, **kwargs)) if isinstance(value, Tensor)]
@@ -100,12 +103,6 @@ class _Reader:
         values = torch.empty(extents(inner), dtype=leaf.dtype)
         self.read(leaf.lazy, inner, values)
         out.copy_(values.reshape(extents(outer))[slices(box, outer)])
-
-    def whole(self, lazy: LazyTensor) -> Tensor:
-        """All of `lazy` as a CPU tensor of its own dtype."""
-        out = torch.empty(tuple(lazy.shape), dtype=lazy.dtype)
-        self.read(lazy, full_box(lazy.shape), out)
-        return out
 
 
 def _widened(leaf: Reshaped, box: Box) -> tuple[Box, Box]:

@@ -13,7 +13,7 @@ from expertmesh.io.safetensors_reader import FileTensor, open_weight_files
 from expertmesh.weights.load import LoadReport, fill
 from expertmesh.weights.meta_model import build_meta_model, materialize
 from expertmesh.weights.save import SaveReport, save_model
-from expertmesh.weights.unmapped import UnmappedTensors, in_short
+from expertmesh.weights.unmapped import UnmappedTensors, summarize_unmapped
 from tests.support.ranks import run_ranks
 from tests.weights.tiny import deepseek_v3, random_model, shard_for_test
 
@@ -44,8 +44,8 @@ def _source(directory: Path) -> PreTrainedConfig:
 
 
 def _saved(directory: Path) -> State:
-    with open_weight_files(directory) as checkpoint:
-        paths = {tensor.path for tensor in checkpoint.tensors.values()}
+    with open_weight_files(directory) as files:
+        paths = {tensor.path for tensor in files.tensors.values()}
     return {name: tensor for path in paths for name, tensor in load_file(path).items()}
 
 
@@ -86,7 +86,7 @@ def test_an_mtp_layer_is_saved_byte_for_byte_and_transformers_loads_the_model(
     trained = [name for name in source if name not in kept and not name.endswith("e_score_correction_bias")]
     assert all(torch.equal(saved[name], 2 * source[name]) for name in trained)
     for loaded, report in ranks:
-        assert set(loaded.left_out) == {MTP, BUFFER}
+        assert set(loaded.unmapped) == {MTP, BUFFER}
         assert set(report.kept) == {MTP, BUFFER}
         assert report.dropped == ()
     assert sum(report.bytes_written for _, report in ranks) == sum(tensor.nbytes for tensor in source.values())
@@ -143,7 +143,7 @@ def test_names_are_shortened_to_what_no_other_tensor_shares() -> None:
 
     used = ["model.layers.0.mlp.weight", "model.layers.6.mlp.weight", "model.embed.weight"]
     names = ["mtp.fc.weight", "mtp.layers.0.w", "model.layers.61.a", "model.layers.0.mlp.bias", "head"]
-    assert in_short([tensor(name) for name in names], used) == (
+    assert summarize_unmapped([tensor(name) for name in names], used) == (
         UnmappedTensors("mtp.*", 2, 24),
         UnmappedTensors("model.layers.61.*", 1, 12),
         UnmappedTensors("model.layers.0.mlp.bias", 1, 12),

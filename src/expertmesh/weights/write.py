@@ -1,0 +1,222 @@
+"""Writes lazy tensors as the safetensors files of a new directory: each rank writes only the bytes that it owns.
+
+The directory appears complete or not at all: everything goes to a temporary directory beside it, is synced to disk,
+and one rename publishes it. An error on any rank is raised on all of them, and the temporary directory is removed. No
+rank gathers a tensor, except where a family's conversion computes across shards (`Computed` and `Reshaped` in lazy.py):
+these tensors are gathered one at a time and written by rank 0.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from expertmesh.config.errors import IntegrityError
+from expertmesh.distributed.all_ranks import collective_device, from_rank_0, raise_on_all_ranks, sum_over_ranks
+from expertmesh.io.boxes import Box, blocks, extents, full_box, intersect, slices, volume
+from expertmesh.io.directory import create_files, io_errors, publish, temporary_directory, wait_until_seen
+from expertmesh.io.pieces import Leaf, Piece
+from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
+from expertmesh.io.safetensors_writer import FilesLayout, write_box
+from expertmesh.state.shards import local_box, local_tensor, owns_copy
+from expertmesh.state.stage_view import placement_of
+from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.mapping import StateTensor
+from expertmesh.weights.reading import read_box
+
+_BLOCK_ELEMENTS, _COPIED_ELEMENTS = 1 << 20, 1 << 24
+
+# The values of a box of one of the model's tensors, which lies in what this rank holds of it.
+StateReader = Callable[[StateTensor, Box], Tensor]
+
+
+def write_directory(
+    directory: Path,
+    lazies: Mapping[str, LazyTensor],
+    lay_out_in: Callable[[Path], FilesLayout],
+    write_others: Callable[[Path, FilesLayout], None],
+    values: StateReader,
+    kept: Sequence[FileTensor] = (),
+) -> tuple[FilesLayout, int]:
+    """Write tensors, and what `write_others` adds on rank 0, into a directory that appears when it is complete.
+
+    Every rank calls it. Returns the layout and the bytes that this rank wrote. `kept` are copied from their files.
+    Raises and communicates as `save_model` does.
+    """
+    _check_ownership(lazies)
+    temporary = directory.with_name(f"{directory.name}.tmp-{from_rank_0(f'{time.time_ns():x}')}")
+    layout = lay_out_in(temporary)
+    with temporary_directory(temporary, remove=_is_first()):
+        with raise_on_all_ranks("creating the files"):
+            if _is_first():
+                create_files(layout, temporary)
+        with raise_on_all_ranks("looking for the files that rank 0 created"):
+            for file in layout.files:
+                wait_until_seen(file.path, file.size)
+        with raise_on_all_ranks("writing weights"):
+            written = _write_own(lazies, layout, values) + _copy_own(kept, layout)
+        written += _write_gathered(lazies, layout, values)
+        with raise_on_all_ranks("writing config and tokenizer"):
+            if _is_first():
+                write_others(temporary, layout)
+        with raise_on_all_ranks("publishing the directory"):
+            if _is_first():
+                publish(layout, temporary, directory)
+    return layout, written
+
+
+def _owned(lazy: LazyTensor) -> Iterator[Piece]:
+    """The parts of a tensor of the files that this rank holds and is the one to write."""
+    for piece in lazy.pieces:
+        if isinstance(piece.leaf, StateTensor) and owns_copy(piece.leaf.tensor):
+            held = intersect(piece.source, local_box(piece.leaf.tensor))
+            if held is not None:
+                yield piece.crop_source(held)
+
+
+def _is_gathered(lazy: LazyTensor) -> bool:
+    """Whether the tensor's values are computed from others rather than moved."""
+    return not all(isinstance(piece.leaf, StateTensor) for piece in lazy.pieces)
+
+
+def _check_ownership(lazies: Mapping[str, LazyTensor]) -> None:
+    """All ranks together own each element once; anything else would leave holes in the files, or races.
+
+    Issues one all-reduce of an integer per tensor of the files on the default group.
+    """
+    owned = [sum(volume(piece.dest) for piece in _owned(lazy)) for lazy in lazies.values()]
+    counts = sum_over_ranks(torch.tensor(owned, dtype=torch.int64))
+    for (name, lazy), count in zip(lazies.items(), counts.tolist(), strict=True):
+        if not _is_gathered(lazy) and count != lazy.numel():
+            raise IntegrityError(
+                f"cannot save {name}: all ranks together own {count} of its {lazy.numel()} elements; "
+                "the model is not sharded over all ranks as its DTensors say"
+            )
+
+
+def _write_own(lazies: Mapping[str, LazyTensor], layout: FilesLayout, values: StateReader) -> int:
+    """Write this rank's parts of all tensors that only move values; bytes written. No collective."""
+    tensors = layout.tensors
+    written = 0
+    with _descriptors(layout) as descriptors:
+        for name, lazy in lazies.items():
+            if _is_gathered(lazy):
+                continue
+            for piece in _owned(lazy):
+                for part in blocks(piece.dest, _BLOCK_ELEMENTS):
+                    written += _write_piece(piece.crop(part), tensors[name], descriptors[tensors[name].path], values)
+    return written
+
+
+def _copy_own(kept: Sequence[FileTensor], layout: FilesLayout) -> int:
+    """Copy this rank's share, by tensors in turn, of what the model does not have; bytes written. No collective."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    tensors = layout.tensors
+    written = 0
+    with _descriptors(layout) as descriptors:
+        for source in kept[rank::ranks]:
+            target = tensors[source.name]
+            with WeightFiles(source.path.parent, {source.name: source}) as files:
+                for part in blocks(full_box(source.shape), _COPIED_ELEMENTS):
+                    values = torch.empty(extents(part), dtype=source.dtype)
+                    files.read(source, part, values)
+                    written += write_box(descriptors[target.path], target, part, _cast(values, target))
+    return written
+
+
+def _write_piece(piece: Piece, target: FileTensor, descriptor: int, values: StateReader) -> int:
+    assert isinstance(piece.leaf, StateTensor)
+    arranged = piece.arrange(values(piece.leaf, piece.source))
+    return write_box(descriptor, target, piece.dest, _cast(arranged, target))
+
+
+def live_values(leaf: StateTensor, box: Box) -> Tensor:
+    return local_tensor(leaf.tensor)[slices(box, local_box(leaf.tensor))]
+
+
+def _cast(values: Tensor, target: FileTensor) -> Tensor:
+    """In the dtype of the file, contiguous, on the CPU; `IntegrityError` where that dtype has no such values."""
+    cast = values.to(target.dtype)
+    if cast.dtype != values.dtype and not torch.equal(cast.isfinite(), values.isfinite()):
+        raise IntegrityError(
+            f"{target.name}: has values that {target.dtype} cannot hold; save it in bfloat16 or float32"
+        )
+    return cast.cpu().contiguous()
+
+
+def _write_gathered(lazies: Mapping[str, LazyTensor], layout: FilesLayout, values: StateReader) -> int:
+    """Gather the inputs of each computed tensor, one at a time, and write it on rank 0; bytes written.
+
+    Issues, for each of these tensors, the all-gathers of its sharded inputs and one small all-reduce.
+    """
+    tensors = layout.tensors
+    written = 0
+    for name, lazy in lazies.items():
+        if not _is_gathered(lazy):
+            continue
+        gathered = _gather(lazy)
+
+        def fetch(leaf: Leaf, box: Box, out: Tensor, gathered: dict[str, Tensor] = gathered) -> None:
+            assert isinstance(leaf, StateTensor)
+            out.copy_(gathered[leaf.name][slices(box)] if leaf.name in gathered else values(leaf, box))
+
+        with raise_on_all_ranks(f"writing {name}"), _descriptors(layout) as descriptors:
+            if _is_first():
+                target, box = tensors[name], full_box(lazy.shape)
+                computed = torch.empty(tuple(lazy.shape), dtype=lazy.dtype)
+                read_box(lazy, box, computed, fetch)
+                written += write_box(descriptors[target.path], target, box, _cast(computed, target))
+    return written
+
+
+def _gather(lazy: LazyTensor) -> dict[str, Tensor]:
+    """The sharded tensors behind `lazy`, whole, by name; and those that only another pipeline stage has."""
+    leaves = [leaf for leaf in lazy.leaves() if isinstance(leaf, StateTensor)]
+    gathered = {leaf.name: leaf.tensor.full_tensor() for leaf in leaves if isinstance(leaf.tensor, DTensor)}
+    for leaf in leaves:
+        if placement_of(leaf.tensor) is not None:
+            gathered[leaf.name] = _from_its_stage(leaf.tensor, gathered.get(leaf.name, leaf.tensor))
+    return gathered
+
+
+def _from_its_stage(tensor: Tensor, full: Tensor) -> Tensor:
+    """`full` of the rank that answers for `tensor`, on all ranks. One all-reduce and one broadcast."""
+    place, device = placement_of(tensor), collective_device()
+    answers = place is not None and not place.on_other_stage and not place.is_tied_replica and place.is_first_rank
+    source = torch.tensor([dist.get_rank() if answers else dist.get_world_size()], device=device)
+    dist.all_reduce(source, op=dist.ReduceOp.MIN)
+    values = full.detach().to(device) if answers else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    dist.broadcast(values, src=int(source.item()))
+    return values
+
+
+class _Descriptors(dict[Path, int]):
+    """Files, opened for writing when first asked for."""
+
+    def __missing__(self, path: Path) -> int:
+        self[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        return self[path]
+
+
+@contextmanager
+def _descriptors(layout: FilesLayout) -> Iterator[_Descriptors]:
+    """The files of the layout; synced and closed at the end."""
+    descriptors = _Descriptors()
+    with io_errors(layout.files[0].path.parent, layout.size):
+        try:
+            yield descriptors
+            for descriptor in descriptors.values():
+                os.fsync(descriptor)
+        finally:
+            for descriptor in descriptors.values():
+                os.close(descriptor)
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
