@@ -63,7 +63,7 @@ def merge(
     check_target(target)
     content = read_config(adapter)
     if not (adapter / WEIGHTS_FILE).exists():
-        raise InputError(f"{adapter}: has no {WEIGHTS_FILE}")
+        raise InputError(f"{adapter}: has no {WEIGHTS_FILE}", key="adapter.no-weights")
     model, directory = base_model(adapter, content, base, trust_remote_code)
     plan = plan_adapters(model, LoraConfig(from_adapter=str(adapter)), str(directory))
     with (

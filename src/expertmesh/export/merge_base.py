@@ -32,7 +32,9 @@ def base_model(
     """The base on meta, and its directory."""
     named = content.get("base_model_name_or_path")
     if base is None and not (isinstance(named, str) and named):
-        raise InputError(f"{adapter / CONFIG_FILE}: does not say what the base is; give it with --base")
+        raise InputError(
+            f"{adapter / CONFIG_FILE}: does not say what the base is; give it with --base", key="adapter.unknown-base"
+        )
     try:
         config, directory = read_model_config(
             base or str(named),
@@ -42,7 +44,9 @@ def base_model(
     except InputError as error:
         if base is not None:
             raise
-        raise InputError(f"{error} (the base that {adapter / CONFIG_FILE} names; --base names another)") from error
+        raise InputError(
+            f"{error} (the base that {adapter / CONFIG_FILE} names; --base names another)", key=error.key
+        ) from error
     model = build_meta_model(config, torch.float32, directory=directory, trust_remote_code=trust_remote_code)
     return model, directory
 
@@ -57,13 +61,16 @@ def check_base(
     trained_on = read_base(path, path.read_bytes())
     dtype = getattr(torch, trained_on.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise IntegrityError(f"{path}: says that the base was {trained_on.dtype}, which is no dtype")
+        raise IntegrityError(
+            f"{path}: says that the base was {trained_on.dtype}, which is no dtype", key="adapter.damaged"
+        )
     as_trained = build_meta_model(model.config, dtype, trust_remote_code=trust_remote_code)
     here = base_hash(untied(as_trained), load, files)
     if here != trained_on.sha256:
         raise IntegrityError(
             f"{path}: the adapter was trained on another base (weights {trained_on.sha256[:12]} in {trained_on.dtype}) "
-            f"than {files.directory} ({here[:12]}); give --base the one it was trained on"
+            f"than {files.directory} ({here[:12]}); give --base the one it was trained on",
+            key="adapter.other-base",
         )
     return True
 

@@ -96,7 +96,8 @@ def refuse_length(key: str, length: int, model_config: PreTrainedConfig) -> None
     if most is not None and length > most:
         raise InputError(
             f"{key} {length}: {model_config.model_type} has max_position_embeddings {most}; set {key} to at most "
-            f"{most}, or extend the model's positions in its config.json first"
+            f"{most}, or extend the model's positions in its config.json first",
+            key="model.max-positions",
         )
 
 
@@ -108,16 +109,18 @@ def _refuse_interleaving(layout: Layout, accumulation: int) -> None:
             f"parallel.pp_schedule: interleaved_1f1b runs micro-batches in {rounds} equal rounds, and the "
             f"{accumulation} of a step (train.global_batch_size over data ranks and train.micro_batch_size) are no "
             f"multiple of {rounds}; change train.global_batch_size so that they are a multiple of {layout.pp}, or set "
-            "parallel.pp_virtual_stages to 1"
+            "parallel.pp_virtual_stages to 1",
+            key="layout.pp-interleaving-rounds",
         )
 
 
 def _refuse_packing(config: Config, model: nn.Module) -> None:
     if reason := packing_refusal(model):
-        raise InputError(f"data.packing: {reason}; set data.packing to false")
+        raise InputError(f"data.packing: {reason}; set data.packing to false", key="data.packing-unsupported")
     if config.model.attention == "flash_attention_2" and config.train.micro_batch_size > 1:
         # transformers derives sample borders from position ids only for a batch of one row.
         raise InputError(
             f"train.micro_batch_size {config.train.micro_batch_size}: flash_attention_2 separates packed samples only "
-            "at train.micro_batch_size 1; set that, or model.attention to sdpa"
+            "at train.micro_batch_size 1; set that, or model.attention to sdpa",
+            key="data.packing-micro-batch",
         )

@@ -23,24 +23,29 @@ def refuse_output_dir(config: Config) -> None:
     """
     directory = Path(config.output_dir)
     if directory.exists() and not directory.is_dir():
-        raise InputError(f"output_dir {directory} is a file; choose another directory")
+        raise InputError(f"output_dir {directory} is a file; choose another directory", key="output.is-a-file")
     if not directory.exists() or all(_LEFT_BY_A_START.fullmatch(path.name) for path in directory.iterdir()):
         return
     written = directory / CONFIG_FILE
     if not written.is_file():
-        raise InputError(f"output_dir {directory} is not empty and holds no run of ours; choose another directory")
+        raise InputError(
+            f"output_dir {directory} is not empty and holds no run of ours; choose another directory",
+            key="output.not-empty",
+        )
     old, new = (flat(each.model_dump(mode="json")) for each in (load_config(written), config))
     forbidden, _ = config_differences(old, new)
     if forbidden:
         raise InputError(
             f"output_dir {directory} holds a run with another configuration: {'; '.join(forbidden)}; put it back to "
-            "continue that run, or choose another directory"
+            "continue that run, or choose another directory",
+            key="run.other-configuration",
         )
     result = directory / (MODEL if config.lora is None else ADAPTER)
     if result.exists():
         raise InputError(
             f"output_dir {directory} holds this run already, finished; choose another directory, or move {result} away "
-            "to go on from the last checkpoint with more steps"
+            "to go on from the last checkpoint with more steps",
+            key="run.finished",
         )
     find_start(config)
 

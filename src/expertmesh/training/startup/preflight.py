@@ -65,15 +65,21 @@ def _refuse_local_paths(config: Config) -> None:
                 ".parquet",
             )
             if looks_local and not Path(source.path).exists():
-                raise InputError(f"{key}.{index}.path: {source.path} does not exist; correct the path")
+                raise InputError(
+                    f"{key}.{index}.path: {source.path} does not exist; correct the path", key="data.not-found"
+                )
 
 
 def _refuse_missing_packages(config: Config) -> None:
     if config.model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
-        raise InputError("model.attention: flash_attention_2 needs the flash-attn package; install it or use sdpa")
+        raise InputError(
+            "model.attention: flash_attention_2 needs the flash-attn package; install it or use sdpa",
+            key="install.missing-package",
+        )
     for tracker in config.log.report_to:
         if tracker != "jsonl" and importlib.util.find_spec(tracker) is None:
             raise InputError(
                 f"log.report_to: {tracker} needs the {tracker} package; install it (pip install {tracker}), or leave "
-                f"{tracker} out"
+                f"{tracker} out",
+                key="install.missing-package",
             )
