@@ -132,7 +132,8 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
     master, compute = (getattr(torch, name) for name in (precision.params, precision.compute))
     backends = {spec.name: choose_backend(spec, options.moe.compute, compute) for spec in anatomy.experts}
     dims = dict(_expert_dims(model, anatomy, layout))
-    tensor, cut = plan_axes(model, anatomy, layout, twin, kept_in_fp32=kept_in_fp32)
+    frozen = anatomy.routers if options.moe.router == "frozen" else ()
+    tensor, cut = plan_axes(model, anatomy, layout, twin, kept_in_fp32=kept_in_fp32, frozen=frozen)
     balance = refuse_model(model, anatomy, options.moe)
     adapted = adapter_state(model) is not None
     refuse_mixed_dtypes(model, master, compute if adapted else master, kept_in_fp32)
@@ -153,7 +154,7 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
         balance=balance,
         dispatch="local" if layout.ep == 1 else dispatch,
         compute=backends,
-        frozen=anatomy.routers if options.moe.router == "frozen" else (),
+        frozen=frozen,
         tensor=tensor,
         cut=cut,
         splits=splits,
@@ -165,13 +166,19 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
 
 
 def plan_axes(
-    model: nn.Module, anatomy: Anatomy, layout: Layout, twin: MetaTwin, *, kept_in_fp32: KeptInFp32
+    model: nn.Module,
+    anatomy: Anatomy,
+    layout: Layout,
+    twin: MetaTwin,
+    *,
+    kept_in_fp32: KeptInFp32,
+    frozen: Sequence[str] = (),
 ) -> tuple[TensorPlan, Cut | None]:
     """What tp splits and where pp cuts, if it does. Raises `InputError` for tp, cp or pp that the model cannot have."""
     refuse_blocks(model, anatomy, layout)
     tensor = tensor_plan(model, anatomy, layout.tp, kept_in_fp32)
     refuse_context(model, anatomy, layout)
-    return tensor, plan_cut(model, anatomy, layout, twin.module) if layout.pp > 1 else None
+    return tensor, plan_cut(model, anatomy, layout, twin.module, frozen) if layout.pp > 1 else None
 
 
 def _expert_dims(model: nn.Module, anatomy: Anatomy, layout: Layout) -> Iterator[tuple[str, int]]:
