@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import expertmesh as em
+from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout, resolve_layout
 from expertmesh.model import plan_model
 from expertmesh.parallel.apply import shard_model
@@ -81,3 +82,9 @@ def test_planning_leaves_the_model_as_it_is() -> None:
     assert {name: (tensor.dtype, tensor.device.type) for name, tensor in model.state_dict().items()} == before
     assert {name: tensor.dtype for name, tensor in twin.state_dict().items()} == {n: d for n, (d, _) in before.items()}
     assert plan.layout == Layout(pp=2)
+
+
+def test_an_ep_that_does_not_divide_the_experts_is_refused_though_the_mesh_knew_no_model() -> None:
+    layout = resolve_layout(em.ParallelConfig(ep=4), 4)
+    with pytest.raises(InputError, match=r"parallel\.ep 4 does not divide the 6 experts of .*; valid values: 1, 2$"):
+        plan_model(tiny_model("qwen3_moe", num_experts=6), layout, ShardOptions(FP32))
