@@ -55,7 +55,8 @@ def expert_shard_dim(spec: ExpertsSpec, layout: Layout) -> int:
         valid = ", ".join(str(size) for size in range(1, both + 1) if both % size == 0)
         raise InputError(
             f"parallel.ep {layout.ep} does not divide the {spec.num_experts} experts of {spec.name}; valid values: "
-            f"{valid}"
+            f"{valid}",
+            key="layout.ep-divides-experts",
         )
     efsdp, here = layout.efsdp, spec.num_experts // layout.ep
     width = spec.intermediate_size * (2 if spec.gated else 1)
