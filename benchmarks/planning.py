@@ -226,7 +226,7 @@ def _noting_saved(model: Any, tracker: UsageTracker) -> Iterator[list[float]]:
     """What each forward leaves for backward, in order. The root's gathered parameters are no activation."""
     saved: list[float] = []
     loop: Any = training_step
-    staged: Any = stages._Run
+    staged: Any = stages._PipelineRun
     before = loop.causal_lm_loss, staged.forward
 
     def noting(forward: Any) -> Any:

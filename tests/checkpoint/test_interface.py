@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 import expertmesh as em
-from expertmesh.config.errors import DistributedFailure, InputError
+from expertmesh.config.errors import DistributedFailure
 from tests.checkpoint.tiny import Job
+from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
 
@@ -23,9 +24,9 @@ def _names(directory: Path) -> list[str]:
 def _save_an_earlier_step(directory: Path) -> None:
     job = Job(tiny_model("qwen3_moe"), em.ParallelConfig(ep=2))
     em.save_checkpoint(job.model, job.optimizer, directory, step=5)
-    with pytest.raises(InputError, match=r"holds step-00000005, which is later than step 4; choose another directory"):
+    with refused("checkpoint.later-exists", naming="step-00000005"):
         em.save_checkpoint(job.model, job.optimizer, directory, step=4, keep_last=1)
-    with pytest.raises(InputError, match="step -1: must be the number of optimizer steps"):
+    with refused("checkpoint.invalid-step", naming="-1"):
         em.save_checkpoint(job.model, job.optimizer, directory, step=-1)
 
 
@@ -37,7 +38,7 @@ def test_a_step_before_the_newest_is_refused_and_not_saved_to_be_removed_at_once
 def _fail_on_rank_0(directory: Path) -> None:
     job = Job(tiny_model("qwen3_moe"), em.ParallelConfig(ep=2))
     state: dict[str, Any] = {"loss": torch.ones(1) if dist.get_rank() == 0 else 1.0}
-    with pytest.raises(InputError, match="the state to save with step 1 is not JSON: Object of type Tensor"):
+    with refused("checkpoint.state-not-json", naming="Tensor"):
         em.save_checkpoint(job.model, job.optimizer, directory, step=1, state=state)
     full = mock.patch("expertmesh.checkpoint.companions.write_config", side_effect=OSError(28, os.strerror(28)))
     with full, pytest.raises((OSError, DistributedFailure), match="No space left on device"):
@@ -71,7 +72,7 @@ def _load_from(root: Path) -> list[str]:
         em.load_checkpoint(job.model, job.optimizer, root / name).directory.name
         for name in ("step-by-step", "step-by-step/checkpoints", "step-by-step/checkpoints/step-00000003", "latest")
     ]
-    with pytest.raises(InputError, match="holds no checkpoint"):
+    with refused("checkpoint.not-found"):
         em.load_checkpoint(job.model, job.optimizer, root)
     return found
 
@@ -85,7 +86,7 @@ def _load_into_another_optimizer(directory: Path) -> None:
     job.train([1])
     em.save_checkpoint(job.model, job.optimizer, directory, step=1)
     other = torch.optim.SGD(job.model.parameters(), lr=0.1, momentum=0.9)
-    with pytest.raises(InputError, match="holds the state of AdamW, but the optimizer to load into is SGD; use AdamW"):
+    with refused("checkpoint.other-optimizer", naming="AdamW"):
         em.load_checkpoint(job.model, other, directory)
     assert not other.state
     assert em.load_checkpoint(job.model, None, directory).step == 1

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 import expertmesh as em
 from expertmesh.checkpoint.manifest import read_manifest
 from expertmesh.checkpoint.read import fingerprints_in
-from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.config.errors import IntegrityError
 from tests.checkpoint.tiny import Job, load, save
+from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
 
@@ -127,7 +128,7 @@ def _let_replicas_drift(directory: Path) -> None:
     with torch.no_grad():
         local = job.model.get_parameter("model.norm.weight").to_local()
         local[3] += 1e-3 * dist.get_rank()
-    with pytest.raises(IntegrityError, match=r"model\.norm\.weight: the copies of rank 0 and rank 1 differ"):
+    with refused("model.replicas-differ", IntegrityError, naming="model.norm.weight"):
         em.save_checkpoint(job.model, job.optimizer, directory, step=1)
 
 
@@ -140,7 +141,7 @@ def _save_thrice(directory: Path) -> None:
     job = Job(tiny_model("qwen3_moe"), em.ParallelConfig(ep=2))
     for step in (1, 2, 3):
         em.save_checkpoint(job.model, job.optimizer, directory, step=step, keep_last=2)
-    with pytest.raises(InputError, match="exists already"):
+    with refused("checkpoint.exists"):
         em.save_checkpoint(job.model, job.optimizer, directory, step=3)
 
 
@@ -152,7 +153,7 @@ def test_old_checkpoints_go_and_none_is_written_over(tmp_path: Path) -> None:
 def _load_another_model(path: Path) -> None:
     job = Job(tiny_model("qwen3_moe", intermediate_size=24, moe_intermediate_size=24), em.ParallelConfig(ep=2))
     before = job.state()
-    with pytest.raises(IntegrityError, match=r"does not fit the model: model\.layers\.0\.mlp\.experts"):
+    with refused("checkpoint.does-not-fit", IntegrityError, naming="model.layers.0.mlp.experts"):
         em.load_checkpoint(job.model, job.optimizer, path)
     assert all(torch.equal(before[name], tensor) for name, tensor in job.state().items())
 

@@ -35,6 +35,7 @@ from tests.checkpoint.damage import (
 from tests.checkpoint.forge import forge_json, forge_metadata, forge_tensors
 from tests.checkpoint.test_faults import DAMAGED
 from tests.checkpoint.tiny import save
+from tests.support.errors import refused
 from tests.support.ranks import run_ranks
 
 # Experts 0 to 3 are in the first files, 4 to 7 in the second; in the first are also the parts that all ranks held.
@@ -322,7 +323,7 @@ def test_links_that_lead_out_are_refused_and_those_inside_are_not(
 def test_what_is_no_checkpoint_or_a_newer_one_is_an_input_error(
     good: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
-    with pytest.raises(InputError, match="no such checkpoint"):
+    with refused("checkpoint.not-found"):
         verify(tmp_path / "nothing")
     newer = _spoilt(good[0], tmp_path, change_manifest(lambda m: m.update(schema_version=3, more={})))
     with pytest.raises(InputError, match="schema version 3, newer than the 2"):

@@ -12,6 +12,7 @@ from expertmesh.config import Config
 from expertmesh.config.errors import InputError
 from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
+from tests.support.errors import refused
 from tests.support.models import tiny_config
 
 QUESTION, ANSWER = "What is it?", "Nothing\x1b[31m special."
@@ -96,7 +97,7 @@ def test_adapters_are_told_and_wrong_targets_refused(
     said = capsys.readouterr().out
     assert "lora attention: " in said
     assert "lora experts covered: all " in said
-    with pytest.raises(InputError, match=r"lora\.targets: expert matches nothing in this model"):
+    with refused("lora.targets-nothing", naming="expert"):
         check.run(config_of(model, data, lora={"targets": ["expert"]}))
 
 

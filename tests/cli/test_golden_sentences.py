@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from expertmesh.checkpoint.directory import locate
 from expertmesh.cli.main import main
+from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import ExpertmeshError, IntegrityError
+from expertmesh.distributed.layout import resolve_layout
 from expertmesh.launcher.failures import root_cause
 from expertmesh.launcher.hangs import RankSnapshot, hang_error
 from expertmesh.launcher.launch import RunOptions, check_job
@@ -93,6 +96,23 @@ def test_options_that_contradict_the_launcher(monkeypatch: pytest.MonkeyPatch) -
         "--nproc is 2, but the launcher that set RANK started 8 ranks on this machine; leave --nproc out under a "
         "launcher"
     )
+
+
+@pytest.mark.parametrize(
+    ("refuse", "key", "sentence"),
+    [
+        (
+            lambda: resolve_layout(ParallelConfig(ep=3), 6, 8),
+            "layout.ep-divides-experts",
+            "parallel.ep 3 does not divide the model's 8 experts; valid values: 1, 2",
+        ),
+        (lambda: locate(Path("nothing")), "checkpoint.not-found", "nothing: no such directory"),
+    ],
+)
+def test_a_layout_or_a_checkpoint_that_cannot_be(refuse: Callable[[], object], key: str, sentence: str) -> None:
+    with pytest.raises(ExpertmeshError) as caught:
+        refuse()
+    assert (caught.value.key, str(caught.value)) == (key, sentence)
 
 
 STATUS = RankStatus(1, 1, 85.0, 7, "update", 100.0, StopState.ACCEPTING)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3Config, Qwen
 from expertmesh.cli import inspect
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.io.safetensors_reader import WeightFiles
+from tests.support.errors import refused
 from tests.support.models import tiny_config, tiny_model
 
 
@@ -166,13 +167,13 @@ def test_weights_that_are_not_all_here_are_reported_not_refused(
 def test_a_dense_model_is_refused_by_name(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 96, "intermediate_size": 32}
     Qwen3Config(**sizes, architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="qwen3: no routed experts"):
+    with refused("model.no-experts", naming="qwen3"):
         inspect.run(str(tmp_path))
 
 
 @pytest.mark.parametrize("world_size", [0, -4])
 def test_a_job_without_ranks_is_refused(checkpoint: Path, world_size: int) -> None:
-    with pytest.raises(InputError, match="at least 1 rank"):
+    with refused("cli.usage", naming="at least 1 rank"):
         inspect.run(str(checkpoint), world_size=world_size)
 
 

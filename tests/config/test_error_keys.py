@@ -18,41 +18,61 @@ from expertmesh.config.errors import (
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "expertmesh"
 CLASSES = (InputError, IntegrityError, SecurityError, DistributedFailure)
-# Grows until it is all of them.
-PACKAGES = ("config", "demo", "launcher", "cli")
+# Their errors get keys later.
+WITHOUT_KEYS = ("data", "io", "weights")
 KEY = re.compile(r"[a-z]+\.[a-z0-9]+(-[a-z0-9]+)*")
 
 
-def raised(file: Path) -> Iterator[tuple[str, ast.expr | None]]:
-    """Where an error is made, and its `key=`."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
-        if isinstance(node, ast.Call) and name in {kind.__name__ for kind in CLASSES}:
-            key = next((keyword.value for keyword in node.keywords if keyword.arg == "key"), None)
-            yield f"{file.relative_to(SOURCE)}:{node.lineno}", key
+def trees() -> Iterator[tuple[str, ast.Module]]:
+    for file in sorted(SOURCE.rglob("*.py")):
+        if (name := str(file.relative_to(SOURCE))).split("/")[0] not in WITHOUT_KEYS:
+            yield name, ast.parse(file.read_text(encoding="utf-8"))
 
 
-def files() -> list[Path]:
-    return [file for package in PACKAGES for file in (SOURCE / package).rglob("*.py")]
+TREES = dict(trees())
+
+
+def exit_codes() -> dict[str, int]:
+    """Of each class of errors by its name, those that a file derives for itself included."""
+    codes = {kind.__name__: kind.exit_code for kind in CLASSES}
+    nodes = (node for tree in TREES.values() for node in ast.walk(tree))
+    for kind in (node for node in nodes if isinstance(node, ast.ClassDef)):
+        for base in kind.bases:
+            if isinstance(base, ast.Name) and base.id in codes:
+                codes[kind.name] = codes[base.id]
+    return codes
+
+
+def raised() -> Iterator[tuple[str, int, ast.expr | None]]:
+    """Where an error is made, the exit code of its class, and its `key=`."""
+    codes = exit_codes()
+    for file, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in codes:
+                key = next((keyword.value for keyword in node.keywords if keyword.arg == "key"), None)
+                yield f"{file}:{node.lineno}", codes[node.func.id], key
+
+
+def documented() -> list[tuple[str, int]]:
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    return [(key, int(code)) for key, code in re.findall(r"^\| `([^`]+)` \| (\d) \|", page, re.MULTILINE)]
 
 
 def test_every_error_has_a_key() -> None:
-    assert [where for file in files() for where, key in raised(file) if key is None] == []
+    assert [where for where, _, key in raised() if key is None] == []
 
 
-def test_keys_are_literals_of_the_form_that_is_documented() -> None:
-    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
-    documented = {
-        key for row in re.findall(r"^\|([^|]+)\|", page, re.MULTILINE) for key in re.findall("`([^`]+)`", row)
-    }
-    keys = {
-        key.value: where
-        for file in files()
-        for where, key in raised(file)
-        if isinstance(key, ast.Constant) and isinstance(key.value, str)
-    }
-    assert {key: where for key, where in keys.items() if not KEY.fullmatch(key)} == {}
-    assert {key: where for key, where in keys.items() if key not in documented} == {}
+def test_every_key_is_documented_with_its_exit_code() -> None:
+    keys = {(key.value, code): where for where, code, key in raised() if isinstance(key, ast.Constant)}
+    assert {key: where for key, where in keys.items() if not KEY.fullmatch(str(key[0]))} == {}
+    assert {key: where for key, where in keys.items() if key not in documented()} == {}
+
+
+def test_every_documented_key_is_in_the_source_and_listed_once() -> None:
+    keys = [key for key, _ in documented()]
+    assert len(set(keys)) == len(keys)
+    literals = {node.value for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    assert set(keys) - literals == set()
 
 
 @pytest.mark.parametrize("kind", [ExpertmeshError, *CLASSES])

@@ -8,6 +8,7 @@ import pytest
 
 from expertmesh.config import Config, InputError, dump_config, load_config
 from tests.config.minimal import write
+from tests.support.errors import refused
 
 DESIGN = """\
 model: {name_or_path: Qwen/Qwen3-30B-A3B, revision: "12e4567", trust_remote_code: false, attention: auto}
@@ -88,7 +89,7 @@ def test_every_problem_is_reported_at_once_each_with_its_place(tmp_path: Path) -
 
 def test_an_override_in_place_of_a_file_line_takes_the_blame(tmp_path: Path) -> None:
     path = write(tmp_path, "train: {max_steps: 5}\n")
-    with pytest.raises(InputError, match=r"^override 'train=\{max_steps: 0\}': train\.max_steps must be"):
+    with refused("config.wrong-value", naming="override 'train={max_steps: 0}'"):
         load_config(path, ["train={max_steps: 0}"])
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from expertmesh.config.errors import InputError
 from expertmesh.demo.dataset import MAX_CHARACTERS, clean_docstring, stdlib_samples, write_dataset
+from tests.support.errors import refused
 
 
 @pytest.fixture
@@ -86,6 +86,6 @@ def test_answers_are_leading_prose_cut_at_a_sentence(docstring: str, answer: str
     assert clean_docstring(docstring) == answer
 
 
-def test_a_python_without_source_files_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no documented Python source under"):
+def test_a_python_without_source_files_is_refused(tmp_path: Path) -> None:
+    with refused("demo.no-python-source"):
         stdlib_samples(tmp_path)

@@ -11,7 +11,6 @@ import transformers
 from torch import nn
 
 from expertmesh.anatomy import describe
-from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection import known_families, source_code
 from expertmesh.introspection.known_families import class_key, proof_key
@@ -20,6 +19,7 @@ from expertmesh.parallel.pipeline import Cut, plan_cut
 from expertmesh.weights.meta_model import build_meta_model
 from tests.families.known import answers_of
 from tests.families.test_families import CORE, FAMILIES, _commits
+from tests.support.errors import refused
 from tests.support.models import tiny_config
 
 TABLE = known_families._table()
@@ -91,7 +91,7 @@ def test_code_that_is_not_transformers_own_is_proven_on_the_spot() -> None:
     for layer in model.model.layers:
         layer.input_layernorm = _CarriesState()
     assert proof_key(model) is None
-    with pytest.raises(InputError, match="beside the hidden state"):
+    with refused("layout.pp-carries-more-than-hidden-state"):
         _cut(model)
 
 
@@ -117,5 +117,5 @@ def test_a_parameter_that_two_blocks_share_is_refused_for_a_known_family_too() -
     model = _model()
     first, second = model.model.layers[:2]
     second.mlp.gate.weight = first.mlp.gate.weight
-    with pytest.raises(InputError, match=r"model\.layers\.1 shares a parameter with another block"):
+    with refused("layout.pp-shared-parameter", naming="model.layers.1"):
         _cut(model)

@@ -13,8 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import expertmesh as em
+from expertmesh.config.errors import IntegrityError
+from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
-from tests.support.ranks import RankFailed, run_ranks
+from tests.support.ranks import run_ranks
 
 IDS = torch.randint(96, (2, 1, 16), generator=torch.Generator().manual_seed(0))
 BF16 = em.PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
@@ -110,7 +112,7 @@ def test_a_router_that_is_not_recognised_cannot_be_frozen_silently() -> None:
 
     model = tiny_model("qwen3_moe")
     model.model.layers[1].mlp.gate = Chooser()
-    with pytest.raises(RankFailed, match=r"no router is recognised in model\.layers\.1\.mlp"):
+    with refused_on_ranks("moe.router-not-recognised", naming="model.layers.1.mlp"):
         run_ranks(_parallelize, 1, model, em.MoeConfig(router="frozen"))
 
 
@@ -128,5 +130,5 @@ def _parallelize(model: nn.Module, moe: em.MoeConfig | None = None, tamper: str 
 
 @pytest.mark.parametrize(("tamper", "name"), [("swap", "experts.down_proj"), ("bias", "e_score_correction_bias")])
 def test_copies_that_differ_between_ranks_are_refused_by_name(tamper: str, name: str) -> None:
-    with pytest.raises(RankFailed, match=rf"IntegrityError.*{name} on rank 1 differs"):
+    with refused_on_ranks("model.replicas-differ", IntegrityError, naming=f"{name} on rank 1"):
         run_ranks(_parallelize, 2, tiny_model("deepseek_v3"), None, tamper)

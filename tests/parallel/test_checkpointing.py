@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 import expertmesh as em
 from expertmesh.anatomy import describe
 from expertmesh.bench.probes import held_bytes
-from expertmesh.config.errors import InputError
 from expertmesh.experts import activation_checkpointing, dispatch, expert_mlp, layer
 from expertmesh.experts.dispatch import AllToAllDispatcher
 from expertmesh.parallel.checkpointing import checkpoint_blocks, checkpointed_layers, refuse_checkpointing
 from tests.families.tiny import random_model
+from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
 from tests.support.reference import _rows, padded
@@ -270,28 +270,29 @@ def test_which_blocks_a_choice_means() -> None:
     assert checkpointed_layers("all", 3) == [0, 1, 2]
     assert checkpointed_layers(2, 5) == [0, 2, 4]
     assert checkpointed_layers((4, 1), 5) == [1, 4]
-    for layers, text in (((0, 5), "names block 5, but the model has blocks 0 to 4"), (1, "at least 2")):
-        with pytest.raises(InputError, match=text):
+    for layers, key in (((0, 5), "train.checkpoint-layers-no-such-block"), (1, "config.wrong-value")):
+        with refused(key):
             checkpointed_layers(layers, 5)  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_checkpointed_is_refused_by_name() -> None:
     model: Any = tiny_model("qwen3_moe")
     anatomy = describe(model)
-    for mode, layers, text in (
-        ("ful", "all", "activation_checkpointing is 'ful'"),
-        ("none", 2, "checkpoint_layers is 2, but activation_checkpointing is none"),
-        ("full", (7,), "names block 7"),
+    for mode, layers, key, named in (
+        ("ful", "all", "config.wrong-value", "'ful'"),
+        ("none", 2, "config.combination", "checkpoint_layers is 2"),
+        ("full", (7,), "train.checkpoint-layers-no-such-block", "block 7"),
     ):
-        with pytest.raises(InputError, match=text):
+        with refused(key, naming=named):
             checkpoint_blocks(model, mode, layers)  # type: ignore[arg-type]
-    for name, value, text in (
-        ("supports_gradient_checkpointing", False, "is not supported by Qwen3MoeForCausalLM"),
-        ("_set_gradient_checkpointing", lambda self, module, value=False: None, "in an old form"),
+    for name, value in (
+        ("supports_gradient_checkpointing", False),
+        ("_set_gradient_checkpointing", lambda self, module, value=False: None),
     ):
-        with mock.patch.object(type(model), name, value), pytest.raises(InputError, match=text):
+        unsupported = refused("train.activation-checkpointing-unsupported", naming="Qwen3MoeForCausalLM")
+        with mock.patch.object(type(model), name, value), unsupported:
             refuse_checkpointing(model, anatomy, "all")
     model.model.layers[1].gradient_checkpointing = None
     refuse_checkpointing(model, anatomy, "all")
-    with pytest.raises(InputError, match="no switch for each Qwen3MoeDecoderLayer of qwen3_moe"):
+    with refused("train.checkpoint-layers-unsupported", naming="Qwen3MoeDecoderLayer"):
         refuse_checkpointing(model, anatomy, 2)

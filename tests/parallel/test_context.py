@@ -35,8 +35,9 @@ from tests.adapters.reference import (
 from tests.experts.test_balance import _train as _balance
 from tests.experts.test_balance import expected as balanced
 from tests.parallel.test_router_loss import _packed, _train, expected
+from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
-from tests.support.ranks import RankFailed, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.reference import Distance, _rows, padded, reference, train_sharded
 
 TOLERANCE = 1e-5
@@ -357,7 +358,7 @@ def _attends(times: int) -> None:
 
 @pytest.mark.parametrize("times", [0, 2])
 def test_a_block_that_attends_another_number_of_times_is_an_error(times: int) -> None:
-    with pytest.raises(RankFailed, match=rf"model\.layers\.1\.self_attn attended {times} times in one forward"):
+    with refused_on_ranks("layout.cp-attention-calls", naming=f"model.layers.1.self_attn attended {times} times"):
         run_ranks(_attends, 2, times)
 
 
@@ -368,5 +369,5 @@ def _generates() -> None:
 
 
 def test_generation_is_refused_by_name() -> None:
-    with pytest.raises(RankFailed, match=r"InputError: parallel\.cp and parallel\.tp split rows.*cannot generate"):
+    with refused_on_ranks("layout.cannot-generate"):
         run_ranks(_generates, 2)

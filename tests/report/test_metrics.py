@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertmesh.config.errors import InputError
 from expertmesh.report.metrics import read_metrics
 from tests.report.made_up import row
+from tests.support.errors import refused
 
 
 def _read(tmp_path: Path, *lines: object, end: str = "\n") -> "tuple[object, ...]":
@@ -75,7 +75,7 @@ def test_a_step_that_is_there_twice_counts_once_and_layers_may_differ_in_number(
 
 def test_no_file_is_no_rows_and_a_directory_in_its_place_is_refused(tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path / "metrics.jsonl").step) == 0
-    with pytest.raises(InputError, match="cannot be read"):
+    with refused("run.unreadable-metrics"):
         read_metrics(tmp_path)
 
 

@@ -4,7 +4,6 @@ import pytest
 
 from benchmarks.shapes import deepseek_v3, qwen3_30b_a3b
 from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig
-from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout, resolve_layout
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning import memory, traffic
@@ -14,6 +13,7 @@ from expertmesh.planning.stages import Batch, CheckpointedLayers, InFlight, Work
 from expertmesh.planning.traffic import traffic_of
 from expertmesh.simulation.axes import planned_by_axis
 from expertmesh.simulation.run import simulate
+from tests.support.errors import refused
 
 LENGTH = 1024
 
@@ -91,5 +91,5 @@ def test_a_prefetch_in_vain_that_is_forgotten_would_be_noticed(monkeypatch: pyte
 def test_what_fake_tensors_cannot_do_is_refused() -> None:
     fp32 = PrecisionConfig(params="float32", compute="float32", reduce="float32")
     model = figures_of(qwen3_30b_a3b(), length=8, precision=fp32, packed=False)
-    with pytest.raises(InputError, match="only bfloat16 can be simulated"):
+    with refused("simulation.only-bfloat16"):
         simulate(qwen3_30b_a3b(), Workload(model, Layout(fsdp=64, ep=8), Batch(1, 1), "full"))

@@ -22,6 +22,8 @@ import torch
 import torch._dynamo  # imported lazily by DTensor; here once, instead of two seconds in every forked rank
 import torch.distributed as dist
 
+from expertmesh.config.errors import ExpertmeshError
+
 
 class RankFailed(AssertionError):
     """One or more ranks raised, died or hung; the message carries every rank's traceback."""
@@ -96,8 +98,9 @@ def _rank_main(
         result = fn(*args)
         dist.barrier()
         Path(scratch, f"result-{rank}").write_bytes(pickle.dumps(result))
-    except BaseException:
-        Path(scratch, f"error-{rank}").write_text(traceback.format_exc())
+    except BaseException as error:
+        key = f"{type(error).__name__} of key {error.key}\n" if isinstance(error, ExpertmeshError) else ""
+        Path(scratch, f"error-{rank}").write_text(traceback.format_exc() + key)
         code = 1
     # gloo's teardown aborts at random after correct runs; leaving here skips it.
     os._exit(code)

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from expertmesh.config import Config
-from expertmesh.config.errors import InputError
 from expertmesh.export.checkpoint import export
 from expertmesh.step import forward_backward
 from expertmesh.training.preflight import preflight
 from expertmesh.training.run import train
+from tests.support.errors import refused
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import metrics, rows_without_times, run_config, train_steps, weights, write_inputs
 
@@ -122,16 +122,16 @@ def test_a_loss_that_is_not_finite_skips_the_step_on_every_stage(inputs: Path, t
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "key", "named"),
     [
-        (["parallel.pp=3", "train.global_batch_size=6"], "3 stages .* and the model has 2"),
-        (["parallel.pp=2", "parallel.pp_virtual_stages=2"], "4 stages .2 × 2 virtual stages. need as many blocks"),
-        (["lora={targets: [layers.1.self_attn.o_proj]}", "parallel.pp=2"], "nothing on stage 0 .blocks 0. is trained"),
+        (["parallel.pp=3", "train.global_batch_size=6"], "layout.pp-exceeds-blocks", "3 stages"),
+        (["parallel.pp=2", "parallel.pp_virtual_stages=2"], "layout.pp-exceeds-blocks", "2 × 2 virtual stages"),
+        (["lora={targets: [layers.1.self_attn.o_proj]}", "parallel.pp=2"], "layout.pp-untrained-stage", "stage 0"),
     ],
 )
 def test_stages_that_cannot_be_are_refused_before_ranks_start(
-    inputs: Path, tmp_path: Path, options: list[str], message: str
+    inputs: Path, tmp_path: Path, options: list[str], key: str, named: str
 ) -> None:
     config: Any = run_config(inputs, tmp_path / "run", "parallel.ep=1", *options)
-    with pytest.raises(InputError, match=message):
+    with refused(key, naming=named):
         preflight(config, config.parallel.pp)

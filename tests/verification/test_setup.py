@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from expertmesh.config.errors import InputError
 from expertmesh.data import IGNORE
 from expertmesh.distributed.layout import Layout, explicit
 from expertmesh.training.preflight import preflight
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.samples import StepData, random_dataset
 from expertmesh.verification.setup import Setup, set_up
+from tests.support.errors import refused
 from tests.training.tiny_run import run_config, write_inputs
 
 
@@ -100,7 +100,7 @@ def test_stages_get_two_micro_batches_each_as_far_as_the_run_has_them(inputs: Pa
 
 
 def test_stages_that_cannot_run_are_refused(inputs: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"parallel\.pp"):
+    with refused("layout.pp-exceeds-blocks"):
         _setup(inputs, "parallel.pp=2", "parallel.ep=1", layers=1)
     deeper = write_inputs(tmp_path / "deeper", num_hidden_layers=4)
     config = run_config(
@@ -111,12 +111,12 @@ def test_stages_that_cannot_run_are_refused(inputs: Path, tmp_path: Path) -> Non
         "parallel.pp_virtual_stages=2",
         "train.global_batch_size=5",
     )
-    with pytest.raises(InputError, match=r"parallel\.pp_schedule: interleaved_1f1b runs micro-batches in 2 equal"):
+    with refused("layout.pp-interleaving-rounds"):
         set_up(config, VerifyOptions(), 2)
 
 
 def test_layers_without_experts_are_refused(inputs: Path) -> None:
-    with pytest.raises(InputError, match=r"--layers 1: .*no routed experts.*keep more layers"):
+    with refused("model.no-experts", naming="--layers 1: "):
         _setup(inputs, "parallel.ep=1", family="deepseek_v3", layers=1)
 
 

@@ -27,8 +27,8 @@ def _write(model: PreTrainedModel, directory: Path, layout: str) -> int:
         write_fused(model, directory)
     else:
         model.save_pretrained(directory, max_shard_size="20KB" if layout == "sharded" else "1GB")
-    with open_weight_files(directory) as checkpoint:
-        experts = [tensor for name, tensor in checkpoint.tensors.items() if ".experts." in name]
+    with open_weight_files(directory) as files:
+        experts = [tensor for name, tensor in files.tensors.items() if ".experts." in name]
         assert len(experts) == (2 if layout == "fused" else 3 * EXPERTS)
         return sum(tensor.nbytes for tensor in experts)
 

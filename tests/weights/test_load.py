@@ -73,7 +73,7 @@ def test_shards_equal_the_files_bit_for_bit_and_ranks_read_only_their_own(
         for report, planned, state in results:
             assert report.bytes_read == planned
             assert report.local_bytes <= report.bytes_read <= report.local_bytes * 1.01
-            assert report.checkpoint_bytes == sum(tensor.nbytes for tensor in reference.state_dict().values())
+            assert report.file_bytes == sum(tensor.nbytes for tensor in reference.state_dict().values())
             if state is not None:
                 assert _differences(state, reference.state_dict()) == []
 
@@ -108,8 +108,8 @@ def _swap_two_experts(config: PreTrainedConfig, directory: Path) -> State:
     model = _prepared(config, 2, 2)
     materialize(model, "cpu")
     name = "model.layers.0.mlp.experts.down_proj"
-    with open_weight_files(directory) as checkpoint:
-        plan = plan_load(model, checkpoint)
+    with open_weight_files(directory) as files:
+        plan = plan_load(model, files)
         whole = plan.tensors[name]
         first, second, *rest = whole.pieces
         swapped = [
@@ -117,7 +117,7 @@ def _swap_two_experts(config: PreTrainedConfig, directory: Path) -> State:
             Piece(second.dest, first.leaf, first.source, second.dims),
         ]
         plan.tensors[name] = LazyTensor(whole.shape, whole.dtype, [*swapped, *rest])
-        fill_planned(model, checkpoint, plan)
+        fill_planned(model, files, plan)
     return full_state(model)
 
 

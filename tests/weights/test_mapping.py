@@ -25,8 +25,8 @@ EXPERTS = "model.layers.1.mlp.experts"
 
 
 def _plan(model: PreTrainedModel, directory: Path) -> LoadPlan:
-    with open_weight_files(directory) as checkpoint:
-        return plan_load(model, checkpoint)
+    with open_weight_files(directory) as files:
+        return plan_load(model, files)
 
 
 def _edited(model: PreTrainedModel, directory: Path, edit: Callable[[Files], None]) -> PreTrainedModel:
@@ -44,10 +44,10 @@ def test_every_tensor_is_filled_once_and_every_byte_of_the_files_is_used(family:
     reference = random_model(FAMILIES[family]())
     reference.save_pretrained(tmp_path)
     model = build_meta_model(reference.config, torch.float32)
-    with open_weight_files(tmp_path) as checkpoint:
-        plan = plan_load(model, checkpoint)
+    with open_weight_files(tmp_path) as files:
+        plan = plan_load(model, files)
         needed = sum(bytes_needed(lazy, full_box(lazy.shape)) for lazy in plan.tensors.values())
-        assert needed == checkpoint.total_bytes
+        assert needed == files.total_bytes
     assert list(plan.tensors) == list(reference.state_dict())
     assert (plan.copies, plan.ignored) == ((), ())
 

@@ -52,19 +52,19 @@ def test_values_of_every_dtype_and_box_equal_the_librarys(tmp_path: Path) -> Non
     save_file(_tensors(), tmp_path / "model.safetensors")
     reference = load_file(tmp_path / "model.safetensors")
     choose = random.Random(0)
-    with open_weight_files(tmp_path) as checkpoint:
-        assert checkpoint.tensors.keys() == reference.keys()
+    with open_weight_files(tmp_path) as files:
+        assert files.tensors.keys() == reference.keys()
         for name, whole in reference.items():
             for _ in range(20):
                 ends = [sorted((choose.randint(0, size), choose.randint(0, size))) for size in whole.shape]
                 box = tuple((start, stop) for start, stop in ends)
                 out = torch.empty(extents(box), dtype=whole.dtype)
-                before = checkpoint.bytes_read
-                checkpoint.read(checkpoint.tensors[name], box, out)
+                before = files.bytes_read
+                files.read(files.tensors[name], box, out)
                 expected = whole[slices(box)].clone(memory_format=torch.contiguous_format)
                 assert torch.equal(as_bytes(out), as_bytes(expected))
                 wanted = volume(box) * whole.element_size()
-                assert checkpoint.bytes_read - before >= wanted
+                assert files.bytes_read - before >= wanted
 
 
 def test_contiguous_boxes_read_exactly_their_bytes_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,20 +72,20 @@ def test_contiguous_boxes_read_exactly_their_bytes_in_one_go(tmp_path: Path, mon
     calls: list[int] = []
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: calls.append(at) or preadv(fd, buffers, at))
-    with open_weight_files(tmp_path) as checkpoint:
+    with open_weight_files(tmp_path) as files:
         for box in (((2, 5), (0, 6), (0, 4)), ((3, 4), (1, 4), (0, 4)), ((3, 4), (2, 3), (1, 3))):
             calls.clear()
-            before = checkpoint.bytes_read
-            checkpoint.read(checkpoint.tensors["w"], box, torch.empty(extents(box)))
-            assert checkpoint.bytes_read - before == volume(box) * 4
+            before = files.bytes_read
+            files.read(files.tensors["w"], box, torch.empty(extents(box)))
+            assert files.bytes_read - before == volume(box) * 4
             assert len(calls) == 1
 
 
 def test_one_element_is_read_into_a_tensor_with_any_strides(tmp_path: Path) -> None:
     save_file({"w": torch.arange(20.0).reshape(4, 5)}, tmp_path / "model.safetensors")
     out = torch.zeros(4, 5).t()
-    with open_weight_files(tmp_path) as checkpoint:
-        checkpoint.read(checkpoint.tensors["w"], ((2, 3), (1, 2)), out[1:2, 2:3])
+    with open_weight_files(tmp_path) as files:
+        files.read(files.tensors["w"], ((2, 3), (1, 2)), out[1:2, 2:3])
     assert out[1, 2] == 11
     assert out.sum() == 11
 
@@ -95,20 +95,20 @@ def test_rows_are_read_one_by_one_but_short_close_ones_with_their_gaps(tmp_path:
     close = torch.randn(6, 64)
     long = torch.randn(3, MAX_MERGED_ROW_BYTES)
     save_file({"far": far, "close": close, "long": long}, tmp_path / "model.safetensors")
-    with open_weight_files(tmp_path) as checkpoint:
+    with open_weight_files(tmp_path) as files:
         out = torch.empty(5, 3)
-        checkpoint.read(checkpoint.tensors["far"], ((0, 5), (7, 10)), out)
+        files.read(files.tensors["far"], ((0, 5), (7, 10)), out)
         assert torch.equal(out, far[:, 7:10])
-        assert checkpoint.bytes_read == 5 * 3 * 4
+        assert files.bytes_read == 5 * 3 * 4
         out = torch.empty(6, 32)
-        checkpoint.read(checkpoint.tensors["close"], ((0, 6), (16, 48)), out)
+        files.read(files.tensors["close"], ((0, 6), (16, 48)), out)
         assert torch.equal(out, close[:, 16:48])
-        assert checkpoint.bytes_read - 60 == 5 * 64 * 4 + 32 * 4
-        before = checkpoint.bytes_read
+        assert files.bytes_read - 60 == 5 * 64 * 4 + 32 * 4
+        before = files.bytes_read
         out = torch.empty(3, MAX_MERGED_ROW_BYTES - 1)
-        checkpoint.read(checkpoint.tensors["long"], ((0, 3), (1, MAX_MERGED_ROW_BYTES)), out)
+        files.read(files.tensors["long"], ((0, 3), (1, MAX_MERGED_ROW_BYTES)), out)
         assert torch.equal(out, long[:, 1:])
-        assert checkpoint.bytes_read - before == out.nbytes
+        assert files.bytes_read - before == out.nbytes
 
 
 def test_sharded_checkpoints_are_one_set_of_tensors_and_links_are_followed(tmp_path: Path) -> None:
@@ -121,11 +121,11 @@ def test_sharded_checkpoints_are_one_set_of_tensors_and_links_are_followed(tmp_p
         (directory / name).symlink_to(blobs / blob)
     weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with open_weight_files(directory) as checkpoint:
-        assert sorted(checkpoint.tensors) == ["a", "b"]
-        assert checkpoint.total_bytes == 20
+    with open_weight_files(directory) as files:
+        assert sorted(files.tensors) == ["a", "b"]
+        assert files.total_bytes == 20
         out = torch.empty(3)
-        checkpoint.read(checkpoint.tensors["b"], ((0, 3),), out)
+        files.read(files.tensors["b"], ((0, 3),), out)
         assert torch.equal(out, torch.zeros(3))
 
 
@@ -351,21 +351,21 @@ def test_pickles_are_refused_for_security_and_empty_directories_as_input(tmp_pat
 
 def test_a_file_that_shrinks_after_its_header_was_read_names_the_tensor(tmp_path: Path) -> None:
     save_file({"w": torch.randn(100)}, tmp_path / "model.safetensors")
-    with open_weight_files(tmp_path) as checkpoint:
+    with open_weight_files(tmp_path) as files:
         os.truncate(tmp_path / "model.safetensors", 200)
         with pytest.raises(IntegrityError, match="ends inside tensor w"):
-            checkpoint.read(checkpoint.tensors["w"], ((0, 100),), torch.empty(100))
+            files.read(files.tensors["w"], ((0, 100),), torch.empty(100))
 
 
 def test_more_files_than_a_process_may_have_open_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safetensors_reader, "MAX_OPEN_FILES", 4)
     for number in range(10):
         save_file({"w": torch.full((3,), float(number))}, tmp_path / f"{number}.safetensors")
-    with WeightFiles(tmp_path, {}) as checkpoint:
+    with WeightFiles(tmp_path, {}) as files:
         before = len(os.listdir("/proc/self/fd"))
         for number in [*range(10), *range(10)]:
             out = torch.empty(3)
-            checkpoint.read(read_header(tmp_path / f"{number}.safetensors")["w"], ((0, 3),), out)
+            files.read(read_header(tmp_path / f"{number}.safetensors")["w"], ((0, 3),), out)
             assert out.tolist() == [number] * 3
             assert len(os.listdir("/proc/self/fd")) <= before + 4
 

@@ -53,8 +53,8 @@ def test_the_library_reads_what_was_written_box_by_box_in_any_order(max_shard_by
         written |= load_file(file.path)
     assert written.keys() == SPECS.keys()
     assert all(torch.equal(written[name], value) for name, value in values.items())
-    with open_weight_files(tmp_path) as checkpoint:
-        assert checkpoint.tensors == layout.tensors
+    with open_weight_files(tmp_path) as files:
+        assert files.tensors == layout.tensors
 
 
 def test_columns_are_written_between_what_others_wrote(tmp_path: Path) -> None:

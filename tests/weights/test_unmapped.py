@@ -44,8 +44,8 @@ def _source(directory: Path) -> PreTrainedConfig:
 
 
 def _saved(directory: Path) -> State:
-    with open_weight_files(directory) as checkpoint:
-        paths = {tensor.path for tensor in checkpoint.tensors.values()}
+    with open_weight_files(directory) as files:
+        paths = {tensor.path for tensor in files.tensors.values()}
     return {name: tensor for path in paths for name, tensor in load_file(path).items()}
 
 

@@ -48,7 +48,9 @@ def read_base(path: Path, content: bytes) -> Base:
         if not isinstance(base.sha256, str) or not isinstance(base.dtype, str):
             raise TypeError("not text")
     except (TypeError, ValueError, RecursionError) as error:
-        raise IntegrityError(f"{path}: does not say which base the adapter belongs to ({error})") from error
+        raise IntegrityError(
+            f"{path}: does not say which base the adapter belongs to ({error})", key="adapter.damaged"
+        ) from error
     return base
 
 
@@ -58,5 +60,6 @@ def check_base(path: Path, saved: Base, here: Base, otherwise: str = "") -> None
         raise IntegrityError(
             f"{path}: the adapter was trained on another base (weights {saved.sha256[:12]} in {saved.dtype}, here "
             f"{here.sha256[:12]} in {here.dtype}); use the model and the precision.compute it was trained "
-            f"with{otherwise}"
+            f"with{otherwise}",
+            key="adapter.other-base",
         )

@@ -107,7 +107,10 @@ def model_tensors_from(
                 a, b = _lazy(b.transpose(1, 2)), _lazy(a.transpose(1, 2))
         tensors |= {f"{target.module}.{leaf}": lazy for leaf, lazy in zip(target.leaves, (a, b), strict=True)}
     if left:
-        raise IntegrityError(f"{path}: holds {min(left)}, which fits no target of the adapter's config")
+        raise IntegrityError(
+            f"{path}: holds {min(left)}, which fits no target of the adapter's config",
+            key="adapter.differs-from-its-config",
+        )
     return tensors
 
 
@@ -124,9 +127,14 @@ def _stored(
     path: Path, files: Mapping[str, LazyTensor], key: str, shape: tuple[int, ...], target: Target
 ) -> LazyTensor:
     if key not in files:
-        raise IntegrityError(f"{path}: has no {key}, although the adapter's config targets {target.name}")
+        raise IntegrityError(
+            f"{path}: has no {key}, although the adapter's config targets {target.name}",
+            key="adapter.differs-from-its-config",
+        )
     if tuple(files[key].shape) != shape:
-        raise IntegrityError(f"{path}: {key} is {list(files[key].shape)}, not {list(shape)}")
+        raise IntegrityError(
+            f"{path}: {key} is {list(files[key].shape)}, not {list(shape)}", key="adapter.differs-from-its-config"
+        )
     return files[key]
 
 
@@ -169,30 +177,38 @@ def read_config(directory: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read as an adapter's config: {error}") from error
+        raise InputError(
+            f"{path}: cannot be read as an adapter's config: {error}", key="adapter.unreadable-config"
+        ) from error
     if not isinstance(content, dict) or content.get("peft_type") != "LORA":
-        raise InputError(f"{path}: is not the config of a LoRA adapter")
+        raise InputError(f"{path}: is not the config of a LoRA adapter", key="adapter.not-lora")
     # Zero is set too: `layers_to_transform: 0` means the first layer alone.
     said = [key for key, value in content.items() if key not in _KNOWN and (value or type(value) is int)]
     if said or content.get("bias", "none") != "none":
         key = said[0] if said else "bias"
-        raise InputError(f"{path}: {key} is {content[key]!r}, which is not supported; train a plain LoRA adapter")
+        raise InputError(
+            f"{path}: {key} is {content[key]!r}, which is not supported; train a plain LoRA adapter",
+            key="adapter.unsupported-option",
+        )
     init = content.get("init_lora_weights")
     if isinstance(init, str) and init.startswith(_CHANGES_BASE):
         raise InputError(
             f"{path}: init_lora_weights is {init!r}, which changes the base's weights as well; save it with PEFT's "
-            "path_initial_model_for_weight_conversion, which makes a plain LoRA adapter of it"
+            "path_initial_model_for_weight_conversion, which makes a plain LoRA adapter of it",
+            key="adapter.changes-base",
         )
     for key in ("target_modules", "target_parameters"):
         listed = content.get(key) or []
         text = [listed] if isinstance(listed, str) and key == "target_modules" else listed
         if not isinstance(text, list) or not all(isinstance(name, str) for name in text):
-            raise InputError(f"{path}: {key} is {listed!r}, not a list of names")
+            raise InputError(f"{path}: {key} is {listed!r}, not a list of names", key="adapter.invalid-config")
     _refuse_names(path, content.get("target_modules"))
     if not isinstance(content.get("r"), int) or not isinstance(content.get("lora_alpha"), int | float):
-        raise InputError(f"{path}: r and lora_alpha are not numbers")
+        raise InputError(f"{path}: r and lora_alpha are not numbers", key="adapter.invalid-config")
     if (directory / _PICKLE).exists() and not (directory / WEIGHTS_FILE).exists():
-        raise SecurityError(f"{directory / _PICKLE}: is a pickle, which can run code when read; convert it first")
+        raise SecurityError(
+            f"{directory / _PICKLE}: is a pickle, which can run code when read; convert it first", key="adapter.pickle"
+        )
     return content
 
 
@@ -201,13 +217,15 @@ def _refuse_names(path: Path, modules: Any) -> None:
     if isinstance(modules, str):
         raise InputError(
             f"{path}: target_modules is the pattern {modules!r}, which PEFT widens in Mixture-of-Experts models; list "
-            "the modules' names instead"
+            "the modules' names instead",
+            key="adapter.ambiguous-targets",
         )
     for name in modules or ():
         if name.rpartition(".")[2] in _TAKEN_FOR_EXPERTS:
             raise InputError(
                 f"{path}: target_modules names {name}, which PEFT takes for routed experts or the router in many "
-                f"families; name the weights in target_parameters instead, as {name}.weight or mlp.experts.down_proj"
+                f"families; name the weights in target_parameters instead, as {name}.weight or mlp.experts.down_proj",
+                key="adapter.ambiguous-targets",
             )
 
 

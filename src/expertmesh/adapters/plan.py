@@ -111,7 +111,8 @@ def _plan_from_adapter(model: nn.Module, anatomy: Anatomy, lora: LoraConfig, bas
     if init not in (True, "gaussian") and not weights.exists():
         raise InputError(
             f"{directory}: has no weights, and init_lora_weights is {init!r}; only true and "
-            '"gaussian" can be started here'
+            '"gaussian" can be started here',
+            key="adapter.unsupported-option",
         )
     said: dict[str, Any] = {
         "r": content["r"],
@@ -131,13 +132,19 @@ def _refuse_unknown(model: nn.Module, content: dict[str, Any], targets: tuple[Ta
             probe = Target(name, None, 0, 0, None, "")
             if config_selects(content, probe):
                 kind = type(module).__name__
-                raise InputError(f"{directory}: targets {name} ({kind}), which cannot be adapted here")
+                raise InputError(
+                    f"{directory}: targets {name} ({kind}), which cannot be adapted here",
+                    key="adapter.unsupported-target",
+                )
     for name, _ in model.named_parameters():
         probe = Target(name.rpartition(".")[0], name.rpartition(".")[2], 0, 0, None, "")
         if name not in known and config_selects(content, probe):
-            raise InputError(f"{directory}: targets the parameter {name}, which cannot be adapted here")
+            raise InputError(
+                f"{directory}: targets the parameter {name}, which cannot be adapted here",
+                key="adapter.unsupported-target",
+            )
     if not targets:
-        raise InputError(f"{directory}: its targets match nothing in this model")
+        raise InputError(f"{directory}: its targets match nothing in this model", key="adapter.targets-nothing")
 
 
 def _refuse_unreadable(model: nn.Module, plan: AdapterPlan) -> None:
@@ -151,14 +158,21 @@ def _refuse_unreadable(model: nn.Module, plan: AdapterPlan) -> None:
         if renamed != key:
             raise InputError(
                 f"lora.targets: {target.name} would be lost when PEFT reads the adapter, as it takes {key} for "
-                f"{renamed} in this family; leave it out of lora.targets"
+                f"{renamed} in this family; leave it out of lora.targets",
+                key="lora.unreadable-by-peft",
             )
 
 
 def _refuse_dropout(plan: AdapterPlan, anatomy: Anatomy) -> None:
     """Dropout needs to know which token each row is; where modules see something else it is refused."""
     if any(target.group == "lm_head" for target in plan.targets):
-        raise InputError("lora.dropout: lm_head sees chosen tokens only; set lora.dropout to 0 or leave lm_head out")
+        raise InputError(
+            "lora.dropout: lm_head sees chosen tokens only; set lora.dropout to 0 or leave lm_head out",
+            key="lora.dropout-without-token-order",
+        )
     odd = [spec.name for spec in anatomy.experts if spec.call != "interface"]
     if odd and any(target.experts is not None for target in plan.targets):
-        raise InputError(f"lora.dropout: {odd[0]} is not called with the tokens themselves; set lora.dropout to 0")
+        raise InputError(
+            f"lora.dropout: {odd[0]} is not called with the tokens themselves; set lora.dropout to 0",
+            key="lora.dropout-without-token-order",
+        )

@@ -60,7 +60,9 @@ def save_adapter(model: PreTrainedModel, directory: str | Path, *, tokenizer: To
     with raise_on_all_ranks("planning what to save"):
         plan = plan_of(model)
         if plan is None:
-            raise InputError(f"{type(model).__name__} has no adapters; load it with lora, or use save_model")
+            raise InputError(
+                f"{type(model).__name__} has no adapters; load it with lora, or use save_model", key="model.no-adapters"
+            )
         check_target(directory)
         files = file_tensors(adapter_tensors(model), plan.targets)
         small = small_files(model, plan)

@@ -86,7 +86,10 @@ def _check_copy(directory: Path, key: str, lazy: LazyTensor, base: torch.Tensor,
     if tuple(lazy.shape) == tuple(base.shape):
         read_box(lazy, local_box(base), stored, fetch)
     if tuple(lazy.shape) != tuple(base.shape) or not torch.equal(stored.to(local), local):
-        raise IntegrityError(f"{directory}: {key} is not the weight of the model's; the adapter has another base")
+        raise IntegrityError(
+            f"{directory}: {key} is not the weight of the model's; the adapter has another base",
+            key="adapter.other-base",
+        )
 
 
 def _start_anew(model: nn.Module, targets: Sequence[Target], lora: LoraConfig, seed: int) -> None:

@@ -64,7 +64,10 @@ def find_targets(model: nn.Module, anatomy: Anatomy, wanted: Sequence[str]) -> t
         if not matches:
             groups = (f"{group} ({', '.join(endings)})" for group, endings in listed(there).items())
             why = f" ({_why_no_experts(model, anatomy)})" if selector == "experts" else ""
-            raise InputError(f"lora.targets: {selector} matches nothing in this model{why}; it has {', '.join(groups)}")
+            raise InputError(
+                f"lora.targets: {selector} matches nothing in this model{why}; it has {', '.join(groups)}",
+                key="lora.targets-nothing",
+            )
         chosen |= {target.name: target for target in matches}
     return tuple(target for target in there if target.name in chosen)
 
@@ -156,5 +159,6 @@ def refuse_tied_head(model: nn.Module, targets: Sequence[Target]) -> None:
     if head is not None and head.weight is embedding.weight and any(t.group == "lm_head" for t in targets):
         raise InputError(
             "lora.targets: lm_head is tied to the input embedding in this model, so an adapter on it could not be "
-            "merged; leave lm_head out"
+            "merged; leave lm_head out",
+            key="lora.tied-head",
         )

@@ -43,14 +43,18 @@ def expert_module_spec(name: str, members: nn.ModuleList) -> ExpertModuleSpec:
     kind = type(first).__name__
     odd = [index for index, member in enumerate(members) if _facts(member) != _facts(first)]
     if odd:
-        raise InputError(f"{name}.{odd[0]}: differs in structure from {name}.0 ({kind}); such lists are not supported")
+        raise InputError(
+            f"{name}.{odd[0]}: differs in structure from {name}.0 ({kind}); such lists are not supported",
+            key="model.unsupported-expert-list",
+        )
     linears = {child: module for child, module in first.named_children() if type(module) is nn.Linear}
     held = {f"{child}.{leaf}" for child, module in linears.items() for leaf, _ in module.named_parameters()}
     biases = {module.bias is not None for module in linears.values()}
     if held != set(first.state_dict()) or len(linears) not in (2, 3) or len(biases) != 1:
         raise InputError(
             f"{name} is a list of {kind} modules, which are not MLPs of two or three linear layers alike; "
-            "it is not supported"
+            "it is not supported",
+            key="model.unsupported-expert-list",
         )
     specs = [
         ExpertModuleSpec(
@@ -69,7 +73,8 @@ def expert_module_spec(name: str, members: nn.ModuleList) -> ExpertModuleSpec:
         # Gate and up can stand in either order; in this one the derivative is known.
         return next((spec for spec in specs if spec.silu_gated), specs[0])
     raise InputError(
-        f"{name} is a list of {kind} modules, whose forward is not down(activation(ups)); it is not supported"
+        f"{name} is a list of {kind} modules, whose forward is not down(activation(ups)); it is not supported",
+        key="model.unsupported-expert-list",
     )
 
 

@@ -91,14 +91,20 @@ def describe(model: nn.Module) -> Anatomy:
     specs = tuple(replace(spec, top_k=spec.top_k or _top_k_of_block(model, spec)) for spec in specs)
     family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if not specs:
-        raise InputError(f"{family}: {_why_no_experts(model)}")
+        raise InputError(f"{family}: {_why_no_experts(model)}", key="model.no-experts")
     counts = sorted({spec.num_experts for spec in specs})
     if len(counts) > 1:
-        raise InputError(f"{family}: layers with different numbers of experts ({counts}) are not supported")
+        raise InputError(
+            f"{family}: layers with different numbers of experts ({counts}) are not supported",
+            key="model.unequal-expert-counts",
+        )
     blocks = _blocks(model)
     orphans = [spec.name for spec in specs if not any(is_inside(spec.name, block) for block in blocks)]
     if orphans:
-        raise InputError(f"{family}: experts module {orphans[0]} is not inside a decoder block; it cannot be sharded")
+        raise InputError(
+            f"{family}: experts module {orphans[0]} is not inside a decoder block; it cannot be sharded",
+            key="model.experts-outside-blocks",
+        )
     routers, shared = [], []
     for spec in specs:
         prefix = spec.name.rpartition(".")[0]
@@ -176,7 +182,8 @@ def experts_spec(name: str, module: nn.Module) -> ExpertsSpec:
     if up_experts != down_experts:
         raise InputError(
             f"{name}: gate_up_proj holds {up_experts} experts and down_proj {down_experts}, so a share of the one is "
-            "not the share of the other that belongs to it; such experts are not supported"
+            "not the share of the other that belongs to it; such experts are not supported",
+            key="model.unsupported-expert-parameters",
         )
     # `[E, 2I, H]` and `[E, H, I]`; never both ways, as 2I is not I.
     transposed = up_columns != down_rows
@@ -203,17 +210,26 @@ def _fused_spec(name: str, module: nn.Module, gated: bool, transposed: bool, bia
     present -= {leaf for leaf in present if post_norm and leaf.startswith("post_expert_norm.")}
     if present != set(spec.parameters):
         odd = sorted(present ^ set(spec.parameters))
-        raise InputError(f"{name}: experts with parameters {odd} beside {list(spec.parameters)} are not supported")
+        raise InputError(
+            f"{name}: experts with parameters {odd} beside {list(spec.parameters)} are not supported",
+            key="model.unsupported-expert-parameters",
+        )
     down_EHI = module.get_parameter(down)
     if down_EHI.dim() != 3:
-        raise InputError(f"{name}.{down}: experts must be 3-D [experts, out, in], got shape {tuple(down_EHI.shape)}")
+        raise InputError(
+            f"{name}.{down}: experts must be 3-D [experts, out, in], got shape {tuple(down_EHI.shape)}",
+            key="model.unsupported-expert-parameters",
+        )
     num_experts, hidden, intermediate = down_EHI.shape
     if transposed:
         hidden, intermediate = intermediate, hidden
     width = 2 * intermediate if gated else intermediate
     expected = (num_experts, hidden, width) if transposed else (num_experts, width, hidden)
     if tuple(module.get_parameter(up).shape) != expected:
-        raise InputError(f"{name}.{up}: expected shape {expected}, got {tuple(module.get_parameter(up).shape)}")
+        raise InputError(
+            f"{name}.{up}: expected shape {expected}, got {tuple(module.get_parameter(up).shape)}",
+            key="model.unsupported-expert-parameters",
+        )
     return replace(
         spec, num_experts=num_experts, hidden_size=hidden, intermediate_size=intermediate, post_norm=post_norm
     )

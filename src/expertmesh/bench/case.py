@@ -135,12 +135,18 @@ def check_ranks(nproc: int | None, device: torch.device, quick: bool, sizes: Siz
     """
     devices = torch.accelerator.device_count() if device.type != "cpu" else None
     if devices is not None and nproc is not None and nproc > devices:
-        raise InputError(f"--nproc is {nproc}, but this machine has {devices} accelerators; use {devices} or fewer")
+        raise InputError(
+            f"--nproc is {nproc}, but this machine has {devices} accelerators; use {devices} or fewer",
+            key="launch.too-few-accelerators",
+        )
     ranks = nproc or devices or (QUICK_RANKS if quick else CPU_RANKS)
     for case in (sizes.step, sizes.load):
         if case.experts % ranks:
             choices = ", ".join(str(size) for size in range(1, case.experts + 1) if case.experts % size == 0)
-            raise InputError(f"--nproc {ranks} does not divide the {case.experts} experts of a layer; use {choices}")
+            raise InputError(
+                f"--nproc {ranks} does not divide the {case.experts} experts of a layer; use {choices}",
+                key="layout.ep-divides-experts",
+            )
     return ranks
 
 

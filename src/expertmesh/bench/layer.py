@@ -172,7 +172,10 @@ def compare(steps: Mapping[str, Step], dtype: str) -> None:
             expected = reference[name].float()
             error = float((got.float() - expected).norm() / expected.norm())
             if not error <= TOLERANCE[dtype]:
-                raise IntegrityError(f"{system} does not compute what {first} does: {name} is off by {error:.1e}")
+                raise IntegrityError(
+                    f"{system} does not compute what {first} does: {name} is off by {error:.1e}",
+                    key="bench.results-differ",
+                )
 
 
 def median_seconds(steps: Mapping[str, Step], device: torch.device, repeats: int) -> dict[str, float]:

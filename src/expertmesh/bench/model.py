@@ -56,7 +56,8 @@ def check_steps(case: Case, timing: dict[str, Any], keys: Sequence[str] = ("loss
             expected, got = first[1][key], row[key]
             if not abs(got - expected) <= LOSS_TOLERANCE[case.compute] * abs(expected):
                 raise IntegrityError(
-                    f"{name} computes something else than {first[0]}: {key} {got:.6f} against {expected:.6f}"
+                    f"{name} computes something else than {first[0]}: {key} {got:.6f} against {expected:.6f}",
+                    key="bench.results-differ",
                 )
 
 
@@ -109,7 +110,9 @@ def bench_load(sizes: Sizes, ranks: int, device: torch.device) -> Result:
     """Loading a checkpoint, on one rank and on `ranks`."""
     del device
     if sys.platform != "linux":
-        raise InputError("bench load reads resident memory from /proc, which only Linux has; leave load out")
+        raise InputError(
+            "bench load reads resident memory from /proc, which only Linux has; leave load out", key="bench.needs-linux"
+        )
     missing = why_missing("transformers")
     systems, counts = ("expertmesh_ep",) if missing else ("transformers_ep", "expertmesh_ep"), sorted({1, ranks})
     report = measure_load(sizes.load, systems, counts, sizes.load_repeats)
@@ -149,7 +152,9 @@ def check_loads(runs: dict[str, list[dict[str, Any]]]) -> None:
     first, expected = next(iter(squares.items()))
     for name, square in squares.items():
         if not abs(square - expected) <= LOAD_TOLERANCE * expected:
-            raise IntegrityError(f"{name} holds other weights than {first}: {square} against {expected}")
+            raise IntegrityError(
+                f"{name} holds other weights than {first}: {square} against {expected}", key="bench.results-differ"
+            )
 
 
 def load_table(case: Case, report: dict[str, Any]) -> str:

@@ -136,7 +136,8 @@ def launch(
                 process.kill()
         if failed:
             raise DistributedFailure(
-                f"ranks {failed} of the {mode} run over {', '.join(names)} failed; their output is above"
+                f"ranks {failed} of the {mode} run over {', '.join(names)} failed; their output is above",
+                key="bench.rank-failed",
             )
         result: dict[str, Any] = json.loads(out.read_text())
         return result

@@ -66,7 +66,9 @@ def read_layout(model: PreTrainedModel, directory: Path, manifest: Manifest) -> 
         tensors = {name: _tensor(name, entry, directory / LAYOUT_FILE) for name, entry in layout["tensors"].items()}
         left_out = [_tensor(entry["name"], entry, Path(entry["path"])) for entry in layout["left_out"]]
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise IntegrityError(f"{directory / LAYOUT_FILE}: is not a layout of weights files ({error})") from error
+        raise IntegrityError(
+            f"{directory / LAYOUT_FILE}: is not a layout of weights files ({error})", key="checkpoint.damaged"
+        ) from error
     plan = plan_load(model, WeightFiles(directory, tensors))
     return SavedLayout(tuple(plan.conversions), tuple(left_out))
 

@@ -45,7 +45,9 @@ def find(directory: Path, resume: str) -> Path | None:
     if named.is_dir():
         return named
     known = ", ".join(path.name for _, path in checkpoints[-5:]) or "no checkpoint"
-    raise InputError(f"checkpoint.resume: {resume}: no such checkpoint; {directory} has {known}")
+    raise InputError(
+        f"checkpoint.resume: {resume}: no such checkpoint; {directory} has {known}", key="checkpoint.not-found"
+    )
 
 
 def locate(path: Path) -> tuple[Path, int | None]:
@@ -54,12 +56,14 @@ def locate(path: Path) -> tuple[Path, int | None]:
     With how many there are to choose from, None for `path` itself. Raises `InputError` when there is none.
     """
     if not path.is_dir():
-        raise InputError(f"{path}: no such directory")
+        raise InputError(f"{path}: no such directory", key="checkpoint.not-found")
     if _STEP.fullmatch(path.resolve().name) or (path / MANIFEST).exists():
         return path, None
     checkpoints = published(path / CHECKPOINTS) or published(path)
     if not checkpoints:
-        raise InputError(f"{path}: holds no checkpoint, neither a {MANIFEST} nor {CHECKPOINTS}/step-*")
+        raise InputError(
+            f"{path}: holds no checkpoint, neither a {MANIFEST} nor {CHECKPOINTS}/step-*", key="checkpoint.not-found"
+        )
     return checkpoints[-1][1], len(checkpoints)
 
 
@@ -90,6 +94,7 @@ def prune(directory: Path, keep_last: int | None) -> list[str]:
         except OSError as error:
             raise InputError(
                 f"{path}: cannot be removed, as checkpoint.keep_last demands: {error}; newer checkpoints are complete, "
-                "and the same command continues from them"
+                "and the same command continues from them",
+                key="checkpoint.not-removable",
             ) from error
     return [path.name for _, path in old]

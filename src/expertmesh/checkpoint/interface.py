@@ -53,7 +53,9 @@ def save_checkpoint(
     files: dict[str, bytes] = {}
     with raise_on_all_ranks("preparing the checkpoint"):
         if step < 0:
-            raise InputError(f"step {step}: must be the number of optimizer steps done, 0 or more")
+            raise InputError(
+                f"step {step}: must be the number of optimizer steps done, 0 or more", key="checkpoint.invalid-step"
+            )
         if not dist.is_initialized() or dist.get_rank() == 0:
             files = {**companions(model, tokenizer), STATE_FILE: state_bytes(step, state or {}, optimizer)}
             clean(Path(directory))
@@ -105,5 +107,6 @@ def _check_optimizer(directory: Path, saved: str | None, optimizer: torch.optim.
     if optimizer is not None and saved not in (None, name):
         raise InputError(
             f"{directory}: holds the state of {saved}, but the optimizer to load into is {name}; use {saved}, or give "
-            "None for the optimizer and let it start anew"
+            "None for the optimizer and let it start anew",
+            key="checkpoint.other-optimizer",
         )

@@ -31,7 +31,7 @@ def read_manifest(directory: Path, *, rank: int = 0, ranks: int = 1) -> Manifest
     manifest = parse_manifest(directory)
     share = manifest.files[rank::ranks]
     for problem in itertools.chain(file_problems(directory, manifest, share), tensor_problems(directory, manifest)):
-        raise IntegrityError(f"{problem}; {MEND}")
+        raise IntegrityError(f"{problem}; {MEND}", key="checkpoint.damaged")
     return manifest
 
 
@@ -39,8 +39,10 @@ def parse_manifest(directory: Path) -> Manifest:
     """The manifest as it is written: typed, and its file names plain paths; nothing is compared. Raises as above."""
     path = directory / MANIFEST
     if not directory.is_dir():
-        raise InputError(f"{directory}: no such checkpoint")
-    missing = IntegrityError(f"{directory}: has no {MANIFEST}; it is not a complete checkpoint; {MEND}")
+        raise InputError(f"{directory}: no such checkpoint", key="checkpoint.not-found")
+    missing = IntegrityError(
+        f"{directory}: has no {MANIFEST}; it is not a complete checkpoint; {MEND}", key="checkpoint.incomplete"
+    )
     if not path.is_file():  # reading a pipe would never end
         raise missing
     try:
@@ -53,7 +55,7 @@ def parse_manifest(directory: Path) -> Manifest:
         try:
             return upgraded(old)
         except ValueError as error:
-            raise IntegrityError(f"{path}: damaged: {error}; {MEND}") from error
+            raise IntegrityError(f"{path}: damaged: {error}; {MEND}", key="checkpoint.damaged") from error
     manifest = validated(path, Manifest, content, MEND)
     _check_plain_paths(manifest.files, path)
     return manifest
@@ -64,7 +66,8 @@ def _check_plain_paths(files: Iterable[FileEntry], where: Path) -> None:
     for file in files:
         if any(part in ("", ".", "..") or set(part) & set("\\\0") for part in file.name.split("/")):
             raise SecurityError(
-                f"{where}: names the file {file.name!r}, which is not a plain path inside the checkpoint"
+                f"{where}: names the file {file.name!r}, which is not a plain path inside the checkpoint",
+                key="checkpoint.unsafe",
             )
 
 

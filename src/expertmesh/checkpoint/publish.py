@@ -71,11 +71,15 @@ class _Joined:
             self.leader = rank, note.tensors
             for kind, name, entry in note.listing:
                 if self.tensors.setdefault((kind, name), entry) != entry:
-                    raise IntegrityError(f"{name}: rank {rank} holds another dtype or layout of it than another stage")
+                    raise IntegrityError(
+                        f"{name}: rank {rank} holds another dtype or layout of it than another stage",
+                        key="model.replicas-differ",
+                    )
         elif note.tensors != self.leader[1]:
             raise IntegrityError(
                 f"rank {rank} holds other tensors than rank {self.leader[0]} of the same stage, so this job does not "
-                "train one model; the checkpoint was not written"
+                "train one model; the checkpoint was not written",
+                key="model.replicas-differ",
             )
         for sharding, shared in note.boxes.items():
             copies = self.copies.setdefault(sharding, {})
@@ -93,7 +97,8 @@ class _Joined:
         name = next(name for name in names if one.get(name) != other.get(name))
         raise IntegrityError(
             f"{name}: the copies of rank {first} and rank {rank} differ, so this job does not train one "
-            "model; the checkpoint was not written. Start again from an earlier one"
+            "model; the checkpoint was not written. Start again from an earlier one",
+            key="model.replicas-differ",
         )
 
 
@@ -159,7 +164,8 @@ def _tiling(name: str, shape: tuple[int, ...], boxes: dict[Box, _Copies]) -> Til
         return Tiling.of(shape, writers, counts.pop())
     except ValueError as error:
         raise IntegrityError(
-            f"{name}: cannot be saved: {error}; the model is not sharded as its DTensors say"
+            f"{name}: cannot be saved: {error}; the model is not sharded as its DTensors say",
+            key="model.not-sharded-as-declared",
         ) from error
 
 

@@ -46,7 +46,7 @@ class Headers:
                 continue
             header = read_header(self._directory / file)
             for problem in match_header(self._directory / file, header, self._manifest):
-                raise IntegrityError(problem)
+                raise IntegrityError(problem, key="checkpoint.damaged")
             names = tuple(header)
             order = self._orders.setdefault(names, {name: number for number, name in enumerate(names)})
             self._offsets[file] = order, array("Q", (tensor.offset for tensor in header.values()))
@@ -134,7 +134,10 @@ def check_fits(state: SavedState, targets: Mapping[str, Tensor]) -> None:
             )
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise IntegrityError(f"{state.directory}: does not fit the model: {'; '.join(sorted(problems)[:5])}{more}")
+        raise IntegrityError(
+            f"{state.directory}: does not fit the model: {'; '.join(sorted(problems)[:5])}{more}",
+            key="checkpoint.does-not-fit",
+        )
 
 
 def saved_offsets(path: Path) -> dict[str, list[int]]:
@@ -143,7 +146,9 @@ def saved_offsets(path: Path) -> dict[str, list[int]]:
         entries = json.loads(read_metadata(path)["DCP_SHARDING_INFO"])
         return {name: [int(start) for start in entry["saved_offsets"]] for name, entry in entries.items()}
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise IntegrityError(f"{path}: damaged: its header does not say where its tensors belong ({error})") from error
+        raise IntegrityError(
+            f"{path}: damaged: its header does not say where its tensors belong ({error})", key="checkpoint.damaged"
+        ) from error
 
 
 def fingerprints_in(path: Path, manifest: Manifest) -> Mapping[str, Any]:
@@ -153,7 +158,9 @@ def fingerprints_in(path: Path, manifest: Manifest) -> Mapping[str, Any]:
     try:
         return dict(json.loads(read_metadata(path).get("fingerprints", "{}")))
     except (TypeError, ValueError, RecursionError) as error:
-        raise IntegrityError(f"{path}: damaged: its header does not hold fingerprints ({error})") from error
+        raise IntegrityError(
+            f"{path}: damaged: its header does not hold fingerprints ({error})", key="checkpoint.damaged"
+        ) from error
 
 
 def match_header(path: Path, header: Mapping[str, FileTensor], manifest: Manifest) -> list[str]:

@@ -44,7 +44,9 @@ def state_bytes(step: int, state: Mapping[str, Any], optimizer: torch.optim.Opti
     try:
         return json.dumps({"step": step, "state": dict(state), "optimizer": name}, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
-        raise InputError(f"the state to save with step {step} is not JSON: {error}") from error
+        raise InputError(
+            f"the state to save with step {step} is not JSON: {error}", key="checkpoint.state-not-json"
+        ) from error
 
 
 def read_state_file(directory: Path, manifest: Manifest) -> StateFile:
@@ -53,9 +55,14 @@ def read_state_file(directory: Path, manifest: Manifest) -> StateFile:
         content = json.loads(read_small(directory, manifest, STATE_FILE))
         step, state, optimizer = int(content["step"]), dict(content["state"]), content.get("optimizer")
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise IntegrityError(f"{directory / STATE_FILE}: is not the state of a checkpoint ({error})") from error
+        raise IntegrityError(
+            f"{directory / STATE_FILE}: is not the state of a checkpoint ({error})", key="checkpoint.damaged"
+        ) from error
     if step != manifest.step:
-        raise IntegrityError(f"{directory / STATE_FILE}: is of step {step}, the manifest of step {manifest.step}")
+        raise IntegrityError(
+            f"{directory / STATE_FILE}: is of step {step}, the manifest of step {manifest.step}",
+            key="checkpoint.damaged",
+        )
     return StateFile(step, state, optimizer)
 
 
@@ -101,7 +108,9 @@ def read_generators(directory: Path, manifest: Manifest, ranks: Iterable[int]) -
     header = read_header(path)
     shapes = [(tensor.dtype, len(tensor.shape), tensor.shape[:1]) for tensor in header.values()]
     if "cpu" not in header or set(shapes) != {(torch.uint8, 2, (manifest.world_size,))}:
-        raise IntegrityError(f"{path}: does not hold generators of {manifest.world_size} ranks")
+        raise IntegrityError(
+            f"{path}: does not hold generators of {manifest.world_size} ranks", key="checkpoint.damaged"
+        )
     found = []
     with WeightFiles(directory, header) as files:
         for rank in ranks:
@@ -119,9 +128,13 @@ def _read_generators_of_schema_1(directory: Path, manifest: Manifest, ranks: Ite
         content = json.loads(read_small(directory, manifest, SCHEMA_1_RNG_FILE))
         saved = [{kind: _decoded(text) for kind, text in states.items()} for states in content]
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise IntegrityError(f"{path}: does not hold the states of torch's generators ({error})") from error
+        raise IntegrityError(
+            f"{path}: does not hold the states of torch's generators ({error})", key="checkpoint.damaged"
+        ) from error
     if len(saved) != manifest.world_size:
-        raise IntegrityError(f"{path}: holds generators of {len(saved)} ranks, not of {manifest.world_size}")
+        raise IntegrityError(
+            f"{path}: holds generators of {len(saved)} ranks, not of {manifest.world_size}", key="checkpoint.damaged"
+        )
     return [_checked(path, saved[rank]) for rank in ranks if rank < len(saved)]
 
 
@@ -129,7 +142,9 @@ def _checked(path: Path, states: dict[str, Tensor]) -> dict[str, Tensor]:
     try:
         torch.Generator().set_state(states["cpu"])  # refuses what is none
     except (KeyError, TypeError, RuntimeError) as error:
-        raise IntegrityError(f"{path}: does not hold the states of torch's generators ({error})") from error
+        raise IntegrityError(
+            f"{path}: does not hold the states of torch's generators ({error})", key="checkpoint.damaged"
+        ) from error
     return states
 
 
@@ -151,9 +166,14 @@ def entry_of(directory: Path, manifest: Manifest, name: str) -> FileEntry:
     """What the manifest says of a file. `IntegrityError` if it does not name it."""
     entry = manifest.by_name.get(name)
     if entry is None:
-        raise IntegrityError(f"{directory / MANIFEST}: damaged: does not name {name}, which every checkpoint has")
+        raise IntegrityError(
+            f"{directory / MANIFEST}: damaged: does not name {name}, which every checkpoint has",
+            key="checkpoint.damaged",
+        )
     return entry
 
 
 def damaged(path: Path) -> IntegrityError:
-    return IntegrityError(f"{path}: damaged: its content is not what was written (sha256 differs); {MEND}")
+    return IntegrityError(
+        f"{path}: damaged: its content is not what was written (sha256 differs); {MEND}", key="checkpoint.damaged"
+    )

@@ -40,7 +40,8 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
             if not isinstance(value, Tensor) or (value.dim() and value.shape != parameter.shape):
                 raise InputError(
                     f"{type(optimizer).__name__}: state {slot} of {name} is neither a scalar tensor nor shaped like "
-                    "the parameter; checkpoints cannot hold it"
+                    "the parameter; checkpoints cannot hold it",
+                    key="optimizer.unsupported-state",
                 )
             slots[f"{OPTIMIZER}{name}.{slot}"] = placed_like(value, parameter)
     return slots
@@ -65,10 +66,16 @@ def allocate_optimizer_state(
         if name in elsewhere:
             continue
         if name not in updated:
-            raise IntegrityError(f"the checkpoint has optimizer state {slot} of {name}, which this job does not train")
+            raise IntegrityError(
+                f"the checkpoint has optimizer state {slot} of {name}, which this job does not train",
+                key="checkpoint.does-not-fit",
+            )
         parameter = updated[name]
         if shape not in ((), tuple(parameter.shape)):
-            raise IntegrityError(f"optimizer state {slot} of {name} is {list(shape)}, not {list(parameter.shape)}")
+            raise IntegrityError(
+                f"optimizer state {slot} of {name} is {list(shape)}, not {list(parameter.shape)}",
+                key="checkpoint.does-not-fit",
+            )
         places[key] = parameter, slot
     optimizer.state.clear()
     slots = {}
@@ -139,7 +146,10 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     found = {name: parameter for name, parameter in stage_parameters(model).items() if id(parameter) in owned}
     if len(found) != len(owned):
-        raise InputError("the optimizer updates parameters that the model does not have; build it after sharding")
+        raise InputError(
+            "the optimizer updates parameters that the model does not have; build it after sharding",
+            key="optimizer.other-parameters",
+        )
     return found
 
 

@@ -231,13 +231,14 @@ def _of_all_stages(
 def _create(step: int, target: Path, temporary: Path, needed: int, files: Mapping[str, bytes]) -> None:
     """Make the temporary directory with the small files in it, if the disk has room for the rest."""
     if target.exists():
-        raise InputError(f"{target}: exists already; a checkpoint is never written over")
+        raise InputError(f"{target}: exists already; a checkpoint is never written over", key="checkpoint.exists")
     # Else `keep_last` would remove the new one as the oldest, and who looks for the newest would find another run's.
     latest = max(published(target.parent), default=None)
     if latest is not None and latest[0] > step:
         raise InputError(
             f"{target.parent}: holds {latest[1].name}, which is later than step {step}; choose another directory, or "
-            "remove what is later"
+            "remove what is later",
+            key="checkpoint.later-exists",
         )
     with io_errors(temporary, needed):
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ limits (sandbox.py); one that reaches out of the sandbox or exceeds a limit is r
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from jinja2.exceptions import SecurityError as SandboxError
@@ -84,13 +84,12 @@ class ChatRenderer:
                 f"the chat template of {self._name} is refused: it {error}; read it, and put a chat_template.jinja "
                 "that you trust into the model directory"
             ) from error
-        return [_received(answer) for answer in answers]
-
-
-def _received(answer: dict[str, Any]) -> Rendered | MalformedRow:
-    if "malformed" in answer:
-        return MalformedRow(answer["malformed"])
-    return Rendered(answer["text"], tuple((start, end) for start, end in answer["spans"]), answer["method"])
+        return [
+            MalformedRow(answer)
+            if isinstance(answer, str)
+            else Rendered(answer["text"], tuple((start, end) for start, end in answer["spans"]), answer["method"])
+            for answer in answers
+        ]
 
 
 class _InChild:
@@ -103,13 +102,12 @@ class _InChild:
         self._special_strings = special_strings(tokenizer)
         self._marked = _GENERATION_MARK.search(template) is not None
 
-    def answer(self, messages: Messages) -> dict[str, Any]:
+    def answer(self, messages: Messages) -> dict[str, Any] | str:
         """One conversation's `Rendered`, or the reason why its row is malformed, as JSON values."""
         try:
-            rendered = self._find_targets(messages)
-            return {"text": rendered.text, "spans": rendered.spans, "method": rendered.method}
+            return asdict(self._find_targets(messages))
         except MalformedRow as error:
-            return {"malformed": str(error)}
+            return str(error)
 
     def _find_targets(self, messages: Messages) -> Rendered:
         if self._loss_on == "all":

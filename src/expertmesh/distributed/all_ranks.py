@@ -1,6 +1,6 @@
 """Errors that happen on one rank, raised on all of them: nobody is left waiting in a collective.
 
-`with together("reading weights"):` runs its block on every rank; when all are through, they compare notes.
+`with raise_on_all_ranks("reading weights"):` runs its block on every rank; when all are through, they compare notes.
 If one failed, every rank raises the same sentence, that of the lowest failing rank. Never use it around
 code that itself communicates: a rank that raised would leave its peers inside that collective.
 """

@@ -94,7 +94,8 @@ def resolve_layout(
         if world_size % product:
             raise InputError(
                 f"parallel: {named} = {product} does not divide the world size {world_size}; "
-                f"start a multiple of {product} ranks or lower one of these axes"
+                f"start a multiple of {product} ranks or lower one of these axes",
+                key="layout.axes-divide-world-size",
             )
         fsdp = world_size // product
     else:
@@ -102,13 +103,17 @@ def resolve_layout(
         if fsdp * product != world_size:
             raise InputError(
                 f"parallel: fsdp {fsdp} * {named} = {fsdp * product}, but the job has {world_size} ranks; "
-                "leave parallel.fsdp at auto or make the product equal the world size"
+                "leave parallel.fsdp at auto or make the product equal the world size",
+                key="layout.product-is-world-size",
             )
     expert_ranks = fsdp * fixed["cp"] * fixed["tp"]
     choices = _ep_choices(expert_ranks, num_experts)
     if parallel.ep == "auto":
         if num_experts is None:
-            raise InputError("parallel.ep: auto needs the number of experts of a model; set ep or pass num_experts")
+            raise InputError(
+                "parallel.ep: auto needs the number of experts of a model; set ep or pass num_experts",
+                key="layout.auto-ep-without-experts",
+            )
         node = _ranks_per_node(ranks_per_node)
         ep = max(size for size in choices if size <= node)
     else:
@@ -116,11 +121,13 @@ def resolve_layout(
         if expert_ranks % ep:
             raise InputError(
                 f"parallel.ep {ep} does not divide fsdp * cp * tp = {expert_ranks} ranks; "
-                f"valid values: {_listed(choices)}"
+                f"valid values: {_listed(choices)}",
+                key="layout.ep-divides-ranks",
             )
         if num_experts is not None and num_experts % ep:
             raise InputError(
-                f"parallel.ep {ep} does not divide the model's {num_experts} experts; valid values: {_listed(choices)}"
+                f"parallel.ep {ep} does not divide the model's {num_experts} experts; valid values: {_listed(choices)}",
+                key="layout.ep-divides-experts",
             )
     schedule = parallel.pp_schedule
     if schedule == "auto":

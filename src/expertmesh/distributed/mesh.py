@@ -122,7 +122,10 @@ def current_device() -> torch.device:
     assert kind is not None
     several = torch.accelerator.device_count() > 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1
     if several and "LOCAL_RANK" not in os.environ:
-        raise InputError("LOCAL_RANK is not set, so ranks cannot tell which device is theirs; let the launcher set it")
+        raise InputError(
+            "LOCAL_RANK is not set, so ranks cannot tell which device is theirs; let the launcher set it",
+            key="launch.no-local-rank",
+        )
     device = torch.device(kind.type, int(os.environ.get("LOCAL_RANK", 0)))
     torch.accelerator.set_device_index(device.index)
     return device
@@ -136,7 +139,10 @@ def start_process_group(device: torch.device, timeout_seconds: float = 600) -> N
     if dist.is_initialized():
         return
     if "RANK" not in os.environ:
-        raise InputError("no process group; start with torchrun or expertmesh train, or call init_process_group first")
+        raise InputError(
+            "no process group; start with torchrun or expertmesh train, or call init_process_group first",
+            key="launch.no-process-group",
+        )
     own = dist.get_default_backend_for_device(device)
     dist.init_process_group(
         own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}",

@@ -53,18 +53,27 @@ def balance_of(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> Balance:
     family = model.config.model_type  # type: ignore[union-attr]
     aux, asked = _aux_loss_coef(model, moe)
     if aux and (refusal := aux_loss_refusal(model)):
-        raise InputError(f"{asked}, but {family} {refusal}; set moe.aux_loss_coef to 0.0")
+        raise InputError(
+            f"{asked}, but {family} {refusal}; set moe.aux_loss_coef to 0.0", key="moe.aux-loss-unsupported"
+        )
     if aux and moe.router == "frozen":
         raise InputError(
             f"{asked}, but moe.router is frozen, so the loss would move everything except what chooses experts; set "
-            "moe.aux_loss_coef to 0.0 or moe.router to train"
+            "moe.aux_loss_coef to 0.0 or moe.router to train",
+            key="moe.aux-loss-of-frozen-router",
         )
     if moe.z_loss_coef and (refusal := router_logits_refusal(model)):
-        raise InputError(f"moe.z_loss_coef is {moe.z_loss_coef}, but {family} {refusal}; set moe.z_loss_coef to 0.0")
+        raise InputError(
+            f"moe.z_loss_coef is {moe.z_loss_coef}, but {family} {refusal}; set moe.z_loss_coef to 0.0",
+            key="moe.no-router-logits",
+        )
     biases = tuple(_biases(model, anatomy, moe.bias_update_rate)) if moe.bias_update_rate else ()
     top_k = getattr(model, "num_experts_per_tok", None) or anatomy.experts[0].top_k or 0
     if aux and not top_k:
-        raise InputError(f"{asked}, but {family} does not say how many experts a token gets; set it to 0.0")
+        raise InputError(
+            f"{asked}, but {family} does not say how many experts a token gets; set it to 0.0",
+            key="moe.aux-loss-unsupported",
+        )
     return Balance(aux, moe.z_loss_coef, moe.bias_update_rate, anatomy.num_experts, top_k, biases)
 
 
@@ -124,20 +133,26 @@ def _biases(model: nn.Module, anatomy: Anatomy, rate: float) -> Iterator[tuple[s
     if not found:
         raise InputError(
             f"{asked}, but the routers of {model.config.model_type} have no correction bias "  # type: ignore[union-attr]
-            f"({' or '.join(_BIAS_NAMES)}, one number per expert); set moe.bias_update_rate to 0.0"
+            f"({' or '.join(_BIAS_NAMES)}, one number per expert); set moe.bias_update_rate to 0.0",
+            key="moe.no-router-bias",
         )
     if adapter_state(model) is not None:
-        raise InputError(f"{asked}, but an adapter does not hold the biases; set moe.bias_update_rate to 0.0 with lora")
+        raise InputError(
+            f"{asked}, but an adapter does not hold the biases; set moe.bias_update_rate to 0.0 with lora",
+            key="moe.router-bias-with-lora",
+        )
     for experts, name in found:
         if isinstance(model.get_submodule(experts), FusedExperts):
             raise InputError(
                 f"{asked}, but {experts} is a list of modules, to which the model's own code gives padding as well, so "
-                "that their load is not known; set moe.bias_update_rate to 0.0"
+                "that their load is not known; set moe.bias_update_rate to 0.0",
+                key="moe.router-bias-of-list",
             )
         dtype = _tensor(model, name).dtype
         if dtype not in (torch.float32, torch.float64):
             raise InputError(
-                f"{asked}, but {name} is {dtype}, where small steps are lost; set precision.params to float32"
+                f"{asked}, but {name} is {dtype}, where small steps are lost; set precision.params to float32",
+                key="moe.router-bias-dtype",
             )
         yield experts, name
 

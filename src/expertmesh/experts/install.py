@@ -72,7 +72,10 @@ def choose_backend(spec: ExpertsSpec, compute: ComputeName, dtype: torch.dtype) 
         dtype, spec.hidden_size, width
     )
     if compute == "grouped_mm" and refusal:
-        raise InputError(f"moe.compute: grouped_mm cannot run {spec.name}: {refusal}; set moe.compute to loop or auto")
+        raise InputError(
+            f"moe.compute: grouped_mm cannot run {spec.name}: {refusal}; set moe.compute to loop or auto",
+            key="moe.compute-unsupported",
+        )
     return "loop" if compute == "loop" or refusal else "grouped_mm"
 
 
@@ -86,7 +89,10 @@ def mlp_spec_of(experts: Any, spec: ExpertsSpec, *, per_expert: bool) -> ExpertM
     elif (act_fn := _act_fn(experts)) is not None:
         activation = partial(_gated, act_fn)
     else:
-        raise InputError(f"{spec.name}: no activation is recognised (act_fn or activation_fn); it is not supported")
+        raise InputError(
+            f"{spec.name}: no activation is recognised (act_fn or activation_fn); it is not supported",
+            key="model.unknown-activation",
+        )
     return ExpertMlpSpec(activation, is_silu_gated(experts, spec), spec.transposed, per_expert)
 
 

@@ -52,7 +52,8 @@ class AdapterState:
             seen = "none" if self.number_T is None else str(self.number_T.numel())
             raise InputError(
                 f"lora.dropout: {module} gets {tokens} rows, but {seen} are numbered; give the batch row_numbers (one "
-                "per sequence, never twice in a run), or set lora.dropout to 0"
+                "per sequence, never twice in a run), or set lora.dropout to 0",
+                key="data.row-numbers-mismatch",
             )
         return Dropout(self.dropout, salt_of(self.seed, module), self.number_T)
 

@@ -44,7 +44,10 @@ def export(
     with open_state(checkpoint) as state:
         check_hashes(state, optimizer=False)
         if adapter_format is not None and not holds_adapters(state):
-            raise InputError(f"{checkpoint}: holds a whole model, no adapter; leave --adapter-format out")
+            raise InputError(
+                f"{checkpoint}: holds a whole model, no adapter; leave --adapter-format out",
+                key="checkpoint.no-adapter",
+            )
         model = stored_model(state, trust_remote_code=trust_remote_code)
         names = {id(tensor): name for name, tensor in model_state(model).items()}
 

@@ -70,7 +70,8 @@ class Deltas:
         if not bool(values.isfinite().all()):
             raise IntegrityError(
                 f"{self._files.directory}: {name} holds a value that is not finite; the adapter is damaged, or its "
-                "training diverged"
+                "training diverged",
+                key="adapter.not-finite",
             )
         return values
 

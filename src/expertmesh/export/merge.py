@@ -76,7 +76,7 @@ def merge(
     check_target(target)
     content = read_config(adapter)
     if not (adapter / WEIGHTS_FILE).exists():
-        raise InputError(f"{adapter}: has no {WEIGHTS_FILE}")
+        raise InputError(f"{adapter}: has no {WEIGHTS_FILE}", key="adapter.no-weights")
     model, directory = _base_model(adapter, content, base, trust_remote_code)
     plan = plan_adapters(model, LoraConfig(from_adapter=str(adapter)), str(directory))
     with (
@@ -131,7 +131,9 @@ def _base_model(
     """The base on meta, and its directory."""
     named = content.get("base_model_name_or_path")
     if base is None and not (isinstance(named, str) and named):
-        raise InputError(f"{adapter / CONFIG_FILE}: does not say what the base is; give it with --base")
+        raise InputError(
+            f"{adapter / CONFIG_FILE}: does not say what the base is; give it with --base", key="adapter.unknown-base"
+        )
     try:
         config, directory = read_model_config(
             base or str(named),
@@ -141,7 +143,9 @@ def _base_model(
     except InputError as error:
         if base is not None:
             raise
-        raise InputError(f"{error} (the base that {adapter / CONFIG_FILE} names; --base names another)") from error
+        raise InputError(
+            f"{error} (the base that {adapter / CONFIG_FILE} names; --base names another)", key=error.key
+        ) from error
     model = build_meta_model(config, torch.float32, directory=directory, trust_remote_code=trust_remote_code)
     return model, directory
 
@@ -156,13 +160,16 @@ def _check_base(
     trained_on = read_base(path, path.read_bytes())
     dtype = getattr(torch, trained_on.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise IntegrityError(f"{path}: says that the base was {trained_on.dtype}, which is no dtype")
+        raise IntegrityError(
+            f"{path}: says that the base was {trained_on.dtype}, which is no dtype", key="adapter.damaged"
+        )
     as_trained = build_meta_model(model.config, dtype, trust_remote_code=trust_remote_code)
     here = base_hash(_untied(as_trained), load, files)
     if here != trained_on.sha256:
         raise IntegrityError(
             f"{path}: the adapter was trained on another base (weights {trained_on.sha256[:12]} in {trained_on.dtype}) "
-            f"than {files.directory} ({here[:12]}); give --base the one it was trained on"
+            f"than {files.directory} ({here[:12]}); give --base the one it was trained on",
+            key="adapter.other-base",
         )
     return True
 

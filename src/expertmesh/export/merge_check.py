@@ -96,7 +96,8 @@ def compare_sample(
         if not bool(share <= 1):
             raise IntegrityError(
                 f"{named_source(written.tensors[weight], [start for start, _ in box])} is not base + adapter "
-                f"({weight}{'' if target.experts is None else f', expert {expert}'}); report this as a bug"
+                f"({weight}{'' if target.experts is None else f', expert {expert}'}); report this as a bug",
+                key="adapter.merged-wrongly",
             )
         worst = max(worst, float(share))
     return Compared(len(targets), sum(target.experts is not None for target in targets), worst)

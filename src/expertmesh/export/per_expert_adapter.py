@@ -98,5 +98,6 @@ def _refuse(model: PreTrainedModel, weight: str, key: str) -> NoReturn:
     raise InputError(
         f"{own_class(model).__name__}: its published files hold {weight} otherwise than as one matrix per expert "
         f"({key}), so there are no per-expert names for it; leave --adapter-format out: readers of such models take "
-        "PEFT's own layout"
+        "PEFT's own layout",
+        key="adapter.no-per-expert-names",
     )

@@ -46,7 +46,10 @@ def fuse_module_lists(model: nn.Module) -> int:
         if kind not in confirmed:
             confirmed.append(kind)
             if reason := refusal_by_proof("block", proof_key(block), partial(_refusal, block, module_spec)):
-                raise InputError(f"{name}: {type(block).__name__} with a list of experts {reason}")
+                raise InputError(
+                    f"{name}: {type(block).__name__} with a list of experts {reason}",
+                    key="model.experts-not-weighted-sum",
+                )
         fuse(block, model.config, module_spec)  # type: ignore[arg-type]
     return len(blocks)
 

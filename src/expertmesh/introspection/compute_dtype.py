@@ -42,7 +42,8 @@ def uncast_modules(model: nn.Module, anatomy: Anatomy, kept_in_fp32: Callable[[s
         elif own := [leaf for leaf in kept if leaf.rpartition(".")[0] == name]:
             raise InputError(
                 f"precision.compute: {model.config.model_type} computes with {own[0]} in float32, and {name} holds "  # type: ignore[union-attr]
-                "parameters that it does not; set precision.compute to float32"
+                "parameters that it does not; set precision.compute to float32",
+                key="precision.compute-unsupported",
             )
     return names
 
@@ -71,7 +72,10 @@ def refuse_compute(
 
     if reason := refusal_by_proof("compute", key, prove):
         dtype = str(compute).removeprefix("torch.")
-        raise InputError(f"precision.compute {dtype}: {model.config.model_type} {reason}")  # type: ignore[union-attr]
+        raise InputError(
+            f"precision.compute {dtype}: {model.config.model_type} {reason}",  # type: ignore[union-attr]
+            key="precision.compute-unsupported",
+        )
 
 
 def _refusal(

@@ -34,7 +34,10 @@ def confirm_experts(model: nn.Module, anatomy: Anatomy) -> None:
         experts = model.get_submodule(spec.name)
         key = proof_key(experts, spec.call, spec.flat_gate, spec.gated, spec.transposed, spec.biased)
         if reason := refusal_by_proof("experts", key, partial(_refusal, experts, spec)):
-            raise InputError(f"{spec.name}: {type(experts).__name__} {reason}; it is not supported")
+            raise InputError(
+                f"{spec.name}: {type(experts).__name__} {reason}; it is not supported",
+                key="model.experts-not-weighted-sum",
+            )
 
 
 def _refusal(experts: nn.Module, spec: ExpertsSpec) -> str | None:

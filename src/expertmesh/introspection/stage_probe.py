@@ -55,12 +55,16 @@ def probe(twin: nn.Module, blocks: Sequence[str], experts: Sequence[ExpertsSpec]
         with stand_ins_for_experts(twin, experts), watch.hooks(), watch:
             forward_of_text(twin)
     except _Carried as carried:
-        raise InputError(f"parallel.pp: {family} cannot be cut into stages: {carried}; set parallel.pp to 1") from None
+        raise InputError(
+            f"parallel.pp: {family} cannot be cut into stages: {carried}; set parallel.pp to 1",
+            key="layout.pp-carries-more-than-hidden-state",
+        ) from None
     except Exception as cause:
         # The family's code on tensors without values: any exception means that nothing is known.
         raise InputError(
             f"parallel.pp: {family} cannot be run without values ({type(cause).__name__}: {str(cause)[:160]}), so it "
-            "is not known whether its blocks need more than the hidden state; set parallel.pp to 1"
+            "is not known whether its blocks need more than the hidden state; set parallel.pp to 1",
+            key="layout.pp-not-provable",
         ) from cause
     return watch.decoder()
 
@@ -75,7 +79,8 @@ def rehearse(twin: nn.Module) -> None:
         # The family's own forward asks a module for more than to be called.
         raise InputError(
             f"parallel.pp: {family} cannot be cut into stages: its forward does not run without the modules of another "
-            f"stage ({type(cause).__name__}: {str(cause)[:160]}); set parallel.pp to 1"
+            f"stage ({type(cause).__name__}: {str(cause)[:160]}); set parallel.pp to 1",
+            key="layout.pp-needs-other-stage",
         ) from cause
 
 
@@ -128,7 +133,10 @@ class _Watch(WithoutValues):
         for number, name in enumerate(blocks):
             for parameter in model.get_submodule(name).parameters():
                 if parameter in self.labels:
-                    raise InputError(f"parallel.pp: {name} shares a parameter with another block; set parallel.pp to 1")
+                    raise InputError(
+                        f"parallel.pp: {name} shares a parameter with another block; set parallel.pp to 1",
+                        key="layout.pp-shared-parameter",
+                    )
                 self.labels[parameter] = number
                 inside.add(id(parameter))
         # Under each of their names: a tied weight is used on both sides.
@@ -191,7 +199,9 @@ class _Watch(WithoutValues):
 
     def _refusal(self, why: str) -> InputError:
         family = self.model.config.model_type  # type: ignore[union-attr]
-        return InputError(f"parallel.pp: {family} cannot be cut into stages: {why}; set parallel.pp to 1")
+        return InputError(
+            f"parallel.pp: {family} cannot be cut into stages: {why}; set parallel.pp to 1", key="layout.pp-cannot-cut"
+        )
 
     def _refuse_foreign(self, labels: set[int], how: str) -> None:
         foreign = sorted(labels - {self.at})

@@ -109,7 +109,7 @@ class ByteRuns:
 
 
 class WeightFiles:
-    """The tensors of one checkpoint directory, by name, and the files they are in. Close it, or use `with`.
+    """The tensors of one Hugging Face directory, by name, and the files they are in. Close it, or use `with`.
 
     `bytes_read` counts every byte of tensor data that was read through it (headers and index apart).
     """
@@ -122,7 +122,7 @@ class WeightFiles:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors of the checkpoint."""
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def read(self, tensor: FileTensor, box: Box, out: Tensor) -> None:

@@ -46,10 +46,15 @@ def checkpointed_blocks(
 ) -> tuple[str, ...]:
     """The names of the blocks that are recomputed. Raises `InputError` for a model that cannot do it."""
     if mode not in get_args(CheckpointingMode):
-        raise InputError(f"activation_checkpointing is {mode!r}; set it to none, selective or full")
+        raise InputError(
+            f"activation_checkpointing is {mode!r}; set it to none, selective or full", key="config.wrong-value"
+        )
     if mode == "none":
         if layers != "all":
-            raise InputError(f"checkpoint_layers is {layers}, but activation_checkpointing is none; set one of them")
+            raise InputError(
+                f"checkpoint_layers is {layers}, but activation_checkpointing is none; set one of them",
+                key="config.combination",
+            )
         return ()
     refuse_checkpointing(model, anatomy, layers)
     return tuple(anatomy.blocks[number] for number in checkpointed_layers(layers, len(anatomy.blocks)))
@@ -74,12 +79,16 @@ def checkpointed_layers(layers: CheckpointedLayers, blocks: int) -> list[int]:
         return list(range(blocks))
     if isinstance(layers, int):
         if layers < 2:
-            raise InputError(f"checkpoint_layers is {layers}; set it to all, or to at least 2 for every Nth block")
+            raise InputError(
+                f"checkpoint_layers is {layers}; set it to all, or to at least 2 for every Nth block",
+                key="config.wrong-value",
+            )
         return list(range(0, blocks, layers))
     missing = [number for number in layers if not 0 <= number < blocks]
     if missing:
         raise InputError(
-            f"train.checkpoint_layers names block {missing[0]}, but the model has blocks 0 to {blocks - 1}; remove it"
+            f"train.checkpoint_layers names block {missing[0]}, but the model has blocks 0 to {blocks - 1}; remove it",
+            key="train.checkpoint-layers-no-such-block",
         )
     return sorted(set(layers))
 
@@ -87,12 +96,16 @@ def checkpointed_layers(layers: CheckpointedLayers, blocks: int) -> list[int]:
 def refuse_checkpointing(model: nn.Module, anatomy: Anatomy, layers: CheckpointedLayers) -> None:
     """Raise `InputError` for a model whose blocks cannot be recomputed, or not each by itself as `layers` asks."""
     if not getattr(model, "supports_gradient_checkpointing", False):
-        raise InputError(f"train.activation_checkpointing is not supported by {type(model).__name__}; set it to none")
+        raise InputError(
+            f"train.activation_checkpointing is not supported by {type(model).__name__}; set it to none",
+            key="train.activation-checkpointing-unsupported",
+        )
     if "value" in inspect.signature(model._set_gradient_checkpointing).parameters:  # type: ignore[arg-type]
         # transformers drops the options then, and with them what makes routing be decided once.
         raise InputError(
             f"train.activation_checkpointing: the code of {type(model).__name__} has the switch in an old form, which "
-            "takes no options; set it to none"
+            "takes no options; set it to none",
+            key="train.activation-checkpointing-unsupported",
         )
     checkpointed_layers(layers, len(anatomy.blocks))
     blocks = (model.get_submodule(name) for name in anatomy.blocks)
@@ -102,5 +115,6 @@ def refuse_checkpointing(model: nn.Module, anatomy: Anatomy, layers: Checkpointe
     if layers != "all" and joint is not None:
         raise InputError(
             f"train.checkpoint_layers is {layers}, but transformers has no switch for each {type(joint).__name__} of "
-            f"{model.config.model_type}; set train.checkpoint_layers to all"  # type: ignore[union-attr]
+            f"{model.config.model_type}; set train.checkpoint_layers to all",  # type: ignore[union-attr]
+            key="train.checkpoint-layers-unsupported",
         )

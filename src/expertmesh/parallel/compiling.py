@@ -55,18 +55,23 @@ def refuse_compile(model: nn.Module, layout: Layout) -> None:
     if state is not None and state.dropout > 0.0:
         raise InputError(
             f"train.compile: lora.dropout is {state.dropout}, whose masks depend on each token's number, which "
-            "compiled code would take for a constant; set lora.dropout to 0 or train.compile to false"
+            "compiled code would take for a constant; set lora.dropout to 0 or train.compile to false",
+            key="train.compile-with-dropout",
         )
     # Their recurrences run in fp32 in every dtype and differ by more than rounding (Qwen3-Next: 1.2e-5; 6e-5 in fp64).
     carries = next((name for name, module in model.named_modules() if _carries_state(module)), None)
     if carries is not None:
         raise InputError(
             f"train.compile: {carries} carries a state along the sequence, and compiled recurrences are not equal to "
-            "eager ones to rounding; set train.compile to false"
+            "eager ones to rounding; set train.compile to false",
+            key="train.compile-of-recurrence",
         )
     for axis in ("tp", "cp", "pp"):
         if layout.size(axis) > 1:
-            raise InputError(f"train.compile is not proven with parallel.{axis}; set one of them to its default")
+            raise InputError(
+                f"train.compile is not proven with parallel.{axis}; set one of them to its default",
+                key="train.compile-with-axis",
+            )
 
 
 def _carries_state(module: nn.Module) -> bool:
@@ -103,7 +108,8 @@ def _forward(part: nn.Module, name: str, compiled: Callable[..., Any], *args: An
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
         raise InputError(
             f"train.compile: {name} ({type(part).__name__}) cannot be compiled as one graph: {reason}; set "
-            "train.compile to false"
+            "train.compile to false",
+            key="train.compile-graph-break",
         ) from error
 
 
@@ -115,7 +121,8 @@ def _probe(device: torch.device) -> None:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
         raise InputError(
             f"train.compile: torch.compile does not work on {device.type} here: {reason}; install a C++ compiler (and "
-            "Triton for an accelerator), or set train.compile to false"
+            "Triton for an accelerator), or set train.compile to false",
+            key="train.compile-unavailable",
         ) from error
 
 

@@ -63,20 +63,27 @@ def refuse_context(model: nn.Module, anatomy: Anatomy, layout: Layout) -> None:
     where = f"parallel.cp {layout.cp}: {family}"
     instead = "set parallel.cp to 1"
     if state := carried_state(model, blocks):
-        raise InputError(f"{where} carries state along the sequence ({state}), which needs whole rows; {instead}")
+        raise InputError(
+            f"{where} carries state along the sequence ({state}), which needs whole rows; {instead}",
+            key="layout.cp-carried-state",
+        )
     heads: set[int] = set()
     for block in blocks:
         found = attentions(model, block)
         if not found:
             raise InputError(
                 f"{where} has no attention through transformers' registry in {block}, so what mixes its positions is "
-                f"not known; {instead}"
+                f"not known; {instead}",
+                key="layout.attention-not-recognised",
             )
         for name, module in found.items():
             _refuse_attention(where, instead, name, module)
             heads.add(_query_heads(module))
         if own := own_code_along_the_sequence(model, anatomy, block):
-            raise InputError(f"{where} may look along the sequence by itself in {own[0]} ({own[1]}); {instead}")
+            raise InputError(
+                f"{where} may look along the sequence by itself in {own[0]} ({own[1]}); {instead}",
+                key="layout.mixes-positions",
+            )
     per_rank = math.gcd(*heads) // layout.tp
     if per_rank % layout.cp:
         valid = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
@@ -84,28 +91,39 @@ def refuse_context(model: nn.Module, anatomy: Anatomy, layout: Layout) -> None:
         shared = f" (of {math.gcd(*heads)}, over tp {layout.tp})" if layout.tp > 1 else ""
         raise InputError(
             f"{where} has {per_rank} query heads{shared}, which cp does not divide; valid values: "
-            f"{', '.join(map(str, valid))}; the nearest is {nearest}"
+            f"{', '.join(map(str, valid))}; the nearest is {nearest}",
+            key="layout.cp-divides-heads",
         )
     configs = {id(module.config) for block in blocks for module in attentions(model, block).values()}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{block}.") for block in blocks)
         if not inside and registry_call(module) is not None and id(module.config) in configs:
-            raise InputError(f"{where} attends outside its decoder blocks ({name}), which cp does not split; {instead}")
+            raise InputError(
+                f"{where} attends outside its decoder blocks ({name}), which cp does not split; {instead}",
+                key="layout.cp-attention-outside-blocks",
+            )
 
 
 def _refuse_attention(where: str, instead: str, name: str, module: Any) -> None:
     call = registry_call(module)
     assert call is not None
     if odd := sorted(set(call.keywords) - _KEYWORDS):
-        raise InputError(f"{where} passes {odd[0]} to its attention ({name}), which cp cannot split; {instead}")
+        raise InputError(
+            f"{where} passes {odd[0]} to its attention ({name}), which cp cannot split; {instead}",
+            key="layout.cp-attention-arguments",
+        )
     backend = _backend(module.config)
     if backend == "eager" and (odd := sorted(attributes_read(call.global_of(call.default)) - _ATTRIBUTES)):
         raise InputError(
             f"{where} computes eager attention with {odd[0]} of {name}, which cp cannot split; set model.attention to "
-            "sdpa, or parallel.cp to 1"
+            "sdpa, or parallel.cp to 1",
+            key="layout.cp-attention-arguments",
         )
     if _registered(call.global_of(call.mapping), backend, call.global_of(call.default)) is None:
-        raise InputError(f"{where}: model.attention {backend} is not in transformers' registry; set it to sdpa")
+        raise InputError(
+            f"{where}: model.attention {backend} is not in transformers' registry; set it to sdpa",
+            key="model.unknown-attention",
+        )
 
 
 def _query_heads(module: Any) -> int:
@@ -184,7 +202,8 @@ def _guard(block: nn.Module, name: str, here: list[ContextAttention]) -> None:
             if context.calls != 1:
                 raise InputError(
                     f"parallel.cp: {context.name} attended {context.calls} times in one forward of {name} instead of "
-                    "once, so its positions were not all exchanged; set parallel.cp to 1"
+                    "once, so its positions were not all exchanged; set parallel.cp to 1",
+                    key="layout.cp-attention-calls",
                 )
 
     block.register_forward_pre_hook(begin)
@@ -202,7 +221,8 @@ def _context_of(module: nn.Module) -> ContextAttention:
     if context is None:
         raise InputError(
             f"parallel.cp: {type(module).__name__} attends with the configuration of a model that is split over cp but "
-            "is no part of its decoder blocks; give each model a configuration of its own"
+            "is no part of its decoder blocks; give each model a configuration of its own",
+            key="layout.cp-shared-config",
         )
     return context
 
@@ -239,13 +259,18 @@ def _attention(
             # Only flash attention reads them, to find the samples of a packed row; those here are of a part of it.
             options[name] = _whole_positions(option, context.group) if "flash" in context.backend else None
         elif isinstance(option, torch.Tensor) and name not in _WHOLE_ROWS:
-            raise InputError(f"parallel.cp: {context.name} attends with {name}, which cp cannot split")
+            raise InputError(
+                f"parallel.cp: {context.name} attends with {name}, which cp cannot split",
+                key="layout.cp-attention-arguments",
+            )
     if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4:
         _check_mask(context.name, attention_mask, length)
     out = context.function(seen, *whole, attention_mask, **options)[0]
     if out.shape[:3] != (rows, length, heads):
         raise InputError(
-            f"parallel.cp: {context.name} gave {tuple(out.shape)} for {rows} rows, {length} positions and {heads} heads"
+            f"parallel.cp: {context.name} gave {tuple(out.shape)} for {rows} rows, {length} positions and {heads} "
+            "heads",
+            key="layout.cp-attention-shape",
         )
     return _heads_to_positions(out, context.group), None
 
@@ -260,13 +285,17 @@ def _head_counts(
     """
     query_heads, key_heads = query.shape[1], key.shape[1]
     if query_heads % cp:
-        raise InputError(f"parallel.cp {cp} does not divide {query_heads} query heads of {name}; set parallel.cp to 1")
+        raise InputError(
+            f"parallel.cp {cp} does not divide {query_heads} query heads of {name}; set parallel.cp to 1",
+            key="layout.cp-divides-heads",
+        )
     groups = query_heads // key_heads
     declared = getattr(module, "num_key_value_groups", groups)
     if query_heads % key_heads or value.shape[1] != key_heads or declared != groups:
         raise InputError(
             f"parallel.cp: {name} attends with {query_heads} query, {key_heads} key and {value.shape[1]} value heads, "
-            f"{declared} to a group, which cp cannot split; set parallel.cp to 1"
+            f"{declared} to a group, which cp cannot split; set parallel.cp to 1",
+            key="layout.cp-head-groups",
         )
     heads = query_heads // cp
     kept = math.gcd(heads, groups)
@@ -287,7 +316,10 @@ class _ModuleView:
 def _own_heads(where: str, all_heads: int, first: int, heads: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """A rank's part of one value for each query head."""
     if tensor.numel() != all_heads:
-        raise InputError(f"parallel.cp: {name} {tuple(tensor.shape)} of {where} is not one value for each query head")
+        raise InputError(
+            f"parallel.cp: {name} {tuple(tensor.shape)} of {where} is not one value for each query head",
+            key="layout.cp-attention-arguments",
+        )
     return tensor.reshape(-1)[first : first + heads]
 
 
@@ -295,7 +327,8 @@ def _check_mask(name: str, mask: torch.Tensor, length: int) -> None:
     if mask.shape[1] != 1 or mask.shape[2] not in (1, length) or mask.shape[3] != length:
         raise InputError(
             f"parallel.cp: {name} attends with a mask {tuple(mask.shape)}, not with one for {length} positions and "
-            "all heads; set parallel.cp to 1"
+            "all heads; set parallel.cp to 1",
+            key="layout.cp-attention-arguments",
         )
 
 

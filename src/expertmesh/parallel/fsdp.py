@@ -170,7 +170,8 @@ def _check_equal_on_every_rank(model: nn.Module) -> None:
             if own != other:
                 raise IntegrityError(
                     f"parallelize: {other[0]} on rank {rank} differs from rank 0's; every rank must hold the same "
-                    "weights (same seed or same checkpoint) before sharding"
+                    "weights (same seed or same checkpoint) before sharding",
+                    key="model.replicas-differ",
                 )
 
 

@@ -111,7 +111,8 @@ def plan_cut(
             numbers = [str(number) for stage in own for number in stages[stage]]
             raise InputError(
                 f"parallel.pp: nothing on stage {own[0]} (blocks {', '.join(numbers)}) is trained, so that it would "
-                "only hand tokens on; set parallel.pp to 1, or widen lora.targets"
+                "only hand tokens on; set parallel.pp to 1, or widen lora.targets",
+                key="layout.pp-untrained-stage",
             )
     return Cut(tuple(blocks), stages, parts, decoder.hidden)
 
@@ -254,7 +255,8 @@ def _refuse_alone(model: nn.Module, args: Any) -> None:
     if pipeline is not None and pipeline.running is None:
         raise InputError(
             "this model is cut into pipeline stages, of which each rank holds its own, and cannot be called alone; "
-            "train it by expertmesh.forward_backward, or save it and load it without parallel.pp"
+            "train it by expertmesh.forward_backward, or save it and load it without parallel.pp",
+            key="layout.pp-needs-forward-backward",
         )
 
 
@@ -321,7 +323,8 @@ def _outermost(model: nn.Module, parameter: str, among: frozenset[str], blocks: 
     family = model.config.model_type  # type: ignore[union-attr]
     raise InputError(
         f"parallel.pp: {family} cannot be cut into stages: {parameter} belongs to a module that holds the blocks, or "
-        "parameters from both ends of them; set parallel.pp to 1"
+        "parameters from both ends of them; set parallel.pp to 1",
+        key="layout.pp-cannot-cut",
     )
 
 

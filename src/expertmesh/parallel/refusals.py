@@ -27,12 +27,16 @@ def refuse_model(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> Balance:
         parents = [spec.name.rpartition(".")[0] for spec in anatomy.experts]
         alone = [parent for parent in parents if not any(router.startswith(f"{parent}.") for router in anatomy.routers)]
         if alone:
-            raise InputError(f"moe.router: frozen, but no router is recognised in {alone[0]}; set moe.router to train")
+            raise InputError(
+                f"moe.router: frozen, but no router is recognised in {alone[0]}; set moe.router to train",
+                key="moe.router-not-recognised",
+            )
         for router in anatomy.routers:
             if any(is_adapter(name) for name, _ in model.get_submodule(router).named_parameters()):
                 raise InputError(
                     f"moe.router: frozen, but lora.targets has {router}; set moe.router to train or leave routers out "
-                    "of lora.targets"
+                    "of lora.targets",
+                    key="moe.frozen-router-has-adapter",
                 )
     confirm_experts(model, anatomy)
     return balance
@@ -46,7 +50,8 @@ def expert_shard_dim(spec: ExpertsSpec, layout: Layout) -> int:
         valid = ", ".join(str(size) for size in range(1, both + 1) if both % size == 0)
         raise InputError(
             f"parallel.ep {layout.ep} does not divide the {spec.num_experts} experts of {spec.name}; valid values: "
-            f"{valid}"
+            f"{valid}",
+            key="layout.ep-divides-experts",
         )
     efsdp, here = layout.efsdp, spec.num_experts // layout.ep
     width = spec.intermediate_size * (2 if spec.gated else 1)
@@ -60,7 +65,8 @@ def expert_shard_dim(spec: ExpertsSpec, layout: Layout) -> int:
             return dim
     raise InputError(
         f"parallel: efsdp {efsdp} divides neither the {here} experts a rank holds of {spec.name} at ep {layout.ep} "
-        f"nor its sizes {dims[0]} x {dims[1]}; choose a larger ep so that efsdp = fsdp * cp * tp / ep becomes smaller"
+        f"nor its sizes {dims[0]} x {dims[1]}; choose a larger ep so that efsdp = fsdp * cp * tp / ep becomes smaller",
+        key="layout.efsdp-divides-experts",
     )
 
 
@@ -72,7 +78,8 @@ def adapter_shard_dim(name: str, adapter: torch.Tensor, layout: Layout) -> int:
             return dim
     raise InputError(
         f"parallel: efsdp {layout.efsdp} divides neither the {here} experts a rank holds nor the "
-        f"{adapter.shape[wide]} elements of {name}; choose a larger ep so that efsdp becomes smaller"
+        f"{adapter.shape[wide]} elements of {name}; choose a larger ep so that efsdp becomes smaller",
+        key="layout.efsdp-divides-experts",
     )
 
 
@@ -89,5 +96,6 @@ def refuse_mixed_dtypes(
         if parameter.dtype != expected and not (frozen and kept_in_fp32(name) and parameter.dtype == torch.float32):
             raise InputError(
                 f"precision: {name} is {parameter.dtype}, not {expected}; set precision.params to float32, or give a "
-                "model in memory one dtype first"
+                "model in memory one dtype first",
+                key="precision.mixed-dtypes",
             )

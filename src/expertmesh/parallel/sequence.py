@@ -102,10 +102,15 @@ def lengthened(batch: Batch, to: int, refusal: str) -> Batch:
             longer[key] = torch.cat([tensor, more], dim=-1)
         elif key in _PADDING:
             if tensor.shape[-1] != length:
-                raise InputError(f"{key} {tuple(tensor.shape)} does not fit input_ids {(rows, length)}")
+                raise InputError(
+                    f"{key} {tuple(tensor.shape)} does not fit input_ids {(rows, length)}", key="data.batch-shape"
+                )
             longer[key] = F.pad(tensor, (0, missing), value=_PADDING[key])
         elif key != "row_numbers":
-            raise InputError(f"parallel: {key} of a batch {refusal}; pad rows to {to} positions, or leave it out")
+            raise InputError(
+                f"parallel: {key} of a batch {refusal}; pad rows to {to} positions, or leave it out",
+                key="data.batch-not-paddable",
+            )
     return longer
 
 
@@ -122,7 +127,8 @@ def refuse_blocks(model: nn.Module, anatomy: Anatomy, layout: Layout) -> None:
             family = model.config.model_type  # type: ignore[union-attr]
             raise InputError(
                 f"parallel: {name} of {family} gets {odd[0]} for each position, which cp and tp do not split; set "
-                "parallel.cp and parallel.tp to 1"
+                "parallel.cp and parallel.tp to 1",
+                key="layout.input-per-position",
             )
 
 
@@ -159,13 +165,17 @@ def _enter_block(
     """A hook before a block, whose arguments are called `names`: what it gets for whole rows becomes this rank's."""
     given = dict(zip(names, args, strict=False)) | kwargs
     if given.get("past_key_values") is not None:
-        raise InputError("parallel.cp and parallel.tp split rows that are whole, so a model on them cannot generate")
+        raise InputError(
+            "parallel.cp and parallel.tp split rows that are whole, so a model on them cannot generate",
+            key="layout.cannot-generate",
+        )
     hidden = given["hidden_states"]
     length = hidden.shape[1] * (1 if is_first else share.parts)
     if length % share.parts:
         raise InputError(
             f"parallel: rows of {length} positions cannot be cut into {share.parts} parts (cp × tp); pad them, or call "
-            "causal_lm_loss, which does"
+            "causal_lm_loss, which does",
+            key="layout.row-length",
         )
     here = {key: _part(share, name, key, value, length) for key, value in given.items()}
     if is_first:
@@ -181,7 +191,10 @@ def _part(share: SequenceShare, name: str, key: str, value: Any, length: int) ->
     if key in _BESIDE_ATTENTION and value is not None:
         return share.own(value, _BESIDE_ATTENTION[key])
     if isinstance(value, torch.Tensor) and key not in _WHOLE and not (key in _BETWEEN_ATTENTION and share.cp == 1):
-        raise InputError(f"parallel: {name} gets {key} {tuple(value.shape)}, which cp and tp do not know how to split")
+        raise InputError(
+            f"parallel: {name} gets {key} {tuple(value.shape)}, which cp and tp do not know how to split",
+            key="layout.input-per-position",
+        )
     return value
 
 

@@ -22,7 +22,8 @@ def plan_stages(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str], layou
         wanted = f"{layout.pp} × {layout.pp_virtual_stages} virtual stages" if layout.pp_virtual_stages > 1 else "pp"
         raise InputError(
             f"parallel.pp: {stages} stages ({wanted}) need as many blocks, and the model has {len(blocks)}; lower "
-            "parallel.pp or parallel.pp_virtual_stages"
+            "parallel.pp or parallel.pp_virtual_stages",
+            key="layout.pp-exceeds-blocks",
         )
     return balanced(_work(model, anatomy, blocks), stages)
 

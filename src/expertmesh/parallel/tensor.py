@@ -169,5 +169,6 @@ def _refuse_other_positions(part: TensorPart, hidden: torch.Tensor, others: list
         if isinstance(other, torch.Tensor) and other.is_floating_point() and other.shape[:-1] == hidden.shape[:-1]:
             raise InputError(
                 f"parallel.tp: {part.name} gets more than its hidden states for each position, which tp does not "
-                "gather; set parallel.tp to 1"
+                "gather; set parallel.tp to 1",
+                key="layout.input-per-position",
             )

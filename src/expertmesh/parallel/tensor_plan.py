@@ -123,7 +123,8 @@ def tensor_plan(model: nn.Module, anatomy: Anatomy, tp: int, kept_in_fp32: Calla
     if not isinstance(head, nn.Linear):
         raise InputError(
             f"parallel.tp {tp}: the output embedding of {family} ({type(head).__name__}) is no linear layer whose rows "
-            "could be split; set parallel.tp to 1"
+            "could be split; set parallel.tp to 1",
+            key="layout.tp-output-embedding",
         )
     blocks = decoder_blocks(anatomy)
     styles = _styles(model, anatomy, blocks)
@@ -151,7 +152,8 @@ def tensor_plan(model: nn.Module, anatomy: Anatomy, tp: int, kept_in_fp32: Calla
     if not any(part.mixes_positions for part in parts):
         raise InputError(
             f"parallel.tp {tp}: no module of {blocks[0]} of {family} is recognised as attention, so positions cannot "
-            "be split; set parallel.tp to 1"
+            "be split; set parallel.tp to 1",
+            key="layout.attention-not-recognised",
         )
     return TensorPlan(tp, tuple(parts), tuple(kept))
 
@@ -200,7 +202,8 @@ def _refuse_hidden_mixing(model: nn.Module, block: str, mixers: list[str], tp: i
         if isinstance(module, nn.Conv1d) and not any(name == mixer or is_inside(name, mixer) for mixer in mixers):
             raise InputError(
                 f"parallel.tp {tp}: {name} may let positions see each other outside of what is recognised as "
-                "attention; set parallel.tp to 1"
+                "attention; set parallel.tp to 1",
+                key="layout.mixes-positions",
             )
 
 
@@ -329,7 +332,8 @@ def _refuse_heads(part: TensorPart, module: nn.Module, family: str, tp: int) -> 
             choices = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
             raise InputError(
                 f"parallel.tp {tp}: {part.name}.{leaf} of {family} has {heads} heads, which {tp} ranks cannot share "
-                f"evenly; valid values for this model: {choices}"
+                f"evenly; valid values for this model: {choices}",
+                key="layout.tp-divides-heads",
             )
 
 

@@ -115,7 +115,7 @@ def hardware_table(extra: str | Path | None = None) -> dict[str, Hardware]:
         try:
             table |= _read(Path(extra).read_text(encoding="utf-8"), str(extra))
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"--hardware {extra}: cannot be read: {error}") from error
+            raise InputError(f"--hardware {extra}: cannot be read: {error}", key="plan.unreadable-hardware") from error
     return table
 
 
@@ -123,20 +123,28 @@ def parse_devices(text: str, table: Mapping[str, Hardware]) -> Devices:
     """`2x8 h200` (nodes x devices), or `16 h200` (whole nodes as far as they go). `InputError` names what is wrong."""
     matched = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*(?:x\s+|\s)\s*([\w.-]+)\s*", text.lower())
     if matched is None:
-        raise InputError(f"--devices {text!r}: write nodes x devices and their kind, as in '2x8 h200'")
+        raise InputError(
+            f"--devices {text!r}: write nodes x devices and their kind, as in '2x8 h200'", key="plan.invalid-devices"
+        )
     nodes, count, name = int(matched[1] or 1), int(matched[2]), matched[3]
     if name not in table:
-        raise InputError(f"--devices {text!r}: {name} is not known; use one of {', '.join(table)}, or --hardware FILE")
+        raise InputError(
+            f"--devices {text!r}: {name} is not known; use one of {', '.join(table)}, or --hardware FILE",
+            key="plan.unknown-device",
+        )
     per_node = table[name].devices_per_node
     if matched[1] is None and count > per_node:
         if count % per_node:
             raise InputError(
                 f"--devices {text!r}: {count} is not a multiple of the {per_node} devices of a node; "
-                "write nodes x devices"
+                "write nodes x devices",
+                key="plan.invalid-devices",
             )
         nodes, count = count // per_node, per_node
     if not 1 <= nodes * count <= 65536:
-        raise InputError(f"--devices {text!r}: {nodes * count} devices; a plan is for 1 to 65,536")
+        raise InputError(
+            f"--devices {text!r}: {nodes * count} devices; a plan is for 1 to 65,536", key="plan.invalid-devices"
+        )
     return Devices(name, nodes, count, table[name])
 
 
@@ -149,11 +157,13 @@ def match_device(name: str, table: Mapping[str, Hardware]) -> str | None:
 def _read(text: str, where: str) -> dict[str, Hardware]:
     content = parse_yaml(text, where).value
     if not isinstance(content, dict):
-        raise InputError(f"{where}: is not a table of devices by name")
+        raise InputError(f"{where}: is not a table of devices by name", key="plan.invalid-hardware")
     table = {}
     for name, values in content.items():
         try:
             table[str(name).lower()] = Hardware.model_validate(values)
         except ValidationError as error:
-            raise InputError(f"{where}: {explain(error, Hardware, prefix=(str(name),))}") from None
+            raise InputError(
+                f"{where}: {explain(error, Hardware, prefix=(str(name),))}", key="plan.invalid-hardware"
+            ) from None
     return table

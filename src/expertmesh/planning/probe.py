@@ -95,7 +95,10 @@ def probe(
     except Exception as error:
         # Another package's code on tensors without values may raise anything; there is no plan for it then.
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise NotProbed(f"{model.config.model_type}: its code does not run without values ({cause})") from error  # type: ignore[union-attr]
+        raise NotProbed(
+            f"{model.config.model_type}: its code does not run without values ({cause})",  # type: ignore[union-attr]
+            key="plan.model-not-probed",
+        ) from error
     figures = []
     for single, double in zip(one.seen, two.seen, strict=True):
         grows = max(0, double.backward - single.backward)

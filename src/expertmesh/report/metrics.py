@@ -116,7 +116,7 @@ def read_metrics(path: Path) -> Metrics:
     except FileNotFoundError:
         pass
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+        raise InputError(f"{path}: cannot be read: {error.strerror}", key="run.unreadable-metrics") from error
     return _columns(rows)
 
 

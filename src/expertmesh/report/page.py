@@ -60,7 +60,10 @@ def write(path: Path, page: str) -> None:
         unfinished.write_text(page, encoding="utf-8")
         unfinished.replace(path)
     except OSError as error:
-        raise InputError(f"{path}: the report cannot be written: {error.strerror}; choose another --output") from error
+        raise InputError(
+            f"{path}: the report cannot be written: {error.strerror}; choose another --output",
+            key="cli.unwritable-report",
+        ) from error
 
 
 def _visible(value: object) -> object:

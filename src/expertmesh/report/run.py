@@ -148,11 +148,12 @@ class Run:
 def read_run(directory: Path) -> Run:
     """Read the run in `directory`. `InputError` if there is none, or if its metrics cannot be read."""
     if not directory.is_dir():
-        raise InputError(f"{directory}: no such directory; give the output_dir of a run")
+        raise InputError(f"{directory}: no such directory; give the output_dir of a run", key="run.not-found")
     if not any((directory / name).exists() for name in (CONFIG_FILE, METRICS_FILE, RECORD_FILE)):
         raise InputError(
             f"{directory}: holds no run: there is no {CONFIG_FILE}, {METRICS_FILE} or {RECORD_FILE}; give the "
-            "output_dir of a run of expertmesh train"
+            "output_dir of a run of expertmesh train",
+            key="run.not-found",
         )
     notes: list[str] = []
     text, config = _config(directory / CONFIG_FILE, notes)

@@ -55,9 +55,15 @@ def simulate(
     """
     figures, layout, batch = workload.model, workload.layout, workload.batch
     if dist.is_initialized():
-        raise InputError("a simulation needs a process of its own; this one has a process group already")
+        raise InputError(
+            "a simulation needs a process of its own; this one has a process group already",
+            key="simulation.process-group-exists",
+        )
     if figures.precision.compute != "bfloat16":
-        raise InputError(f"precision.compute {figures.precision.compute}: only bfloat16 can be simulated")
+        raise InputError(
+            f"precision.compute {figures.precision.compute}: only bfloat16 can be simulated",
+            key="simulation.only-bfloat16",
+        )
     rank = stage * layout.ranks_per_stage
     # torch registers its fake backend when this asks for it; nothing else here imports it.
     dist.init_process_group("fake", rank=rank, world_size=layout.world_size)

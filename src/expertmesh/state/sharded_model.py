@@ -86,7 +86,8 @@ def mesh_of(model: nn.Module) -> Mesh:
     mesh = sharded(model).mesh
     if mesh is None:
         raise InputError(
-            f"{type(model).__name__} is not parallelized; call load_model or parallelize(model, mesh) first"
+            f"{type(model).__name__} is not parallelized; call load_model or parallelize(model, mesh) first",
+            key="model.not-parallelized",
         )
     return mesh
 

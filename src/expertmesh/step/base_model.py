@@ -59,7 +59,10 @@ def run_base(
     assert len(captured) == 1, f"{type(model).__name__} ran its base model {len(captured)} times"
     assert output.logits.shape[1] == 0, f"{type(model).__name__} computed logits from elsewhere than its base model"
     if router_logits and not recorded[0] and not is_cut(model):  # a pipeline stage may have no MoE layer
-        raise InputError(f"{config.model_type} gave no router logits; set moe.aux_loss_coef and moe.z_loss_coef to 0.0")
+        raise InputError(
+            f"{config.model_type} gave no router logits; set moe.aux_loss_coef and moe.z_loss_coef to 0.0",
+            key="moe.no-router-logits",
+        )
     return captured[0], output.logits, recorded[0]
 
 
@@ -82,7 +85,10 @@ def base_name(model: nn.Module) -> str:
     models = [name for name, child in causal.named_children() if isinstance(child, PreTrainedModel)]
     names = [prefix] if prefix in causal._modules else models
     if len(names) != 1:
-        raise InputError(f"{type(model).__name__} has no base model under a head; only causal language models train")
+        raise InputError(
+            f"{type(model).__name__} has no base model under a head; only causal language models train",
+            key="model.no-base-model",
+        )
     return f"{parent}.{names[0]}" if parent else names[0]
 
 

@@ -53,9 +53,15 @@ def forward_backward(
     and receives between stages.
     """
     if not micro_batches:
-        raise InputError("forward_backward: a step needs a micro-batch; give each rank as many as the others")
+        raise InputError(
+            "forward_backward: a step needs a micro-batch; give each rank as many as the others",
+            key="data.no-micro-batch",
+        )
     if isinstance(target_tokens, int) and target_tokens <= 0:
-        raise InputError(f"target_tokens is {target_tokens}: a step without any target has no loss; check the labels")
+        raise InputError(
+            f"target_tokens is {target_tokens}: a step without any target has no loss; check the labels",
+            key="data.no-targets",
+        )
     pipeline = pipeline_of(model)
     if pipeline is not None:
         return _through_stages(model, pipeline, micro_batches, target_tokens, chunk_tokens)

@@ -46,11 +46,15 @@ def causal_lm_loss(
     host once, to find the targets.
     """
     if isinstance(target_tokens, int) and target_tokens <= 0:
-        raise InputError(f"target_tokens is {target_tokens}: a step without any target has no loss; check the labels")
+        raise InputError(
+            f"target_tokens is {target_tokens}: a step without any target has no loss; check the labels",
+            key="data.no-targets",
+        )
     if pipeline_of(model) is not None:
         raise InputError(
             "causal_lm_loss computes the loss of one rank's whole model, and this one is cut into pipeline stages; use "
-            "expertmesh.forward_backward(model, micro_batches, target_tokens=n), which works for every layout"
+            "expertmesh.forward_backward(model, micro_batches, target_tokens=n), which works for every layout",
+            key="layout.pp-needs-forward-backward",
         )
     router_losses = active_router_losses(model)
     batch = padded(batch, sequence_share(model))

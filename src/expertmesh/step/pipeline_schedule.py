@@ -112,7 +112,10 @@ def _with_rows(batch: Batch, rows: int) -> Batch:
         return batch
     real = batch.get("real_tokens", batch.get("attention_mask", torch.ones_like(ids)))
     if real.shape != ids.shape:
-        raise InputError(f"attention_mask {list(real.shape)} of a batch cannot be padded for a pipeline; give [B, S]")
+        raise InputError(
+            f"attention_mask {list(real.shape)} of a batch cannot be padded for a pipeline; give [B, S]",
+            key="data.batch-not-paddable",
+        )
     longer = {}
     for key, tensor in batch.items():
         # Position ids may be shared by all rows, or have several axes before the rows.
@@ -185,7 +188,8 @@ class _PipelineRun:
                 raise InputError(
                     f"parallel.pp: the hidden state behind {self.pipeline.blocks[self.pipeline.stages[stage][-1]]} is "
                     f"{hidden.dtype}, not {self.pipeline.dtype}, and would be rounded on its way to the next stage; "
-                    "set parallel.pp to 1, or precision.compute to float32"
+                    "set parallel.pp to 1, or precision.compute to float32",
+                    key="layout.pp-rounds-hidden-state",
                 )
             # The root's output joins the graph, so that FSDP2's root hook runs in backward.
             extra = torch.zeros((), device=hidden.device, requires_grad=torch.is_grad_enabled()) + empty_logits.sum()

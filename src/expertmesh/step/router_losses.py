@@ -81,7 +81,10 @@ class RouterLosses:
         if not self.balance.has_losses:
             return torch.zeros(())
         if self._share is None:
-            raise InputError("router_loss() belongs after a causal_lm_loss, once; none ran since the last call")
+            raise InputError(
+                "router_loss() belongs after a causal_lm_loss, once; none ran since the last call",
+                key="moe.router-loss-order",
+            )
         share, self._share = self._share, None
         return share
 
@@ -108,7 +111,8 @@ class RouterLosses:
         if self._share is not None or not self._left:
             raise InputError(
                 "router_losses: causal_lm_loss ran more often than there are micro-batches, or without router_loss() "
-                "after it; add each micro-batch's share to its loss, once"
+                "after it; add each micro-batch's share to its loss, once",
+                key="moe.router-loss-order",
             )
         self._left -= 1
         real_T = self._real_here(batch)
@@ -137,7 +141,8 @@ class RouterLosses:
         if self.balance.has_losses and (self._share is not None or self._left):
             raise InputError(
                 "router_losses: the step ended without the share of every micro-batch; run causal_lm_loss and add "
-                "router_loss() for each of them"
+                "router_loss() for each of them",
+                key="moe.router-loss-incomplete",
             )
 
     def _real_here(self, batch: Batch) -> torch.Tensor:
@@ -206,6 +211,7 @@ def active_router_losses(model: nn.Module) -> RouterLosses | None:
         raise InputError(
             "moe asks for router losses on this model, and they are taken over a whole optimizer step; run its "
             "micro-batches inside expertmesh.router_losses(model, micro_batches), or set moe.aux_loss_coef and "
-            "moe.z_loss_coef to 0.0"
+            "moe.z_loss_coef to 0.0",
+            key="moe.loss-outside-router-losses",
         )
     return losses

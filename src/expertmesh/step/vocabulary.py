@@ -46,7 +46,8 @@ class VocabularyShare:
         if logits_CW.shape[-1] != self.stop - self.start:
             raise InputError(
                 f"parallel.tp: the model makes {logits_CW.shape[-1]} logits of {self.stop - self.start} rows of its "
-                "output embedding, so the vocabulary cannot be split; set parallel.tp to 1"
+                "output embedding, so the vocabulary cannot be split; set parallel.tp to 1",
+                key="layout.tp-output-embedding",
             )
         loss: torch.Tensor = _CrossEntropy.apply(logits_CW, target_C - self.start, self.group)
         return loss

@@ -89,7 +89,8 @@ class NonFiniteGuard:
         if self.in_a_row >= LIMIT:
             raise IntegrityError(
                 f"step {step}: {what}; {LIMIT} such steps in a row, so the run ends. Look at the data of these steps, "
-                "lower optim.learning_rate, or check the weights it started from"
+                "lower optim.learning_rate, or check the weights it started from",
+                key="train.not-finite",
             )
         return what
 

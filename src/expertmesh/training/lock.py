@@ -13,6 +13,7 @@ process that is stopped on this very host is lost. None says who holds it since 
 reading can remove a living lock.
 """
 
+import errno
 import json
 import os
 import socket
@@ -90,7 +91,8 @@ class RunLock:
                 time.sleep(0.01)
         except OSError as error:
             raise InputError(
-                f"output_dir {self.path.parent} cannot be locked: {error}; choose a directory that can be written"
+                f"output_dir {self.path.parent} cannot be locked: {error}; choose a directory that can be written",
+                key="output.unwritable",
             ) from error
         self._thread.start()
         return self
@@ -111,7 +113,8 @@ class RunLock:
         if self._taken_by is not None:
             raise InputError(
                 f"output_dir {self.path.parent} was taken over by {self._taken_by}, because this run had given no sign "
-                f"of life for {STALE_SECONDS:.0f} s; this run ends here, and the other goes on"
+                f"of life for {STALE_SECONDS:.0f} s; this run ends here, and the other goes on",
+                key="output.taken-over",
             )
 
     def _try(self) -> bool:
@@ -124,7 +127,8 @@ class RunLock:
             raise InputError(
                 f"output_dir {self.path.parent} is in use by another run: {holder} (last sign of life {age:.0f} s "
                 "ago); wait for it, end it, or choose another output_dir. If it is dead for certain, remove "
-                f"{self.path}"
+                f"{self.path}",
+                key="output.in-use",
             )
         if not self._inherit(holder):
             return False
@@ -179,7 +183,26 @@ def holder(directory: Path) -> Owner | None:
 
 
 def _create(path: Path, owner: Owner) -> bool:
-    """Whether this call created the file; of many at the same time, one does."""
+    """Whether this call created the file, whole from the first moment; of many at the same time, one does."""
+    unfinished = path.with_name(f"{NAME}.{owner.token}.tmp")
+    unfinished.write_text(json.dumps(asdict(owner)), encoding="utf-8")
+    try:
+        os.link(unfinished, path)
+    except (FileExistsError, FileNotFoundError):  # somebody was faster, and may have swept up
+        return False
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        return _create_without_links(path, owner)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    for left_behind in path.parent.glob(f"{NAME}.*.tmp"):
+        left_behind.unlink(missing_ok=True)
+    return True
+
+
+def _create_without_links(path: Path, owner: Owner) -> bool:
+    """Where the file system has no links: a process that dies while it writes leaves a lock that nobody can read."""
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     except FileExistsError:

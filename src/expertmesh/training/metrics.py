@@ -209,7 +209,9 @@ def _step_of(line: bytes, path: Path, number: int) -> int:
     try:
         return int(json.loads(line)["step"])
     except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{path}:{number}: is no row of metrics; remove the line, or move the file away") from error
+        raise InputError(
+            f"{path}:{number}: is no row of metrics; remove the line, or move the file away", key="run.damaged-metrics"
+        ) from error
 
 
 class _Jsonl:

@@ -138,7 +138,8 @@ def _refuse_interleaving(layout: Layout, accumulation: int) -> None:
             f"parallel.pp_schedule: interleaved_1f1b runs micro-batches in {rounds} equal rounds, and the "
             f"{accumulation} of a step (train.global_batch_size over data ranks and train.micro_batch_size) are no "
             f"multiple of {rounds}; change train.global_batch_size so that they are a multiple of {layout.pp}, or set "
-            "parallel.pp_virtual_stages to 1"
+            "parallel.pp_virtual_stages to 1",
+            key="layout.pp-interleaving-rounds",
         )
 
 
@@ -149,36 +150,42 @@ def refuse_output_dir(config: Config) -> None:
     """
     directory = Path(config.output_dir)
     if directory.exists() and not directory.is_dir():
-        raise InputError(f"output_dir {directory} is a file; choose another directory")
+        raise InputError(f"output_dir {directory} is a file; choose another directory", key="output.is-a-file")
     if not directory.exists() or all(_LEFT_BY_A_START.fullmatch(path.name) for path in directory.iterdir()):
         return
     written = directory / "config.yaml"
     if not written.is_file():
-        raise InputError(f"output_dir {directory} is not empty and holds no run of ours; choose another directory")
+        raise InputError(
+            f"output_dir {directory} is not empty and holds no run of ours; choose another directory",
+            key="output.not-empty",
+        )
     old, new = (flat(each.model_dump(mode="json")) for each in (load_config(written), config))
     forbidden, _ = config_differences(old, new)
     if forbidden:
         raise InputError(
             f"output_dir {directory} holds a run with another configuration: {'; '.join(forbidden)}; put it back to "
-            "continue that run, or choose another directory"
+            "continue that run, or choose another directory",
+            key="run.other-configuration",
         )
     result = directory / (MODEL if config.lora is None else ADAPTER)
     if result.exists():
         raise InputError(
             f"output_dir {directory} holds this run already, finished; choose another directory, or move {result} away "
-            "to go on from the last checkpoint with more steps"
+            "to go on from the last checkpoint with more steps",
+            key="run.finished",
         )
     find_start(config)
 
 
 def _refuse_packing(config: Config, model: nn.Module) -> None:
     if reason := packing_refusal(model):
-        raise InputError(f"data.packing: {reason}; set data.packing to false")
+        raise InputError(f"data.packing: {reason}; set data.packing to false", key="data.packing-unsupported")
     if config.model.attention == "flash_attention_2" and config.train.micro_batch_size > 1:
         # transformers derives sample borders from position ids only for a batch of one row.
         raise InputError(
             f"train.micro_batch_size {config.train.micro_batch_size}: flash_attention_2 separates packed samples only "
-            "at train.micro_batch_size 1; set that, or model.attention to sdpa"
+            "at train.micro_batch_size 1; set that, or model.attention to sdpa",
+            key="data.packing-micro-batch",
         )
 
 
@@ -191,17 +198,23 @@ def _refuse_local_paths(config: Config) -> None:
                 ".parquet",
             )
             if looks_local and not Path(source.path).exists():
-                raise InputError(f"{key}.{index}.path: {source.path} does not exist; correct the path")
+                raise InputError(
+                    f"{key}.{index}.path: {source.path} does not exist; correct the path", key="data.not-found"
+                )
 
 
 def _refuse_missing_packages(config: Config) -> None:
     if config.model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
-        raise InputError("model.attention: flash_attention_2 needs the flash-attn package; install it or use sdpa")
+        raise InputError(
+            "model.attention: flash_attention_2 needs the flash-attn package; install it or use sdpa",
+            key="install.missing-package",
+        )
     for tracker in config.log.report_to:
         if tracker != "jsonl" and importlib.util.find_spec(tracker) is None:
             raise InputError(
                 f"log.report_to: {tracker} needs the {tracker} package; install it (pip install {tracker}), or leave "
-                f"{tracker} out"
+                f"{tracker} out",
+                key="install.missing-package",
             )
 
 
@@ -217,7 +230,8 @@ def refuse_length(key: str, length: int, model_config: PreTrainedConfig) -> None
     if most is not None and length > most:
         raise InputError(
             f"{key} {length}: {model_config.model_type} has max_position_embeddings {most}; set {key} to at most "
-            f"{most}, or extend the model's positions in its config.json first"
+            f"{most}, or extend the model's positions in its config.json first",
+            key="model.max-positions",
         )
 
 

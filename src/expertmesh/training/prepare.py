@@ -87,7 +87,8 @@ def _open_mesh(config: Config, checked: Checked) -> Mesh:
         if first != parallel:
             raise InputError(
                 f"parallel.ep: auto is {first.ep} on rank 0 and {parallel.ep} here, as the launcher has set another "
-                "LOCAL_WORLD_SIZE on this node; set parallel.ep to a number"
+                "LOCAL_WORLD_SIZE on this node; set parallel.ep to a number",
+                key="launch.local-world-sizes-differ",
             )
     mesh = init_mesh(parallel, num_experts=checked.anatomy.num_experts, device=current_device())
     set_timeout(mesh, config.distributed.first_step_timeout_seconds)

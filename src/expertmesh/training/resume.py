@@ -83,7 +83,8 @@ class Identity:
             if different:
                 raise InputError(
                     f"rank {dist.get_rank()} on host {socket.gethostname()} has not what rank 0 has: "
-                    f"{' and '.join(different)}; give every machine the same files"
+                    f"{' and '.join(different)}; give every machine the same files",
+                    key="launch.files-differ",
                 )
 
     def differences(self, saved: Mapping[str, Any]) -> "tuple[list[str], list[str]]":
@@ -119,7 +120,8 @@ def find_start(config: Config) -> Path | None:
     if config.checkpoint.resume == "never" and (checkpoints := published(directory)):
         raise InputError(
             f"checkpoint.resume is never, but {directory} holds {checkpoints[-1][1].name}; set checkpoint.resume to "
-            "auto to continue, or choose another output_dir"
+            "auto to continue, or choose another output_dir",
+            key="checkpoint.resume-is-never",
         )
     return found
 
@@ -135,27 +137,35 @@ def check_start(path: Path, identity: Identity, total_steps: int, output_dir: Pa
     file = read_state_file(path, manifest)
     step, saved = file.step, file.state
     if not saved.keys() >= {"identity", "counters"}:
-        raise InputError(f"{path} was not written by a training run; load it with expertmesh.load_checkpoint")
+        raise InputError(
+            f"{path} was not written by a training run; load it with expertmesh.load_checkpoint",
+            key="checkpoint.not-of-a-run",
+        )
     try:
         Counters(**saved["counters"])
         forbidden, changed = identity.differences(saved["identity"])
     except (KeyError, TypeError, AttributeError) as error:
-        raise IntegrityError(f"{path / STATE_FILE}: is not the state of a training run ({error})") from error
+        raise IntegrityError(
+            f"{path / STATE_FILE}: is not the state of a training run ({error})", key="checkpoint.damaged"
+        ) from error
     if forbidden:
         raise InputError(
             f"{path} cannot be resumed, because this would be another run: {'; '.join(forbidden)}; put it back, or "
-            "choose another output_dir"
+            "choose another output_dir",
+            key="run.other-configuration",
         )
     if step > total_steps:
         raise InputError(
             f"{path} is after step {step}, but this configuration ends after {total_steps} steps; raise "
-            "train.max_steps or train.num_epochs"
+            "train.max_steps or train.num_epochs",
+            key="checkpoint.after-last-step",
         )
     later = [checkpoint.name for number, checkpoint in published(output_dir / CHECKPOINTS) if number > step]
     if later:
         raise InputError(
             f"checkpoint.resume names {path}, but {output_dir / CHECKPOINTS} holds {later[-1]}, which is later and "
-            "would be in the way; set checkpoint.resume to auto to continue from that, or choose another output_dir"
+            "would be in the way; set checkpoint.resume to auto to continue from that, or choose another output_dir",
+            key="checkpoint.later-exists",
         )
     return [f"written by {manifest.world_size} ranks", *changed]
 

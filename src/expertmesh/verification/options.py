@@ -27,7 +27,10 @@ class VerifyOptions:
     def __post_init__(self) -> None:
         unknown = [name for name in self.only if name not in LAYERS]
         if unknown:
-            raise InputError(f"--only {unknown[0]}: is no layer of the proof; use some of {', '.join(LAYERS)}")
+            raise InputError(
+                f"--only {unknown[0]}: is no layer of the proof; use some of {', '.join(LAYERS)}",
+                key="verify.no-such-layer",
+            )
 
     def dump(self) -> str:
         return json.dumps(asdict(self))

@@ -82,12 +82,15 @@ def _finish(report: Report, config: Config, options: VerifyOptions) -> None:
             try:
                 write_json(report, Path(path))
             except OSError as error:
-                raise InputError(f"{path}: the report cannot be written: {error.strerror}") from error
+                raise InputError(
+                    f"{path}: the report cannot be written: {error.strerror}", key="cli.unwritable-report"
+                ) from error
     where = f"; {path}" if path is not None else ""
     if failures:
         count = len(report.failures)
         raise IntegrityError(
-            "\n".join([f"not verified: {count} check{'s' if count > 1 else ''} failed{where}", *failures])
+            "\n".join([f"not verified: {count} check{'s' if count > 1 else ''} failed{where}", *failures]),
+            key="verify.failed",
         )
     checks = [check for layer in report.layers for check in layer.checks]
     done = sum(check.status == "pass" for check in checks)
@@ -163,7 +166,8 @@ def _scratch(config: Config, options: VerifyOptions) -> Iterator[Path]:
                 directory.mkdir()
             except OSError as error:
                 raise InputError(
-                    f"{directory}: cannot be made: {error.strerror}; output_dir must be writable"
+                    f"{directory}: cannot be made: {error.strerror}; output_dir must be writable",
+                    key="output.unwritable",
                 ) from error
     try:
         yield directory

@@ -153,7 +153,7 @@ def random_dataset(vocab_size: int, length: int, samples: int, seed: int) -> Tok
 
 def _endless(dataset: TokenizedDataset, order: np.ndarray) -> Iterator[Sample]:
     if not len(dataset):
-        raise InputError("the training data has no sample to verify on; correct data.train")
+        raise InputError("the training data has no sample to verify on; correct data.train", key="data.empty")
     while True:
         for index in order.tolist():
             yield dataset.sample(index)

@@ -147,7 +147,10 @@ def _dropped(anatomy: Anatomy, kept: int) -> str:
     """A pattern for file tensors of the blocks from `kept` on; refused where blocks are in several lists."""
     lists = {name.rpartition(".")[0] for name in anatomy.blocks}
     if len(lists) > 1:
-        raise InputError(f"--layers: this model has blocks in {', '.join(sorted(lists))}; leave --layers out")
+        raise InputError(
+            f"--layers: this model has blocks in {', '.join(sorted(lists))}; leave --layers out",
+            key="verify.layers-unsupported",
+        )
     numbers = "|".join(name.rpartition(".")[2] for name in anatomy.blocks[kept:])
     return rf"(^|\.){re.escape(lists.pop().rpartition('.')[2])}\.({numbers})\."
 
@@ -169,7 +172,10 @@ def _checked_layers(
     try:
         checked = check_model(config, model_config, directory, world_size)
     except InputError as error:
-        raise InputError(f"--layers {kept}: {error}; keep more layers") from error
+        raise InputError(f"--layers {kept}: {error}; keep more layers", key=error.key) from error
     if len(checked.anatomy.blocks) != kept:
-        raise InputError(f"--layers {kept}: {model_config.model_type} cannot be cut to its first layers; leave it out")
+        raise InputError(
+            f"--layers {kept}: {model_config.model_type} cannot be cut to its first layers; leave it out",
+            key="verify.layers-unsupported",
+        )
     return checked

@@ -93,8 +93,8 @@ def audit_weights(model: PreTrainedModel, directory: str | Path, mode: AuditMode
     """
     started = time.monotonic()
     with raise_on_all_ranks("comparing the weights with their files"):
-        with open_weight_files(directory, weights_file(model)) as checkpoint:
-            plan = plan_load(model, checkpoint)
+        with open_weight_files(directory, weights_file(model)) as files:
+            plan = plan_load(model, files)
         auditor = _Auditor(plan, model_tensors(model), expert_tensors(model))
         auditor.check_numbers()
         hashed = auditor.full() if mode == "full" else auditor.sample()

@@ -39,7 +39,7 @@ class LoadReport:
 
     tensors: int
     bytes_read: int
-    checkpoint_bytes: int
+    file_bytes: int
     local_bytes: int
     experts: tuple[tuple[str, int, int], ...]
     ignored: tuple[str, ...]
@@ -55,11 +55,11 @@ def fill(model: PreTrainedModel, directory: str | Path, allocate_on: torch.devic
     Raises on all ranks alike: `InputError`, `SecurityError`, `IntegrityError` (see `open_weight_files`
     and `plan_load`), the last also for values that are not finite. Issues one small all-reduce on the default group.
     """
-    with raise_on_all_ranks("loading weights"), open_weight_files(directory, weights_file(model)) as checkpoint:
-        plan = plan_load(model, checkpoint)
+    with raise_on_all_ranks("loading weights"), open_weight_files(directory, weights_file(model)) as files:
+        plan = plan_load(model, files)
         if allocate_on is not None:
             materialize(model, allocate_on)
-        report = fill_planned(model, checkpoint, plan)
+        report = fill_planned(model, files, plan)
     return report
 
 
@@ -70,20 +70,20 @@ def bytes_to_read(model: PreTrainedModel, directory: str | Path) -> int:
     inside `raise_on_all_ranks`.
     """
     state = model_tensors(model)
-    with open_weight_files(directory, weights_file(model)) as checkpoint:
-        plan = plan_load(model, checkpoint)
+    with open_weight_files(directory, weights_file(model)) as files:
+        plan = plan_load(model, files)
     sources = [*plan.tensors.items(), *plan.copies]
     return sum(bytes_needed(lazy, local_box(state[name])) for name, lazy in sources)
 
 
 @torch.no_grad()
-def fill_planned(model: PreTrainedModel, checkpoint: WeightFiles, plan: LoadPlan) -> LoadReport:
+def fill_planned(model: PreTrainedModel, files: WeightFiles, plan: LoadPlan) -> LoadReport:
     """Carry out `plan` on this rank. Raises `IntegrityError`; issues no collective."""
     state = model_tensors(model)
 
     def fetch(leaf: Leaf, box: Box, out: Tensor) -> None:
         assert isinstance(leaf, FileTensor)
-        checkpoint.read(leaf, box, out)
+        files.read(leaf, box, out)
 
     for name, lazy in plan.tensors.items():
         box, local = local_box(state[name]), local_tensor(state[name])
@@ -98,16 +98,16 @@ def fill_planned(model: PreTrainedModel, checkpoint: WeightFiles, plan: LoadPlan
             raise differing_copies(lazy, plan.tensors[name])
     # transformers' own convention: what was undone on loading is done again on saving.
     model._weight_conversions = list(plan.conversions)  # type: ignore[assignment]
-    ignored = [checkpoint.tensors[name] for name in plan.ignored]
+    ignored = [files.tensors[name] for name in plan.ignored]
     remember(model, ignored)
     return LoadReport(
         tensors=len(plan.tensors),
-        bytes_read=checkpoint.bytes_read,
-        checkpoint_bytes=checkpoint.total_bytes,
+        bytes_read=files.bytes_read,
+        file_bytes=files.total_bytes,
         local_bytes=sum(local_tensor(state[name]).nbytes for name in plan.tensors),
         experts=_experts_held(model, state),
         ignored=plan.ignored,
-        unmapped=summarize_unmapped(ignored, checkpoint.tensors.keys() - set(plan.ignored)),
+        unmapped=summarize_unmapped(ignored, files.tensors.keys() - set(plan.ignored)),
     )
 
 

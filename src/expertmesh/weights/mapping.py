@@ -116,20 +116,20 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in full_state(model).items() if is_adapter(name)}
 
 
-def plan_load(model: PreTrainedModel, checkpoint: WeightFiles) -> LoadPlan:
+def plan_load(model: PreTrainedModel, files: WeightFiles) -> LoadPlan:
     """Work out where each tensor of `model` (on meta or not, sharded or not) comes from.
 
     Raises `IntegrityError` naming what is missing, unexpected, duplicated, incomplete, misshaped or
-    mistyped, and `InputError` for quantised checkpoints. Reads nothing but the headers that `checkpoint`
+    mistyped, and `InputError` for quantised checkpoints. Reads nothing but the headers that `files`
     already has.
     """
-    refuse_quantised(model.config, checkpoint.directory)
+    refuse_quantised(model.config, files.directory)
     state = model_tensors(model)
     with own_classes(model):
         # Rules belong to classes of modules, of which a pipeline stage has only some.
         whole: Any = full_model(model)
         conversions = [*get_model_conversion_mapping(whole), *list_rules(whole)]
-    planner = _LoadPlanner(model, checkpoint, state)
+    planner = _LoadPlanner(model, files, state)
     inputs, ignored = planner.match(conversions)
     filled, failed = planner.assemble(inputs)
     tensors: dict[str, LazyTensor] = {}
@@ -141,7 +141,7 @@ def plan_load(model: PreTrainedModel, checkpoint: WeightFiles) -> LoadPlan:
             copies += [(names[0], filled[name]) for name in present[1:]]
         elif not failed & set(names):
             planner.mismatches.add("missing", names[0])
-    planner.mismatches.refuse(model, checkpoint.directory)
+    planner.mismatches.refuse(model, files.directory)
     return LoadPlan(tensors, tuple(copies), ignored, tuple(rule for rule in conversions if rule.was_used()))
 
 
@@ -205,7 +205,7 @@ class _LoadPlanner:
     """The steps of `plan_load`, which note what does not fit."""
 
     model: PreTrainedModel
-    checkpoint: WeightFiles
+    files: WeightFiles
     state: dict[str, Tensor]
     mismatches: _Mismatches = field(default_factory=_Mismatches)
 
@@ -218,7 +218,7 @@ class _LoadPlanner:
         targets: dict[str, _ConversionInputs] = {}
         unmapped: list[str] = []
         # The order matters: converters stack what they collect in the order in which it comes.
-        for key in sorted(self.checkpoint.tensors, key=dot_natural_key):
+        for key in sorted(self.files.tensors, key=dot_natural_key):
             target, pattern = rename_source_key(key, renamings, converters, prefix, state)
             if target not in state and key in state:
                 target, pattern = rename_source_key(key, [], [], prefix, state)
@@ -247,7 +247,7 @@ class _LoadPlanner:
             if any(re.search(pattern, key) for pattern in patterns):
                 ignored.append(key)
             else:
-                self.mismatches.add("unexpected", key, [self.checkpoint.tensors[key]])
+                self.mismatches.add("unexpected", key, [self.files.tensors[key]])
         return tuple(ignored)
 
     def assemble(self, targets: dict[str, _ConversionInputs]) -> tuple[dict[str, LazyTensor], set[str]]:
@@ -274,7 +274,7 @@ class _LoadPlanner:
 
     def _convert(self, target: str, inputs: _ConversionInputs) -> dict[str, LazyTensor]:
         """What comes out, by name; nothing if the files do not hold what the family's rule expects."""
-        tensors = self.checkpoint.tensors
+        tensors = self.files.tensors
         if inputs.converter is None:
             ((key,),) = inputs.keys.values()
             return {target: LazyTensor.of(tensors[key])}

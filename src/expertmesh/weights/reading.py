@@ -89,7 +89,11 @@ class _Reader:
 
     def _evaluate(self, call: Call) -> list[Tensor]:
         def materialize(value: Any) -> Any:
-            return self.whole(value) if isinstance(value, LazyTensor) else value
+            if not isinstance(value, LazyTensor):
+                return value
+            out = torch.empty(tuple(value.shape), dtype=value.dtype)
+            self.read(value, full_box(value.shape), out)
+            return out
 
         args, kwargs = pytree.tree_map(materialize, (call.args, call.kwargs))
         return [value for value in pytree.tree_leaves(call.func(*args, **kwargs)) if isinstance(value, Tensor)]
@@ -99,12 +103,6 @@ class _Reader:
         values = torch.empty(extents(inner), dtype=leaf.dtype)
         self.read(leaf.lazy, inner, values)
         out.copy_(values.reshape(extents(outer))[slices(box, outer)])
-
-    def whole(self, lazy: LazyTensor) -> Tensor:
-        """All of `lazy` as a CPU tensor of its own dtype."""
-        out = torch.empty(tuple(lazy.shape), dtype=lazy.dtype)
-        self.read(lazy, full_box(lazy.shape), out)
-        return out
 
 
 def _widened(leaf: Reshaped, box: Box) -> tuple[Box, Box]:

@@ -52,7 +52,7 @@ def verify(directory: Path) -> Verification:
         manifest = parse_manifest(directory)
     except IntegrityError as error:
         if unsafe:
-            raise SecurityError("\n".join(finding.text for finding in unsafe)) from error
+            raise SecurityError("\n".join(finding.text for finding in unsafe), key="checkpoint.unsafe") from error
         raise
     with WeightFiles(directory, {}) as files:
         check = check_files(directory, manifest, files)

@@ -71,7 +71,9 @@ def merged_adapter(proof: Proof, adapter: Path, target: Path) -> Any:
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_JOB}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise IntegrityError(f"expertmesh merge ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+        raise IntegrityError(
+            f"expertmesh merge ended with {done.returncode}: {done.stderr.strip()[-500:]}", key="verify.merge-failed"
+        )
     return plain_model(proof, target)
 
 
