@@ -56,6 +56,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/limits.py
 
 demo: setup
 	$(BIN)/expertmesh demo

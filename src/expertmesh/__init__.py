@@ -15,7 +15,7 @@ _HOME = {
     "ParallelConfig": "expertmesh.config",
     "PrecisionConfig": "expertmesh.config",
     "causal_lm_loss": "expertmesh.step.loss",
-    "clip_grad_norm_": "expertmesh.parallel.grad_norm",
+    "clip_grad_norm_": "expertmesh.step.grad_norm",
     "count_targets": "expertmesh.step.loss",
     "forward_backward": "expertmesh.step.forward_backward",
     "init_mesh": "expertmesh.distributed.mesh",
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from expertmesh.distributed.mesh import init_mesh
     from expertmesh.experts.balance import update_router_bias
     from expertmesh.model import load_model, parallelize
-    from expertmesh.parallel.grad_norm import clip_grad_norm_
     from expertmesh.step.forward_backward import forward_backward
+    from expertmesh.step.grad_norm import clip_grad_norm_
     from expertmesh.step.loss import causal_lm_loss, count_targets
     from expertmesh.step.router_losses import router_losses
     from expertmesh.weights.save import save_model

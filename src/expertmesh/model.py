@@ -13,17 +13,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from expertmesh.adapters.plan import adapt
 from expertmesh.adapters.start import start
 from expertmesh.config import Config, LoraConfig, MoeConfig, PrecisionConfig
-from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.parallel.checkpointing import (
-    CheckpointedLayers,
-    CheckpointingMode,
-    checkpointing_mode,
-    recompute_blocks,
-)
-from expertmesh.parallel.compiling import compile_parts
-from expertmesh.parallel.fsdp import shard
+from expertmesh.parallel.apply import shard_model
+from expertmesh.parallel.checkpointing import CheckpointedLayers, CheckpointingMode, checkpointing_mode
 from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan, plan_shards
 from expertmesh.weights.audit import AuditMode, AuditReport, audit_weights
 from expertmesh.weights.load import LoadReport, fill
@@ -166,15 +159,6 @@ def plan_model(model: PreTrainedModel, layout: Layout, options: ShardOptions) ->
     """Decide how `model` is sharded. Raises `InputError` for what cannot be trained exactly. No communication."""
     kept = kept_in_fp32(model, getattr(torch, options.precision.compute))
     return plan_shards(model, layout, options, kept_in_fp32=kept)
-
-
-def shard_model(model: PreTrainedModel, plan: ShardPlan, mesh: Mesh) -> None:
-    """Carry out `plan`: shard `model` in place, recompute and compile what the plan says. Every rank calls it."""
-    shard(model, plan, mesh)
-    recompute_blocks(model, plan.options.activation_checkpointing, plan.anatomy, plan.checkpointed)
-    if plan.options.compile:
-        with raise_on_all_ranks("trying torch.compile"):
-            compile_parts(model, plan.compiled, mesh.device)
 
 
 def load_weights(

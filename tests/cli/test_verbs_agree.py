@@ -13,12 +13,13 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from expertmesh.cli import check, inspect, plan
+from expertmesh.cli import check, inspect
 from expertmesh.cli.options import PlanOptions
+from expertmesh.cli.plan import run as plan
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError
 from expertmesh.planning import forecast as planner
-from expertmesh.training.preflight import preflight
+from expertmesh.training.startup.preflight import preflight
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.setup import set_up
 from tests.training.tiny_run import run_config, write_inputs

@@ -9,7 +9,7 @@ import expertmesh.cli.verify as command_line
 from expertmesh.cli.main import main
 from expertmesh.config import Config, load_config
 from expertmesh.launcher.launch import RunOptions
-from expertmesh.training.preflight import refuse_output_dir
+from expertmesh.training.startup.output_dir import refuse_output_dir
 from expertmesh.verification.options import VerifyOptions
 from tests.training.tiny_run import run_config, write_inputs
 

@@ -25,7 +25,7 @@ from expertmesh.experts import layer as layer_module
 from expertmesh.experts.balance import balance_of
 from expertmesh.experts.layer import layer_of
 from expertmesh.experts.router_loss import aux_loss_refusal
-from expertmesh.training.metrics import expert_load
+from expertmesh.training.reporting.metrics import expert_load
 from expertmesh.training.run import train
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.models import tiny_config, tiny_model

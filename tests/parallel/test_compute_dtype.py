@@ -12,7 +12,7 @@ import expertmesh as em
 from expertmesh.adapters.plan import adapt
 from expertmesh.anatomy import describe
 from expertmesh.introspection.compute_dtype import refuse_compute, uncast_modules
-from expertmesh.training.preflight import preflight
+from expertmesh.training.startup.preflight import preflight
 from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32
 from tests.families.tiny import VOCABULARY, random_model, tiny_config
 from tests.support.errors import refused

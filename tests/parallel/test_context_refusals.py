@@ -11,7 +11,7 @@ from expertmesh.anatomy import describe
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection import source_code
 from expertmesh.parallel.context import refuse_context
-from expertmesh.training.preflight import preflight
+from expertmesh.training.startup.preflight import preflight
 from expertmesh.weights.meta_model import build_meta_model
 from tests.families.catalogue import families
 from tests.families.tiny import tiny_config as family_config

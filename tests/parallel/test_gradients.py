@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import expertmesh as em
-from expertmesh.parallel.grad_norm import global_norm
+from expertmesh.step.grad_norm import global_norm
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks

@@ -17,7 +17,7 @@ from torch import nn
 import expertmesh as em
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts import dispatch
-from expertmesh.parallel import grad_norm
+from expertmesh.step import grad_norm
 from tests.support.ranks import run_ranks
 from tests.support.reference import Distance, reference, train_sharded
 

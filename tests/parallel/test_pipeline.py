@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import expertmesh as em
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.parallel import grad_norm
-from expertmesh.step import forward_backward, pipeline_schedule
+from expertmesh.step import forward_backward, grad_norm, pipeline_schedule
 from tests.adapters.reference import tiny_peft_run, train_adapters
 from tests.support.errors import refused
 from tests.support.models import tiny_model

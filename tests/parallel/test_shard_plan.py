@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 
 import expertmesh as em
 from expertmesh.distributed.layout import Layout, resolve_layout
-from expertmesh.model import plan_model, shard_model
+from expertmesh.model import plan_model
+from expertmesh.parallel.apply import shard_model
 from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.state.stage_view import full_model
 from tests.support.errors import refused

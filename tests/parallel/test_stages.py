@@ -16,7 +16,7 @@ from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.parallel.stages import balanced
 from expertmesh.state.stage_view import meta_twin
 from expertmesh.step.pipeline_schedule import interleaves, same_shape
-from expertmesh.training.plan import bubble_fraction
+from expertmesh.training.reporting.plan_lines import bubble_fraction
 from tests.families.tiny import random_model
 from tests.support.errors import refused
 from tests.support.models import tiny_model

@@ -13,7 +13,7 @@ from expertmesh.distributed.layout import Layout
 from expertmesh.planning import forecast as planner
 from expertmesh.planning.forecast import devices_here, forecast
 from expertmesh.planning.hardware import Devices, hardware_table
-from expertmesh.training.preflight import Checked, check_model
+from expertmesh.training.startup.model_check import Checked, check_model
 from tests.support.models import tiny_config
 
 

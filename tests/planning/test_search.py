@@ -249,11 +249,11 @@ def test_what_train_refuses_for_a_model_is_not_ranked(qwen: ModelFigures) -> Non
         linear_value_head_dim=16,
     )
     linear = figures_of(config, length=64, precision=PrecisionConfig(), packed=False)
-    refusal = linear.asked.refusal(Layout(cp=2))
+    refusal = linear.feasibility.refusal(Layout(cp=2))
     assert refusal is not None
     assert "carries state along the sequence" in refusal
-    assert linear.asked.refusal(Layout(pp=5)) is not None  # of 4 blocks
-    assert linear.asked.refusal(Layout(pp=2, tp=2)) is None
+    assert linear.feasibility.refusal(Layout(pp=5)) is not None  # of 4 blocks
+    assert linear.feasibility.refusal(Layout(pp=2, tp=2)) is None
 
 
 def test_a_precision_that_train_refuses_for_a_model_is_not_planned() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from expertmesh.config import dump_config, load_config
-from expertmesh.training.record import DataCounts, MoeLayer, Prediction, RunRecord, Share, Start
+from expertmesh.training.reporting.record import DataCounts, MoeLayer, Prediction, RunRecord, Share, Start
 
 CONFIG = """\
 model: {{name_or_path: {model}}}

@@ -15,7 +15,7 @@ from expertmesh.cli.main import main
 from expertmesh.report.page import render
 from expertmesh.report.run import RESULTS, read_run
 from expertmesh.training.lock import RunLock, holder
-from expertmesh.training.preflight import ADAPTER, MODEL
+from expertmesh.training.startup.output_dir import ADAPTER, MODEL
 from expertmesh.verification.result import Check, Figure, Layer, Mutation, Report, write_json
 from tests.report.made_up import PREDICTED, row, start, write_run
 from tests.report.parsed import Page

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig
 
-from expertmesh.training.first_loss import first_loss_lines, untrained_excess
+from expertmesh.training.reporting.first_loss import first_loss_lines, untrained_excess
 from tests.support.models import tiny_config
 
 

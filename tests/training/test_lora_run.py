@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from expertmesh.config.errors import InputError, IntegrityError
-from expertmesh.training.preflight import preflight
 from expertmesh.training.run import train
+from expertmesh.training.startup.preflight import preflight
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import metrics, run_config, train_steps, write_inputs

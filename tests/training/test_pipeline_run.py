@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from expertmesh.config import Config
 from expertmesh.export.checkpoint import export
 from expertmesh.step import forward_backward
-from expertmesh.training.preflight import preflight
 from expertmesh.training.run import train
+from expertmesh.training.startup.preflight import preflight
 from tests.support.errors import refused
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import metrics, rows_without_times, run_config, train_steps, weights, write_inputs

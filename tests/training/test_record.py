@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.planning.forecast import train_with_forecast
-from expertmesh.training.record import Share, Start, read_record
+from expertmesh.training.reporting.record import Share, Start, read_record
 from expertmesh.training.run import train
 from tests.report.made_up import record, start
 from tests.support.ranks import run_ranks

@@ -20,8 +20,8 @@ from expertmesh.data import TokenizedDataset
 from expertmesh.planning.forecast import train_with_forecast
 from expertmesh.state import stage_view
 from expertmesh.step import forward_backward as step_module
-from expertmesh.training.preflight import preflight
 from expertmesh.training.run import train
+from expertmesh.training.startup.preflight import preflight
 from expertmesh.weights import meta_model
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.models import tiny_model

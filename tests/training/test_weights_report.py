@@ -15,8 +15,8 @@ from expertmesh.config import Config
 from expertmesh.config.errors import IntegrityError
 from expertmesh.state.shards import local_tensor
 from expertmesh.training.control import Control
+from expertmesh.training.reporting.weights import loaded_lines, saved_lines
 from expertmesh.training.run import train
-from expertmesh.training.weights import loaded_lines, saved_lines
 from expertmesh.weights.audit import AuditReport
 from expertmesh.weights.load import LoadReport, fill
 from expertmesh.weights.save import SaveReport

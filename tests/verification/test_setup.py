@@ -8,7 +8,7 @@ import torch
 
 from expertmesh.data import IGNORE
 from expertmesh.distributed.layout import Layout, explicit
-from expertmesh.training.preflight import preflight
+from expertmesh.training.startup.preflight import preflight
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.samples import StepData, random_dataset
 from expertmesh.verification.setup import Setup, set_up

@@ -29,7 +29,8 @@ from expertmesh.data import (
 from expertmesh.io.terminal import printable
 from expertmesh.launcher.launch import in_job, local_ranks
 from expertmesh.planning.forecast import forecast
-from expertmesh.training.preflight import Checked, preflight
+from expertmesh.training.startup.model_check import Checked
+from expertmesh.training.startup.preflight import preflight
 
 TARGET_STYLE = "bold green"
 TOKENS_SHOWN = 1000

@@ -14,7 +14,7 @@ from expertmesh.checkpoint.directory import locate
 from expertmesh.cli.printing import bytes_text, located_text, peak_bytes
 from expertmesh.export.adapter import AdapterFormat
 from expertmesh.export.checkpoint import export
-from expertmesh.training.weights import saved_lines
+from expertmesh.training.reporting.weights import saved_lines
 
 
 def run(

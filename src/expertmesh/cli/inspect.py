@@ -28,7 +28,6 @@ from expertmesh.io.safetensors_reader import INDEX_FILE, SINGLE_FILE, open_weigh
 from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.refusals import expert_shard_dim
 from expertmesh.parallel.shard_plan import ShardOptions
-from expertmesh.weights.mapping import refuse_quantised
 from expertmesh.weights.meta_model import read_model_config
 
 DEFAULT_WORLD_SIZES = (1, 2, 4, 8)
@@ -105,7 +104,6 @@ def run(model: str, world_size: int | None = None, trust_remote_code: bool = Fal
     if world_size is not None and world_size < 1:
         raise InputError(f"--world-size {world_size}: a job has at least 1 rank", key="cli.usage")
     config, directory = read_model_config(model, trust_remote_code=trust_remote_code, weights=False)
-    refuse_quantised(config, directory)
     precision = PrecisionConfig(params="float32", compute="float32", reduce="float32")
     built = build_model(config, directory, ModelOptions(precision, trust_remote_code=trust_remote_code))
     # What settings could mend is not asked about here, so they are those that every family can have.

@@ -23,7 +23,7 @@ from expertmesh.export.checkpoint import export
 from expertmesh.export.merge import MergeReport, merge
 from expertmesh.io.directory import io_errors
 from expertmesh.io.terminal import printable
-from expertmesh.training.weights import saved_lines
+from expertmesh.training.reporting.weights import saved_lines
 
 _LISTED = 10
 

@@ -89,17 +89,26 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _keep_error_format(context: typer.Context, wanted: ErrorFormat) -> ErrorFormat:
+    """At once, so that it holds for an unknown verb too."""
+    context.ensure_object(dict)["error_format"] = wanted
+    return wanted
+
+
 @app.callback()
 def root(
-    context: typer.Context,
     error_format: Annotated[
-        ErrorFormat, Option(help="of an error on stderr: a sentence, or a JSON object with its stable key")
+        ErrorFormat,
+        Option(
+            callback=_keep_error_format,
+            help="of an error on stderr: a sentence, or a JSON object with its stable key",
+        ),
     ] = "text",
     version: Annotated[
         bool, Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    context.obj["error_format"] = error_format
+    """What stands before the verb."""
 
 
 @verb
@@ -129,7 +138,7 @@ def train(
 def _preflight(config: Config, ranks: int) -> None:
     """What ranks would refuse, before they are started; under torchrun each rank calls it itself."""
     with lazy_imports():
-        from expertmesh.training.preflight import preflight
+        from expertmesh.training.startup.preflight import preflight
 
     preflight(config, ranks, ranks_per_node=ranks)
 
@@ -161,7 +170,7 @@ def plan(options: PlanOptions) -> int:
     """predict memory, speed and cost of every layout, without GPUs"""
     if options.yaml and options.json:
         raise InputError("--yaml and --json: give one of them", key="cli.usage")
-    return call("expertmesh.cli.plan", options)
+    return call("expertmesh.cli.plan.run", options)
 
 
 @verb

@@ -4,6 +4,7 @@ For merge.py. One expert after the other is added straight onto the weights; no 
 formed. In memory are A and B of the two adapted weights that were used last. Nothing here communicates.
 """
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -15,9 +16,10 @@ from expertmesh.adapters.plan import AdapterPlan
 from expertmesh.adapters.targets import Target
 from expertmesh.anatomy import describe
 from expertmesh.config.errors import IntegrityError
-from expertmesh.io.boxes import Box, full_box
+from expertmesh.io.boxes import Box, extents, full_box
 from expertmesh.io.safetensors_reader import WeightFiles
 from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.mapping import LoadPlan, StateTensor
 from expertmesh.weights.reading import read_box
 
 
@@ -73,6 +75,27 @@ class Deltas:
                 "training diverged",
                 key="adapter.not-finite",
             )
+        return values
+
+    def _fetch(self, leaf: Any, box: Box, out: Tensor) -> None:
+        self._files.read(leaf, box, out)
+
+
+class MergedValues:
+    """Values of the base with the adapter's deltas, for `save_values`; what is adapted comes in fp32 or wider."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], load: LoadPlan, files: WeightFiles, deltas: Deltas) -> None:
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self._load, self._files, self._deltas = load, files, deltas
+
+    def __call__(self, leaf: StateTensor, box: Box) -> Tensor:
+        name = self._names[id(leaf.tensor)]
+        lazy, adapted = self._load.tensors[name], name in self._deltas.targets
+        dtype = torch.promote_types(lazy.dtype, torch.float32) if adapted else lazy.dtype
+        values = torch.empty(extents(box), dtype=dtype)
+        read_box(lazy, box, values, self._fetch)
+        if adapted:
+            self._deltas.add(name, box, values)
         return values
 
     def _fetch(self, leaf: Any, box: Box, out: Tensor) -> None:

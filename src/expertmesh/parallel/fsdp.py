@@ -22,9 +22,10 @@ from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.install import install
 from expertmesh.parallel.context import split_attention
+from expertmesh.parallel.groups import Group
 from expertmesh.parallel.pipeline import cut, pipeline_of
 from expertmesh.parallel.sequence import decoder_blocks, split_blocks
-from expertmesh.parallel.shard_plan import Group, ShardPlan
+from expertmesh.parallel.shard_plan import ShardPlan
 from expertmesh.parallel.tensor import split_parts
 from expertmesh.parallel.tensor_plan import TensorPlan
 from expertmesh.state.sharded_model import attach

@@ -10,11 +10,16 @@ import torch
 from torch import nn
 
 from expertmesh.anatomy import Anatomy, ExpertsSpec, is_adapter
-from expertmesh.config import MoeConfig
+from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.experts.balance import Balance, balance_of
+from expertmesh.experts.lora_state import adapter_state
+from expertmesh.introspection.compute_dtype import refuse_compute, uncast_modules
 from expertmesh.introspection.experts_proof import confirm_experts
+from expertmesh.parallel.context import refuse_context
+from expertmesh.parallel.sequence import refuse_blocks
+from expertmesh.state.stage_view import MetaTwin
 
 
 def refuse_model(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> Balance:
@@ -83,7 +88,33 @@ def adapter_shard_dim(name: str, adapter: torch.Tensor, layout: Layout) -> int:
     )
 
 
-def refuse_mixed_dtypes(
+def refuse_axes(model: nn.Module, anatomy: Anatomy, layout: Layout) -> None:
+    """Raise `InputError` for a model whose positions tp or cp cannot cut, or whose attention cp cannot exchange."""
+    refuse_blocks(model, anatomy, layout)
+    refuse_context(model, anatomy, layout)
+
+
+def refuse_dtypes(
+    model: nn.Module,
+    anatomy: Anatomy,
+    precision: PrecisionConfig,
+    kept_in_fp32: Callable[[str], bool],
+    twin: MetaTwin,
+) -> list[str]:
+    """Raise `InputError` for dtypes that a model does not have, or cannot be computed in.
+
+    Returns the modules that are never cast to the compute dtype.
+    """
+    master, compute = (getattr(torch, name) for name in (precision.params, precision.compute))
+    _refuse_mixed_dtypes(model, master, master if adapter_state(model) is None else compute, kept_in_fp32)
+    if compute == master:
+        return []
+    uncast = uncast_modules(model, anatomy, kept_in_fp32)
+    refuse_compute(model, anatomy, compute, kept_in_fp32, twin.module)
+    return uncast
+
+
+def _refuse_mixed_dtypes(
     model: nn.Module, master: torch.dtype, base: torch.dtype, kept_in_fp32: Callable[[str], bool]
 ) -> None:
     """What trains must have the master dtype, or a conversion nobody asked for would hide somewhere.

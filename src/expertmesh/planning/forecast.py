@@ -11,16 +11,16 @@ import torch
 
 from expertmesh.config import Config
 from expertmesh.distributed.layout import Layout, explicit
+from expertmesh.io.terminal import gib
 from expertmesh.planning.hardware import Devices, hardware_table, match_device
 from expertmesh.planning.probe import NotProbed
 from expertmesh.planning.read_model import figures_of_plan
 from expertmesh.planning.search import GIB, Candidate, Job, evaluate, layouts, supported_mode
 from expertmesh.planning.stages import Batch
 from expertmesh.training.control import Control
-from expertmesh.training.plan import gib
-from expertmesh.training.preflight import Checked
-from expertmesh.training.record import Forecast, Prediction
+from expertmesh.training.reporting.record import Forecast, Prediction
 from expertmesh.training.run import train
+from expertmesh.training.startup.model_check import Checked, checkpointing_mode
 
 # From how much faster another ep is worth a word.
 _FASTER = 1.1
@@ -121,7 +121,4 @@ def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:
     """With the micro-batch and the checkpointing that the run will have."""
     rows = config.train.micro_batch_size
     accumulation = max(1, config.train.global_batch_size // (rows * layout.data_ranks))
-    wanted = config.train.activation_checkpointing
-    if wanted == "auto":
-        wanted = "none" if job.devices.name == "cpu" else "full"
-    return evaluate(job, layout, supported_mode(job.model, wanted), Batch(rows, accumulation))
+    return evaluate(job, layout, supported_mode(job.model, checkpointing_mode(config)), Batch(rows, accumulation))

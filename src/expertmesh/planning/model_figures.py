@@ -11,7 +11,7 @@ from math import comb, prod
 from expertmesh.anatomy import Anatomy, ExpertsSpec
 from expertmesh.config import PrecisionConfig
 from expertmesh.config.sections import BYTES_OF
-from expertmesh.planning.asked import Asked
+from expertmesh.planning.feasibility import Feasibility
 from expertmesh.planning.probe import BlockFigures
 
 
@@ -209,7 +209,7 @@ class ModelFigures:
     adapted: bool
     checkpointable: bool
     anatomy: Anatomy
-    asked: Asked
+    feasibility: Feasibility
 
     @property
     def moe(self) -> tuple[Block, ...]:

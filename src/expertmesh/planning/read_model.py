@@ -18,7 +18,7 @@ from expertmesh.introspection.compute_dtype import cast_on_meta
 from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.shard_plan import KeptInFp32, ShardOptions, ShardPlan
 from expertmesh.parallel.tensor_plan import TensorPlan, shared_by_heads
-from expertmesh.planning.asked import Asked
+from expertmesh.planning.feasibility import Feasibility
 from expertmesh.planning.model_figures import (
     Block,
     Experts,
@@ -72,8 +72,8 @@ def _figures(
     text = model.config.get_text_config()
     sizes = text.to_dict()  # attributes that differ between layers cannot be asked for
     attention_heads = int(sizes.get("num_attention_heads") or 1)
-    asked = Asked(model, anatomy, attention_heads, fp32)
-    tensor_plan = asked.any_tensor_plan()
+    feasibility = Feasibility(model, anatomy, attention_heads, fp32)
+    tensor_plan = feasibility.any_tensor_plan()
     reader = _Reader(model, anatomy, precision, lora, compute, tensor_plan)
     signatures = [reader.signature(name) for name in anatomy.blocks]
     firsts: dict[Any, str] = {}
@@ -107,7 +107,7 @@ def _figures(
         adapted=lora is not None,
         checkpointable=bool(getattr(model, "supports_gradient_checkpointing", False)),
         anatomy=anatomy,
-        asked=asked,
+        feasibility=feasibility,
     )
 
 

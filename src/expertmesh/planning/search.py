@@ -220,7 +220,7 @@ def _refusal(job: Job, layout: Layout) -> str | None:
                 expert_shard_dim(block.experts.spec, layout)
     except InputError as error:
         return str(error)
-    if (refusal := model.asked.refusal(layout)) is not None:
+    if (refusal := model.feasibility.refusal(layout)) is not None:
         return refusal
     if job.global_batch_size % data_ranks:
         return (

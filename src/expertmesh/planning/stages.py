@@ -55,7 +55,7 @@ def pipeline_rank(
 ) -> PipelineRank:
     """Of `pp` ranks with `virtual` stages each."""
     number = len(model.blocks)
-    numbers = (range(number),) if pp * virtual == 1 else model.asked.stages(pp, virtual)[stage::pp]
+    numbers = (range(number),) if pp * virtual == 1 else model.feasibility.stages(pp, virtual)[stage::pp]
     chosen = frozenset(checkpointed_layers(layers, number))
     chunks = tuple(tuple((model.blocks[n], mode if n in chosen else "none") for n in chunk) for chunk in numbers)
     blocks = tuple(Counter(block for chunk in chunks for block, _ in chunk).items())

@@ -21,7 +21,7 @@ from expertmesh.report.metrics import WORST
 from expertmesh.report.plots import draw, short
 from expertmesh.report.run import CONFIG_FILE, Run
 from expertmesh.report.series import MAX_POINTS, ignoring_nan, summarize, thin_grid, thin_line
-from expertmesh.training.record import Start
+from expertmesh.training.reporting.record import Start
 
 NOTHING = "–"
 # "Lately" is this share of the rows, at the end.

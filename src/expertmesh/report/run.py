@@ -18,7 +18,7 @@ from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.io.versioned_json import first_problem
 from expertmesh.report.metrics import Metrics, read_metrics
 from expertmesh.training.lock import Owner, holder
-from expertmesh.training.record import RECORD_FILE, RunRecord, read_record
+from expertmesh.training.reporting.record import RECORD_FILE, RunRecord, read_record
 
 CONFIG_FILE, METRICS_FILE, VERIFICATION_FILE, AUDIT_FILE = (
     "config.yaml", "metrics.jsonl", "verification.json", "audit.json"

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
 from expertmesh.config import LoraConfig, MoeConfig
@@ -21,13 +19,12 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import explicit
 from expertmesh.distributed.mesh import init_mesh
 from expertmesh.model import ModelOptions, prepare_model
-from expertmesh.parallel.grad_norm import clip_grad_norm_
 from expertmesh.parallel.shard_plan import ShardOptions
-from expertmesh.planning.stages import Batch, Workload
-from expertmesh.planning.trackers import CollectiveCount, UsageTracker
+from expertmesh.planning.stages import Workload
+from expertmesh.planning.trackers import CollectiveCount
 from expertmesh.simulation.axes import AxisKind, sent_by_axis
 from expertmesh.simulation.stand_ins import stand_ins
-from expertmesh.step.forward_backward import forward_backward
+from expertmesh.simulation.steps import counted_steps
 from expertmesh.weights.meta_model import materialize
 
 
@@ -79,9 +76,8 @@ def simulate(
         sharded = time.monotonic()
         with FakeTensorMode(allow_non_fake_inputs=True):
             materialize(model, mesh.device)
-            _fake_buffers(model)
             with stand_ins(figures.experts.router, batch.rows * figures.length, mesh.layout):
-                tracker, state = _steps(model, batch, figures.length, figures.packed)
+                tracker, state = counted_steps(model, batch, figures.length, figures.packed)
         return Simulated(
             world_size=layout.world_size,
             rank=rank,
@@ -95,40 +91,3 @@ def simulate(
         )
     finally:
         dist.destroy_process_group()
-
-
-def _steps(model: nn.Module, batch: Batch, length: int, packed: bool) -> tuple[UsageTracker, int]:
-    """A first step, in which FSDP2 and the optimizer allocate what stays, and one that is counted."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
-    tokens = torch.zeros(batch.rows, length, dtype=torch.int64)
-    micro = {"input_ids": tokens, "labels": tokens}
-    if packed:
-        micro["attention_mask"] = torch.zeros(batch.rows, 1, length, length, dtype=torch.bool)
-    batches = [micro] * batch.accumulation
-
-    def step() -> None:
-        forward_backward(model, batches, target_tokens=batch.rows * (length - 1))
-        clip_grad_norm_(model, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    tracker = UsageTracker()
-    moments = (tensor for state in optimizer.state.values() for tensor in state.values())
-    with tracker:
-        tracker.include(_local(tensor) for tensor in (*model.parameters(), *moments))
-        state = tracker.live
-        tracker.reset_peak()
-        step()
-    return tracker, state
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _fake_buffers(model: nn.Module) -> None:
-    """Rotary frequencies and the like have values, which a fake step must not meet."""
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            module.register_buffer(name, torch.empty_like(buffer), persistent=name in module.state_dict())

@@ -8,6 +8,7 @@ holds an empty part of them. For a model that was never cut all this is the mode
 from collections.abc import Collection, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -44,6 +45,17 @@ def meta_twin(model: _Module) -> _Module:
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
     return deepcopy(model, memo)
+
+
+class MetaTwin:
+    """The twin on meta of a model, made when it is first needed. Whoever runs or changes it puts it back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    @cached_property
+    def module(self) -> nn.Module:
+        return meta_twin(self._model)
 
 
 def is_cut(model: nn.Module) -> bool:

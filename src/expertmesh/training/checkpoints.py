@@ -17,11 +17,13 @@ from expertmesh.checkpoint.companions import companions
 from expertmesh.checkpoint.directory import CHECKPOINTS, clean
 from expertmesh.checkpoint.small_files import STATE_FILE, state_bytes
 from expertmesh.checkpoint.write import CheckpointWriter, SavedCheckpoint
-from expertmesh.config import CheckpointConfig, Config, dump_config
+from expertmesh.config import CheckpointConfig, dump_config
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
+from expertmesh.io.terminal import gib
 from expertmesh.training.lock import RunLock
 from expertmesh.training.resume import Counters, Identity
-from expertmesh.weights.companions import Tokenizer
+from expertmesh.training.run_state import RunState
+from expertmesh.training.startup.prepare import Prepared
 
 
 @dataclass(slots=True)
@@ -75,40 +77,38 @@ class RunCheckpoints:
 
     def _tell(self, saved: SavedCheckpoint | None) -> None:
         if saved is not None and self.is_main:
-            size = saved.total_bytes
-            shown = f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"
             print(
-                f"checkpoint {saved.directory.name}: {saved.files} files, {shown}, written in {saved.seconds:.1f} s, "
-                f"training paused {saved.paused_seconds:.2f} s",
+                f"checkpoint {saved.directory.name}: {saved.files} files, {gib(saved.total_bytes)}, "
+                f"written in {saved.seconds:.1f} s, training paused {saved.paused_seconds:.2f} s",
                 flush=True,
             )
 
 
-def open_checkpoints(
-    config: Config,
-    model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
-    tokenizer: Tokenizer,
-    identity: Identity,
-    *,
-    is_main: bool,
-    saved_step: int,
-    lock: RunLock | None,
-) -> RunCheckpoints:
+def open_checkpoints(run: Prepared, state: RunState, lock: RunLock | None) -> RunCheckpoints:
     """Ready to save; removes what interrupted saves have left. `lock` is rank 0's, of the output directory.
 
     Every rank calls it; issues two small all-reduces.
     """
-    output = Path(config.output_dir)
+    config, is_main, output = run.config, run.mesh.rank == 0, Path(run.config.output_dir)
     directory = output / CHECKPOINTS
     files: dict[str, bytes] = {}
     with raise_on_all_ranks("preparing checkpoints"):
         if is_main:
-            files = {"config.yaml": dump_config(config).encode(), **companions(model, tokenizer)}
+            files = {"config.yaml": dump_config(config).encode(), **companions(run.model, run.data.tokenizer)}
     with raise_on_all_ranks("cleaning up after interrupted checkpoints"):
         if is_main and (leftovers := [*clean(directory), *clean(output)]):
             print(f"removed what interrupted saves left: {', '.join(leftovers)}", flush=True)
     writer = CheckpointWriter(
         directory, keep_last=config.checkpoint.keep_last, asynchronous=config.checkpoint.asynchronous
     )
-    return RunCheckpoints(config.checkpoint, writer, model, optimizer, identity, files, is_main, lock, saved_step)
+    return RunCheckpoints(
+        config=config.checkpoint,
+        writer=writer,
+        model=run.model,
+        optimizer=state.optimizer,
+        identity=run.identity,
+        files=files,
+        is_main=is_main,
+        lock=lock,
+        saved_step=state.counters.step,
+    )

@@ -18,13 +18,13 @@ from expertmesh.config import Config
 from expertmesh.data import EvaluationBatches, Step, TrainingBatches
 from expertmesh.distributed.mesh import Mesh, set_timeout
 from expertmesh.experts.balance import attached_balance, update_router_bias
-from expertmesh.parallel.grad_norm import clip_grad_norm_
 from expertmesh.step.forward_backward import forward_backward, forward_loss
+from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.training.checkpoints import RunCheckpoints
 from expertmesh.training.control import Control, Stopped
 from expertmesh.training.exchange import NonFiniteGuard, RankFacts, StepFacts, exchange
-from expertmesh.training.first_loss import first_loss_lines
-from expertmesh.training.metrics import ExpertLoad, Reporter, StepMetrics
+from expertmesh.training.reporting.first_loss import first_loss_lines
+from expertmesh.training.reporting.metrics import ExpertLoad, Reporter, StepMetrics
 from expertmesh.training.resume import Counters
 
 

@@ -7,7 +7,7 @@ spread over ranks, how long it goes on and what it reports may change, and each 
 import hashlib
 import json
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,15 +172,11 @@ def check_start(path: Path, identity: Identity, total_steps: int, output_dir: Pa
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """`{"train": {"seed": 1}}` as `{"train.seed": 1}`; lists stay values."""
-    return dict(_flat(section, prefix))
-
-
-def _flat(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    found: dict[str, Any] = {}
     for key, value in section.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+        nested = isinstance(value, Mapping) and value
+        found |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return found
 
 
 def _shown(value: Any) -> str:

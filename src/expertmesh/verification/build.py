@@ -9,7 +9,7 @@ from expertmesh.model import ModelOptions, prepare_model
 from expertmesh.parallel.checkpointing import checkpointing_mode
 from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.training.optimizer import build_optimizer
-from expertmesh.training.preflight import checkpointing_mode as training_mode
+from expertmesh.training.startup.model_check import checkpointing_mode as training_mode
 from expertmesh.verification.job import Job
 from expertmesh.verification.reference.weights import set_adapters
 from expertmesh.verification.setup import Setup

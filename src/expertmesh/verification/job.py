@@ -16,10 +16,10 @@ from expertmesh.config import PrecisionConfig
 from expertmesh.data import Step
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.balance import attached_balance, update_router_bias
-from expertmesh.parallel.grad_norm import clip_grad_norm_
 from expertmesh.state.shards import local_tensor, owns_copy
 from expertmesh.state.stage_view import stage_parameters
 from expertmesh.step.forward_backward import forward_backward
+from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.verification.samples import StepData
 from expertmesh.verification.setup import Setup
 from expertmesh.weights.mapping import model_tensors

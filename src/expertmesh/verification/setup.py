@@ -20,7 +20,8 @@ from expertmesh.data import build_dataset, load_tokenizer, padding_token_id
 from expertmesh.distributed.layout import Layout, explicit
 from expertmesh.introspection.attention import packing_refusal
 from expertmesh.planning.forecast import forecast
-from expertmesh.training.preflight import Checked, check_model, longest, refuse_config, refuse_disk
+from expertmesh.training.startup.model_check import Checked, check_model, longest
+from expertmesh.training.startup.preflight import refuse_config, refuse_disk
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.samples import StepData, random_dataset, steps_of
 from expertmesh.weights.meta_model import build_meta_model, read_model_config

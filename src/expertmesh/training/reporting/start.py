@@ -1,7 +1,4 @@
-"""Writes `output_dir/run.json` when a run starts or goes on; record.py says what is in it.
-
-Every rank calls `record_start`, since each tells how much of the model it holds; rank 0 writes.
-"""
+"""Opens what a run reports with when it starts or goes on: metrics and `output_dir/run.json` (record.py)."""
 
 import os
 import platform
@@ -13,48 +10,34 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from torch import nn
 
-from expertmesh.config import Config, dump_config
-from expertmesh.config.errors import ExpertmeshError
-from expertmesh.data import DataReport
 from expertmesh.distributed.all_ranks import collective_device, raise_on_all_ranks
 from expertmesh.distributed.collectives import all_gather
 from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES
-from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.boxes import volume
-from expertmesh.io.directory import io_errors
-from expertmesh.io.safetensors_writer import replace_synced
 from expertmesh.state.shards import local_box, owns_copy
-from expertmesh.training.plan import Prepared, local_parameters, plan_lines
-from expertmesh.training.preflight import Checked
-from expertmesh.training.record import (
-    RECORD_FILE,
-    DataCounts,
-    MoeLayer,
-    RunRecord,
-    Share,
-    Start,
-    read_record,
-)
+from expertmesh.training.reporting.metrics import ExpertLoad, Reporter, open_reporter
+from expertmesh.training.reporting.plan_lines import local_parameters, plan_lines
+from expertmesh.training.reporting.record import DataCounts, Forecast, MoeLayer, RunRecord, Share, Start, write_record
+from expertmesh.training.startup.prepare import Prepared
 
 
-def write_config(config: Config, path: Path) -> None:
-    """Whole or not at all: a run that is killed here must find a configuration it can read."""
-    content = dump_config(config).encode()
-    with io_errors(path, len(content)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_synced(path, content)
+def open_reports(run: Prepared, forecast: Forecast | None, *, after_step: int) -> tuple[Reporter, ExpertLoad]:
+    """What the loop reports with, opened in `output_dir`; this start is added to the run's run.json.
 
-
-def record_start(run: Prepared, *, after_step: int) -> None:
-    """Add this start to the run's run.json.
-
-    Every rank calls it. Issues one all-gather of five integers and one small all-reduce. Raises
-    `InputError` on all ranks if rank 0 cannot write.
+    Every rank calls it. Issues one all-gather of five integers and two small all-reduces. Raises `InputError` on all
+    ranks if rank 0 cannot write.
     """
+    config, mesh, directory = run.config, run.mesh, Path(run.config.output_dir)
+    with raise_on_all_ranks("opening the metrics"):
+        reporter = open_reporter(config.log, directory, run.total_steps, is_main=mesh.rank == 0, done=after_step)
+    _record_start(run, forecast, after_step)
+    return reporter, ExpertLoad(run.model, run.checked.anatomy, mesh)
+
+
+def _record_start(run: Prepared, forecast: Forecast | None, after_step: int) -> None:
     config, checked, mesh = run.config, run.checked, run.mesh
-    shares, parameters = _shares(mesh, run.model, checked, run.bytes_to_load)
+    shares, parameters = _shares(run)
     with raise_on_all_ranks("writing run.json"):
         if mesh.rank == 0:
             start = Start(
@@ -73,10 +56,14 @@ def record_start(run: Prepared, *, after_step: int) -> None:
                 dispatch=checked.plan.resolved["dispatch"],
                 compute=checked.plan.resolved["compute"],
                 activation_checkpointing=checked.plan.options.activation_checkpointing,
-                printed=list(plan_lines(run)),
-                plan=None if run.forecast is None else run.forecast.prediction,
+                printed=list(plan_lines(run, forecast)),
+                plan=None if forecast is None else forecast.prediction,
             )
-            anatomy, counts = checked.anatomy, [_counts(report) for report in run.data.reports]
+            anatomy, reports = checked.anatomy, run.data.reports
+            counts = [
+                DataCounts(rows=r.rows, samples=r.samples, tokens=r.tokens, target_tokens=r.target_tokens)
+                for r in reports
+            ]
             layers = [MoeLayer(name=s.name, experts=s.num_experts, top_k=s.top_k) for s in anatomy.experts]
             record = RunRecord(
                 model_type=checked.model_config.model_type,
@@ -87,26 +74,14 @@ def record_start(run: Prepared, *, after_step: int) -> None:
                 eval_data=counts[1] if len(counts) > 1 else None,
                 starts=[start],
             )
-            _write(record, Path(config.output_dir))
+            write_record(record, Path(config.output_dir))
 
 
-def _write(record: RunRecord, directory: Path) -> None:
-    try:
-        earlier = read_record(directory)
-    except ExpertmeshError as error:
-        # Nothing that training needs is in it; a run must not end over it.
-        print(f"{error}; the run's earlier starts are left out of it from here on", flush=True)
-        earlier = None
-    content = record.after(earlier).model_dump_json(indent=1).encode() + b"\n"
-    with io_errors(directory / RECORD_FILE, len(content)):
-        replace_synced(directory / RECORD_FILE, content)
-
-
-def _shares(mesh: Mesh, model: nn.Module, checked: Checked, bytes_to_load: int) -> tuple[list[Share], int]:
+def _shares(run: Prepared) -> tuple[list[Share], int]:
     """How much each rank holds, ranks that hold the same together, and the elements of the whole model."""
-    dense, expert, adapter = local_parameters(model, checked.anatomy)
-    owned = sum(volume(local_box(parameter)) for parameter in model.parameters() if owns_copy(parameter))
-    mine = torch.tensor([[dense, expert, adapter, bytes_to_load, owned]], device=collective_device())
+    dense, expert, adapter = local_parameters(run.model, run.checked.anatomy)
+    owned = sum(volume(local_box(parameter)) for parameter in run.model.parameters() if owns_copy(parameter))
+    mine = torch.tensor([[dense, expert, adapter, run.bytes_to_load, owned]], device=collective_device())
     assert dist.group.WORLD is not None
     ranks = [tuple(int(number) for number in row) for row in all_gather(mine, dist.group.WORLD).tolist()]
     shares = [
@@ -114,12 +89,6 @@ def _shares(mesh: Mesh, model: nn.Module, checked: Checked, bytes_to_load: int) 
         for (dense, expert, adapter, size), count in Counter(row[:4] for row in ranks).items()
     ]
     return shares, sum(row[4] for row in ranks)
-
-
-def _counts(report: DataReport) -> DataCounts:
-    return DataCounts(
-        rows=report.rows, samples=report.samples, tokens=report.tokens, target_tokens=report.target_tokens
-    )
 
 
 def versions() -> dict[str, str]:

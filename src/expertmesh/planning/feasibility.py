@@ -10,15 +10,16 @@ from expertmesh.anatomy import Anatomy
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.sequence import decoder_blocks
-from expertmesh.parallel.shard_plan import KeptInFp32, MetaTwin, plan_axes
+from expertmesh.parallel.shard_plan import KeptInFp32, plan_axes
 from expertmesh.parallel.stages import plan_stages
 from expertmesh.parallel.tensor_plan import TensorPlan
+from expertmesh.state.stage_view import MetaTwin
 
 _SMALL = (2, 3, 5, 7)
 
 
-class Asked:
-    """Of one model on meta. Nothing communicates, the model stays as it is."""
+class Feasibility:
+    """Which layouts one model on meta can have. Nothing communicates, the model stays as it is."""
 
     def __init__(self, model: Any, anatomy: Anatomy, heads: int, kept_in_fp32: KeptInFp32) -> None:
         self._model, self._anatomy, self._heads, self._kept = model, anatomy, heads, kept_in_fp32
@@ -29,15 +30,15 @@ class Asked:
 
     def refusal(self, layout: Layout) -> str | None:
         """Why `train` would not split this model so, or None."""
-        asked = [Layout(tp=layout.tp)] if layout.tp > 1 else []
+        one_axis = [Layout(tp=layout.tp)] if layout.tp > 1 else []
         if layout.cp > 1:
-            asked.append(Layout(cp=next((size for size in _SMALL if self._heads % size == 0), layout.cp)))
+            one_axis.append(Layout(cp=next((size for size in _SMALL if self._heads % size == 0), layout.cp)))
         try:
             if layout.pp > 1:
                 self.stages(layout.pp, layout.pp_virtual_stages)
-                asked.append(Layout(pp=2))
-            for one_axis in asked:
-                self._tensor_plan(one_axis)
+                one_axis.append(Layout(pp=2))
+            for axis in one_axis:
+                self._tensor_plan(axis)
         except InputError as error:
             return str(error)
         return None

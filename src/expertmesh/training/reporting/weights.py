@@ -1,52 +1,25 @@
-"""The weights of a run, read at its start and saved at its end, with what there is to say about them: how the audit
-went, and what becomes of tensors that the model leaves out.
-"""
+"""What there is to say about a run's weights: how the audit went, what becomes of tensors that the model leaves out."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from expertmesh.adapters.save import AdapterReport, save_adapter
-from expertmesh.adapters.start import start as start_adapters
-from expertmesh.model import load_weights
-from expertmesh.training.plan import Prepared, gib
-from expertmesh.training.preflight import ADAPTER, MODEL
-from expertmesh.weights.audit import AuditMode, AuditReport, write_audit
+from expertmesh.adapters.save import AdapterReport
+from expertmesh.io.terminal import gib
+from expertmesh.weights.audit import AuditReport, write_audit
 from expertmesh.weights.load import LoadReport
-from expertmesh.weights.meta_model import materialize
-from expertmesh.weights.save import SaveReport, save_model
+from expertmesh.weights.save import SaveReport
 from expertmesh.weights.unmapped import UnmappedTensors
 
 AUDIT_FILE = "audit.json"
 _LISTED = 10
 
 
-def load_base(run: Prepared, audit: AuditMode) -> None:
-    """Fill the model from its files, audit it, and start its adapters. Every rank calls it; rank 0 prints."""
-    loaded, audited = load_weights(run.model, run.checked.directory, run.mesh, audit)
-    if run.mesh.rank == 0:
-        directory = Path(run.config.output_dir)
-        if audited.mode == "full":
-            write_audit(directory / AUDIT_FILE, audited, run.checked.directory)
-        for line in loaded_lines(loaded, audited, directory):
-            print(line, flush=True)
-    start_adapters(run.model, run.config.train.seed)
-
-
-def allocate_weights(run: Prepared) -> None:
-    """Allocate the shards of a model that a checkpoint is going to fill."""
-    materialize(run.model, run.mesh.device)
-
-
-def save_result(run: Prepared) -> list[str]:
-    """Write the trained model, or its adapters alone; what there is to say about it. Every rank calls it."""
-    config, model, tokenizer = run.config, run.model, run.data.tokenizer
-    directory = Path(config.output_dir)
-    metrics = f"metrics in {directory / 'metrics.jsonl'}"
-    if config.lora is not None:
-        adapter = save_adapter(model, directory / ADAPTER, tokenizer=tokenizer)
-        return [*adapter_lines(adapter), f"saved {directory / ADAPTER}; {metrics}"]
-    saved = save_model(model, directory / MODEL, tokenizer=tokenizer)
-    return [*saved_lines(saved), f"saved {directory / MODEL} in {config.precision.params}; {metrics}"]
+def report_loaded(loaded: LoadReport, audited: AuditReport, source: Path, output_dir: Path) -> None:
+    """Print how loading from `source` went, and write a full audit to `output_dir`. For rank 0."""
+    if audited.mode == "full":
+        write_audit(output_dir / AUDIT_FILE, audited, source)
+    for line in loaded_lines(loaded, audited, output_dir):
+        print(line, flush=True)
 
 
 def loaded_lines(loaded: LoadReport, audited: AuditReport, output_dir: Path) -> Iterator[str]:

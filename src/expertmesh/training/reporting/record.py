@@ -1,6 +1,6 @@
 """`output_dir/run.json`: what a run is and how each of its starts was laid out, for whoever looks at the run later.
 
-Rank 0 writes it whenever a run starts or is resumed (recording.py); `expertmesh report` reads it. One entry of `starts`
+Rank 0 writes it whenever a run starts or is resumed (start.py); `expertmesh report` reads it. One entry of `starts`
 for every start whose rows are still in `metrics.jsonl`. Nothing here needs torch, and training never reads it back.
 """
 
@@ -10,10 +10,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from expertmesh.config.errors import ExpertmeshError
+from expertmesh.io.directory import io_errors
+from expertmesh.io.safetensors_writer import replace_synced
 from expertmesh.io.versioned_json import read_versioned
 
 RECORD_FILE = "run.json"
-FORMAT: Literal["expertmesh-run"] = "expertmesh-run"
 SCHEMA_VERSION: Literal[1] = 1
 _Count = Field(ge=0)
 
@@ -99,7 +101,7 @@ class Start(_Strict):
 class RunRecord(_Strict):
     """What run.json holds. `parameters` counts each element of the model once, adapters included."""
 
-    format: Literal["expertmesh-run"] = FORMAT
+    format: Literal["expertmesh-run"] = "expertmesh-run"
     schema_version: Literal[1] = SCHEMA_VERSION
     model_type: str
     parameters: int = _Count
@@ -130,3 +132,16 @@ def read_record(directory: Path) -> RunRecord | None:
         return read_versioned(directory / RECORD_FILE, RunRecord, SCHEMA_VERSION)
     except FileNotFoundError:
         return None
+
+
+def write_record(record: RunRecord, directory: Path) -> None:
+    """Write the run.json of the run in `directory`, behind the earlier starts that it goes on from."""
+    try:
+        earlier = read_record(directory)
+    except ExpertmeshError as error:
+        # Nothing that training needs is in it; a run must not end over it.
+        print(f"{error}; the run's earlier starts are left out of it from here on", flush=True)
+        earlier = None
+    content = record.after(earlier).model_dump_json(indent=1).encode() + b"\n"
+    with io_errors(directory / RECORD_FILE, len(content)):
+        replace_synced(directory / RECORD_FILE, content)

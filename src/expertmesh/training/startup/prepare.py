@@ -1,38 +1,82 @@
-"""Everything of a run that comes before its weights: data, mesh, where it goes on from, the sharded model, the plan.
+"""Everything of a run that comes before its weights: data, mesh, where it goes on from, the sharded model.
 
-Every rank calls `prepare`. Afterwards all is known and printed, nothing is allocated, and no weight has been read.
+Every rank calls `prepare`. Afterwards all is known, nothing is allocated, and no weight has been read.
 """
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertmesh.config import Config, ParallelConfig
 from expertmesh.config.errors import InputError
-from expertmesh.data import BatchLayout, TrainingBatches, build_dataset, load_tokenizer, padding_token_id
+from expertmesh.data import (
+    BatchLayout,
+    DataReport,
+    EvaluationBatches,
+    TokenizedDataset,
+    TrainingBatches,
+    build_dataset,
+    load_tokenizer,
+    padding_token_id,
+)
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.distributed.layout import explicit
 from expertmesh.distributed.mesh import Mesh, current_device, init_mesh, set_timeout
-from expertmesh.model import shard_model
+from expertmesh.parallel.apply import shard_model
 from expertmesh.training.control import Control
-from expertmesh.training.plan import Predict, Prepared, RunData, plan_lines
-from expertmesh.training.preflight import Checked
-from expertmesh.training.recording import write_config
 from expertmesh.training.resume import Identity, check_start, find_start
+from expertmesh.training.startup.model_check import Checked
+from expertmesh.training.startup.output_dir import write_config
 from expertmesh.weights.load import bytes_to_read
 
 
-def prepare(config: Config, control: Control, checked: Checked, predict: Predict | None) -> Prepared:
-    """Get ready to read weights, and print the plan. Every rank calls it."""
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """The data of a run; `reports` are of the training and, if there is one, the evaluation data."""
+
+    tokenizer: PreTrainedTokenizerBase
+    pad_token_id: int
+    training: TokenizedDataset
+    evaluation: TokenizedDataset | None
+    reports: tuple[DataReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run on the point of reading weights, as this rank sees it. Its model is sharded and may still be on meta.
+
+    `start`: the checkpoint to go on from; `changes`: on rank 0, what has changed since.
+    """
+
+    config: Config
+    checked: Checked
+    mesh: Mesh
+    data: RunData
+    batches: TrainingBatches
+    evaluation: EvaluationBatches | None
+    total_steps: int
+    bytes_to_load: int
+    identity: Identity
+    start: Path | None
+    changes: tuple[str, ...]
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.checked.model
+
+
+def prepare(config: Config, control: Control, checked: Checked) -> Prepared:
+    """Get ready to read weights. Every rank calls it."""
     say(control, "reading the data")
     with raise_on_all_ranks("reading the data"):
         data = _read_data(config, checked)
     mesh = _open_mesh(config, checked)
-    layout = _batch_layout(config, mesh, data)
-    train = config.train
+    train, layout = config.train, _batch_layout(config, mesh, data)
     batches = TrainingBatches(
         data.training,
         layout,
@@ -40,24 +84,21 @@ def prepare(config: Config, control: Control, checked: Checked, predict: Predict
         shuffle=config.data.shuffle,
         seed=train.seed,
     )
+    evaluation = EvaluationBatches(data.evaluation, layout) if data.evaluation is not None else None
     total_steps = batches.total_steps(train.num_epochs)
     total_steps = min(total_steps, train.max_steps or total_steps)
     identity, start, changes = _find_start(config, checked, data, total_steps)
     say(control, "sharding the model")
-    with raise_on_all_ranks("predicting a step"):
-        forecast = predict(config, checked) if mesh.rank == 0 and predict is not None else None
     torch.manual_seed(train.seed + mesh.rank)
     shard_model(checked.model, checked.plan, mesh)
     with raise_on_all_ranks("reading the headers of the weights"):
         to_load = bytes_to_read(checked.model, checked.directory)
     with raise_on_all_ranks("writing the configuration"):
         if mesh.rank == 0:
-            write_config(config, Path(config.output_dir) / "config.yaml")
-    run = Prepared(
-        config, checked, mesh, data, layout, batches, total_steps, to_load, forecast, identity, start, tuple(changes)
+            write_config(config)
+    return Prepared(
+        config, checked, mesh, data, batches, evaluation, total_steps, to_load, identity, start, tuple(changes)
     )
-    _print_plan(run)
-    return run
 
 
 def say(control: Control, what: str) -> None:
@@ -121,11 +162,3 @@ def _find_start(
             changes = check_start(found, identity, total_steps, Path(config.output_dir))
     shared = from_rank_0(str(found or ""))
     return identity, Path(shared) if shared else None, changes
-
-
-def _print_plan(run: Prepared) -> None:
-    if run.mesh.rank == 0:
-        directory = Path(run.config.output_dir)
-        if run.start is None and (directory / "metrics.jsonl").exists():
-            print(f"{directory} holds an unfinished run without a checkpoint; it starts again from the beginning")
-        print("\n".join(plan_lines(run)), flush=True)

@@ -1,72 +1,39 @@
 """The plan that `train` prints before it reads weights: every derived value, so that nobody has to guess one."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertmesh.adapters.plan import plan_lines as adapter_plan_lines
 from expertmesh.adapters.plan import plan_of
 from expertmesh.anatomy import Anatomy, is_adapter
 from expertmesh.config import Config
-from expertmesh.data import BatchLayout, DataReport, TokenizedDataset, TrainingBatches
 from expertmesh.distributed.layout import Layout
-from expertmesh.distributed.mesh import Mesh
-from expertmesh.experts.balance import Balance
+from expertmesh.io.terminal import gib
 from expertmesh.parallel.context import context_lines
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.shard_plan import ShardPlan
 from expertmesh.step.pipeline_schedule import schedule_kind
-from expertmesh.training.preflight import Checked
-from expertmesh.training.record import Forecast
-from expertmesh.training.resume import Identity
+from expertmesh.training.reporting.record import Forecast
+from expertmesh.training.startup.model_check import Checked
+from expertmesh.training.startup.prepare import Prepared
 
-# What a step of a checked run will take. Training has no predictor of its own.
 Predict = Callable[[Config, Checked], Forecast]
+"""What a step of a checked run will take. Training has no predictor of its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunData:
-    """The data of a run; `reports` are of the training and, if there is one, the evaluation data."""
-
-    tokenizer: PreTrainedTokenizerBase
-    pad_token_id: int
-    training: TokenizedDataset
-    evaluation: TokenizedDataset | None
-    reports: tuple[DataReport, ...]
+def print_plan(run: Prepared, forecast: Forecast | None) -> None:
+    """Print the plan, and that an earlier start of the run has come to nothing. For rank 0."""
+    directory = Path(run.config.output_dir)
+    if run.start is None and (directory / "metrics.jsonl").exists():
+        print(f"{directory} holds an unfinished run without a checkpoint; it starts again from the beginning")
+    print("\n".join(plan_lines(run, forecast)), flush=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A run on the point of reading weights, as this rank sees it. Its model is sharded and may still be on meta.
-
-    `batch_layout`: what all batches of this rank have in common. `forecast` is rank 0's, None elsewhere or without one.
-    `start`: the checkpoint to go on from; `changes`: on rank 0, what has changed since.
-    """
-
-    config: Config
-    checked: Checked
-    mesh: Mesh
-    data: RunData
-    batch_layout: BatchLayout
-    batches: TrainingBatches
-    total_steps: int
-    bytes_to_load: int
-    forecast: Forecast | None
-    identity: Identity
-    start: Path | None
-    changes: tuple[str, ...]
-
-    @property
-    def model(self) -> PreTrainedModel:
-        return self.checked.model
-
-
-def plan_lines(run: Prepared) -> Iterator[str]:
+def plan_lines(run: Prepared, forecast: Forecast | None) -> Iterator[str]:
     """The plan of this rank, line by line. No communication."""
     config, checked, mesh, model, batches = run.config, run.checked, run.mesh, run.model, run.batches
     layout, anatomy, plan = mesh.layout, checked.anatomy, checked.plan
@@ -90,7 +57,7 @@ def plan_lines(run: Prepared) -> Iterator[str]:
         router = "adapted" if any(target.group == "router" for target in lora.targets) else "frozen"
     yield f"experts    dispatch {plan.resolved['dispatch']}, compute {plan.resolved['compute']}, router {router}"
     counted = batches.accumulation if batches.accumulation > 1 or pipeline is not None else 0
-    yield from (f"balance    {line}" for line in _balance_lines(plan.balance, counted))
+    yield from (f"balance    {line}" for line in _balance_lines(plan, counted))
     if lora is not None:
         yield from (f"lora       {line}" for line in adapter_plan_lines(lora, anatomy))
     yield f"memory     {_checkpointing_line(plan)}"
@@ -104,8 +71,8 @@ def plan_lines(run: Prepared) -> Iterator[str]:
         f"× {batches.accumulation} accumulation"
     )
     yield f"steps      {run.total_steps} optimizer steps, {config.optim.name}, {config.schedule.name} schedule"
-    if run.forecast is not None:
-        yield f"predicted  {run.forecast.line}"
+    if forecast is not None:
+        yield f"predicted  {forecast.line}"
 
 
 def _stage_lines(pipeline: Pipeline, micro_batches: int) -> Iterator[str]:
@@ -148,7 +115,8 @@ def local_parameters(model: nn.Module, anatomy: Anatomy) -> tuple[int, int, int]
     return dense, expert, adapters
 
 
-def _balance_lines(balance: Balance, counted: int) -> Iterator[str]:
+def _balance_lines(plan: ShardPlan, counted: int) -> Iterator[str]:
+    balance = plan.balance
     if balance.aux_loss_coef:
         cost = f"{counted} counting forward{'s' if counted > 1 else ''}" if counted else "no counting forward"
         yield f"auxiliary loss times {balance.aux_loss_coef:g} over the global batch, {cost} a step"
@@ -175,8 +143,3 @@ def _experts_line(anatomy: Anatomy) -> str:
     spec = anatomy.experts[0]
     layers, blocks = len(anatomy.experts), len(anatomy.blocks)
     return f"{layers} MoE layers of {spec.num_experts} experts, top-{spec.top_k}, {blocks} blocks"
-
-
-def gib(size: int) -> str:
-    """Bytes as text."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"

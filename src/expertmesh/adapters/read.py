@@ -1,0 +1,76 @@
+"""Reads a directory of PEFT into the adapters of a model: each rank the parts that it holds. For start.py.
+
+The adapter has to fit the plan and, where it says so, to have been trained on this very base. No communication.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from expertmesh.adapters.base import base_of, check_base, read_base
+from expertmesh.adapters.peft_format import BASE_FILE, WEIGHTS_FILE, base_copies, model_tensors_from
+from expertmesh.adapters.plan import AdapterPlan, plan_of
+from expertmesh.config.errors import IntegrityError
+from expertmesh.io.boxes import Box
+from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
+from expertmesh.state.shards import local_box, local_tensor
+from expertmesh.state.stage_view import is_on_other_stage
+from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.load import refuse_non_finite
+from expertmesh.weights.mapping import adapter_tensors, model_tensors
+from expertmesh.weights.reading import LeafReader, read_box
+
+
+def read_adapter(model: nn.Module, plan: AdapterPlan, directory: Path) -> None:
+    """Fill the adapters that `model` has by `plan`. Raises `IntegrityError` for files that do not fit, or another base.
+
+    Changes values that autograd knows: call it under `torch.no_grad`.
+    """
+    with open_weight_files(directory, WEIGHTS_FILE) as checkpoint:
+        _check_same_base(model, directory / BASE_FILE)
+        files, tensors = _lazy(checkpoint), adapter_tensors(model)
+
+        def fetch(leaf: Any, box: Box, out: torch.Tensor) -> None:
+            checkpoint.read(leaf, box, out)
+
+        for name, lazy in model_tensors_from(files, plan.targets, plan.lora.r, directory).items():
+            box, local = local_box(tensors[name]), local_tensor(tensors[name])  # empty of another pipeline stage
+            read_box(lazy, box, local, fetch)
+            refuse_non_finite(name, lazy, box, local)
+        for key, name in base_copies(files, plan.targets).items():
+            if not is_on_other_stage(base := model_tensors(model)[name]):
+                _check_copy(directory, key, files[key], base, fetch)
+
+
+def check_adapter(model: nn.Module) -> None:
+    """Raise what `read_adapter` would raise for files that do not fit the model's plan, from their header alone."""
+    plan = plan_of(model)
+    if plan is not None and plan.weights is not None:
+        with open_weight_files(plan.weights, WEIGHTS_FILE) as checkpoint:
+            model_tensors_from(_lazy(checkpoint), plan.targets, plan.lora.r, plan.weights)
+
+
+def _lazy(checkpoint: WeightFiles) -> dict[str, LazyTensor]:
+    return {name: LazyTensor.of(tensor) for name, tensor in checkpoint.tensors.items()}
+
+
+def _check_same_base(model: nn.Module, path: Path) -> None:
+    """Where the adapter says which base it was trained on, it has to be this one. PEFT's own do not say."""
+    if path.exists():
+        saved = read_base(path, path.read_bytes())
+        check_base(path, saved, base_of(model), ", or remove this file to start from the adapter on this base instead")
+
+
+def _check_copy(directory: Path, key: str, lazy: LazyTensor, base: torch.Tensor, fetch: LeafReader) -> None:
+    """PEFT writes a head's frozen weight beside its adapter, and reads it back; ours has to be the same one."""
+    local = local_tensor(base)
+    stored = torch.empty(local.shape, dtype=lazy.dtype)
+    if tuple(lazy.shape) == tuple(base.shape):
+        read_box(lazy, local_box(base), stored, fetch)
+    if tuple(lazy.shape) != tuple(base.shape) or not torch.equal(stored.to(local), local):
+        raise IntegrityError(
+            f"{directory}: {key} is not the weight of the model's; the adapter has another base",
+            key="adapter.other-base",
+        )

@@ -1,0 +1,1 @@
+"""`expertmesh plan`: reads the model, has layouts searched, prints what was found."""

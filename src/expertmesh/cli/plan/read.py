@@ -1,0 +1,31 @@
+"""The model of `expertmesh plan`: refused where `train` refuses it, turned into figures. Reads config.json only."""
+
+from transformers import PreTrainedConfig
+
+from expertmesh.cli.options import PlanOptions
+from expertmesh.config import LoraConfig, PrecisionConfig
+from expertmesh.distributed.layout import Layout
+from expertmesh.introspection.attention import packing_refusal
+from expertmesh.model import ModelOptions, build_model, plan_model
+from expertmesh.parallel.shard_plan import ShardOptions
+from expertmesh.planning.model_figures import ModelFigures
+from expertmesh.planning.read_model import figures_of_plan
+from expertmesh.training.startup.model_check import refuse_length
+from expertmesh.weights.meta_model import read_model_config
+
+
+def read_figures(options: PlanOptions, lora: LoraConfig | None) -> tuple[PreTrainedConfig, ModelFigures, str | None]:
+    """(config, figures, why samples cannot be packed). Raises `InputError` for a model that cannot be read or sharded.
+
+    Figures are without packing where it was not wanted or cannot be had; the reason is None where it was not wanted.
+    """
+    config, directory = read_model_config(options.model, trust_remote_code=options.trust_remote_code, weights=False)
+    refuse_length("--seq-len", options.seq_len, config)
+    precision = PrecisionConfig(params=options.params, compute=options.compute)
+    built = ModelOptions(precision, lora, trust_remote_code=options.trust_remote_code, name=options.model)
+    model = build_model(config, directory, built)
+    why_unpacked = None if options.no_packing else packing_refusal(model)
+    shards = plan_model(model, Layout(), ShardOptions(precision))
+    packed = not options.no_packing and why_unpacked is None
+    figures = figures_of_plan(shards, length=options.seq_len, lora=lora, packed=packed)
+    return config, figures, why_unpacked

@@ -1,0 +1,119 @@
+"""`expertmesh plan MODEL --devices "2x8 h200"`: which layouts fit, how fast each will be, and why the others do not.
+
+For someone who has a model and may get some GPUs. Reads config.json only; needs no GPU, no weights and no process
+group. What it prints are predictions by the formulas of docs/formulas.md. `--yaml` prints a configuration to run,
+`--simulate` runs one rank of the best layout on fake tensors.
+"""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from expertmesh.cli.options import PlanOptions
+from expertmesh.cli.plan.read import read_figures
+from expertmesh.cli.plan.tables import as_json, print_best, print_candidates, rejection_lines
+from expertmesh.config import Config, LoraConfig, dump_config
+from expertmesh.config.errors import InputError
+from expertmesh.config.yaml_text import parse_yaml
+from expertmesh.distributed.layout import explicit
+from expertmesh.planning.hardware import hardware_table, parse_devices
+from expertmesh.planning.search import GIB, Candidate, Job, plan, run_costs
+
+
+def run(options: PlanOptions) -> int:
+    """Print the plan; returns 0. `InputError` for bad options, a model that cannot be read or sharded, and when no
+    layout fits.
+    """
+    # A plan of a large job is a hundred thousand small objects without cycles: looking for some again and again takes
+    # longer than making them.
+    gc.disable()
+    try:
+        return _run(options)
+    finally:
+        gc.enable()
+
+
+def _run(options: PlanOptions) -> int:
+    devices = parse_devices(options.devices, hardware_table(options.hardware))
+    _check(options)
+    lora = None if options.lora is None else _lora(options.lora)
+    config, figures, why_unpacked = read_figures(options, lora)
+    size = options.global_batch_size or max(64, devices.count)
+    job = Job(figures, devices, size, imbalance=options.imbalance, gloo=devices.name == "cpu")
+    found = plan(job, options.goal)
+    best = found.best
+    if best is None:
+        raise InputError("\n".join([f"no layout fits on {devices}", *rejection_lines(found)]), key="plan.nothing-fits")
+    if options.yaml:
+        print(_yaml(options, job, best, lora, why_unpacked), end="")
+        return 0
+    costs = run_costs(job, best, options.tokens, options.price, options.mtbf)
+    if options.json:
+        print(json.dumps(as_json(found, best, costs), indent=2))
+        return 0
+    console = Console(file=sys.stdout, highlight=False, markup=False)
+    print_candidates(console, options.model, job, found.candidates[: options.top])
+    print_best(console, job, best, costs)
+    if found.rejected:
+        console.print("rejected", *(f"  {line}" for line in rejection_lines(found)), sep="\n", soft_wrap=True)
+    if why_unpacked is not None:
+        console.print(f"planned with data.packing off: {why_unpacked}", soft_wrap=True)
+    if options.simulate:
+        from expertmesh.cli.plan.simulate import run as simulate  # heavy, and only wanted here
+
+        simulate(config, best, lora)
+    return 0
+
+
+def _check(options: PlanOptions) -> None:
+    if options.mtbf is not None and not options.mtbf > 0:
+        raise InputError(f"--mtbf {options.mtbf:g}: must be more than 0 hours", key="cli.usage")
+    if options.imbalance < 1:
+        raise InputError(f"--imbalance {options.imbalance}: the busiest rank has at least the mean, 1", key="cli.usage")
+
+
+def _lora(pairs: list[str]) -> LoraConfig:
+    values = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise InputError(f"--lora {pair}: write KEY=VALUE, as in r=16", key="cli.usage")
+        values[key.strip()] = parse_yaml(value, f"--lora {pair}").value
+    return LoraConfig(**values)
+
+
+def _yaml(options: PlanOptions, job: Job, best: Candidate, lora: LoraConfig | None, why_unpacked: str | None) -> str:
+    """A configuration that `expertmesh train` takes, with what was predicted for it in comments."""
+    config = Config.model_validate(
+        {
+            "model": {"name_or_path": options.model, "trust_remote_code": options.trust_remote_code},
+            "precision": job.model.precision.model_dump(),
+            "data": {
+                "train": [{"path": options.data}],
+                "max_length": options.seq_len,
+                "packing": job.model.packed,
+            },
+            "lora": None if lora is None else lora.model_dump(mode="json"),
+            "train": {
+                "global_batch_size": job.global_batch_size,
+                "micro_batch_size": best.workload.batch.rows,
+                "activation_checkpointing": best.workload.mode,
+            },
+            "parallel": explicit(best.layout).model_dump(),
+            "output_dir": f"runs/{Path(options.model).name}",
+        }
+    )
+    devices = job.devices
+    start = f"--nproc {devices.per_node}"
+    if devices.nodes > 1:
+        start = f"{devices.per_node} ranks on each of {devices.nodes} nodes, by torchrun"
+    took = f"{best.memory.total / GIB:.1f} GiB a rank, {best.speed.seconds:.2f} s a step"
+    return (
+        f"# expertmesh plan for {devices}: {took}, {best.tokens_per_second:,.0f} tokens/s.\n"
+        f"# Set data.train to your data; start it with {start}.\n"
+        + (f"# data.packing is off: {why_unpacked}.\n" if why_unpacked else "")
+        + dump_config(config)
+    )

@@ -1,0 +1,149 @@
+"""What `expertmesh plan` prints of a plan: tables for a reader, a dictionary for --json."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from expertmesh.cli.printing import bytes_text, count_text, print_rows
+from expertmesh.distributed.layout import Layout
+from expertmesh.planning.blocks import saved_by_kind
+from expertmesh.planning.search import GIB, Candidate, Job, Plan, RunCosts, modes
+
+REJECTED_SHOWN = 6
+AXES = ("pp", "replicate", "fsdp", "cp", "tp", "ep")
+COLUMNS = (*AXES, "checkpointing", "micro-batch", "peak", "s/step", "tokens/s/device", "MFU")
+
+
+def print_candidates(console: Console, name: str, job: Job, candidates: Sequence[Candidate]) -> None:
+    """The layouts that fit, best first, under what is trained on what."""
+    figures = job.model
+    what = f"{name}: {count_text(figures.total)} parameters ({count_text(figures.expert)} in experts)"
+    title = f"{what}, {figures.length:,} tokens x {job.global_batch_size} sequences on {job.devices}"
+    print_rows(console, title, COLUMNS, [_row(job, candidate) for candidate in candidates])
+
+
+def print_best(console: Console, job: Job, best: Candidate, costs: RunCosts) -> None:
+    """The first layout in detail: memory, activations, traffic, time and what a run costs."""
+    print_rows(console, f"memory of a rank of the first, at its peak ({best.memory.moment})", None, _memory(job, best))
+    tokens = best.workload.batch.rows * job.model.length
+    kinds = saved_by_kind(best.workload, modes(job.model))
+    print_rows(
+        console,
+        f"activations that a rank keeps of a block and a micro-batch of {tokens:,} tokens",
+        ("blocks", "", *kinds[0].by_mode),
+        [
+            (
+                str(kind.blocks),
+                "MoE" if kind.has_experts else "dense",
+                *(bytes_text(int(n)) for n in kind.by_mode.values()),
+            )
+            for kind in kinds
+        ],
+    )
+    links = [
+        (
+            link.transfer.axis,
+            link.transfer.kind,
+            f"{link.transfer.calls:.0f}",
+            bytes_text(int(link.transfer.bytes)),
+            f"{link.seconds:.3f}",
+            f"{link.exposed:.3f}",
+        )
+        for link in best.speed.links
+    ]
+    print_rows(console, "bytes of a rank and step", ("axis", "what", "calls", "bytes", "seconds", "not hidden"), links)
+    print_rows(console, "time of a step", None, _time(best))
+    print_rows(console, "run", None, list(_costs(costs)))
+
+
+def rejection_lines(found: Plan) -> list[str]:
+    """One line for each reason, with the layouts that it holds for."""
+    by_reason: dict[str, list[str]] = {}
+    for each in found.rejected:
+        axes = " ".join(f"{axis}={each.layout.size(axis)}" for axis in AXES if each.layout.size(axis) > 1)
+        by_reason.setdefault(each.reason, []).append(axes or "one rank")
+    lines = [f"{' or '.join(names[:3])}{' ...' if len(names) > 3 else ''}: {why}" for why, names in by_reason.items()]
+    more = len(lines) - REJECTED_SHOWN
+    return lines[:REJECTED_SHOWN] + ([f"... and {more} more reasons (--json lists all)"] if more > 0 else [])
+
+
+def as_json(found: Plan, best: Candidate, costs: RunCosts) -> dict[str, Any]:
+    def axes(layout: Layout) -> dict[str, int]:
+        return {axis: layout.size(axis) for axis in (*AXES, "efsdp")}
+
+    model = found.job.model
+    return {
+        "devices": str(found.job.devices),
+        "family": model.family,
+        "packing": model.packed,
+        "parameters": {"dense": model.dense, "expert": model.expert},
+        "candidates": [
+            {
+                "layout": axes(each.layout),
+                "activation_checkpointing": each.workload.mode,
+                "micro_batch_size": each.workload.batch.rows,
+                "accumulation": each.workload.batch.accumulation,
+                "memory": asdict(each.memory) | {"total": each.memory.total},
+                "seconds": each.speed.seconds,
+                "tokens_per_second": each.tokens_per_second,
+                "mfu": each.speed.mfu,
+                "links": [asdict(link) for link in each.speed.links],
+            }
+            for each in found.candidates
+        ],
+        "activations": [asdict(kind) for kind in saved_by_kind(best.workload, modes(model))],
+        "rejected": [{"layout": axes(each.layout), "reason": each.reason} for each in found.rejected],
+        "run": asdict(costs),
+        "hardware": found.job.devices.hardware.model_dump(mode="json"),
+    }
+
+
+def _row(job: Job, candidate: Candidate) -> tuple[str, ...]:
+    workload, speed = candidate.workload, candidate.speed
+    axes = [str(candidate.layout.size(axis)) for axis in AXES]
+    per_device = candidate.tokens_per_second / job.devices.count
+    batch = f"{workload.batch.rows} x {workload.batch.accumulation}"
+    peak = f"{candidate.memory.total / GIB:.1f} GiB"
+    return (*axes, workload.mode, batch, peak, f"{speed.seconds:.2f}", f"{per_device:,.0f}", f"{speed.mfu:.1%}")
+
+
+def _memory(job: Job, best: Candidate) -> list[tuple[str, str]]:
+    names = {
+        "frozen": "parameters, frozen",
+        "master": f"parameters, {job.model.precision.params} masters",
+        "unsharded": "gathered blocks and their gradients",
+        "activations": f"activations ({best.workload.mode} checkpointing)",
+        "dispatch": "routed experts at work",
+        "working": "a block at work",
+    }
+    items = {name: size for name, size in asdict(best.memory).items() if name != "moment" and size}
+    rows = [(names.get(name, name), bytes_text(int(size))) for name, size in items.items()]
+    return [*rows, ("peak", f"{bytes_text(int(best.memory.total))} of {bytes_text(int(job.budget))}")]
+
+
+def _time(best: Candidate) -> list[tuple[str, str]]:
+    speed = best.speed
+    seconds = {
+        "dense products": speed.products,
+        "experts": speed.experts,
+        "attention": speed.attention,
+        "other operations": speed.memory,
+        "head": speed.head,
+        "waiting for the host": speed.host,
+        "optimizer": speed.optimizer,
+        "communication not hidden": speed.exposed,
+    }
+    rows = [(name, f"{value:.3f} s") for name, value in seconds.items()]
+    return rows + ([("pipeline bubble", f"{speed.bubble:.1%} on top")] if speed.bubble else [])
+
+
+def _costs(costs: RunCosts) -> Iterator[tuple[str, str]]:
+    save = f"{costs.save_seconds:.0f} s to write, best every {costs.interval_seconds / 60:.0f} min"
+    yield "checkpoint", f"{bytes_text(int(costs.checkpoint_bytes))}, {save}"
+    yield "lost", f"{costs.lost:.1%} of the time, with a failure every {costs.hours_between_failures:,.0f} h"
+    if costs.hours is not None and costs.device_hours is not None:
+        yield "token budget", f"{costs.hours:,.1f} h, {costs.device_hours:,.0f} device hours"
+    if costs.cost is not None:
+        yield "cost", f"{costs.cost:,.0f}"

@@ -1,0 +1,106 @@
+"""The base that an adapter is merged into: its model on meta, whether it is the right one, small files.
+
+For merge.py. Holds a block of the base's weights at a time; nothing here communicates.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from expertmesh.adapters.base import read_base
+from expertmesh.adapters.peft_format import BASE_FILE, CONFIG_FILE
+from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.export.merge_check import base_hash
+from expertmesh.io.safetensors_reader import INDEX_FILE, WeightFiles
+from expertmesh.weights.companions import CopiedFiles
+from expertmesh.weights.mapping import LoadPlan, model_tensors, tied_names
+from expertmesh.weights.meta_model import DATA_FILES, build_meta_model, read_model_config
+from expertmesh.weights.unmapped import remember
+
+_NOT_COPIED = {"config.json", INDEX_FILE, CONFIG_FILE, BASE_FILE}
+_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*")
+_MORE_TEMPLATES = "additional_chat_templates/*.jinja"
+
+
+def base_model(
+    adapter: Path, content: dict[str, Any], base: str | None, trust_remote_code: bool
+) -> tuple[PreTrainedModel, Path]:
+    """The base on meta, and its directory."""
+    named = content.get("base_model_name_or_path")
+    if base is None and not (isinstance(named, str) and named):
+        raise InputError(
+            f"{adapter / CONFIG_FILE}: does not say what the base is; give it with --base", key="adapter.unknown-base"
+        )
+    try:
+        config, directory = read_model_config(
+            base or str(named),
+            revision=content.get("revision") if base is None else None,
+            trust_remote_code=trust_remote_code,
+        )
+    except InputError as error:
+        if base is not None:
+            raise
+        raise InputError(
+            f"{error} (the base that {adapter / CONFIG_FILE} names; --base names another)", key=error.key
+        ) from error
+    model = build_meta_model(config, torch.float32, directory=directory, trust_remote_code=trust_remote_code)
+    return model, directory
+
+
+def check_base(
+    adapter: Path, model: PreTrainedModel, load: LoadPlan, files: WeightFiles, trust_remote_code: bool
+) -> bool:
+    """Whether the adapter says which weights it was trained on. `IntegrityError` unless they are those in `files`."""
+    path = adapter / BASE_FILE
+    if not path.exists():
+        return False
+    trained_on = read_base(path, path.read_bytes())
+    dtype = getattr(torch, trained_on.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise IntegrityError(
+            f"{path}: says that the base was {trained_on.dtype}, which is no dtype", key="adapter.damaged"
+        )
+    as_trained = build_meta_model(model.config, dtype, trust_remote_code=trust_remote_code)
+    here = base_hash(untied(as_trained), load, files)
+    if here != trained_on.sha256:
+        raise IntegrityError(
+            f"{path}: the adapter was trained on another base (weights {trained_on.sha256[:12]} in {trained_on.dtype}) "
+            f"than {files.directory} ({here[:12]}); give --base the one it was trained on",
+            key="adapter.other-base",
+        )
+    return True
+
+
+def take_layout(model: PreTrainedModel, load: LoadPlan, files: WeightFiles) -> None:
+    """Let `model` be saved in the dtypes and the layout of its files, with what they hold beside it."""
+    for name, tensor in untied(model).items():
+        if tensor.is_floating_point():
+            # On meta the dtype is all there is to change; ties and parameter identity stay.
+            tensor.data = tensor.data.to(load.tensors[name].dtype)
+    model._weight_conversions = list(load.conversions)  # type: ignore[assignment]
+    remember(model, [files.tensors[name] for name in load.ignored])
+
+
+def untied(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Each tensor once, under the first of its names."""
+    state = model_tensors(model)
+    return {names[0]: state[names[0]] for names in tied_names(state)}
+
+
+def companions(base: Path, adapter: Path, code: bool) -> CopiedFiles:
+    """What belongs beside the weights: the base's small files, and the tokenizer that the adapter was trained with."""
+    patterns = [pattern for pattern in DATA_FILES if pattern != "*.safetensors"] + ["*.py"] * code
+    found = {path.name: path for pattern in patterns for path in base.glob(pattern)}
+    files = {name: path for name, path in found.items() if name not in _NOT_COPIED and not name.endswith(".index.json")}
+    for source, wanted in ((base, [_MORE_TEMPLATES]), (adapter, [*_TOKENIZER, _MORE_TEMPLATES])):
+        for path in _files(source, wanted):
+            files[path.relative_to(source).as_posix()] = path
+    return CopiedFiles(files)
+
+
+def _files(directory: Path, patterns: list[str]) -> Iterator[Path]:
+    yield from (path for pattern in patterns for path in sorted(directory.glob(pattern)) if path.is_file())

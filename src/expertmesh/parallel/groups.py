@@ -1,0 +1,138 @@
+"""How each parameter is split and sharded: what ep or tp splits, and which FSDP2 groups there are.
+
+`plan_groups` decides, for `plan_shards`; `fsdp.shard` makes the groups. Plain arithmetic on names and shapes.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import nn
+
+from expertmesh.anatomy import Anatomy, is_adapter, is_inside
+from expertmesh.distributed.layout import Layout
+from expertmesh.parallel.refusals import adapter_shard_dim, expert_shard_dim
+from expertmesh.parallel.tensor_plan import TensorPlan
+
+View = Literal["dense", "dense_tp", "expert"]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a parameter is split before FSDP2 shards it: into equal parts of `dim` over `axis`."""
+
+    axis: Literal["ep", "tp"]
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One FSDP2 group: the modules of one `fully_shard` call and the parameters that it manages, by name.
+
+    `view` is the mesh that it is sharded over (`Mesh.dense_shard` and so on); `casts`: whether parameters are cast to
+    the compute dtype; `dims`: what is not sharded on dim 0, by parameter.
+    """
+
+    modules: tuple[str, ...]
+    view: View
+    casts: bool = True
+    dims: Mapping[str, int] = field(default_factory=dict)
+    parameters: tuple[str, ...] = ()
+
+
+def plan_expert_dims(model: nn.Module, anatomy: Anatomy, layout: Layout) -> dict[str, int]:
+    """The dim of each expert parameter, adapters' too, that efsdp shards. Raises `InputError` where there is none."""
+    dims: dict[str, int] = {}
+    for spec in anatomy.experts:
+        dims |= dict.fromkeys((f"{spec.name}.{name}" for name in spec.parameters), expert_shard_dim(spec, layout))
+        for name, parameter in model.get_submodule(spec.name).named_parameters(recurse=False):
+            if is_adapter(name):
+                dims[f"{spec.name}.{name}"] = adapter_shard_dim(name, parameter, layout)
+    return dims
+
+
+def plan_groups(
+    model: nn.Module,
+    anatomy: Anatomy,
+    layout: Layout,
+    tensor: TensorPlan,
+    expert_dims: Mapping[str, int],
+    uncast: Sequence[str],
+) -> tuple[dict[str, Split], tuple[Group, ...]]:
+    """(splits by parameter, groups in the order of their `fully_shard` calls, the root last).
+
+    `expert_dims` are those of `plan_expert_dims`; `uncast` modules are never cast.
+    """
+    splits = _splits(model, anatomy, tensor)
+    groups = list(_groups(model, anatomy, layout, tensor, expert_dims, uncast))
+    return splits, tuple(_with_parameters(model, groups, splits))
+
+
+def view_of(split: Split | None) -> View:
+    """Over which mesh FSDP2 shards a parameter that is split so, or not at all."""
+    if split is None:
+        return "dense"
+    return "expert" if split.axis == "ep" else "dense_tp"
+
+
+def _splits(model: nn.Module, anatomy: Anatomy, tensor: TensorPlan) -> dict[str, Split]:
+    splits: dict[str, Split] = {}
+    for spec in anatomy.experts:
+        own = model.get_submodule(spec.name).named_parameters(recurse=False)
+        leaves = [*spec.parameters, *(name for name, _ in own if is_adapter(name))]
+        splits |= {f"{spec.name}.{leaf}": Split("ep", 0) for leaf in leaves}
+    for part in tensor.parts:
+        if part.is_split:
+            dims = part.parameter_dims(model.get_submodule(part.name))
+            splits |= {f"{part.name}.{leaf}": Split("tp", dim) for leaf, dim in dims.items()}
+    return splits
+
+
+def _groups(
+    model: nn.Module,
+    anatomy: Anatomy,
+    layout: Layout,
+    tensor: TensorPlan,
+    expert_dims: Mapping[str, int],
+    uncast: Sequence[str],
+) -> Iterator[Group]:
+    """Experts; what is never cast, by block; each block; the input embedding; parts that tp splits; what is left.
+
+    Parts that tp splits come behind their blocks: those have the whole parameters of a part, and FSDP2 would not look
+    into a module that has a group.
+    """
+    for spec in anatomy.experts:
+        if spec.post_norm:
+            # Shared by all experts, so dense: its gradient is summed over all ranks, not over efsdp alone.
+            yield Group((f"{spec.name}.post_expert_norm",), "dense")
+        # With one rank there is nothing to gather or reduce; FSDP2 would copy parameters and gradients all the same.
+        if layout.replicate * layout.efsdp > 1:
+            dims = {name: dim for name, dim in expert_dims.items() if is_inside(name, spec.name)}
+            yield Group((spec.name,), "expert", dims=dims)
+    for _, names in itertools.groupby(
+        uncast, key=lambda name: next((block for block in anatomy.blocks if is_inside(name, block)), name)
+    ):
+        yield Group(tuple(names), "dense", casts=False)
+    yield from (Group((block,), "dense") for block in anatomy.blocks)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    tied = head is not None and getattr(head, "weight", None) is embedding.weight
+    if not tied or layout.pp > 1:  # stages have one of the two
+        yield Group((next(name for name, module in model.named_modules() if module is embedding),), "dense")
+    yield from (Group((part.name,), "dense_tp") for part in tensor.parts if part.is_split)
+    yield Group(("",), "dense")
+
+
+def _with_parameters(model: nn.Module, groups: Sequence[Group], splits: Mapping[str, Split]) -> Iterator[Group]:
+    """Each parameter belongs to the innermost group of its view around it."""
+    by_place = {(group.view, module): number for number, group in enumerate(groups) for module in group.modules}
+    members: list[list[str]] = [[] for _ in groups]
+    # A tied parameter under both of its names: pipeline stages have one of the two.
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        view, module = view_of(splits.get(name)), name
+        while module and (view, module) not in by_place:
+            module = module.rpartition(".")[0]
+        if (view, module) in by_place:
+            members[by_place[view, module]].append(name)
+    for group, names in zip(groups, members, strict=True):
+        yield Group(group.modules, group.view, group.casts, group.dims, tuple(names))

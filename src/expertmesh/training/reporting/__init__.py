@@ -1,0 +1,1 @@
+"""What a run says: lines for the terminal, metrics.jsonl, run.json, audit.json."""

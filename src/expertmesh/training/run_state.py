@@ -1,0 +1,70 @@
+"""What a run trains and steps: weights, optimizer, schedule and counters, filled at its start and saved at its end."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from expertmesh.adapters.save import save_adapter
+from expertmesh.adapters.start import start as start_adapters
+from expertmesh.checkpoint.interface import load_directory
+from expertmesh.model import load_weights
+from expertmesh.training.control import Control
+from expertmesh.training.optimizer import build_optimizer, build_schedule
+from expertmesh.training.reporting.weights import adapter_lines, report_loaded, saved_lines
+from expertmesh.training.resume import Counters
+from expertmesh.training.startup.output_dir import ADAPTER, MODEL
+from expertmesh.training.startup.prepare import Prepared, say
+from expertmesh.weights.meta_model import materialize
+from expertmesh.weights.save import save_model
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """Beside the model, which is filled in place."""
+
+    optimizer: Optimizer
+    schedule: LRScheduler
+    counters: Counters
+
+
+def load_state(run: Prepared, control: Control) -> RunState:
+    """Fill the model from the checkpoint to go on from, or from the weights that training begins with.
+
+    A frozen base always comes from its own files: checkpoints hold the adapters alone, and the base's hash. Every rank
+    calls it.
+    """
+    config, is_main = run.config, run.mesh.rank == 0
+    if run.start is None or config.lora is not None:
+        say(control, "loading weights")
+        loaded, audited = load_weights(run.model, run.checked.directory, run.mesh, control.audit)
+        if is_main:
+            report_loaded(loaded, audited, run.checked.directory, Path(config.output_dir))
+        start_adapters(run.model, config.train.seed)
+    else:
+        materialize(run.model, run.mesh.device)
+    optimizer, counters = build_optimizer(run.model, config.optim), Counters()
+    if run.start is not None:
+        say(control, "loading the checkpoint")
+        saved = load_directory(run.model, optimizer, run.start)
+        counters = Counters(**saved.state["counters"])
+        if is_main:
+            print(f"resume     {run.start.name}, after step {saved.step}; {'; '.join(run.changes)}", flush=True)
+            if control.audit == "full" and config.lora is None:
+                print("audit      nothing was read from the model's files; expertmesh verify checks the checkpoint")
+    return RunState(optimizer, build_schedule(optimizer, config.schedule, run.total_steps, counters.step), counters)
+
+
+def save_result(run: Prepared) -> None:
+    """Write the trained model, or its adapters alone, and say so. Every rank calls it; rank 0 prints."""
+    config, tokenizer, directory = run.config, run.data.tokenizer, Path(run.config.output_dir)
+    metrics = f"metrics in {directory / 'metrics.jsonl'}"
+    if config.lora is not None:
+        adapter = save_adapter(run.model, directory / ADAPTER, tokenizer=tokenizer)
+        lines = [*adapter_lines(adapter), f"saved {directory / ADAPTER}; {metrics}"]
+    else:
+        saved = save_model(run.model, directory / MODEL, tokenizer=tokenizer)
+        lines = [*saved_lines(saved), f"saved {directory / MODEL} in {config.precision.params}; {metrics}"]
+    if run.mesh.rank == 0:
+        print("\n".join(lines), flush=True)

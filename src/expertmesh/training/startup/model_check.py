@@ -1,0 +1,126 @@
+"""A model, built on meta, under a configuration: how it will be sharded, or why it cannot be trained so.
+
+For whoever asks (preflight, check, verify, the forecast). No weights, no data, no communication.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from expertmesh.adapters.read import check_adapter
+from expertmesh.anatomy import Anatomy, describe
+from expertmesh.config import Config
+from expertmesh.config.errors import InputError
+from expertmesh.data.loader import accumulation_of
+from expertmesh.distributed.layout import Layout, ep_reason, resolve_layout
+from expertmesh.introspection.attention import packing_refusal
+from expertmesh.model import ModelOptions, build_model, plan_model
+from expertmesh.parallel.checkpointing import CheckpointingMode
+from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan
+from expertmesh.step.pipeline_schedule import interleaves
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A model on meta with its adapters, and how it will be sharded: what training goes on with."""
+
+    model_config: PreTrainedConfig
+    directory: Path
+    model: PreTrainedModel
+    plan: ShardPlan
+    layout_reason: str | None
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.plan.anatomy
+
+    @property
+    def layout(self) -> Layout:
+        return self.plan.layout
+
+    @property
+    def vocab_size(self) -> int:
+        """Embeddings of the model."""
+        return int(self.model_config.get_text_config().vocab_size)
+
+
+def check_model(
+    config: Config,
+    model_config: PreTrainedConfig,
+    directory: Path,
+    world_size: int,
+    ranks_per_node: int | None = None,
+) -> Checked:
+    """Build the model on meta and plan its shards. Raises `InputError` for what `config` cannot do with it."""
+    refuse_length("data.max_length", config.data.max_length, model_config)
+    model = build_model(model_config, directory, ModelOptions.of(config))
+    experts = describe(model).num_experts
+    layout = resolve_layout(config.parallel, world_size, experts, ranks_per_node)
+    accumulation = accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
+    _refuse_interleaving(layout, accumulation)
+    if config.data.packing:
+        _refuse_packing(config, model)
+    check_adapter(model)
+    plan = plan_model(model, layout, shard_options(config))
+    return Checked(model_config, directory, model, plan, ep_reason(config.parallel, layout, experts, ranks_per_node))
+
+
+def shard_options(config: Config) -> ShardOptions:
+    """What `config` says about sharding, beside the layout."""
+    train = config.train
+    return ShardOptions(
+        config.precision, config.moe, checkpointing_mode(config), train.checkpoint_layers, train.compile
+    )
+
+
+def checkpointing_mode(config: Config) -> CheckpointingMode:
+    """`auto` recomputes whole blocks on accelerators, where memory is what runs out, and keeps activations on a CPU."""
+    mode = config.train.activation_checkpointing
+    if mode == "auto":
+        return "full" if torch.accelerator.is_available() else "none"
+    return mode
+
+
+def longest(model_config: PreTrainedConfig) -> int | None:
+    """How many positions a model is made for, where its config says it."""
+    most = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    return most if isinstance(most, int) else None
+
+
+def refuse_length(key: str, length: int, model_config: PreTrainedConfig) -> None:
+    """Refuse rows that are longer than what the model's positions are made for."""
+    most = longest(model_config)
+    if most is not None and length > most:
+        raise InputError(
+            f"{key} {length}: {model_config.model_type} has max_position_embeddings {most}; set {key} to at most "
+            f"{most}, or extend the model's positions in its config.json first",
+            key="model.max-positions",
+        )
+
+
+def _refuse_interleaving(layout: Layout, accumulation: int) -> None:
+    """A schedule that only some steps could run is refused, rather than replaced in all of them."""
+    if layout.pp_virtual_stages > 1 and not interleaves(accumulation, layout.pp):
+        rounds = accumulation // layout.pp
+        raise InputError(
+            f"parallel.pp_schedule: interleaved_1f1b runs micro-batches in {rounds} equal rounds, and the "
+            f"{accumulation} of a step (train.global_batch_size over data ranks and train.micro_batch_size) are no "
+            f"multiple of {rounds}; change train.global_batch_size so that they are a multiple of {layout.pp}, or set "
+            "parallel.pp_virtual_stages to 1",
+            key="layout.pp-interleaving-rounds",
+        )
+
+
+def _refuse_packing(config: Config, model: nn.Module) -> None:
+    if reason := packing_refusal(model):
+        raise InputError(f"data.packing: {reason}; set data.packing to false", key="data.packing-unsupported")
+    if config.model.attention == "flash_attention_2" and config.train.micro_batch_size > 1:
+        # transformers derives sample borders from position ids only for a batch of one row.
+        raise InputError(
+            f"train.micro_batch_size {config.train.micro_batch_size}: flash_attention_2 separates packed samples only "
+            "at train.micro_batch_size 1; set that, or model.attention to sdpa",
+            key="data.packing-micro-batch",
+        )

@@ -1,0 +1,58 @@
+"""The directory of a run: whether this configuration may write into it, and the configuration that it then holds."""
+
+import re
+from pathlib import Path
+
+from expertmesh.config import Config, dump_config, load_config
+from expertmesh.config.errors import InputError
+from expertmesh.io.directory import io_errors
+from expertmesh.io.safetensors_writer import replace_synced
+from expertmesh.training.resume import config_differences, find_start, flat
+
+CONFIG_FILE = "config.yaml"
+MODEL, ADAPTER = "model", "adapter"
+# What a run that was killed before it had written config.yaml may have left behind, none of it worth keeping, and what
+# `verify` writes before there is a run.
+_LEFT_BY_A_START = re.compile(r"lock\.json(\..+)?|config\.yaml\.tmp|verification\.json")
+
+
+def refuse_output_dir(config: Config) -> None:
+    """A directory that holds another run, or anything else, is never written into.
+
+    The same run may go on in it, from its newest checkpoint; what may differ is in resume.py.
+    """
+    directory = Path(config.output_dir)
+    if directory.exists() and not directory.is_dir():
+        raise InputError(f"output_dir {directory} is a file; choose another directory", key="output.is-a-file")
+    if not directory.exists() or all(_LEFT_BY_A_START.fullmatch(path.name) for path in directory.iterdir()):
+        return
+    written = directory / CONFIG_FILE
+    if not written.is_file():
+        raise InputError(
+            f"output_dir {directory} is not empty and holds no run of ours; choose another directory",
+            key="output.not-empty",
+        )
+    old, new = (flat(each.model_dump(mode="json")) for each in (load_config(written), config))
+    forbidden, _ = config_differences(old, new)
+    if forbidden:
+        raise InputError(
+            f"output_dir {directory} holds a run with another configuration: {'; '.join(forbidden)}; put it back to "
+            "continue that run, or choose another directory",
+            key="run.other-configuration",
+        )
+    result = directory / (MODEL if config.lora is None else ADAPTER)
+    if result.exists():
+        raise InputError(
+            f"output_dir {directory} holds this run already, finished; choose another directory, or move {result} away "
+            "to go on from the last checkpoint with more steps",
+            key="run.finished",
+        )
+    find_start(config)
+
+
+def write_config(config: Config) -> None:
+    """Whole or not at all: a run that is killed here must find a configuration it can read."""
+    path, content = Path(config.output_dir) / CONFIG_FILE, dump_config(config).encode()
+    with io_errors(path, len(content)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_synced(path, content)

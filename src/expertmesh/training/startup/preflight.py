@@ -1,0 +1,85 @@
+"""What can be refused without ranks, weights or data: files, packages, output_dir, model, layout, disk, tokenizer.
+
+The launcher calls `preflight` once before it starts ranks, so that a mistake costs seconds and is said once; `train`
+calls it again in each rank (a job started by torchrun has no launcher of ours). `check` and `verify` refuse by the same
+functions. Reads config.json and file headers at most.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from expertmesh.config import Config
+from expertmesh.config.errors import InputError
+from expertmesh.data import load_tokenizer
+from expertmesh.io.directory import require_space
+from expertmesh.training.startup.model_check import Checked, check_model
+from expertmesh.training.startup.output_dir import refuse_output_dir
+from expertmesh.weights.meta_model import read_model_config
+
+
+def preflight(config: Config, world_size: int, ranks_per_node: int | None = None, *, weights: bool = True) -> Checked:
+    """Raise `InputError` for whatever cannot work on `world_size` ranks; no communication, no side effect.
+
+    `ranks_per_node` is for who is no rank of the job: the ranks know it from the launcher. Without `weights` those of a
+    hub repository are not downloaded.
+    """
+    refuse_output_dir(config)
+    refuse_config(config)
+    model = config.model
+    model_config, directory = read_model_config(
+        model.name_or_path, model.revision, model.trust_remote_code, weights=weights
+    )
+    checked = check_model(config, model_config, directory, world_size, ranks_per_node)
+    refuse_disk(config, checked.model)
+    load_tokenizer(model)
+    return checked
+
+
+def refuse_config(config: Config) -> None:
+    """Refuse what a look at the machine tells, without the model: files and packages that are not there."""
+    _refuse_local_paths(config)
+    _refuse_missing_packages(config)
+
+
+def refuse_disk(config: Config, model: nn.Module) -> None:
+    """Refuse a disk that has no room for the result and, where the run saves some, for one checkpoint."""
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    size = trained * getattr(torch, config.precision.params).itemsize
+    saves = config.checkpoint.every_steps is not None or config.checkpoint.every_minutes is not None
+    moments = 2 if config.optim.name == "adamw" else 0
+    directory = Path(config.output_dir).absolute()
+    while not directory.exists():
+        directory = directory.parent
+    require_space(directory, size * (2 + moments if saves else 1))
+
+
+def _refuse_local_paths(config: Config) -> None:
+    for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        for index, source in enumerate(sources):
+            looks_local = source.path.startswith((".", "/", "~")) or Path(source.path).suffix in (
+                ".json",
+                ".jsonl",
+                ".parquet",
+            )
+            if looks_local and not Path(source.path).exists():
+                raise InputError(
+                    f"{key}.{index}.path: {source.path} does not exist; correct the path", key="data.not-found"
+                )
+
+
+def _refuse_missing_packages(config: Config) -> None:
+    if config.model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        raise InputError(
+            "model.attention: flash_attention_2 needs the flash-attn package; install it or use sdpa",
+            key="install.missing-package",
+        )
+    for tracker in config.log.report_to:
+        if tracker != "jsonl" and importlib.util.find_spec(tracker) is None:
+            raise InputError(
+                f"log.report_to: {tracker} needs the {tracker} package; install it (pip install {tracker}), or leave "
+                f"{tracker} out",
+                key="install.missing-package",
+            )
