@@ -118,5 +118,5 @@ def test_a_parameter_that_two_blocks_share_is_refused_for_a_known_family_too() -
     model = _model()
     first, second = model.model.layers[:2]
     second.mlp.gate.weight = first.mlp.gate.weight
-    with pytest.raises(InputError, match=r"model\.layers\.1 shares a parameter with another block"):
+    with refused("layout.pp-shared-parameter", naming="model.layers.1"):
         _cut(model)

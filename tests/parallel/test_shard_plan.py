@@ -9,12 +9,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import expertmesh as em
-from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout, resolve_layout
 from expertmesh.model import plan_model
 from expertmesh.parallel.apply import shard_model
 from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.state.stage_view import full_model
+from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
 
@@ -86,5 +86,5 @@ def test_planning_leaves_the_model_as_it_is() -> None:
 
 def test_an_ep_that_does_not_divide_the_experts_is_refused_though_the_mesh_knew_no_model() -> None:
     layout = resolve_layout(em.ParallelConfig(ep=4), 4)
-    with pytest.raises(InputError, match=r"parallel\.ep 4 does not divide the 6 experts of .*; valid values: 1, 2$"):
+    with refused("layout.ep-divides-experts", naming="6 experts"):
         plan_model(tiny_model("qwen3_moe", num_experts=6), layout, ShardOptions(FP32))

@@ -8,7 +8,10 @@ from torch import nn
 
 from expertmesh.anatomy import describe
 from expertmesh.config import MoeConfig, PrecisionConfig
+<<<<<<< HEAD
 from expertmesh.config.errors import InputError
+=======
+>>>>>>> review1
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection.stage_probe import probe
 from expertmesh.model import plan_model
@@ -143,7 +146,7 @@ def test_a_stage_of_which_only_frozen_routers_would_train_is_refused() -> None:
         layer.mlp.gate.requires_grad_(True)
     float32 = PrecisionConfig(params="float32", compute="float32", reduce="float32")
     plan_model(model, Layout(pp=2), ShardOptions(float32))
-    with pytest.raises(InputError, match="nothing on stage 0"):
+    with refused("layout.pp-untrained-stage", naming="stage 0"):
         plan_model(model, Layout(pp=2), ShardOptions(float32, MoeConfig(router="frozen")))
 
 
