@@ -176,6 +176,29 @@ def test_a_damaged_manifest_of_schema_1_is_refused(tmp_path: Path, case: str) ->
         pass
 
 
+@pytest.mark.parametrize("golden", [GOLDEN, GOLDEN_2])
+def test_a_world_size_that_is_no_world_s_costs_nothing(tmp_path: Path, golden: Path) -> None:
+    path = shutil.copytree(golden / CHECKPOINT.name, tmp_path / CHECKPOINT.name)
+    change_manifest(lambda m: m.update(world_size=10**1000))(path)
+    with pytest.raises(IntegrityError, match="model-00000-of-"):
+        read_manifest(path)
+
+
+def test_a_tiling_that_no_tensor_has_is_looked_at_too(tmp_path: Path) -> None:
+    path = shutil.copytree(CHECKPOINT, tmp_path / CHECKPOINT.name)
+    change_manifest(lambda m: m["tilings"].append({"cuts": [[0]], "ranks": [0]}))(path)
+    with pytest.raises(IntegrityError, match=r"tiling \d+: it has 0 parts, but names the ranks of 1"):
+        read_manifest(path)
+    assert len(verify(path).findings) == 1
+
+
+def test_a_file_name_that_no_file_can_have_is_found(tmp_path: Path) -> None:
+    path = shutil.copytree(CHECKPOINT, tmp_path / CHECKPOINT.name)
+    name = f"model-{'0' * 5000}-of-00002.safetensors"
+    change_manifest(lambda m: m["files"].append({"name": name, "bytes": 1, "sha256": "0" * 64}))(path)
+    assert any("missing, but the checkpoint's manifest names it" in each.text for each in verify(path).findings)
+
+
 def test_a_copy_that_schema_1_says_was_another_is_found(tmp_path: Path) -> None:
     path = shutil.copytree(GOLDEN / CHECKPOINT.name, tmp_path / CHECKPOINT.name)
     change_manifest(lambda m: m["optimizer"][NORM_STEP]["chunks"][0].update(fingerprint=1))(path)

@@ -72,6 +72,15 @@ def test_when_a_rank_aborted_only_one_that_clearly_does_not_wait_is_blamed() -> 
     )
 
 
+@pytest.mark.parametrize("file", ["distributed/all_ranks.py", "training/exchange.py"])
+def test_who_waits_for_the_device_in_a_collective_of_ours_waits(file: str) -> None:
+    stack = (
+        f'  File "/venv/expertmesh/{file}", line 1 in f',
+        '  File "/venv/expertmesh/training/loop.py", line 2 in g',
+    )
+    assert not snapshot(1, BEHIND, stack).outside_collectives
+
+
 def test_all_is_said_in_one_message() -> None:
     snapshots = [snapshot(1, BEHIND, stopped=True), snapshot(2, HERE, (), stopped=True)]
     assert str(hang_error(snapshots, TIMEOUT, HERE)).splitlines() == [

@@ -126,6 +126,9 @@ def test_an_error_is_a_json_object_for_programs(
         monkeypatch.setenv(name, "1")
     assert main(["--error-format", "json", "verify"]) == 2
     assert json.loads(capsys.readouterr().err)["rank"] == 1
+    for no_verb in (["trian"], []):
+        assert main(["--error-format", "json", *no_verb]) == 2
+        assert json.loads(capsys.readouterr().err)["key"] == "cli.usage"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 
 from expertmesh.anatomy import describe
+from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection import known_families, source_code
 from expertmesh.introspection.known_families import class_key, proof_key
@@ -103,3 +104,19 @@ def test_a_forward_that_another_library_replaced_is_proven_on_the_spot() -> None
         assert proof_key(model) is None
     model.model.layers[0].self_attn.forward = lambda *args, **kwargs: args
     assert proof_key(model) is None
+
+
+def test_a_model_with_a_hook_is_proven_on_the_spot() -> None:
+    model = _model()
+    hook = model.model.layers[1].input_layernorm.register_forward_hook(lambda module, args, output: output)
+    assert proof_key(model) is None
+    hook.remove()
+    assert proof_key(model) is not None
+
+
+def test_a_parameter_that_two_blocks_share_is_refused_for_a_known_family_too() -> None:
+    model = _model()
+    first, second = model.model.layers[:2]
+    second.mlp.gate.weight = first.mlp.gate.weight
+    with refused("layout.pp-shared-parameter", naming="model.layers.1"):
+        _cut(model)

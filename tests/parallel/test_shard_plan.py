@@ -14,6 +14,7 @@ from expertmesh.model import plan_model
 from expertmesh.parallel.apply import shard_model
 from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.state.stage_view import full_model
+from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
 
@@ -81,3 +82,9 @@ def test_planning_leaves_the_model_as_it_is() -> None:
     assert {name: (tensor.dtype, tensor.device.type) for name, tensor in model.state_dict().items()} == before
     assert {name: tensor.dtype for name, tensor in twin.state_dict().items()} == {n: d for n, (d, _) in before.items()}
     assert plan.layout == Layout(pp=2)
+
+
+def test_an_ep_that_does_not_divide_the_experts_is_refused_though_the_mesh_knew_no_model() -> None:
+    layout = resolve_layout(em.ParallelConfig(ep=4), 4)
+    with refused("layout.ep-divides-experts", naming="6 experts"):
+        plan_model(tiny_model("qwen3_moe", num_experts=6), layout, ShardOptions(FP32))

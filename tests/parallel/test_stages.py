@@ -7,9 +7,16 @@ import torch
 from torch import nn
 
 from expertmesh.anatomy import describe
+from expertmesh.config import MoeConfig, PrecisionConfig
+<<<<<<< HEAD
+from expertmesh.config.errors import InputError
+=======
+>>>>>>> review1
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection.stage_probe import probe
+from expertmesh.model import plan_model
 from expertmesh.parallel.pipeline import plan_cut, stages_of
+from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.parallel.stages import balanced
 from expertmesh.state.stage_view import meta_twin
 from expertmesh.step.pipeline_schedule import interleaves, same_shape
@@ -131,6 +138,16 @@ def test_a_forward_that_needs_a_module_of_another_stage_is_refused_before_it_run
     model.model.rotary_emb = _AskingRotary(model.model)
     with refused("layout.pp-needs-other-stage", naming="AttributeError"):
         plan_cut(model, describe(model), Layout(pp=2))
+
+
+def test_a_stage_of_which_only_frozen_routers_would_train_is_refused() -> None:
+    model: Any = tiny_model("qwen3_moe").requires_grad_(False)
+    for layer in model.model.layers:
+        layer.mlp.gate.requires_grad_(True)
+    float32 = PrecisionConfig(params="float32", compute="float32", reduce="float32")
+    plan_model(model, Layout(pp=2), ShardOptions(float32))
+    with refused("layout.pp-untrained-stage", naming="stage 0"):
+        plan_model(model, Layout(pp=2), ShardOptions(float32, MoeConfig(router="frozen")))
 
 
 def test_micro_batches_get_one_shape_without_a_target_or_a_real_token_more() -> None:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from expertmesh.checkpoint.schema import KINDS, SCHEMA_VERSION, FileEntry, Manifest, tensor_file
+from expertmesh.checkpoint.schema import KINDS, SCHEMA_VERSION, FileEntry, Manifest, tensor_file, writer_of
 from expertmesh.checkpoint.schema1 import Schema1Manifest, upgraded
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
 from expertmesh.io.safetensors_reader import DTYPES
@@ -110,11 +110,16 @@ def tensor_problems(directory: Path, manifest: Manifest) -> Iterator[str]:
                 reason = f"is not whole: the checkpoint has no {file}"
             if reason:
                 yield f"{directory / MANIFEST}: damaged: tensor {name} {reason}"
+    used = {entry.tiling for kind in KINDS for entry in manifest.tensors(kind).values()}
+    for number, problem in enumerate(wrong):
+        if problem and number not in used:
+            yield f"{directory / MANIFEST}: damaged: tiling {number}: {problem}"
 
 
 def _unwritten(manifest: Manifest, kind: str) -> list[str | None]:
     """For each tiling, a file of that kind that it needs and the manifest does not name."""
-    names = {rank: tensor_file(kind, rank, manifest.world_size) for rank in range(manifest.world_size)}
-    written = {rank for rank, name in names.items() if name in manifest.by_name}
+    # By the files: a manifest may claim any number of ranks.
+    writers = (writer_of(name, manifest.world_size) for name in manifest.by_name)
+    written = {rank for of_kind, rank in writers if of_kind == kind}
     missing = (next((rank for rank in tiling.ranks if rank not in written), None) for tiling in manifest.tilings)
     return [None if rank is None else tensor_file(kind, rank, manifest.world_size) for rank in missing]

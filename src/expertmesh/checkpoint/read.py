@@ -97,7 +97,7 @@ def open_state(directory: Path, *, rank: int = 0, ranks: int = 1) -> Iterator[Sa
     """
     manifest = read_manifest(directory, rank=rank, ranks=ranks)
     headers = Headers(directory, manifest)
-    headers.check([file.name for file in manifest.files if is_tensor_file(file.name)][rank::ranks])
+    headers.check([file.name for file in manifest.files[rank::ranks] if is_tensor_file(file.name)])
     with WeightFiles(directory, {}) as files:
         yield SavedState(directory, manifest, headers, files)
 

@@ -20,7 +20,7 @@ from expertmesh.io.boxes import Box, volume
 
 SCHEMA_VERSION = 2
 KINDS = ("model", "optimizer")
-_TENSOR_FILE = re.compile(r"(model|optimizer)-(\d{5,})-of-(\d{5,})\.safetensors")
+_TENSOR_FILE = re.compile(r"(model|optimizer)-([0-9]{5,9})-of-[0-9]{5,9}\.safetensors")
 _Sha256 = Field(pattern=r"^[0-9a-f]{64}$")
 _Size = Field(ge=0)
 
@@ -158,15 +158,14 @@ class Manifest(ManifestHeader):
 
     def kind_of(self, file: str) -> str | None:
         """Whether a file holds parts of the model or of the optimizer; None for other files."""
-        match = _TENSOR_FILE.fullmatch(file)
-        return match[1] if match and int(match[3]) == self.world_size else None
+        kind, _ = writer_of(file, self.world_size)
+        return kind
 
     def parts_in(self, file: str) -> dict[str, tuple[Box, str]]:
         """(box, dtype) of the parts that `file` holds, by tensor."""
-        kind = self.kind_of(file)
+        kind, rank = writer_of(file, self.world_size)
         if kind is None:
             return {}
-        rank = int(file.split("-")[1])
         cells = [tiling.cell_of(rank) for tiling in self.tilings]
         found = ((name, cells[entry.tiling], entry.dtype) for name, entry in self.tensors(kind).items())
         return {name: (cell, dtype) for name, cell, dtype in found if cell is not None}
@@ -188,6 +187,14 @@ class Manifest(ManifestHeader):
 def tensor_file(kind: str, rank: int, world_size: int) -> str:
     """The name of the file in which `rank` wrote its parts of the model or the optimizer."""
     return f"{kind}-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def writer_of(file: str, world_size: int) -> tuple[str | None, int]:
+    """(kind, rank) of a file that a rank of `world_size` wrote tensors in; (None, -1) for other files."""
+    match = _TENSOR_FILE.fullmatch(file)
+    if match is None or int(match[2]) >= world_size or tensor_file(match[1], int(match[2]), world_size) != file:
+        return None, -1
+    return match[1], int(match[2])
 
 
 def is_tensor_file(name: str) -> bool:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from expertmesh.checkpoint.schema import KINDS, Manifest, ManifestHeader, Strict, TensorEntry, Tiling, tensor_file
+from expertmesh.checkpoint.schema import Manifest, ManifestHeader, Strict, TensorEntry, Tiling, writer_of
 from expertmesh.io.boxes import Box, volume
 
 _Size = Field(ge=0)
@@ -39,9 +39,7 @@ class Schema1Manifest(ManifestHeader):
 
 def upgraded(old: Schema1Manifest) -> Manifest:
     """The same checkpoint as a manifest of today. `ValueError` names a tensor whose chunks cannot be its parts."""
-    rank_of = {
-        kind: {tensor_file(kind, rank, old.world_size): rank for rank in range(old.world_size)} for kind in KINDS
-    }
+    writers_of = {file.name: writer_of(file.name, old.world_size) for file in old.files}
     tilings: dict[str, tuple[int, Tiling]] = {}
     fingerprints: dict[str, dict[str, int]] = {}
 
@@ -51,12 +49,13 @@ def upgraded(old: Schema1Manifest) -> Manifest:
             if chunk.file >= len(old.files) or not len(chunk.offset) == len(chunk.shape) == len(tensor.shape):
                 raise ValueError(f"tensor {name} has chunks that cannot be part of it")
             file = old.files[chunk.file].name
-            if file not in rank_of[kind]:
+            of_kind, rank = writers_of[file]
+            if of_kind != kind:
                 raise ValueError(f"looks for {name} in {file}")
             if chunk.box in writers:
                 raise ValueError(f"tensor {name} is not whole: two of its parts overlap")
             if volume(chunk.box):
-                writers[chunk.box] = rank_of[kind][file]
+                writers[chunk.box] = rank
             if chunk.fingerprint is not None:
                 fingerprints.setdefault(file, {})[name] = chunk.fingerprint
         try:

@@ -56,7 +56,10 @@ Output = Annotated[str, Option(metavar="DIR", help="directory to write; new or e
 WrittenDtype = Literal["bfloat16", "float16", "float32"]
 DTYPE = Option(help="of the weights written, but for what the family keeps in float32 (default: unchanged)")
 SHARD_SIZE = Option(
-    metavar="SIZE", parser=size, show_default="5GB", help="of one file of a model's weights: 500MB, 4GiB or bytes"
+    metavar="SIZE",
+    parser=size,
+    show_default=False,
+    help="of one file of a model's weights: 5GB (default), 500MB, 4GiB or bytes",
 )
 DEFAULT_SHARD_SIZE = size("5GB")
 TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", help="let the model's own Python code run")]

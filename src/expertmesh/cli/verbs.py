@@ -89,17 +89,26 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _keep_error_format(context: typer.Context, wanted: ErrorFormat) -> ErrorFormat:
+    """At once, so that it holds for an unknown verb too."""
+    context.ensure_object(dict)["error_format"] = wanted
+    return wanted
+
+
 @app.callback()
 def root(
-    context: typer.Context,
     error_format: Annotated[
-        ErrorFormat, Option(help="of an error on stderr: a sentence, or a JSON object with its stable key")
+        ErrorFormat,
+        Option(
+            callback=_keep_error_format,
+            help="of an error on stderr: a sentence, or a JSON object with its stable key",
+        ),
     ] = "text",
     version: Annotated[
         bool, Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    context.obj["error_format"] = error_format
+    """What stands before the verb."""
 
 
 @verb

@@ -82,7 +82,9 @@ def proof_key(module: nn.Module, *others: object) -> str | None:
     """
     name = class_key(type(module))
     kinds = {_own_class(type(part)) for part in module.modules()}
-    replaced = any("forward" in vars(part) for part in module.modules())
+    replaced = any(
+        "forward" in vars(part) or part._forward_pre_hooks or part._forward_hooks for part in module.modules()
+    )
     if name is None or replaced or not all(map(_runs_published_code, kinds)):
         return None
     config: Any = getattr(module, "config", None)

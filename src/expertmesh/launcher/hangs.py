@@ -22,7 +22,12 @@ SILENT_SECONDS = 5.0
 # gloo; NCCL's watchdog; the store, before a group is up.
 _TIMEOUT = re.compile(r"Timed out waiting \d+ms|collective operation timeout|wait timeout after|waiting for clients")
 # Where the Python stack ends of a rank that waits for its peers.
-_COLLECTIVES = ("/torch/distributed/", "/expertmesh/experts/")
+_COLLECTIVES = (
+    "/torch/distributed/",
+    "/expertmesh/distributed/",
+    "/expertmesh/experts/",
+    "/expertmesh/training/exchange.py",
+)
 
 
 @dataclass(frozen=True, slots=True)

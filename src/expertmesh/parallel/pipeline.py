@@ -8,6 +8,7 @@ one behind the last block gets it. What stands before the blocks (embedding) is 
 them (final norm, head) on the last; a weight that is tied between the two is on both.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -91,16 +92,19 @@ class Cut:
         return [name for name, ranks in self.parts.items() if pp_rank not in ranks]
 
 
-def plan_cut(model: nn.Module, anatomy: Anatomy, layout: Layout, twin: nn.Module | None = None) -> Cut:
+def plan_cut(
+    model: nn.Module, anatomy: Anatomy, layout: Layout, twin: nn.Module | None = None, frozen: Sequence[str] = ()
+) -> Cut:
     """Raises `InputError` by name for a model that cannot be cut; nothing is changed. Every rank plans the same.
 
-    `twin` is the model's on meta, if there is one, and is left as it was.
+    `twin` is the model's on meta, if there is one, and is left as it was. `frozen` modules are going to be frozen.
     """
     blocks = decoder_blocks(anatomy)
     stages = plan_stages(model, anatomy, blocks, layout)
     decoder = _decoder(model, anatomy, blocks, twin)
     parts = _parts(model, decoder, blocks, layout, stages)
     trained = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
+    trained = [name for name in trained if not any(is_inside(name, module) for module in frozen)]
     for rank in range(layout.pp):
         if not any(rank in ranks and is_inside(name, part) for part, ranks in parts.items() for name in trained):
             own = stages_of(layout, rank)
@@ -133,9 +137,12 @@ def _decoder(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str], twin: nn
 
     config: Any = model.config
     hidden_size: Any = getattr(config.get_text_config(), "hidden_size", None)
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    outside = [name for name in names if not any(is_inside(name, block) for block in blocks)]
-    key = proof_key(model, *outside)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    outside = [name for name in parameters if not any(is_inside(name, block) for block in blocks)]
+    uses = Counter(map(id, parameters.values()))
+    # What a block shares with another one, or with what is around it, is in no configuration.
+    shared = any(uses[id(parameter)] > 1 for name, parameter in parameters.items() if name not in outside)
+    key = None if shared else proof_key(model, *outside)
     found = look_up("stages", key, prove, keep=lambda answer: answer["hidden"] == [_HIDDEN_SIZE])
     dims = tuple(hidden_size if size == _HIDDEN_SIZE else size for size in found["hidden"])
     return Decoder(frozenset(found["before"]), frozenset(found["behind"]), dims)

@@ -3,6 +3,7 @@
 Called by `plan_shards` (shard_plan.py) for every way into the product.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -48,6 +49,15 @@ def refuse_model(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> Balance:
 
 def expert_shard_dim(spec: ExpertsSpec, layout: Layout) -> int:
     """The dim over which efsdp shards a rank's experts: 0 if it divides them, else a later one, else refused."""
+    if spec.num_experts % layout.ep:
+        # A mesh may have been made without a model in sight (`init_mesh`).
+        both = math.gcd(spec.num_experts, layout.efsdp * layout.ep)
+        valid = ", ".join(str(size) for size in range(1, both + 1) if both % size == 0)
+        raise InputError(
+            f"parallel.ep {layout.ep} does not divide the {spec.num_experts} experts of {spec.name}; valid values: "
+            f"{valid}",
+            key="layout.ep-divides-experts",
+        )
     efsdp, here = layout.efsdp, spec.num_experts // layout.ep
     width = spec.intermediate_size * (2 if spec.gated else 1)
     dims = (spec.hidden_size, width) if spec.transposed else (width, spec.hidden_size)

@@ -6,7 +6,7 @@ it is: what has to be tried runs on its meta twin.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -91,7 +91,8 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
     compute = getattr(torch, precision.compute)
     backends = {spec.name: choose_backend(spec, options.moe.compute, compute) for spec in anatomy.experts}
     expert_dims = plan_expert_dims(model, anatomy, layout)
-    tensor, cut = plan_axes(model, anatomy, layout, twin, kept_in_fp32=kept_in_fp32)
+    frozen = anatomy.routers if options.moe.router == "frozen" else ()
+    tensor, cut = plan_axes(model, anatomy, layout, twin, kept_in_fp32=kept_in_fp32, frozen=frozen)
     balance = refuse_model(model, anatomy, options.moe)
     uncast = refuse_dtypes(model, anatomy, precision, kept_in_fp32, twin)
     checkpointed = checkpointed_blocks(model, anatomy, options.activation_checkpointing, options.checkpoint_layers)
@@ -106,7 +107,7 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
         balance=balance,
         dispatch="local" if layout.ep == 1 else dispatch,
         compute=backends,
-        frozen=anatomy.routers if options.moe.router == "frozen" else (),
+        frozen=frozen,
         tensor=tensor,
         cut=cut,
         splits=splits,
@@ -118,9 +119,15 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
 
 
 def plan_axes(
-    model: nn.Module, anatomy: Anatomy, layout: Layout, twin: MetaTwin, *, kept_in_fp32: KeptInFp32
+    model: nn.Module,
+    anatomy: Anatomy,
+    layout: Layout,
+    twin: MetaTwin,
+    *,
+    kept_in_fp32: KeptInFp32,
+    frozen: Sequence[str] = (),
 ) -> tuple[TensorPlan, Cut | None]:
     """What tp splits and where pp cuts, if it does. Raises `InputError` for tp, cp or pp that the model cannot have."""
     refuse_axes(model, anatomy, layout)
     tensor = tensor_plan(model, anatomy, layout.tp, kept_in_fp32)
-    return tensor, plan_cut(model, anatomy, layout, twin.module) if layout.pp > 1 else None
+    return tensor, plan_cut(model, anatomy, layout, twin.module, frozen) if layout.pp > 1 else None
