@@ -11,7 +11,6 @@ import transformers
 from torch import nn
 
 from expertmesh.anatomy import describe
-from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection import known_families, source_code
 from expertmesh.introspection.known_families import class_key, proof_key

@@ -8,10 +8,6 @@ from torch import nn
 
 from expertmesh.anatomy import describe
 from expertmesh.config import MoeConfig, PrecisionConfig
-<<<<<<< HEAD
-from expertmesh.config.errors import InputError
-=======
->>>>>>> review1
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection.stage_probe import probe
 from expertmesh.model import plan_model
