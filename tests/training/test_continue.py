@@ -226,7 +226,7 @@ def _train_by_a_clock(config: Config, minutes_per_step: float) -> list[int]:
     minutes, saved = [0.0], []
 
     def overdue(of_run: RunCheckpoints) -> bool:
-        minutes[0] += minutes_per_step if of_run.is_main else 0
+        minutes[0] += minutes_per_step if of_run.run.mesh.rank == 0 else 0
         return asked(of_run)
 
     def save(of_run: RunCheckpoints, counters: Any) -> None:

@@ -10,18 +10,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel
+from torch.optim import Optimizer
 
 from expertmesh.checkpoint.companions import companions
 from expertmesh.checkpoint.directory import CHECKPOINTS, clean
 from expertmesh.checkpoint.small_files import STATE_FILE, state_bytes
 from expertmesh.checkpoint.write import CheckpointWriter, SavedCheckpoint
-from expertmesh.config import CheckpointConfig, dump_config
+from expertmesh.config import dump_config
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.terminal import gib
 from expertmesh.training.lock import RunLock
-from expertmesh.training.resume import Counters, Identity
+from expertmesh.training.resume import Counters
 from expertmesh.training.run_state import RunState
 from expertmesh.training.startup.prepare import Prepared
 
@@ -33,25 +32,22 @@ class RunCheckpoints:
     `paused_seconds` is how long the last step's saving held training up.
     """
 
-    config: CheckpointConfig
+    run: Prepared
+    optimizer: Optimizer
     writer: CheckpointWriter
-    model: PreTrainedModel
-    optimizer: torch.optim.Optimizer
-    identity: Identity
     files: Mapping[str, bytes]
-    is_main: bool
     lock: RunLock | None
     saved_step: int
     saved_at: float = field(default_factory=time.monotonic)
 
     def overdue(self) -> bool:
         """Whether `every_minutes` have passed by this rank's clock; only rank 0's answer counts."""
-        minutes = self.config.every_minutes
+        minutes = self.run.config.checkpoint.every_minutes
         return minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
 
     def is_due(self, step: int, last_step: int, overdue: bool) -> bool:
         """Whether to save after `step`; `overdue` is rank 0's."""
-        every = self.config.every_steps
+        every = self.run.config.checkpoint.every_steps
         by_rule = overdue or (every is not None and (step % every == 0 or step == last_step))
         return by_rule and step != self.saved_step
 
@@ -65,9 +61,9 @@ class RunCheckpoints:
         with raise_on_all_ranks("checking the lock of output_dir"):
             if self.lock is not None:
                 self.lock.check()
-        state: dict[str, Any] = {"identity": asdict(self.identity), "counters": asdict(counters)}
+        state: dict[str, Any] = {"identity": asdict(self.run.identity), "counters": asdict(counters)}
         files = {**self.files, STATE_FILE: state_bytes(counters.step, state, self.optimizer)}
-        saved = self.writer.save(self.model, self.optimizer, counters.step, files)
+        saved = self.writer.save(self.run.model, self.optimizer, counters.step, files)
         self.saved_step, self.saved_at = counters.step, time.monotonic()
         self._tell(saved)
 
@@ -76,7 +72,7 @@ class RunCheckpoints:
         self._tell(self.writer.close())
 
     def _tell(self, saved: SavedCheckpoint | None) -> None:
-        if saved is not None and self.is_main:
+        if saved is not None and self.run.mesh.rank == 0:
             print(
                 f"checkpoint {saved.directory.name}: {saved.files} files, {gib(saved.total_bytes)}, "
                 f"written in {saved.seconds:.1f} s, training paused {saved.paused_seconds:.2f} s",
@@ -101,14 +97,4 @@ def open_checkpoints(run: Prepared, state: RunState, lock: RunLock | None) -> Ru
     writer = CheckpointWriter(
         directory, keep_last=config.checkpoint.keep_last, asynchronous=config.checkpoint.asynchronous
     )
-    return RunCheckpoints(
-        config=config.checkpoint,
-        writer=writer,
-        model=run.model,
-        optimizer=state.optimizer,
-        identity=run.identity,
-        files=files,
-        is_main=is_main,
-        lock=lock,
-        saved_step=state.counters.step,
-    )
+    return RunCheckpoints(run, state.optimizer, writer, files, lock, state.counters.step)
