@@ -157,19 +157,21 @@ def test_what_is_loaded_and_saved_again_is_the_same_bytes(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("changes", "naming"),
+    ("changes", "key", "naming"),
     [
-        ({"expert": "residual"}, "layers.0.mlp.experts is a list of ResidualMLP"),
-        ({"aux_loss_alpha": 0.1}, "adds a loss of its own in backward"),
-        ({"style": "chain"}, "gave its experts other tokens when it was run"),
-        ({"style": "reading"}, "cannot be run on a small copy"),
-        ({"style": "counting"}, "does not give the same result"),
+        ({"expert": "residual"}, "model.unsupported-expert-list", "layers.0.mlp.experts is a list of ResidualMLP"),
+        ({"aux_loss_alpha": 0.1}, "model.experts-not-weighted-sum", "adds a loss of its own in backward"),
+        ({"style": "chain"}, "model.experts-not-weighted-sum", "gave its experts other tokens when it was run"),
+        ({"style": "reading"}, "model.experts-not-weighted-sum", "cannot be run on a small copy"),
+        ({"style": "counting"}, "model.experts-not-weighted-sum", "does not give the same result"),
     ],
     ids=["not-an-mlp", "auxiliary-loss", "chained-experts", "weights-read", "state-counted-twice"],
 )
-def test_what_cannot_be_fused_exactly_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], naming: str) -> None:
+def test_what_cannot_be_fused_exactly_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], key: str, naming: str
+) -> None:
     write_list_model(tmp_path / "source", **changes)
-    with refused("model.unsupported-expert-list", naming=naming):
+    with refused(key, naming=naming):
         _meta(tmp_path / "source")
 
 
