@@ -9,7 +9,6 @@ import pytest
 
 from expertmesh.cli import check
 from expertmesh.config import Config
-from expertmesh.config.errors import InputError
 from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
 from tests.support.errors import refused
@@ -113,9 +112,9 @@ def test_suspicious_target_share_is_a_warning(model: Path, tmp_path: Path, capsy
 
 
 def test_hopeless_input_is_refused(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"a\.jsonl:2: the line is not JSON"):
+    with refused("data.malformed-row", naming="a.jsonl:2: "):
         check.run(config_of(model, write(tmp_path / "a.jsonl", [chat(), "{"])))
     good = write(tmp_path / "b.jsonl", [chat()])
     (model / "tokenizer.json").write_text("{}")
-    with pytest.raises(InputError, match=r"tokenizer of .* cannot be loaded"):
+    with refused("tokenizer.not-loaded"):
         check.run(config_of(model, good))

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 from expertmesh.cli import inspect
-from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.config.errors import IntegrityError
 from expertmesh.io.safetensors_reader import WeightFiles
 from tests.support.errors import refused
 from tests.support.models import tiny_config, tiny_model
@@ -182,12 +182,12 @@ def test_a_damaged_weight_file_is_an_integrity_error(checkpoint: Path, tmp_path:
         (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:-100])
-    with pytest.raises(IntegrityError, match="ends inside tensor"):
+    with refused("weights.damaged", IntegrityError, naming="ends inside tensor"):
         inspect.run(str(tmp_path))
 
 
 def test_a_missing_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError):
+    with refused("model.not-found"):
         inspect.run(str(tmp_path / "nothing"))
 
 
@@ -195,5 +195,5 @@ def test_remote_code_is_refused_unless_allowed(tmp_path: Path) -> None:
     config = {"model_type": "made_up", "auto_map": {"AutoConfig": "made_up.MadeUpConfig"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "made_up.py").write_text("raise SystemExit('remote code ran')\n")
-    with pytest.raises(InputError, match="trust_remote_code"):
+    with refused("model.remote-code"):
         inspect.run(str(tmp_path))

@@ -18,15 +18,12 @@ from expertmesh.config.errors import (
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "expertmesh"
 CLASSES = (InputError, IntegrityError, SecurityError, DistributedFailure)
-# Their errors get keys later.
-WITHOUT_KEYS = ("data", "io", "weights")
 KEY = re.compile(r"[a-z]+\.[a-z0-9]+(-[a-z0-9]+)*")
 
 
 def trees() -> Iterator[tuple[str, ast.Module]]:
     for file in sorted(SOURCE.rglob("*.py")):
-        if (name := str(file.relative_to(SOURCE))).split("/")[0] not in WITHOUT_KEYS:
-            yield name, ast.parse(file.read_text(encoding="utf-8"))
+        yield str(file.relative_to(SOURCE)), ast.parse(file.read_text(encoding="utf-8"))
 
 
 TREES = dict(trees())

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase
 
-from expertmesh.config.errors import InputError
 from expertmesh.data.encode import Encoded, Encoder
 from expertmesh.data.formats import Conversation, MalformedRow, PlainText, PromptCompletion, Record
 from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
+from tests.support.errors import refused
 
 END = "<|im_end|>"
 
@@ -185,7 +185,7 @@ def test_templates_that_hide_the_targets_are_refused_with_the_reason(template: s
 def test_missing_chat_template_names_the_tokenizer_and_the_mend() -> None:
     tokenizer = bpe_tokenizer(None)
     tokenizer.name_or_path = "some/model"
-    with pytest.raises(InputError, match=r"some/model has no chat template.*chat_template\.jinja"):
+    with refused("tokenizer.no-chat-template", naming="some/model"):
         encode(tokenizer, talk("a", "b"))
 
 

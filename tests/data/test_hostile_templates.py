@@ -21,6 +21,7 @@ from expertmesh.data.formats import Conversation, MalformedRow
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
+from tests.support.errors import refused
 from tests.support.ranks import run_ranks
 
 HELLO = Conversation(({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}))
@@ -90,9 +91,8 @@ def render(template: str, *conversations: Conversation) -> list[Rendered | Malfo
 @pytest.mark.parametrize(("template", "reason"), CASES, ids=[template[:60] for template, _ in CASES])
 def test_hostile_templates_are_refused_by_name_and_in_time(template: str, reason: str) -> None:
     start = time.monotonic()
-    with pytest.raises(SecurityError, match="the chat template of some/model is refused: it ") as caught:
+    with refused("tokenizer.unsafe-chat-template", SecurityError, naming=reason):
         render(template + on_the_fly.CHATML)
-    assert reason in str(caught.value)
     assert time.monotonic() - start < sandbox.TIME_LIMIT_SECONDS
 
 
@@ -100,7 +100,7 @@ def test_hostile_templates_are_refused_by_name_and_in_time(template: str, reason
 @pytest.mark.parametrize("template", SLOW, ids=["loops", "one operation"])
 def test_endless_templates_are_refused_when_their_time_is_over(template: str) -> None:
     start = time.monotonic()
-    with pytest.raises(SecurityError, match=r"some/model is refused: it does not finish within 0\.5 s"):
+    with refused("tokenizer.unsafe-chat-template", SecurityError, naming="does not finish within 0.5 s"):
         render(template + on_the_fly.CHATML)
     assert time.monotonic() - start < 5
 
@@ -110,7 +110,7 @@ def test_endless_templates_are_refused_when_their_time_is_over(template: str) ->
     "template", [ESCAPES[0], NESTED_LOOPS, DOUBLING, FLOODS[0]], ids=["escape", "time", "memory", "text"]
 )
 def test_generation_marks_are_no_way_round_the_limits(template: str) -> None:
-    with pytest.raises(SecurityError, match="is refused"):
+    with refused("tokenizer.unsafe-chat-template", SecurityError, naming="some/model"):
         render(f"{{% generation %}}{template}{{% endgeneration %}}{on_the_fly.CHATML_WITH_MARKS}")
 
 
@@ -120,7 +120,7 @@ def test_a_template_that_waits_for_certain_data_is_refused_when_it_comes() -> No
     now = Conversation(({"role": "user", "content": "now"}, *HELLO.messages[1:]))
     renderer = ChatRenderer(tokenizer_with(template), "assistant")
     assert all(isinstance(each, Rendered) for each in renderer.render([HELLO] * 50))
-    with pytest.raises(SecurityError, match=r"does not finish within 0\.5 s"):
+    with refused("tokenizer.unsafe-chat-template", SecurityError, naming="does not finish within 0.5 s"):
         renderer.render([HELLO, now, HELLO])
 
 
@@ -197,7 +197,5 @@ def test_check_refuses_as_training_does_even_when_bad_rows_are_skipped(template:
             "output_dir": str(tmp_path / "run"),
         }
     )
-    with pytest.raises(SecurityError, match="is refused") as caught:
+    with refused("tokenizer.unsafe-chat-template", SecurityError, naming=str(model)):
         check.run(config)
-    assert str(model) in str(caught.value)
-    assert caught.value.exit_code == 4

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from expertmesh.config.errors import InputError
 from expertmesh.data import BatchLayout, EvaluationBatches, Step, TokenizedDataset, TrainingBatches, padding_token_id
 from expertmesh.data.loader import accumulation_of
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
+from tests.support.errors import refused
 
 ROWS = 37
 LAYOUTS = [(ranks, micro) for ranks in (1, 2, 4) for micro in (1, 2)]
@@ -128,15 +128,15 @@ def test_unpacked_micro_batch_is_as_wide_as_its_longest_row(dataset: TokenizedDa
 
 def test_batch_size_that_does_not_divide_names_the_nearest_valid_ones() -> None:
     assert accumulation_of(64, 2, 8) == 4
-    with pytest.raises(InputError, match=r"global_batch_size 60 .* 2 × 8 data ranks = 16; .* is 48 or 64\."):
+    with refused("config.combination", naming="is 48 or 64."):
         accumulation_of(60, 2, 8)
-    with pytest.raises(InputError, match=r"nearest valid train\.global_batch_size is 16\."):
+    with refused("config.combination", naming="is 16."):
         accumulation_of(4, 2, 8)
 
 
 def test_no_rows_is_refused() -> None:
     empty = TokenizedDataset([], [])
-    with pytest.raises(InputError, match="no step to train"):
+    with refused("data.empty", naming="data.train"):
         batches(empty)
 
 

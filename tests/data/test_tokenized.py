@@ -1,11 +1,10 @@
 """The compact data set gives back what was put in, with labels that nothing can be wrong about."""
 
 import numpy as np
-import pytest
 
-from expertmesh.config.errors import InputError
 from expertmesh.data.sources import SourceFile
 from expertmesh.data.tokenized import TokenizedDataset, check_vocabulary
+from tests.support.errors import refused
 
 
 def dataset_of(*samples: tuple[list[int], list[int]]) -> TokenizedDataset:
@@ -47,5 +46,5 @@ def test_every_sample_knows_its_file_and_line() -> None:
 def test_token_id_without_embedding_is_refused_with_its_line() -> None:
     dataset = dataset_of(([1, 2], [0, 1]), ([3, 9], [0, 1]), ([4, 5], [0, 1]))
     check_vocabulary(dataset, 10)
-    with pytest.raises(InputError, match=r"b\.parquet:row 11: contains token id 9.* ids 0 to 8 only"):
+    with refused("data.unknown-token-id", naming="b.parquet:row 11: contains token id 9"):
         check_vocabulary(dataset, 9)

@@ -10,6 +10,7 @@ from expertmesh.config import ModelConfig
 from expertmesh.config.errors import InputError
 from expertmesh.data import load_tokenizer
 from tests.data.tokenizers_on_the_fly import CHATML, bpe_tokenizer
+from tests.support.errors import refused
 
 
 def test_tokenizer_comes_with_its_chat_template(tmp_path: Path) -> None:
@@ -30,7 +31,7 @@ def test_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
     bpe_tokenizer().save_pretrained(tmp_path)
     text = (tmp_path / "tokenizer.json").read_text()
     (tmp_path / "tokenizer.json").write_text(text[: len(text) // 2])
-    with pytest.raises(InputError, match=r"cannot be loaded"):
+    with refused("tokenizer.not-loaded"):
         load_tokenizer(ModelConfig(name_or_path=str(tmp_path)))
 
 
@@ -40,6 +41,6 @@ def test_code_of_a_model_does_not_run_unless_trusted(tmp_path: Path) -> None:
     wanted = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["code.Own", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(wanted))
     DeepseekV3Config().save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=r"model\.trust_remote_code: true if you trust it"):
+    with refused("model.remote-code"):
         load_tokenizer(ModelConfig(name_or_path=str(tmp_path)))
     assert not ran.exists()

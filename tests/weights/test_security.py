@@ -106,15 +106,15 @@ def _repeat(directory: Path) -> Path:
     return path
 
 
-ATTACKS: dict[str, tuple[Callable[[Path], Path], type[ExpertmeshError], str]] = {
-    "truncated": (_cut, IntegrityError, "ends inside tensor"),
-    "bit flip in a header": (_flip, IntegrityError, "which does not exist"),
-    "file not there": (_remove, InputError, "no such file"),
-    "overlapping offsets": (_overlap, SecurityError, "overlap"),
-    "header larger than the file": (_claim, SecurityError, "a header of 1099511627776 bytes"),
-    "index that leaves its directory": (_leave, SecurityError, "names the weights file '../"),
-    "values that are not finite": (_poison, IntegrityError, f"tensor {EXPERT_7} holds a value that is not finite"),
-    "expert twice": (_repeat, IntegrityError, f"tensor {EXPERT_7} is in both"),
+ATTACKS: dict[str, tuple[Callable[[Path], Path], type[ExpertmeshError], str, str]] = {
+    "truncated": (_cut, IntegrityError, "weights.damaged", "ends inside tensor"),
+    "bit flip in a header": (_flip, IntegrityError, "weights.damaged", "which does not exist"),
+    "file not there": (_remove, InputError, "weights.not-found", "no such file"),
+    "overlapping offsets": (_overlap, SecurityError, "weights.unsafe", "overlap"),
+    "header larger than the file": (_claim, SecurityError, "weights.unsafe", "a header of 1099511627776 bytes"),
+    "index that leaves its directory": (_leave, SecurityError, "weights.unsafe-name", "names the weights file '../"),
+    "values that are not finite": (_poison, IntegrityError, "weights.not-finite", EXPERT_7),
+    "expert twice": (_repeat, IntegrityError, "weights.duplicate-tensor", EXPERT_7),
 }
 
 
@@ -128,12 +128,12 @@ def _load_or_error(good: Path, bad: Path, bad_rank: int) -> tuple[str, str, list
     with pytest.raises(ExpertmeshError) as caught:
         load_model(directory, mesh)
     dist.barrier()  # The group still works: nobody was left inside a collective.
-    return type(caught.value).__name__, str(caught.value), allocated
+    return f"{type(caught.value).__name__} of key {caught.value.key}", str(caught.value), allocated
 
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_what_one_rank_sees_every_rank_refuses_in_the_same_words(name: str, checkpoint: Path, tmp_path: Path) -> None:
-    attack, error, words = ATTACKS[name]
+    attack, error, key, words = ATTACKS[name]
     bad = tmp_path / "bad"
     bad.mkdir()
     for path in checkpoint.iterdir():
@@ -142,7 +142,10 @@ def test_what_one_rank_sees_every_rank_refuses_in_the_same_words(name: str, chec
     first, second = run_ranks(_load_or_error, 2, checkpoint, bad, 1)
     assert first[:2] == second[:2]
     kind, sentence, _ = first
-    assert (kind, error.exit_code) == (error.__name__, {InputError: 2, IntegrityError: 3, SecurityError: 4}[error])
+    assert (kind, error.exit_code) == (
+        f"{error.__name__} of key {key}",
+        {InputError: 2, IntegrityError: 3, SecurityError: 4}[error],
+    )
     assert words in sentence
     assert named.name in sentence
     # The rank that saw it had allocated nothing, unless it takes values to see it.
@@ -175,8 +178,7 @@ def test_a_config_that_disagrees_with_the_tensors_names_them(
     first, second = run_ranks(_load_or_error, 2, checkpoint, checkpoint, 1)
     assert first == second
     kind, sentence, allocated = first
-    assert (kind, allocated) == ("IntegrityError", [])
-    assert f"{checkpoint}: does not fit Qwen3MoeForCausalLM" in sentence
+    assert (kind, allocated) == ("IntegrityError of key weights.does-not-fit", [])
     assert all(each in sentence for each in words), sentence
 
 
@@ -198,7 +200,7 @@ def test_a_pickle_is_refused_and_never_opened(name: str, checkpoint: Path, tmp_p
     (checkpoint / name).write_bytes(pickle.dumps(_Canary(canary)))
     first, second = run_ranks(_load_or_error, 2, checkpoint, checkpoint, 1)
     assert first == second
-    assert first[0] == "SecurityError"
+    assert first[0] == "SecurityError of key weights.pickle"
     assert name in first[1]
     assert not first[2], "memory was allocated for a pickle"
     assert not canary.exists()
@@ -211,7 +213,7 @@ def test_a_config_cannot_name_other_weights_either(name: str, checkpoint: Path) 
     _edit_config(checkpoint, transformers_weights=name)
     first, second = run_ranks(_load_or_error, 2, checkpoint, checkpoint, 1)
     assert first == second
-    assert first[0] == "SecurityError"
+    assert first[0] == "SecurityError of key weights.unsafe-name"
     assert repr(name) in first[1]
 
 
@@ -221,7 +223,7 @@ def test_code_of_a_model_does_not_run_without_the_flag(checkpoint: Path, tmp_pat
     (checkpoint / "made_up.py").write_text(f"open({str(canary)!r}, 'w')")
     first, second = run_ranks(_load_or_error, 2, checkpoint, checkpoint, 1)
     assert first == second
-    assert first[0] == "InputError"
+    assert first[0] == "InputError of key model.remote-code"
     assert "made_up.MadeUp" in first[1]
     assert not canary.exists()
 
@@ -229,5 +231,5 @@ def test_code_of_a_model_does_not_run_without_the_flag(checkpoint: Path, tmp_pat
 def test_a_config_nested_without_end_is_plain_bad_input(checkpoint: Path) -> None:
     (checkpoint / "config.json").write_text("[" * 1_000_000)
     (kind, sentence, _), _ = run_ranks(_load_or_error, 2, checkpoint, checkpoint, 1)
-    assert kind == "InputError"
-    assert "cannot be read as a model's config" in sentence
+    assert kind == "InputError of key model.invalid-config"
+    assert "config.json" in sentence

@@ -46,17 +46,17 @@ def parse_manifest(directory: Path) -> Manifest:
     if not path.is_file():  # reading a pipe would never end
         raise missing
     try:
-        content = read_content(path, SCHEMA_VERSION, MEND)
+        content = read_content(path, SCHEMA_VERSION, MEND, key="checkpoint.damaged")
     except FileNotFoundError as error:
         raise missing from error
     if isinstance(content, dict) and content.get("schema_version") == 1:
-        old = validated(path, Schema1Manifest, content, MEND)
+        old = validated(path, Schema1Manifest, content, MEND, key="checkpoint.damaged")
         _check_plain_paths(old.files, path)
         try:
             return upgraded(old)
         except ValueError as error:
             raise IntegrityError(f"{path}: damaged: {error}; {MEND}", key="checkpoint.damaged") from error
-    manifest = validated(path, Manifest, content, MEND)
+    manifest = validated(path, Manifest, content, MEND, key="checkpoint.damaged")
     _check_plain_paths(manifest.files, path)
     return manifest
 

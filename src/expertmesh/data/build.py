@@ -38,7 +38,9 @@ def build_dataset(
     token.
     """
     if not sources:
-        raise InputError("no data source is configured; name at least one file, directory or hub data set.")
+        raise InputError(
+            "no data source is configured; name at least one file, directory or hub data set.", key="data.no-source"
+        )
     builder = _Builder(data_config, tokenizer, model_vocab_size)
     for source in sources:
         builder.add(source)
@@ -87,17 +89,21 @@ class _Builder:
             if fits:
                 return fits[0], fits[1:], chain(seen, raw_rows)
             if self._config.on_error == "stop":
+                if raw.problem:
+                    mend = "correct the row, or set data.on_error: skip."
+                    raise InputError(f"{raw.position}: {raw.problem}; {mend}", key="data.malformed-row")
                 keys = ", ".join(map(str, raw.value or ())) or "none"
                 raise InputError(
-                    f"{raw.position}: "
-                    + (raw.problem or f"the row's keys ({keys}) fit none of the formats {', '.join(FORMATS)}")
-                    + ("; correct the row, or set data.on_error: skip." if raw.problem else "; rename the keys.")
+                    f"{raw.position}: the row's keys ({keys}) fit none of the formats {', '.join(FORMATS)}; "
+                    "rename the keys.",
+                    key="data.unknown-format",
                 )
         if not seen:
-            raise InputError(f"the data source {path} holds no row; name a source that does.")
+            raise InputError(f"the data source {path} holds no row; name a source that does.", key="data.empty")
         raise InputError(
             f"none of the first {len(seen):,} rows of {path} fits one of the formats {', '.join(FORMATS)}; "
-            "rename the rows' keys or correct the path."
+            "rename the rows' keys or correct the path.",
+            key="data.unknown-format",
         )
 
     def _add_chunk(self, chunk: Sequence[RawRow], format_name: str) -> None:
@@ -121,7 +127,10 @@ class _Builder:
     def _skip(self, raw: RawRow, reason: str) -> None:
         message = f"{raw.position}: {reason}"
         if self._config.on_error == "stop":
-            raise InputError(f"{message}; correct the row, or set data.on_error: skip to leave such rows out.")
+            raise InputError(
+                f"{message}; correct the row, or set data.on_error: skip to leave such rows out.",
+                key="data.malformed-row",
+            )
         self._report.skipped += 1
         _keep(self._report.skipped_at, message)
 
@@ -135,7 +144,8 @@ class _Builder:
             if self._config.on_overlong == "stop":
                 raise InputError(
                     f"{raw.position}: the sample has {length:,} tokens, more than data.max_length "
-                    f"{limit:,}; raise data.max_length, or set data.on_overlong to cut or drop."
+                    f"{limit:,}; raise data.max_length, or set data.on_overlong to cut or drop.",
+                    key="data.overlong-sample",
                 )
             if self._config.on_overlong == "drop":
                 self._report.dropped += 1
@@ -164,7 +174,8 @@ class _Builder:
                 f"malformed, {report.dropped:,} too long and {report.no_target:,} without a target "
                 f"under data.loss_on: {self._config.loss_on}"
                 + (f" (first: {first})" if first else "")
-                + "; correct the data or data.loss_on."
+                + "; correct the data or data.loss_on.",
+                key="data.no-targets",
             )
         if self._open_ended:
             report.notes.append(

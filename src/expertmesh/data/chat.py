@@ -67,7 +67,8 @@ class ChatRenderer:
             raise InputError(
                 f"the tokenizer {self._name} has no chat template, "
                 "which rows of format messages, sharegpt and alpaca need; put a chat_template.jinja into "
-                "the model directory, or use data of format prompt_completion or text."
+                "the model directory, or use data of format prompt_completion or text.",
+                key="tokenizer.no-chat-template",
             ) from error
         self._child = Sandbox(_InChild(tokenizer, template, loss_on).answer)
 
@@ -82,7 +83,8 @@ class ChatRenderer:
         except LimitExceeded as error:
             raise SecurityError(
                 f"the chat template of {self._name} is refused: it {error}; read it, and put a chat_template.jinja "
-                "that you trust into the model directory"
+                "that you trust into the model directory",
+                key="tokenizer.unsafe-chat-template",
             ) from error
         return [
             MalformedRow(answer)

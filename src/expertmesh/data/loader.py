@@ -99,7 +99,9 @@ class TrainingBatches:
         self, dataset: TokenizedDataset, layout: BatchLayout, *, global_batch_size: int, shuffle: bool, seed: int
     ) -> None:
         if not len(dataset):
-            raise InputError("the training data has no sample, so there is no step to train; correct data.train.")
+            raise InputError(
+                "the training data has no sample, so there is no step to train; correct data.train.", key="data.empty"
+            )
         self.accumulation = accumulation_of(global_batch_size, layout.micro_batch_size, layout.data_ranks)
         self._dataset = dataset
         self._layout = layout
@@ -162,7 +164,9 @@ class EvaluationBatches:
 
     def __init__(self, dataset: TokenizedDataset, layout: BatchLayout) -> None:
         if not len(dataset):
-            raise InputError("the evaluation data has no sample; correct data.eval, or leave it empty.")
+            raise InputError(
+                "the evaluation data has no sample; correct data.eval, or leave it empty.", key="data.empty"
+            )
         self._dataset = dataset
         self._layout = layout
         self._rows = layout.plan(dataset, np.arange(len(dataset))).rows
@@ -186,7 +190,8 @@ def accumulation_of(global_batch_size: int, micro_batch_size: int, data_ranks: i
     raise InputError(
         f"train.global_batch_size {global_batch_size} is not a multiple of train.micro_batch_size "
         f"{micro_batch_size} × {data_ranks} data ranks = {per_pass}; the nearest valid "
-        f"train.global_batch_size is {nearest}."
+        f"train.global_batch_size is {nearest}.",
+        key="config.combination",
     )
 
 

@@ -68,7 +68,8 @@ def _files_of(directory: Path, path: str) -> list[Path]:
     if not files:
         raise InputError(
             f"the data directory {path} holds no {', '.join(SUFFIXES)} file (sub-directories are not "
-            "searched); name the directory that holds the data files."
+            "searched); name the directory that holds the data files.",
+            key="data.no-files",
         )
     return files
 
@@ -84,11 +85,13 @@ def _read_file(file: Path) -> Iterator[RawRow]:
         else:
             raise InputError(
                 f"the data file {file} ends in {file.suffix or 'no suffix'!r}, which is not one of "
-                f"{', '.join(SUFFIXES)}; convert it to JSON lines."
+                f"{', '.join(SUFFIXES)}; convert it to JSON lines.",
+                key="data.unsupported-file",
             )
     except OSError as error:
         raise InputError(
-            f"the data file {file} cannot be read ({error}); check the path and its permissions."
+            f"the data file {file} cannot be read ({error}); check the path and its permissions.",
+            key="data.unreadable",
         ) from error
 
 
@@ -128,7 +131,9 @@ def _read_json(file: Path) -> Iterator[RawRow]:
     try:
         text = file.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"{file} is not UTF-8 ({error.reason} at byte {error.start + 1}); convert it.") from error
+        raise InputError(
+            f"{file} is not UTF-8 ({error.reason} at byte {error.start + 1}); convert it.", key="data.damaged-file"
+        ) from error
     yield from _list_rows(source, text)
 
 
@@ -143,7 +148,10 @@ def _list_rows(source: SourceFile, text: str) -> Iterator[RawRow]:
 
     def damaged(number: int, index: int, reason: str) -> InputError:
         line = text.count("\n", 0, index) + 1
-        return InputError(f"{source.position(number)} (line {line}): {reason}; the rest of the file cannot be read.")
+        return InputError(
+            f"{source.position(number)} (line {line}): {reason}; the rest of the file cannot be read.",
+            key="data.damaged-file",
+        )
 
     position, number = after_space(text.index("[") + 1), 1
     if text[position : position + 1] == "]":
@@ -215,14 +223,17 @@ def _read_parquet(file: Path) -> Iterator[RawRow]:
     except pyarrow.ArrowException as error:
         reason = str(error).splitlines()[0]
         raise InputError(
-            f"{source.position(number + 1)}: not readable as Parquet ({reason}); write it anew."
+            f"{source.position(number + 1)}: not readable as Parquet ({reason}); write it anew.",
+            key="data.damaged-file",
         ) from error
 
 
 def _read_hub(path: str) -> Iterator[RawRow]:
     match = _HUB_ID.fullmatch(path)
     if match is None or path.endswith(_FILE_LIKE):
-        raise InputError(f"the data path {path} does not exist; name a file, a directory or a hub data set.")
+        raise InputError(
+            f"the data path {path} does not exist; name a file, a directory or a hub data set.", key="data.not-found"
+        )
     import datasets
 
     split = match["split"] or "train"
@@ -232,7 +243,8 @@ def _read_hub(path: str) -> Iterator[RawRow]:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(
             f"the data path {path} is no local file or directory, and split {split!r} of the hub data set "
-            f"{match['id']} cannot be loaded ({reason}); correct the path or the split."
+            f"{match['id']} cannot be loaded ({reason}); correct the path or the split.",
+            key="data.not-found",
         ) from error
     source = SourceFile(f"{match['id']}:{split}", by_line=False)
     for number, value in enumerate(table, start=1):

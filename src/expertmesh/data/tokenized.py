@@ -112,5 +112,6 @@ def refuse_unknown_id(position: str, token_id: int, vocab_size: int) -> NoReturn
     raise InputError(
         f"{position}: contains token id {token_id}, but the model has embeddings for ids 0 to "
         f"{vocab_size - 1} only; use the model's own tokenizer, or a model whose embeddings were resized "
-        "for it."
+        "for it.",
+        key="data.unknown-token-id",
     )

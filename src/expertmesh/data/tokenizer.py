@@ -22,16 +22,19 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         if "trust_remote_code" in reason and not model.trust_remote_code:
             raise InputError(
                 f"the tokenizer of {name} is Python code that the model brings along; read that code, and "
-                "set model.trust_remote_code: true if you trust it."
+                "set model.trust_remote_code: true if you trust it.",
+                key="model.remote-code",
             ) from error
         raise InputError(
             f"the tokenizer of {name} cannot be loaded ({reason[:200]}); check model.name_or_path and that "
-            "the tokenizer's files are there and whole."
+            "the tokenizer's files are there and whole.",
+            key="tokenizer.not-loaded",
         ) from error
     # Without any tokenizer file transformers silently makes an empty tokenizer for some families.
     if len(tokenizer) <= len(tokenizer.added_tokens_decoder):
         raise InputError(
-            f"the tokenizer of {name} has no vocabulary; put the model's tokenizer.json into its directory."
+            f"the tokenizer of {name} has no vocabulary; put the model's tokenizer.json into its directory.",
+            key="tokenizer.no-vocabulary",
         )
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer

@@ -73,7 +73,7 @@ class Deltas:
             raise IntegrityError(
                 f"{self._files.directory}: {name} holds a value that is not finite; the adapter is damaged, or its "
                 "training diverged",
-                key="adapter.not-finite",
+                key="weights.not-finite",
             )
         return values
 

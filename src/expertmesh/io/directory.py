@@ -22,7 +22,9 @@ VISIBLE_WITHIN_SECONDS = 30.0
 def check_target(directory: Path) -> None:
     """Raise `InputError` unless `directory` can be published: it does not exist, or is empty."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise InputError(f"{directory}: exists and is not empty; choose another directory or remove it")
+        raise InputError(
+            f"{directory}: exists and is not empty; choose another directory or remove it", key="output.not-empty"
+        )
 
 
 @contextmanager
@@ -43,9 +45,11 @@ def io_errors(directory: Path, needed: int) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise InputError(_too_small(directory.parent, needed, "the disk is full: it has")) from error
+            raise InputError(
+                _too_small(directory.parent, needed, "the disk is full: it has"), key="output.no-space"
+            ) from error
         path = error.filename or directory
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}", key="output.unwritable") from error
 
 
 def create_files(layout: FilesLayout, temporary: Path) -> None:
@@ -62,7 +66,7 @@ def create_files(layout: FilesLayout, temporary: Path) -> None:
 def require_space(directory: Path, needed: int) -> None:
     """Raise `InputError` unless the disk of `directory` has `needed` bytes free."""
     if shutil.disk_usage(directory).free < needed:
-        raise InputError(_too_small(directory, needed, "the disk has"))
+        raise InputError(_too_small(directory, needed, "the disk has"), key="output.no-space")
 
 
 def _too_small(directory: Path, needed: int, has: str) -> str:
@@ -77,7 +81,8 @@ def wait_until_seen(path: Path, size: int | None = None) -> None:
         if time.monotonic() > deadline:
             raise InputError(
                 f"{path}: created by another rank, but not seen on host {socket.gethostname()} within "
-                f"{VISIBLE_WITHIN_SECONDS:.0f} s; save to a file system that all ranks share"
+                f"{VISIBLE_WITHIN_SECONDS:.0f} s; save to a file system that all ranks share",
+                key="output.not-shared",
             )
         time.sleep(0.05)
 

@@ -159,14 +159,14 @@ class WeightFiles:
             part.copy_(span.view(-1, stride)[:, :length])
 
     def _read_run(self, tensor: FileTensor, first: int, out: Tensor) -> None:
-        descriptor = self._descriptor(tensor.path)
+        descriptor, offset = self._descriptor(tensor.path), tensor.offset + first
         buffer = out.numpy().data
-        offset = tensor.offset + first
         while buffer:
             try:
                 got = os.preadv(descriptor, [buffer], offset)
             except OSError as error:
-                raise InputError(f"{tensor.path}: cannot read {tensor.name}: {error.strerror}") from error
+                problem = f"{tensor.path}: cannot read {tensor.name}: {error.strerror}"
+                raise InputError(problem, key="file.unreadable") from error
             if got == 0:
                 _damaged(tensor.path, f"the file ends inside tensor {tensor.name}")
             self.bytes_read += got
@@ -194,9 +194,9 @@ class WeightFiles:
 def open_weight_files(directory: str | Path, weights_file: str | None = None) -> WeightFiles:
     """Read the headers of all files of a Hugging Face directory; no tensor data.
 
-    `weights_file` overrides the usual names (a config's `transformers_weights`). Raises `InputError` when
-    there are no weights or the index names a file that is not there, `SecurityError` for pickled weights and for
-    an index or offsets that point elsewhere, and `IntegrityError` naming file and tensor for anything damaged.
+    `weights_file` overrides the usual names (a config's `transformers_weights`). Raises `InputError` for missing
+    files, `SecurityError` for pickled weights and for names or offsets that point elsewhere, and `IntegrityError`
+    naming file and tensor for anything damaged.
     """
     directory = Path(directory)
     name = weights_file or _weights_name(directory)
@@ -206,12 +206,13 @@ def open_weight_files(directory: str | Path, weights_file: str | None = None) ->
     for file in sorted(set(index.values())) or [name]:
         for tensor in read_header(directory / file).values():
             if tensor.name in tensors:
-                files = f"{tensors[tensor.name].path.name} and {file}"
-                raise IntegrityError(f"{directory}: tensor {tensor.name} is in both {files}; remove one")
+                problem = f"tensor {tensor.name} is in both {tensors[tensor.name].path.name} and {file}; remove one"
+                raise IntegrityError(f"{directory}: {problem}", key="weights.duplicate-tensor")
             tensors[tensor.name] = tensor
     for key, file in index.items():
         if key not in tensors or tensors[key].path.name != file:
-            raise IntegrityError(f"{directory / name}: says that {key} is in {file}, which does not hold it")
+            problem = f"says that {key} is in {file}, which does not hold it"
+            raise IntegrityError(f"{directory / name}: {problem}", key="weights.index-mismatch")
     return WeightFiles(directory, tensors)
 
 
@@ -230,10 +231,10 @@ def read_index(path: Path) -> dict[str, str]:
     try:
         content = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, path))
     except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{path}: is not JSON ({error})") from error
+        raise IntegrityError(f"{path}: is not JSON ({error})", key="weights.damaged") from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise IntegrityError(f"{path}: has no weight_map of tensor names to files")
+        raise IntegrityError(f"{path}: has no weight_map of tensor names to files", key="weights.damaged")
     for file in weight_map.values():
         check_plain_name(file, path)
     return weight_map
@@ -241,19 +242,18 @@ def read_index(path: Path) -> dict[str, str]:
 
 def check_plain_name(name: Any, where: Path) -> None:
     """Refuse everything that is not the plain name of a file in the same directory."""
-    if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\\0"):
-        raise SecurityError(f"{where}: names the weights file {name!r}, not a plain file name beside it")
-    if not name.endswith((".safetensors", ".safetensors.index.json")):
-        raise SecurityError(f"{where}: names the weights file {name!r}; only safetensors files are read")
+    plain = isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+    if not plain or not name.endswith((".safetensors", ".safetensors.index.json")):
+        rule = "; only safetensors files are read" if plain else ", not a plain file name beside it"
+        raise SecurityError(f"{where}: names the weights file {name!r}{rule}", key="weights.unsafe-name")
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:
     """The tensors of one safetensors file, in file order, checked against the size of the file."""
     entries, start, size = _header_entries(path)
     entries.pop("__metadata__", None)
-    tensors = [_entry(path, name, entry, start, size) for name, entry in entries.items()]
-    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
-    return _check_coverage(path, tensors, start, size)
+    tensors = (_entry(path, name, entry, start, size) for name, entry in entries.items())
+    return _check_coverage(path, sorted(tensors, key=lambda each: (each.offset, each.nbytes)), start, size)
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -309,7 +309,8 @@ def _entry(path: Path, name: str, entry: Any, data_start: int, size: int) -> Fil
     if not valid:
         _damaged(path, f"tensor {name} has no valid dtype, shape and data_offsets")
     if dtype in _UNSUPPORTED_DTYPES:
-        raise InputError(f"{path}: tensor {name} has the unsupported dtype {dtype!r}; convert the checkpoint")
+        problem = f"tensor {name} has the unsupported dtype {dtype!r}; convert the checkpoint"
+        raise InputError(f"{path}: {problem}", key="weights.unsupported-dtype")
     if dtype not in DTYPES:
         _damaged(path, f"tensor {name} has the dtype {dtype!r}, which does not exist")
     tensor = FileTensor(name, DTYPES[dtype], tuple(shape), path, data_start + start)
@@ -338,18 +339,18 @@ def _check_coverage(path: Path, tensors: list[FileTensor], start: int, size: int
 
 def _weights_name(directory: Path) -> str:
     if not directory.is_dir():
-        raise InputError(f"{directory}: no such directory")
+        raise InputError(f"{directory}: no such directory", key="weights.not-found")
     for name in (SINGLE_FILE, INDEX_FILE):
         if (directory / name).exists():
             return name
-    names = sorted(path.name for path in directory.iterdir())
-    pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    pickles = sorted(path.name for path in directory.iterdir() if path.name.endswith((".bin", ".pt", ".pth", ".ckpt")))
     if pickles:
         raise SecurityError(
             f"{directory}: holds only pickled weights ({pickles[0]}), which can run code when read; "
-            f"convert them to {SINGLE_FILE} first (save_pretrained of a trusted copy does it)"
+            f"convert them to {SINGLE_FILE} first (save_pretrained of a trusted copy does it)",
+            key="weights.pickle",
         )
-    raise InputError(f"{directory}: holds no weights, neither {SINGLE_FILE} nor {INDEX_FILE}")
+    raise InputError(f"{directory}: holds no weights, neither {SINGLE_FILE} nor {INDEX_FILE}", key="weights.not-found")
 
 
 def _open(path: Path) -> int:
@@ -357,30 +358,29 @@ def _open(path: Path) -> int:
         # A pipe would otherwise wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError as error:
-        raise InputError(f"{path}: no such file, but the checkpoint needs it; download it") from error
+        problem = f"{path}: no such file, but the checkpoint needs it; download it"
+        raise InputError(problem, key="weights.not-found") from error
     except OSError as error:
-        raise InputError(f"{path}: cannot be opened: {error.strerror}") from error
+        raise InputError(f"{path}: cannot be opened: {error.strerror}", key="file.unreadable") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise SecurityError(f"{path}: is neither a file nor a link to one; remove it and download the checkpoint again")
+        problem = f"{path}: is neither a file nor a link to one; remove it and download the checkpoint again"
+        raise SecurityError(problem, key="weights.unsafe")
     return descriptor
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[int, int]]:
     """A descriptor of the file, and its size."""
-    descriptor = _open(path)
-    try:
-        yield descriptor, os.fstat(descriptor).st_size
-    finally:
-        os.close(descriptor)
+    with os.fdopen(_open(path), "rb", buffering=0) as file:
+        yield file.fileno(), os.fstat(file.fileno()).st_size
 
 
 def _pread(path: Path, descriptor: int, length: int, offset: int) -> bytes:
     try:
         return os.pread(descriptor, length, offset)
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+        raise InputError(f"{path}: cannot be read: {error.strerror}", key="file.unreadable") from error
 
 
 def _unique(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
@@ -393,8 +393,8 @@ def _unique(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
 
 
 def _damaged(path: Path, what: str) -> NoReturn:
-    raise IntegrityError(f"{path}: damaged: {what}; copy or download it again")
+    raise IntegrityError(f"{path}: damaged: {what}; copy or download it again", key="weights.damaged")
 
 
 def _unsafe(path: Path, what: str) -> NoReturn:
-    raise SecurityError(f"{path}: refused: {what}; download it again, from a source you trust")
+    raise SecurityError(f"{path}: refused: {what}; download it again, from a source you trust", key="weights.unsafe")

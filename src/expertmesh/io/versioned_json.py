@@ -11,40 +11,41 @@ from expertmesh.config.errors import InputError, IntegrityError
 Content = TypeVar("Content", bound=BaseModel)
 
 
-def read_versioned(path: Path, kind: type[Content], version: int, mend: str = "") -> Content:
-    """The file as `kind`; `mend` says what to do about a damaged one.
+def read_versioned(path: Path, kind: type[Content], version: int, *, key: str) -> Content:
+    """The file as `kind`; `key` is that of the error about a damaged one.
 
     Raises `FileNotFoundError`, `InputError` for a file that cannot be read or that a newer version wrote, and
     `IntegrityError` for one that is damaged.
     """
-    return validated(path, kind, read_content(path, version, mend), mend)
+    return validated(path, kind, read_content(path, version, key=key), key=key)
 
 
-def read_content(path: Path, version: int, mend: str = "") -> Any:
-    """What the file says, of schema `version` or an older one. Raises as `read_versioned`."""
+def read_content(path: Path, version: int, mend: str = "", *, key: str) -> Any:
+    """What the file says, of schema `version` or an older one; `mend` says what to do about damage."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+        raise InputError(f"{path}: cannot be read: {error.strerror}", key="file.unreadable") from error
     except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{path}: damaged: is not JSON ({error}){mend and f'; {mend}'}") from error
+        raise IntegrityError(f"{path}: damaged: is not JSON ({error}){mend and f'; {mend}'}", key=key) from error
     found = content.get("schema_version") if isinstance(content, dict) else None
     if type(found) is int and found > version:
         raise InputError(
             f"{path}: has schema version {found}, newer than the {version} that this version of expertmesh reads; "
-            "update expertmesh"
+            "update expertmesh",
+            key="install.too-old",
         )
     return content
 
 
-def validated(path: Path, kind: type[Content], content: Any, mend: str = "") -> Content:
+def validated(path: Path, kind: type[Content], content: Any, mend: str = "", *, key: str) -> Content:
     """The `content` of the file as `kind`. Raises `IntegrityError`."""
     try:
         return kind.model_validate(content)
     except ValidationError as error:
-        raise IntegrityError(f"{path}: damaged: {first_problem(error)}{mend and f'; {mend}'}") from error
+        raise IntegrityError(f"{path}: damaged: {first_problem(error)}{mend and f'; {mend}'}", key=key) from error
 
 
 def first_problem(error: ValidationError) -> str:

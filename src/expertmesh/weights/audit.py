@@ -161,7 +161,8 @@ class _Auditor:
                     if offset != first:
                         raise IntegrityError(
                             f"{leaf.path}: tensor {leaf.name} was taken for expert {taken} of {name}; do not train on "
-                            "it, and report this as a bug"
+                            "it, and report this as a bug",
+                            key="weights.loaded-wrongly",
                         )
 
     def sample(self) -> list[HashedExperts] | None:
@@ -247,7 +248,8 @@ class _Auditor:
         raise IntegrityError(
             f"{named_source(self.plan.tensors[name], index)} holds {expected:.6g} where rank {rank} has {held:.6g} "
             f"({what} at {index}): its shard was not filled, or was written to after loading; do not train on it, "
-            "and report this as a bug"
+            "and report this as a bug",
+            key="weights.loaded-wrongly",
         )
 
 

@@ -127,7 +127,8 @@ def refuse_non_finite(name: str, lazy: LazyTensor, box: Box, local: Tensor) -> N
         index = [int(offset) + start for offset, (start, _) in zip(offsets, box, strict=True)]
         raise IntegrityError(
             f"{named_source(lazy, index)} holds a value that is not finite in {local.dtype} "
-            f"(parameter {name} at {index}); the checkpoint is damaged or needs a wider dtype"
+            f"(parameter {name} at {index}); the checkpoint is damaged or needs a wider dtype",
+            key="weights.not-finite",
         )
 
 
@@ -135,7 +136,8 @@ def differing_copies(lazy: LazyTensor, other: LazyTensor) -> IntegrityError:
     """What to raise when files hold two versions of what is one tensor in the model."""
     return IntegrityError(
         f"{named_source(lazy)} differs from {named_source(other)}, but the config ties them; "
-        "set tie_word_embeddings to false in config.json if they are meant to differ"
+        "set tie_word_embeddings to false in config.json if they are meant to differ",
+        key="weights.tied-copies-differ",
     )
 
 

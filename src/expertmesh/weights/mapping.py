@@ -96,7 +96,10 @@ class _Mismatches:
         found = [f"{len(names)} {kind} ({_listed(names)})" for kind in kinds if (names := self.names.get(kind))]
         if found:
             where = f"; in {_listed(sorted(self.files))}" if self.files else ""
-            raise IntegrityError(f"{directory}: does not fit {own_class(model).__name__}: {'; '.join(found)}{where}")
+            raise IntegrityError(
+                f"{directory}: does not fit {own_class(model).__name__}: {'; '.join(found)}{where}",
+                key="weights.does-not-fit",
+            )
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -107,7 +110,10 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     state = {name: value for name, value in full_state(model).items() if not is_adapter(name)}
     for name, value in state.items():
         if not isinstance(value, Tensor):
-            raise InputError(f"{type(model).__name__}: state {name} is not a tensor, which is not supported")
+            raise InputError(
+                f"{type(model).__name__}: state {name} is not a tensor, which is not supported",
+                key="model.state-not-tensor",
+            )
     return dict(state)
 
 
@@ -163,7 +169,8 @@ def plan_save(model: PreTrainedModel) -> dict[str, LazyTensor]:
     if before != after:
         raise InputError(
             f"{own_class(model).__name__}: transformers' own rules for saving it turn {before} values into "
-            f"{after}; saving would lose weights, so it is refused"
+            f"{after}; saving would lose weights, so it is refused",
+            key="model.saving-loses-values",
         )
     return saved
 
@@ -333,7 +340,9 @@ def _untied(model: PreTrainedModel, state: dict[str, Tensor]) -> set[str]:
         left = [name for name in names if name in kept]
         if len(left) > 1:
             family = own_class(model).__name__
-            raise InputError(f"{family}: {_listed(left)} share one tensor without being declared as tied")
+            raise InputError(
+                f"{family}: {_listed(left)} share one tensor without being declared as tied", key="model.undeclared-tie"
+            )
     return kept
 
 
@@ -344,7 +353,8 @@ def refuse_quantised(config: PreTrainedConfig, directory: Path) -> None:
         method = (settings if isinstance(settings, dict) else vars(settings)).get("quant_method")
         raise InputError(
             f"{directory}: weights are quantised ({method}), which is not supported; "
-            "take a bfloat16 or float32 copy of the model"
+            "take a bfloat16 or float32 copy of the model",
+            key="model.quantised",
         )
 
 

@@ -51,15 +51,17 @@ def read_model_config(
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read as a model's config: {error}") from error
+        raise InputError(f"{path}: cannot be read as a model's config: {error}", key="model.invalid-config") from error
     if not isinstance(content, dict):
-        raise InputError(f"{path}: is not a JSON object")
+        raise InputError(f"{path}: is not a JSON object", key="model.invalid-config")
     _refuse_remote_code(path, content, trust_remote_code)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except Exception as error:
         # A family's config class can raise anything on wrong values.
-        raise InputError(f"{path}: is not a config that transformers understands: {error}") from error
+        raise InputError(
+            f"{path}: is not a config that transformers understands: {error}", key="model.invalid-config"
+        ) from error
     assert isinstance(config, PreTrainedConfig)
     refuse_quantised(config, directory)
     return config, directory
@@ -90,7 +92,9 @@ def build_meta_model(
                 deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code, **options
             )
     except (ValueError, ImportError, AttributeError, TypeError) as error:
-        raise InputError(f"{config.model_type}: transformers cannot build a causal LM of it: {error}") from error
+        raise InputError(
+            f"{config.model_type}: transformers cannot build a causal LM of it: {error}", key="model.no-causal-lm"
+        ) from error
     assert isinstance(model, PreTrainedModel)
     if fuse:
         fuse_lists_of_experts(model)
@@ -109,7 +113,10 @@ def _auto_class(config: PreTrainedConfig) -> Any:
     mappings: Any = (AutoModelForCausalLM, AutoModelForImageTextToText)
     known = [auto for auto in mappings if type(config) in auto._model_mapping]
     if not known and not getattr(config, "auto_map", None):
-        raise InputError(f"{config.model_type}: transformers cannot build a causal LM of it: no class of it is one")
+        raise InputError(
+            f"{config.model_type}: transformers cannot build a causal LM of it: no class of it is one",
+            key="model.no-causal-lm",
+        )
     named = [auto for auto in known if auto._model_mapping[type(config)].__name__ in (config.architectures or ())]
     return (named or known or [AutoModelForCausalLM])[0]
 
@@ -169,7 +176,9 @@ def _read_generation_config(model: PreTrainedModel, path: Path) -> None:
     try:
         model.generation_config = GenerationConfig.from_pretrained(path.parent)
     except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"{path}: is not a generation config: {error}") from error
+        raise InputError(
+            f"{path}: is not a generation config: {error}", key="model.invalid-generation-config"
+        ) from error
 
 
 def _refuse_remote_code(path: Path, content: dict[str, Any], trust_remote_code: bool) -> None:
@@ -178,13 +187,14 @@ def _refuse_remote_code(path: Path, content: dict[str, Any], trust_remote_code: 
         code = ", ".join(sorted({str(reference) for reference in remote.values()}))
         raise InputError(
             f"{path}: the model brings its own code ({code}); read it, then set model.trust_remote_code to "
-            "true (--trust-remote-code where there is no config) if you want it to run"
+            "true (--trust-remote-code where there is no config) if you want it to run",
+            key="model.remote-code",
         )
 
 
 def _download(name: str, revision: str | None, trust_remote_code: bool, weights: bool) -> Path:
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise InputError(f"model {name}: no such directory; correct the name or the path")
+        raise InputError(f"model {name}: no such directory; correct the name or the path", key="model.not-found")
     patterns = [pattern for pattern in DATA_FILES if weights or pattern != "*.safetensors"]
     patterns += ["*.py"] if trust_remote_code else []
     try:
@@ -193,4 +203,6 @@ def _download(name: str, revision: str | None, trust_remote_code: bool, weights:
         # Every error of the hub's client is one of these two.
         where = f"{name} at revision {revision}" if revision else name
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"model {where}: no such directory, and the hub cannot provide it: {reason}") from error
+        raise InputError(
+            f"model {where}: no such directory, and the hub cannot provide it: {reason}", key="model.not-found"
+        ) from error

@@ -96,7 +96,8 @@ def _check_ownership(lazies: Mapping[str, LazyTensor]) -> None:
         if not _is_gathered(lazy) and count != lazy.numel():
             raise IntegrityError(
                 f"cannot save {name}: all ranks together own {count} of its {lazy.numel()} elements; "
-                "the model is not sharded over all ranks as its DTensors say"
+                "the model is not sharded over all ranks as its DTensors say",
+                key="model.not-sharded-as-declared",
             )
 
 
@@ -145,7 +146,8 @@ def _cast(values: Tensor, target: FileTensor) -> Tensor:
     cast = values.to(target.dtype)
     if cast.dtype != values.dtype and not torch.equal(cast.isfinite(), values.isfinite()):
         raise IntegrityError(
-            f"{target.name}: has values that {target.dtype} cannot hold; save it in bfloat16 or float32"
+            f"{target.name}: has values that {target.dtype} cannot hold; save it in bfloat16 or float32",
+            key="weights.dtype-too-narrow",
         )
     return cast.cpu().contiguous()
 

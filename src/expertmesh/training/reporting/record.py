@@ -126,6 +126,6 @@ def read_record(directory: Path) -> RunRecord | None:
     damaged.
     """
     try:
-        return read_versioned(directory / RECORD_FILE, RunRecord, SCHEMA_VERSION)
+        return read_versioned(directory / RECORD_FILE, RunRecord, SCHEMA_VERSION, key="run.damaged-record")
     except FileNotFoundError:
         return None
