@@ -163,7 +163,7 @@ def test_a_signal_to_one_rank_that_loads_names_the_rank_and_the_signal() -> None
 
 
 def test_the_time_that_was_given_ends_a_run_as_sigterm_does(temporary: Path) -> None:
-    job = ForkedJob("loop", seconds=1.5)
+    job = ForkedJob("loop", seconds=5)
     job.wait_for("up")
     assert job.end() == 143
     assert [path.read_text() for path in temporary.glob("saved-*")] == ["--max-time", "--max-time"]
