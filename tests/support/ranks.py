@@ -6,6 +6,7 @@ whether it passes, fails or hangs.
 """
 
 import datetime
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -47,7 +48,8 @@ def run_ranks(
             context.Process(target=_rank_main, args=(fn, args, rank, world_size, scratch, timeout), daemon=True)
             for rank in range(world_size)
         ]
-        for process in processes:
+        for rank, process in enumerate(processes):
+            Path(scratch, f"stack-{rank}").touch()
             process.start()
         try:
             if meanwhile is not None:
@@ -78,7 +80,9 @@ def _collect(processes: list[Any], scratch: Path, timeout: float) -> list[Any]:
         if error.exists():
             failures.append((error.stat().st_mtime, f"rank {rank} raised:\n{error.read_text()}"))
         elif process.exitcode != 0 or not result.exists():
-            failures.append((time.time(), f"rank {rank} hung or died (exit {process.exitcode}, limit {timeout} s)"))
+            stack = (scratch / f"stack-{rank}").read_text()  # where it crashed, if a signal ended it
+            what = f"rank {rank} hung or died (exit {process.exitcode}, limit {timeout} s)"
+            failures.append((time.time(), f"{what}\n{stack}"))
         else:
             results.append(pickle.loads(result.read_bytes()))
     if failures:
@@ -90,6 +94,7 @@ def _rank_main(
     fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world: int, scratch: str, timeout: float
 ) -> None:
     torch.set_num_threads(1)
+    faulthandler.enable(Path(scratch, f"stack-{rank}").open("w"))
     code = 0
     try:
         store = dist.FileStore(f"{scratch}/store", world)
