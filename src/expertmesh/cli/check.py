@@ -9,6 +9,8 @@ tokenizer; never its weights, and never starts a process group.
 import math
 import os
 import sys
+from itertools import groupby
+from operator import itemgetter
 
 from rich.console import Console
 from rich.text import Text
@@ -26,6 +28,7 @@ from expertmesh.data import (
     load_tokenizer,
     padding_token_id,
 )
+from expertmesh.distributed.layout import CONFIGURED_AXES
 from expertmesh.io.terminal import printable
 from expertmesh.launcher.launch import in_job, local_ranks
 from expertmesh.planning.forecast import forecast
@@ -78,7 +81,7 @@ def _fewest_ranks(parallel: ParallelConfig) -> int:
 
 def _print_job(console: Console, config: Config, checked: Checked, here: int) -> None:
     layout = checked.layout
-    axes = ", ".join(f"{axis} {layout.size(axis)}" for axis in ("pp", "replicate", "fsdp", "cp", "tp", "ep"))
+    axes = ", ".join(f"{axis} {layout.size(axis)}" for axis in CONFIGURED_AXES)
     reason = f" ({checked.layout_reason})" if checked.layout_reason else ""
     console.print(f"layout of {layout.world_size} rank{'s' * (layout.world_size > 1)}: {axes}{reason}")
     if layout.world_size == here:
@@ -91,12 +94,9 @@ def _print_sample(console: Console, dataset: TokenizedDataset, index: int, token
     sample = dataset.sample(index)
     targets = (sample.labels != IGNORE).tolist()
     text = Text()
-    runs: list[tuple[bool, list[int]]] = []
-    for token_id, is_target in zip(sample.input_ids[:TOKENS_SHOWN].tolist(), targets, strict=False):
-        if not runs or runs[-1][0] != is_target:
-            runs.append((is_target, []))
-        runs[-1][1].append(token_id)
-    for is_target, ids in runs:
+    pairs = zip(sample.input_ids[:TOKENS_SHOWN].tolist(), targets, strict=False)
+    for is_target, group in groupby(pairs, key=itemgetter(1)):
+        ids = [token_id for token_id, _ in group]
         piece = printable(str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
         marked = piece if console.is_terminal or not is_target else f"[[{piece}]]"
         text.append(marked, style=TARGET_STYLE if is_target else "")

@@ -15,6 +15,7 @@ from expertmesh.config.errors import InputError
 
 DENSE_AXES = ("pp", "replicate", "fsdp", "cp", "tp")
 EXPERT_AXES = ("pp", "replicate", "efsdp", "ep")
+CONFIGURED_AXES = (*DENSE_AXES, "ep")
 # Ranks of a node where the launcher does not say (LOCAL_WORLD_SIZE): within one, all-to-all is cheap.
 RANKS_PER_NODE = 8
 
