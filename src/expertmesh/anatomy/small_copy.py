@@ -4,7 +4,7 @@ A module on meta has no values, and one of a real model is too large to run for 
 the same numbers in it, but for the sizes that are named: those are small, in parameters and in what modules remember.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import TypeVar
 
@@ -41,12 +41,3 @@ def relative_error(first: list[torch.Tensor], second: list[torch.Tensor]) -> flo
     """The worst relative difference of two lists of tensors, NaN if any is."""
     pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(first, second, strict=True)]
     return float(torch.stack([(a - b).norm() / a.norm().clamp_min(1e-30) for a, b in pairs]).max())
-
-
-def gradients(
-    outputs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], scale: float = 1.0
-) -> list[torch.Tensor]:
-    """Of `wanted`, zeros where nothing depends on them, for one direction of `outputs` times `scale`."""
-    kept = [out for out in outputs if out.requires_grad]
-    directions = [torch.linspace(-scale, 2 * scale, out.numel(), dtype=out.dtype).view_as(out) for out in kept]
-    return list(torch.autograd.grad(kept, wanted, directions, materialize_grads=True))

@@ -8,6 +8,7 @@ The last axis varies fastest, so an EP group is `ep` contiguous ranks and stays 
 
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from expertmesh.config import ParallelConfig
@@ -15,7 +16,6 @@ from expertmesh.config.errors import InputError
 
 DENSE_AXES = ("pp", "replicate", "fsdp", "cp", "tp")
 EXPERT_AXES = ("pp", "replicate", "efsdp", "ep")
-CONFIGURED_AXES = (*DENSE_AXES, "ep")
 # Ranks of a node where the launcher does not say (LOCAL_WORLD_SIZE): within one, all-to-all is cheap.
 RANKS_PER_NODE = 8
 
@@ -155,7 +155,7 @@ def ep_reason(
 
 
 def _ep_choices(expert_ranks: int, num_experts: int | None) -> list[int]:
-    return [size for size in divisors(expert_ranks) if num_experts is None or num_experts % size == 0]
+    return [size for size in _divisors(expert_ranks) if num_experts is None or num_experts % size == 0]
 
 
 def _ranks_per_node(known: int | None) -> int:
@@ -167,9 +167,8 @@ def _abbreviate(ranks: list[int]) -> str:
     return " ".join(str(rank) for rank in shown)
 
 
-def divisors(number: int) -> list[int]:
-    """Smallest first."""
-    return [size for size in range(1, number + 1) if number % size == 0]
+def _divisors(number: int) -> Iterator[int]:
+    return (size for size in range(1, number + 1) if number % size == 0)
 
 
 def _listed(numbers: list[int]) -> str:

@@ -6,7 +6,6 @@ model is refused by name. A block that adds gradients of its own in backward (an
 the rest of the batch) is refused as well. Needs no weights; no communication.
 """
 
-from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 
 from expertmesh.anatomy import experts_spec
 from expertmesh.anatomy.expert_module import ExpertModuleSpec, expert_module_sizes, expert_module_spec
-from expertmesh.anatomy.small_copy import gradients, relative_error, small_copy
+from expertmesh.anatomy.small_copy import relative_error, small_copy
 from expertmesh.config.errors import InputError
 from expertmesh.experts.dispatch import LocalDispatcher
 from expertmesh.experts.install import mlp_spec_of
@@ -116,29 +115,32 @@ def _results(block: nn.Module, hidden: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _gradients(block: nn.Module, hidden: torch.Tensor, scale: float) -> list[torch.Tensor]:
-    """Of the input, of the experts and of all else."""
+    """Gradients of the input, of the experts and of all else, for one random direction times `scale`."""
     leaf = hidden.clone().requires_grad_()
     outputs = _tensors(block.train()(leaf * 1.0))
-    names, parameters = zip(*block.named_parameters(), strict=True)
-    of_leaf, *of_parameters = gradients(outputs, [leaf, *parameters], scale)
-    found = dict(zip(names, of_parameters, strict=True))
-    others = [gradient for name, gradient in found.items() if not name.startswith("experts.")]
-    return [of_leaf, *_of_experts(block, found), *others]
+    directions = [torch.linspace(-scale, 2 * scale, out.numel(), dtype=out.dtype).view_as(out) for out in outputs]
+    kept = [(out, d) for out, d in zip(outputs, directions, strict=True) if out.requires_grad]
+    torch.autograd.backward([out for out, _ in kept], [direction for _, direction in kept])
+    others = {n: p for n, p in block.named_parameters() if not n.startswith("experts.")}
+    return [_gradient(leaf), *_expert_gradients(block), *(_gradient(parameter) for parameter in others.values())]
 
 
-def _of_experts(block: nn.Module, found: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Their gradients among `found`, in the same order and layout for a list and for fused experts."""
+def _expert_gradients(block: nn.Module) -> list[torch.Tensor]:
+    """In the same order and layout for a list and for fused experts."""
     experts: Any = block.experts
     if isinstance(experts, FusedExperts):
-        return [found[f"experts.{name}"] for name in experts_spec("experts", experts).parameters]
+        return [_gradient(experts.get_parameter(name)) for name in experts_spec("experts", experts).parameters]
     module_spec = expert_module_spec("experts", experts)
+    gradients = []
+    for leaf in ("weight", "bias")[: 1 + module_spec.biased]:
+        for linears in (module_spec.ups, (module_spec.down,)):
+            each = [torch.cat([_gradient(m.get_parameter(f"{linear}.{leaf}")) for linear in linears]) for m in experts]
+            gradients.append(torch.stack(each))
+    return gradients
 
-    def stacked(linears: Sequence[str], leaf: str) -> torch.Tensor:
-        each = ([found[f"experts.{n}.{linear}.{leaf}"] for linear in linears] for n in range(len(experts)))
-        return torch.stack([torch.cat(parts) for parts in each])
 
-    leaves = ("weight", "bias")[: 1 + module_spec.biased]
-    return [stacked(linears, leaf) for leaf in leaves for linears in (module_spec.ups, (module_spec.down,))]
+def _gradient(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from expertmesh.anatomy import Anatomy, ExpertsSpec, experts_spec
-from expertmesh.anatomy.small_copy import gradients, relative_error, small_copy
+from expertmesh.anatomy.small_copy import relative_error, small_copy
 from expertmesh.config.errors import InputError
 from expertmesh.experts.dispatch import LocalDispatcher
 from expertmesh.experts.install import mlp_spec_of
@@ -97,9 +97,11 @@ def _dense_tokens(spec: ExpertsSpec, generator: torch.Generator) -> torch.Tensor
 
 
 def _run(call: Callable[..., torch.Tensor], small: nn.Module, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Output, then the gradients of inputs and parameters."""
+    """Output, then the gradients of inputs and parameters, for one random direction."""
     out = call(*inputs).reshape(-1, inputs[0].shape[-1])
-    return [out.detach(), *gradients([out], [*inputs, *small.parameters()])]
+    direction = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)
+    wanted = [*inputs, *small.parameters()]
+    return [out.detach(), *torch.autograd.grad((out * direction).sum(), wanted, materialize_grads=True)]
 
 
 def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
