@@ -24,7 +24,7 @@ from expertmesh.state.patching import forwards_replaced
 
 
 class NotProbed(InputError):
-    """A family whose blocks cannot be run on meta; there is no plan for it."""
+    """A family whose blocks cannot be run on meta, or of which too little is known; there is no plan for it."""
 
 
 @dataclass(slots=True)
