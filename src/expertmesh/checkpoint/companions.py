@@ -15,9 +15,9 @@ from expertmesh.adapters.base import base_of, check_base, read_base
 from expertmesh.adapters.peft_format import BASE_FILE
 from expertmesh.adapters.plan import plan_of
 from expertmesh.adapters.save import small_files
+from expertmesh.checkpoint.manifest import expecting
 from expertmesh.checkpoint.schema import Manifest
 from expertmesh.checkpoint.small_files import read_small
-from expertmesh.config.errors import IntegrityError
 from expertmesh.io.safetensors_reader import DTYPES, FileTensor, WeightFiles
 from expertmesh.io.safetensors_writer import CODES
 from expertmesh.weights.companions import Tokenizer, write_config
@@ -61,14 +61,10 @@ class SavedLayout:
 
 def read_layout(model: PreTrainedModel, directory: Path, manifest: Manifest) -> SavedLayout:
     """What `layout.json` says, for a model of its checkpoint. Raises `IntegrityError`."""
-    try:
+    with expecting(directory / LAYOUT_FILE, "is not a layout of weights files"):
         layout = json.loads(read_small(directory, manifest, LAYOUT_FILE))
         tensors = {name: _tensor(name, entry, directory / LAYOUT_FILE) for name, entry in layout["tensors"].items()}
         left_out = [_tensor(entry["name"], entry, Path(entry["path"])) for entry in layout["left_out"]]
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise IntegrityError(
-            f"{directory / LAYOUT_FILE}: is not a layout of weights files ({error})", key="checkpoint.damaged"
-        ) from error
     plan = plan_load(model, WeightFiles(directory, tensors))
     return SavedLayout(tuple(plan.conversions), tuple(left_out))
 
