@@ -27,7 +27,7 @@ from expertmesh.verification.reference import unsharded
 from expertmesh.verification.reference.local_parts import FusedPlaces, LocalParts, places_of_list_members
 from expertmesh.verification.reference.recorder import ReferenceRecorder
 from expertmesh.verification.reference.streaming import StreamedModel
-from expertmesh.verification.reference.weights import AdaptedWeights, FileWeights, Weights
+from expertmesh.verification.reference.weights import Weights
 from expertmesh.verification.samples import StepData
 
 
@@ -77,10 +77,7 @@ class Reference:
             model.set_experts_implementation("eager")
         model.config.get_text_config().output_router_logits = False  # router losses are added below
         model.train()
-        self.weights = FileWeights(model, setup.directory, device)
-        if (plan := plan_of(job.model)) is not None:
-            wide = torch.promote_types(self.dtype, torch.float32)
-            self.weights = AdaptedWeights(self.weights, plan, setup.anatomy, wide, device)
+        self.weights = Weights(model, setup, plan_of(job.model), device)
         self.places = places_of_list_members(setup)
         wanted = set().union(*gather(set(job.parameters())))
         self.trained = frozenset({*wanted, *(name for name, (into, _) in self.places.items() if into in wanted)})

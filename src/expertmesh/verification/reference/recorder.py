@@ -38,7 +38,6 @@ class ReferenceRecorder:
     choices: dict[str, Tensor] = field(default_factory=dict)
     margins: dict[str, Tensor] = field(default_factory=dict)
     router_logits: list[Tensor] = field(default_factory=list)
-    _of_this_run: list[Tensor] = field(default_factory=list)
 
     @contextmanager
     def during(self, unit: str, again: bool) -> Iterator[None]:
@@ -48,28 +47,22 @@ class ReferenceRecorder:
         with ExitStack() as stack:
             if not again:
                 stack.enter_context(record_choices(modules, specs, self.choices))
-            for recorder in _router_recorders(self.model) if self.wants_router_logits else ():
-                for name, module in modules.items():
-                    if recorder.fits(name, module):
-                        stack.enter_context(module.register_forward_hook(self._logits_hook(recorder)))
+                for recorder in _router_recorders(self.model) if self.wants_router_logits else ():
+                    for name, module in modules.items():
+                        if recorder.fits(name, module):
+                            stack.enter_context(module.register_forward_hook(self._logits_hook(recorder)))
             for spec in specs[:1]:
                 stack.enter_context(_TopKRecorder(self, spec, again))
             yield
 
-    def take_router_logits(self) -> list[Tensor]:
-        """Those of the run that has just ended."""
-        taken, self._of_this_run = self._of_this_run, []
-        return taken
-
-    def keep(self, unit: str, outputs: list[Tensor], router_logits: list[Tensor]) -> None:
-        """What a unit gave in its first run, now part of the graph."""
+    def keep(self, unit: str, output: Any) -> None:
+        """What a unit gave in its first run."""
         if unit in self.anatomy.blocks:
-            self.outputs[unit] = outputs[0].detach()
-        self.router_logits += router_logits
+            self.outputs[unit] = (output if isinstance(output, Tensor) else output[0]).detach()
 
     def _logits_hook(self, recorder: "_RouterRecorder") -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._of_this_run.append(output[recorder.index] if isinstance(output, tuple) else output)
+            self.router_logits.append(output[recorder.index] if isinstance(output, tuple) else output)
 
         return hook
 
