@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from expertmesh.anatomy import Anatomy, ExpertsSpec
-from expertmesh.verification.forward_record import record_choices
+from expertmesh.verification.forward_record import recording
 
 
 @dataclass(slots=True)
@@ -42,23 +42,17 @@ class ReferenceRecorder:
     @contextmanager
     def during(self, unit: str, again: bool) -> Iterator[None]:
         """Around one run of `unit`: the first one, or (`again`) the one of backward."""
-        specs = [spec for spec in self.anatomy.experts if spec.name.startswith(f"{unit}.")]
         modules = dict(self.model.get_submodule(unit).named_modules(prefix=unit))
         with ExitStack() as stack:
             if not again:
-                stack.enter_context(record_choices(modules, specs, self.choices))
+                stack.enter_context(recording(modules, self.anatomy, self.outputs, self.choices))
                 for recorder in _router_recorders(self.model) if self.wants_router_logits else ():
                     for name, module in modules.items():
                         if recorder.fits(name, module):
                             stack.enter_context(module.register_forward_hook(self._logits_hook(recorder)))
-            for spec in specs[:1]:
+            for spec in [spec for spec in self.anatomy.experts if spec.name in modules][:1]:
                 stack.enter_context(_TopKRecorder(self, spec, again))
             yield
-
-    def keep(self, unit: str, output: Any) -> None:
-        """What a unit gave in its first run."""
-        if unit in self.anatomy.blocks:
-            self.outputs[unit] = (output if isinstance(output, Tensor) else output[0]).detach()
 
     def _logits_hook(self, recorder: "_RouterRecorder") -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:

@@ -135,9 +135,7 @@ def _call_unit(
         finally:
             module.forward = wrapped
 
-    output = checkpoint(run, *args, use_reentrant=False, **kwargs)
-    streamed.recorder.keep(name, output)
-    return output
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
 def _fresh_leaves(streamed: StreamedModel, firsts: list[str]) -> dict[str, Tensor]:
