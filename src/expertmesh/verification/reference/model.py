@@ -10,12 +10,15 @@ batch, each by itself: no packing, no micro-batches.
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
 from expertmesh.adapters.plan import plan_of
 from expertmesh.data import IGNORE
@@ -69,13 +72,18 @@ class Reference:
     streamed: StreamedModel = field(init=False)
     places: FusedPlaces = field(init=False)
     trained: frozenset[str] = field(init=False)
+    router_logits: Sequence[Tensor] = ()
 
     def __post_init__(self) -> None:
         job, setup, device = self.job, self.job.setup, self.job.mesh.device
         model = setup.meta_model(self.dtype, fuse=False)
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")
-        model.config.get_text_config().output_router_logits = False  # router losses are added below
+        # transformers' own recording; what its loss makes of them is not used.
+        model.config.get_text_config().output_router_logits = attached_balance(job.model).has_losses
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                module.register_forward_hook(self._keep_router_logits)
         model.train()
         self.weights = Weights(model, setup, plan_of(job.model), device)
         self.places = places_of_list_members(setup)
@@ -105,7 +113,6 @@ class Reference:
             streamed.model,
             job.setup.anatomy,
             batch.ids_BS.numel(),
-            wants_router_logits=balance.has_losses,
             forced={name: batch.spread(*value) for name, value in (forced or {}).items()},
         )
         sums = _GradientSums(self, whole)
@@ -118,7 +125,8 @@ class Reference:
             loss = token_losses.sum() / data.targets
             aux = z = torch.zeros((), device=loss.device)
             if balance.has_losses:
-                aux, z = self._router_losses([own(each) for each in recorder.router_logits])
+                aux, z = self._router_losses([own(each) for each in self.router_logits])
+                self.router_logits = ()
             streamed.backward(loss + balance.aux_loss_coef * aux + balance.z_loss_coef * z, sums.add)
         sums.finish()
         outputs = {**recorder.outputs, "logits": logits.detach()}
@@ -135,6 +143,10 @@ class Reference:
             gradients=sums.local.parts,
             squares=sums.squares,
         )
+
+    def _keep_router_logits(self, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, ModelOutput):
+            self.router_logits = output.get("router_logits") or self.router_logits
 
     def local_parts(self) -> LocalParts:
         return LocalParts(self.job, self.places)

@@ -1,4 +1,4 @@
-"""Looks into the reference while it runs: block outputs, the experts chosen, router logits, and how near choices were.
+"""Looks into the reference while it runs: block outputs, the experts chosen, and how near choices were.
 
 A choice between two experts whose scores differ by rounding alone is a tie: the sharded job may take the other one and
 be as right. A token's margin is the smallest relative gap between the last score chosen and the first one left out,
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
@@ -32,12 +32,10 @@ class ReferenceRecorder:
     model: PreTrainedModel
     anatomy: Anatomy
     tokens: int
-    wants_router_logits: bool = False
     forced: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     choices: dict[str, Tensor] = field(default_factory=dict)
     margins: dict[str, Tensor] = field(default_factory=dict)
-    router_logits: list[Tensor] = field(default_factory=list)
 
     @contextmanager
     def during(self, unit: str, again: bool) -> Iterator[None]:
@@ -46,19 +44,9 @@ class ReferenceRecorder:
         with ExitStack() as stack:
             if not again:
                 stack.enter_context(recording(modules, self.anatomy, self.outputs, self.choices))
-                for recorder in _router_recorders(self.model) if self.wants_router_logits else ():
-                    for name, module in modules.items():
-                        if recorder.fits(name, module):
-                            stack.enter_context(module.register_forward_hook(self._logits_hook(recorder)))
             for spec in [spec for spec in self.anatomy.experts if spec.name in modules][:1]:
                 stack.enter_context(_TopKRecorder(self, spec, again))
             yield
-
-    def _logits_hook(self, recorder: "_RouterRecorder") -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self.router_logits.append(output[recorder.index] if isinstance(output, tuple) else output)
-
-        return hook
 
 
 class _TopKRecorder(TorchFunctionMode):
@@ -97,27 +85,3 @@ class _TopKRecorder(TorchFunctionMode):
         gap = (top[:, k - 1] - top[:, k]) / top[:, k - 1].abs().clamp_min(torch.finfo(torch.float32).tiny)
         gap_T = gap.nan_to_num(0.0).view(tokens, -1).min(dim=1).values
         margins[self.spec.name] = torch.minimum(margins.get(self.spec.name, gap_T), gap_T)
-
-
-@dataclass(frozen=True, slots=True)
-class _RouterRecorder:
-    """Where transformers takes a family's router logits: `index` of the outputs of modules of a class."""
-
-    module_class: type[nn.Module]
-    index: int
-    layer: str | None
-
-    def fits(self, name: str, module: nn.Module) -> bool:
-        inside = self.layer is None or f".{self.layer.strip('.')}." in f".{name}."
-        return isinstance(module, self.module_class) and inside
-
-
-def _router_recorders(model: PreTrainedModel) -> list[_RouterRecorder]:
-    """What the family declares under `router_logits`."""
-    found: dict[_RouterRecorder, None] = {}
-    for part in model.modules():
-        declared = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits")
-        for one in declared if isinstance(declared, list) else [declared] if declared is not None else []:
-            module_class: Any = getattr(one, "target_class", one)
-            found[_RouterRecorder(module_class, getattr(one, "index", 0), getattr(one, "layer_name", None))] = None
-    return list(found)
