@@ -24,11 +24,11 @@ from expertmesh.adapters.plan import plan_of
 from expertmesh.data import IGNORE
 from expertmesh.experts.balance import attached_balance
 from expertmesh.verification.compare import gather
-from expertmesh.verification.forward_record import ForwardRecord, kept_tokens
+from expertmesh.verification.forward_record import ForwardRecord, kept_tokens, recording
 from expertmesh.verification.job import Job
 from expertmesh.verification.reference import unsharded
 from expertmesh.verification.reference.local_parts import FusedPlaces, LocalParts, places_of_list_members
-from expertmesh.verification.reference.recorder import ReferenceRecorder
+from expertmesh.verification.reference.recorder import Choices
 from expertmesh.verification.reference.streaming import StreamedModel
 from expertmesh.verification.reference.weights import Weights
 from expertmesh.verification.samples import StepData
@@ -89,7 +89,7 @@ class Reference:
         self.places = places_of_list_members(setup)
         wanted = set().union(*gather(set(job.parameters())))
         self.trained = frozenset({*wanted, *(name for name, (into, _) in self.places.items() if into in wanted)})
-        self.streamed = StreamedModel(model, device, self.trained)
+        self.streamed = StreamedModel(model, device, setup.anatomy.blocks, self.trained)
 
     def run(
         self,
@@ -109,18 +109,16 @@ class Reference:
         # A rank without samples still takes part in every all-reduce, with a sample that does not count.
         batch = unsharded.Batch.of(samples or [_no_sample()], job.mesh.device)
         balance = attached_balance(job.model)
-        recorder = ReferenceRecorder(
-            streamed.model,
-            job.setup.anatomy,
-            batch.ids_BS.numel(),
-            forced={name: batch.spread(*value) for name, value in (forced or {}).items()},
-        )
+        anatomy, outputs, index = job.setup.anatomy, dict[str, Tensor](), dict[str, Tensor]()
+        forced = {name: batch.spread(*value) for name, value in (forced or {}).items()}
+        choices = Choices(anatomy.experts, batch.ids_BS.numel(), forced)
+        recorded = recording(dict(streamed.model.named_modules()), anatomy, outputs, index)
         sums = _GradientSums(self, whole)
 
         def own(value: Tensor) -> Tensor:
             return batch.real_tokens(value)[: None if samples else 0]
 
-        with streamed.fed_by(weights or self.weights, recorder):
+        with recorded, streamed.fed_by(weights or self.weights, choices.during):
             logits, token_losses = unsharded.forward(streamed.model, batch)
             loss = token_losses.sum() / data.targets
             aux = z = torch.zeros((), device=loss.device)
@@ -129,13 +127,13 @@ class Reference:
                 self.router_logits = ()
             streamed.backward(loss + balance.aux_loss_coef * aux + balance.z_loss_coef * z, sums.add)
         sums.finish()
-        outputs = {**recorder.outputs, "logits": logits.detach()}
+        outputs["logits"] = logits.detach()
         return Expected(
             forward=ForwardRecord(
                 {name: kept_tokens(own(value)) for name, value in outputs.items()},
-                {name: own(index).cpu() for name, index in recorder.choices.items()},
+                {name: own(chosen).cpu() for name, chosen in index.items()},
             ),
-            margins={name: own(margin).squeeze(-1).cpu() for name, margin in recorder.margins.items()},
+            margins={name: own(margin).squeeze(-1).cpu() for name, margin in choices.margins.items()},
             token_losses=token_losses.detach().double().cpu() if job.answers_for_rows else torch.zeros(0),
             loss=self._summed(loss),
             aux_loss=float(aux.detach()) if balance.aux_loss_coef else None,

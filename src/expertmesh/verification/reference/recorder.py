@@ -1,4 +1,4 @@
-"""Looks into the reference while it runs: block outputs, the experts chosen, and how near choices were.
+"""Looks at how the reference chooses experts while it runs: how near choices were, and the side to take in ties.
 
 A choice between two experts whose scores differ by rounding alone is a tie: the sharded job may take the other one and
 be as right. A token's margin is the smallest relative gap between the last score chosen and the first one left out,
@@ -8,53 +8,42 @@ can still be compared.
     T tokens of the reference's batch, K top-k, E experts
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec
-from expertmesh.verification.forward_record import recording
+from expertmesh.anatomy import ExpertsSpec
 
 
 @dataclass(slots=True)
-class ReferenceRecorder:
-    """Records one forward of `tokens` tokens. Everything is by name: of a block, or of an experts module.
+class Choices:
+    """Of a forward of `tokens` tokens, and of its runs again in backward. Everything is by name of an experts module.
 
     `forced[module]`: (flags `[T]`, choices `[T, K]`); flagged tokens take these experts. `margins[module]` is `[T]`.
     """
 
-    model: PreTrainedModel
-    anatomy: Anatomy
+    experts: Sequence[ExpertsSpec]
     tokens: int
     forced: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    outputs: dict[str, Tensor] = field(default_factory=dict)
-    choices: dict[str, Tensor] = field(default_factory=dict)
     margins: dict[str, Tensor] = field(default_factory=dict)
 
-    @contextmanager
-    def during(self, unit: str, again: bool) -> Iterator[None]:
-        """Around one run of `unit`: the first one, or (`again`) the one of backward."""
-        modules = dict(self.model.get_submodule(unit).named_modules(prefix=unit))
-        with ExitStack() as stack:
-            if not again:
-                stack.enter_context(recording(modules, self.anatomy, self.outputs, self.choices))
-            for spec in [spec for spec in self.anatomy.experts if spec.name in modules][:1]:
-                stack.enter_context(_TopKRecorder(self, spec, again))
-            yield
+    def during(self, unit: str) -> AbstractContextManager[Any]:
+        """Around one run of `unit`."""
+        spec = next((spec for spec in self.experts if spec.name.startswith(f"{unit}.")), None)
+        return nullcontext() if spec is None else _TopKRecorder(self, spec)
 
 
 class _TopKRecorder(TorchFunctionMode):
     """Records how near every `topk` was, and makes flagged tokens choose what they are told."""
 
-    def __init__(self, recorder: ReferenceRecorder, spec: ExpertsSpec, again: bool) -> None:
+    def __init__(self, recorder: Choices, spec: ExpertsSpec) -> None:
         super().__init__()
-        self.recorder, self.spec, self.again = recorder, spec, again
+        self.recorder, self.spec = recorder, spec
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -65,8 +54,7 @@ class _TopKRecorder(TorchFunctionMode):
         last = kwargs.get("dim", args[2] if len(args) > 2 else -1) in (-1, scores.dim() - 1)
         if not last or scores.numel() == 0:
             return result
-        if not self.again:
-            self._record_margin(scores.detach(), result.values.shape[-1])
+        self._record_margin(scores.detach(), result.values.shape[-1])
         forced = self.recorder.forced.get(self.spec.name)
         is_final = scores.shape[-1] == self.spec.num_experts and scores.numel() == tokens * scores.shape[-1]
         if forced is None or not is_final or result.indices.shape[-1] != forced[1].shape[-1]:

@@ -8,8 +8,8 @@ model larger than any device, or than a machine, can be a reference.
 Plain autograd and `torch.func.functional_call`: nothing of expertmesh's own layers is in here.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,8 +20,6 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from expertmesh.anatomy import Anatomy
-from expertmesh.verification.reference.recorder import ReferenceRecorder
 from expertmesh.verification.reference.weights import Weights
 from expertmesh.weights.mapping import model_tensors, tied_names
 
@@ -31,16 +29,17 @@ Sink = Callable[[str, Tensor], None]
 
 @dataclass(slots=True)
 class StreamedModel:
-    """A model, given on meta, whose units are fed by `weights`; `recorder` looks into each of their runs.
+    """A model, given on meta, whose units are fed by `weights`; each run of a unit is `within` a context of its own.
 
     `trained`: the leaves of the weights whose gradients are wanted. `names`: of tied tensors the first.
     """
 
     model: PreTrainedModel
     device: torch.device
+    blocks: Sequence[str]
     trained: frozenset[str]
     weights: Weights = field(init=False)
-    recorder: ReferenceRecorder = field(init=False)
+    within: Callable[[str], AbstractContextManager[Any]] = field(init=False)
     sink: Sink | None = None
     names: dict[str, str] = field(init=False)
     loose: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -51,10 +50,10 @@ class StreamedModel:
         self.model._apply(self._placeholder)
 
     @contextmanager
-    def fed_by(self, weights: Weights, recorder: ReferenceRecorder) -> Iterator[None]:
+    def fed_by(self, weights: Weights, within: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
         """While the model may be called."""
-        self.weights, self.recorder = weights, recorder
-        units, loose = units_of(self.model, recorder.anatomy)
+        self.weights, self.within = weights, within
+        units, loose = units_of(self.model, self.blocks)
         meta = {name: self.model.get_parameter(name) for name in loose}
         try:
             for name in units:
@@ -71,7 +70,7 @@ class StreamedModel:
             for name in loose:
                 self._set(name, meta[name])
             self.loose.clear()
-            del self.weights, self.recorder  # they hold what the run has recorded
+            del self.weights, self.within  # they hold what the run has recorded
 
     def backward(self, loss: Tensor, sink: Sink) -> None:
         """Hand the gradient of every trained tensor to `sink`, unit by unit from the last to the first."""
@@ -95,7 +94,7 @@ class StreamedModel:
         setattr(self.model.get_submodule(parent), leaf, parameter)
 
 
-def units_of(model: nn.Module, anatomy: Anatomy) -> tuple[list[str], list[str]]:
+def units_of(model: nn.Module, blocks: Sequence[str]) -> tuple[list[str], list[str]]:
     """Units: the blocks, and the largest modules with parameters that hold no block, in module order. And loose
     parameters: those that a module which holds blocks has of its own, few and small; they stay in memory.
     """
@@ -103,9 +102,9 @@ def units_of(model: nn.Module, anatomy: Anatomy) -> tuple[list[str], list[str]]:
     loose: list[str] = []
 
     def visit(name: str, module: nn.Module) -> None:
-        if name in anatomy.blocks:
+        if name in blocks:
             units.append(name)
-        elif any(block.startswith(f"{name}.") or not name for block in anatomy.blocks):
+        elif any(block.startswith(f"{name}.") or not name for block in blocks):
             loose.extend(leaf for leaf, _ in module.named_parameters(prefix=name, recurse=False))
             for leaf, child in module.named_children():
                 visit(f"{name}.{leaf}" if name else leaf, child)
@@ -121,16 +120,13 @@ def _call_unit(
 ) -> Any:
     """In place of a unit's own `forward`, which runs in here."""
     firsts = {leaf: streamed.names[f"{name}.{leaf}"] for leaf in module.state_dict(keep_vars=True)}
-    runs = 0
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal runs
-        runs += 1
         leaves = _fresh_leaves(streamed, list(dict.fromkeys(firsts.values())))
         state = {leaf: streamed.weights.value(first, leaves) for leaf, first in firsts.items()}
         wrapped, module.forward = module.forward, forward
         try:
-            with streamed.recorder.during(name, again=runs > 1):
+            with streamed.within(name):
                 return functional_call(module, state, args, kwargs, tie_weights=False)
         finally:
             module.forward = wrapped
