@@ -9,6 +9,8 @@ tokenizer; never its weights, and never starts a process group.
 import math
 import os
 import sys
+from itertools import groupby
+from operator import itemgetter
 
 from rich.console import Console
 from rich.text import Text
@@ -91,12 +93,9 @@ def _print_sample(console: Console, dataset: TokenizedDataset, index: int, token
     sample = dataset.sample(index)
     targets = (sample.labels != IGNORE).tolist()
     text = Text()
-    runs: list[tuple[bool, list[int]]] = []
-    for token_id, is_target in zip(sample.input_ids[:TOKENS_SHOWN].tolist(), targets, strict=False):
-        if not runs or runs[-1][0] != is_target:
-            runs.append((is_target, []))
-        runs[-1][1].append(token_id)
-    for is_target, ids in runs:
+    pairs = zip(sample.input_ids[:TOKENS_SHOWN].tolist(), targets, strict=False)
+    for is_target, group in groupby(pairs, key=itemgetter(1)):
+        ids = [token_id for token_id, _ in group]
         piece = printable(str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
         marked = piece if console.is_terminal or not is_target else f"[[{piece}]]"
         text.append(marked, style=TARGET_STYLE if is_target else "")
