@@ -116,7 +116,8 @@ def train(
     config: ConfigFile,
     overrides: Overrides = None,
     nproc: Annotated[
-        int | None, N(help="local ranks to start (default: one per accelerator, 2 on a CPU); not under torchrun")
+        int | None,
+        N(help="ranks to start on this machine (default: one per accelerator, 2 on a CPU)"),
     ] = None,
     max_time: Annotated[
         float | None,
@@ -135,12 +136,12 @@ def train(
     return run_ranks(load_config(config, overrides or ()), TRAIN, options, _preflight)
 
 
-def _preflight(config: Config, ranks: int) -> None:
+def _preflight(config: Config, ranks: int, ranks_per_node: int) -> None:
     """What ranks would refuse, before they are started; under torchrun each rank calls it itself."""
     with lazy_imports():
         from expertmesh.training.startup.preflight import preflight
 
-    preflight(config, ranks, ranks_per_node=ranks)
+    preflight(config, ranks, ranks_per_node)
 
 
 @verb
