@@ -171,8 +171,8 @@ def crossing_warning(layout: Layout, ranks_per_node: int | None = None) -> str |
     which = " and ".join(f"{group[0]} to {group[-1]}" for group in crossing[:3])
     return (
         f"warning: ep {layout.ep} crosses the border of a node of {node} rank{'s' * (node > 1)} in {len(crossing)} of "
-        f"{len(groups)} group{'s' * (len(groups) > 1)} (ranks {which}{' ...' if len(crossing) > 3 else ''}), whose tokens "
-        f"travel between nodes; ep {_listed(within)} would not"
+        f"{len(groups)} group{'s' * (len(groups) > 1)} (ranks {which}{' ...' if len(crossing) > 3 else ''}), whose "
+        f"tokens travel between nodes; ep {_listed(within)} would not"
     )
 
 

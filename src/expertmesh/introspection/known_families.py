@@ -62,7 +62,7 @@ def known_by_class(question: str) -> Callable[[Callable[[Any], _Answer]], Callab
 
         @functools.wraps(find)
         def answer(subject: Any) -> Any:
-            kind = type(subject) if isinstance(subject, nn.Module) else subject
+            kind: Any = type(subject) if isinstance(subject, nn.Module) else subject
             return look_up(question, class_key(kind), lambda: find(kind))
 
         return answer
