@@ -1,9 +1,12 @@
 """Which part of a job a process is, by the variables of each launcher, and what cannot be."""
 
 import pytest
+import torch
 
 from expertmesh.config import InputError
 from expertmesh.distributed.environment import Node, Rank, find_place, hosts_of, join_job
+from expertmesh.launcher import launch
+from expertmesh.launcher.launch import RunOptions, job_size
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 TORCHRUN |= {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "a", "GROUP_WORLD_SIZE": "2"}
@@ -119,3 +122,28 @@ def test_ranks_without_a_place_to_meet_are_refused_before_they_wait() -> None:
         with pytest.raises(InputError, match=word) as refusal:
             join_job(dict(environment))
         assert refusal.value.key == key
+
+
+def test_accelerators_that_a_task_of_srun_would_leave_idle_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    step |= {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    for name, value in step.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    with pytest.raises(InputError, match=r"one task .* has 4 accelerators; .*--ntasks-per-node 4.*--nproc 4") as caught:
+        launch.join_job(RunOptions())
+    assert caught.value.key == "launch.idle-accelerators"
+    assert isinstance(launch.join_job(RunOptions(nproc=4)), Node)
+    with pytest.raises(InputError) as caught:
+        launch.join_job(RunOptions(nproc=4, max_restarts=1))
+    assert caught.value.key == "launch.restarts-in-job"
+
+
+def test_kubeflow_and_the_option_say_the_same_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert job_size(2) == job_size() == (4, 2)
+    with pytest.raises(InputError) as caught:
+        launch.join_job(RunOptions(nproc=4))
+    assert caught.value.key == "launch.nproc-differs"

@@ -167,12 +167,11 @@ def crossing_warning(layout: Layout, ranks_per_node: int | None = None) -> str |
         return None
     groups = layout.groups("ep")
     crossing = [group for group in groups if group[0] // node != group[-1] // node]
-    within = [size for size in _divisors(layout.ep) if node % size == 0]
-    which = " and ".join(f"{group[0]} to {group[-1]}" for group in crossing[:3])
+    within = _listed([size for size in _divisors(layout.ep) if node % size == 0])
+    ranks = " and ".join(f"{group[0]} to {group[-1]}" for group in crossing[:3]) + " ..." * (len(crossing) > 3)
     return (
-        f"warning: ep {layout.ep} crosses the border of a node of {node} rank{'s' * (node > 1)} in {len(crossing)} of "
-        f"{len(groups)} group{'s' * (len(groups) > 1)} (ranks {which}{' ...' if len(crossing) > 3 else ''}), whose "
-        f"tokens travel between nodes; ep {_listed(within)} would not"
+        f"warning: ep {layout.ep} crosses the borders of nodes of {node} ranks in {len(crossing)} of its {len(groups)} "
+        f"groups (ranks {ranks}), whose tokens travel between nodes; ep {within} would not"
     )
 
 

@@ -65,9 +65,19 @@ class Meeting:
             store = dist.TCPStore(node.address, node.port, is_master=False, wait_for_workers=False, timeout=left)
         else:
             return None
-        return store if node.count == 1 or self._all_came(store, node, deadline, requests) else None
+        if node.count == 1:
+            return store
+        try:
+            return store if self._all_came(store, deadline, requests) else None
+        except dist.DistError as error:
+            raise DistributedFailure(
+                f"node 0, which this machine met at {node.address}:{node.port}, has ended; its own output says why",
+                key="launch.node-missing",
+            ) from error
 
-    def _all_came(self, store: "TCPStore", node: Node, deadline: float, requests: StopRequests) -> bool:
+    def _all_came(self, store: "TCPStore", deadline: float, requests: StopRequests) -> bool:
+        """Compare numbers of ranks with the other launchers; False when asked to stop before all are there."""
+        node = self.node
         keys = [f"expertmesh/node-{number}" for number in range(node.count)]
         store.set(keys[node.number], str(self.ranks))
         while not store.check(keys):
@@ -82,6 +92,12 @@ class Meeting:
                 )
             time.sleep(POLL_SECONDS)
         ranks = [int(store.get(key)) for key in keys]
+        read = store.add("expertmesh/read", 1)
+        while (
+            node.number == 0 and read < node.count and time.monotonic() < deadline
+        ):  # the store ends with this process
+            time.sleep(POLL_SECONDS)
+            read = store.add("expertmesh/read", 0)
         if len(set(ranks)) > 1:
             raise InputError(
                 f"the machines of this job start {', '.join(map(str, ranks))} ranks; start the same number on each "
