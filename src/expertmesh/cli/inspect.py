@@ -207,7 +207,7 @@ def _score_function(layer: nn.Module, experts: nn.Module, spec: ExpertsSpec) -> 
 def layouts(facts: Facts, world_size: int) -> list[Layout]:
     """Every ep that divides both ranks and experts and leaves a slice that efsdp can shard; no other axes."""
     experts = facts.experts.num_experts
-    sizes = [ep for ep in range(1, world_size + 1) if world_size % ep == 0 and experts % ep == 0]
+    sizes = [ep for ep in range(1, experts + 1) if world_size % ep == 0 and experts % ep == 0]
     found = [resolve_layout(ParallelConfig(ep=ep), world_size, experts) for ep in sizes]
     return [layout for layout in found if _shard_text(facts.experts, layout)]
 

@@ -169,8 +169,9 @@ def check(
 @with_options(PlanOptions)
 def plan(options: PlanOptions) -> int:
     """predict memory, speed and cost of every layout, without GPUs"""
-    if options.yaml and options.json:
-        raise InputError("--yaml and --json: give one of them", key="cli.usage")
+    given = [f"--{name}" for name in ("yaml", "json", "simulate") if getattr(options, name)]
+    if len(given) > 1:
+        raise InputError(f"{' and '.join(given)}: give one of them", key="cli.usage")
     return call("expertmesh.cli.plan.run", options)
 
 

@@ -57,7 +57,7 @@ def memory_of(workload: Workload, *, moments: int = 2, overhead: float = 0.0) ->
     return Memory(
         frozen=state.frozen,
         master=state.master,
-        gradients=state.gradients * worst.accumulated,
+        gradients=state.master * worst.accumulated,
         moments=state.master * moments,
         unsharded=worst.unsharded,
         activations=worst.activations,
@@ -174,7 +174,7 @@ class _RankMemory:
         for situation in in_flight(self.layout, self.batch.accumulation, stage):
             for moment in _Backward(self, stage, situation, saved, at_borders).moments():
                 _, accumulated, unsharded, activations, dispatch, logits, working = moment
-                held = state.gradients * accumulated + unsharded + activations + dispatch + logits + working
+                held = state.master * accumulated + unsharded + activations + dispatch + logits + working
                 if held > most:
                     most, worst = held, moment
         assert worst is not None
