@@ -107,7 +107,7 @@ def _forward(part: nn.Module, name: str, compiled: Callable[..., Any], *args: An
 def _probe(device: torch.device) -> None:
     """Compile and run something: whether there is a compiler that works is not known otherwise."""
     try:
-        torch.compile(_twice, fullgraph=True)(torch.ones(2, device=device))
+        torch.compile(lambda x: x * 2, fullgraph=True)(torch.ones(2, device=device))
     except Exception as error:  # whatever torch, a C++ compiler or Triton raise: it does not work here
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
         raise InputError(
@@ -115,7 +115,3 @@ def _probe(device: torch.device) -> None:
             "Triton for an accelerator), or set train.compile to false",
             key="train.compile-unavailable",
         ) from error
-
-
-def _twice(x: torch.Tensor) -> torch.Tensor:
-    return x * 2

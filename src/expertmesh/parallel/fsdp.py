@@ -22,7 +22,7 @@ from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.install import install
 from expertmesh.parallel.context import split_attention
-from expertmesh.parallel.groups import Group
+from expertmesh.parallel.groups import Group, view_of
 from expertmesh.parallel.pipeline import cut, pipeline_of
 from expertmesh.parallel.sequence import decoder_blocks, split_blocks
 from expertmesh.parallel.shard_plan import ShardPlan
@@ -106,7 +106,7 @@ def _of_other_views(model: nn.Module, plan: ShardPlan, group: Group) -> set[nn.P
         parameter
         for prefix in group.modules
         for name, parameter in model.get_submodule(prefix).named_parameters(prefix=prefix)
-        if plan.view_of(name) != group.view
+        if view_of(plan.splits.get(name)) != group.view
     }
 
 

@@ -91,10 +91,8 @@ def fill_planned(model: PreTrainedModel, files: WeightFiles, plan: LoadPlan) -> 
         read_box(lazy, box, copy, files.read)
         if not torch.equal(copy, local):
             raise differing_copies(lazy, plan.tensors[name])
-    # transformers' own convention: what was undone on loading is done again on saving.
-    model._weight_conversions = list(plan.conversions)  # type: ignore[assignment]
     ignored = [files.tensors[name] for name in plan.ignored]
-    remember(model, ignored)
+    remember(model, plan.conversions, ignored)
     return LoadReport(
         tensors=len(plan.tensors),
         bytes_read=files.bytes_read,

@@ -50,6 +50,8 @@ def write_directory(
     Raises and communicates as `save_model` does.
     """
     _check_ownership(lazies)
+    # Of a link, what it leads to is replaced: no directory can take the link's own place.
+    directory = directory.resolve() if directory.is_symlink() else directory
     temporary = directory.with_name(f"{directory.name}.tmp-{from_rank_0(f'{time.time_ns():x}')}")
     layout = lay_out_in(temporary)
     with temporary_directory(temporary, remove=_is_first()):
