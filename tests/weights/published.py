@@ -46,7 +46,8 @@ def quantise(source: Path, target: Path, form: Format, chosen: Callable[[str], b
         (target / kind).mkdir(parents=True)
         for path in source.glob("*.json"):
             shutil.copy(path, target / kind)
-        save_file({name: each[name].contiguous() for name in each}, target / kind / "model.safetensors", {"format": "pt"})
+        contiguous = {name: tensor.contiguous() for name, tensor in each.items()}
+        save_file(contiguous, target / kind / "model.safetensors", {"format": "pt"})
     path = target / "quantised/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": form.settings}))
     return target
@@ -168,7 +169,8 @@ def _observed(weight: Tensor, weights: dict[str, Any]) -> dict[str, Tensor]:
     if weights["group_size"] == 32:
         return {"weight_scale": 2 ** torch.ceil(torch.log2(largest / 6))}
     total = 448 * 6 / weight.abs().max()
-    return {"weight_scale": (largest / 6 * total).to(torch.float8_e4m3fn).float(), "weight_global_scale": total.reshape(1)}
+    scales = (largest / 6 * total).to(torch.float8_e4m3fn).to(torch.float32)
+    return {"weight_scale": scales, "weight_global_scale": total.reshape(1)}
 
 
 def modelopt() -> Format:

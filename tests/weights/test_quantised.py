@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GptOssConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedConfig
 
 from expertmesh.config.errors import IntegrityError
+from expertmesh.export.convert import convert
 from expertmesh.io.boxes import extents, volume
 from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.state.shards import local_box, local_tensor
@@ -23,6 +24,7 @@ from expertmesh.weights.meta_model import build_meta_model, materialize, read_mo
 from expertmesh.weights.quantised import formats, tensor
 from expertmesh.weights.quantised.published import published_tensors
 from expertmesh.weights.quantised.tensor import QuantisedTensor
+from expertmesh.weights.save import save_model
 from tests.support.errors import refused
 from tests.support.ranks import run_ranks
 from tests.weights.published import FORMATS, gpt_oss, is_linear, quantise
@@ -60,21 +62,27 @@ def _differing(target: Path, dtype: torch.dtype, world: int, ep: int, sound: boo
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_values_are_those_of_public_tools_at_ep_1_2_and_4(name: str, tmp_path: Path) -> None:
+def test_values_are_those_of_public_tools(name: str, tmp_path: Path) -> None:
     form = FORMATS[name]()
     target = quantise(_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
     assert _differing(target, form.dtype, 1, 1) == []
-    for world, ep in ((2, 2), (4, 2), (4, 4)):
-        assert run_ranks(_differing, world, target, form.dtype, world, ep) == [[]] * world
 
 
-def test_gpt_oss_experts_are_read_in_their_own_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("world", "ep"), [(2, 2), (4, 2), (4, 4)])
+def test_every_rank_has_its_part_of_them(name: str, world: int, ep: int, tmp_path: Path) -> None:
+    form = FORMATS[name]()
+    target = quantise(_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
+    assert run_ranks(_differing, world, target, form.dtype, world, ep) == [[]] * world
+
+
+@pytest.mark.parametrize(("world", "ep"), [(1, 1), (2, 2), (4, 2), (4, 4)])
+def test_gpt_oss_experts_are_read_in_their_own_order(world: int, ep: int, tmp_path: Path) -> None:
     sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 16}
     common = {"vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = GptOssConfig(**common, **sizes, num_key_value_heads=2, max_position_embeddings=64)
     target = quantise(_source(config, tmp_path / "source"), tmp_path, gpt_oss(), _is_expert_matrix)
-    for world, ep in ((1, 1), (2, 2), (4, 2), (4, 4)):
-        assert run_ranks(_differing, world, target, torch.float32, world, ep) == [[]] * world
+    assert run_ranks(_differing, world, target, torch.float32, world, ep) == [[]] * world
 
 
 def _is_expert_matrix(name: str) -> bool:
@@ -87,8 +95,7 @@ def test_latent_attention_and_dense_layers_are_read_too(name: str, tmp_path: Pat
     sizes = {**SIZES, "q_lora_rank": 32, "kv_lora_rank": 24 if "fp8" in name else 32, "v_head_dim": 16}
     config = deepseek_v3(**{key: value for key, value in sizes.items() if key != "head_dim"})
     target = quantise(_source(config, tmp_path / "source"), tmp_path, form, is_linear)
-    for world, ep in ((1, 1), (4, 2)):
-        assert run_ranks(_differing, world, target, form.dtype, world, ep) == [[]] * world
+    assert run_ranks(_differing, 4, target, form.dtype, 4, 2) == [[]] * 4
 
 
 def _bytes_beyond_the_own(target: Path, world: int, ep: int) -> float:
@@ -121,7 +128,7 @@ def test_a_rank_reads_its_packed_share_and_its_scales(name: str, tmp_path: Path)
     sizes = {**SIZES, "hidden_size": 128, "moe_intermediate_size": 128, "vocab_size": 32, "num_experts": 16}
     form = FORMATS[name]()
     target = quantise(_source(qwen3_moe(**sizes), tmp_path / "source"), tmp_path, form, is_linear)
-    for world, ep in ((1, 1), (4, 4), (4, 2)):
+    for world, ep in ((1, 1), (4, 2)):
         assert max(run_ranks(_bytes_beyond_the_own, world, target, world, ep)) <= 1.02
 
 
@@ -212,3 +219,33 @@ def test_what_does_not_belong_together_is_refused_with_file_and_tensor(damage: s
     model = build_meta_model(config, torch.float32)
     with refused(key, IntegrityError, naming=f"model.safetensors: tensor {naming}"):
         fill(model, directory, "cpu")
+
+
+@pytest.mark.parametrize("name", ["fp8 partial blocks", "int4"])
+def test_what_is_converted_loads_in_plain_transformers_and_is_the_values(name: str, tmp_path: Path) -> None:
+    target = quantise(_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, FORMATS[name](), is_linear)
+    report = convert(str(target / "quantised"), tmp_path / "plain", dtype=torch.bfloat16)
+    assert report.method in ("fp8", "compressed-tensors")
+    converted, values = (
+        load_file(directory / "model.safetensors") for directory in (tmp_path / "plain", target / "values")
+    )
+    assert converted.keys() == values.keys()
+    assert all(torch.equal(tensor, values[key].to(torch.bfloat16)) for key, tensor in converted.items())
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", output_loading_info=True)
+    assert not any(info.values())
+
+
+def test_layers_that_the_model_does_not_have_are_kept_as_they_are(tmp_path: Path) -> None:
+    """Next-token-prediction layers of a quantised file: their codes and scales, byte for byte."""
+    form = FORMATS["fp8 blocks"]()
+    target = quantise(_source(deepseek_v3(), tmp_path / "source"), tmp_path, form, is_linear)
+    path = target / "quantised/model.safetensors"
+    extra, _ = form.write("model.layers.61.mlp.experts.0.up_proj.weight", torch.randn(24, 32))
+    save_file({**load_file(path), **extra}, path, {"format": "pt"})
+    config, directory = read_model_config(str(target / "quantised"))
+    model = build_meta_model(config, torch.float32)
+    fill(model, directory, "cpu")
+    save_model(model, tmp_path / "saved")
+    saved = load_file(tmp_path / "saved/model.safetensors")
+    assert all(torch.equal(saved[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in extra.items())
+    assert "quantization_config" not in (tmp_path / "saved/config.json").read_text()

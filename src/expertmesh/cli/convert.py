@@ -28,10 +28,11 @@ def run(model: str, output: str, dtype: str | None, max_shard_bytes: int, trust_
     how = f"quantised ({report.method})" if report.method is not None else "plain weights"
     kind = dtype or ("bfloat16 where it was quantised" if report.method is not None else "the dtypes of the source")
     files = f"{len(saved.files)} file{'s' if len(saved.files) > 1 else ''}"
+    size = f"{bytes_text(saved.total_bytes)} in {files}"
     lines = [
         f"source      {report.source}: {how}, {bytes_text(report.source_bytes)}",
         *saved_lines(saved),
-        f"written     {saved.directory}: {saved.tensors:,} tensors in {kind}, {bytes_text(saved.total_bytes)} in {files}",
+        f"written     {saved.directory}: {saved.tensors:,} tensors in {kind}, {size}",
         f"            {report.seconds:.1f} s, {bytes_text(peak_bytes() - before)} of memory above the start",
     ]
     for line in lines:

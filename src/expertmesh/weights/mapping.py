@@ -251,7 +251,7 @@ class _LoadPlanner:
         # Buffers that old checkpoints hold and that models compute today.
         patterns += [r"rotary_emb\.inv_freq"] if any(name.endswith("rotary_emb.inv_freq") for name in buffers) else []
         patterns += [r"(^|\.)position_ids$"] if any(name.endswith("position_ids") for name in buffers) else []
-        ignored = []
+        ignored: list[str] = []
         for key in unmapped:
             if any(re.search(pattern, key) for pattern in patterns):
                 ignored += self.published.stored[key]

@@ -42,8 +42,8 @@ def read_model_config(
 
     Hub repositories are downloaded into the hub's cache: safetensors, JSON and tokenizer files only, Python
     files only with `trust_remote_code`, and no weights with `weights=False`. Raises `InputError` for what
-    is missing, unreadable or quantised by a method that is not read, and when the model needs its own code and `trust_remote_code` is off.
-    Every rank may call it; ranks of one machine share the cache.
+    is missing, unreadable or quantised by a method that is not read, and when the model needs its own code and
+    `trust_remote_code` is off. Every rank may call it; ranks of one machine share the cache.
     """
     directory = Path(name_or_path)
     if not directory.is_dir():

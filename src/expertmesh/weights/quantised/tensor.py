@@ -102,12 +102,13 @@ class QuantisedTensor:
         return (values.to(torch.float32) * spread(scales, self.block, box)).to(self.dtype)
 
     def _decoded(self, codes: Tensor, box: Box) -> Tensor:
-        decode = {Encoding.E4M3: lambda stored: stored.to(torch.float32), Encoding.E2M1: e2m1, Encoding.INT4: int4}
         if codes.dim() > len(box):
             codes = codes.flatten(len(box) - 1)
+        if self.encoding is not Encoding.E4M3:
+            codes = e2m1(codes) if self.encoding is Encoding.E2M1 else int4(codes)
         start, stop = box[-1]
         first = start - start % self._columns
-        return decode[self.encoding](codes)[..., start - first : stop - first]
+        return codes[..., start - first : stop - first]
 
     def _zero_points(self, packed: Tensor, box: Box) -> Tensor:
         """The zero point of each element of `box`."""
@@ -147,5 +148,3 @@ def stored_bytes(leaf: QuantisedTensor, box: Box) -> int:
 def _outer(extent: tuple[int, int], size: int) -> tuple[int, int]:
     """The indices of the runs of `size` that `extent` touches."""
     return extent[0] // size, -(-extent[1] // size)
-
-
