@@ -6,6 +6,7 @@ say so.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,9 +55,9 @@ class Job:
         layout, rank = self.mesh.layout, self.mesh.rank
         return rank % (layout.cp * layout.tp) == 0 and rank < layout.world_size // layout.pp
 
-    def batches(self, data: StepData, *, micro: int | None = None, packing: bool | None = None) -> Step:
-        """The step's micro-batches of this data rank, on its device."""
-        step = data.batches(self.mesh.layout, self.mesh.rank, micro=micro, packing=packing)
+    def batches(self, data: StepData, **changes: Any) -> Step:
+        """The step's micro-batches of this data rank, on its device; `changes` are to the form of its rows."""
+        step = data.batches(self.mesh.layout, self.mesh.rank, **changes)
         moved = tuple({key: value.to(self.mesh.device) for key, value in batch.items()} for batch in step.micro_batches)
         return replace(step, micro_batches=moved)
 

@@ -82,8 +82,8 @@ def _accumulation(proof: Proof, job: Job) -> Check:
     """All rows of a rank at once, and in four parts, with very uneven numbers of targets."""
     ranks = job.mesh.layout.data_ranks
     data = proof.setup.steps[0].repeated(4 * ranks).uneven()
-    mine = data.rows() // ranks
-    once, parts = job.batches(data, micro=mine), job.batches(data, micro=mine // 4)
+    mine = len(data.rows) // ranks
+    once, parts = (job.batches(data, micro_batch_size=size) for size in (mine, mine // 4))
     name = f"accumulation {len(once.micro_batches)} = {len(parts.micro_batches)}, uneven targets"
     return _same(proof, name, _run(job, parts), _run(job, once))
 
@@ -93,8 +93,9 @@ def _packing(proof: Proof, job: Job) -> Check:
     if not proof.setup.packs:
         return Check.not_run(name, f"{proof.setup.model_config.model_type} cannot keep packed samples apart")
     data = proof.setup.steps[0]
-    data = data.with_length(max(data.max_length, 2 * int(data.dataset.lengths.max())))
-    packed, separate = (_run(job, job.batches(data, packing=packing)) for packing in (True, False))
+    length = max(data.form.max_length, 2 * int(data.dataset.lengths.max()))
+    steps = (job.batches(data, max_length=length, packing=packing) for packing in (True, False))
+    packed, separate = (_run(job, step) for step in steps)
     return _same(proof, name, packed, separate)
 
 
