@@ -4,6 +4,7 @@ Everything is made when it is first asked for and kept: a planted bug changes th
 self-test computes no reference twice.
 """
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -133,6 +134,7 @@ class Proof:
         """What was measured stays."""
         self._jobs.clear()
         self._references.clear()
+        gc.collect()
 
     def forward(self, precision: PrecisionConfig) -> ForwardRecord:
         """Of the job, on the first step."""
