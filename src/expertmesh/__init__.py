@@ -21,11 +21,13 @@ _HOME = {
     "init_mesh": "expertmesh.distributed.mesh",
     "load_checkpoint": "expertmesh.checkpoint.interface",
     "load_model": "expertmesh.model",
+    "load_weights": "expertmesh.checkpoint.restore",
     "parallelize": "expertmesh.model",
     "router_losses": "expertmesh.step.router_losses",
     "save_adapter": "expertmesh.adapters.save",
     "save_checkpoint": "expertmesh.checkpoint.interface",
     "save_model": "expertmesh.weights.save",
+    "trainer": "expertmesh.integrations.trainer",
     "update_router_bias": "expertmesh.experts.balance",
 }
 
@@ -42,20 +44,24 @@ __all__ = [
     "init_mesh",
     "load_checkpoint",
     "load_model",
+    "load_weights",
     "parallelize",
     "router_losses",
     "save_adapter",
     "save_checkpoint",
     "save_model",
+    "trainer",
     "update_router_bias",
 ]
 
 if TYPE_CHECKING:
     from expertmesh.adapters.save import save_adapter
     from expertmesh.checkpoint.interface import load_checkpoint, save_checkpoint
+    from expertmesh.checkpoint.restore import load_weights
     from expertmesh.config import LoraConfig, MoeConfig, ParallelConfig, PrecisionConfig
     from expertmesh.distributed.mesh import init_mesh
     from expertmesh.experts.balance import update_router_bias
+    from expertmesh.integrations.trainer import trainer
     from expertmesh.model import load_model, parallelize
     from expertmesh.step.forward_backward import forward_backward
     from expertmesh.step.grad_norm import clip_grad_norm_
