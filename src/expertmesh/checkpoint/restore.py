@@ -73,8 +73,7 @@ def load_weights(model: PreTrainedModel, directory: str | Path) -> None:
             read_adapter(model, plan, Path(directory))
         return
     # Saving restores the layout and the other tensors of the files that training started from, not of these.
-    conversions: Any
-    conversions, unmapped = getattr(model, "_weight_conversions", None), remembered(model)
+    conversions: Any = getattr(model, "_weight_conversions", None) or ()
+    unmapped = remembered(model)
     fill(model, directory)
-    model._weight_conversions = conversions
-    remember(model, unmapped)
+    remember(model, conversions, unmapped)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 import transformers
 from torch import nn
@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig
 
 FILE = "known_families.json"
 Answers = dict[str, dict[str, Any]]  # by question and key, as JSON has them
+_Answer = TypeVar("_Answer")
 
 # Of what every configuration has, only these can change what a model's code does.
 _OF_EVERY_CONFIG = frozenset(PreTrainedConfig().to_dict()) - {"tie_word_embeddings", "is_encoder_decoder"}
@@ -47,13 +48,26 @@ def look_up(
 
 def refusal_by_proof(question: str, key: str | None, prove: Callable[[], str | None]) -> str | None:
     """Why `prove` refuses, or None; None without asking where the table says that this was proven."""
-    recorded = _recorded.get()
-    if recorded is None and key is not None and key in _table().get(question, {}):
-        return None
-    reason = prove()
-    if recorded is not None and key is not None and reason is None:
-        recorded.setdefault(question, {})[key] = True
+    reason: str | None = look_up(question, key, prove, keep=lambda reason: reason is None)
     return reason
+
+
+def known_by_class(question: str) -> Callable[[Callable[[Any], _Answer]], Callable[[Any], _Answer]]:
+    """Make a function that answers a question about a class, or a function, look it up first, and answer once. It may
+    then be called with a module, for its class.
+    """
+
+    def decorate(find: Callable[[Any], _Answer]) -> Callable[[Any], _Answer]:
+        find = functools.cache(find)
+
+        @functools.wraps(find)
+        def answer(subject: Any) -> Any:
+            kind: Any = type(subject) if isinstance(subject, nn.Module) else subject
+            return look_up(question, class_key(kind), lambda: find(kind))
+
+        return answer
+
+    return decorate
 
 
 @contextmanager

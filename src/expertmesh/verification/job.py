@@ -27,7 +27,7 @@ from expertmesh.weights.mapping import model_tensors
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Of a step, over all ranks. Router losses are without their factors, None where they are off."""
+    """Of a step, over all ranks. `aux_loss` and `z_loss` (the routers') are without their factors, None where off."""
 
     loss: float
     aux_loss: float | None

@@ -7,7 +7,7 @@ meta: no memory here grows with the model.
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,8 @@ def build_meta_model(
     assert isinstance(model, PreTrainedModel)
     if fuse:
         fuse_lists_of_experts(model)
-    _keep_in_fp32(model, dtype)
+    state, kept = model.state_dict(keep_vars=True), kept_in_fp32(model, dtype)
+    give_dtypes(state, {name: torch.float32 for name in state if kept(name)})
     _compute_buffers(model)
     if directory is not None and model.can_generate():
         _read_generation_config(model, Path(directory) / "generation_config.json")
@@ -151,12 +152,13 @@ def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], 
     return lambda name: any(pattern.search(name) for pattern in compiled)
 
 
-def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    kept = kept_in_fp32(model, dtype)
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and kept(name):
+def give_dtypes(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
+    """Change the dtypes of floating-point tensors of a model on meta, in place, to floating-point ones."""
+    for name, tensor in tensors.items():
+        dtype = dtypes.get(name, tensor.dtype)
+        if tensor.is_floating_point() and dtype.is_floating_point:
             # Assigning `data` keeps ties and parameter identity.
-            tensor.data = tensor.data.to(torch.float32)
+            tensor.data = tensor.data.to(dtype)
 
 
 def _compute_buffers(model: PreTrainedModel) -> None:

@@ -19,8 +19,9 @@ from expertmesh.weights.lazy import Call, Computed, LazyTensor, Reshaped, dim_gr
 # Copies that change dtype, device or order go through host memory in parts of at most this many elements.
 _BLOCK_ELEMENTS = 1 << 24
 
-# Fills a contiguous CPU tensor of the leaf's dtype with a box of the leaf, in row-major order.
-LeafReader = Callable[[Leaf, Box, Tensor], None]
+# Fills a contiguous CPU tensor of the leaf's dtype with a box of the leaf, in row-major order. Each takes leaves of its
+# own kind: `WeightFiles.read` those of files.
+LeafReader = Callable[[Any, Box, Tensor], None]
 
 
 def read_box(lazy: LazyTensor, box: Box, out: Tensor, fetch: LeafReader) -> None:

@@ -6,21 +6,26 @@ as not run.
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from expertmesh.config.errors import InputError
 from expertmesh.data import Step
 from expertmesh.distributed.layout import resolve_layout
+from expertmesh.io.boxes import Box, slices
 from expertmesh.parallel.checkpointing import checkpoint_blocks
 from expertmesh.parallel.refusals import expert_shard_dim
+from expertmesh.state.shards import local_box
 from expertmesh.verification.build import build
-from expertmesh.verification.compare import OWN_ERRORS, figures, scalar, without_numbers
+from expertmesh.verification.compare import OWN_ERRORS, distances, figures, gather, scalar, without_numbers
 from expertmesh.verification.job import Job
 from expertmesh.verification.layers.resume import check_resume
 from expertmesh.verification.proof import Proof
 from expertmesh.verification.result import Check
-from expertmesh.verification.sketch import sketch, sketch_distances
 
 EP_SIZES = (1, 2, 4)
 
@@ -38,26 +43,44 @@ def check_metamorphic(proof: Proof) -> list[Check]:
 
 
 @dataclass(frozen=True, slots=True)
-class _StepResult:
-    """What one way of running a step gave; gradients as sketches."""
+class StepResult:
+    """What one way of running a step gave. `gradients`: what this rank answers for, which is `boxes` of the tensors."""
 
     loss: float
     norm: float
-    gradients: dict[str, list[float]]
+    gradients: dict[str, Tensor]
+    boxes: dict[str, Box]
+
+    def in_boxes(self, job: Job, boxes: Mapping[str, Box]) -> "StepResult":
+        """The same for a rank that answers for other `boxes` than in `job`. One gathering of names and one all-reduce
+        for each tensor.
+        """
+        held = {name: tuple(parameter.shape) for name, parameter in job.parameters().items()}
+        shapes = {name: shape for part in gather(held) for name, shape in part.items()}
+        found, dtype = {}, getattr(torch, job.precision.params)
+        for name in sorted(shapes):
+            whole = torch.zeros(shapes[name], dtype=dtype, device=job.mesh.device)
+            if name in self.boxes:
+                whole[slices(self.boxes[name])] = self.gradients[name].to(whole.device)
+            dist.all_reduce(whole)
+            if name in boxes:
+                found[name] = whole[slices(boxes[name])].cpu()
+        return replace(self, gradients=found, boxes=dict(boxes))
 
 
-def _run(job: Job, step: Step) -> _StepResult:
+def _run(job: Job, step: Step) -> StepResult:
     losses = job.backward(step)
-    gradients = job.gradients()
+    counted, gradients = job.counted(), job.gradients()
+    boxes = {name: local_box(parameter) for name, parameter in job.parameters().items() if counted[name]}
     norm = job.clip(None)
     job.model.zero_grad(set_to_none=True)
-    return _StepResult(losses.loss, norm, sketch(job.parameters(), gradients))
+    return StepResult(losses.loss, norm, {name: gradients[name].cpu() for name in boxes}, boxes)
 
 
-def _same(proof: Proof, name: str, one: _StepResult, other: _StepResult) -> Check:
+def _same(proof: Proof, name: str, one: StepResult, other: StepResult) -> Check:
     """Two runs, each as far from the truth as the model's own conditioning makes it."""
     limit, compared = proof.tolerance(proof.precisions[0]), []
-    for figure in figures(sketch_distances(one.gradients, other.gradients), limit, floor=True):
+    for figure in figures(distances(one.gradients, other.gradients, True), limit, floor=True):
         own_error = proof.own_error.get(without_numbers(figure.tensor), 0.0)
         compared.append(replace(figure, limit=max(figure.limit, 2 * OWN_ERRORS * own_error)))
     whole = max(limit, 2 * OWN_ERRORS * max(proof.own_error.values(), default=0.0))
@@ -65,7 +88,7 @@ def _same(proof: Proof, name: str, one: _StepResult, other: _StepResult) -> Chec
     return Check.of(name, compared)
 
 
-def _checkpointing(proof: Proof, job: Job, base: _StepResult) -> Check:
+def _checkpointing(proof: Proof, job: Job, base: StepResult) -> Check:
     name = "activation checkpointing on = off"
     if not getattr(job.model, "supports_gradient_checkpointing", False):
         return Check.not_run(name, f"not supported by {proof.setup.model_config.model_type}")
@@ -96,7 +119,7 @@ def _packing(proof: Proof, job: Job) -> Check:
     return _same(proof, name, packed, separate)
 
 
-def _expert_parallel(proof: Proof, base: _StepResult) -> Iterator[Check]:
+def _expert_parallel(proof: Proof, base: StepResult) -> Iterator[Check]:
     """Other sizes of ep, with the same data ranks."""
     setup, layout = proof.setup, proof.setup.layout
     for size in EP_SIZES:
@@ -113,6 +136,7 @@ def _expert_parallel(proof: Proof, base: _StepResult) -> Iterator[Check]:
             yield Check.not_run(name, str(error).split(";")[0])
             continue
         job = build(setup, precision=proof.precisions[0], parallel=parallel, checkpointing=False)
-        yield _same(proof, name, base, _run(job, job.batches(setup.steps[0])))
+        other = _run(job, job.batches(setup.steps[0])).in_boxes(job, base.boxes)
+        yield _same(proof, name, base, other)
         del job
         gc.collect()

@@ -28,7 +28,6 @@ from expertmesh.verification.layers.memory import refusal
 from expertmesh.verification.proof import Proof
 from expertmesh.verification.reference import unsharded
 from expertmesh.verification.reference.model import Expected
-from expertmesh.verification.reference.weights import AdaptedWeights, MemoryWeights, Weights
 from expertmesh.verification.result import Check, Figure
 from expertmesh.verification.samples import StepData
 
@@ -94,13 +93,8 @@ def _train(proof: Proof, dtype: torch.dtype, noise: float = 0.0) -> _UnshardedSt
     `noise`: how much of each gradient's size is added to it at random; more where the model is worse conditioned.
     """
     reference = proof.reference(dtype)
-    device, inner = reference.job.mesh.device, reference.weights
-    memory = MemoryWeights.of(dict.fromkeys(reference.streamed.names.values()), inner, device)
-    weights: Weights = memory
-    if isinstance(inner, AdaptedWeights):
-        weights = AdaptedWeights(memory, inner.plan, inner.anatomy, inner.dtype, device, held=memory.tensors)
-    trained = {name: nn.Parameter(memory.tensors[name]) for name in sorted(reference.trained & memory.tensors.keys())}
-    memory.tensors.update({name: parameter.data for name, parameter in trained.items()})
+    weights, held = reference.weights.in_memory(dict.fromkeys(reference.streamed.names.values()))
+    trained = {name: nn.Parameter(held[name]) for name in sorted(reference.trained & held.keys())}
     before = {name: parameter.detach().clone() for name, parameter in trained.items()}
     generator = torch.Generator().manual_seed(0)
 
@@ -114,7 +108,7 @@ def _train(proof: Proof, dtype: torch.dtype, noise: float = 0.0) -> _UnshardedSt
                 size = level * float(gradient.norm()) / gradient.numel() ** 0.5
                 gradient = gradient + size * torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype)
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
-        _move_biases(reference.job, expected, memory)
+        _move_biases(reference.job, expected, held)
         return expected.loss
 
     config = proof.setup.config.optim
@@ -144,7 +138,7 @@ def plain_optimizer(parameters: list[nn.Parameter], config: OptimConfig) -> torc
     )
 
 
-def _move_biases(job: Job, expected: Expected, memory: MemoryWeights) -> None:
+def _move_biases(job: Job, expected: Expected, held: dict[str, Tensor]) -> None:
     """The balancing update of correction biases, by the unsharded model's own choices; the optimizer has no part in it.
     One gathering for each bias.
     """
@@ -153,7 +147,7 @@ def _move_biases(job: Job, expected: Expected, memory: MemoryWeights) -> None:
         index = expected.forward.choices[experts] if job.answers_for_rows else expected.forward.choices[experts][:0]
         counts = torch.stack(gather(torch.bincount(index.reshape(-1).long(), minlength=balance.num_experts))).sum(0)
         direction = (counts.sum() - balance.num_experts * counts).sign()
-        tensor = memory.tensors[bias]
+        tensor = held[bias]
         tensor += (balance.bias_update_rate * direction).to(tensor.dtype).view(tensor.shape)
 
 
