@@ -20,6 +20,7 @@ _HOME = {
     "count_targets": "expertmesh.step.loss",
     "forward_backward": "expertmesh.step.forward_backward",
     "init_mesh": "expertmesh.distributed.mesh",
+    "like_ddp": "expertmesh.state.other_code",
     "load_checkpoint": "expertmesh.checkpoint.interface",
     "load_model": "expertmesh.model",
     "load_weights": "expertmesh.checkpoint.restore",
@@ -45,6 +46,7 @@ __all__ = [
     "count_targets",
     "forward_backward",
     "init_mesh",
+    "like_ddp",
     "load_checkpoint",
     "load_model",
     "load_weights",
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
     from expertmesh.experts.balance import update_router_bias
     from expertmesh.integrations.trainer import trainer
     from expertmesh.model import load_model, parallelize
+    from expertmesh.state.other_code import like_ddp
     from expertmesh.step.forward_backward import forward_backward
     from expertmesh.step.grad_norm import clip_grad_norm_
     from expertmesh.step.loss import causal_lm_loss, count_targets

@@ -72,8 +72,9 @@ def load_weights(model: PreTrainedModel, directory: str | Path) -> None:
         with raise_on_all_ranks("reading the adapter"):
             read_adapter(model, plan, Path(directory))
         return
-    # Saving restores the layout and the other tensors of the files that training started from, not of these.
-    conversions: Any = getattr(model, "_weight_conversions", None) or ()
+    # Saving restores the layout and the other tensors of the files that training started from, if it did, not of these.
+    before: Any = getattr(model, "_weight_conversions", None)
     unmapped = remembered(model)
     fill(model, directory)
-    remember(model, conversions, unmapped)
+    here: Any = model._weight_conversions
+    remember(model, here if before is None else before, unmapped)

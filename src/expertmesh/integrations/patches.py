@@ -1,74 +1,45 @@
-"""What transformers, TRL and accelerate leave no other way than to replace, on our own objects and nowhere else.
+"""What transformers, TRL and accelerate leave no other way than to set on the model itself.
 
-Each function says which code asks for it. Nothing here communicates, but for what `ShardedAccelerator` says.
+Each line says which code asks for it. Nothing here communicates.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
-import torch
-import torch.distributed as dist
-from accelerate import Accelerator
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 
-class ShardedAccelerator(Accelerator):  # type: ignore[misc]
-    """accelerate for a model whose ranks reduce its gradients by sums: it wraps nothing and scales nothing else.
-
-    Trainers make their `Accelerator` themselves, so that its class is exchanged (`take_over`).
-    """
-
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
-        """A sharded model as it is, neither moved nor wrapped; any other as accelerate does it."""
-        if not isinstance(model, FSDPModule):
-            return cast(nn.Module, super().prepare_model(model, device_placement, evaluation_mode))
-        if not any(model is known for known in self._models):
-            self._models.append(model)
-        return model
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Trainers scale their loss for DDP, which averages gradients over ranks; here they are summed."""
-        super().backward(loss / dist.get_world_size(), **kwargs)
-
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """For all micro-batches but the last: replicas wait with their all-reduce. Shards are reduced each time, as
-        unreduced gradients would be whole ones.
-        """
-        if not isinstance(model, FSDPModule):
-            with super().no_sync(model):
-                yield
-            return
-        model.set_requires_all_reduce(False)
-        try:
-            yield
-        finally:
-            model.set_requires_all_reduce(True)
-
-
-def take_over(accelerator: Accelerator) -> None:
-    """Make a Trainer's own accelerator one for sharded models."""
-    accelerator.__class__ = ShardedAccelerator
-
-
-def keep_class_name(model: PreTrainedModel, name: str) -> None:
-    """transformers decides by the name of the class whether label smoothing shifts labels; FSDP2 renames classes."""
-    model._get_name = lambda: name  # type: ignore[method-assign]
-
-
-def keep_checkpointing(model: PreTrainedModel) -> None:
-    """Activation checkpointing is applied while sharding. `Trainer.train` would put transformers' own around it, and
-    TRL takes it off and puts transformers' own on again around forwards without gradients.
-    """
-
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        """It is as it was set when the model was sharded."""
-
+def prepare(model: Any) -> None:
+    """Let a sharded model be what the code of Trainers expects to find."""
+    # accelerate takes it as it is: it neither moves nor wraps it.
+    model._is_accelerate_prepared = True
+    # accelerate asks for it around all micro-batches but the last.
+    model.no_sync = lambda: _no_sync(model)
+    # transformers decides by the name of the class whether label smoothing shifts labels; FSDP2 renames classes.
+    name = next(kind.__name__ for kind in type(model).__mro__ if _is_own(kind))
+    model._get_name = lambda: name
+    # Activation checkpointing was applied while sharding. `Trainer.train` would put transformers' own around it, and
+    # TRL takes it off and puts transformers' own on again around forwards without gradients.
     for which in ("activation_checkpointing", "gradient_checkpointing"):
-        setattr(model, f"{which}_enable", nothing)
-        setattr(model, f"{which}_disable", nothing)
+        setattr(model, f"{which}_enable", _as_it_is)
+        setattr(model, f"{which}_disable", _as_it_is)
+
+
+def _is_own(kind: type) -> bool:
+    return issubclass(kind, PreTrainedModel) and not issubclass(kind, FSDPModule)
+
+
+def _as_it_is(*args: Any, **kwargs: Any) -> None:
+    """Nothing is changed."""
+
+
+@contextmanager
+def _no_sync(model: FSDPModule) -> Iterator[None]:
+    """Replicas wait with their all-reduce. Shards are reduced each time, as unreduced gradients would be whole ones."""
+    model.set_requires_all_reduce(False)
+    try:
+        yield
+    finally:
+        model.set_requires_all_reduce(True)

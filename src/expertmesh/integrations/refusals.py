@@ -245,9 +245,9 @@ def refuse_lora(lora: LoraConfig | None, of_trl: bool) -> None:
 def refuse_sharded(model: Any) -> None:
     """A model that is in shards already, ours or somebody else's, or none at all."""
     if not isinstance(model, PreTrainedModel):
+        what = "not given" if model is None else f"a {type(model).__name__}"
         raise InputError(
-            f"model is {'not given' if model is None else f'a {type(model).__name__}'}; give a name, a directory, or a "
-            "model of transformers",
+            f"model is {what}; give a name, a directory, or a model of transformers, and adapters as lora=",
             key="trainer.unsupported-model",
         )
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):

@@ -1,7 +1,7 @@
 """`em.trainer`: a Trainer class of transformers or TRL whose model is sharded over all ranks, computing the same.
 
 A mixin goes in front of the class. It shards the model when the trainer is made, keeps accelerate from wrapping it,
-divides the loss by the ranks where the Trainer expects DDP's mean, and clips, saves and resumes by this package. Data,
+averages gradients over the ranks as the Trainer expects of DDP, and clips, saves and resumes by this package. Data,
 schedules, losses, metrics and callbacks stay the Trainer's own.
 """
 
@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
@@ -29,9 +28,10 @@ def trainer(trainer_class: type[T]) -> type[T]:
         trainer = SFTTrainer(model="Qwen/Qwen3-30B-A3B", parallel=em.ParallelConfig(ep=8), args=..., train_dataset=...)
 
     Every rank makes it and calls its methods. Beside the class's own arguments it takes `parallel` (`fsdp`, `replicate`
-    and `ep`), `precision`, `moe` and `lora`. `model` is a name, a directory, or a model in memory that is the same on
-    every rank. Losses, gradients, gradient norms and weights are those of the stock class under DDP; docs/trainers.md
-    says what is refused. Raises `InputError` for a class, or a version of one, that is not known to train right.
+    and `ep`), `precision`, `moe` and `lora` (`em.LoraConfig`, or PEFT's `LoraConfig`). `model` is a name, a directory,
+    or a model in memory that is the same on every rank. Losses, gradients, gradient norms and weights are those of the
+    stock class under DDP; docs/trainers.md says what is refused. Raises `InputError` for a class, or a version of one,
+    that is not known to train right.
     """
     if isinstance(trainer_class, type) and issubclass(trainer_class, ShardedTrainer):
         return trainer_class
@@ -50,9 +50,11 @@ class ShardedTrainer(Trainer):
         parallel: ParallelConfig | None = None,
         precision: PrecisionConfig | None = None,
         moe: MoeConfig | None = None,
-        lora: LoraConfig | None = None,
+        lora: Any = None,
         **kwargs: Any,
     ) -> None:
+        if lora is not None and not isinstance(lora, LoraConfig):
+            lora = em.lora_from_peft(lora)
         given = _by_name(super().__init__, args, kwargs)
         arguments, model, of_trl = given.get("args"), given.get("model"), refusals.is_of_trl(type(self))
         refusals.refuse_arguments(arguments, given)
@@ -76,7 +78,6 @@ class ShardedTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         refusals.refuse_launcher(self)
-        patches.take_over(self.accelerator)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """FSDP2 casts for compute; autocast would do it once more, otherwise."""
@@ -177,7 +178,5 @@ def _sharded(model: Any, mesh: Any, args: Any, options: dict[str, Any]) -> PreTr
         if bf16 and options["precision"] is None and model.dtype == torch.float32:
             options["precision"] = PrecisionConfig()
         sharded = em.parallelize(model, mesh, **options, seed=args.seed)
-    name = next(kind.__name__ for kind in type(sharded).__mro__ if not issubclass(kind, FSDPModule))
-    patches.keep_class_name(sharded, name)
-    patches.keep_checkpointing(sharded)
-    return sharded
+    patches.prepare(sharded)
+    return em.like_ddp(sharded)
