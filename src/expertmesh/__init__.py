@@ -14,6 +14,7 @@ _HOME = {
     "MoeConfig": "expertmesh.config",
     "ParallelConfig": "expertmesh.config",
     "PrecisionConfig": "expertmesh.config",
+    "adapters_off": "expertmesh.adapters.attach",
     "causal_lm_loss": "expertmesh.step.loss",
     "clip_grad_norm_": "expertmesh.step.grad_norm",
     "count_targets": "expertmesh.step.loss",
@@ -21,6 +22,7 @@ _HOME = {
     "init_mesh": "expertmesh.distributed.mesh",
     "load_checkpoint": "expertmesh.checkpoint.interface",
     "load_model": "expertmesh.model",
+    "lora_from_peft": "expertmesh.adapters.from_peft",
     "parallelize": "expertmesh.model",
     "router_losses": "expertmesh.step.router_losses",
     "save_adapter": "expertmesh.adapters.save",
@@ -35,6 +37,7 @@ __all__ = [
     "ParallelConfig",
     "PrecisionConfig",
     "__version__",
+    "adapters_off",
     "causal_lm_loss",
     "clip_grad_norm_",
     "count_targets",
@@ -42,6 +45,7 @@ __all__ = [
     "init_mesh",
     "load_checkpoint",
     "load_model",
+    "lora_from_peft",
     "parallelize",
     "router_losses",
     "save_adapter",
@@ -51,6 +55,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from expertmesh.adapters.attach import adapters_off
+    from expertmesh.adapters.from_peft import lora_from_peft
     from expertmesh.adapters.save import save_adapter
     from expertmesh.checkpoint.interface import load_checkpoint, save_checkpoint
     from expertmesh.config import LoraConfig, MoeConfig, ParallelConfig, PrecisionConfig

@@ -180,7 +180,19 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise InputError(
             f"{path}: cannot be read as an adapter's config: {error}", key="adapter.unreadable-config"
         ) from error
-    if not isinstance(content, dict) or content.get("peft_type") != "LORA":
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: is not the config of a LoRA adapter", key="adapter.not-lora")
+    refuse_content(content, path)
+    if (directory / _PICKLE).exists() and not (directory / WEIGHTS_FILE).exists():
+        raise SecurityError(
+            f"{directory / _PICKLE}: is a pickle, which can run code when read; convert it first", key="adapter.pickle"
+        )
+    return content
+
+
+def refuse_content(content: Mapping[str, Any], path: Path | str) -> None:
+    """Raise `InputError` for what an adapter_config.json (of `path`) says that we cannot train exactly, by name."""
+    if content.get("peft_type") != "LORA":
         raise InputError(f"{path}: is not the config of a LoRA adapter", key="adapter.not-lora")
     # Zero is set too: `layers_to_transform: 0` means the first layer alone.
     said = [key for key, value in content.items() if key not in _KNOWN and (value or type(value) is int)]
@@ -205,14 +217,9 @@ def read_config(directory: Path) -> dict[str, Any]:
     _refuse_names(path, content.get("target_modules"))
     if not isinstance(content.get("r"), int) or not isinstance(content.get("lora_alpha"), int | float):
         raise InputError(f"{path}: r and lora_alpha are not numbers", key="adapter.invalid-config")
-    if (directory / _PICKLE).exists() and not (directory / WEIGHTS_FILE).exists():
-        raise SecurityError(
-            f"{directory / _PICKLE}: is a pickle, which can run code when read; convert it first", key="adapter.pickle"
-        )
-    return content
 
 
-def _refuse_names(path: Path, modules: Any) -> None:
+def _refuse_names(path: Path | str, modules: Any) -> None:
     """Module names that mean something else to PEFT from family to family: patterns, and names of former experts."""
     if isinstance(modules, str):
         raise InputError(

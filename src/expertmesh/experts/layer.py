@@ -16,7 +16,7 @@ from expertmesh.anatomy import ExpertsSpec
 from expertmesh.experts.activation_checkpointing import computed_once, confirm_choice, is_recomputing
 from expertmesh.experts.dispatch import Dispatcher
 from expertmesh.experts.expert_mlp import expert_mlp, normed_expert_mlp
-from expertmesh.experts.lora_state import Dropout, adapter_state_of
+from expertmesh.experts.lora_state import Dropout, running_adapters_of
 from expertmesh.experts.mlp_spec import Adapter, Adapters, ExpertMlpSpec, ExpertWeights
 from expertmesh.experts.pairs import LocalPairs, count_pairs
 from expertmesh.experts.token_counts import TokensPerExpert, real_tokens
@@ -116,7 +116,7 @@ class ExpertLayer:
 
     def _adapters(self, experts: nn.Module) -> Adapters | None:
         """The adapters of this rank's experts, if they have any."""
-        state = adapter_state_of(experts)
+        state = running_adapters_of(experts)
         if state is None:
             return None
         up, down = (_adapter(experts, name) for name in (self.spec.up, self.spec.down))
@@ -124,7 +124,7 @@ class ExpertLayer:
 
     def _dropout(self, experts: nn.Module, tokens: int, metadata: Any) -> Dropout | None:
         """The adapters' dropout with the numbers of the rows that came here; one more collective where there is any."""
-        state = adapter_state_of(experts)
+        state = running_adapters_of(experts)
         dropout = state.dropout_of(self.spec.name, tokens) if state is not None and experts.training else None
         return dropout and replace(dropout, number_P=self.dispatcher.numbers(dropout.number_P, metadata))
 

@@ -105,7 +105,7 @@ def _refuse_attention(where: str, name: str, module: Any) -> None:
             key="layout.cp-attention-arguments",
         )
     backend = _backend(module.config)
-    if backend == "eager" and (odd := sorted(attributes_read(call.global_of(call.default)) - _ATTRIBUTES)):
+    if backend == "eager" and (odd := sorted(set(attributes_read(call.global_of(call.default))) - _ATTRIBUTES)):
         raise InputError(
             f"{where} computes eager attention with {odd[0]} of {name}, which cp cannot split; set model.attention to "
             "sdpa, or parallel.cp to 1",

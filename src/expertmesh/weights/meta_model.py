@@ -27,8 +27,9 @@ from transformers.initialization import meta_device_safe_creation_ops
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from expertmesh.config.errors import InputError
-from expertmesh.weights.mapping import refuse_quantised, tied_names
+from expertmesh.weights.mapping import tied_names
 from expertmesh.weights.module_list import fuse_lists_of_experts
+from expertmesh.weights.quantised.published import refuse_unsupported
 
 # What a model directory consists of, apart from code: weights, JSON, and the tokenizer's plain-text files.
 DATA_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -41,8 +42,8 @@ def read_model_config(
 
     Hub repositories are downloaded into the hub's cache: safetensors, JSON and tokenizer files only, Python
     files only with `trust_remote_code`, and no weights with `weights=False`. Raises `InputError` for what
-    is missing, unreadable or quantised, and when the model needs its own code and `trust_remote_code` is off.
-    Every rank may call it; ranks of one machine share the cache.
+    is missing, unreadable or quantised by a method that is not read, and when the model needs its own code and
+    `trust_remote_code` is off. Every rank may call it; ranks of one machine share the cache.
     """
     directory = Path(name_or_path)
     if not directory.is_dir():
@@ -63,7 +64,7 @@ def read_model_config(
             f"{path}: is not a config that transformers understands: {error}", key="model.invalid-config"
         ) from error
     assert isinstance(config, PreTrainedConfig)
-    refuse_quantised(config, directory)
+    refuse_unsupported(config, directory)
     return config, directory
 
 
