@@ -44,7 +44,7 @@ def write_companions(
         if layout.index is not None:
             create_index(directory, layout.index)
         write_config(model, directory, tokenizer, dtype)
-        for path in directory.iterdir():
+        for path in directory.rglob("*"):
             sync(path)
         sync(directory)
 
