@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.shapes import deepseek_v3, qwen3_30b_a3b
+from expertmesh.anatomy import structure
 from expertmesh.config import Config, load_config
 from expertmesh.distributed.layout import Layout
 from expertmesh.planning import forecast as planner
@@ -59,6 +60,17 @@ def test_every_run_is_told_what_a_step_will_take(tmp_path: Path, monkeypatch: py
     unknown = forecast(config, tiny)
     assert unknown.prediction is None
     assert unknown.line == "nothing: the planner does not know this device"
+
+
+def test_a_model_whose_top_k_is_unknown_is_trained_without_a_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structure, "_top_k", lambda module: None)
+    monkeypatch.setattr(structure, "_top_k_of_block", lambda model, spec: None)
+    config = _config(tmp_path)
+    found = forecast(config, _checked(config, tiny_config("qwen3_moe"), 1))
+    assert found.prediction is None
+    assert found.line.startswith("nothing: there is no plan for qwen3_moe: ")
 
 
 def test_memory_of_the_machine_is_shared_by_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,10 @@ def test_hardware_of_the_users_joins_the_table_and_is_checked(tmp_path: Path) ->
     sources = "{flops: me, memory: me, memory_bandwidth: me, within_node: me, between_nodes: me}"
     entry = "\n  ".join(["mine:", *lines, "between_nodes: 1.0e9", f"sources: {sources}"])
     file.write_text(entry)
-    assert parse_devices("4 mine", hardware_table(file)).count == 4
+    mine = parse_devices("4 mine", hardware_table(file))
+    assert mine.count == 4
+    peaks = [mine.hardware.peak(dtype) for dtype in ("bfloat16", "float32", "float64")]
+    assert peaks == [1.0e12, 1.0e12 / 16, 1.0e12 / 32]
     assert "h100" in hardware_table(file)
     file.write_text(entry.replace("memory: 1.0e9", "memroy: 1.0e9", 1))
     with refused("plan.invalid-hardware", naming="memroy"):
@@ -198,6 +201,8 @@ def test_command_line_prints_the_plan_and_refuses_bad_input(
     assert kept["by_mode"]["full"] < kept["by_mode"]["selective"] < kept["by_mode"]["none"]
     assert main(["plan", *small, "2x2 abacus"]) == 2
     assert main(["plan", *small, "2x2 cpu", "--mtbf", "0"]) == 2
+    assert main(["plan", *small, "2x2 cpu", "--imbalance", "nan"]) == 2
+    assert main(["plan", *small, "2x2 cpu", "--yaml", "--simulate"]) == 2
     assert main(["plan", *small, "2x2 cpu", "--lora", "rank=8"]) == 2
     assert main(["plan", str(directory / "nowhere"), "--devices", "1 cpu"]) == 2
 

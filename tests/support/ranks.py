@@ -101,7 +101,7 @@ def _rank_main(
     fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world: int, scratch: str, timeout: float
 ) -> None:
     torch.set_num_threads(1)
-    faulthandler.enable(Path(scratch, f"stack-{rank}").open("w"))
+    faulthandler.enable(os.open(f"{scratch}/stack-{rank}", os.O_WRONLY))
     code = 0
     try:
         store = dist.FileStore(f"{scratch}/store", world)

@@ -203,12 +203,12 @@ def test_long_lists_of_problems_are_cut_and_counted(tmp_path: Path) -> None:
         _plan(model, tmp_path)
 
 
-def test_quantised_checkpoints_are_refused_by_method(tmp_path: Path) -> None:
+def test_methods_of_quantisation_that_are_not_read_are_refused_by_name(tmp_path: Path) -> None:
     reference = random_model(qwen3_moe())
     reference.save_pretrained(tmp_path)
     model = build_meta_model(reference.config, torch.float32)
-    model.config.quantization_config = {"quant_method": "fp8"}
-    with refused("model.quantised", naming="fp8"):
+    model.config.quantization_config = {"quant_method": "gptq"}
+    with refused("model.quantised", naming="gptq"):
         _plan(model, tmp_path)
 
 

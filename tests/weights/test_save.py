@@ -235,13 +235,18 @@ def test_a_target_that_holds_anything_is_refused_and_an_empty_one_used(tmp_path:
     (tmp_path / "full" / "keep.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     for name in ("full", "file"):
         with refused("output.not-empty", naming=name):
             save_model(model, tmp_path / name)
     assert (tmp_path / "full" / "keep.txt").read_text() == "mine"
     save_model(model, tmp_path / "empty")
     save_model(model, tmp_path / "deep" / "er")
-    _assert_equal(_reloaded(tmp_path / "deep" / "er"), _reloaded(tmp_path / "empty"))
+    save_model(model, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    for name in ("deep/er", "elsewhere"):
+        _assert_equal(_reloaded(tmp_path / name), _reloaded(tmp_path / "empty"))
 
 
 def _full_disk_on_rank_1() -> None:

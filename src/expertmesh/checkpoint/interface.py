@@ -20,6 +20,7 @@ from expertmesh.checkpoint.write import CheckpointWriter, SavedCheckpoint
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.weights.companions import Tokenizer
+from expertmesh.weights.unmapped import remember
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,8 @@ def save_checkpoint(
             raise InputError(
                 f"step {step}: must be the number of optimizer steps done, 0 or more", key="checkpoint.invalid-step"
             )
+        if keep_last is not None and keep_last < 1:
+            raise InputError(f"keep_last {keep_last}: must be at least 1, or None for all", key="config.wrong-value")
         if not dist.is_initialized() or dist.get_rank() == 0:
             files = {**companions(model, tokenizer), STATE_FILE: state_bytes(step, state or {}, optimizer)}
             clean(Path(directory))
@@ -97,7 +100,7 @@ def load_directory(
             layout = read_layout(model, directory, manifest)
             check_adapter_base(model, directory, manifest)
         restore(model, optimizer, opened)
-    layout.give_to(model)
+    remember(model, *layout)
     return LoadedCheckpoint(directory, saved.step, saved.state)
 
 

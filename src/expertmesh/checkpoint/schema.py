@@ -66,10 +66,6 @@ class Tiling(Strict):
     def shape(self) -> list[int]:
         return [cuts[-1] for cuts in self.cuts]
 
-    def cells(self) -> Iterator[tuple[int, Box]]:
-        """(the rank that wrote it, its box) of every part."""
-        return zip(self.ranks, _boxes(self.cuts), strict=True)
-
     def cell_of(self, rank: int) -> Box | None:
         """The part that `rank` wrote."""
         if rank not in self.ranks:

@@ -7,9 +7,10 @@ tokenizer; never its weights, and never starts a process group.
 """
 
 import math
-import os
 import sys
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 
 from rich.console import Console
 from rich.text import Text
@@ -28,7 +29,7 @@ from expertmesh.data import (
     padding_token_id,
 )
 from expertmesh.io.terminal import printable
-from expertmesh.launcher.launch import in_job, local_ranks
+from expertmesh.launcher.launch import job_size
 from expertmesh.planning.forecast import forecast
 from expertmesh.training.startup.model_check import Checked
 from expertmesh.training.startup.preflight import preflight
@@ -45,9 +46,9 @@ def run(config: Config, samples: int = 3, nproc: int | None = None) -> int:
     in `config` make. Raises `InputError` for what would stop training: all that preflight refuses, a malformed row
     under `data.on_error: stop`, data without any target.
     """
-    here = int(os.environ["WORLD_SIZE"]) if in_job() else local_ranks(None)
+    here, per_node = job_size()
     ranks = nproc or (here if here % _fewest_ranks(config.parallel) == 0 else _fewest_ranks(config.parallel))
-    checked = preflight(config, ranks, ranks_per_node=here if ranks == here and not in_job() else None, weights=False)
+    checked = preflight(config, ranks, ranks_per_node=per_node if ranks == here else None, weights=False)
     tokenizer = load_tokenizer(config.model)
     console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
     vocab_size = checked.vocab_size
@@ -93,12 +94,9 @@ def _print_sample(console: Console, dataset: TokenizedDataset, index: int, token
     sample = dataset.sample(index)
     targets = (sample.labels != IGNORE).tolist()
     text = Text()
-    runs: list[tuple[bool, list[int]]] = []
-    for token_id, is_target in zip(sample.input_ids[:TOKENS_SHOWN].tolist(), targets, strict=False):
-        if not runs or runs[-1][0] != is_target:
-            runs.append((is_target, []))
-        runs[-1][1].append(token_id)
-    for is_target, ids in runs:
+    pairs = zip(sample.input_ids[:TOKENS_SHOWN].tolist(), targets, strict=False)
+    for is_target, group in groupby(pairs, key=itemgetter(1)):
+        ids = [token_id for token_id, _ in group]
         piece = printable(str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
         marked = piece if console.is_terminal or not is_target else f"[[{piece}]]"
         text.append(marked, style=TARGET_STYLE if is_target else "")

@@ -122,7 +122,7 @@ def _job(config: Config, checked: Checked, devices: Devices) -> Job:
     figures = figures_of_plan(checked.plan, length=length, lora=config.lora, packed=packed)
     moments = 2 if config.optim.name == "adamw" else 0
     layers = config.train.checkpoint_layers
-    return Job(figures, devices, config.train.global_batch_size, moments, gloo=devices.name == "cpu", layers=layers)
+    return Job(figures, devices, config.train.global_batch_size, moments, layers=layers)
 
 
 def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:

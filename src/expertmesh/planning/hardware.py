@@ -86,8 +86,9 @@ class Hardware(Section):
         return self
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of products in `dtype`; half of fp32's where float64 is not listed."""
-        return float(self.flops.get(dtype) or self.flops.get("float32", self.flops["bfloat16"] / 16) / 2)
+        """FLOP/s of products in `dtype`; a 16th of bfloat16's where float32 is not listed, half of that for float64."""
+        float32 = self.flops.get("float32", self.flops["bfloat16"] / 16)
+        return float(self.flops.get(dtype, float32 if dtype == "float32" else float32 / 2))
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,11 +107,10 @@ def _distinct(
 
 @dataclass(frozen=True, slots=True)
 class ResidentState:
-    """Bytes of one rank's shards: of what does not train, of what does, and of one gradient for each of those."""
+    """Bytes of one rank's shards: of what does not train, and of what does, as which its gradients take as many."""
 
     frozen: float
     master: float
-    gradients: float
 
 
 def resident_state(model: ModelFigures, layout: Layout, stage: int = 0) -> ResidentState:
@@ -134,7 +133,7 @@ def _state(rank: PipelineRank, ranks: int, tp: int, ep: int) -> ResidentState:
                 size = times * elements * block.experts.spec.num_experts / ep / efsdp * width
                 frozen += 0 if trains else size
                 master += size if trains else 0
-    return ResidentState(frozen, master, master)
+    return ResidentState(frozen, master)
 
 
 class InFlight(NamedTuple):

@@ -4,7 +4,8 @@ Everything is made when it is first asked for and kept: a planted bug changes th
 self-test computes no reference twice.
 """
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from expertmesh.config import PrecisionConfig
 from expertmesh.verification.build import build
-from expertmesh.verification.compare import TOLERANCE
+from expertmesh.verification.compare import TOLERANCE, Distance, distances, figures, least_rms, own_errors
 from expertmesh.verification.forward_record import ForwardRecord, record_forward
 from expertmesh.verification.job import Job, Losses
 from expertmesh.verification.reference.model import Expected, Reference
+from expertmesh.verification.result import Figure
 from expertmesh.verification.setup import Setup, in_float32
 
 ForcedChoices = dict[str, tuple[Tensor, Tensor]]  # of tokens `[T]` that are flagged, the experts `[T, K]`
@@ -54,6 +56,27 @@ class BackwardResult:
     norm: float
     max_norm: float
     scaled: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How far the job is from what is `expected`, tensor by tensor, and the unsharded model in the job's dtype (`own`,
+    where that counts) from the same model in a wider one.
+    """
+
+    expected: Expected
+    found: dict[str, Distance]
+    own: dict[str, Distance] | None
+    limit: float
+    floor: bool
+
+    @property
+    def least_rms(self) -> float:
+        return least_rms(self.found) if self.floor else 0.0
+
+    @property
+    def figures(self) -> list[Figure]:
+        return list(figures(self.found, self.limit, self.own, floor=self.floor))
 
 
 @dataclass(slots=True)
@@ -111,6 +134,7 @@ class Proof:
         """What was measured stays."""
         self._jobs.clear()
         self._references.clear()
+        gc.collect()
 
     def forward(self, precision: PrecisionConfig) -> ForwardRecord:
         """Of the job, on the first step."""
@@ -158,6 +182,39 @@ class Proof:
         if dtype not in self._references:
             self._references[dtype] = Reference(self.job(self.precisions[0]), dtype)
         return self._references[dtype]
+
+    def compared(
+        self,
+        precision: PrecisionConfig,
+        got: Mapping[str, Tensor],
+        part: Callable[[Expected], Mapping[str, Tensor]],
+        counted: Mapping[str, bool] | bool,
+        *,
+        floor: bool = False,
+    ) -> Comparison:
+        """What the job `got` beside `part` of what the unsharded model gives; `counted` and `floor` as in compare.py.
+
+        A tolerance limits fp32 and fp64. Where fp32 cannot tell by itself whether the job or the model's conditioning
+        is to blame, fp64 does. In bf16 the unsharded fp32 model, with the job's choices of experts, is taken for exact,
+        and the error of the unsharded bf16 model sets the limit.
+        """
+
+        def distance(got: Mapping[str, Tensor], expected: Expected) -> dict[str, Distance]:
+            return distances(got, part(expected), counted)
+
+        limit = self.tolerance(precision)
+        if not limit:
+            exact, own = (self.expected_with_job_choices(each, precision) for each in (torch.float32, torch.bfloat16))
+            return Comparison(exact, distance(got, exact), distance(part(own), exact), limit, floor)
+        expected = self.expected(self.judge(precision))
+        found = Comparison(expected, distance(got, expected), None, limit, floor)
+        if not self.uses_float64 or precision.compute != "float32" or all(each.share <= 1 for each in found.figures):
+            return found
+        exact = self.expected(torch.float64)
+        found = Comparison(expected, distance(got, exact), distance(part(expected), exact), limit, floor)
+        for kind, error in own_errors(found.own or {}, found.least_rms).items():
+            self.own_error[kind] = max(self.own_error.get(kind, 0.0), error)
+        return found
 
     def tolerance(self, precision: PrecisionConfig) -> float:
         """0 where only the unsharded model's own error counts."""

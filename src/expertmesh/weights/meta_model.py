@@ -7,7 +7,7 @@ meta: no memory here grows with the model.
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ from transformers.initialization import meta_device_safe_creation_ops
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from expertmesh.config.errors import InputError
-from expertmesh.weights.mapping import refuse_quantised, tied_names
+from expertmesh.weights.mapping import tied_names
 from expertmesh.weights.module_list import fuse_lists_of_experts
+from expertmesh.weights.quantised.published import refuse_unsupported
 
 # What a model directory consists of, apart from code: weights, JSON, and the tokenizer's plain-text files.
 DATA_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -41,8 +42,8 @@ def read_model_config(
 
     Hub repositories are downloaded into the hub's cache: safetensors, JSON and tokenizer files only, Python
     files only with `trust_remote_code`, and no weights with `weights=False`. Raises `InputError` for what
-    is missing, unreadable or quantised, and when the model needs its own code and `trust_remote_code` is off.
-    Every rank may call it; ranks of one machine share the cache.
+    is missing, unreadable or quantised by a method that is not read, and when the model needs its own code and
+    `trust_remote_code` is off. Every rank may call it; ranks of one machine share the cache.
     """
     directory = Path(name_or_path)
     if not directory.is_dir():
@@ -63,7 +64,7 @@ def read_model_config(
             f"{path}: is not a config that transformers understands: {error}", key="model.invalid-config"
         ) from error
     assert isinstance(config, PreTrainedConfig)
-    refuse_quantised(config, directory)
+    refuse_unsupported(config, directory)
     return config, directory
 
 
@@ -98,7 +99,8 @@ def build_meta_model(
     assert isinstance(model, PreTrainedModel)
     if fuse:
         fuse_lists_of_experts(model)
-    _keep_in_fp32(model, dtype)
+    state, kept = model.state_dict(keep_vars=True), kept_in_fp32(model, dtype)
+    give_dtypes(state, {name: torch.float32 for name in state if kept(name)})
     _compute_buffers(model)
     if directory is not None and model.can_generate():
         _read_generation_config(model, Path(directory) / "generation_config.json")
@@ -151,12 +153,13 @@ def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], 
     return lambda name: any(pattern.search(name) for pattern in compiled)
 
 
-def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    kept = kept_in_fp32(model, dtype)
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and kept(name):
+def give_dtypes(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
+    """Change the dtypes of floating-point tensors of a model on meta, in place, to floating-point ones."""
+    for name, tensor in tensors.items():
+        dtype = dtypes.get(name, tensor.dtype)
+        if tensor.is_floating_point() and dtype.is_floating_point:
             # Assigning `data` keeps ties and parameter identity.
-            tensor.data = tensor.data.to(torch.float32)
+            tensor.data = tensor.data.to(dtype)
 
 
 def _compute_buffers(model: PreTrainedModel) -> None:

@@ -26,7 +26,7 @@ from expertmesh.data import (
 )
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.distributed.layout import explicit
-from expertmesh.distributed.mesh import Mesh, current_device, init_mesh, set_timeout
+from expertmesh.distributed.mesh import Mesh, build_mesh, current_device, set_timeout
 from expertmesh.parallel.apply import shard_model
 from expertmesh.training.control import Control
 from expertmesh.training.resume import Identity, check_start, find_start
@@ -153,7 +153,7 @@ def _open_mesh(config: Config, checked: Checked) -> Mesh:
                 "LOCAL_WORLD_SIZE on this node; set parallel.ep to a number",
                 key="launch.local-world-sizes-differ",
             )
-    mesh = init_mesh(parallel, num_experts=checked.anatomy.num_experts, device=current_device())
+    mesh = build_mesh(checked.layout, current_device())
     set_timeout(mesh, config.distributed.first_step_timeout_seconds)
     return mesh
 

@@ -46,7 +46,6 @@ def check_artifacts(proof: Proof, *, merges: bool = True) -> list[Check]:
     Without `merges` an adapter is merged only if stock PEFT is not there to read it.
     """
     proof.free_jobs()
-    gc.collect()
     job = build(proof.setup, precision=proof.precisions[0])
     job.train_step(proof.setup.steps[0])
     logits = record_forward(job, proof.setup.steps[0]).tensors["logits"]

@@ -7,23 +7,12 @@ is compared with the unsharded model following the job's choices.
 """
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from expertmesh.config import PrecisionConfig
-from expertmesh.verification.compare import (
-    OWN_ERRORS,
-    Distance,
-    distances,
-    figures,
-    gather,
-    scalar,
-    summed_over_ranks,
-    without_numbers,
-)
-from expertmesh.verification.forward_record import ForwardRecord
+from expertmesh.verification.compare import OWN_ERRORS, gather, scalar, summed_over_ranks
 from expertmesh.verification.proof import ForcedChoices, Proof, label
 from expertmesh.verification.reference.model import Expected
 from expertmesh.verification.result import Check, Figure
@@ -34,52 +23,29 @@ _CHANCE = 1e-6
 
 def check_forward(proof: Proof) -> list[Check]:
     """Every rank calls it; runs the job and the reference on the first step."""
-    checks = []
-    for precision in proof.precisions:
-        checks += _in_fp32(proof, precision) if proof.tolerance(precision) else _in_bf16(proof, precision)
-    return checks
+    return [check for precision in proof.precisions for check in _checks(proof, precision)]
 
 
-def _in_fp32(proof: Proof, precision: PrecisionConfig) -> list[Check]:
-    dtype, limit = proof.judge(precision), proof.tolerance(precision)
-    record = proof.forward(precision)
-    choices = _compare_choices(proof, precision)
-    expected = proof.expected(dtype)
-    found = list(figures(_distances(proof, record, expected), limit))
-    if proof.uses_float64 and dtype == torch.float32 and any(figure.share > 1 for figure in found):
-        # fp32 cannot tell by itself whether the job or the model's conditioning is to blame.
-        exact = proof.expected(torch.float64)
-        own = _distances(proof, expected.forward, exact)
-        proof.own_error |= {without_numbers(name): distance.relative() for name, distance in own.items()}
-        found = list(figures(_distances(proof, record, exact), limit, own))
-    return [choices, *_checks(label(precision), found, _losses(proof, precision, expected, limit))]
-
-
-def _in_bf16(proof: Proof, precision: PrecisionConfig) -> list[Check]:
-    """The unsharded fp32 model is taken for exact, the error of the unsharded bf16 model sets the limit."""
-    record = proof.forward(precision)
-    choices = _compare_flips(proof, precision)
-    exact, own = (proof.expected_with_job_choices(dtype, precision) for dtype in (torch.float32, torch.bfloat16))
-    found = list(figures(_distances(proof, record, exact), 0.0, _distances(proof, own.forward, exact)))
-    errors = sum(gather(float((own.token_losses - exact.token_losses).abs().sum())))
-    limit = OWN_ERRORS * errors / proof.setup.steps[0].targets / abs(exact.loss)
-    return [choices, *_checks(label(precision), found, _losses(proof, precision, exact, limit, own))]
-
-
-def _checks(precision: str, outputs: list[Figure], losses: list[Figure]) -> list[Check]:
+def _checks(proof: Proof, precision: PrecisionConfig) -> list[Check]:
+    name, limit, own = label(precision), proof.tolerance(precision), None
+    choices = _compare_choices(proof, precision) if limit else _compare_flips(proof, precision)
+    answers = proof.job(proof.precisions[0]).answers_for_rows
+    got = proof.forward(precision).tensors
+    compared = proof.compared(precision, got, lambda expected: expected.forward.tensors, answers)
+    if not limit:
+        own, exact = proof.expected_with_job_choices(torch.bfloat16, precision), compared.expected
+        errors = sum(gather(float((own.token_losses - exact.token_losses).abs().sum())))
+        limit = OWN_ERRORS * errors / proof.setup.steps[0].targets / abs(exact.loss)
     return [
-        Check.of(f"{precision}: outputs of blocks", [figure for figure in outputs if figure.tensor != "logits"]),
-        Check.of(f"{precision}: logits", [figure for figure in outputs if figure.tensor == "logits"]),
-        Check.of(f"{precision}: losses", losses),
+        choices,
+        Check.of(f"{name}: outputs of blocks", [each for each in compared.figures if each.tensor != "logits"]),
+        Check.of(f"{name}: logits", [each for each in compared.figures if each.tensor == "logits"]),
+        Check.of(f"{name}: losses", _losses(proof, precision, compared.expected, limit, own)),
     ]
 
 
-def _distances(proof: Proof, got: ForwardRecord, expected: Expected) -> Mapping[str, Distance]:
-    return distances(got.tensors, expected.forward.tensors, proof.job(proof.precisions[0]).answers_for_rows)
-
-
 def _losses(
-    proof: Proof, precision: PrecisionConfig, expected: Expected, limit: float, own: Expected | None = None
+    proof: Proof, precision: PrecisionConfig, expected: Expected, limit: float, own: Expected | None
 ) -> list[Figure]:
     got = proof.backward(precision).losses
     found = [scalar("loss", got.loss, expected.loss, limit)]

@@ -72,11 +72,14 @@ def backward(model: Any, samples: Sequence[Sample]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class UnshardedRun:
-    """Of each step the loss and the norm before clipping; the first step's gradients, before clipping, if kept."""
+    """Of each step the loss and the norm before clipping; the first step's gradients, before clipping, if kept; and how
+    far all steps have moved the weights.
+    """
 
     losses: list[float]
     norms: list[float]
     gradients: dict[str, Tensor]
+    moved: dict[str, Tensor]
 
 
 def train(
@@ -92,7 +95,7 @@ def train(
 
     The weights at the end are those of `trained`.
     """
-    run = UnshardedRun([], [], {})
+    run, before = UnshardedRun([], [], {}, {}), {name: p.detach().clone() for name, p in trained.items()}
     for step in steps:
         run.losses.append(backward(step))
         if keep_gradients and not run.gradients:
@@ -100,6 +103,7 @@ def train(
         run.norms.append(_clip([p.grad for p in trained.values() if p.grad is not None], max_norm))
         optimizer.step()
         optimizer.zero_grad()
+    run.moved.update((name, p.detach() - before[name]) for name, p in trained.items())
     return run
 
 
