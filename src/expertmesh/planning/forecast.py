@@ -42,6 +42,14 @@ def forecast(config: Config, checked: Checked) -> Forecast:
         return Forecast(f"nothing: there is no plan for {error}")
     found = _candidate(config, job, checked.layout)
     warning = _memory_warning(job, found)
+    if checked.objective.adapters_off:
+        # No time: each step also runs the reference.
+        line = f"{gib(round(found.memory.total))} of tensors a rank"
+        return Forecast(
+            "; ".join([line, *([warning] if warning else [])]),
+            Prediction(peak_memory_bytes=found.memory.total),
+            warning,
+        )
     notes = [_figures(found), *([warning] if warning else [])]
     if config.parallel.ep == "auto":
         notes += _other_ep(config, job, found)
@@ -122,4 +130,5 @@ def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:
     """With the micro-batch and the checkpointing that the run will have."""
     rows = config.train.micro_batch_size
     accumulation = max(1, config.train.global_batch_size // (rows * layout.data_ranks))
-    return evaluate(job, layout, supported_mode(job.model, checkpointing_mode(config)), Batch(rows, accumulation))
+    sequences = 2 * rows if config.objective.name == "dpo" else rows
+    return evaluate(job, layout, supported_mode(job.model, checkpointing_mode(config)), Batch(sequences, accumulation))
