@@ -42,14 +42,17 @@ def forecast(config: Config, checked: Checked) -> Forecast:
         return Forecast(f"nothing: there is no plan for {error}")
     found = _candidate(config, job, checked.layout)
     warning = _memory_warning(job, found)
-    notes = [_figures(found), *([warning] if warning else [])]
-    if config.parallel.ep == "auto":
+    memory, timed = found.memory.total, not checked.objective.adapters_off
+    prediction = Prediction(peak_memory_bytes=memory)
+    notes = [f"{gib(round(memory))} of tensors a rank"]
+    if timed:  # else each step runs the reference as well
+        prediction = Prediction(
+            step_seconds=found.speed.seconds, tokens_per_second=found.tokens_per_second, peak_memory_bytes=memory
+        )
+        notes = [_figures(found)]
+    notes += [warning] if warning else []
+    if config.parallel.ep == "auto" and timed:
         notes += _other_ep(config, job, found)
-    prediction = Prediction(
-        step_seconds=found.speed.seconds,
-        tokens_per_second=found.tokens_per_second,
-        peak_memory_bytes=found.memory.total,
-    )
     return Forecast("; ".join(notes), prediction, warning)
 
 
@@ -122,4 +125,5 @@ def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:
     """With the micro-batch and the checkpointing that the run will have."""
     rows = config.train.micro_batch_size
     accumulation = max(1, config.train.global_batch_size // (rows * layout.data_ranks))
-    return evaluate(job, layout, supported_mode(job.model, checkpointing_mode(config)), Batch(rows, accumulation))
+    sequences = 2 * rows if config.objective.name == "dpo" else rows
+    return evaluate(job, layout, supported_mode(job.model, checkpointing_mode(config)), Batch(sequences, accumulation))

@@ -8,6 +8,7 @@ tp and cp do not. docs/formulas.md derives it, docs/planning-accuracy.md compare
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from math import gcd
 
 from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout
 from expertmesh.planning.hardware import Devices
@@ -238,12 +239,14 @@ def _transfer_seconds(transfer: Transfer, in_node: int, devices: Devices) -> flo
 
 
 def _ranks_in_node(layout: Layout, per_node: int) -> dict[str, int]:
-    """How many ranks of one group along each axis share a node; ranks are contiguous, the last axis fastest."""
+    """How many ranks of a group along each axis share a node; ranks are contiguous, the last axis fastest. Where groups
+    cross a node's border, the fewest.
+    """
     found: dict[str, int] = {}
     for axes in (EXPERT_AXES, DENSE_AXES):  # those of both views are those of the dense one
         stride = 1
         for axis in reversed(axes):
             size = layout.size(axis)
-            found[axis] = max(1, min(size, per_node // stride))
+            found[axis] = max(1, gcd(stride * size, per_node) // stride)
             stride *= size
     return found
