@@ -7,6 +7,7 @@ machines (Kubeflow's pods) each machine has one such launcher, and the first of 
 """
 
 import itertools
+import json
 import os
 import sys
 import tempfile
@@ -183,11 +184,8 @@ def launch(
     `deadline` is of `time.monotonic()`.
     """
     options = options or RunOptions()
-    worker = ["--function", function, "--parent", str(os.getpid()), "--launch", uuid.uuid4().hex]
-    worker += ["--audit", options.audit]
-    worker += ["--arguments", options.arguments] if options.arguments else []
-    if deadline is not None:
-        worker += ["--deadline", repr(deadline)]
+    control = {"deadline": deadline, "launch": uuid.uuid4().hex, "audit": options.audit, "arguments": options.arguments}
+    worker = [function, str(os.getpid()), json.dumps(control)]
     meeting = Meeting(ranks, node, config.distributed.first_step_timeout_seconds)
     with stop_requests() as requests, tempfile.TemporaryDirectory(prefix="expertmesh-") as temporary:
         config_path = Path(temporary, "config.yaml")
