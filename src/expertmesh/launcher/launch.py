@@ -217,7 +217,7 @@ def _attempt(arguments: list[str], directory: Path, meeting: Meeting, requests: 
     # A store for each attempt: in an old one ranks would read addresses of the dead.
     store = meeting.open(requests)
     if store is None:
-        return 128 + (requests.forced or requests.requested)
+        return requests.exit_code
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     environment = {
         "OMP_NUM_THREADS": str(max(1, cores // meeting.ranks)),
