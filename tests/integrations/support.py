@@ -18,13 +18,17 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import expertmesh as em
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
 
-CONFIGS: dict[type[Trainer], type[TrainingArguments]] = {Trainer: TrainingArguments, SFTTrainer: SFTConfig}
+CONFIGS: dict[type[Trainer], type[TrainingArguments]] = {
+    Trainer: TrainingArguments,
+    SFTTrainer: SFTConfig,
+    DPOTrainer: DPOConfig,
+}
 VOCABULARY, ROWS = 96, 48
 FP32 = em.PrecisionConfig(params="float32", compute="float32", reduce="float32")
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, Trainer
 from expertmesh import LoraConfig, MoeConfig, ParallelConfig
 from expertmesh.config.errors import InputError
 
-TRL_TRAINERS = ("SFTTrainer",)
+TRL_TRAINERS = ("SFTTrainer", "DPOTrainer")
 
 # Every method that is overridden, with its parameters: another version may call it otherwise, or no more.
 OVERRIDDEN = {
@@ -45,6 +45,7 @@ _ARGUMENTS = {
     "save_on_each_node": "each rank writes its own part of one directory; use a file system that all ranks share",
     "enable_jit_checkpoint": "it saves on one rank when that gets its signal; leave it out",
     "optim_target_modules": "it projects whole gradients, and each rank has a shard; leave it out",
+    "sync_ref_model": "the reference is a model in shards of its own; leave it out",
     "debug": "its hooks read whole weights; leave it out",
 }
 _GIVEN = {

@@ -5,6 +5,7 @@ averages gradients over the ranks as the Trainer expects of DDP, and clips, save
 schedules, losses, metrics and callbacks stay the Trainer's own.
 """
 
+import copy
 import inspect
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -16,7 +17,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 import expertmesh as em
 from expertmesh import LoraConfig, MoeConfig, ParallelConfig, PrecisionConfig
-from expertmesh.integrations import checkpoints, patches, refusals
+from expertmesh.integrations import checkpoints, patches, reference, refusals
 
 T = TypeVar("T", bound=Trainer)
 
@@ -69,11 +70,17 @@ class ShardedTrainer(Trainer):
         mesh = em.init_mesh(parallel)
         refusals.refuse_processes(arguments, mesh.layout.world_size, mesh.device)
         self._has_adapters = lora is not None
-        given["model"] = sharded = _sharded(model, mesh, arguments, options)
+        asks = "ref_model" in inspect.signature(super().__init__).parameters
+        frozen = _reference(given, mesh, options) if asks else None
+        given["model"] = sharded = em.like_ddp(_sharded(model, mesh, arguments, options))
+        if asks:
+            by_adapters = frozen is None and self._has_adapters
+            given["ref_model"] = reference.AdaptersOff(sharded) if by_adapters else frozen
         if moe is not None and moe.aux_loss_coef == 0.0:
             sharded.config.get_text_config().output_router_logits = False
         refusals.refuse_model(sharded, of_trl)
-        super().__init__(**given)
+        with reference.hashing_shards():
+            super().__init__(**given)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -179,4 +186,22 @@ def _sharded(model: Any, mesh: Any, args: Any, options: dict[str, Any]) -> PreTr
             options["precision"] = PrecisionConfig()
         sharded = em.parallelize(model, mesh, **options, seed=args.seed)
     patches.prepare(sharded)
-    return em.like_ddp(sharded)
+    return sharded
+
+
+def _reference(given: dict[str, Any], mesh: Any, options: dict[str, Any]) -> PreTrainedModel | None:
+    """The reference that the caller gave, or the model as it is before training, in shards of its own; None where the
+    policy can answer for it: without its adapters, or before training starts. Collective.
+    """
+    source, args = given.get("ref_model"), given["args"]
+    if source is None:
+        if options["lora"] is not None or getattr(args, "precompute_ref_log_probs", False):
+            return None
+        model = given["model"]
+        source = model if isinstance(model, str | Path) else copy.deepcopy(model)
+    elif not isinstance(source, str | Path):
+        refusals.refuse_sharded(source)
+    wanted = {
+        key: value for key, value in options.items() if key not in ("activation_checkpointing", "checkpoint_layers")
+    }
+    return reference.freeze(_sharded(source, mesh, args, {**wanted, "lora": None}))

@@ -12,7 +12,7 @@ import torch
 from expertmesh.config import Config
 from expertmesh.distributed.layout import Layout, explicit
 from expertmesh.io.terminal import gib
-from expertmesh.planning.hardware import Devices, hardware_table, match_device
+from expertmesh.planning.hardware import Devices, hardware_table
 from expertmesh.planning.probe import NotProbed
 from expertmesh.planning.read_model import figures_of_plan
 from expertmesh.planning.search import GIB, Candidate, Job, evaluate, layouts, supported_mode
@@ -42,6 +42,14 @@ def forecast(config: Config, checked: Checked) -> Forecast:
         return Forecast(f"nothing: there is no plan for {error}")
     found = _candidate(config, job, checked.layout)
     warning = _memory_warning(job, found)
+    if checked.objective.adapters_off:
+        # No time: each step also runs the reference.
+        line = f"{gib(round(found.memory.total))} of tensors a rank"
+        return Forecast(
+            "; ".join([line, *([warning] if warning else [])]),
+            Prediction(peak_memory_bytes=found.memory.total),
+            warning,
+        )
     notes = [_figures(found), *([warning] if warning else [])]
     if config.parallel.ep == "auto":
         notes += _other_ep(config, job, found)
@@ -62,7 +70,8 @@ def devices_here(world_size: int) -> Devices | None:
         kind = torch.accelerator.current_accelerator()
         assert kind is not None
         module = torch.get_device_module(kind)
-        name = match_device(module.get_device_name(), table)
+        called = module.get_device_name().lower()
+        name = next((key for key, each in table.items() if any(part.lower() in called for part in each.matches)), None)
         if name is None:
             return None
         memory = float(module.get_device_properties(module.current_device()).total_memory)
@@ -121,4 +130,5 @@ def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:
     """With the micro-batch and the checkpointing that the run will have."""
     rows = config.train.micro_batch_size
     accumulation = max(1, config.train.global_batch_size // (rows * layout.data_ranks))
-    return evaluate(job, layout, supported_mode(job.model, checkpointing_mode(config)), Batch(rows, accumulation))
+    sequences = 2 * rows if config.objective.name == "dpo" else rows
+    return evaluate(job, layout, supported_mode(job.model, checkpointing_mode(config)), Batch(sequences, accumulation))

@@ -180,8 +180,7 @@ class _Reader:
                 (p.numel() // spec.num_experts, p.requires_grad, self._stored(name).itemsize) for name, p in own.items()
             ),
             looped=self.backends[spec.name] == "loop",
-            adapted=any(map(is_adapter, own)),
-            rank=0 if self.lora is None else self.lora.r,
+            rank=self.lora.r if self.lora is not None and any(map(is_adapter, own)) else 0,
         )
 
     def _weight(self, name: str) -> Weight:

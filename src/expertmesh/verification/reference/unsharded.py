@@ -41,13 +41,11 @@ class Batch:
         """The real tokens `[T, X]`, sample after sample, of a value for each token of the batch."""
         return value_BSX.reshape(*self.ids_BS.shape, -1)[self.real_BS]
 
-    def spread(self, flags_T: Tensor, choices_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """From real tokens to all places of the batch; padding is not flagged."""
-        real = self.real_BS.flatten().cpu()
-        flags = torch.zeros(real.numel(), dtype=torch.bool)
-        choices = torch.zeros(real.numel(), choices_TK.shape[-1], dtype=choices_TK.dtype)
-        flags[real], choices[real] = flags_T, choices_TK
-        return flags, choices
+    def spread(self, choices_TK: Tensor) -> Tensor:
+        """From real tokens to all places of the batch; -1 for padding."""
+        choices = choices_TK.new_full((self.real_BS.numel(), choices_TK.shape[-1]), -1)
+        choices[self.real_BS.flatten().to(choices.device)] = choices_TK
+        return choices
 
 
 def forward(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
