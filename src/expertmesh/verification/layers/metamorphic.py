@@ -14,7 +14,7 @@ from torch import Tensor
 from expertmesh.config.errors import InputError
 from expertmesh.data import Step
 from expertmesh.distributed.layout import resolve_layout
-from expertmesh.parallel.checkpointing import checkpoint_blocks
+from expertmesh.parallel.checkpointing import checkpointed_blocks, recompute_blocks
 from expertmesh.parallel.refusals import expert_shard_dim
 from expertmesh.verification.build import build
 from expertmesh.verification.compare import OWN_ERRORS, distances, figures, scalar, without_numbers
@@ -71,7 +71,8 @@ def _checkpointing(proof: Proof, job: Job, base: _StepResult) -> Check:
     name = "activation checkpointing on = off"
     if not getattr(job.model, "supports_gradient_checkpointing", False):
         return Check.not_run(name, f"not supported by {proof.setup.model_config.model_type}")
-    checkpoint_blocks(job.model)
+    anatomy = proof.setup.anatomy
+    recompute_blocks(job.model, "full", anatomy, checkpointed_blocks(job.model, anatomy, "full", "all"))
     recomputed = _run(job, job.batches(proof.setup.steps[0]))
     disable = getattr(job.model, "activation_checkpointing_disable", None)
     (disable or job.model.gradient_checkpointing_disable)()
