@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, Trainer
 from expertmesh import LoraConfig, MoeConfig, ParallelConfig
 from expertmesh.config.errors import InputError
 
-TRL_TRAINERS = ("SFTTrainer", "DPOTrainer")
+TRL_TRAINERS = ("SFTTrainer", "DPOTrainer", "GRPOTrainer")
 
 # Every method that is overridden, with its parameters: another version may call it otherwise, or no more.
 OVERRIDDEN = {
@@ -45,6 +45,9 @@ _ARGUMENTS = {
     "save_on_each_node": "each rank writes its own part of one directory; use a file system that all ranks share",
     "enable_jit_checkpoint": "it saves on one rank when that gets its signal; leave it out",
     "optim_target_modules": "it projects whole gradients, and each rank has a shard; leave it out",
+    "use_vllm": "its weights are not sent from shards yet; leave it out, and the sharded model generates",
+    "use_transformers_continuous_batching": "ranks would not generate in lockstep; leave it out",
+    "cast_lm_head_to_fp32": "it replaces a head that is in shards; leave it out",
     "sync_ref_model": "the reference is a model in shards of its own; leave it out",
     "debug": "its hooks read whole weights; leave it out",
 }

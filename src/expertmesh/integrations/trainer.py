@@ -70,16 +70,18 @@ class ShardedTrainer(Trainer):
         mesh = em.init_mesh(parallel)
         refusals.refuse_processes(arguments, mesh.layout.world_size, mesh.device)
         self._has_adapters = lora is not None
-        asks = "ref_model" in inspect.signature(super().__init__).parameters
-        frozen = _reference(given, mesh, options) if asks else None
+        asks = "ref_model" in inspect.signature(super().__init__).parameters  # GRPO loads it itself
+        compares = asks or bool(of_trl and getattr(arguments, "beta", 0.0))
+        frozen: Any = _reference(given, mesh, options) if compares else None
         given["model"] = sharded = em.like_ddp(_sharded(model, mesh, arguments, options))
+        if compares and frozen is None and self._has_adapters:
+            frozen = reference.AdaptersOff(sharded)
         if asks:
-            by_adapters = frozen is None and self._has_adapters
-            given["ref_model"] = reference.AdaptersOff(sharded) if by_adapters else frozen
+            given["ref_model"] = frozen
         if moe is not None and moe.aux_loss_coef == 0.0:
             sharded.config.get_text_config().output_router_logits = False
         refusals.refuse_model(sharded, of_trl)
-        with reference.hashing_shards():
+        with reference.handed_over(frozen):
             super().__init__(**given)
 
     def create_accelerator_and_postprocess(self) -> None:
