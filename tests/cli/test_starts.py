@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from expertmesh.config import load_config
+from expertmesh.training.run import train
 from tests.cli.jobs import ROOT
+from tests.support.ranks import run_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
 TRAIN = [sys.executable, "-m", "expertmesh", "train"]
@@ -121,6 +124,35 @@ def test_two_agents_of_torchrun(inputs: Path) -> None:
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "-m", "expertmesh", "train"]
     run_all([([*torchrun, *arguments(inputs, "agents")], {})] * 2)
     assert_same(inputs, "agents")
+
+
+def test_a_process_group_that_is_up(inputs: Path) -> None:
+    """What Ray's TorchTrainer gives its workers."""
+    run_ranks(train, 2, load_config(inputs / "run.yaml", ["parallel.ep=2", f"output_dir={inputs / 'group'}"]))
+    assert_same(inputs, "group")
+
+
+RAY = """
+import sys
+import ray
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+def rank(arguments):
+    from expertmesh.cli.main import main
+    assert main(["train", *arguments["arguments"]]) == 0
+
+ray.init(num_cpus=2, include_dashboard=False)
+run_config = RunConfig(storage_path=sys.argv[1])
+loop = {"arguments": sys.argv[2:]}
+TorchTrainer(rank, train_loop_config=loop, scaling_config=ScalingConfig(num_workers=2), run_config=run_config).fit()
+"""
+
+
+def test_ray(inputs: Path) -> None:
+    pytest.importorskip("ray.train", reason="needs ray[train]")
+    run_all([([sys.executable, "-c", RAY, str(inputs / "storage"), *arguments(inputs, "ray")], {})])
+    assert_same(inputs, "ray")
 
 
 def test_launchers_that_start_other_numbers_of_ranks_do_not_start_any(inputs: Path) -> None:

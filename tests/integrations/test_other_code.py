@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.distributed.configuration_utils import DistributedConfig
 
 import expertmesh as em
 from expertmesh.config.errors import InputError
@@ -211,3 +213,35 @@ def _copied() -> None:
 
 def test_a_state_dict_goes_back_into_its_model() -> None:
     run_ranks(_copied, 2)
+
+
+def _already_sharded(source: Path) -> list[tuple[str, str]]:
+    ours = _sharded()
+    whole: Any = tiny_model("qwen3_moe")
+    mesh = em.init_mesh(em.ParallelConfig(ep=2))
+    norm = whole.model.norm
+    norm.weight = torch.nn.Parameter(distribute_tensor(norm.weight.detach(), mesh.dense_shard, [Replicate()]))
+    models = [ours, whole, fully_shard(tiny_model("qwen3_moe"))]
+    os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": "2"}
+    for sizes in ({"fsdp_size": 2}, {"fsdp_size": 2, "ep_size": 2}, {"tp_size": 2, "tp_plan": "auto"}):
+        config = DistributedConfig(**sizes)  # type: ignore[arg-type]
+        models.append(AutoModelForCausalLM.from_pretrained(source, distributed_config=config))
+    found = []
+    for model in models:
+        with pytest.raises(InputError) as caught:
+            em.parallelize(model, mesh)
+        found.append((caught.value.key, str(caught.value)))
+    return found
+
+
+def test_a_model_that_is_sharded_already_is_one_sentence_on_every_rank(tmp_path: Path) -> None:
+    model: Any = tiny_model("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    first, second = run_ranks(_already_sharded, 2, tmp_path)
+    assert first == second
+    expected = ["parallelized already", "model.norm.weight is a DTensor", "is a DTensor"] + [
+        "transformers has sharded"
+    ] * 3
+    for (key, sentence), naming in zip(first, expected, strict=True):
+        assert key == "model.already-sharded"
+        assert naming in sentence

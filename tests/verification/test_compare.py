@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertmesh.state.shards import local_box, local_tensor, owns_copy
+from expertmesh.state.shards import local_tensor
 from expertmesh.verification.build import build
 from expertmesh.verification.compare import Distance, distances, figures, without_numbers
-from expertmesh.verification.job import Job
 from expertmesh.verification.layers.forward import _chance
-from expertmesh.verification.layers.metamorphic import StepResult
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.result import Check, Figure, Layer, Mutation, Report, layer_lines, write_json
 from expertmesh.verification.setup import Setup, set_up
@@ -76,22 +74,17 @@ def test_chance_is_that_of_a_fair_coin() -> None:
     assert _chance(60, 60) < 1e-17
 
 
-def _parameters(job: Job) -> StepResult:
-    """Of this rank, in place of gradients."""
-    parameters = {name: p for name, p in job.parameters().items() if owns_copy(p)}
-    held = {name: local_tensor(parameter) for name, parameter in parameters.items()}
-    return StepResult(0.0, 0.0, held, {name: local_box(parameter) for name, parameter in parameters.items()})
-
-
 def _moved(setup: Setup) -> list[dict[str, Distance]]:
-    """Between two layouts, as they are and with one element of an expert changed."""
-    base = _parameters(build(setup, parallel=setup.config.parallel.model_copy(update={"ep": 1})))
-    job = build(setup, parallel=setup.config.parallel.model_copy(update={"ep": 4}))
-    other = _parameters(job)
-    found = [distances(base.gradients, other.in_boxes(job, base.boxes).gradients, True)]
+    """Between the weights of two layouts, as they are and with one element of an expert changed."""
+    base, job = (build(setup, parallel=setup.config.parallel.model_copy(update={"ep": ep})) for ep in (1, 4))
+    one, other = (
+        {name: local_tensor(parameter) for name, parameter in each.parameters().items()} for each in (base, job)
+    )
+    expected = {name: one[name] for name in base.boxes()}
+    found = [distances(expected, job.parts(other, base.boxes()), True)]
     if job.mesh.rank == 3:
-        other.gradients[EXPERTS].view(-1)[-1] += 5.0
-    return [*found, distances(base.gradients, other.in_boxes(job, base.boxes).gradients, True)]
+        other[EXPERTS].view(-1)[-1] += 5.0
+    return [*found, distances(expected, job.parts(other, base.boxes()), True)]
 
 
 def test_gradients_of_other_layouts_are_compared_element_by_element(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -329,3 +330,23 @@ def test_any_other_exception_stays_itself_and_ends_the_other_ranks(
     assert results[1 - rank][0] == DistributedFailure.__name__
     assert f"rank {rank} failed while writing" in results[1 - rank][1]
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_names_that_are_not_the_class_s_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    lora = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    wrapped: Any = peft.get_peft_model(random_model(qwen3_moe()), lora)
+    injected: Any = random_model(qwen3_moe())
+    injected.add_adapter(lora)
+    cut: Any = random_model(qwen3_moe())
+    del cut.model.layers[-1]
+    longer: Any = random_model(qwen3_moe())
+    longer.extra = torch.nn.Linear(2, 2)
+    for model, naming in (
+        (wrapped, "PeftModelForCausalLM"),
+        (injected, "q_proj.base_layer.weight"),
+        (cut, "lacks model.layers."),
+        (longer, "has extra.bias"),
+    ):
+        with refused("model.names-differ-from-class", naming=naming):
+            save_model(model, tmp_path / "saved")
+    assert list(tmp_path.iterdir()) == []

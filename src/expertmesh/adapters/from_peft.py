@@ -4,9 +4,10 @@ PEFT is never imported; its config only has to say what it would write to adapte
 """
 
 import glob
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
-from expertmesh.adapters.peft_format import refuse_content
+from expertmesh.adapters.peft_format import refuse_content, refuse_names
 from expertmesh.adapters.targets import GROUPS
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
@@ -23,20 +24,13 @@ def lora_from_peft(peft_config: Any) -> LoraConfig:
         raise InputError(
             f"lora_from_peft takes a peft.LoraConfig, not a {type(peft_config).__name__}", key="adapter.not-lora"
         )
-    content = {key: _plain(value) for key, value in peft_config.to_dict().items()}
-    return lora_of_content(content, "peft_config")
-
-
-def lora_of_content(content: dict[str, Any], where: str) -> LoraConfig:
-    """What adapter_config.json says, to be started anew; `where` is how the sentences call it."""
+    content, where = plain_content(peft_config), "peft_config"
     refuse_content(content, where)
-    init, task = content.get("init_lora_weights", True), content.get("task_type")
+    refuse_names(content, where)
+    refuse_start(content, where)
+    init = content.get("init_lora_weights", True)
     if init is not True and init != "gaussian":
         _refuse(where, "init_lora_weights", init, 'only True and "gaussian" can be started here')
-    if task not in (None, "CAUSAL_LM"):
-        _refuse(where, "task_type", task, "only causal language models train here; set it to CAUSAL_LM")
-    if content.get("inference_mode"):
-        _refuse(where, "inference_mode", True, "its adapters would stay frozen; set it to False")
     modules, parameters = content.get("target_modules") or [], content.get("target_parameters") or []
     if not modules and not parameters:
         _refuse(where, "target_modules", content.get("target_modules"), "PEFT chooses by family then; list the modules")
@@ -51,15 +45,24 @@ def lora_of_content(content: dict[str, Any], where: str) -> LoraConfig:
     )
 
 
+def plain_content(peft_config: Any) -> dict[str, Any]:
+    """What a config of PEFT would write to adapter_config.json."""
+    content = peft_config.to_dict()
+    return {key: sorted(value) if isinstance(value, set | tuple) else value for key, value in content.items()}
+
+
+def refuse_start(content: Mapping[str, Any], where: str) -> None:
+    """Raise `InputError` for adapters that would not be trained, or not as those of a causal language model."""
+    if (task := content.get("task_type")) not in (None, "CAUSAL_LM"):
+        _refuse(where, "task_type", task, "only causal language models train here; set it to CAUSAL_LM")
+    if content.get("inference_mode"):
+        _refuse(where, "inference_mode", True, "its adapters would stay frozen; set it to False")
+
+
 def _text(name: str) -> str:
     """A name of PEFT's as a selector that means no group of ours."""
     return f"*.{name}" if name in GROUPS else glob.escape(name)
 
 
-def _plain(value: Any) -> Any:
-    """Sets as the lists that JSON would have."""
-    return sorted(value) if isinstance(value, set | frozenset | tuple) else value
-
-
-def _refuse(where: str, field: str, value: Any, why: str) -> None:
+def _refuse(where: str, field: str, value: Any, why: str) -> NoReturn:
     raise InputError(f"{where}: {field} is {value!r}: {why}", key="adapter.unsupported-option")

@@ -183,6 +183,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InputError(f"{path}: is not the config of a LoRA adapter", key="adapter.not-lora")
     refuse_content(content, path)
+    refuse_names(content, path)
     if (directory / _PICKLE).exists() and not (directory / WEIGHTS_FILE).exists():
         raise SecurityError(
             f"{directory / _PICKLE}: is a pickle, which can run code when read; convert it first", key="adapter.pickle"
@@ -214,13 +215,15 @@ def refuse_content(content: Mapping[str, Any], path: Path | str) -> None:
         text = [listed] if isinstance(listed, str) and key == "target_modules" else listed
         if not isinstance(text, list) or not all(isinstance(name, str) for name in text):
             raise InputError(f"{path}: {key} is {listed!r}, not a list of names", key="adapter.invalid-config")
-    _refuse_names(path, content.get("target_modules"))
     if not isinstance(content.get("r"), int) or not isinstance(content.get("lora_alpha"), int | float):
         raise InputError(f"{path}: r and lora_alpha are not numbers", key="adapter.invalid-config")
 
 
-def _refuse_names(path: Path | str, modules: Any) -> None:
-    """Module names that mean something else to PEFT from family to family: patterns, and names of former experts."""
+def refuse_names(content: Mapping[str, Any], path: Path | str) -> None:
+    """Raise `InputError` for modules' names that mean something else to PEFT from family to family: patterns, and names
+    of former experts.
+    """
+    modules = content.get("target_modules")
     if isinstance(modules, str):
         raise InputError(
             f"{path}: target_modules is the pattern {modules!r}, which PEFT widens in Mixture-of-Experts models; list "

@@ -25,8 +25,8 @@ from expertmesh.state.sharded_model import attach, sharded
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
-    """`lora` as it holds for this model; `weights` is the PEFT directory to start from, if there is one; `base` the
-    name of the model for PEFT's config, `revision` which one of it on the hub.
+    """`lora` as it holds for this model; `weights` is the PEFT directory to start from, if there is one, `in_memory`
+    that the values are there already; `base` the name of the model for PEFT's config, `revision` which one of it.
     """
 
     lora: LoraConfig
@@ -34,6 +34,7 @@ class AdapterPlan:
     weights: Path | None
     base: str | None
     revision: str | None = None
+    in_memory: bool = False
 
     @property
     def parameters(self) -> int:
@@ -65,10 +66,15 @@ def plan_adapters(model: nn.Module, lora: LoraConfig, base: str | None) -> Adapt
     else:
         plan = AdapterPlan(lora, find_targets(model, anatomy, lora.targets), None, base)
         _refuse_left_out(model, lora.targets, plan.targets)
+    return plan_targets(model, plan, anatomy)
+
+
+def plan_targets(model: nn.Module, plan: AdapterPlan, anatomy: Anatomy | None = None) -> AdapterPlan:
+    """`plan`, whose targets can be had in `model`; raises `InputError` naming one that cannot."""
     refuse_tied_head(model, plan.targets)
     _refuse_unreadable(model, plan)
-    if lora.dropout:
-        _refuse_dropout(plan, anatomy)
+    if plan.lora.dropout:
+        _refuse_dropout(plan, anatomy or describe(model))
     return plan
 
 

@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedConfig
 
 from expertmesh.adapters.targets import candidates, listed
 from expertmesh.anatomy import Anatomy, ExpertsSpec, describe, is_inside
@@ -29,6 +30,7 @@ from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.refusals import expert_shard_dim
 from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.weights.meta_model import read_model_config
+from expertmesh.weights.quantised.published import method_of, plain_dtype, published_tensors, quantisation
 
 DEFAULT_WORLD_SIZES = (1, 2, 4, 8)
 # What training keeps of each parameter: float32 weight, gradient and the two moments of AdamW.
@@ -84,7 +86,7 @@ def run(model: str, world_size: int | None = None, trust_remote_code: bool = Fal
     plan_model(built, Layout(), ShardOptions(precision, MoeConfig(aux_loss_coef=0.0)))
     facts = examine(built)
     console = Console(file=sys.stdout, highlight=False, markup=False)
-    print_rows(console, model, None, [*describe_rows(built, facts), ("on disk", disk_text(directory))])
+    print_rows(console, model, None, [*describe_rows(built, facts), ("on disk", disk_text(config, directory))])
     for size in (world_size,) if world_size else DEFAULT_WORLD_SIZES:
         rows = [layout_row(facts, layout) for layout in layouts(facts, size)]
         if rows:
@@ -95,8 +97,8 @@ def run(model: str, world_size: int | None = None, trust_remote_code: bool = Fal
     return 0
 
 
-def disk_text(directory: Path) -> str:
-    """Size, number of files and dtypes of a directory's weights, from headers alone.
+def disk_text(config: PreTrainedConfig, directory: Path) -> str:
+    """Size, number of files, dtypes and quantisation of a directory's weights, from headers alone.
 
     Weights need not be there, or not all of them; `IntegrityError` for a file that is there but damaged.
     """
@@ -113,8 +115,12 @@ def disk_text(directory: Path) -> str:
         for tensor in files.tensors.values():
             by_dtype[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
         total = bytes_text(files.total_bytes)
+        published = published_tensors(config, files).tensors.values()
+        plain = sum(lazy.numel() * plain_dtype(lazy).itemsize for lazy in published)
+    settings = quantisation(config)
+    how = "" if settings is None else f"; quantised ({method_of(settings)}), {bytes_text(plain)} with bfloat16 instead"
     kinds = ", ".join(f"{dtype} {bytes_text(size)}" for dtype, size in by_dtype.most_common())
-    return f"{total} in {len(expected)} file{'s' if len(expected) > 1 else ''} ({kinds})"
+    return f"{total} in {len(expected)} file{'s' if len(expected) > 1 else ''} ({kinds}){how}"
 
 
 def examine(model: nn.Module) -> Facts:

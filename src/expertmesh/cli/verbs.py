@@ -216,6 +216,18 @@ def merge(
 
 
 @verb
+def convert(
+    model: Annotated[str, Argument(metavar="MODEL", help="hub id or local directory")],
+    output: Output,
+    dtype: Annotated[WrittenDtype | None, DTYPE] = None,
+    max_shard_size: Annotated[int, SHARD_SIZE] = DEFAULT_SHARD_SIZE,
+    trust_remote_code: TrustRemoteCode = False,
+) -> int:
+    """write a model's weights in another dtype; quantised ones as plain values"""
+    return call("expertmesh.cli.convert", model, output, dtype, max_shard_size, trust_remote_code)
+
+
+@verb
 def report(
     run: Annotated[str, Argument(metavar="RUN", help="the output_dir of a run, finished or not")],
     output: Annotated[str | None, FILE(help="where to write the page (default: RUN/report.html)")] = None,

@@ -82,9 +82,11 @@ def recording() -> Iterator[Answers]:
 
 
 def class_key(kind: Any) -> str | None:
-    """The name of a class or function of transformers, without what FSDP2 or we put in front; None for other code."""
-    own = _own_class(kind)
-    return f"{own.__module__}.{own.__qualname__}" if own.__module__.startswith("transformers.") else None
+    """Module and name of a class or function of transformers, without what FSDP2 or we put in front; None for other
+    code.
+    """
+    own = own_class(kind)
+    return f"{own.__module__} {own.__qualname__}" if own.__module__.startswith("transformers.") else None
 
 
 def proof_key(module: nn.Module, *others: object) -> str | None:
@@ -95,7 +97,7 @@ def proof_key(module: nn.Module, *others: object) -> str | None:
     classes of all modules in it, and `others`, the arguments of the proof.
     """
     name = class_key(type(module))
-    kinds = {_own_class(type(part)) for part in module.modules()}
+    kinds = {own_class(type(part)) for part in module.modules()}
     replaced = any(
         "forward" in vars(part) or part._forward_pre_hooks or part._forward_hooks for part in module.modules()
     )
@@ -108,7 +110,7 @@ def proof_key(module: nn.Module, *others: object) -> str | None:
     return f"{name} {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
-def _own_class(kind: Any) -> Any:
+def own_class(kind: Any) -> Any:
     """Without the classes that FSDP2 and adapters put in front."""
     in_front = ("torch.distributed.", "expertmesh.")
     return next((each for each in getattr(kind, "__mro__", ()) if not each.__module__.startswith(in_front)), kind)
@@ -122,14 +124,14 @@ def _runs_published_code(kind: Any) -> bool:
 
 @functools.cache
 def _table() -> Answers:
-    """The file has for each question its answers, and for each of those, classes and hashes joined by spaces."""
+    """The file has for each question its answers, and for each of those its keys, whose last words are joined."""
     content = json.loads(files(__package__).joinpath(FILE).read_text()).get(transformers.__version__, {})
     return {
         question: {
-            f"{name} {settings}".strip(): entry["answer"]
+            f"{start} {word}": entry["answer"]
             for entry in entries
-            for name, hashes in entry["keys"].items()
-            for settings in hashes.split() or [""]
+            for start, words in entry["keys"].items()
+            for word in words.split()
         }
         for question, entries in content.items()
     }

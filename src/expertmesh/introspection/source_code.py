@@ -11,12 +11,12 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from expertmesh.introspection.known_families import known_by_class
+from expertmesh.introspection.known_families import known_by_class, own_class
 
 # What code needs to see where in the sequence a token is, or its neighbours; norms, routers, projections and MLPs do
 # without. A product of two activations is attention, or may be.
@@ -53,7 +53,7 @@ def registry_call(module: nn.Module) -> RegistryCall | None:
     `interface(self, query, key, value, mask, ...)`.
     """
     found = _registry_call(module)
-    return None if found is None else RegistryCall(**found)
+    return None if found is None else RegistryCall(**{"module": own_class(type(module)).__module__, **found})
 
 
 @known_by_class("registry_call")
@@ -67,8 +67,9 @@ def _registry_call(kind: Any) -> dict[str, Any] | None:
                 assert isinstance(call.func, ast.Attribute)
                 interface = [other for other in calls if "interface" in _called(other) and other is not call]
                 keywords = {k.arg for other in interface for k in other.keywords if k.arg is not None}
-                mapping = ast.unparse(call.func.value)
-                return asdict(RegistryCall(owner.__module__, mapping, call.args[1].id, sorted(keywords)))
+                inherited = {} if owner.__module__ == own_class(kind).__module__ else {"module": owner.__module__}
+                mapping, default = ast.unparse(call.func.value), call.args[1].id
+                return inherited | {"mapping": mapping, "default": default, "keywords": sorted(keywords)}
     return None
 
 

@@ -16,7 +16,7 @@ from expertmesh.distributed.environment import LOCALHOST, Node, Rank
 from expertmesh.launcher.supervise import StopRequests
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 POLL_SECONDS = 0.1
 
@@ -48,13 +48,13 @@ class Meeting:
         Raises `InputError` if this machine cannot hold it or another machine starts another number of ranks, and
         `DistributedFailure` for a machine that does not come.
         """
-        import torch.distributed as dist
+        from torch.distributed import DistError, DistNetworkError, TCPStore  # type: ignore[attr-defined]
 
         node, deadline = self.node, time.monotonic() + self.timeout_seconds
         if node.number == 0:
             try:
-                store = dist.TCPStore(LOCALHOST, node.port, is_master=True, wait_for_workers=False)
-            except dist.DistNetworkError as error:
+                store = TCPStore(LOCALHOST, node.port, is_master=True, wait_for_workers=False)
+            except DistNetworkError as error:
                 raise InputError(
                     f"MASTER_PORT {node.port} cannot be had on this machine ({str(error).splitlines()[0]}); end what "
                     "uses it, or set another one on every machine",
@@ -62,14 +62,14 @@ class Meeting:
                 ) from error
         elif _reached(node, deadline, requests):
             left = datetime.timedelta(seconds=max(1.0, deadline - time.monotonic()))
-            store = dist.TCPStore(node.address, node.port, is_master=False, wait_for_workers=False, timeout=left)
+            store = TCPStore(node.address, node.port, is_master=False, wait_for_workers=False, timeout=left)
         else:
             return None
         if node.count == 1:
             return store
         try:
             return store if self._all_came(store, deadline, requests) else None
-        except dist.DistError as error:
+        except DistError as error:
             raise DistributedFailure(
                 f"node 0, which this machine met at {node.address}:{node.port}, has ended; its own output says why",
                 key="launch.node-missing",

@@ -149,12 +149,6 @@ def parse_devices(text: str, table: Mapping[str, Hardware]) -> Devices:
     return Devices(name, nodes, count, table[name])
 
 
-def match_device(name: str, table: Mapping[str, Hardware]) -> str | None:
-    """The table's name of the device that the driver calls `name`, or None."""
-    found = (key for key, each in table.items() if any(part.lower() in name.lower() for part in each.matches))
-    return next(found, None)
-
-
 def _read(text: str, where: str) -> dict[str, Hardware]:
     content = parse_yaml(text, where).value
     if not isinstance(content, dict):

@@ -128,13 +128,14 @@ def rows_per_token(router: TopKRouter, ranks: int) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experts:
-    """The routed experts of one block. `matrices` are per expert: (elements, trains, bytes as stored)."""
+    """The routed experts of one block. `matrices` are per expert: (elements, trains, bytes as stored). `rank`: of their
+    adapters, 0 without.
+    """
 
     spec: ExpertsSpec
     router: TopKRouter
     matrices: tuple[tuple[int, bool, int], ...]
     looped: bool
-    adapted: bool
     rank: int
 
     def elements(self, trains: bool | None = None) -> int:
@@ -201,10 +202,6 @@ class ModelFigures:
     checkpointable: bool
     anatomy: Anatomy
     feasibility: Feasibility
-
-    @property
-    def moe(self) -> tuple[Block, ...]:
-        return tuple(block for block in self.blocks if block.experts is not None)
 
     @property
     def experts(self) -> Experts:

@@ -27,7 +27,7 @@ from expertmesh.planning.model_figures import (
     TopKRouter,
     Weight,
 )
-from expertmesh.planning.probe import BlockFigures, probe
+from expertmesh.planning.probe import BlockFigures, NotProbed, probe
 from expertmesh.weights.meta_model import kept_in_fp32
 
 
@@ -168,7 +168,11 @@ class _Reader:
         text = self.model.config.get_text_config()
         groups, best = (getattr(text, key, None) for key in ("n_group", "topk_group"))
         limited = isinstance(groups, int) and isinstance(best, int) and 1 <= best < groups
-        assert spec.top_k is not None
+        if spec.top_k is None:
+            raise NotProbed(
+                f"{self.model.config.model_type}: its config does not say how many experts a token is sent to",
+                key="plan.model-not-probed",
+            )
         return Experts(
             spec=spec,
             router=TopKRouter(spec.num_experts, spec.top_k, *((groups, best) if limited else ())),
@@ -176,8 +180,7 @@ class _Reader:
                 (p.numel() // spec.num_experts, p.requires_grad, self._stored(name).itemsize) for name, p in own.items()
             ),
             looped=self.backends[spec.name] == "loop",
-            adapted=any(map(is_adapter, own)),
-            rank=0 if self.lora is None else self.lora.r,
+            rank=self.lora.r if self.lora is not None and any(map(is_adapter, own)) else 0,
         )
 
     def _weight(self, name: str) -> Weight:

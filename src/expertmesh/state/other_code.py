@@ -71,6 +71,27 @@ def like_ddp(model: M) -> M:
     return model
 
 
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise `InputError` for a model that is sharded already: by us, by transformers, or by anybody else's DTensors.
+
+    Every rank sees the same; no communication.
+    """
+    if sharded(model).mesh is not None:
+        raise InputError(
+            f"parallelize: this {type(model).__name__} is parallelized already; load it anew for another mesh",
+            key="model.already-sharded",
+        )
+    by_transformers = getattr(model, "_is_distributed_loading_by_transformers", False)
+    name = next((name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)), None)
+    if name is not None or by_transformers:
+        how = "transformers has sharded it (distributed_config, tp_plan)" if by_transformers else f"{name} is a DTensor"
+        raise InputError(
+            f"parallelize takes a model that every rank holds whole, and {how}; load it without that, or let "
+            "em.load_model read each rank's part of it",
+            key="model.already-sharded",
+        )
+
+
 class _OtherCode:
     """In front of a sharded model's class. What only one library asks for is a cached property, so that code that knows
     better can set it on the model.

@@ -61,6 +61,11 @@ def distances(
     return {name: Distance(a, b, int(count)) for name, (a, b, count) in summed_over_ranks(mine).items()}
 
 
+def differ(one_TK: Tensor, other_TK: Tensor) -> Tensor:
+    """Tokens whose sets of experts are not the same."""
+    return (one_TK.sort(-1).values != other_TK.sort(-1).values).any(-1)
+
+
 def squares(got: Tensor, expected: Tensor) -> tuple[float, float, int]:
     """Of the difference and of what was expected, in fp64, with small temporaries and one wait for the device."""
     sums = torch.zeros(2, dtype=torch.float64, device=got.device)

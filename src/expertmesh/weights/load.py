@@ -21,6 +21,7 @@ from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import LoadPlan, model_tensors, plan_load
 from expertmesh.weights.meta_model import materialize
+from expertmesh.weights.quantised.tensor import QuantisedTensor
 from expertmesh.weights.reading import bytes_needed, read_box
 from expertmesh.weights.unmapped import UnmappedTensors, remember, summarize_unmapped
 
@@ -139,7 +140,7 @@ def named_source(lazy: LazyTensor, index: list[int] | None = None) -> str:
     for piece in lazy.pieces:
         if all(start <= at < stop for at, (start, stop) in zip(index, piece.dest, strict=True)):
             leaf = piece.leaf
-            return f"{leaf.path}: tensor {leaf.name}" if isinstance(leaf, FileTensor) else leaf.name
+            return f"{leaf.path}: tensor {leaf.name}" if isinstance(leaf, (FileTensor, QuantisedTensor)) else leaf.name
     raise AssertionError(f"no piece of {lazy!r} holds {index}")
 
 

@@ -6,7 +6,7 @@ the size that layer 3 allows is added to its gradients.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from expertmesh.verification.compare import (
     without_numbers,
 )
 from expertmesh.verification.job import Job
-from expertmesh.verification.layers.memory import refusal
 from expertmesh.verification.proof import Proof
 from expertmesh.verification.reference import unsharded
 from expertmesh.verification.reference.model import Expected
@@ -33,21 +32,14 @@ from expertmesh.verification.samples import StepData
 
 
 @dataclass(frozen=True, slots=True)
-class _UnshardedSteps:
-    """The unsharded model's steps in one dtype. `moved` are this rank's parts of how far the weights went."""
-
-    losses: list[float]
-    norms: list[float]
-    moved: dict[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
 class Trajectory:
-    """The unsharded model, trained in memory: as it is, and with noise on its gradients. `start`: the job's weights."""
+    """The unsharded model, trained in memory: as it is, and with noise on its gradients, each with this rank's parts of
+    how far the weights went. `start`: the job's weights.
+    """
 
     start: dict[str, Tensor]
-    exact: _UnshardedSteps
-    noisy: _UnshardedSteps
+    exact: unsharded.UnshardedRun
+    noisy: unsharded.UnshardedRun
 
     def checks(self, job: Job, name: str, losses: list[float], norms: list[float]) -> list[Check]:
         """Of the job, which has taken the same steps."""
@@ -78,7 +70,8 @@ class Trajectory:
 def start_trajectory(proof: Proof, job: Job) -> Trajectory | str:
     """The unsharded steps, or why they cannot be taken. Before the job takes them; every rank calls it."""
     dtype = proof.judge(job.precision)
-    if (why := refusal(_bytes_needed(proof, dtype))) is not None:
+    # Of the ranks of this machine: weights, where they started, gradients, and two moments.
+    if (why := proof.no_memory_for(5 * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))) is not None:
         return why
     start = {name: local_tensor(parameter).clone() for name, parameter in job.parameters().items()}
     known = proof.expectations.trajectories
@@ -87,7 +80,7 @@ def start_trajectory(proof: Proof, job: Job) -> Trajectory | str:
     return Trajectory(start, *known[dtype])
 
 
-def _train(proof: Proof, dtype: torch.dtype, noise: float = 0.0) -> _UnshardedSteps:
+def _train(proof: Proof, dtype: torch.dtype, noise: float = 0.0) -> unsharded.UnshardedRun:
     """The steps of the setup on the unsharded model in `dtype`, every rank with all weights.
 
     `noise`: how much of each gradient's size is added to it at random; more where the model is worse conditioned.
@@ -95,7 +88,6 @@ def _train(proof: Proof, dtype: torch.dtype, noise: float = 0.0) -> _UnshardedSt
     reference = proof.reference(dtype)
     weights, held = reference.weights.in_memory(dict.fromkeys(reference.streamed.names.values()))
     trained = {name: nn.Parameter(held[name]) for name in sorted(reference.trained & held.keys())}
-    before = {name: parameter.detach().clone() for name, parameter in trained.items()}
     generator = torch.Generator().manual_seed(0)
 
     def backward(data: StepData) -> float:
@@ -117,9 +109,9 @@ def _train(proof: Proof, dtype: torch.dtype, noise: float = 0.0) -> _UnshardedSt
         trained, optimizer, proof.setup.steps, backward, max_norm=config.max_grad_norm, keep_gradients=False
     )
     local = reference.local_parts()
-    for name, parameter in trained.items():
-        local.take(name, parameter.detach() - before[name])
-    return _UnshardedSteps(run.losses, run.norms, local.parts)
+    for name, moved in run.moved.items():
+        local.take(name, moved)
+    return replace(run, moved=local.parts)
 
 
 def plain_optimizer(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
@@ -149,9 +141,3 @@ def _move_biases(job: Job, expected: Expected, held: dict[str, Tensor]) -> None:
         direction = (counts.sum() - balance.num_experts * counts).sign()
         tensor = held[bias]
         tensor += (balance.bias_update_rate * direction).to(tensor.dtype).view(tensor.shape)
-
-
-def _bytes_needed(proof: Proof, dtype: torch.dtype) -> int:
-    """Of the ranks of this machine: weights, where they started, gradients, and two moments."""
-    elements = sum(parameter.numel() for parameter in proof.setup.meta_model(dtype).parameters())
-    return elements * dtype.itemsize * 5 * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -36,7 +36,8 @@ from expertmesh.verification.samples import StepData
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the unsharded model gives for a step. `forward`, `token_losses` and `margins` are of this rank's samples.
+    """What the unsharded model gives for a step. `forward`, `token_losses`, `margins`: of this rank's samples; the
+    experts chosen are the model's own, also where it was told to go on with others.
 
     `gradients`: of every trained tensor, the part that this rank of the job holds; `squares`: of the whole ones, before
     clipping, the squared norms. `margins[module]` `[T]`: see recorder.py.
@@ -96,13 +97,13 @@ class Reference:
         data: StepData,
         *,
         weights: Weights | None = None,
-        forced: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+        forced: Mapping[str, Tensor] | None = None,
         whole: TakeWhole | None = None,
     ) -> Expected:
         """Forward and backward of a step. Collective: one all-reduce per trained tensor, and a few small ones.
 
-        `weights` instead of the files'; `forced` by module: which of this rank's tokens have to choose which experts;
-        `whole` gets every gradient whole, summed over ranks.
+        `weights` instead of the files'; `forced` by module: the experts `[T, K]` that this rank's tokens go to; `whole`
+        gets every gradient whole, summed over ranks.
         """
         job, streamed = self.job, self.streamed
         samples = [(placed.input_ids, placed.labels) for placed in data.placed(job.mesh.layout, job.mesh.rank)]
@@ -110,7 +111,7 @@ class Reference:
         batch = unsharded.Batch.of(samples or [_no_sample()], job.mesh.device)
         balance = attached_balance(job.model)
         anatomy, outputs, index = job.setup.anatomy, dict[str, Tensor](), dict[str, Tensor]()
-        forced = {name: batch.spread(*value) for name, value in (forced or {}).items()}
+        forced = {name: batch.spread(value) for name, value in (forced or {}).items()} if samples else {}
         choices = Choices(anatomy.experts, batch.ids_BS.numel(), forced)
         recorded = recording(dict(streamed.model.named_modules()), anatomy, outputs, index)
         sums = _GradientSums(self, whole)
@@ -131,7 +132,7 @@ class Reference:
         return Expected(
             forward=ForwardRecord(
                 {name: kept_tokens(own(value)) for name, value in outputs.items()},
-                {name: own(chosen).cpu() for name, chosen in index.items()},
+                {name: own(choices.own.get(name, chosen)).cpu() for name, chosen in index.items()},
             ),
             margins={name: own(margin).squeeze(-1).cpu() for name, margin in choices.margins.items()},
             token_losses=token_losses.detach().double().cpu() if job.answers_for_rows else torch.zeros(0),

@@ -24,12 +24,14 @@ from expertmesh.anatomy import ExpertsSpec
 class Choices:
     """Of a forward of `tokens` tokens, and of its runs again in backward. Everything is by name of an experts module.
 
-    `forced[module]`: (flags `[T]`, choices `[T, K]`); flagged tokens take these experts. `margins[module]` is `[T]`.
+    `forced[module]` `[T, K]`: the experts to take, negative for tokens that choose themselves. `own[module]` `[T, K]`:
+    what the tokens would have chosen where they were forced. `margins[module]` is `[T]`.
     """
 
     experts: Sequence[ExpertsSpec]
     tokens: int
-    forced: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    forced: Mapping[str, Tensor] = field(default_factory=dict)
+    own: dict[str, Tensor] = field(default_factory=dict)
     margins: dict[str, Tensor] = field(default_factory=dict)
 
     def during(self, unit: str) -> AbstractContextManager[Any]:
@@ -57,11 +59,11 @@ class _TopKRecorder(TorchFunctionMode):
         self._record_margin(scores.detach(), result.values.shape[-1])
         forced = self.recorder.forced.get(self.spec.name)
         is_final = scores.shape[-1] == self.spec.num_experts and scores.numel() == tokens * scores.shape[-1]
-        if forced is None or not is_final or result.indices.shape[-1] != forced[1].shape[-1]:
+        if forced is None or not is_final or result.indices.shape[-1] != forced.shape[-1]:
             return result
-        flags, choices = (value.to(scores.device) for value in forced)
-        own = result.indices.reshape(tokens, -1)
-        index = torch.where(flags[:, None], choices.to(own.dtype), own).view(result.indices.shape)
+        own = self.recorder.own[self.spec.name] = result.indices.reshape(tokens, -1)
+        forced = forced.to(own)
+        index = torch.where(forced < 0, own, forced).view(result.indices.shape)
         return torch.return_types.topk((torch.gather(scores, -1, index), index.clone()))
 
     def _record_margin(self, scores: Tensor, k: int) -> None:
