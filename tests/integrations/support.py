@@ -172,8 +172,8 @@ def build(job: Job, parallel: em.ParallelConfig | None) -> Any:
     model: Any = job.model or tiny_model("qwen3_moe", **job.changes)
     if job.kind is Trainer:
         given.setdefault("data_collator", collate)
+    model = job.prepare(model) if job.prepare is not None else model
     if parallel is None:
-        model = job.prepare(model) if job.prepare is not None else model
         return job.kind(model=model, args=args, **given)
     ours: Any = em.trainer(job.kind)
     return ours(model=model, args=args, parallel=parallel, **given)
