@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import trl
 from datasets import Dataset
 
 from expertmesh.config import DataConfig, DataSource
@@ -63,6 +62,7 @@ def test_tokens_and_targets_are_trls(tmp_path: Path, shape: str, template: str) 
 
 def _by_trl(rows: list[dict[str, Any]], template: str) -> list[tuple[list[int], list[bool]]]:
     """TRL's own preparation: chosen and rejected of each row in turn."""
+    trl = pytest.importorskip("trl", reason="the oldest versions are tested without TRL")
     tokenizer = bpe_tokenizer(template)
     trainer: Any = SimpleNamespace(_tokenizer=tokenizer)
     args: Any = SimpleNamespace(dataset_num_proc=None, max_length=None, truncation_mode="keep_start")

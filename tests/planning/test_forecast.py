@@ -38,6 +38,20 @@ def test_checkpoint_layers_count_in_what_is_predicted(tmp_path: Path) -> None:
     assert one.step_seconds < every.step_seconds  # type: ignore[operator]
 
 
+def test_a_pair_is_two_sequences_and_a_reference_beside_the_step_has_no_time(tmp_path: Path) -> None:
+    dpo = ("objective={name: dpo}", "data.packing=false", "parallel.ep=2")
+    configs = [
+        _config(tmp_path, "data.packing=false", "parallel.ep=2", "train.micro_batch_size=2"),
+        _config(tmp_path, *dpo, "train.global_batch_size=32"),
+        _config(tmp_path, *dpo, "lora={r: 4}"),
+    ]
+    two, pair, adapted = (forecast(each, _checked(each, tiny_config("qwen3_moe"), 2)) for each in configs)
+    assert pair.prediction == two.prediction
+    assert adapted.prediction is not None
+    assert adapted.prediction.step_seconds is None
+    assert re.fullmatch(r"\S+ [GM]iB of tensors a rank", adapted.line)
+
+
 def test_the_table_knows_this_machine() -> None:
     if not torch.accelerator.is_available():
         devices: Any = devices_here(2)

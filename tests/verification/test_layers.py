@@ -6,6 +6,7 @@ from typing import NamedTuple
 import pytest
 
 from expertmesh.training.control import Control
+from expertmesh.verification import proof
 from expertmesh.verification.options import LAYERS, VerifyOptions
 from expertmesh.verification.result import Report
 from expertmesh.verification.run import verify
@@ -82,3 +83,16 @@ def test_a_sound_job_passes_every_layer(kind: str, tmp_path: Path) -> None:
         assert chosen.compared == BLOCKS * reports[0].facts["tokens_of_a_step"]
     if kind == "adapters":
         assert "lora.dropout 0.1 is off" in reports[0].facts["notes"]
+
+
+def test_a_model_too_large_for_one_process_is_read_back_block_by_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "_SHARE_OF_MEMORY", 0.0)
+    config = run_config(write_inputs(tmp_path / "inputs"), tmp_path / "run", "parallel.ep=2")
+    options = VerifyOptions(tokens=64, only=("update", "artifacts"), report=str(tmp_path / "report.json"))
+    report: Report = run_ranks(verify, 2, config, Control(arguments=options.dump()))[0]
+    checks = {check.name: check for layer in report.layers for check in layer.checks}
+    saved = checks["saved model in plain transformers"]
+    assert (saved.status, saved.note) == ("pass", "read one block at a time: too large for one process")
+    assert "are free" in checks["float32: trajectory of the unsharded model"].note

@@ -42,22 +42,17 @@ def forecast(config: Config, checked: Checked) -> Forecast:
         return Forecast(f"nothing: there is no plan for {error}")
     found = _candidate(config, job, checked.layout)
     warning = _memory_warning(job, found)
-    if checked.objective.adapters_off:
-        # No time: each step also runs the reference.
-        line = f"{gib(round(found.memory.total))} of tensors a rank"
-        return Forecast(
-            "; ".join([line, *([warning] if warning else [])]),
-            Prediction(peak_memory_bytes=found.memory.total),
-            warning,
+    memory, timed = found.memory.total, not checked.objective.adapters_off
+    prediction = Prediction(peak_memory_bytes=memory)
+    notes = [f"{gib(round(memory))} of tensors a rank"]
+    if timed:  # else each step runs the reference as well
+        prediction = Prediction(
+            step_seconds=found.speed.seconds, tokens_per_second=found.tokens_per_second, peak_memory_bytes=memory
         )
-    notes = [_figures(found), *([warning] if warning else [])]
-    if config.parallel.ep == "auto":
+        notes = [_figures(found)]
+    notes += [warning] if warning else []
+    if config.parallel.ep == "auto" and timed:
         notes += _other_ep(config, job, found)
-    prediction = Prediction(
-        step_seconds=found.speed.seconds,
-        tokens_per_second=found.tokens_per_second,
-        peak_memory_bytes=found.memory.total,
-    )
     return Forecast("; ".join(notes), prediction, warning)
 
 

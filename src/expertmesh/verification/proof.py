@@ -5,6 +5,7 @@ self-test computes no reference twice.
 """
 
 import gc
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.config import PrecisionConfig
+from expertmesh.distributed.all_ranks import from_rank_0
 from expertmesh.verification.build import build
 from expertmesh.verification.compare import (
     TOLERANCE,
@@ -31,6 +33,7 @@ from expertmesh.verification.reference.model import Expected, Reference
 from expertmesh.verification.result import Figure
 from expertmesh.verification.setup import Setup, in_float32
 
+_SHARE_OF_MEMORY = 0.5  # of the memory that is free, what unsharded models in memory may use
 _T = TypeVar("_T")
 
 
@@ -215,6 +218,17 @@ class Proof:
             self.own_error[kind] = max(self.own_error.get(kind, 0.0), error)
         return found
 
+    def no_memory_for(self, copies: int) -> str | None:
+        """Why so many copies of the unsharded model are too many for the memory of rank 0's machine; None if not, on
+        every rank alike. Every rank calls it; one broadcast.
+        """
+        dtype = self.judge(self.precisions[0])
+        needed = copies * sum(parameter.nbytes for parameter in self.setup.meta_model(dtype).parameters())
+        free = int(from_rank_0(str(_free_memory())))
+        if needed <= _SHARE_OF_MEMORY * free:
+            return None
+        return f"the unsharded model takes {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free"
+
     def tolerance(self, precision: PrecisionConfig) -> float:
         """0 where only the unsharded model's own error counts."""
         return TOLERANCE.get(getattr(torch, precision.compute), 0.0)
@@ -235,6 +249,14 @@ class Proof:
         if key not in self._made:
             self._made[key] = make()
         return cast(_T, self._made[key])
+
+
+def _free_memory() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def label(precision: PrecisionConfig) -> str:

@@ -274,12 +274,21 @@ class _LoadPlanner:
                     add("unexpected", f"{name} from {next(iter(inputs.keys.values()))[0]}")
                 elif name in filled:
                     add("duplicated", name)
+                elif surplus := _surplus(inputs, value, wanted):
+                    for key in surplus:
+                        add("unexpected", key, self.published.tensors[key].leaves())
                 elif value.shape != wanted.shape:
                     add("misshaped", f"{name}: files {tuple(value.shape)}, model {tuple(wanted.shape)}", leaves)
                 elif wrong := next((leaf for leaf in leaves if not _castable(leaf.dtype, wanted.dtype)), None):
                     add("mistyped", f"{name}: {wrong.name} is {wrong.dtype}, the model {wanted.dtype}", [wrong])
                 filled.setdefault(name, value)
         return filled, failed
+
+    def _odd(self, keys: Sequence[str]) -> list[str]:
+        """The tensors whose shape is not that of most of `keys`."""
+        shapes = [tuple(self.published.tensors[key].shape) for key in keys]
+        usual = max(shapes, key=shapes.count)
+        return [key for key, shape in zip(keys, shapes, strict=True) if shape != usual]
 
     def _convert(self, target: str, inputs: _ConversionInputs) -> dict[str, LazyTensor]:
         """What comes out, by name; nothing if the files do not hold what the family's rule expects."""
@@ -298,9 +307,21 @@ class _LoadPlanner:
             with torch.no_grad():
                 made = inputs.converter.convert(target, model=full_model(self.model), config=self.model.config)
         except Exception as error:  # a conversion can raise anything
-            self.mismatches.add("incomplete", f"{target}: {error}")
+            odd = [key for keys in inputs.keys.values() for key in self._odd(keys)]
+            for key in odd:
+                self.mismatches.add("misshaped", f"{key}: {tuple(tensors[key].shape)}", tensors[key].leaves())
+            if not odd:
+                self.mismatches.add("incomplete", f"{target}: {error}")
             return {}
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def _surplus(inputs: _ConversionInputs, value: Tensor, wanted: Tensor) -> list[str]:
+    """The file tensors of experts that the model does not have, if that is all that makes `value` too large."""
+    if value.dim() == 0 or value.shape[1:] != wanted.shape[1:] or len(value) <= len(wanted):
+        return []
+    stacked = [keys for keys in inputs.keys.values() if len(keys) == len(value)]
+    return [key for keys in stacked for key in keys[len(wanted) :]]
 
 
 def _castable(stored: torch.dtype, wanted: torch.dtype) -> bool:

@@ -24,7 +24,6 @@ from expertmesh.verification.compare import (
     without_numbers,
 )
 from expertmesh.verification.job import Job
-from expertmesh.verification.layers.memory import refusal
 from expertmesh.verification.proof import Proof
 from expertmesh.verification.reference import unsharded
 from expertmesh.verification.reference.model import Expected
@@ -71,7 +70,8 @@ class Trajectory:
 def start_trajectory(proof: Proof, job: Job) -> Trajectory | str:
     """The unsharded steps, or why they cannot be taken. Before the job takes them; every rank calls it."""
     dtype = proof.judge(job.precision)
-    if (why := refusal(_bytes_needed(proof, dtype))) is not None:
+    # Of the ranks of this machine: weights, where they started, gradients, and two moments.
+    if (why := proof.no_memory_for(5 * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))) is not None:
         return why
     start = {name: local_tensor(parameter).clone() for name, parameter in job.parameters().items()}
     known = proof.expectations.trajectories
@@ -141,9 +141,3 @@ def _move_biases(job: Job, expected: Expected, held: dict[str, Tensor]) -> None:
         direction = (counts.sum() - balance.num_experts * counts).sign()
         tensor = held[bias]
         tensor += (balance.bias_update_rate * direction).to(tensor.dtype).view(tensor.shape)
-
-
-def _bytes_needed(proof: Proof, dtype: torch.dtype) -> int:
-    """Of the ranks of this machine: weights, where they started, gradients, and two moments."""
-    elements = sum(parameter.numel() for parameter in proof.setup.meta_model(dtype).parameters())
-    return elements * dtype.itemsize * 5 * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
