@@ -71,7 +71,7 @@ def merge(
         open_weight_files(adapter, WEIGHTS_FILE) as factors,
     ):
         load = plan_load(model, files)
-        deltas = Deltas(model, plan, factors)
+        deltas = Deltas(plan, factors)
         check_copies(load, files)
         checked = check_base(adapter, model, load, files, trust_remote_code)
         take_layout(model, load, files)
