@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM
 import expertmesh as em
 from benchmarks.systems import SETTINGS
 from expertmesh.bench.case import Case, qwen3_moe_config
-from expertmesh.bench.probes import Traffic, count_collectives, held_bytes
+from expertmesh.bench.probes import count_collectives, held_bytes
 from expertmesh.distributed.mesh import Mesh, current_device, start_process_group
+from expertmesh.planning.trackers import CollectiveCount
 
 # Two modes apart, and selective for every second block.
 MODES: tuple[tuple[str, str | int], ...] = (("none", "all"), ("selective", 2), ("selective", "all"), ("full", "all"))
@@ -72,7 +73,7 @@ def _measure(case: Case, mesh: Mesh, mode: str, layers: str | int) -> float:
     model.zero_grad()
     left = sorted(_left_by(forward, losses, mesh.device) for _ in range(3))[1]
     model.zero_grad()
-    traffic = count_collectives(step).get("all_to_all", Traffic())
+    traffic = count_collectives(step).get("all_to_all", CollectiveCount())
     norm = float(em.clip_grad_norm_(model, None))
     if mesh.rank == 0:
         blocks = "all" if layers == "all" else f"every {layers}nd"

@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from expertmesh.bench import case, layer, lora, model, result, worker
 from expertmesh.bench.case import Case, LayerCase, Shape, Sizes, check_ranks, write_checkpoint
+from expertmesh.bench.probes import count_collectives
 from expertmesh.cli.bench import PARTS
 from expertmesh.cli.main import main
+from expertmesh.compat import all_gather_into, reduce_scatter_into
+from expertmesh.planning.trackers import CollectiveCount, UsageTracker
 from tests.support.errors import refused
 from tests.support.ranks import run_ranks
 
@@ -52,8 +56,8 @@ def test_all_parts_beside_all_peers_in_one_command(
 ) -> None:
     assert main(["bench", "--quick", "--json", str(tmp_path / "bench.json")]) == 0
     printed = capsys.readouterr().out
-    for name, part in PARTS.items():
-        assert f"## {name}: {part.summary}" in printed
+    for name, (summary, _) in PARTS.items():
+        assert f"## {name}: {summary}" in printed
     for system in ("transformers_ep2", "expertmesh_ep2", "transformers_grouped_mm", "expertmesh_loop", "PEFT"):
         assert system in printed
     assert f"torch {torch.__version__}" in printed
@@ -177,6 +181,31 @@ def test_the_scripts_of_the_published_figures_run(script: str, arguments: str) -
     command = [sys.executable, "-m", f"benchmarks.{script}", *arguments.split()]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=200)
     assert "expertmesh_" in done.stdout
+
+
+def _counted() -> list[tuple[list[str], dict[str, CollectiveCount]]]:
+    group, x, whole = dist.group.WORLD, torch.ones(8), torch.empty(16)
+    counted = []
+    for step in (
+        lambda: (all_gather_into(whole, x), reduce_scatter_into(x, whole), dist.all_reduce(x)),
+        lambda: (
+            torch.ops._c10d_functional.all_gather_into_tensor(x, 2, group.group_name),
+            torch.ops._c10d_functional.reduce_scatter_tensor(whole, "sum", 2, group.group_name),
+            torch.ops._c10d_functional.all_reduce(x, "sum", group.group_name),
+        ),
+    ):
+        with UsageTracker() as tracker:
+            step()  # type: ignore[no-untyped-call]
+        counted.append((list(tracker.sent), count_collectives(step)))
+    return counted
+
+
+def test_functional_collectives_are_counted_as_those_of_c10d_are() -> None:
+    plain, functional = run_ranks(_counted, 2)[0]
+    assert plain == functional
+    assert plain[1] == {kind: CollectiveCount(1, 64) for kind in ("all_gather", "reduce_scatter")} | {
+        "all_reduce": CollectiveCount(1, 32)
+    }
 
 
 def test_tables_are_aligned_markdown() -> None:

@@ -44,7 +44,7 @@ def test_parameter_counts_are_the_published_ones(qwen: ModelFigures) -> None:
     assert qwen.total == 30_532_122_624
     model = figures_of(deepseek_v3(), length=128, precision=PrecisionConfig())
     assert model.total == 671_026_404_352
-    assert len(model.moe) == 58
+    assert sum(block.experts is not None for block in model.blocks) == 58
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,10 @@ def test_hardware_of_the_users_joins_the_table_and_is_checked(tmp_path: Path) ->
     sources = "{flops: me, memory: me, memory_bandwidth: me, within_node: me, between_nodes: me}"
     entry = "\n  ".join(["mine:", *lines, "between_nodes: 1.0e9", f"sources: {sources}"])
     file.write_text(entry)
-    assert parse_devices("4 mine", hardware_table(file)).count == 4
+    mine = parse_devices("4 mine", hardware_table(file))
+    assert mine.count == 4
+    peaks = [mine.hardware.peak(dtype) for dtype in ("bfloat16", "float32", "float64")]
+    assert peaks == [1.0e12, 1.0e12 / 16, 1.0e12 / 32]
     assert "h100" in hardware_table(file)
     file.write_text(entry.replace("memory: 1.0e9", "memroy: 1.0e9", 1))
     with refused("plan.invalid-hardware", naming="memroy"):
@@ -200,6 +203,8 @@ def test_command_line_prints_the_plan_and_refuses_bad_input(
     assert kept["by_mode"]["full"] < kept["by_mode"]["selective"] < kept["by_mode"]["none"]
     assert main(["plan", *small, "2x2 abacus"]) == 2
     assert main(["plan", *small, "2x2 cpu", "--mtbf", "0"]) == 2
+    assert main(["plan", *small, "2x2 cpu", "--imbalance", "nan"]) == 2
+    assert main(["plan", *small, "2x2 cpu", "--yaml", "--simulate"]) == 2
     assert main(["plan", *small, "2x2 cpu", "--lora", "rank=8"]) == 2
     assert main(["plan", str(directory / "nowhere"), "--devices", "1 cpu"]) == 2
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from expertmesh.state.shards import local_tensor
 from expertmesh.verification.build import build
@@ -15,9 +14,10 @@ from expertmesh.verification.layers.forward import _chance
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.result import Check, Figure, Layer, Mutation, Report, layer_lines, write_json
 from expertmesh.verification.setup import Setup, set_up
-from expertmesh.verification.sketch import sketch, sketch_distances
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import run_config, write_inputs
+
+EXPERTS = "model.layers.1.mlp.experts.down_proj"
 
 
 def test_the_worst_figure_is_that_nearest_to_its_limit_and_nan_is_the_worst() -> None:
@@ -74,29 +74,27 @@ def test_chance_is_that_of_a_fair_coin() -> None:
     assert _chance(60, 60) < 1e-17
 
 
-def _sketches(setup: Setup, ep: int) -> dict[str, list[float]]:
-    parameters = build(setup, parallel=setup.config.parallel.model_copy(update={"ep": ep})).parameters()
-    return sketch(parameters, {name: local_tensor(parameter) for name, parameter in parameters.items()})
+def _moved(setup: Setup) -> list[dict[str, Distance]]:
+    """Between the weights of two layouts, as they are and with one element of an expert changed."""
+    base, job = (build(setup, parallel=setup.config.parallel.model_copy(update={"ep": ep})) for ep in (1, 4))
+    one, other = (
+        {name: local_tensor(parameter) for name, parameter in each.parameters().items()} for each in (base, job)
+    )
+    expected = {name: one[name] for name in base.boxes()}
+    found = [distances(expected, job.parts(other, base.boxes()), True)]
+    if job.mesh.rank == 3:
+        other[EXPERTS].view(-1)[-1] += 5.0
+    return [*found, distances(expected, job.parts(other, base.boxes()), True)]
 
 
-def test_sketches_are_the_same_in_every_layout_and_measure_a_difference(tmp_path: Path) -> None:
+def test_gradients_of_other_layouts_are_compared_element_by_element(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path / "inputs")
     setup = set_up(run_config(inputs, tmp_path / "out"), VerifyOptions(tokens=64), 4)
-    one, other = run_ranks(_sketches, 4, setup, 1)[0], run_ranks(_sketches, 4, setup, 4)[0]
-    for name, distance in sketch_distances(one, other).items():
-        assert distance.relative() <= 1e-12, name
-    name = "model.layers.0.mlp.experts.down_proj"
-    whole: Tensor = torch.arange(24.0).reshape(2, 3, 4)
-    changed = whole.clone()
-    changed[1, 2, 3] += 5.0
-    assert name in one
-    from expertmesh.verification.sketch import PROJECTIONS, _projections
-
-    box = tuple((0, size) for size in whole.shape)
-    a, b = (_projections(value, box, (2, 3, 4)) for value in (whole, changed))
-    assert [abs(x - y) for x, y in zip(a[:PROJECTIONS], b[:PROJECTIONS], strict=True)] == pytest.approx(
-        [5.0] * PROJECTIONS
-    )
+    for same, changed in run_ranks(_moved, 4, setup):
+        assert {distance.difference for distance in same.values()} == {0.0}
+        assert all(distance.expected for distance in same.values())
+        differs = {name: distance.difference for name, distance in changed.items() if distance.difference}
+        assert differs == {EXPERTS: pytest.approx(25.0)}
 
 
 def test_the_report_is_json_with_its_version_even_when_figures_are_not_finite(tmp_path: Path) -> None:

@@ -1,54 +1,98 @@
-"""All layers of the proof pass on sound jobs of several kinds, and leave nothing behind."""
+"""The proof passes on sound jobs of several kinds and axes (stages: test_stages.py), and leaves nothing behind."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from expertmesh.training.control import Control
-from expertmesh.verification.options import VerifyOptions
+from expertmesh.verification import proof
+from expertmesh.verification.options import LAYERS, VerifyOptions
 from expertmesh.verification.result import Report
 from expertmesh.verification.run import verify
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
+BLOCKS = 2
+ADAPTERS = {"adapter in stock PEFT", "merged adapter in plain transformers"}
+
+
+class Job(NamedTuple):
+    family: str
+    ranks: int
+    overrides: tuple[str, ...]
+    not_run: set[str]
+    self_test: bool = False
+    only: tuple[str, ...] = LAYERS
+
+
 JOBS = {
-    "packed": ("qwen3_moe", 2, ["parallel.ep=2", "data.packing=true", "moe.aux_loss_coef=0.01", "moe.z_loss_coef=0.1"]),
-    "bfloat16, biases": (
-        "deepseek_v3",
-        4,
-        ["precision.compute=bfloat16", "parallel.ep=2", "moe.bias_update_rate=0.001"],
+    "packed": Job(
+        "qwen3_moe",
+        2,
+        ("parallel.ep=2", "data.packing=true", "moe.aux_loss_coef=0.01", "moe.z_loss_coef=0.1"),
+        {"ep 2 = ep 4", *ADAPTERS},
     ),
-    "hybrid, recomputed": (
+    "bfloat16, biases": Job(
+        "deepseek_v3", 4, ("precision.compute=bfloat16", "parallel.ep=2", "moe.bias_update_rate=0.001"), ADAPTERS
+    ),
+    "hybrid, recomputed": Job(
         "mixtral",
         4,
-        ["parallel.replicate=2", "parallel.ep=2", "train.activation_checkpointing=full"],
+        ("parallel.replicate=2", "parallel.ep=2", "train.activation_checkpointing=full"),
+        {"ep 2 = ep 4", *ADAPTERS},
     ),
-    "float64": ("qwen3_moe", 1, ["precision.params=float64", "precision.compute=float64", "precision.reduce=float64"]),
-    "adapters": ("qwen3_moe", 2, ["lora={r: 4, dropout: 0.1, targets: [attention, experts, router]}"]),
-}
-NOT_RUN = {
-    "packed": {"ep 2 = ep 4", "adapter in stock PEFT", "merged adapter in plain transformers"},
-    "bfloat16, biases": {"adapter in stock PEFT", "merged adapter in plain transformers"},
-    "hybrid, recomputed": {"ep 2 = ep 4", "adapter in stock PEFT", "merged adapter in plain transformers"},
-    "float64": {"ep 1 = ep 2", "ep 1 = ep 4", "adapter in stock PEFT", "merged adapter in plain transformers"},
-    "adapters": {"ep 2 = ep 4", "saved model in plain transformers"},
+    "float64": Job(
+        "qwen3_moe",
+        1,
+        ("precision.params=float64", "precision.compute=float64", "precision.reduce=float64"),
+        {"ep 1 = ep 2", "ep 1 = ep 4", *ADAPTERS},
+    ),
+    "adapters": Job(
+        "qwen3_moe",
+        2,
+        ("lora={r: 4, dropout: 0.1, targets: [attention, experts, router]}",),
+        {"ep 2 = ep 4", "saved model in plain transformers"},
+    ),
+    "tp": Job("qwen3_moe", 2, ("parallel.tp=2", "parallel.ep=2"), {"ep 2 = ep 4", *ADAPTERS}, self_test=True),
+    "cp": Job("qwen3_moe", 2, ("parallel.cp=2", "parallel.ep=2"), {"ep 2 = ep 4", *ADAPTERS}, self_test=True),
+    "bytes of tp": Job("qwen3_moe", 2, ("parallel.tp=2", "parallel.ep=1"), set(), only=("bytes",)),
+    "bytes of cp": Job("qwen3_moe", 2, ("parallel.cp=2", "parallel.ep=1"), set(), only=("bytes",)),
+    "bytes of pp": Job("qwen3_moe", 2, ("parallel.pp=2", "parallel.ep=1"), set(), only=("bytes",)),
 }
 
 
 @pytest.mark.parametrize("kind", JOBS)
 def test_a_sound_job_passes_every_layer(kind: str, tmp_path: Path) -> None:
-    family, world, overrides = JOBS[kind]
-    inputs = write_inputs(tmp_path / "inputs", family)
+    job = JOBS[kind]
+    inputs = write_inputs(tmp_path / "inputs", job.family)
     (tmp_path / "runs").mkdir()
-    config = run_config(inputs, tmp_path / "runs" / "run", *overrides)
+    config = run_config(inputs, tmp_path / "runs" / "run", *job.overrides)
     before = set(tmp_path.rglob("*"))
-    options = VerifyOptions(tokens=256, report=str(tmp_path / "report.json"))
-    reports: list[Report] = run_ranks(verify, world, config, Control(arguments=options.dump()), timeout=100)
+    options = VerifyOptions(tokens=256, only=job.only, self_test=job.self_test, report=str(tmp_path / "report.json"))
+    reports: list[Report] = run_ranks(verify, job.ranks, config, Control(arguments=options.dump()), timeout=110)
     for report in reports:
         assert report.status == "pass", report.failures
-        assert [layer.name for layer in report.layers] == list(options.only)
+        assert [layer.name for layer in report.layers] == list(job.only)
     checks = [check for layer in reports[0].layers for check in layer.checks]
-    assert {check.name for check in checks if check.status == "not run"} == NOT_RUN[kind]
+    assert {check.name for check in checks if check.status == "not run"} == job.not_run
     assert set(tmp_path.rglob("*")) - before == {tmp_path / "report.json"}
+    if kind in ("tp", "cp"):
+        chosen = next(check for check in checks if "experts chosen" in check.name)
+        # By one of the ranks that share rows.
+        assert chosen.compared == BLOCKS * reports[0].facts["tokens_of_a_step"]
     if kind == "adapters":
         assert "lora.dropout 0.1 is off" in reports[0].facts["notes"]
+
+
+def test_a_model_too_large_for_one_process_is_read_back_block_by_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "_SHARE_OF_MEMORY", 0.0)
+    config = run_config(write_inputs(tmp_path / "inputs"), tmp_path / "run", "parallel.ep=2")
+    options = VerifyOptions(tokens=64, only=("update", "artifacts"), report=str(tmp_path / "report.json"))
+    report: Report = run_ranks(verify, 2, config, Control(arguments=options.dump()))[0]
+    checks = {check.name: check for layer in report.layers for check in layer.checks}
+    saved = checks["saved model in plain transformers"]
+    assert (saved.status, saved.note) == ("pass", "read one block at a time: too large for one process")
+    assert "are free" in checks["float32: trajectory of the unsharded model"].note

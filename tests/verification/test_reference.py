@@ -14,7 +14,7 @@ from expertmesh.verification.build import build
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.reference import unsharded
 from expertmesh.verification.reference.model import Expected, Reference
-from expertmesh.verification.reference.weights import FileWeights
+from expertmesh.verification.reference.weights import Weights
 from expertmesh.verification.setup import Setup, set_up
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import run_config, write_inputs
@@ -97,19 +97,19 @@ def test_a_norm_is_right_however_many_elements_it_is_of_and_clips() -> None:
 
 
 def _most_blocks_alive(setup: Setup) -> int:
-    alive: list[tuple[str, weakref.ref[Tensor]]] = []
+    alive: list[tuple[str, weakref.ref[torch.UntypedStorage]]] = []
     most = 0
-    leaves = FileWeights.leaves
+    leaves = Weights.leaves
 
-    def counting(self: FileWeights, name: str) -> dict[str, Tensor]:
+    def counting(self: Weights, name: str) -> dict[str, Tensor]:
         nonlocal most
         found = leaves(self, name)
-        alive.append((name, weakref.ref(found[name])))
+        alive.append((name, weakref.ref(found[name].untyped_storage())))
         blocks = [block for block in setup.anatomy.blocks for n, r in alive if r() is not None and n.startswith(block)]
         most = max(most, len(set(blocks)))
         return found
 
-    FileWeights.leaves = counting  # type: ignore[method-assign]  # in a forked rank, which ends after this
+    Weights.leaves = counting  # type: ignore[method-assign]  # in a forked rank, which ends after this
     _expected(setup)
     return most
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from expertmesh.data import IGNORE
+from expertmesh.data import IGNORE, BatchLayout
 from expertmesh.distributed.layout import Layout, explicit
 from expertmesh.training.startup.preflight import preflight
 from expertmesh.verification.options import VerifyOptions
@@ -57,7 +57,7 @@ def test_a_step_has_about_the_tokens_asked_for_and_the_runs_first_samples(inputs
 
 def test_uneven_targets_differ_fourfold(inputs: Path) -> None:
     data = _setup(inputs, tokens=512).steps[0].repeated(8).uneven()
-    assert data.rows() == 8
+    assert len(data.rows) == 8
     counts = data.dataset.target_counts
     assert counts.min() >= 1
     assert counts.max() >= 2 * counts.min()
@@ -81,7 +81,7 @@ def test_random_ids_are_within_the_vocabulary() -> None:
     assert dataset.largest_id() is not None
     assert dataset.largest_id()[0] < 7  # type: ignore[index]
     assert dataset.lengths.max() <= 16
-    assert StepData(dataset, 16, False, 1, 0).targets > 0
+    assert StepData(dataset, BatchLayout(1, 0, 1, False, 0, 16)).targets > 0
 
 
 def test_the_first_layers_alone(inputs: Path) -> None:

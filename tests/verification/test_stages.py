@@ -149,9 +149,10 @@ def test_a_bug_of_the_last_stage_is_red_on_every_rank_with_its_name(inputs: Path
 
 def _exchanged(config: Config, options: VerifyOptions) -> list[Check]:
     setup = set_up(config, options, 4)
-    bug = bugs(setup)[0]
+    proof = Proof(setup, Path(), uses_float64=False)
+    bug = bugs(proof)[0]
     assert bug.name == "two experts exchanged"
-    return check_bytes(Proof(setup, Path(), hooks=bug.hooks, uses_float64=False))
+    return check_bytes(proof.planted(bug.hooks))
 
 
 def test_experts_are_exchanged_also_where_each_rank_has_one(tmp_path: Path) -> None:

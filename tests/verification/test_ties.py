@@ -63,12 +63,12 @@ def test_a_router_that_scores_otherwise_is_wrong(inputs: Path) -> None:
 
 
 def test_margins_are_of_the_last_expert_chosen() -> None:
-    from expertmesh.verification.reference.recorder import ReferenceRecorder, _TopKRecorder
+    from expertmesh.verification.reference.recorder import Choices, _TopKRecorder
 
     class Spec:
         name, num_experts = "experts", 4
 
-    recorder = ReferenceRecorder(None, None, 2)  # type: ignore[arg-type]
-    with _TopKRecorder(recorder, Spec, again=False):  # type: ignore[arg-type]
+    recorder = Choices([], 2)
+    with _TopKRecorder(recorder, Spec):  # type: ignore[arg-type]
         torch.topk(torch.tensor([[4.0, 3.0, 2.0, 1.0], [4.0, 4.0, 1.0, 4.0]]), 2)
     assert recorder.margins["experts"].tolist() == pytest.approx([1 / 3, 0.0])

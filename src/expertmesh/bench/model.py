@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from expertmesh.bench.case import Case, Sizes, write_checkpoint
-from expertmesh.bench.probes import KINDS, alternating, median
+from expertmesh.bench.probes import alternating, median
 from expertmesh.bench.result import Ratio, Result, markdown, why_missing
 from expertmesh.bench.worker import launch
 from expertmesh.config.errors import InputError, IntegrityError
@@ -73,7 +73,7 @@ def step_table(case: Case, report: dict[str, Any]) -> str:
             for key in ("step_anonymous", "step", "tensors")
         )
         times = [f"{spent[0]:.3f}", f"{spent[1]:.3f}", f"{spent[0] / base[0]:.2f} / {spent[1] / base[1]:.2f}"]
-        sent = [_traffic(row["traffic"], KINDS[:1]), _traffic(row["traffic"], KINDS[1:])]
+        sent = [_traffic(row["traffic"], all_to_all) for all_to_all in (True, False)]
         results = [f"{row['loss']:.6f}", f"{row['grad_norm']:.6f}"]
         rows.append([name, *times, *sent, f"{anonymous} ({resident})", tensors, *results])
     head = ["system", "wall s", "CPU s", "ratio wall / CPU", "all-to-all MB (calls)", "other collectives MB (calls)"]
@@ -87,9 +87,9 @@ def step_table(case: Case, report: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
-def _traffic(per_rank: list[dict[str, dict[str, int]]], kinds: Sequence[str]) -> str:
-    """Mean megabytes and calls per rank and step of these kinds of collective."""
-    entries = [rank[kind] for rank in per_rank for kind in kinds if kind in rank]
+def _traffic(per_rank: list[dict[str, dict[str, int]]], all_to_all: bool) -> str:
+    """Mean megabytes and calls per rank and step of all-to-alls, or of all other collectives."""
+    entries = [entry for rank in per_rank for kind, entry in rank.items() if (kind == "all_to_all") == all_to_all]
     sent, calls = (sum(entry[key] for entry in entries) / len(per_rank) for key in ("bytes", "calls"))
     return f"{sent / 1e6:.1f} ({calls:.0f})" if entries else "-"
 

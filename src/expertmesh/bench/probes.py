@@ -1,8 +1,8 @@
 """Instruments: seconds, what a step sends through collectives, and how much memory a process holds.
 
-Counting runs in a step of its own, never in a timed one. Bytes are counted where torch hands an operation to
-c10d, so they are exact for whatever issues the collective: FSDP2, functional collectives, autograd or plain
-calls.
+Counting runs in a step of its own, never in a timed one. The planner's tracker counts bytes where torch hands an
+operation to c10d, so they are exact for whatever issues the collective: FSDP2, functional collectives, autograd or
+plain calls.
 """
 
 import gc
@@ -11,81 +11,24 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "broadcast")
-
-
-@dataclass(slots=True)
-class Traffic:
-    """Calls and bytes of one kind of collective on one rank.
-
-    All-to-all counts the bytes of its input, the rows a rank sends to itself included. Other collectives
-    count the larger of input and output, which is the whole gathered or reduced tensor.
-    """
-
-    calls: int = 0
-    bytes: int = 0
+from expertmesh.planning.trackers import CollectiveCount, UsageTracker
 
 
-class CollectiveCounter(TorchDispatchMode):
-    """Counts every c10d operation issued under it, by `KINDS`.
-
-    Raises RuntimeError on a communicating c10d operation that it does not know, rather than miss its bytes.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.traffic: dict[str, Traffic] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        namespace, _, name = func._schema.name.partition("::")
-        if namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
-            self._count(name, args)
-        return func(*args, **(kwargs or {}))
-
-    def _count(self, name: str, args: tuple[Any, ...]) -> None:
-        if name in ("wait_tensor", "_wrap_tensor_autograd", "barrier"):
-            return
-        # c10d writes alltoall_base_ and _allgather_base_, the functional form all_to_all_single.
-        plain = name.replace("_", "")
-        kind = next((kind for kind in KINDS if plain.startswith(kind.replace("_", ""))), None)
-        if kind is None:
-            raise RuntimeError(f"the collective counter does not know the c10d operation {name!r}")
-        sizes = [sum(tensor.nbytes for tensor in _tensors(arg)) for arg in args]
-        entry = self.traffic.setdefault(kind, Traffic())
-        entry.calls += 1
-        if kind == "all_to_all":
-            # c10d passes (output, input); the functional form passes the input alone.
-            entry.bytes += sizes[1] if name.startswith("alltoall") else sizes[0]
-        elif name.startswith("all_gather_into_tensor") and name != "all_gather_into_tensor_out":
-            # Functional gathers carry the group's size, not their output.
-            entry.bytes += max(sizes) * int(args[1])
-        else:
-            entry.bytes += max(sizes)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-
-
-def count_collectives(step: Callable[[], object]) -> dict[str, Traffic]:
+def count_collectives(step: Callable[[], object]) -> dict[str, CollectiveCount]:
     """Run `step` once and return what this rank handed to c10d, by kind of collective."""
-    counter = CollectiveCounter()
-    with counter:
+    tracker, found = UsageTracker(), dict[str, CollectiveCount]()
+    with tracker:
         step()
-    return counter.traffic
+    for kinds in tracker.sent.values():
+        for kind, count in kinds.items():
+            total = found.setdefault(kind, CollectiveCount())
+            total.calls += count.calls
+            total.bytes += count.bytes
+    return found
 
 
 def alternating(names: Sequence[str], repeats: int) -> Iterator[str]:

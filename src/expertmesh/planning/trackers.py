@@ -86,9 +86,13 @@ class UsageTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func._schema.name.partition("::")
-        if namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd") and name not in _SENDS_NOTHING:
-            self._count_collective(name, args)
+        is_collective = namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+        is_collective &= name not in _SENDS_NOTHING
+        if is_collective and name not in _KIND_OF:
+            raise RuntimeError(f"the tracker does not know the c10d operation {name}, so its bytes would be missed")
         result = func(*args, **(kwargs or {}))
+        if is_collective:
+            self._count_collective(name, args, result)
         outputs = [leaf for leaf in tree_leaves(result) if type(leaf) in _WITH_STORAGE]
         for output in outputs:
             self._note(output.untyped_storage())
@@ -117,13 +121,15 @@ class UsageTracker(TorchDispatchMode):
         self.live -= self._sizes.pop(key, 0)
         self._references.pop(key, None)
 
-    def _count_collective(self, name: str, args: Any) -> None:
-        if name not in _KIND_OF:
-            raise RuntimeError(f"the tracker does not know the c10d operation {name}, so its bytes would be missed")
-        sizes = [sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, torch.Tensor)) for arg in args]
+    def _count_collective(self, name: str, args: Any, result: Any) -> None:
+        # A functional operation returns what c10d's own is given to write into.
+        sizes = [sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, torch.Tensor)) for arg in (*args, result)]
         entry = self.sent[_group_of(args)][_KIND_OF[name]]
         entry.calls += 1
-        entry.bytes += sizes[1] if name in ("alltoall_base_", "alltoall_") else max(sizes)
+        if _KIND_OF[name] == "all_to_all":
+            entry.bytes += sizes[0 if name == "all_to_all_single" else 1]
+        else:
+            entry.bytes += max(sizes)
 
 
 def _group_of(args: Any) -> str:
@@ -131,4 +137,5 @@ def _group_of(args: Any) -> str:
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return str(dist.ProcessGroup.unbox(arg).group_name)
-    return next((arg for arg in args if isinstance(arg, str)), "")
+    # A functional operation ends with the group's name; before it may stand that of the reduction.
+    return next((arg for arg in reversed(args) if isinstance(arg, str)), "")

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from expertmesh.adapters.peft_format import WEIGHTS_FILE
+from expertmesh.io.boxes import slices
 from expertmesh.parallel.pipeline import pipeline_of
-from expertmesh.state.shards import local_tensor
+from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.state.stage_view import stage_names
 from expertmesh.verification.compare import gather
 from expertmesh.verification.job import Job
@@ -23,7 +23,6 @@ from expertmesh.verification.layers import CHECKS
 from expertmesh.verification.layers.resume import check_resume
 from expertmesh.verification.proof import Hooks, Proof
 from expertmesh.verification.result import Check
-from expertmesh.verification.setup import Setup
 from expertmesh.weights.load import expert_tensors
 
 Checks = Mapping[str, Callable[[Proof], list[Check]]]
@@ -47,11 +46,11 @@ class Bug:
     refusal: str | None = None
 
 
-def bugs(setup: Setup) -> list[Bug]:
+def bugs(proof: Proof) -> list[Bug]:
     """All bugs but the adapter's, which needs a job with adapters; those between stages only where there are some."""
-    layout = setup.layout
+    setup, layout = proof.setup, proof.setup.layout
     alone = "needs two data ranks" if layout.data_ranks == 1 else None
-    routers = alone or _why_no_router(setup)
+    routers = alone or _why_no_router(proof)
     shards = "needs two ranks that share a model" if layout.world_size == layout.replicate else None
     moments = "sgd keeps no moments" if setup.config.optim.name == "sgd" else None
     update, resume = {"update": CHECKS["update"]}, {"metamorphic": check_resume}
@@ -70,25 +69,15 @@ def bugs(setup: Setup) -> list[Bug]:
 
 @torch.no_grad()
 def _swap_experts(job: Job) -> None:
-    """The last layer's on the last rank that has some; where it holds less than two, all ranks of its stage get those
-    of the stage's first (transformers 45662).
-    """
+    """The first two of the last layer, wherever they are (transformers 45662)."""
     state = job.tensors()
     for experts in expert_tensors(job.model)[-1:]:
         for name in experts.names:
-            local = local_tensor(state[name])
-            share = state[name].shape[0] // experts.count
-            everyone = gather(tuple(local.shape) if local.numel() else None)
-            shapes = {rank: shape for rank, shape in enumerate(everyone) if shape is not None}
-            first, last = min(shapes), max(shapes)
-            if shapes[last][0] < 2 * share:
-                there = local.contiguous() if job.mesh.rank == first else local.new_empty(shapes[first])
-                there = there.to(job.mesh.device)  # ranks of other stages have nothing on their device
-                dist.broadcast(there, src=first)
-                if there.shape == local.shape:
-                    local.copy_(there)
-            elif job.mesh.rank == last:
-                local[: 2 * share] = torch.cat([local[share : 2 * share], local[:share]])
+            tensor, held, box = state[name], local_tensor(state[name]), local_box(state[name])
+            whole = job.whole(tensor, held)
+            (start, middle), (_, stop) = (experts.rows(tensor, number) for number in (0, 1))
+            whole[start:stop] = torch.cat([whole[middle:stop], whole[start:middle]])
+            held.copy_(whole[slices(box)])
 
 
 def _drop_token(job: Job) -> None:
@@ -118,10 +107,11 @@ def _drop_router(job: Job) -> None:
         job.model.get_submodule(name).register_forward_hook(hook)
 
 
-def _why_no_router(setup: Setup) -> str | None:
-    if not setup.anatomy.routers:
+def _why_no_router(proof: Proof) -> str | None:
+    config = proof.setup.config
+    if not proof.setup.anatomy.routers:
         return "no router is recognised"
-    if setup.config.lora is not None or setup.config.moe.router == "frozen":
+    if config.lora is not None or config.moe.router == "frozen":
         return "routers are not trained"
     return None
 

@@ -61,6 +61,11 @@ def distances(
     return {name: Distance(a, b, int(count)) for name, (a, b, count) in summed_over_ranks(mine).items()}
 
 
+def differ(one_TK: Tensor, other_TK: Tensor) -> Tensor:
+    """Tokens whose sets of experts are not the same."""
+    return (one_TK.sort(-1).values != other_TK.sort(-1).values).any(-1)
+
+
 def squares(got: Tensor, expected: Tensor) -> tuple[float, float, int]:
     """Of the difference and of what was expected, in fp64, with small temporaries and one wait for the device."""
     sums = torch.zeros(2, dtype=torch.float64, device=got.device)
@@ -83,10 +88,7 @@ def figures(
     `floor`: count tensors that are next to nothing beside all others as a little larger, as gradients need it.
     """
     least = least_rms(found) if floor else 0.0
-    allowed: dict[str, float] = {}
-    for name, distance in (own or {}).items():
-        kind = without_numbers(name)
-        allowed[kind] = max(allowed.get(kind, 0.0), OWN_ERRORS * distance.relative(least))
+    allowed = {kind: OWN_ERRORS * error for kind, error in own_errors(own or {}, least).items()}
     worst = max(allowed.values(), default=0.0)
     for name, distance in found.items():
         limit = allowed.get(without_numbers(name), 0.0)
@@ -94,6 +96,15 @@ def figures(
             # The own error of a few numbers may be small by luck: it is known to one part in the root of their number.
             limit = worst * math.sqrt(_FEW / max(1, distance.elements))
         yield Figure(name, distance.relative(least), max(tolerance, limit))
+
+
+def own_errors(own: Mapping[str, Distance], least_rms: float = 0.0) -> dict[str, float]:
+    """The largest error of each kind of tensor."""
+    errors: dict[str, float] = {}
+    for name, distance in own.items():
+        kind = without_numbers(name)
+        errors[kind] = max(errors.get(kind, 0.0), distance.relative(least_rms))
+    return errors
 
 
 def total(found: Mapping[str, Distance]) -> Distance:
@@ -129,10 +140,10 @@ def without_numbers(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def gather(mine: _T) -> list[_T]:
-    """Every rank's `mine`, on every rank. One gathering of objects on the default group."""
-    found: list[_T] = [mine] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+def gather(mine: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
+    """Every rank's `mine`, on every rank. One gathering of objects on `group`, the default group by default."""
+    found: list[_T] = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
     return found
 
 

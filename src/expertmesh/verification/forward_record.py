@@ -7,25 +7,25 @@ that whole samples of whole models are compared.
     B rows, S positions, T a data rank's tokens, X any last dimension, K top-k
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.utils.generic import ModelOutput
 
-from expertmesh.anatomy import ExpertsSpec
+from expertmesh.anatomy import Anatomy
+from expertmesh.distributed import sequence_collectives
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.distributed.sequence_collectives import gather
 from expertmesh.parallel.pipeline import Placeholder, pipeline_of
 from expertmesh.parallel.sequence import padded, sequence_share
 from expertmesh.step.loss import head_logits
 from expertmesh.step.pipeline_schedule import StageOutput, run_pipeline, same_shape
+from expertmesh.verification.compare import gather
 from expertmesh.verification.job import Job
 from expertmesh.verification.samples import PlacedSample, StepData
 
@@ -51,22 +51,32 @@ def kept_tokens(value_TX: Tensor) -> Tensor:
 
 
 @contextmanager
-def record_choices(
-    modules: Mapping[str, nn.Module], specs: Iterable[ExpertsSpec], found: dict[str, Tensor]
+def recording(
+    modules: Mapping[str, nn.Module], anatomy: Anatomy, outputs: dict[str, Tensor], choices: dict[str, Tensor]
 ) -> Iterator[None]:
-    """Put the expert ids `[T, K]` that each experts module is called with into `found`, by the module's name."""
+    """Put what each block of `modules` gives into `outputs`, and the expert ids `[T, K]` that each experts module is
+    called with into `choices`, by the module's name.
+    """
 
-    def hook_of(name: str) -> Any:
+    def output_hook(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            outputs[name] = (output if isinstance(output, Tensor) else output[0]).detach()
+
+        return hook
+
+    def choice_hook(name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            found[name] = next(value for value in (*args, *kwargs.values()) if not value.is_floating_point()).detach()
+            choices[name] = next(v for v in (*args, *kwargs.values()) if not v.is_floating_point()).detach()
 
         return hook
 
     with ExitStack() as stack:
-        for spec in specs:
+        for name in modules.keys() & set(anatomy.blocks):
+            stack.enter_context(modules[name].register_forward_hook(output_hook(name)))
+        for spec in anatomy.experts:
             module = modules.get(spec.name)
             if module is not None and spec.call != "dense" and not isinstance(module, nn.ModuleList):
-                stack.enter_context(module.register_forward_pre_hook(hook_of(spec.name), with_kwargs=True))
+                stack.enter_context(module.register_forward_pre_hook(choice_hook(spec.name), with_kwargs=True))
         yield
 
 
@@ -77,8 +87,10 @@ def record_forward(job: Job, data: StepData) -> ForwardRecord:
     Every rank calls it: the collectives of a forward, those of `_whole_rows` and, with stages, of `_of_all_stages`.
     """
     step, placed = job.batches(data), data.placed(job.mesh.layout, job.mesh.rank)
+    modules = {name: m for name, m in job.model.named_modules() if not isinstance(m, Placeholder)}
+    recorder = _JobRecorder(job, placed)
     job.model.eval()
-    with _recording(job, placed) as recorder:
+    with recording(modules, job.setup.anatomy, recorder.last_outputs, recorder.last_choices):
         if pipeline_of(job.model) is None:
             _run(job, step.micro_batches, recorder)
         else:
@@ -114,25 +126,6 @@ class _JobRecorder:
                 self.choices.setdefault(name, []).append(_cut_out(index_BSK, mine))
         self.last_outputs.clear()
         self.last_choices.clear()
-
-
-@contextmanager
-def _recording(job: Job, placed: list[PlacedSample]) -> Iterator[_JobRecorder]:
-    """Hooks on blocks and experts, of those that compute on this rank."""
-    recorder, anatomy = _JobRecorder(job, placed), job.setup.anatomy
-    modules = {name: m for name, m in job.model.named_modules() if not isinstance(m, Placeholder)}
-
-    def hook_of(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            recorder.last_outputs[name] = output if isinstance(output, Tensor) else output[0]
-
-        return hook
-
-    with ExitStack() as stack, record_choices(modules, anatomy.experts, recorder.last_choices):
-        for name in anatomy.blocks:
-            if name in modules:
-                stack.enter_context(modules[name].register_forward_hook(hook_of(name)))
-        yield recorder
 
 
 def _run(job: Job, batches: Any, recorder: _JobRecorder) -> None:
@@ -173,26 +166,16 @@ def _whole_rows(job: Job, value_BSX: Tensor) -> Tensor:
     """What the ranks that share rows have of them, all positions. Collective over tp and cp: one all-gather each."""
     for axis in ("tp", "cp"):
         if job.mesh.layout.size(axis) > 1:
-            value_BSX = gather(value_BSX, 1, job.mesh.dense.get_group(axis))
+            value_BSX = sequence_collectives.gather(value_BSX, 1, job.mesh.dense.get_group(axis))
     return value_BSX
 
 
 def _of_all_stages(mesh: Mesh, own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What every stage has of the same samples, on each of their ranks. Collective over pp: one gathering of names, and
-    one broadcast for each of them.
-    """
-    everyone: list[Any] = [None] * mesh.layout.pp
-    described = [(name, tuple(value.shape), value.dtype) for name, value in own.items()]
-    dist.all_gather_object(everyone, described, group=mesh.pp_group)
+    """What every stage has of the same samples, on each of their ranks. Collective over pp: one gathering."""
     whole: dict[str, Tensor] = {}
-    for rank, parts in enumerate(everyone):
-        here = rank == mesh.coordinate("pp")
-        for name, shape, dtype in parts:
-            assert name not in whole, f"{name} ran on two stages"
-            value = own[name].to(mesh.device) if here else torch.empty(shape, dtype=dtype, device=mesh.device)
-            if value.numel():
-                dist.broadcast(value, src=dist.get_global_rank(mesh.pp_group, rank), group=mesh.pp_group)
-            whole[name] = value.cpu()
+    for part in gather(own, mesh.pp_group):
+        assert not whole.keys() & part.keys(), f"{whole.keys() & part.keys()} ran on two stages"
+        whole |= part
     return whole
 
 

@@ -4,7 +4,9 @@ Of a job with pipeline stages a rank has what its stages have, by the names of t
 say so.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,18 +18,21 @@ from expertmesh.config import PrecisionConfig
 from expertmesh.data import Step
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.balance import attached_balance, update_router_bias
-from expertmesh.state.shards import local_tensor, owns_copy
-from expertmesh.state.stage_view import stage_parameters
+from expertmesh.io.boxes import Box, slices
+from expertmesh.state.shards import local_box, local_tensor, owns_copy
+from expertmesh.state.stage_view import full_model, full_state, stage_parameters
 from expertmesh.step.forward_backward import forward_backward
 from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.verification.samples import StepData
 from expertmesh.verification.setup import Setup
 from expertmesh.weights.mapping import model_tensors
 
+Boxes = dict[str, Box]  # of tensors, by name
+
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Of a step, over all ranks. Router losses are without their factors, None where they are off."""
+    """Of a step, over all ranks. `aux_loss` and `z_loss` (the routers') are without their factors, None where off."""
 
     loss: float
     aux_loss: float | None
@@ -50,9 +55,9 @@ class Job:
         layout, rank = self.mesh.layout, self.mesh.rank
         return rank % (layout.cp * layout.tp) == 0 and rank < layout.world_size // layout.pp
 
-    def batches(self, data: StepData, *, micro: int | None = None, packing: bool | None = None) -> Step:
-        """The step's micro-batches of this data rank, on its device."""
-        step = data.batches(self.mesh.layout, self.mesh.rank, micro=micro, packing=packing)
+    def batches(self, data: StepData, **changes: Any) -> Step:
+        """The step's micro-batches of this data rank, on its device; `changes` are to the form of its rows."""
+        step = data.batches(self.mesh.layout, self.mesh.rank, **changes)
         moved = tuple({key: value.to(self.mesh.device) for key, value in batch.items()} for batch in step.micro_batches)
         return replace(step, micro_batches=moved)
 
@@ -99,6 +104,31 @@ class Job:
             held, grad = local_tensor(parameter), parameter.grad
             found[name] = torch.zeros_like(held) if grad is None else local_tensor(grad).clone()
         return found
+
+    def boxes(self) -> Boxes:
+        """The parts of trained tensors that this rank answers for: each element is in one rank's."""
+        return {name: local_box(parameter) for name, parameter in self.parameters().items() if owns_copy(parameter)}
+
+    def parts(self, values: Mapping[str, Tensor], boxes: Boxes) -> dict[str, Tensor]:
+        """`boxes` of trained tensors, on the host, where each rank has `values` of its own parts in this job.
+
+        Every rank calls it, of other stages too. One all-reduce for each tensor.
+        """
+        state, found = full_state(self.model), {}
+        for name, parameter in full_model(self.model).named_parameters():
+            if parameter.requires_grad:
+                whole = self.whole(state[name], values.get(name))
+                if name in boxes:
+                    found[name] = whole[slices(boxes[name])].cpu()
+        return found
+
+    def whole(self, tensor: Tensor, local: Tensor | None) -> Tensor:
+        """All of a sharded tensor, on every rank, from the `local` part of each. One all-reduce."""
+        whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self.mesh.device)
+        if local is not None and owns_copy(tensor):
+            whole[slices(local_box(tensor))] = local
+        dist.all_reduce(whole.reshape(-1).view(torch.uint8))  # of any dtype: to all but one rank's elements it adds 0
+        return whole
 
     def counted(self) -> dict[str, bool]:
         """Of which trained tensors this rank's part counts, where several ranks hold the same."""

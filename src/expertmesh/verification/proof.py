@@ -4,7 +4,9 @@ Everything is made when it is first asked for and kept: a planted bug changes th
 self-test computes no reference twice.
 """
 
-from collections.abc import Callable
+import gc
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -13,14 +15,25 @@ import torch
 from torch import Tensor
 
 from expertmesh.config import PrecisionConfig
+from expertmesh.distributed.all_ranks import from_rank_0
 from expertmesh.verification.build import build
-from expertmesh.verification.compare import TOLERANCE
+from expertmesh.verification.compare import (
+    TOLERANCE,
+    Distance,
+    differ,
+    distances,
+    figures,
+    gather,
+    least_rms,
+    own_errors,
+)
 from expertmesh.verification.forward_record import ForwardRecord, record_forward
 from expertmesh.verification.job import Job, Losses
 from expertmesh.verification.reference.model import Expected, Reference
+from expertmesh.verification.result import Figure
 from expertmesh.verification.setup import Setup, in_float32
 
-ForcedChoices = dict[str, tuple[Tensor, Tensor]]  # of tokens `[T]` that are flagged, the experts `[T, K]`
+_SHARE_OF_MEMORY = 0.5  # of the memory that is free, what unsharded models in memory may use
 _T = TypeVar("_T")
 
 
@@ -56,15 +69,32 @@ class BackwardResult:
     scaled: dict[str, float]
 
 
-@dataclass(slots=True)
-class Expectations:
-    """The unsharded model's results on the first step, by dtype; shared by all jobs of one layout.
-
-    `forced`: the ties in which it takes the job's side.
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How far the job is from what is `expected`, tensor by tensor, and the unsharded model in the job's dtype (`own`,
+    where that counts) from the same model in a wider one.
     """
 
+    expected: Expected
+    found: dict[str, Distance]
+    own: dict[str, Distance] | None
+    limit: float
+    floor: bool
+
+    @property
+    def least_rms(self) -> float:
+        return least_rms(self.found) if self.floor else 0.0
+
+    @property
+    def figures(self) -> list[Figure]:
+        return list(figures(self.found, self.limit, self.own, floor=self.floor))
+
+
+@dataclass(slots=True)
+class Expectations:
+    """The unsharded model's results, by dtype, with its own choices of experts; shared by all jobs of one layout."""
+
     found: dict[torch.dtype, Expected] = field(default_factory=dict)
-    forced: ForcedChoices = field(default_factory=dict)
     trajectories: dict[torch.dtype, Any] = field(default_factory=dict)
 
 
@@ -111,6 +141,7 @@ class Proof:
         """What was measured stays."""
         self._jobs.clear()
         self._references.clear()
+        gc.collect()
 
     def forward(self, precision: PrecisionConfig) -> ForwardRecord:
         """Of the job, on the first step."""
@@ -127,30 +158,25 @@ class Proof:
         return torch.float64 if precision.compute == "float64" else torch.float32
 
     def expected(self, dtype: torch.dtype) -> Expected:
-        """What the unsharded model gives on the first step, with its own choices of experts but for ties."""
+        """What the unsharded model gives on the first step, with its own choices of experts."""
         found = self.expectations.found
         if dtype not in found:
-            # In bf16 choices are the unsharded model's own; how often they are others is what is compared.
-            forced = {} if dtype == torch.bfloat16 else self.expectations.forced
-            found[dtype] = self.reference(dtype).run(self.setup.steps[0], forced=forced)
+            found[dtype] = self.reference(dtype).run(self.setup.steps[0])
         return found[dtype]
 
-    def force(self, forced: ForcedChoices) -> None:
-        """Let the reference take the job's side in these ties from now on; what it gave before is forgotten."""
-        self.expectations.forced = dict(forced)
-        self.expectations.found.clear()
-
-    def expected_with_job_choices(self, dtype: torch.dtype, precision: PrecisionConfig) -> Expected:
+    def followed(self, dtype: torch.dtype, precision: PrecisionConfig) -> Expected:
         """What the unsharded model gives when every token takes the experts that the job chose.
 
-        In bf16 choices between near experts fall otherwise in every run, and one token's other expert outweighs all
-        rounding; choices are therefore judged on their own.
+        Between near experts rounding decides, and one token's other expert outweighs all rounding: choices are judged
+        on their own. One gathering, to see whether any differ.
         """
 
         def run() -> Expected:
-            choices = self.forward(precision).choices
-            forced = {name: (torch.ones(len(index), dtype=torch.bool), index) for name, index in choices.items()}
-            return self.reference(dtype).run(self.setup.steps[0], forced=forced)
+            expected, chosen = self.expected(dtype), self.forward(precision).choices
+            both = [(chosen[name], index) for name, index in expected.forward.choices.items() if name in chosen]
+            if not any(gather(any(bool(differ(*each).any()) for each in both))):
+                return expected
+            return self.reference(dtype).run(self.setup.steps[0], forced=chosen)
 
         return self._once(("job's choices", label(precision), str(dtype)), run)
 
@@ -158,6 +184,50 @@ class Proof:
         if dtype not in self._references:
             self._references[dtype] = Reference(self.job(self.precisions[0]), dtype)
         return self._references[dtype]
+
+    def compared(
+        self,
+        precision: PrecisionConfig,
+        got: Mapping[str, Tensor],
+        part: Callable[[Expected], Mapping[str, Tensor]],
+        counted: Mapping[str, bool] | bool,
+        *,
+        floor: bool = False,
+    ) -> Comparison:
+        """What the job `got` beside `part` of what the unsharded model gives; `counted` and `floor` as in compare.py.
+
+        A tolerance limits fp32 and fp64. Where fp32 cannot tell by itself whether the job or the model's conditioning
+        is to blame, fp64 does. In bf16 the unsharded fp32 model is taken for exact, and the error of the unsharded bf16
+        model sets the limit. All of them follow the job's choices of experts.
+        """
+
+        def distance(got: Mapping[str, Tensor], expected: Expected) -> dict[str, Distance]:
+            return distances(got, part(expected), counted)
+
+        limit = self.tolerance(precision)
+        if not limit:
+            exact, own = (self.followed(dtype, precision) for dtype in (torch.float32, torch.bfloat16))
+            return Comparison(exact, distance(got, exact), distance(part(own), exact), limit, floor)
+        expected = self.followed(self.judge(precision), precision)
+        found = Comparison(expected, distance(got, expected), None, limit, floor)
+        if not self.uses_float64 or precision.compute != "float32" or all(each.share <= 1 for each in found.figures):
+            return found
+        exact = self.followed(torch.float64, precision)
+        found = Comparison(expected, distance(got, exact), distance(part(expected), exact), limit, floor)
+        for kind, error in own_errors(found.own or {}, found.least_rms).items():
+            self.own_error[kind] = max(self.own_error.get(kind, 0.0), error)
+        return found
+
+    def no_memory_for(self, copies: int) -> str | None:
+        """Why so many copies of the unsharded model are too many for the memory of rank 0's machine; None if not, on
+        every rank alike. Every rank calls it; one broadcast.
+        """
+        dtype = self.judge(self.precisions[0])
+        needed = copies * sum(parameter.nbytes for parameter in self.setup.meta_model(dtype).parameters())
+        free = int(from_rank_0(str(_free_memory())))
+        if needed <= _SHARE_OF_MEMORY * free:
+            return None
+        return f"the unsharded model takes {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free"
 
     def tolerance(self, precision: PrecisionConfig) -> float:
         """0 where only the unsharded model's own error counts."""
@@ -179,6 +249,14 @@ class Proof:
         if key not in self._made:
             self._made[key] = make()
         return cast(_T, self._made[key])
+
+
+def _free_memory() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def label(precision: PrecisionConfig) -> str:

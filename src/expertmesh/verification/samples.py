@@ -6,6 +6,7 @@ each sample alone, so that a mistake in packing, padding or dealing rows to rank
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,51 +36,46 @@ class PlacedSample:
 
 @dataclass(frozen=True, slots=True)
 class StepData:
-    """The samples of one optimizer step. `max_length` is that of its rows."""
+    """The samples of one optimizer step, and the `form` of its rows (whatever data rank that is for)."""
 
     dataset: TokenizedDataset
-    max_length: int
-    packing: bool
-    micro_batch_size: int
-    pad_token_id: int
+    form: BatchLayout
 
     @property
     def targets(self) -> int:
         """Counted here once more: labels but for each sample's first."""
         return sum(int((self.dataset.sample(i).labels[1:] != IGNORE).sum()) for i in range(len(self.dataset)))
 
-    def batches(self, layout: Layout, rank: int, *, micro: int | None = None, packing: bool | None = None) -> Step:
-        """The step as the data rank of `rank` trains on it, by the product's own loader."""
-        return next(self._loader(layout, rank, micro, packing).epoch(0))
+    @property
+    def rows(self) -> Sequence[np.ndarray]:
+        """The samples of each row of the whole step."""
+        return self.form.plan(self.dataset, np.arange(len(self.dataset))).rows
+
+    def batches(self, layout: Layout, rank: int, **changes: Any) -> Step:
+        """The step as the data rank of `rank` trains on it, by the product's loader; `changes` are to its `form`."""
+        form = replace(self.form, data_rank=layout.data_rank(rank), data_ranks=layout.data_ranks, **changes)
+        per_pass = form.micro_batch_size * form.data_ranks
+        size = -(-len(self.dataset) // per_pass) * per_pass  # at most so many rows, packed or not
+        return next(TrainingBatches(self.dataset, form, global_batch_size=size, shuffle=False, seed=0).epoch(0))
 
     def placed(self, layout: Layout, rank: int) -> list[PlacedSample]:
         """The samples of the data rank of `rank`, in the order of its micro-batches."""
-        loader = self._loader(layout, rank, None, None)
-        mine = list(loader.plan(0).rows)[layout.data_rank(rank) :: layout.data_ranks]
         found = []
-        for number, samples in enumerate(mine):
+        for number, samples in enumerate(self.rows[layout.data_rank(rank) :: layout.data_ranks]):
             start = 0
             for index in samples.tolist():
                 sample = self.dataset.sample(index)
                 ids, labels = torch.from_numpy(sample.input_ids), torch.from_numpy(sample.labels)
-                found.append(PlacedSample(ids, labels, *divmod(number, self.micro_batch_size), start))
+                found.append(PlacedSample(ids, labels, *divmod(number, self.form.micro_batch_size), start))
                 start += len(ids)
         return found
-
-    def rows(self, packing: bool | None = None) -> int:
-        """Rows of the whole step."""
-        return len(self._loader(Layout(), 0, None, packing).plan(0).rows)
-
-    def with_length(self, max_length: int) -> "StepData":
-        """The same samples in rows of another length."""
-        return replace(self, max_length=max_length)
 
     def repeated(self, multiple: int) -> "StepData":
         """A multiple of so many rows, each of one sample, beginning again where there are too few."""
         count = len(self.dataset)
         samples = [self.dataset.sample(number % count) for number in range(-(-count // multiple) * multiple)]
         kept = [(sample.input_ids, sample.labels != IGNORE) for sample in samples]
-        return replace(self, dataset=_dataset(kept), packing=False)
+        return replace(self, dataset=_dataset(kept), form=replace(self.form, packing=False))
 
     def uneven(self) -> "StepData":
         """The same tokens with very uneven numbers of targets: sample i keeps the first (1 + i mod 4) / 4 of them."""
@@ -91,22 +87,6 @@ class StepData:
             wanted[places[: max(1, len(places) * (1 + number % 4) // 4)]] = True
             kept.append((sample.input_ids, wanted))
         return replace(self, dataset=_dataset(kept))
-
-    def _loader(self, layout: Layout, rank: int, micro: int | None, packing: bool | None) -> TrainingBatches:
-        size = self.micro_batch_size if micro is None else micro
-        packed = self.packing if packing is None else packing
-        per_pass = size * layout.data_ranks
-        rows = len(self.dataset)  # at most so many, packed or not
-        batch_layout = BatchLayout(
-            micro_batch_size=size,
-            data_rank=layout.data_rank(rank),
-            data_ranks=layout.data_ranks,
-            packing=packed,
-            pad_token_id=self.pad_token_id,
-            max_length=self.max_length,
-        )
-        global_size = -(-rows // per_pass) * per_pass
-        return TrainingBatches(self.dataset, batch_layout, global_batch_size=global_size, shuffle=False, seed=0)
 
 
 def steps_of(
@@ -127,7 +107,7 @@ def steps_of(
     if config.data.shuffle:
         order = np.random.default_rng([train.seed, 0]).permutation(len(dataset))
     samples = _endless(dataset, order)
-    made = []
+    form, made = BatchLayout(train.micro_batch_size, 0, 1, packing, pad_token_id, length), []
     for _ in range(steps):
         chosen: list[tuple[np.ndarray, np.ndarray]] = []
         while len(chosen) < (16 * rows if packing else rows):
@@ -135,8 +115,8 @@ def steps_of(
             if packing and sum(len(ids) for ids, _ in chosen) + len(cut[0]) > rows * length:
                 break
             chosen.append(cut)
-        step = StepData(_dataset(chosen), length, packing, train.micro_batch_size, pad_token_id)
-        while packing and step.rows() > rows:  # what is left free at the ends of rows adds up to one more
+        step = StepData(_dataset(chosen), form)
+        while packing and len(step.rows) > rows:  # what is left free at the ends of rows adds up to one more
             chosen.pop()
             step = replace(step, dataset=_dataset(chosen))
         made.append(step)

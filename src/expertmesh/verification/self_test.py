@@ -22,7 +22,7 @@ def self_test(proof: Proof) -> list[Mutation]:
     setup = replace(proof.setup, config=config.model_copy(update={"precision": in_float32(config.precision)}))
     sound = Proof(setup, proof.scratch, proof.expectations, uses_float64=False)
     found = []
-    for bug in bugs(setup):
+    for bug in bugs(sound):
         if bug.refusal is not None:
             found.append(Mutation(bug.name, bug.expected, why_not=bug.refusal))
             continue

@@ -7,34 +7,37 @@ the job's. A model that does not fit into one process is read back one block at 
 
 import gc
 import importlib.util
+import os
 import shutil
+import subprocess
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers.utils import logging as transformers_logging
 
 from expertmesh.adapters.save import save_adapter
-from expertmesh.config.errors import ExpertmeshError
+from expertmesh.config.errors import ExpertmeshError, IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.verification.build import build
 from expertmesh.verification.compare import OWN_ERRORS, Distance, distances, figures, gather, squares
-from expertmesh.verification.forward_record import record_forward
+from expertmesh.verification.forward_record import kept_tokens, record_forward
 from expertmesh.verification.job import Job
-from expertmesh.verification.layers.memory import whole_model_fits
-from expertmesh.verification.layers.saved_files import (
-    logits_by_block,
-    logits_of,
-    merged_adapter,
-    plain_model,
-    with_peft,
-)
 from expertmesh.verification.proof import Proof
+from expertmesh.verification.reference import unsharded
+from expertmesh.verification.reference.model import Reference
 from expertmesh.verification.result import Check
 from expertmesh.weights.save import save_model
 
+_OF_A_JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SAVED = "saved model in plain transformers"
 ADAPTER = "adapter in stock PEFT"
 MERGED = "merged adapter in plain transformers"
@@ -46,7 +49,6 @@ def check_artifacts(proof: Proof, *, merges: bool = True) -> list[Check]:
     Without `merges` an adapter is merged only if stock PEFT is not there to read it.
     """
     proof.free_jobs()
-    gc.collect()
     job = build(proof.setup, precision=proof.precisions[0])
     job.train_step(proof.setup.steps[0])
     logits = record_forward(job, proof.setup.steps[0]).tensors["logits"]
@@ -58,22 +60,22 @@ def check_artifacts(proof: Proof, *, merges: bool = True) -> list[Check]:
 
 def _model(proof: Proof, job: Job, logits: Tensor) -> Check:
     with _saved(proof, job, "model") as directory:
-        if whole_model_fits(job):
-            return _compared(proof, SAVED, job, logits, lambda: plain_model(proof, directory))
-        read = logits_by_block(proof, job, directory)
+        if proof.no_memory_for(2) is None:
+            return _compared(proof, SAVED, job, logits, lambda: _plain_model(proof, directory))
+        read = _logits_by_block(proof, job, directory)
         distance = distances({"logits": logits}, {"logits": read}, job.answers_for_rows)
         return Check.of(SAVED, figures(distance, _limit(proof)), "read one block at a time: too large for one process")
 
 
 def _adapters(proof: Proof, job: Job, logits: Tensor, merges: bool) -> list[Check]:
     with _saved(proof, job, "adapter") as adapter:
-        if not whole_model_fits(job):
+        if proof.no_memory_for(2) is not None:
             why = "the unsharded model does not fit into one process"
             return [Check.not_run(ADAPTER, why), Check.not_run(MERGED, why)]
         if importlib.util.find_spec("peft") is None:
             read = Check.not_run(ADAPTER, "peft is not installed")
         else:
-            read = _compared(proof, ADAPTER, job, logits, lambda: with_peft(proof, adapter))
+            read = _compared(proof, ADAPTER, job, logits, lambda: _with_peft(proof, adapter))
         if not merges and read.status != "not run":
             merged = Check.not_run(MERGED, "the adapter was read by PEFT")
         elif proof.setup.dropped is not None:
@@ -82,7 +84,7 @@ def _adapters(proof: Proof, job: Job, logits: Tensor, merges: bool) -> list[Chec
             merged = Check.not_run(MERGED, "merging writes float32 at most")
         else:
             target = proof.scratch / "merged"
-            merged = _compared(proof, MERGED, job, logits, lambda: merged_adapter(proof, adapter, target))
+            merged = _compared(proof, MERGED, job, logits, lambda: _merged_adapter(proof, adapter, target))
         return [read, merged]
 
 
@@ -112,7 +114,7 @@ def _compared(proof: Proof, name: str, job: Job, logits: Tensor, load: Callable[
             except ExpertmeshError as error:
                 found = str(error)
             else:
-                found = Distance(*squares(logits_of(proof, loaded), logits))
+                found = Distance(*squares(_logits_of(proof, loaded), logits))
                 del loaded
                 gc.collect()
     found = gather(found)[0]
@@ -124,3 +126,67 @@ def _compared(proof: Proof, name: str, job: Job, logits: Tensor, load: Callable[
 def _limit(proof: Proof) -> float:
     """Two ways of computing fp32 logits, each as far from the truth as the model's conditioning makes it."""
     return max(proof.tolerance(proof.precisions[0]), 2 * OWN_ERRORS * proof.own_error.get("logits", 0.0))
+
+
+@torch.no_grad()
+def _logits_of(proof: Proof, model: Any) -> Tensor:
+    """On rank 0's samples of the first step."""
+    samples = [(placed.input_ids, placed.labels) for placed in proof.setup.steps[0].placed(proof.setup.layout, 0)]
+    batch = unsharded.Batch.of(samples)
+    return kept_tokens(batch.real_tokens(unsharded.forward(model.eval(), batch)[0]))
+
+
+def _logits_by_block(proof: Proof, job: Job, directory: Path) -> Tensor:
+    """Of a saved model that fits no process: on this data rank's samples, every rank calls it."""
+    saved = replace(job, setup=replace(proof.setup, directory=directory, dropped=None))
+    return Reference(saved, proof.judge(job.precision)).run(proof.setup.steps[0]).forward.tensors["logits"]
+
+
+def _plain_model(proof: Proof, directory: Path, config: Any = None) -> Any:
+    """transformers' own class and loading, with its eager experts."""
+    model_class = type(proof.setup.meta_model(torch.float32, fuse=False))
+    options: dict[str, Any] = {} if config is None else {"config": config}
+    with _quiet():
+        loaded = model_class.from_pretrained(directory, dtype=proof.judge(proof.precisions[0]), **options)
+    if hasattr(loaded, "set_experts_implementation"):
+        loaded.set_experts_implementation("eager")
+    return loaded
+
+
+def _with_peft(proof: Proof, adapter: Path) -> Any:
+    with _quiet():
+        peft: Any = importlib.import_module("peft")
+    base = _plain_model(proof, proof.setup.directory, deepcopy(proof.setup.model_config))
+    with _quiet():
+        return peft.PeftModel.from_pretrained(base, adapter)
+
+
+def _merged_adapter(proof: Proof, adapter: Path, target: Path) -> Any:
+    """By the command that a user would give, in a process of its own: merging is for one process."""
+    config = proof.setup.config.model
+    command = [sys.executable, "-m", "expertmesh", "merge", str(adapter), "--output", str(target)]
+    command += ["--base", str(proof.setup.directory), "--dtype", "float32"]
+    command += ["--trust-remote-code"] if config.trust_remote_code else []
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_A_JOB}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise IntegrityError(
+            f"expertmesh merge ended with {done.returncode}: {done.stderr.strip()[-500:]}", key="verify.merge-failed"
+        )
+    return _plain_model(proof, target)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the progress bars, reports and deprecations of other libraries."""
+    shown, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # layers that --layers leaves out would be reported as unexpected
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT's, of names that transformers has renamed
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if shown:
+            transformers_logging.enable_progress_bar()

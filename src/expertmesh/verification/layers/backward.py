@@ -7,17 +7,7 @@ computed from the unsharded gradients alone; clipping is made to clip by asking 
 import torch
 
 from expertmesh.config import PrecisionConfig
-from expertmesh.verification.compare import (
-    OWN_ERRORS,
-    Distance,
-    distances,
-    figures,
-    gather,
-    least_rms,
-    scalar,
-    total,
-    without_numbers,
-)
+from expertmesh.verification.compare import OWN_ERRORS, gather, scalar, total
 from expertmesh.verification.proof import Proof, label
 from expertmesh.verification.result import Check, Figure
 
@@ -28,33 +18,16 @@ def check_backward(proof: Proof) -> list[Check]:
 
 
 def _checks(proof: Proof, precision: PrecisionConfig) -> list[Check]:
-    name, limit = label(precision), proof.tolerance(precision)
-    counted, got = proof.job(precision).counted(), proof.backward(precision)
-    own: dict[str, Distance] | None = None
-    if limit:
-        expected = proof.expected(proof.judge(precision))
-    else:
-        expected = proof.expected_with_job_choices(torch.float32, precision)
-        rounded = proof.expected_with_job_choices(torch.bfloat16, precision)
-        own = distances(rounded.gradients, expected.gradients, counted)
-    found = distances(got.gradients, expected.gradients, counted)
-    compared = list(figures(found, limit, own, floor=True))
-    in_fp32 = limit and precision.compute == "float32"
-    if proof.uses_float64 and in_fp32 and any(figure.share > 1 for figure in compared):
-        exact = proof.expected(torch.float64)
-        own = distances(expected.gradients, exact.gradients, counted)
-        found = distances(got.gradients, exact.gradients, counted)
-        least = least_rms(found)
-        for tensor, distance in own.items():
-            kind = without_numbers(tensor)
-            proof.own_error[kind] = max(proof.own_error.get(kind, 0.0), distance.relative(least))
-        compared = list(figures(found, limit, own, floor=True))
-    whole = limit if own is None else max(limit, OWN_ERRORS * total(own).relative())
-    together = Figure("all gradients together", total(found).relative(), whole)
-    norms = [scalar(f"rank {rank}", norm, expected.norm, whole) for rank, norm in enumerate(gather(got.norm))]
+    name, limit, got = label(precision), proof.tolerance(precision), proof.backward(precision)
+    compared = proof.compared(
+        precision, got.gradients, lambda expected: expected.gradients, proof.job(precision).counted(), floor=True
+    )
+    whole = limit if compared.own is None else max(limit, OWN_ERRORS * total(compared.own).relative())
+    together, wanted = Figure("all gradients together", total(compared.found).relative(), whole), compared.expected.norm
+    norms = [scalar(f"rank {rank}", norm, wanted, whole) for rank, norm in enumerate(gather(got.norm))]
     return [
-        Check.of(f"{name}: gradients", [*compared, together]),
-        Check.of(f"{name}: global norm", norms, f"{expected.norm:.6g} of the unsharded gradients"),
+        Check.of(f"{name}: gradients", [*compared.figures, together]),
+        Check.of(f"{name}: global norm", norms, f"{wanted:.6g} of the unsharded gradients"),
         _clipping(proof, precision),
     ]
 

@@ -1,30 +1,18 @@
 """Layer 2: the job's forward is the unsharded model's: experts chosen, every block's output, logits, losses.
 
 Choices are compared token by token. Where they differ, the unsharded model says how near the choice was: by rounding
-alone it is a tie, which is counted and followed; else it is wrong. In bf16 choices differ from fp32's in the unsharded
-model as well; there the job must not differ from it more often than the unsharded bf16 model does, and everything else
-is compared with the unsharded model following the job's choices.
+alone it is a tie, which is counted; else it is wrong. In bf16 choices differ from fp32's in the unsharded model as
+well; there the job must not differ from it more often than the unsharded bf16 model does. Everything else is compared
+with the unsharded model following the job's choices.
 """
 
 import math
-from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from expertmesh.config import PrecisionConfig
-from expertmesh.verification.compare import (
-    OWN_ERRORS,
-    Distance,
-    distances,
-    figures,
-    gather,
-    scalar,
-    summed_over_ranks,
-    without_numbers,
-)
-from expertmesh.verification.forward_record import ForwardRecord
-from expertmesh.verification.proof import ForcedChoices, Proof, label
+from expertmesh.verification.compare import OWN_ERRORS, differ, gather, scalar, summed_over_ranks
+from expertmesh.verification.proof import Proof, label
 from expertmesh.verification.reference.model import Expected
 from expertmesh.verification.result import Check, Figure
 
@@ -34,52 +22,29 @@ _CHANCE = 1e-6
 
 def check_forward(proof: Proof) -> list[Check]:
     """Every rank calls it; runs the job and the reference on the first step."""
-    checks = []
-    for precision in proof.precisions:
-        checks += _in_fp32(proof, precision) if proof.tolerance(precision) else _in_bf16(proof, precision)
-    return checks
+    return [check for precision in proof.precisions for check in _checks(proof, precision)]
 
 
-def _in_fp32(proof: Proof, precision: PrecisionConfig) -> list[Check]:
-    dtype, limit = proof.judge(precision), proof.tolerance(precision)
-    record = proof.forward(precision)
-    choices = _compare_choices(proof, precision)
-    expected = proof.expected(dtype)
-    found = list(figures(_distances(proof, record, expected), limit))
-    if proof.uses_float64 and dtype == torch.float32 and any(figure.share > 1 for figure in found):
-        # fp32 cannot tell by itself whether the job or the model's conditioning is to blame.
-        exact = proof.expected(torch.float64)
-        own = _distances(proof, expected.forward, exact)
-        proof.own_error |= {without_numbers(name): distance.relative() for name, distance in own.items()}
-        found = list(figures(_distances(proof, record, exact), limit, own))
-    return [choices, *_checks(label(precision), found, _losses(proof, precision, expected, limit))]
-
-
-def _in_bf16(proof: Proof, precision: PrecisionConfig) -> list[Check]:
-    """The unsharded fp32 model is taken for exact, the error of the unsharded bf16 model sets the limit."""
-    record = proof.forward(precision)
-    choices = _compare_flips(proof, precision)
-    exact, own = (proof.expected_with_job_choices(dtype, precision) for dtype in (torch.float32, torch.bfloat16))
-    found = list(figures(_distances(proof, record, exact), 0.0, _distances(proof, own.forward, exact)))
-    errors = sum(gather(float((own.token_losses - exact.token_losses).abs().sum())))
-    limit = OWN_ERRORS * errors / proof.setup.steps[0].targets / abs(exact.loss)
-    return [choices, *_checks(label(precision), found, _losses(proof, precision, exact, limit, own))]
-
-
-def _checks(precision: str, outputs: list[Figure], losses: list[Figure]) -> list[Check]:
+def _checks(proof: Proof, precision: PrecisionConfig) -> list[Check]:
+    name, limit, own = label(precision), proof.tolerance(precision), None
+    choices = _compare_choices(proof, precision) if limit else _compare_flips(proof, precision)
+    answers = proof.job(proof.precisions[0]).answers_for_rows
+    got = proof.forward(precision).tensors
+    compared = proof.compared(precision, got, lambda expected: expected.forward.tensors, answers)
+    if not limit:
+        own, exact = proof.followed(torch.bfloat16, precision), compared.expected
+        errors = sum(gather(float((own.token_losses - exact.token_losses).abs().sum())))
+        limit = OWN_ERRORS * errors / proof.setup.steps[0].targets / abs(exact.loss)
     return [
-        Check.of(f"{precision}: outputs of blocks", [figure for figure in outputs if figure.tensor != "logits"]),
-        Check.of(f"{precision}: logits", [figure for figure in outputs if figure.tensor == "logits"]),
-        Check.of(f"{precision}: losses", losses),
+        choices,
+        Check.of(f"{name}: outputs of blocks", [each for each in compared.figures if each.tensor != "logits"]),
+        Check.of(f"{name}: logits", [each for each in compared.figures if each.tensor == "logits"]),
+        Check.of(f"{name}: losses", _losses(proof, precision, compared.expected, limit, own)),
     ]
 
 
-def _distances(proof: Proof, got: ForwardRecord, expected: Expected) -> Mapping[str, Distance]:
-    return distances(got.tensors, expected.forward.tensors, proof.job(proof.precisions[0]).answers_for_rows)
-
-
 def _losses(
-    proof: Proof, precision: PrecisionConfig, expected: Expected, limit: float, own: Expected | None = None
+    proof: Proof, precision: PrecisionConfig, expected: Expected, limit: float, own: Expected | None
 ) -> list[Figure]:
     got = proof.backward(precision).losses
     found = [scalar("loss", got.loss, expected.loss, limit)]
@@ -95,45 +60,25 @@ def _losses(
 
 
 def _compare_choices(proof: Proof, precision: PrecisionConfig) -> Check:
-    """Compare choices token by token, as sets, layer after layer. A difference is a tie where scores are within the
-    tolerance; the reference then runs again and takes the job's side, since everything after a tie may differ.
-    """
+    """Compare choices token by token, as sets. A difference is a tie where scores are within the tolerance."""
     name, limit = f"{label(precision)}: experts chosen", proof.tolerance(precision)
-    choices, answers = proof.forward(precision).choices, proof.job(proof.precisions[0]).answers_for_rows
-    forced: ForcedChoices = {}
-    followed = 0
-    while True:
-        expected = proof.expected(proof.judge(precision))
-        mine: dict[str, tuple[int, int, int]] = {}
-        tied: dict[str, Tensor] = {}
-        for module, wanted in expected.forward.choices.items():
-            if module in choices:
-                differs = _differ(choices[module], wanted)
-                # A router without a choice among scores (by a hash of the token, for one) has no ties.
-                tied[module] = differs & (expected.margins.get(module, torch.full(differs.shape, math.inf)) <= limit)
-                if answers:  # others that share its rows have the same
-                    mine[module] = len(differs), int(differs.sum()), int(tied[module].sum())
-        totals = summed_over_ranks(mine)
-        compared = int(sum(tokens for tokens, _, _ in totals.values()))
-        if not compared:
-            return _no_choices(name)
-        first = next((module for module, (_, different, _) in totals.items() if different), None)
-        wrong = 0
-        if first is not None:
-            _, different, ties = (int(count) for count in totals[first])
-            if ties and first not in forced:
-                followed += ties
-                forced[first] = (
-                    tied.get(first, torch.zeros(0, dtype=torch.bool)),
-                    choices.get(first, torch.zeros(0, 1, dtype=torch.int64)),
-                )
-                proof.force(forced)
-                continue
-            wrong = different - ties
-        note = "no ties" if not followed else f"{followed} tie{'s' if followed > 1 else ''}, followed"
-        if wrong:
-            note = f"{wrong} differ without a tie, first in {first}; {note}"
-        return Check.that(name, not wrong, compared, note)
+    choices, expected = proof.forward(precision).choices, proof.followed(proof.judge(precision), precision)
+    mine: dict[str, tuple[int, int, int]] = {}
+    for module, wanted in expected.forward.choices.items():
+        if module in choices and proof.job(proof.precisions[0]).answers_for_rows:
+            differs = differ(choices[module], wanted)
+            # A router without a choice among scores (by a hash of the token, for one) has no ties.
+            tied = differs & (expected.margins.get(module, torch.full(differs.shape, math.inf)) <= limit)
+            mine[module] = len(differs), int(tied.sum()), int((differs & ~tied).sum())
+    totals = summed_over_ranks(mine)
+    if not any(tokens for tokens, _, _ in totals.values()):
+        return _no_choices(name)
+    compared, ties, wrong = (int(sum(counts)) for counts in zip(*totals.values(), strict=True))
+    note = "no ties" if not ties else f"{ties} tie{'s' if ties > 1 else ''}, followed"
+    if wrong:
+        first = next(module for module, counts in totals.items() if counts[-1])
+        note = f"{wrong} differ without a tie, first in {first}; {note}"
+    return Check.that(name, not wrong, compared, note)
 
 
 def _compare_flips(proof: Proof, precision: PrecisionConfig) -> Check:
@@ -146,7 +91,7 @@ def _compare_flips(proof: Proof, precision: PrecisionConfig) -> Check:
     alone = theirs = both = tokens = 0
     for module, wanted in exact.items():
         if module in choices and proof.job(proof.precisions[0]).answers_for_rows:
-            job, unsharded = (_differ(each[module], wanted) for each in (choices, own))
+            job, unsharded = (differ(each[module], wanted) for each in (choices, own))
             tokens += len(job)
             alone, theirs = alone + int((job & ~unsharded).sum()), theirs + int((unsharded & ~job).sum())
             both += int((job & unsharded).sum())
@@ -166,8 +111,3 @@ def _chance(heads: int, throws: int) -> float:
     """Of so many heads or more, of a fair coin."""
     log = [math.lgamma(throws + 1) - math.lgamma(k + 1) - math.lgamma(throws - k + 1) for k in range(heads, throws + 1)]
     return sum(math.exp(each - throws * math.log(2)) for each in log)
-
-
-def _differ(one_TK: Tensor, other_TK: Tensor) -> Tensor:
-    """Tokens whose sets of experts are not the same."""
-    return (one_TK.sort(-1).values != other_TK.sort(-1).values).any(-1)

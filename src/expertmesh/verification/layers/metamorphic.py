@@ -9,18 +9,19 @@ import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from expertmesh.config.errors import InputError
 from expertmesh.data import Step
 from expertmesh.distributed.layout import resolve_layout
 from expertmesh.parallel.checkpointing import checkpoint_blocks
 from expertmesh.parallel.refusals import expert_shard_dim
 from expertmesh.verification.build import build
-from expertmesh.verification.compare import OWN_ERRORS, figures, scalar, without_numbers
-from expertmesh.verification.job import Job
+from expertmesh.verification.compare import OWN_ERRORS, distances, figures, scalar, without_numbers
+from expertmesh.verification.job import Boxes, Job
 from expertmesh.verification.layers.resume import check_resume
 from expertmesh.verification.proof import Proof
 from expertmesh.verification.result import Check
-from expertmesh.verification.sketch import sketch, sketch_distances
 
 EP_SIZES = (1, 2, 4)
 
@@ -28,36 +29,37 @@ EP_SIZES = (1, 2, 4)
 def check_metamorphic(proof: Proof) -> list[Check]:
     """Every rank calls it. Builds the job several times."""
     proof.free_jobs()
-    gc.collect()
     job = build(proof.setup, precision=proof.precisions[0], checkpointing=False)
     base = _run(job, job.batches(proof.setup.steps[0]))
     checks = [_checkpointing(proof, job, base), _accumulation(proof, job), _packing(proof, job)]
+    boxes = job.boxes()
     del job
     gc.collect()
-    return [*checks, *_expert_parallel(proof, base), *check_resume(proof)]
+    return [*checks, *_expert_parallel(proof, base, boxes), *check_resume(proof)]
 
 
 @dataclass(frozen=True, slots=True)
 class _StepResult:
-    """What one way of running a step gave; gradients as sketches."""
+    """What one way of running a step gave; `gradients` of what this rank answers for."""
 
     loss: float
     norm: float
-    gradients: dict[str, list[float]]
+    gradients: dict[str, Tensor]
 
 
-def _run(job: Job, step: Step) -> _StepResult:
-    losses = job.backward(step)
-    gradients = job.gradients()
+def _run(job: Job, step: Step, boxes: Boxes | None = None) -> _StepResult:
+    """`boxes`: what this rank answers for in another layout."""
+    losses, gradients = job.backward(step), job.gradients()
+    own = {name: gradients[name].cpu() for name in job.boxes()} if boxes is None else job.parts(gradients, boxes)
     norm = job.clip(None)
     job.model.zero_grad(set_to_none=True)
-    return _StepResult(losses.loss, norm, sketch(job.parameters(), gradients))
+    return _StepResult(losses.loss, norm, own)
 
 
 def _same(proof: Proof, name: str, one: _StepResult, other: _StepResult) -> Check:
     """Two runs, each as far from the truth as the model's own conditioning makes it."""
     limit, compared = proof.tolerance(proof.precisions[0]), []
-    for figure in figures(sketch_distances(one.gradients, other.gradients), limit, floor=True):
+    for figure in figures(distances(one.gradients, other.gradients, True), limit, floor=True):
         own_error = proof.own_error.get(without_numbers(figure.tensor), 0.0)
         compared.append(replace(figure, limit=max(figure.limit, 2 * OWN_ERRORS * own_error)))
     whole = max(limit, 2 * OWN_ERRORS * max(proof.own_error.values(), default=0.0))
@@ -80,8 +82,8 @@ def _accumulation(proof: Proof, job: Job) -> Check:
     """All rows of a rank at once, and in four parts, with very uneven numbers of targets."""
     ranks = job.mesh.layout.data_ranks
     data = proof.setup.steps[0].repeated(4 * ranks).uneven()
-    mine = data.rows() // ranks
-    once, parts = job.batches(data, micro=mine), job.batches(data, micro=mine // 4)
+    mine = len(data.rows) // ranks
+    once, parts = (job.batches(data, micro_batch_size=size) for size in (mine, mine // 4))
     name = f"accumulation {len(once.micro_batches)} = {len(parts.micro_batches)}, uneven targets"
     return _same(proof, name, _run(job, parts), _run(job, once))
 
@@ -91,12 +93,13 @@ def _packing(proof: Proof, job: Job) -> Check:
     if not proof.setup.packs:
         return Check.not_run(name, f"{proof.setup.model_config.model_type} cannot keep packed samples apart")
     data = proof.setup.steps[0]
-    data = data.with_length(max(data.max_length, 2 * int(data.dataset.lengths.max())))
-    packed, separate = (_run(job, job.batches(data, packing=packing)) for packing in (True, False))
+    length = max(data.form.max_length, 2 * int(data.dataset.lengths.max()))
+    steps = (job.batches(data, max_length=length, packing=packing) for packing in (True, False))
+    packed, separate = (_run(job, step) for step in steps)
     return _same(proof, name, packed, separate)
 
 
-def _expert_parallel(proof: Proof, base: _StepResult) -> Iterator[Check]:
+def _expert_parallel(proof: Proof, base: _StepResult, boxes: Boxes) -> Iterator[Check]:
     """Other sizes of ep, with the same data ranks."""
     setup, layout = proof.setup, proof.setup.layout
     for size in EP_SIZES:
@@ -113,6 +116,6 @@ def _expert_parallel(proof: Proof, base: _StepResult) -> Iterator[Check]:
             yield Check.not_run(name, str(error).split(";")[0])
             continue
         job = build(setup, precision=proof.precisions[0], parallel=parallel, checkpointing=False)
-        yield _same(proof, name, base, _run(job, job.batches(setup.steps[0])))
+        yield _same(proof, name, base, _run(job, job.batches(setup.steps[0]), boxes))
         del job
         gc.collect()

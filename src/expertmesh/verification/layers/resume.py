@@ -23,7 +23,6 @@ def check_resume(proof: Proof) -> list[Check]:
     name = f"{label(precision)}: resumed = uninterrupted, bit for bit"
     *first, last = setup.steps
     proof.free_jobs()
-    gc.collect()
     job = build(setup, precision=precision)
     for data in first:
         job.train_step(data)

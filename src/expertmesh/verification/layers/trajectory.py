@@ -6,7 +6,7 @@ the size that layer 3 allows is added to its gradients.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -24,31 +24,22 @@ from expertmesh.verification.compare import (
     without_numbers,
 )
 from expertmesh.verification.job import Job
-from expertmesh.verification.layers.memory import refusal
 from expertmesh.verification.proof import Proof
 from expertmesh.verification.reference import unsharded
 from expertmesh.verification.reference.model import Expected
-from expertmesh.verification.reference.weights import AdaptedWeights, MemoryWeights, Weights
 from expertmesh.verification.result import Check, Figure
 from expertmesh.verification.samples import StepData
 
 
 @dataclass(frozen=True, slots=True)
-class _UnshardedSteps:
-    """The unsharded model's steps in one dtype. `moved` are this rank's parts of how far the weights went."""
-
-    losses: list[float]
-    norms: list[float]
-    moved: dict[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
 class Trajectory:
-    """The unsharded model, trained in memory: as it is, and with noise on its gradients. `start`: the job's weights."""
+    """The unsharded model, trained in memory: as it is, and with noise on its gradients, each with this rank's parts of
+    how far the weights went. `start`: the job's weights.
+    """
 
     start: dict[str, Tensor]
-    exact: _UnshardedSteps
-    noisy: _UnshardedSteps
+    exact: unsharded.UnshardedRun
+    noisy: unsharded.UnshardedRun
 
     def checks(self, job: Job, name: str, losses: list[float], norms: list[float]) -> list[Check]:
         """Of the job, which has taken the same steps."""
@@ -79,7 +70,8 @@ class Trajectory:
 def start_trajectory(proof: Proof, job: Job) -> Trajectory | str:
     """The unsharded steps, or why they cannot be taken. Before the job takes them; every rank calls it."""
     dtype = proof.judge(job.precision)
-    if (why := refusal(_bytes_needed(proof, dtype))) is not None:
+    # Of the ranks of this machine: weights, where they started, gradients, and two moments.
+    if (why := proof.no_memory_for(5 * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))) is not None:
         return why
     start = {name: local_tensor(parameter).clone() for name, parameter in job.parameters().items()}
     known = proof.expectations.trajectories
@@ -88,20 +80,14 @@ def start_trajectory(proof: Proof, job: Job) -> Trajectory | str:
     return Trajectory(start, *known[dtype])
 
 
-def _train(proof: Proof, dtype: torch.dtype, noise: float = 0.0) -> _UnshardedSteps:
+def _train(proof: Proof, dtype: torch.dtype, noise: float = 0.0) -> unsharded.UnshardedRun:
     """The steps of the setup on the unsharded model in `dtype`, every rank with all weights.
 
     `noise`: how much of each gradient's size is added to it at random; more where the model is worse conditioned.
     """
     reference = proof.reference(dtype)
-    device, inner = reference.job.mesh.device, reference.weights
-    memory = MemoryWeights.of(dict.fromkeys(reference.streamed.names.values()), inner, device)
-    weights: Weights = memory
-    if isinstance(inner, AdaptedWeights):
-        weights = AdaptedWeights(memory, inner.plan, inner.anatomy, inner.dtype, device, held=memory.tensors)
-    trained = {name: nn.Parameter(memory.tensors[name]) for name in sorted(reference.trained & memory.tensors.keys())}
-    memory.tensors.update({name: parameter.data for name, parameter in trained.items()})
-    before = {name: parameter.detach().clone() for name, parameter in trained.items()}
+    weights, held = reference.weights.in_memory(dict.fromkeys(reference.streamed.names.values()))
+    trained = {name: nn.Parameter(held[name]) for name in sorted(reference.trained & held.keys())}
     generator = torch.Generator().manual_seed(0)
 
     def backward(data: StepData) -> float:
@@ -114,7 +100,7 @@ def _train(proof: Proof, dtype: torch.dtype, noise: float = 0.0) -> _UnshardedSt
                 size = level * float(gradient.norm()) / gradient.numel() ** 0.5
                 gradient = gradient + size * torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype)
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
-        _move_biases(reference.job, expected, memory)
+        _move_biases(reference.job, expected, held)
         return expected.loss
 
     config = proof.setup.config.optim
@@ -123,9 +109,9 @@ def _train(proof: Proof, dtype: torch.dtype, noise: float = 0.0) -> _UnshardedSt
         trained, optimizer, proof.setup.steps, backward, max_norm=config.max_grad_norm, keep_gradients=False
     )
     local = reference.local_parts()
-    for name, parameter in trained.items():
-        local.take(name, parameter.detach() - before[name])
-    return _UnshardedSteps(run.losses, run.norms, local.parts)
+    for name, moved in run.moved.items():
+        local.take(name, moved)
+    return replace(run, moved=local.parts)
 
 
 def plain_optimizer(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
@@ -144,7 +130,7 @@ def plain_optimizer(parameters: list[nn.Parameter], config: OptimConfig) -> torc
     )
 
 
-def _move_biases(job: Job, expected: Expected, memory: MemoryWeights) -> None:
+def _move_biases(job: Job, expected: Expected, held: dict[str, Tensor]) -> None:
     """The balancing update of correction biases, by the unsharded model's own choices; the optimizer has no part in it.
     One gathering for each bias.
     """
@@ -153,11 +139,5 @@ def _move_biases(job: Job, expected: Expected, memory: MemoryWeights) -> None:
         index = expected.forward.choices[experts] if job.answers_for_rows else expected.forward.choices[experts][:0]
         counts = torch.stack(gather(torch.bincount(index.reshape(-1).long(), minlength=balance.num_experts))).sum(0)
         direction = (counts.sum() - balance.num_experts * counts).sign()
-        tensor = memory.tensors[bias]
+        tensor = held[bias]
         tensor += (balance.bias_update_rate * direction).to(tensor.dtype).view(tensor.shape)
-
-
-def _bytes_needed(proof: Proof, dtype: torch.dtype) -> int:
-    """Of the ranks of this machine: weights, where they started, gradients, and two moments."""
-    elements = sum(parameter.numel() for parameter in proof.setup.meta_model(dtype).parameters())
-    return elements * dtype.itemsize * 5 * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

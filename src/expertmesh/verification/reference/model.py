@@ -10,30 +10,34 @@ batch, each by itself: no packing, no micro-batches.
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
 from expertmesh.adapters.plan import plan_of
 from expertmesh.data import IGNORE
 from expertmesh.experts.balance import attached_balance
 from expertmesh.verification.compare import gather
-from expertmesh.verification.forward_record import ForwardRecord, kept_tokens
+from expertmesh.verification.forward_record import ForwardRecord, kept_tokens, recording
 from expertmesh.verification.job import Job
 from expertmesh.verification.reference import unsharded
 from expertmesh.verification.reference.local_parts import FusedPlaces, LocalParts, places_of_list_members
-from expertmesh.verification.reference.recorder import ReferenceRecorder
+from expertmesh.verification.reference.recorder import Choices
 from expertmesh.verification.reference.streaming import StreamedModel
-from expertmesh.verification.reference.weights import AdaptedWeights, FileWeights, Weights
+from expertmesh.verification.reference.weights import Weights
 from expertmesh.verification.samples import StepData
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the unsharded model gives for a step. `forward`, `token_losses` and `margins` are of this rank's samples.
+    """What the unsharded model gives for a step. `forward`, `token_losses`, `margins`: of this rank's samples; the
+    experts chosen are the model's own, also where it was told to go on with others.
 
     `gradients`: of every trained tensor, the part that this rank of the job holds; `squares`: of the whole ones, before
     clipping, the squared norms. `margins[module]` `[T]`: see recorder.py.
@@ -69,68 +73,68 @@ class Reference:
     streamed: StreamedModel = field(init=False)
     places: FusedPlaces = field(init=False)
     trained: frozenset[str] = field(init=False)
+    router_logits: Sequence[Tensor] = ()
 
     def __post_init__(self) -> None:
         job, setup, device = self.job, self.job.setup, self.job.mesh.device
         model = setup.meta_model(self.dtype, fuse=False)
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")
-        model.config.get_text_config().output_router_logits = False  # router losses are added below
+        # transformers' own recording; what its loss makes of them is not used.
+        model.config.get_text_config().output_router_logits = attached_balance(job.model).has_losses
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                module.register_forward_hook(self._keep_router_logits)
         model.train()
-        self.weights = FileWeights(model, setup.directory, device)
-        if (plan := plan_of(job.model)) is not None:
-            wide = torch.promote_types(self.dtype, torch.float32)
-            self.weights = AdaptedWeights(self.weights, plan, setup.anatomy, wide, device)
+        self.weights = Weights(model, setup, plan_of(job.model), device)
         self.places = places_of_list_members(setup)
         wanted = set().union(*gather(set(job.parameters())))
         self.trained = frozenset({*wanted, *(name for name, (into, _) in self.places.items() if into in wanted)})
-        self.streamed = StreamedModel(model, device, self.trained)
+        self.streamed = StreamedModel(model, device, setup.anatomy.blocks, self.trained)
 
     def run(
         self,
         data: StepData,
         *,
         weights: Weights | None = None,
-        forced: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+        forced: Mapping[str, Tensor] | None = None,
         whole: TakeWhole | None = None,
     ) -> Expected:
         """Forward and backward of a step. Collective: one all-reduce per trained tensor, and a few small ones.
 
-        `weights` instead of the files'; `forced` by module: which of this rank's tokens have to choose which experts;
-        `whole` gets every gradient whole, summed over ranks.
+        `weights` instead of the files'; `forced` by module: the experts `[T, K]` that this rank's tokens go to; `whole`
+        gets every gradient whole, summed over ranks.
         """
         job, streamed = self.job, self.streamed
         samples = [(placed.input_ids, placed.labels) for placed in data.placed(job.mesh.layout, job.mesh.rank)]
         # A rank without samples still takes part in every all-reduce, with a sample that does not count.
         batch = unsharded.Batch.of(samples or [_no_sample()], job.mesh.device)
         balance = attached_balance(job.model)
-        recorder = ReferenceRecorder(
-            streamed.model,
-            job.setup.anatomy,
-            batch.ids_BS.numel(),
-            wants_router_logits=balance.has_losses,
-            forced={name: batch.spread(*value) for name, value in (forced or {}).items()},
-        )
+        anatomy, outputs, index = job.setup.anatomy, dict[str, Tensor](), dict[str, Tensor]()
+        forced = {name: batch.spread(value) for name, value in (forced or {}).items()} if samples else {}
+        choices = Choices(anatomy.experts, batch.ids_BS.numel(), forced)
+        recorded = recording(dict(streamed.model.named_modules()), anatomy, outputs, index)
         sums = _GradientSums(self, whole)
 
         def own(value: Tensor) -> Tensor:
             return batch.real_tokens(value)[: None if samples else 0]
 
-        with streamed.fed_by(weights or self.weights, recorder):
+        with recorded, streamed.fed_by(weights or self.weights, choices.during):
             logits, token_losses = unsharded.forward(streamed.model, batch)
             loss = token_losses.sum() / data.targets
             aux = z = torch.zeros((), device=loss.device)
             if balance.has_losses:
-                aux, z = self._router_losses([own(each) for each in recorder.router_logits])
+                aux, z = self._router_losses([own(each) for each in self.router_logits])
+                self.router_logits = ()
             streamed.backward(loss + balance.aux_loss_coef * aux + balance.z_loss_coef * z, sums.add)
         sums.finish()
-        outputs = {**recorder.outputs, "logits": logits.detach()}
+        outputs["logits"] = logits.detach()
         return Expected(
             forward=ForwardRecord(
                 {name: kept_tokens(own(value)) for name, value in outputs.items()},
-                {name: own(index).cpu() for name, index in recorder.choices.items()},
+                {name: own(choices.own.get(name, chosen)).cpu() for name, chosen in index.items()},
             ),
-            margins={name: own(margin).squeeze(-1).cpu() for name, margin in recorder.margins.items()},
+            margins={name: own(margin).squeeze(-1).cpu() for name, margin in choices.margins.items()},
             token_losses=token_losses.detach().double().cpu() if job.answers_for_rows else torch.zeros(0),
             loss=self._summed(loss),
             aux_loss=float(aux.detach()) if balance.aux_loss_coef else None,
@@ -138,6 +142,10 @@ class Reference:
             gradients=sums.local.parts,
             squares=sums.squares,
         )
+
+    def _keep_router_logits(self, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, ModelOutput):
+            self.router_logits = output.get("router_logits") or self.router_logits
 
     def local_parts(self) -> LocalParts:
         return LocalParts(self.job, self.places)

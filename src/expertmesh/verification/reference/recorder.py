@@ -1,4 +1,4 @@
-"""Looks into the reference while it runs: block outputs, the experts chosen, router logits, and how near choices were.
+"""Looks at how the reference chooses experts while it runs: how near choices were, and the side to take in ties.
 
 A choice between two experts whose scores differ by rounding alone is a tie: the sharded job may take the other one and
 be as right. A token's margin is the smallest relative gap between the last score chosen and the first one left out,
@@ -8,78 +8,44 @@ can still be compared.
     T tokens of the reference's batch, K top-k, E experts
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec
-from expertmesh.verification.forward_record import record_choices
+from expertmesh.anatomy import ExpertsSpec
 
 
 @dataclass(slots=True)
-class ReferenceRecorder:
-    """Records one forward of `tokens` tokens. Everything is by name: of a block, or of an experts module.
+class Choices:
+    """Of a forward of `tokens` tokens, and of its runs again in backward. Everything is by name of an experts module.
 
-    `forced[module]`: (flags `[T]`, choices `[T, K]`); flagged tokens take these experts. `margins[module]` is `[T]`.
+    `forced[module]` `[T, K]`: the experts to take, negative for tokens that choose themselves. `own[module]` `[T, K]`:
+    what the tokens would have chosen where they were forced. `margins[module]` is `[T]`.
     """
 
-    model: PreTrainedModel
-    anatomy: Anatomy
+    experts: Sequence[ExpertsSpec]
     tokens: int
-    wants_router_logits: bool = False
-    forced: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    outputs: dict[str, Tensor] = field(default_factory=dict)
-    choices: dict[str, Tensor] = field(default_factory=dict)
+    forced: Mapping[str, Tensor] = field(default_factory=dict)
+    own: dict[str, Tensor] = field(default_factory=dict)
     margins: dict[str, Tensor] = field(default_factory=dict)
-    router_logits: list[Tensor] = field(default_factory=list)
-    _of_this_run: list[Tensor] = field(default_factory=list)
 
-    @contextmanager
-    def during(self, unit: str, again: bool) -> Iterator[None]:
-        """Around one run of `unit`: the first one, or (`again`) the one of backward."""
-        specs = [spec for spec in self.anatomy.experts if spec.name.startswith(f"{unit}.")]
-        modules = dict(self.model.get_submodule(unit).named_modules(prefix=unit))
-        with ExitStack() as stack:
-            if not again:
-                stack.enter_context(record_choices(modules, specs, self.choices))
-            for recorder in _router_recorders(self.model) if self.wants_router_logits else ():
-                for name, module in modules.items():
-                    if recorder.fits(name, module):
-                        stack.enter_context(module.register_forward_hook(self._logits_hook(recorder)))
-            for spec in specs[:1]:
-                stack.enter_context(_TopKRecorder(self, spec, again))
-            yield
-
-    def take_router_logits(self) -> list[Tensor]:
-        """Those of the run that has just ended."""
-        taken, self._of_this_run = self._of_this_run, []
-        return taken
-
-    def keep(self, unit: str, outputs: list[Tensor], router_logits: list[Tensor]) -> None:
-        """What a unit gave in its first run, now part of the graph."""
-        if unit in self.anatomy.blocks:
-            self.outputs[unit] = outputs[0].detach()
-        self.router_logits += router_logits
-
-    def _logits_hook(self, recorder: "_RouterRecorder") -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._of_this_run.append(output[recorder.index] if isinstance(output, tuple) else output)
-
-        return hook
+    def during(self, unit: str) -> AbstractContextManager[Any]:
+        """Around one run of `unit`."""
+        spec = next((spec for spec in self.experts if spec.name.startswith(f"{unit}.")), None)
+        return nullcontext() if spec is None else _TopKRecorder(self, spec)
 
 
 class _TopKRecorder(TorchFunctionMode):
     """Records how near every `topk` was, and makes flagged tokens choose what they are told."""
 
-    def __init__(self, recorder: ReferenceRecorder, spec: ExpertsSpec, again: bool) -> None:
+    def __init__(self, recorder: Choices, spec: ExpertsSpec) -> None:
         super().__init__()
-        self.recorder, self.spec, self.again = recorder, spec, again
+        self.recorder, self.spec = recorder, spec
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -90,15 +56,14 @@ class _TopKRecorder(TorchFunctionMode):
         last = kwargs.get("dim", args[2] if len(args) > 2 else -1) in (-1, scores.dim() - 1)
         if not last or scores.numel() == 0:
             return result
-        if not self.again:
-            self._record_margin(scores.detach(), result.values.shape[-1])
+        self._record_margin(scores.detach(), result.values.shape[-1])
         forced = self.recorder.forced.get(self.spec.name)
         is_final = scores.shape[-1] == self.spec.num_experts and scores.numel() == tokens * scores.shape[-1]
-        if forced is None or not is_final or result.indices.shape[-1] != forced[1].shape[-1]:
+        if forced is None or not is_final or result.indices.shape[-1] != forced.shape[-1]:
             return result
-        flags, choices = (value.to(scores.device) for value in forced)
-        own = result.indices.reshape(tokens, -1)
-        index = torch.where(flags[:, None], choices.to(own.dtype), own).view(result.indices.shape)
+        own = self.recorder.own[self.spec.name] = result.indices.reshape(tokens, -1)
+        forced = forced.to(own)
+        index = torch.where(forced < 0, own, forced).view(result.indices.shape)
         return torch.return_types.topk((torch.gather(scores, -1, index), index.clone()))
 
     def _record_margin(self, scores: Tensor, k: int) -> None:
@@ -110,27 +75,3 @@ class _TopKRecorder(TorchFunctionMode):
         gap = (top[:, k - 1] - top[:, k]) / top[:, k - 1].abs().clamp_min(torch.finfo(torch.float32).tiny)
         gap_T = gap.nan_to_num(0.0).view(tokens, -1).min(dim=1).values
         margins[self.spec.name] = torch.minimum(margins.get(self.spec.name, gap_T), gap_T)
-
-
-@dataclass(frozen=True, slots=True)
-class _RouterRecorder:
-    """Where transformers takes a family's router logits: `index` of the outputs of modules of a class."""
-
-    module_class: type[nn.Module]
-    index: int
-    layer: str | None
-
-    def fits(self, name: str, module: nn.Module) -> bool:
-        inside = self.layer is None or f".{self.layer.strip('.')}." in f".{name}."
-        return isinstance(module, self.module_class) and inside
-
-
-def _router_recorders(model: PreTrainedModel) -> list[_RouterRecorder]:
-    """What the family declares under `router_logits`."""
-    found: dict[_RouterRecorder, None] = {}
-    for part in model.modules():
-        declared = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits")
-        for one in declared if isinstance(declared, list) else [declared] if declared is not None else []:
-            module_class: Any = getattr(one, "target_class", one)
-            found[_RouterRecorder(module_class, getattr(one, "index", 0), getattr(one, "layer_name", None))] = None
-    return list(found)

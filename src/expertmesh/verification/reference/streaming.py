@@ -1,15 +1,15 @@
 """Runs a Hugging Face model with the weights of one block in memory at a time, forward and backward.
 
 The model has no weights of its own and runs its own code from its root; each *unit* (a decoder block, the embedding,
-the norm, the head) gets its weights when it is called and loses them when it returns. Backward goes through the units
-in reverse: each runs again from its saved inputs, with weights that want gradients, and hands these to a sink. So a
+the norm, the head) gets its weights when it is called and loses them when it returns. torch's activation checkpointing
+keeps nothing of a unit but its inputs and runs it again in backward; the gradients of its weights go to a sink. So a
 model larger than any device, or than a machine, can be a reference.
 
 Plain autograd and `torch.func.functional_call`: nothing of expertmesh's own layers is in here.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,11 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from expertmesh.anatomy import Anatomy
-from expertmesh.verification.reference.recorder import ReferenceRecorder
 from expertmesh.verification.reference.weights import Weights
 from expertmesh.weights.mapping import model_tensors, tied_names
 
@@ -31,16 +29,17 @@ Sink = Callable[[str, Tensor], None]
 
 @dataclass(slots=True)
 class StreamedModel:
-    """A model, given on meta, whose units are fed by `weights`; `recorder` looks into each of their runs.
+    """A model, given on meta, whose units are fed by `weights`; each run of a unit is `within` a context of its own.
 
     `trained`: the leaves of the weights whose gradients are wanted. `names`: of tied tensors the first.
     """
 
     model: PreTrainedModel
     device: torch.device
+    blocks: Sequence[str]
     trained: frozenset[str]
     weights: Weights = field(init=False)
-    recorder: ReferenceRecorder = field(init=False)
+    within: Callable[[str], AbstractContextManager[Any]] = field(init=False)
     sink: Sink | None = None
     names: dict[str, str] = field(init=False)
     loose: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -51,10 +50,10 @@ class StreamedModel:
         self.model._apply(self._placeholder)
 
     @contextmanager
-    def fed_by(self, weights: Weights, recorder: ReferenceRecorder) -> Iterator[None]:
+    def fed_by(self, weights: Weights, within: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
         """While the model may be called."""
-        self.weights, self.recorder = weights, recorder
-        units, loose = units_of(self.model, recorder.anatomy)
+        self.weights, self.within = weights, within
+        units, loose = units_of(self.model, self.blocks)
         meta = {name: self.model.get_parameter(name) for name in loose}
         try:
             for name in units:
@@ -71,7 +70,7 @@ class StreamedModel:
             for name in loose:
                 self._set(name, meta[name])
             self.loose.clear()
-            del self.weights, self.recorder  # they hold what the run has recorded
+            del self.weights, self.within  # they hold what the run has recorded
 
     def backward(self, loss: Tensor, sink: Sink) -> None:
         """Hand the gradient of every trained tensor to `sink`, unit by unit from the last to the first."""
@@ -95,7 +94,7 @@ class StreamedModel:
         setattr(self.model.get_submodule(parent), leaf, parameter)
 
 
-def units_of(model: nn.Module, anatomy: Anatomy) -> tuple[list[str], list[str]]:
+def units_of(model: nn.Module, blocks: Sequence[str]) -> tuple[list[str], list[str]]:
     """Units: the blocks, and the largest modules with parameters that hold no block, in module order. And loose
     parameters: those that a module which holds blocks has of its own, few and small; they stay in memory.
     """
@@ -103,9 +102,9 @@ def units_of(model: nn.Module, anatomy: Anatomy) -> tuple[list[str], list[str]]:
     loose: list[str] = []
 
     def visit(name: str, module: nn.Module) -> None:
-        if name in anatomy.blocks:
+        if name in blocks:
             units.append(name)
-        elif any(block.startswith(f"{name}.") or not name for block in anatomy.blocks):
+        elif any(block.startswith(f"{name}.") or not name for block in blocks):
             loose.extend(leaf for leaf, _ in module.named_parameters(prefix=name, recurse=False))
             for leaf, child in module.named_children():
                 visit(f"{name}.{leaf}" if name else leaf, child)
@@ -116,111 +115,56 @@ def units_of(model: nn.Module, anatomy: Anatomy) -> tuple[list[str], list[str]]:
     return units, loose
 
 
-@dataclass(frozen=True, slots=True)
-class _Structure:
-    """A nested value without its tensors, whose places are marked."""
-
-    values: list[Any]
-    spec: Any
-
-    @classmethod
-    def split(cls, value: Any) -> tuple["_Structure", list[Tensor]]:
-        flat, spec = pytree.tree_flatten(value)
-        kept = [_TENSOR if isinstance(each, Tensor) else each for each in flat]
-        return cls(kept, spec), [each for each in flat if isinstance(each, Tensor)]
-
-    def filled(self, tensors: list[Tensor]) -> Any:
-        rest = iter(tensors)
-        return pytree.tree_unflatten([next(rest) if each is _TENSOR else each for each in self.values], self.spec)
-
-
-_TENSOR = object()  # where a tensor was; None is a value of its own
-
-
-@dataclass(slots=True)
-class _UnitCall:
-    """One call of a unit: everything about it but the tensors."""
-
-    streamed: StreamedModel
-    name: str
-    module: nn.Module
-    forward: Callable[..., Any]
-    arguments: _Structure
-    outputs: _Structure | None = None
-    results: int = 0
-
-    def run(self, tensors: list[Tensor], leaves: dict[str, Tensor], again: bool) -> list[Tensor]:
-        """The unit's own forward: its output's tensors, then its router logits."""
-        streamed = self.streamed
-        firsts = {name: streamed.names[f"{self.name}.{name}"] for name in self.module.state_dict(keep_vars=True)}
-        state = {name: streamed.weights.value(first, leaves) for name, first in firsts.items()}
-        args, kwargs = self.arguments.filled(tensors)
-        wrapped = self.module.forward
-        self.module.forward = self.forward
-        try:
-            with streamed.recorder.during(self.name, again):
-                output = functional_call(self.module, state, args, kwargs, tie_weights=False)
-        finally:
-            self.module.forward = wrapped
-        self.outputs, results = _Structure.split(output)
-        self.results = len(results)
-        return [*results, *streamed.recorder.take_router_logits()]
-
-    def leaves(self) -> dict[str, Tensor]:
-        """Fresh leaves of all tensors of the unit, each once."""
-        firsts = dict.fromkeys(self.streamed.names[f"{self.name}.{name}"] for name in self.module.state_dict())
-        return {leaf: value for first in firsts for leaf, value in self.streamed.weights.leaves(first).items()}
-
-
 def _call_unit(
     streamed: StreamedModel, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    arguments, tensors = _Structure.split((args, kwargs))
-    call = _UnitCall(streamed, name, module, forward, arguments)
-    # The anchor makes autograd call backward also for units whose inputs want no gradient, such as the embedding.
-    anchor = torch.zeros((), device=streamed.device, requires_grad=torch.is_grad_enabled())
-    results = list(_Unit.apply(call, anchor, *tensors))
-    streamed.recorder.keep(name, results[: call.results], results[call.results :])
-    assert call.outputs is not None
-    return call.outputs.filled(results[: call.results])
+    """In place of a unit's own `forward`, which runs in here."""
+    firsts = {leaf: streamed.names[f"{name}.{leaf}"] for leaf in module.state_dict(keep_vars=True)}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        leaves = _fresh_leaves(streamed, list(dict.fromkeys(firsts.values())))
+        state = {leaf: streamed.weights.value(first, leaves) for leaf, first in firsts.items()}
+        wrapped, module.forward = module.forward, forward
+        try:
+            with streamed.within(name):
+                return functional_call(module, state, args, kwargs, tie_weights=False)
+        finally:
+            module.forward = wrapped
+
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
-class _Unit(torch.autograd.Function):
-    """A unit as one step of the graph, of which nothing inside is kept."""
+def _fresh_leaves(streamed: StreamedModel, firsts: list[str]) -> dict[str, Tensor]:
+    """All leaves of the tensors `firsts`, read now; the gradients of those that are trained go to the sink."""
+    leaves = {leaf: value for first in firsts for leaf, value in streamed.weights.leaves(first).items()}
+    trained = [leaf for leaf in leaves if leaf in streamed.trained]
+    if trained:
+        # The anchor wants a gradient, so that autograd calls backward.
+        anchor = torch.zeros((), device=streamed.device, requires_grad=torch.is_grad_enabled())
+        values = _Leaves.apply(anchor, streamed, trained, *(leaves[leaf] for leaf in trained))
+        leaves.update(zip(trained, values, strict=True))
+    return leaves
+
+
+class _Leaves(torch.autograd.Function):
+    """The trained weights of a unit, as results that the graph need not keep: torch holds on to leaves of its own."""
 
     @staticmethod
-    def forward(ctx: Any, call: _UnitCall, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results = call.run(list(tensors), call.leaves(), again=False)
-        ctx.call = call
-        ctx.save_for_backward(*tensors)
-        # An output that is an input would make autograd lose track of which is which.
-        results = [result.clone() if any(result is tensor for tensor in tensors) else result for result in results]
-        ctx.mark_non_differentiable(*(result for result in results if not result.is_floating_point()))
+    def forward(
+        ctx: Any, anchor: Tensor, streamed: StreamedModel, names: list[str], *values: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.streamed = streamed
+        ctx.described = [(name, value.shape, value.dtype) for name, value in zip(names, values, strict=True)]
         ctx.set_materialize_grads(False)
-        return tuple(results)
+        return values
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: _UnitCall = ctx.call
-        streamed, wanted = call.streamed, ctx.needs_input_grad[2:]
-        inputs = [
-            tensor.detach().requires_grad_() if want else tensor
-            for tensor, want in zip(ctx.saved_tensors, wanted, strict=True)
-        ]
-        leaves = call.leaves()
-        trained = {name: leaf.requires_grad_() for name, leaf in leaves.items() if name in streamed.trained}
-        with torch.enable_grad():
-            results = call.run(inputs, leaves, again=True)
-        used = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
-        sources = [*(value for value in inputs if value.requires_grad), *trained.values()]
-        found: tuple[Tensor | None, ...] = (None,) * len(sources)
-        if sources and used:  # frozen weights below the first adapter have neither
-            found = torch.autograd.grad([r for r, _ in used], sources, [g for _, g in used], allow_unused=True)
-        of_inputs, of_leaves = iter(found[: sum(wanted)]), found[sum(wanted) :]
-        shapes = {name: leaf.detach() for name, leaf in trained.items()}
-        del results, used, inputs, leaves, trained, sources, found
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        streamed: StreamedModel = ctx.streamed
         assert streamed.sink is not None, "backward of a streamed model belongs into StreamedModel.backward"
-        for (name, leaf), gradient in zip(shapes.items(), of_leaves, strict=True):
+        for (name, shape, dtype), gradient in zip(ctx.described, grads, strict=True):
             # Every rank calls the sink for every tensor: an expert without tokens on this rank has some elsewhere.
-            streamed.sink(name, torch.zeros_like(leaf) if gradient is None else gradient)
-        return None, None, *(next(of_inputs) if want else None for want in wanted)
+            if gradient is None:
+                gradient = torch.zeros(shape, dtype=dtype, device=streamed.device)
+            streamed.sink(name, gradient)
+        return (None,) * (3 + len(grads))

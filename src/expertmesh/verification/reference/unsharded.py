@@ -41,13 +41,11 @@ class Batch:
         """The real tokens `[T, X]`, sample after sample, of a value for each token of the batch."""
         return value_BSX.reshape(*self.ids_BS.shape, -1)[self.real_BS]
 
-    def spread(self, flags_T: Tensor, choices_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """From real tokens to all places of the batch; padding is not flagged."""
-        real = self.real_BS.flatten().cpu()
-        flags = torch.zeros(real.numel(), dtype=torch.bool)
-        choices = torch.zeros(real.numel(), choices_TK.shape[-1], dtype=choices_TK.dtype)
-        flags[real], choices[real] = flags_T, choices_TK
-        return flags, choices
+    def spread(self, choices_TK: Tensor) -> Tensor:
+        """From real tokens to all places of the batch; -1 for padding."""
+        choices = choices_TK.new_full((self.real_BS.numel(), choices_TK.shape[-1]), -1)
+        choices[self.real_BS.flatten().to(choices.device)] = choices_TK
+        return choices
 
 
 def forward(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -72,11 +70,14 @@ def backward(model: Any, samples: Sequence[Sample]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class UnshardedRun:
-    """Of each step the loss and the norm before clipping; the first step's gradients, before clipping, if kept."""
+    """Of each step the loss and the norm before clipping; the first step's gradients, before clipping, if kept; and how
+    far all steps have moved the weights.
+    """
 
     losses: list[float]
     norms: list[float]
     gradients: dict[str, Tensor]
+    moved: dict[str, Tensor]
 
 
 def train(
@@ -92,7 +93,7 @@ def train(
 
     The weights at the end are those of `trained`.
     """
-    run = UnshardedRun([], [], {})
+    run, before = UnshardedRun([], [], {}, {}), {name: p.detach().clone() for name, p in trained.items()}
     for step in steps:
         run.losses.append(backward(step))
         if keep_gradients and not run.gradients:
@@ -100,6 +101,7 @@ def train(
         run.norms.append(_clip([p.grad for p in trained.values() if p.grad is not None], max_norm))
         optimizer.step()
         optimizer.zero_grad()
+    run.moved.update((name, p.detach() - before[name]) for name, p in trained.items())
     return run
 
 

@@ -1,15 +1,13 @@
 """The values of the reference's weights: read from the files each time a unit wants them, or held in memory.
 
-`FileWeights` follow transformers' own conversion rules with one tensor in memory at a time; `MemoryWeights` are for
-several steps of an unsharded model that fits into the machine. `AdaptedWeights` add low-rank adapters as what they
-mean, `W + scaling * B A`, whatever way the job computes them.
+Reading follows transformers' own conversion rules with one tensor in memory at a time; all of them are held for several
+steps of an unsharded model that fits into the machine.
 """
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,105 +16,72 @@ from transformers import PreTrainedModel
 from expertmesh.adapters.peft_format import parameter_name
 from expertmesh.adapters.plan import AdapterPlan, plan_of
 from expertmesh.adapters.targets import Target
-from expertmesh.anatomy import Anatomy
 from expertmesh.io.boxes import full_box, slices
 from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.state.shards import local_box, local_tensor
+from expertmesh.verification.setup import Setup
 from expertmesh.weights.audit import LibraryFiles
 from expertmesh.weights.load import weights_file
 from expertmesh.weights.mapping import LoadPlan, model_tensors, plan_load
 from expertmesh.weights.reading import read_box
 
 
-class Weights(ABC):
-    """Where the values of the model's tensors come from, by the first of each tensor's names."""
-
-    @abstractmethod
-    def leaves(self, name: str) -> dict[str, Tensor]:
-        """What a gradient is wanted of, on the device, by name: the tensor itself, or what it is made of."""
-
-    def value(self, name: str, leaves: Mapping[str, Tensor]) -> Tensor:
-        """The tensor, computed from its leaves under autograd."""
-        return leaves[name]
-
-
 @dataclass
-class FileWeights(Weights):
-    """Whole tensors of `model` (on meta) from its files, in its dtypes.
+class Weights:
+    """Whole tensors of `model` (on meta), by the first of each tensor's names: from its files, or those that are `held`
+    in host memory. Adapters (`adapters`, if there are some) are added as what they mean, `W + scaling * B A`.
 
-    Read through the safetensors library, as the audit does, so that a mistake of expertmesh's own reader shows.
+    Files are read through the safetensors library, as the audit does: a mistake of expertmesh's own reader shows.
     """
 
     model: PreTrainedModel
-    directory: Path
+    setup: Setup
+    adapters: AdapterPlan | None
     device: torch.device
+    held: dict[str, Tensor] | None = None
     files: LibraryFiles = field(default_factory=LibraryFiles)
     plan: LoadPlan = field(init=False)
     state: dict[str, Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        with open_weight_files(self.directory, weights_file(self.model)) as checkpoint:
-            self.plan = plan_load(self.model, checkpoint)
-        self.state = model_tensors(self.model)
-
-    def leaves(self, name: str) -> dict[str, Tensor]:
-        lazy = self.plan.tensors[name]
-        value = torch.empty(tuple(lazy.shape), dtype=self.state[name].dtype)
-        read_box(lazy, full_box(lazy.shape), value, self.files)
-        return {name: value.to(self.device)}
-
-
-@dataclass
-class MemoryWeights(Weights):
-    """The whole unsharded model in host memory, by name; trainable in place."""
-
-    tensors: dict[str, Tensor]
-    device: torch.device
-
-    @classmethod
-    def of(cls, names: Iterable[str], weights: Weights, device: torch.device) -> "MemoryWeights":
-        """All leaves of the tensors `names` (of tied ones the first)."""
-        return cls({leaf: value.cpu() for name in names for leaf, value in weights.leaves(name).items()}, device)
-
-    def leaves(self, name: str) -> dict[str, Tensor]:
-        return {name: self.tensors[name].detach().to(self.device, copy=True)}
-
-
-@dataclass
-class AdaptedWeights(Weights):
-    """`inner` with adapters on some weights, whose leaves carry the job's names; their values are `held`, or those of
-    `adapter_value`.
-    """
-
-    inner: Weights
-    plan: AdapterPlan
-    anatomy: Anatomy
-    dtype: torch.dtype
-    device: torch.device
-    held: dict[str, Tensor] | None = None
     targets: dict[str, Target] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.targets = {parameter_name(target): target for target in self.plan.targets}
+        with open_weight_files(self.setup.directory, weights_file(self.model)) as checkpoint:
+            self.plan = plan_load(self.model, checkpoint)
+        self.state = model_tensors(self.model)
+        targets = self.adapters.targets if self.adapters is not None else ()
+        self.targets = {parameter_name(target): target for target in targets}
+
+    def in_memory(self, names: Iterable[str]) -> tuple["Weights", dict[str, Tensor]]:
+        """The same weights with all leaves of the tensors `names` held; and these, which may be trained in place."""
+        weights = copy(self)
+        weights.held = {leaf: value.cpu() for name in names for leaf, value in self.leaves(name).items()}
+        return weights, weights.held
 
     def leaves(self, name: str) -> dict[str, Tensor]:
-        leaves = self.inner.leaves(name)
-        if target := self.targets.get(name):
-            for leaf, shape in _adapter_shapes(target, self.plan.lora.r).items():
-                value = adapter_value(leaf, shape) if self.held is None else self.held[leaf]
-                leaves[leaf] = value.detach().to(self.device, self.dtype, copy=True)
-        return leaves
+        """What a gradient is wanted of, on the device, by name: the tensor itself, and the adapters on it."""
+        target = self.targets.get(name)
+        shapes = {} if target is None or self.adapters is None else _adapter_shapes(target, self.adapters.lora.r)
+        if self.held is not None:
+            return {leaf: self.held[leaf].detach().to(self.device, copy=True) for leaf in (name, *shapes)}
+        lazy, dtype = self.plan.tensors[name], self.state[name].dtype
+        value = torch.empty(tuple(lazy.shape), dtype=dtype)
+        read_box(lazy, full_box(lazy.shape), value, self.files)
+        wide = torch.promote_types(dtype, torch.float32)
+        adapters = {leaf: adapter_value(leaf, shape).to(self.device, wide) for leaf, shape in shapes.items()}
+        return {name: value.to(self.device), **adapters}
 
     def value(self, name: str, leaves: Mapping[str, Tensor]) -> Tensor:
-        value = self.inner.value(name, leaves)
-        target = self.targets.get(name)
-        if target is None:
+        """The tensor, computed from its leaves under autograd."""
+        value, target = leaves[name], self.targets.get(name)
+        if target is None or self.adapters is None:
             return value
         a, b = (leaves[f"{target.module}.{leaf}"] for leaf in target.leaves)
         delta = b @ a
-        if target.experts is not None and any(s.name == target.module and s.transposed for s in self.anatomy.experts):
+        if target.experts is not None and any(
+            spec.name == target.module and spec.transposed for spec in self.setup.anatomy.experts
+        ):
             delta = delta.mT
-        return value + (self.plan.lora.scaling * delta).to(value.dtype)
+        return value + (self.adapters.lora.scaling * delta).to(value.dtype)
 
 
 @torch.no_grad()
