@@ -155,9 +155,9 @@ class _RankMemory:
         chunk = min(CHUNK_TOKENS, targets)
         chunks = -(-targets // chunk)
         wide = max(4, compute)
-        # torch's cross-entropy keeps its own; ours of a part of the vocabulary (vocabulary.py) turns it into gradients.
-        copies = 3 if self.layout.tp == 1 else 2
-        logits = chunk * vocabulary * (compute * (compute < wide) + copies * wide)
+        # torch's cross-entropy makes two more in backward, when those of its input are gone; ours of a part of the
+        # vocabulary (vocabulary.py) makes them in forward.
+        logits = chunk * vocabulary * (3 * wide if self.layout.tp == 1 else compute * (compute < wide) + 2 * wide)
         product = chunk * vocabulary * (compute + wide * (compute < wide)) + head * compute
         again = head * compute if chunks > 1 else 0.0
         # At the end the sum is rounded, while the last chunk's own gradient and logits are still there.
