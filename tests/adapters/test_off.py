@@ -1,16 +1,17 @@
 """`em.adapters_off`: the frozen base alone, bit for bit, in every layout; the adapters afterwards as before."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 import expertmesh as em
 from expertmesh.experts import layer
 from expertmesh.experts.lora_state import adapter_state_of
-from expertmesh.step.forward_backward import forward_loss
+from expertmesh.step.forward_backward import evaluate_terms
+from expertmesh.step.objective import CrossEntropy
 from tests.adapters.reference import PeftRun, tiny_peft_run
 from tests.support.errors import refused
 from tests.support.models import tiny_model
@@ -32,15 +33,20 @@ def _losses(run: PeftRun, layout: dict[str, Any]) -> list[float]:
     em.parallelize(base, mesh)  # type: ignore[arg-type]
     em.parallelize(adapted, mesh, lora=em.LoraConfig(from_adapter=str(run.start), dropout=0.5))  # type: ignore[arg-type]
     rows = run.rows[0][mesh.data_rank :: mesh.layout.data_ranks]
-    loss: Callable[[Any], float] = lambda model: float(forward_loss(model, [padded(rows)], target_tokens=50))  # noqa: E731
-    found = [loss(base)]
+    batch = padded(rows)
+    found = [_loss(base, batch)]
     with em.adapters_off(adapted):
-        found.append(loss(adapted))  # in training mode, without numbers for dropout
+        found.append(_loss(adapted, batch))  # in training mode, without numbers for dropout
     adapted.eval()
-    found.append(loss(adapted))
+    found.append(_loss(adapted, batch))
     with em.adapters_off(adapted):
-        found.append(loss(adapted))
+        found.append(_loss(adapted, batch))
     return found
+
+
+def _loss(model: Any, batch: dict[str, torch.Tensor]) -> float:
+    """This rank's share; zero on a pipeline stage that is not the last."""
+    return float(sum(term.loss for term in evaluate_terms(model, [batch], CrossEntropy(50))))
 
 
 def _every_layout(run: PeftRun) -> list[list[float]]:
@@ -68,7 +74,7 @@ def _without_dropout(run: PeftRun) -> tuple[float, float]:
     em.parallelize(adapted, mesh, lora=em.LoraConfig(from_adapter=str(run.start)))  # type: ignore[arg-type]
     batch = padded(run.rows[0][mesh.data_rank :: 2])
     with em.adapters_off(adapted):
-        return tuple(float(forward_loss(model, [batch], target_tokens=50)) for model in (base, adapted))  # type: ignore[return-value]
+        return _loss(base, batch), _loss(adapted, batch)
 
 
 def test_a_model_without_adapters_is_refused() -> None:

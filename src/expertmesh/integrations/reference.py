@@ -42,7 +42,8 @@ class AdaptersOff:
 def freeze(model: PreTrainedModel) -> PreTrainedModel:
     """A sharded model as a reference."""
     model.requires_grad_(False)
-    return model.eval()
+    model.eval()
+    return model
 
 
 @contextmanager

@@ -35,7 +35,7 @@ except ImportError as error:
 NAME = "expertmesh"
 
 
-class ExpertmeshEP(EPImplementation):  # type: ignore[misc]
+class ExpertmeshEP(EPImplementation):
     """One experts module. `ep_mesh` are the ranks that together hold all experts, each rank a contiguous range."""
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
