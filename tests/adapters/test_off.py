@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import expertmesh as em
 from expertmesh.experts import layer
@@ -26,14 +27,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> PeftRun:
     return tiny_peft_run("qwen3_moe", tmp_path_factory.mktemp("adapter"))
 
 
+def _loss(model: nn.Module, batch: dict[str, Tensor]) -> float:
+    """This rank's share, 0 on ranks without the last pipeline stage."""
+    with torch.no_grad():
+        return sum(float(term.loss) for term in evaluate_terms(model, [batch], CrossEntropy(50)))
+
+
 def _losses(run: PeftRun, layout: dict[str, Any]) -> list[float]:
     """This rank's share of the loss: of the base, with adapters off, on, off again."""
     mesh = em.init_mesh(em.ParallelConfig(**layout))
     base, adapted = copy.deepcopy(run.initial), copy.deepcopy(run.initial)
     em.parallelize(base, mesh)  # type: ignore[arg-type]
     em.parallelize(adapted, mesh, lora=em.LoraConfig(from_adapter=str(run.start), dropout=0.5))  # type: ignore[arg-type]
-    rows = run.rows[0][mesh.data_rank :: mesh.layout.data_ranks]
-    batch = padded(rows)
+    batch = padded(run.rows[0][mesh.data_rank :: mesh.layout.data_ranks])
     found = [_loss(base, batch)]
     with em.adapters_off(adapted):
         found.append(_loss(adapted, batch))  # in training mode, without numbers for dropout
@@ -42,11 +48,6 @@ def _losses(run: PeftRun, layout: dict[str, Any]) -> list[float]:
     with em.adapters_off(adapted):
         found.append(_loss(adapted, batch))
     return found
-
-
-def _loss(model: Any, batch: dict[str, torch.Tensor]) -> float:
-    """This rank's share; zero on a pipeline stage that is not the last."""
-    return float(sum(term.loss for term in evaluate_terms(model, [batch], CrossEntropy(50))))
 
 
 def _every_layout(run: PeftRun) -> list[list[float]]:
