@@ -23,7 +23,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints/ci.txt
 	@$(PYTHON) -c 'import sys; sys.exit("expertmesh needs Python 3.11 or newer; use make PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/ci.txt -e ".[dev,tensorboard,report]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/ci.txt -e ".[dev,tensorboard,report,trl]"
 	@touch $@
 
 # Two files at a time: half of the tests are one process, which leaves a core idle.
@@ -42,7 +42,7 @@ test-oldest:
 
 test-newest:
 	$(PYTHON) -m venv .venv-newest
-	.venv-newest/bin/python -m pip install --quiet --upgrade -e ".[dev,tensorboard,report]"
+	.venv-newest/bin/python -m pip install --quiet --upgrade -e ".[dev,tensorboard,report,trl]"
 	.venv-newest/bin/python -m pip install --quiet --upgrade torch transformers
 	.venv-newest/bin/python -m pytest -n 2 --dist loadfile -m "not slow"
 

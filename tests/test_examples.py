@@ -24,8 +24,10 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 RANKS_AND_EXPERTS = {
     "qwen3-30b-a3b": (8, 128),
     "qwen3-30b-a3b-lora": (8, 128),
+    "qwen3-30b-a3b-dpo": (8, 128),
     "mixtral-8x7b": (16, 8),
     "deepseek-v3": (256, 256),
+    "gpt-oss-20b-lora": (8, 32),
 }
 
 
@@ -42,6 +44,20 @@ def _write_inputs(directory: Path) -> None:
     tokenizer.save_pretrained(directory / "model")
     lines = [json.dumps({"text": f"one and one is {n}"}) + "\n" for n in range(8)]
     (directory / "train.jsonl").write_text("".join(lines))
+
+
+def test_the_example_with_trl_trains_and_resumes(tmp_path: Path) -> None:
+    _write_inputs(tmp_path)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command += [str(EXAMPLES / "sft_with_trl.py"), "model", "train.jsonl", "out"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CI": "1"}
+    for steps in (2, 4):
+        environment["MAX_STEPS"] = str(steps)
+        run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
+        assert run.returncode == 0, run.stderr[-3000:]
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    state = json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())
+    assert [row["step"] for row in state["log_history"] if "loss" in row] == [1, 2, 3, 4]
 
 
 def _losses(printed: str) -> list[float]:

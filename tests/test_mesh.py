@@ -13,8 +13,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import expertmesh as em
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
-from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout, ep_reason, resolve_layout
-from expertmesh.distributed.mesh import init_mesh, set_timeout
+from expertmesh.distributed.layout import (
+    DENSE_AXES,
+    EXPERT_AXES,
+    Layout,
+    crossing_warning,
+    ep_reason,
+    resolve_layout,
+)
+from expertmesh.distributed.mesh import current_device, init_mesh, set_timeout
 from expertmesh.experts import dispatch
 from tests.support.models import tiny_model
 from tests.support.ranks import RankFailed, run_ranks
@@ -95,6 +102,55 @@ def test_auto_stays_within_a_node_and_says_why(monkeypatch: pytest.MonkeyPatch) 
     assert resolve_layout(parallel, 16, 64, ranks_per_node=16).ep == 16
     assert ep_reason(ParallelConfig(ep=4), layout, 64) is None
     assert ep_reason(parallel, Layout(), 64) is None
+
+
+SIX = "warning: ep 4 crosses the borders of nodes of 6 ranks in 1 of its 3 groups (ranks 4 to 7), whose tokens travel "
+SIX += "between nodes; ep 1, 2 would not"
+
+
+def test_groups_of_experts_cross_a_node_only_if_asked_to_and_then_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
+    auto = resolve_layout(ParallelConfig(), 12, 64)
+    assert auto.ep == 2
+    assert crossing_warning(auto) is None
+    chosen = resolve_layout(ParallelConfig(ep=4), 12, 64)
+    assert ep_reason(ParallelConfig(ep=4), chosen, 64) == crossing_warning(chosen) == SIX
+    assert crossing_warning(chosen, ranks_per_node=4) is None
+    assert crossing_warning(Layout(fsdp=4, ep=4)) is None  # on one node, whatever it could hold
+    many = crossing_warning(Layout(fsdp=64, ep=16), ranks_per_node=8)
+    assert many is not None
+    assert "in 4 of its 4 groups (ranks 0 to 15 and 16 to 31 and 32 to 47 ...)" in many
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert crossing_warning(chosen) is None  # nobody has said what a node is
+
+
+def test_a_mesh_from_python_warns_of_groups_that_cross_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=12)
+    try:
+        with pytest.warns(UserWarning, match="ep 4 crosses the borders of nodes of 6 ranks"):
+            init_mesh(ParallelConfig(ep=4), num_experts=64, device=torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_rank_takes_its_accelerator_also_where_it_sees_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, taken = torch.accelerator, []
+    monkeypatch.setattr(accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(accelerator, "set_device_index", taken.append)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    for count, index in ((8, 3), (1, 0)):
+        monkeypatch.setattr(accelerator, "device_count", lambda count=count: count)
+        assert current_device() == torch.device("cuda", index)
+    assert taken == [3, 0]
+    for count, local, key in ((2, "3", "launch.too-few-accelerators"), (2, None, "launch.no-local-rank")):
+        monkeypatch.setattr(accelerator, "device_count", lambda count=count: count)
+        monkeypatch.setenv("LOCAL_RANK", local) if local else monkeypatch.delenv("LOCAL_RANK")
+        with pytest.raises(InputError) as refusal:
+            current_device()
+        assert refusal.value.key == key
 
 
 @pytest.mark.parametrize(

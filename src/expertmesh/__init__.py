@@ -14,18 +14,23 @@ _HOME = {
     "MoeConfig": "expertmesh.config",
     "ParallelConfig": "expertmesh.config",
     "PrecisionConfig": "expertmesh.config",
+    "adapters_off": "expertmesh.adapters.attach",
     "causal_lm_loss": "expertmesh.step.loss",
     "clip_grad_norm_": "expertmesh.step.grad_norm",
     "count_targets": "expertmesh.step.loss",
     "forward_backward": "expertmesh.step.forward_backward",
     "init_mesh": "expertmesh.distributed.mesh",
+    "like_ddp": "expertmesh.state.other_code",
     "load_checkpoint": "expertmesh.checkpoint.interface",
     "load_model": "expertmesh.model",
+    "load_weights": "expertmesh.checkpoint.restore",
+    "lora_from_peft": "expertmesh.adapters.from_peft",
     "parallelize": "expertmesh.model",
     "router_losses": "expertmesh.step.router_losses",
     "save_adapter": "expertmesh.adapters.save",
     "save_checkpoint": "expertmesh.checkpoint.interface",
     "save_model": "expertmesh.weights.save",
+    "trainer": "expertmesh.integrations.trainer",
     "update_router_bias": "expertmesh.experts.balance",
 }
 
@@ -35,28 +40,38 @@ __all__ = [
     "ParallelConfig",
     "PrecisionConfig",
     "__version__",
+    "adapters_off",
     "causal_lm_loss",
     "clip_grad_norm_",
     "count_targets",
     "forward_backward",
     "init_mesh",
+    "like_ddp",
     "load_checkpoint",
     "load_model",
+    "load_weights",
+    "lora_from_peft",
     "parallelize",
     "router_losses",
     "save_adapter",
     "save_checkpoint",
     "save_model",
+    "trainer",
     "update_router_bias",
 ]
 
 if TYPE_CHECKING:
+    from expertmesh.adapters.attach import adapters_off
+    from expertmesh.adapters.from_peft import lora_from_peft
     from expertmesh.adapters.save import save_adapter
     from expertmesh.checkpoint.interface import load_checkpoint, save_checkpoint
+    from expertmesh.checkpoint.restore import load_weights
     from expertmesh.config import LoraConfig, MoeConfig, ParallelConfig, PrecisionConfig
     from expertmesh.distributed.mesh import init_mesh
     from expertmesh.experts.balance import update_router_bias
+    from expertmesh.integrations.trainer import trainer
     from expertmesh.model import load_model, parallelize
+    from expertmesh.state.other_code import like_ddp
     from expertmesh.step.forward_backward import forward_backward
     from expertmesh.step.grad_norm import clip_grad_norm_
     from expertmesh.step.loss import causal_lm_loss, count_targets

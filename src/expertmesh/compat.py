@@ -4,13 +4,18 @@ Checked on torch 2.11 to 2.13 and transformers 5.17 to 5.23. Whoever raises an u
 """
 
 import datetime
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.integrations import moe as transformers_moe
@@ -26,8 +31,10 @@ __all__ = [
     "default_apply_gate",
     "enable_checkpointing",
     "reduce_scatter_into",
+    "refuse_fully_shard",
     "set_group_timeout",
     "tree_leaves",
+    "wrap_clipping",
 ]
 
 # FSDP2 places a parameter that was sharded on the same dim before by this; DTensor has no public name for it.
@@ -69,6 +76,37 @@ def enable_checkpointing(model: nn.Module, options: dict[str, Any]) -> None:
     else:
         enable = model.gradient_checkpointing_enable
         enable(gradient_checkpointing_kwargs=options)
+
+
+class _Applied(OrderedDict[Any, Any]):
+    """What composable functions of torch were applied to a module: `fully_shard` asks here, before all else."""
+
+    refuse: Callable[[], NoReturn]
+
+    def __contains__(self, key: object) -> bool:
+        if fully_shard.__name__ in (key, getattr(key, "__name__", None)):
+            self.refuse()
+        return super().__contains__(key)
+
+
+def refuse_fully_shard(module: nn.Module, refuse: Callable[[], NoReturn]) -> None:
+    """Let torch's `fully_shard` of `module` call `refuse`, which raises; its own errors name no way out."""
+    for key in (STATE_KEY, REGISTRY_KEY):
+        applied = _Applied(module.__dict__.get(key, {}))
+        applied.refuse = refuse
+        module.__dict__[key] = applied
+
+
+def wrap_clipping(norm: Callable[..., torch.Tensor], scale: Callable[..., None]) -> None:
+    """Put `norm(own, gradients, ...)` and `scale(own, parameters, ...)` before the steps of torch's clipping, for good.
+
+    `torch.nn.utils.clip_grad_norm_` gets parameters alone, so nothing on a model can take part in it; torch 2.13 can
+    join no DTensors of several meshes in it. Names inside are replaced, whoever imported the function when.
+    """
+    for name, around in (("_get_total_norm", norm), ("_clip_grads_with_norm_", scale)):
+        own = getattr(clip_grad, name)
+        if getattr(own, "func", None) is not around:
+            setattr(clip_grad, name, partial(around, own))
 
 
 def allow_recompiles(variants: int) -> None:

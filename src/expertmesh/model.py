@@ -6,22 +6,27 @@ plans and shards a model that is already in memory. Neither ever gathers a whole
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from expertmesh.adapters.peft_model import peft_adapters
 from expertmesh.adapters.plan import adapt
 from expertmesh.adapters.start import start
 from expertmesh.config import Config, LoraConfig, MoeConfig, PrecisionConfig
-from expertmesh.distributed.layout import Layout
-from expertmesh.distributed.mesh import Mesh
 from expertmesh.parallel.apply import shard_model
 from expertmesh.parallel.checkpointing import CheckpointedLayers, CheckpointingMode, checkpointing_mode
 from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan, plan_shards
+from expertmesh.state.other_code import refuse_sharded
 from expertmesh.weights.audit import AuditMode, AuditReport, audit_weights
 from expertmesh.weights.load import LoadReport, fill
 from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32, read_model_config
 from expertmesh.weights.module_list import fuse_lists_of_experts
+
+if TYPE_CHECKING:
+    from expertmesh.distributed.layout import Layout
+    from expertmesh.distributed.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,7 @@ class ModelOptions:
 
 def parallelize(
     model: PreTrainedModel,
-    mesh: Mesh,
+    mesh: "Mesh",
     *,
     precision: PrecisionConfig | None = None,
     moe: MoeConfig | None = None,
@@ -63,7 +68,8 @@ def parallelize(
     lora: LoraConfig | None = None,
     seed: int = 42,
 ) -> PreTrainedModel:
-    """Shard a model that is in memory, in place, and return it.
+    """Shard a model that is in memory, in place, and return it. Of a PeftModel it is the model inside, with adapters of
+    ours that start from PEFT's values.
 
     Every rank must hold the same weights and call it; a difference raises `IntegrityError` (checked by one all-gather
     of a checksum per parameter). Each rank keeps its own slices, so memory falls to one share. Without `precision`,
@@ -73,9 +79,14 @@ def parallelize(
     `activation_checkpointing`, `checkpoint_layers` and `compile` are the keys of `train` (docs/training.md); True and
     False stand for "full" and "none".
     """
+    refuse_sharded(model)
+    peft = peft_adapters(model, lora)
     if precision is None:
-        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        precision = PrecisionConfig(params=dtype, compute=dtype, reduce=dtype)  # type: ignore[arg-type]
+        dtype = _name(next(p for p in model.parameters() if peft is None or not p.requires_grad).dtype)
+        master = dtype if peft is None else _name(peft.dtype)
+        precision = PrecisionConfig(params=master, compute=dtype, reduce=master)  # type: ignore[arg-type]
+    if peft is not None:
+        model = peft.become_ours(getattr(torch, precision.params))
     fuse_lists_of_experts(model)
     if lora is not None:
         adapt(model, lora, getattr(torch, precision.params), model.config.name_or_path or None)
@@ -86,9 +97,13 @@ def parallelize(
     return model
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def load_model(
     name_or_path: str | Path,
-    mesh: Mesh,
+    mesh: "Mesh",
     *,
     precision: PrecisionConfig | None = None,
     moe: MoeConfig | None = None,
@@ -126,7 +141,7 @@ def load_model(
 
 
 def prepare_model(
-    config: PreTrainedConfig, directory: Path, mesh: Mesh, options: ModelOptions, shards: ShardOptions
+    config: PreTrainedConfig, directory: Path, mesh: "Mesh", options: ModelOptions, shards: ShardOptions
 ) -> tuple[PreTrainedModel, ShardPlan]:
     """Build the model on meta and shard it: everything about it is known, nothing is allocated, no file is read.
 
@@ -155,14 +170,14 @@ def build_model(config: PreTrainedConfig, directory: Path, options: ModelOptions
     return model
 
 
-def plan_model(model: PreTrainedModel, layout: Layout, options: ShardOptions) -> ShardPlan:
+def plan_model(model: PreTrainedModel, layout: "Layout", options: ShardOptions) -> ShardPlan:
     """Decide how `model` is sharded. Raises `InputError` for what cannot be trained exactly. No communication."""
     kept = kept_in_fp32(model, getattr(torch, options.precision.compute))
     return plan_shards(model, layout, options, kept_in_fp32=kept)
 
 
 def load_weights(
-    model: PreTrainedModel, directory: Path, mesh: Mesh, audit: AuditMode = "sampled"
+    model: PreTrainedModel, directory: Path, mesh: "Mesh", audit: AuditMode = "sampled"
 ) -> tuple[LoadReport, AuditReport]:
     """Allocate the shards of a prepared model, fill them from `directory`, and audit them. Every rank calls it.
 

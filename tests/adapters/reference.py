@@ -175,15 +175,21 @@ def train_adapters(
     moe: em.MoeConfig | None = None,
     tamper: Callable[[nn.Module, Mesh], None] | None = None,
     after: Callable[[Any, Mesh], Any] | None = None,
+    as_peft_model: bool = False,
     **options: Any,
 ) -> AdapterDistance:
     """The reference's steps on ranks, from the same adapter; every rank calls it.
 
-    `tamper` plants a bug before training; what `after` gives for the trained model goes into the result.
+    `as_peft_model`: it comes in a PeftModel, not in a directory. `tamper` plants a bug before training; what `after`
+    gives for the trained model goes into the result.
     """
     model: Any = copy.deepcopy(expected.initial)
     mesh = em.init_mesh(parallel)
-    em.parallelize(model, mesh, moe=moe, lora=em.LoraConfig(from_adapter=str(expected.start)), **options)
+    if as_peft_model:
+        wrapped: Any = peft.PeftModel.from_pretrained(model, str(expected.start), is_trainable=True)
+        model = em.parallelize(wrapped, mesh, moe=moe, **options)
+    else:
+        em.parallelize(model, mesh, moe=moe, lora=em.LoraConfig(from_adapter=str(expected.start)), **options)
     if tamper is not None:
         tamper(model, mesh)
     before = {name: full(p) for name, p in model.named_parameters() if not p.requires_grad}

@@ -28,6 +28,8 @@ def _save_an_earlier_step(directory: Path) -> None:
         em.save_checkpoint(job.model, job.optimizer, directory, step=4, keep_last=1)
     with refused("checkpoint.invalid-step", naming="-1"):
         em.save_checkpoint(job.model, job.optimizer, directory, step=-1)
+    with refused("config.wrong-value", naming="keep_last 0"):
+        em.save_checkpoint(job.model, job.optimizer, directory, step=6, keep_last=0)
 
 
 def test_a_step_before_the_newest_is_refused_and_not_saved_to_be_removed_at_once(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def _launch(output: Path, train: str, ranks: int, options: RunOptions, environme
     os.chdir(ROOT)
     code = 1
     try:
-        if launcher.in_job():
+        if "RANK" in os.environ:
             code = launcher.run(CONFIG, f"{FAKE}:{train}", options)
         else:
             deadline = None if options.max_seconds is None else time.monotonic() + options.max_seconds

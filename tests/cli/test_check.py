@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from expertmesh.cli import check
-from expertmesh.config import Config
+from expertmesh.config import Config, ObjectiveConfig
 from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
 from tests.support.errors import refused
@@ -46,6 +46,25 @@ def write(path: Path, rows: list[Any]) -> Path:
 
 def chat(answer: str = ANSWER) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": answer}]}
+
+
+def test_both_responses_of_a_pair_are_shown_with_their_targets(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask = {"role": "user", "content": QUESTION}
+    answers = [[{"role": "assistant", "content": text}] for text in ("Something.", "Nothing.")]
+    data = write(tmp_path / "pairs.jsonl", [{"prompt": [ask], "chosen": answers[0], "rejected": answers[1]}] * 3)
+    config = config_of(model, data, packing=False)
+    config = config.model_copy(update={"objective": ObjectiveConfig(name="dpo")})
+    assert check.run(config, samples=1) == 0
+    out = capsys.readouterr().out
+    assert f"chosen {data}:1: " in out
+    assert f"rejected {data}:1: " in out
+    assert "[[Something.<|im_end|>\n]]" in out
+    assert "[[Nothing.<|im_end|>\n]]" in out
+    assert out.count("[[") == 2
+    assert "samples 3 of 3 rows" in out
+    assert "global batch 2 pairs: 2 steps in the first epoch" in out
 
 
 def test_report_shows_samples_targets_and_every_row_that_is_lost(

@@ -12,7 +12,7 @@ from expertmesh.config.errors import ExpertmeshError, IntegrityError
 from expertmesh.distributed.layout import resolve_layout
 from expertmesh.launcher.failures import root_cause
 from expertmesh.launcher.hangs import RankSnapshot, hang_error
-from expertmesh.launcher.launch import RunOptions, check_job
+from expertmesh.launcher.launch import RunOptions, join_job
 from expertmesh.launcher.rank_files import RankFailure
 from expertmesh.training.progress import RankStatus, StopState
 from tests.config.minimal import MINIMAL
@@ -91,7 +91,7 @@ def test_options_that_contradict_the_launcher(monkeypatch: pytest.MonkeyPatch) -
     for name, value in {"RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ExpertmeshError) as caught:
-        check_job(RunOptions(nproc=2))
+        join_job(RunOptions(nproc=2))
     assert str(caught.value) == (
         "--nproc is 2, but the launcher that set RANK started 8 ranks on this machine; leave --nproc out under a "
         "launcher"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from expertmesh.config import DistributedFailure, InputError, IntegrityError
-from expertmesh.launcher.launch import RunOptions, _continued, check_job, launch, local_ranks, run
+from expertmesh.launcher.launch import RunOptions, _continued, join_job, launch, local_ranks, run
 from expertmesh.launcher.supervise import STOP_SIGNALS
 from expertmesh.training.control import ONE_REQUEST_SECONDS
 from tests.cli.fake_training import COLLECTIVE_SECONDS
@@ -243,8 +243,8 @@ def test_options_must_agree_with_the_launcher(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    check_job(RunOptions())
-    check_job(RunOptions(nproc=8))
+    join_job(RunOptions())
+    join_job(RunOptions(nproc=8))
     for options, rank, key in (
         (RunOptions(nproc=2), "1", "launch.nproc-differs"),
         (RunOptions(max_restarts=1), "1", "launch.restarts-in-job"),
@@ -252,7 +252,7 @@ def test_options_must_agree_with_the_launcher(monkeypatch: pytest.MonkeyPatch) -
     ):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(InputError) as caught:
-            check_job(options)
+            join_job(options)
         assert caught.value.key == key
 
 

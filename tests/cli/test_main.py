@@ -20,7 +20,20 @@ from expertmesh.config.schema import schema_text
 from expertmesh.launcher.launch import RunOptions
 from expertmesh.launcher.lazy_imports import lazy_imports
 
-VERBS = ("train", "inspect", "check", "plan", "verify", "export", "merge", "report", "bench", "schema", "demo")
+VERBS = (
+    "train",
+    "inspect",
+    "check",
+    "plan",
+    "verify",
+    "export",
+    "merge",
+    "convert",
+    "report",
+    "bench",
+    "schema",
+    "demo",
+)
 CONFIG = "model: {name_or_path: m}\ndata: {train: [{path: d}]}\noutput_dir: out\n"
 
 

@@ -41,7 +41,7 @@ def _full_disk(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
 
 def _quantised(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
     file = root / "model" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "gptq"}}))
 
 
 def _no_tokenizer(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
@@ -70,7 +70,7 @@ CASES = {
         "data.packing: gpt_oss ", ("data.packing=true",), "gpt_oss", verbs=("train", "check", "verify")
     ),
     "quantised files": Case(
-        "weights are quantised (fp8), which is not supported",
+        "weights are quantised by 'gptq', which is not supported",
         prepare=_quantised,
         verbs=("train", "check", "verify", "inspect", "plan"),
     ),

@@ -1,4 +1,4 @@
-"""Five formats become three record types; what cannot be trained on faithfully is refused by name."""
+"""Six formats become four record types; what cannot be trained on faithfully is refused by name."""
 
 from typing import Any
 
@@ -22,6 +22,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "alpaca": {"instruction": "q", "input": "", "output": "a"},
     "prompt_completion": {"prompt": "q", "completion": "a"},
     "text": {"text": "q a"},
+    "preference": {"prompt": "q", "chosen": "a", "rejected": "b"},
 }
 
 

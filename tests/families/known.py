@@ -106,11 +106,11 @@ def packed(answers: dict[str, Any]) -> list[dict[str, Any]]:
     """As known_families.json has the answers to one question: what is alike is written once."""
     entries: dict[str, dict[str, list[str]]] = {}
     for key, answer in sorted(answers.items()):
-        name, _, settings = key.partition(" ")
-        entries.setdefault(json.dumps(answer, sort_keys=True), {}).setdefault(name, []).append(settings)
+        start, _, word = key.rpartition(" ")
+        entries.setdefault(json.dumps(answer, sort_keys=True), {}).setdefault(start, []).append(word)
     return [
-        {"answer": json.loads(answer), "keys": {name: " ".join(hashes) for name, hashes in names.items()}}
-        for answer, names in sorted(entries.items())
+        {"answer": json.loads(answer), "keys": {start: " ".join(words) for start, words in keys.items()}}
+        for answer, keys in sorted(entries.items())
     ]
 
 

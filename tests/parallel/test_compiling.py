@@ -21,7 +21,7 @@ from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.parallel import compiling
-from expertmesh.parallel.compiling import compile_blocks, compiled_parts, refuse_compile
+from expertmesh.parallel.compiling import compile_parts, compiled_parts, refuse_compile
 from tests.families.tiny import random_model
 from tests.support.errors import refused
 from tests.support.models import tiny_model
@@ -128,7 +128,7 @@ def _breaks_the_graph(model: Any) -> None:
 
     kind = type(model.model.layers[0].input_layernorm)
     mock.patch.object(kind, "forward", forward).start()
-    compile_blocks(model)
+    compile_parts(model, compiled_parts(model, describe(model)), torch.device("cpu"))
 
 
 def test_what_cannot_be_compiled_is_refused_by_name() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.shapes import deepseek_v3, qwen3_30b_a3b
+from expertmesh.anatomy import structure
 from expertmesh.config import Config, load_config
 from expertmesh.distributed.layout import Layout
 from expertmesh.planning import forecast as planner
@@ -37,6 +38,20 @@ def test_checkpoint_layers_count_in_what_is_predicted(tmp_path: Path) -> None:
     assert one.step_seconds < every.step_seconds  # type: ignore[operator]
 
 
+def test_a_pair_is_two_sequences_and_a_reference_beside_the_step_has_no_time(tmp_path: Path) -> None:
+    dpo = ("objective={name: dpo}", "data.packing=false", "parallel.ep=2")
+    configs = [
+        _config(tmp_path, "data.packing=false", "parallel.ep=2", "train.micro_batch_size=2"),
+        _config(tmp_path, *dpo, "train.global_batch_size=32"),
+        _config(tmp_path, *dpo, "lora={r: 4}"),
+    ]
+    two, pair, adapted = (forecast(each, _checked(each, tiny_config("qwen3_moe"), 2)) for each in configs)
+    assert pair.prediction == two.prediction
+    assert adapted.prediction is not None
+    assert adapted.prediction.step_seconds is None
+    assert re.fullmatch(r"\S+ [GM]iB of tensors a rank", adapted.line)
+
+
 def test_the_table_knows_this_machine() -> None:
     if not torch.accelerator.is_available():
         devices: Any = devices_here(2)
@@ -59,6 +74,17 @@ def test_every_run_is_told_what_a_step_will_take(tmp_path: Path, monkeypatch: py
     unknown = forecast(config, tiny)
     assert unknown.prediction is None
     assert unknown.line == "nothing: the planner does not know this device"
+
+
+def test_a_model_whose_top_k_is_unknown_is_trained_without_a_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structure, "_top_k", lambda module: None)
+    monkeypatch.setattr(structure, "_top_k_of_block", lambda model, spec: None)
+    config = _config(tmp_path)
+    found = forecast(config, _checked(config, tiny_config("qwen3_moe"), 1))
+    assert found.prediction is None
+    assert found.line.startswith("nothing: there is no plan for qwen3_moe: ")
 
 
 def test_memory_of_the_machine_is_shared_by_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

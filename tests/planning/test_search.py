@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from transformers import Qwen3NextConfig
 
 from benchmarks.shapes import deepseek_v3, qwen3_30b_a3b
 from expertmesh.cli.main import main
+from expertmesh.cli.plan.tables import print_candidates
 from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig, load_config
 from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.checkpointing import CheckpointingMode
@@ -19,7 +21,7 @@ from expertmesh.planning.memory import fullest_stage, memory_of, peak_of
 from expertmesh.planning.model_figures import ModelFigures, TopKRouter, rows_per_token
 from expertmesh.planning.read_model import figures_of
 from expertmesh.planning.search import Job, layouts, plan, run_costs
-from expertmesh.planning.speed import speed_of
+from expertmesh.planning.speed import _ranks_in_node, speed_of
 from expertmesh.planning.stages import Batch, Workload, pipeline_rank, resident_state
 from expertmesh.planning.traffic import traffic_of
 from tests.families.tiny import tiny_config
@@ -42,7 +44,7 @@ def test_parameter_counts_are_the_published_ones(qwen: ModelFigures) -> None:
     assert qwen.total == 30_532_122_624
     model = figures_of(deepseek_v3(), length=128, precision=PrecisionConfig())
     assert model.total == 671_026_404_352
-    assert len(model.moe) == 58
+    assert sum(block.experts is not None for block in model.blocks) == 58
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,10 @@ def test_hardware_of_the_users_joins_the_table_and_is_checked(tmp_path: Path) ->
     sources = "{flops: me, memory: me, memory_bandwidth: me, within_node: me, between_nodes: me}"
     entry = "\n  ".join(["mine:", *lines, "between_nodes: 1.0e9", f"sources: {sources}"])
     file.write_text(entry)
-    assert parse_devices("4 mine", hardware_table(file)).count == 4
+    mine = parse_devices("4 mine", hardware_table(file))
+    assert mine.count == 4
+    peaks = [mine.hardware.peak(dtype) for dtype in ("bfloat16", "float32", "float64")]
+    assert peaks == [1.0e12, 1.0e12 / 16, 1.0e12 / 32]
     assert "h100" in hardware_table(file)
     file.write_text(entry.replace("memory: 1.0e9", "memroy: 1.0e9", 1))
     with refused("plan.invalid-hardware", naming="memroy"):
@@ -198,8 +203,25 @@ def test_command_line_prints_the_plan_and_refuses_bad_input(
     assert kept["by_mode"]["full"] < kept["by_mode"]["selective"] < kept["by_mode"]["none"]
     assert main(["plan", *small, "2x2 abacus"]) == 2
     assert main(["plan", *small, "2x2 cpu", "--mtbf", "0"]) == 2
+    assert main(["plan", *small, "2x2 cpu", "--imbalance", "nan"]) == 2
+    assert main(["plan", *small, "2x2 cpu", "--yaml", "--simulate"]) == 2
     assert main(["plan", *small, "2x2 cpu", "--lora", "rank=8"]) == 2
     assert main(["plan", str(directory / "nowhere"), "--devices", "1 cpu"]) == 2
+
+
+def test_groups_that_cross_a_node_are_named_and_their_bytes_go_outside(
+    qwen: ModelFigures, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(qwen, _devices("2x6 h200"), 96)
+    by_ep = {candidate.layout.ep: candidate for candidate in plan(job).candidates}
+    console = Console(width=200)
+    print_candidates(console, "qwen", job, [by_ep[4], by_ep[4]])
+    warning = "warning: ep 4 crosses the borders of nodes of 6 ranks in 1 of its 3 groups (ranks 4 to 7)"
+    assert capsys.readouterr().out.count(warning) == 1
+    print_candidates(console, "qwen", job, [by_ep[2]])
+    assert "warning" not in capsys.readouterr().out
+    sizes = [_ranks_in_node(Layout(fsdp=24, ep=ep), node)["ep"] for ep, node in ((4, 6), (4, 8), (8, 4), (3, 8))]
+    assert sizes == [2, 4, 4, 1]  # the fewest of a group that share a node
 
 
 def test_budget_checkpoints_and_failures_by_hand(qwen: ModelFigures) -> None:

@@ -22,8 +22,15 @@ from typing import Any
 import torch
 import torch._dynamo  # imported lazily by DTensor; here once, instead of two seconds in every forked rank
 import torch.distributed as dist
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+import expertmesh as em
 from expertmesh.config.errors import ExpertmeshError
+
+# What else a first use would load in every forked rank.
+for _name in em.__all__:
+    getattr(em, _name)
+get_checkpoint_conversion_mapping("qwen3_moe")
 
 
 class RankFailed(AssertionError):
@@ -94,7 +101,7 @@ def _rank_main(
     fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world: int, scratch: str, timeout: float
 ) -> None:
     torch.set_num_threads(1)
-    faulthandler.enable(Path(scratch, f"stack-{rank}").open("w"))
+    faulthandler.enable(os.open(f"{scratch}/stack-{rank}", os.O_WRONLY))
     code = 0
     try:
         store = dist.FileStore(f"{scratch}/store", world)

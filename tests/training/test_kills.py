@@ -126,7 +126,7 @@ def _assert_as_if_nothing_had_happened(output: Path, whole: Path) -> None:
 
 LOOP, PART, PUBLISH = "expertmesh.training.loop", "expertmesh.checkpoint.part", "expertmesh.checkpoint.publish"
 KILLS = {
-    "in a step": Kill(1, "expertmesh.step.forward_backward:causal_lm_loss", at=11, newest=4, or_before=2),
+    "in a step": Kill(1, "expertmesh.step.forward_backward:loss_of_batch", at=11, newest=4, or_before=2),
     "while writing a part": Kill(1, f"{PART}:_write_all", at=100, how=_after_half_of_it, newest=2),
     "while writing rank 0's note": Kill(0, f"{PART}:write_synced", at=2, newest=2),
     "before publishing": Kill(0, f"{PUBLISH}:os.rename", about="step-00000004", newest=2),

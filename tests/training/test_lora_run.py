@@ -1,6 +1,7 @@
 """Runs with adapters: what stock PEFT reads afterwards, resume across layouts, and the frozen base."""
 
 import json
+import shutil
 from pathlib import Path
 
 import peft
@@ -10,11 +11,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.export.merge import merge
 from expertmesh.training.run import train
 from expertmesh.training.startup.preflight import preflight
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import metrics, run_config, train_steps, write_inputs
+from tests.weights.published import FORMATS, is_linear, quantise
 
 LORA = ["lora={r: 4, alpha: 8, targets: [attention, experts, router]}", "train.max_steps=4", "train.num_epochs=2"]
 
@@ -114,3 +117,19 @@ def test_a_run_from_a_peft_directory_is_resumed_from_its_own_config(inputs: Path
     run_ranks(train_steps, 1, run_config(inputs, tmp_path / "broken", *options), 2)
     run_ranks(train, 2, run_config(inputs, tmp_path / "broken", *options, "parallel.ep=2"))
     assert _worst(_adapter(tmp_path / "whole"), _adapter(tmp_path / "broken")) <= 1e-5
+
+
+def test_a_quantised_base_trains_as_its_values_do_and_is_merged_as_plain_weights(inputs: Path, tmp_path: Path) -> None:
+    for kind in ("quantised", "values"):
+        base = quantise(inputs / "model", tmp_path / kind, FORMATS["fp8 partial blocks"](), is_linear) / kind
+        for path in (inputs / "model").glob("tokenizer*"):
+            shutil.copy(path, base)
+        options = [*LORA, "parallel.ep=2", f"model.name_or_path={base}"]
+        run_ranks(train, 2, run_config(inputs, tmp_path / f"{kind}/run", *options))
+        merge(tmp_path / f"{kind}/run/adapter", tmp_path / f"{kind}/merged", dtype=torch.bfloat16)
+    rows = [[row["loss"] for row in metrics(tmp_path / f"{kind}/run")] for kind in ("quantised", "values")]
+    assert rows[0] == rows[1]
+    merged = [load_file(tmp_path / f"{kind}/merged/model.safetensors") for kind in ("quantised", "values")]
+    assert merged[0].keys() == merged[1].keys()
+    assert all(torch.equal(tensor, merged[1][name]) for name, tensor in merged[0].items())
+    AutoModelForCausalLM.from_pretrained(tmp_path / "quantised/merged")

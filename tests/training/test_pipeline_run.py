@@ -1,17 +1,18 @@
 """Runs with pipeline stages: the losses, files and metrics of a run without, across a resume, with adapters."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from expertmesh.config import Config
 from expertmesh.export.checkpoint import export
 from expertmesh.step import forward_backward
+from expertmesh.step.objective import Term
 from expertmesh.training.run import train
 from expertmesh.training.startup.preflight import preflight
 from tests.support.errors import refused
@@ -105,11 +106,12 @@ def test_adapters_are_the_same_with_stages(inputs: Path, tmp_path: Path) -> None
 def _train_with_a_bad_loss(config: Config) -> None:
     real, calls = forward_backward.loss_of_base, 0
 
-    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def poisoned(*args: Any, **kwargs: Any) -> Term:
         nonlocal calls
         calls += 1
-        loss = real(*args, **kwargs)
-        return loss * float("nan") if calls == 6 else loss  # the second micro-batch of the second step
+        term = real(*args, **kwargs)
+        # The second micro-batch of the second step.
+        return replace(term, loss=term.loss * float("nan")) if calls == 6 else term
 
     with mock.patch.object(forward_backward, "loss_of_base", poisoned):
         train(config)

@@ -4,6 +4,7 @@ import math
 import re
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from expertmesh.data import TokenizedDataset
 from expertmesh.planning.forecast import train_with_forecast
 from expertmesh.state import stage_view
 from expertmesh.step import forward_backward as step_module
+from expertmesh.step.objective import Term
 from expertmesh.training.run import train
 from expertmesh.training.startup.preflight import preflight
 from expertmesh.weights import meta_model
@@ -113,15 +115,15 @@ def test_packed_shuffled_epochs_evaluation_and_tensorboard(
 
 
 def _train_with_bad_losses(config: Config, bad_steps: set[int]) -> None:
-    real, step = step_module.causal_lm_loss, 0
+    real, step = step_module.loss_of_batch, 0
 
-    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def poisoned(*args: Any, **kwargs: Any) -> Term:
         nonlocal step
         step += 1  # one micro-batch a step
-        loss = real(*args, **kwargs)
-        return loss * float("nan") if step in bad_steps and dist.get_rank() == 1 else loss
+        term = real(*args, **kwargs)
+        return replace(term, loss=term.loss * float("nan")) if step in bad_steps and dist.get_rank() == 1 else term
 
-    with mock.patch.object(step_module, "causal_lm_loss", poisoned):
+    with mock.patch.object(step_module, "loss_of_batch", poisoned):
         train(config)
 
 

@@ -16,6 +16,7 @@ from expertmesh.checkpoint.write import WRITING, WRITTEN
 from expertmesh.config import Config
 from expertmesh.step import forward_backward
 from expertmesh.step.forward_backward import StepLosses
+from expertmesh.step.objective import Dpo
 from expertmesh.training import exchange as exchange_module
 from expertmesh.training.control import StopReason
 from expertmesh.training.exchange import NonFiniteGuard, RankFacts, exchange
@@ -29,14 +30,13 @@ def test_losses_of_a_stage_that_has_none_are_on_its_device() -> None:
     # On an accelerator the last stage's loss is on it, and an all-reduce of one here and one on the CPU never ends.
     ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
     batch, model, pipeline = {"input_ids": ids, "labels": ids}, nn.Module(), mock.Mock()
-    with mock.patch.object(forward_backward, "run_pipeline"):
-        losses: Any = forward_backward._through_stages(model, pipeline, [batch], 1, 1)
-    assert {losses.loss.device.type, losses.aux_loss.device.type, losses.z_loss.device.type} == {"meta"}
     with (
         mock.patch.object(forward_backward, "pipeline_of", return_value=pipeline),
         mock.patch.object(forward_backward, "run_pipeline"),
     ):
-        assert forward_backward.forward_loss(model, [batch], target_tokens=1).device.type == "meta"
+        losses = forward_backward.minimise(model, [batch], Dpo(beta=0.1, count=1))
+    shares = (losses.loss, losses.aux_loss, losses.z_loss, losses.figures_F)
+    assert {share.device.type for share in shares} == {"meta"}
 
 
 def test_router_losses_that_are_off_are_on_the_device_of_the_batches() -> None:
@@ -125,9 +125,11 @@ def test_only_a_loss_that_is_not_finite_is_gathered(bad: int | None) -> None:
 
 def _gathers(bad: int | None) -> int:
     rank = dist.get_rank()
-    losses = StepLosses(*(torch.tensor(float("nan") if rank == bad else 1.0 + rank, dtype=torch.float64),) * 3)
+    share = torch.tensor(float("nan") if rank == bad else 1.0 + rank, dtype=torch.float64)
+    losses = StepLosses(share, share, share, figures_F=torch.full((2,), 0.5 * rank, dtype=torch.float64))
     own = RankFacts(StopReason(15 * (rank == 2) + 2 * (rank == 0)), rank == 1, WRITTEN if rank else WRITING)
-    facts = exchange(losses, torch.tensor(2.0), own, torch.device("cpu"))
+    facts = exchange(losses, torch.tensor(2.0), own, ("margins", "others"), torch.device("cpu"))
+    assert facts.figures == {"margins": 1.5, "others": 1.5}
     assert (facts.stop, facts.overdue, facts.statuses[WRITTEN]) == (StopReason.SIGTERM, False, 2)
     assert bad is not None or (facts.loss, facts.z_loss, facts.grad_norm) == (6.0, 6.0, 2.0)
     with mock.patch.object(exchange_module, "all_gather", wraps=exchange_module.all_gather) as gathers:

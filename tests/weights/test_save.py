@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -235,13 +236,18 @@ def test_a_target_that_holds_anything_is_refused_and_an_empty_one_used(tmp_path:
     (tmp_path / "full" / "keep.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     for name in ("full", "file"):
         with refused("output.not-empty", naming=name):
             save_model(model, tmp_path / name)
     assert (tmp_path / "full" / "keep.txt").read_text() == "mine"
     save_model(model, tmp_path / "empty")
     save_model(model, tmp_path / "deep" / "er")
-    _assert_equal(_reloaded(tmp_path / "deep" / "er"), _reloaded(tmp_path / "empty"))
+    save_model(model, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    for name in ("deep/er", "elsewhere"):
+        _assert_equal(_reloaded(tmp_path / name), _reloaded(tmp_path / "empty"))
 
 
 def _full_disk_on_rank_1() -> None:
@@ -324,3 +330,23 @@ def test_any_other_exception_stays_itself_and_ends_the_other_ranks(
     assert results[1 - rank][0] == DistributedFailure.__name__
     assert f"rank {rank} failed while writing" in results[1 - rank][1]
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_names_that_are_not_the_class_s_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    lora = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    wrapped: Any = peft.get_peft_model(random_model(qwen3_moe()), lora)
+    injected: Any = random_model(qwen3_moe())
+    injected.add_adapter(lora)
+    cut: Any = random_model(qwen3_moe())
+    del cut.model.layers[-1]
+    longer: Any = random_model(qwen3_moe())
+    longer.extra = torch.nn.Linear(2, 2)
+    for model, naming in (
+        (wrapped, "PeftModelForCausalLM"),
+        (injected, "q_proj.base_layer.weight"),
+        (cut, "lacks model.layers."),
+        (longer, "has extra.bias"),
+    ):
+        with refused("model.names-differ-from-class", naming=naming):
+            save_model(model, tmp_path / "saved")
+    assert list(tmp_path.iterdir()) == []

@@ -1,10 +1,11 @@
-"""Puts adapters on a frozen model: parameters A and B beside each target, and the forward that uses them.
+"""Puts adapters on a frozen model: parameters A and B beside each target, and the forward that uses them, or not.
 
 Works on meta, before sharding, so that FSDP2 and expert parallelism treat adapters like every other parameter: one
 global identity, sharded like what they adapt. The base keeps its names, its classes' own forward and its values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch import nn
 
 from expertmesh.adapters.targets import Target
 from expertmesh.config import LoraConfig
-from expertmesh.experts.lora_state import AdapterState, adapter_state_of
+from expertmesh.config.errors import InputError
+from expertmesh.experts.lora_state import AdapterState, adapter_state, running_adapters_of
 from expertmesh.state.patching import exchanged, mix_in
 from expertmesh.state.sharded_model import attach_to_module, module_state
 
@@ -34,13 +36,38 @@ def attach_adapters(model: nn.Module, targets: Sequence[Target], lora: LoraConfi
             mix_in(module, _LinearForward if target.parameter is None else _ParameterForward)
 
 
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """While the block runs, `model` computes as its frozen base does, bit for bit: the reference of DPO and the like.
+
+        with em.adapters_off(model), torch.no_grad():
+            reference = model(**batch).logits
+
+    Every rank enters and leaves it around the same forwards; a backward of one of them belongs inside as well. Values
+    and gradients of the adapters stay as they are. Raises `InputError` for a model without adapters. No communication.
+    """
+    state = adapter_state(model)
+    if state is None:
+        raise InputError(
+            f"{type(model).__name__} has no adapters to turn off; load it with lora, or take a second model",
+            key="model.no-adapters",
+        )
+    before = state.is_off
+    state.is_off = True
+    try:
+        yield
+    finally:
+        state.is_off = before
+
+
 class _LinearForward(nn.Module):
     """In front of `nn.Linear`: adds the adapter's two products."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = super().forward(x)
-        state, module = adapter_state_of(self), module_state(self)
-        assert state is not None
+        state, module = running_adapters_of(self), module_state(self)
+        if state is None:
+            return out
         assert module is not None
         # Where tp splits the layer these are this rank's parts, and plain tensors for the time of the call.
         a_rK, b_Nr = (self._parameters[leaf].to(x.dtype) for leaf in ("lora_A", "lora_B"))  # type: ignore[union-attr]
@@ -52,8 +79,9 @@ class _ParameterForward(nn.Module):
     """In front of a module with a small 2-D weight (a router): its own forward, with the adapted weight."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        state, weight_NK = adapter_state_of(self), self._parameters["weight"]
-        assert state is not None
+        state, weight_NK = running_adapters_of(self), self._parameters["weight"]
+        if state is None:
+            return super().forward(*args, **kwargs)
         assert weight_NK is not None
         a_rK, b_Nr = (self.get_parameter(f"weight_lora_{which}").to(weight_NK.dtype) for which in "AB")
         adapted: Any = torch.add(weight_NK, b_Nr @ a_rK, alpha=state.scaling)

@@ -180,7 +180,20 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise InputError(
             f"{path}: cannot be read as an adapter's config: {error}", key="adapter.unreadable-config"
         ) from error
-    if not isinstance(content, dict) or content.get("peft_type") != "LORA":
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: is not the config of a LoRA adapter", key="adapter.not-lora")
+    refuse_content(content, path)
+    refuse_names(content, path)
+    if (directory / _PICKLE).exists() and not (directory / WEIGHTS_FILE).exists():
+        raise SecurityError(
+            f"{directory / _PICKLE}: is a pickle, which can run code when read; convert it first", key="adapter.pickle"
+        )
+    return content
+
+
+def refuse_content(content: Mapping[str, Any], path: Path | str) -> None:
+    """Raise `InputError` for what an adapter_config.json (of `path`) says that we cannot train exactly, by name."""
+    if content.get("peft_type") != "LORA":
         raise InputError(f"{path}: is not the config of a LoRA adapter", key="adapter.not-lora")
     # Zero is set too: `layers_to_transform: 0` means the first layer alone.
     said = [key for key, value in content.items() if key not in _KNOWN and (value or type(value) is int)]
@@ -202,18 +215,15 @@ def read_config(directory: Path) -> dict[str, Any]:
         text = [listed] if isinstance(listed, str) and key == "target_modules" else listed
         if not isinstance(text, list) or not all(isinstance(name, str) for name in text):
             raise InputError(f"{path}: {key} is {listed!r}, not a list of names", key="adapter.invalid-config")
-    _refuse_names(path, content.get("target_modules"))
     if not isinstance(content.get("r"), int) or not isinstance(content.get("lora_alpha"), int | float):
         raise InputError(f"{path}: r and lora_alpha are not numbers", key="adapter.invalid-config")
-    if (directory / _PICKLE).exists() and not (directory / WEIGHTS_FILE).exists():
-        raise SecurityError(
-            f"{directory / _PICKLE}: is a pickle, which can run code when read; convert it first", key="adapter.pickle"
-        )
-    return content
 
 
-def _refuse_names(path: Path, modules: Any) -> None:
-    """Module names that mean something else to PEFT from family to family: patterns, and names of former experts."""
+def refuse_names(content: Mapping[str, Any], path: Path | str) -> None:
+    """Raise `InputError` for modules' names that mean something else to PEFT from family to family: patterns, and names
+    of former experts.
+    """
+    modules = content.get("target_modules")
     if isinstance(modules, str):
         raise InputError(
             f"{path}: target_modules is the pattern {modules!r}, which PEFT widens in Mixture-of-Experts models; list "

@@ -3,7 +3,8 @@
 The plan is made on the model before it is sharded and remembered on it, for saving. Every rank makes the same one.
 """
 
-from collections.abc import Iterator
+import glob
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from expertmesh.adapters.attach import attach_adapters
 from expertmesh.adapters.peft_format import WEIGHTS_FILE, config_selects, parameter_name, read_config
-from expertmesh.adapters.targets import Target, candidates, find_targets, refuse_tied_head
+from expertmesh.adapters.targets import ALL_LINEAR, GROUPS, Target, candidates, find_targets, refuse_tied_head
 from expertmesh.anatomy import Anatomy, describe
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
@@ -24,8 +25,8 @@ from expertmesh.state.sharded_model import attach, sharded
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
-    """`lora` as it holds for this model; `weights` is the PEFT directory to start from, if there is one; `base` the
-    name of the model for PEFT's config, `revision` which one of it on the hub.
+    """`lora` as it holds for this model; `weights` is the PEFT directory to start from, if there is one, `in_memory`
+    that the values are there already; `base` the name of the model for PEFT's config, `revision` which one of it.
     """
 
     lora: LoraConfig
@@ -33,6 +34,7 @@ class AdapterPlan:
     weights: Path | None
     base: str | None
     revision: str | None = None
+    in_memory: bool = False
 
     @property
     def parameters(self) -> int:
@@ -63,10 +65,16 @@ def plan_adapters(model: nn.Module, lora: LoraConfig, base: str | None) -> Adapt
         plan = _plan_from_adapter(model, anatomy, lora, base)
     else:
         plan = AdapterPlan(lora, find_targets(model, anatomy, lora.targets), None, base)
+        _refuse_left_out(model, lora.targets, plan.targets)
+    return plan_targets(model, plan, anatomy)
+
+
+def plan_targets(model: nn.Module, plan: AdapterPlan, anatomy: Anatomy | None = None) -> AdapterPlan:
+    """`plan`, whose targets can be had in `model`; raises `InputError` naming one that cannot."""
     refuse_tied_head(model, plan.targets)
     _refuse_unreadable(model, plan)
-    if lora.dropout:
-        _refuse_dropout(plan, anatomy)
+    if plan.lora.dropout:
+        _refuse_dropout(plan, anatomy or describe(model))
     return plan
 
 
@@ -106,6 +114,8 @@ def _plan_from_adapter(model: nn.Module, anatomy: Anatomy, lora: LoraConfig, bas
     content = read_config(directory)
     targets = tuple(target for target in candidates(model, anatomy) if config_selects(content, target))
     _refuse_unknown(model, content, targets, directory)
+    if not targets:
+        raise InputError(f"{directory}: its targets match nothing in this model", key="adapter.targets-nothing")
     weights = directory / WEIGHTS_FILE
     init = content.get("init_lora_weights", True)
     if init not in (True, "gaussian") and not weights.exists():
@@ -124,7 +134,13 @@ def _plan_from_adapter(model: nn.Module, anatomy: Anatomy, lora: LoraConfig, bas
     return AdapterPlan(resolved, targets, directory if weights.exists() else None, base)
 
 
-def _refuse_unknown(model: nn.Module, content: dict[str, Any], targets: tuple[Target, ...], directory: Path) -> None:
+def _refuse_left_out(model: nn.Module, wanted: Sequence[str], targets: tuple[Target, ...]) -> None:
+    """A name (no group, no pattern) may mean no more than what gets adapters: a vision tower may have it too."""
+    names = [name for name in wanted if name not in (*GROUPS, ALL_LINEAR) and glob.escape(name) == name]
+    _refuse_unknown(model, {"target_modules": names, "target_parameters": names}, targets, "lora.targets")
+
+
+def _refuse_unknown(model: nn.Module, content: dict[str, Any], targets: tuple[Target, ...], where: Path | str) -> None:
     """Whatever PEFT would adapt has to be among the targets, or training would silently leave it out."""
     known = {target.name for target in targets} | {parameter_name(target) for target in targets}
     for name, module in model.named_modules():
@@ -133,18 +149,16 @@ def _refuse_unknown(model: nn.Module, content: dict[str, Any], targets: tuple[Ta
             if config_selects(content, probe):
                 kind = type(module).__name__
                 raise InputError(
-                    f"{directory}: targets {name} ({kind}), which cannot be adapted here",
+                    f"{where}: targets {name} ({kind}), which cannot be adapted here",
                     key="adapter.unsupported-target",
                 )
     for name, _ in model.named_parameters():
         probe = Target(name.rpartition(".")[0], name.rpartition(".")[2], 0, 0, None, "")
         if name not in known and config_selects(content, probe):
             raise InputError(
-                f"{directory}: targets the parameter {name}, which cannot be adapted here",
+                f"{where}: targets the parameter {name}, which cannot be adapted here",
                 key="adapter.unsupported-target",
             )
-    if not targets:
-        raise InputError(f"{directory}: its targets match nothing in this model", key="adapter.targets-nothing")
 
 
 def _refuse_unreadable(model: nn.Module, plan: AdapterPlan) -> None:

@@ -3,6 +3,7 @@
 The adapter has to fit the plan and, where it says so, to have been trained on this very base. No communication.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ from expertmesh.adapters.base import base_of, check_base, read_base
 from expertmesh.adapters.peft_format import BASE_FILE, WEIGHTS_FILE, base_copies, model_tensors_from
 from expertmesh.adapters.plan import AdapterPlan, plan_of
 from expertmesh.config.errors import IntegrityError
-from expertmesh.io.boxes import Box
+from expertmesh.io.boxes import Box, full_box, slices
 from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.state.stage_view import is_on_other_stage
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import refuse_non_finite
-from expertmesh.weights.mapping import adapter_tensors, model_tensors
+from expertmesh.weights.mapping import StateTensor, adapter_tensors, model_tensors
 from expertmesh.weights.reading import LeafReader, read_box
 
 
@@ -42,6 +43,19 @@ def read_adapter(model: nn.Module, plan: AdapterPlan, directory: Path) -> None:
         for key, name in base_copies(files, plan.targets).items():
             if not is_on_other_stage(base := model_tensors(model)[name]):
                 _check_copy(directory, key, files[key], base, fetch)
+
+
+def copy_adapter(model: nn.Module, plan: AdapterPlan, values: Mapping[str, torch.Tensor], where: Path) -> None:
+    """Fill the adapters of a model in memory, not yet sharded, from PEFT's tensors by their keys in its file; `where`
+    is what the `IntegrityError` for tensors that do not fit calls the file. Call it under `torch.no_grad`.
+    """
+    files = {key: LazyTensor.of(StateTensor(key, tensor)) for key, tensor in values.items()}
+
+    def fetch(leaf: Any, box: Box, out: torch.Tensor) -> None:
+        out.copy_(leaf.tensor[slices(box)])
+
+    for name, lazy in model_tensors_from(files, plan.targets, plan.lora.r, where).items():
+        read_box(lazy, full_box(lazy.shape), local_tensor(model.get_parameter(name)), fetch)
 
 
 def check_adapter(model: nn.Module) -> None:

@@ -27,14 +27,17 @@ from expertmesh.state.stage_view import stage_names
 def start(model: nn.Module, seed: int) -> None:
     """Give every adapter of `model` (sharded, allocated) its first values: those of `seed`, or of a PEFT directory.
 
-    Nothing without adapters. The frozen weights have to be there: their hash is remembered. Every rank calls it; raises
-    on all ranks alike what reading the directory raises. Issues one or two small all-reduces.
+    Nothing without adapters; those of a PeftModel have theirs. The frozen weights have to be there: their hash is
+    remembered. Every rank calls it; raises on all ranks alike what reading the directory raises. Issues one or two
+    small all-reduces.
     """
     plan, state = plan_of(model), adapter_state(model)
     if plan is None or state is None:
         return
     state.seed = seed
     remember_base(model)
+    if plan.in_memory:
+        return
     if plan.weights is None:
         _start_anew(model, plan.targets, plan.lora, seed)
         return

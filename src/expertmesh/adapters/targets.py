@@ -150,7 +150,8 @@ def _selects(selector: str, target: Target) -> bool:
         return target.group == selector
     if selector == ALL_LINEAR:
         return target.parameter is None and target.group != "lm_head"
-    return fnmatch.fnmatchcase(target.name, selector) or fnmatch.fnmatchcase(target.name, f"*.{selector}")
+    names = (target.name, f"{target.module}.weight") if target.parameter is None else (target.name,)
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in (selector, f"*.{selector}"))
 
 
 def refuse_tied_head(model: nn.Module, targets: Sequence[Target]) -> None:

@@ -43,18 +43,16 @@ def expert_module_spec(name: str, members: nn.ModuleList) -> ExpertModuleSpec:
     kind = type(first).__name__
     odd = [index for index, member in enumerate(members) if _facts(member) != _facts(first)]
     if odd:
-        raise InputError(
-            f"{name}.{odd[0]}: differs in structure from {name}.0 ({kind}); such lists are not supported",
-            key="model.unsupported-expert-list",
+        raise _unsupported(
+            f"{name}.{odd[0]}: differs in structure from {name}.0 ({kind}); such lists are not supported"
         )
     linears = {child: module for child, module in first.named_children() if type(module) is nn.Linear}
     held = {f"{child}.{leaf}" for child, module in linears.items() for leaf, _ in module.named_parameters()}
     biases = {module.bias is not None for module in linears.values()}
     if held != set(first.state_dict()) or len(linears) not in (2, 3) or len(biases) != 1:
-        raise InputError(
+        raise _unsupported(
             f"{name} is a list of {kind} modules, which are not MLPs of two or three linear layers alike; "
-            "it is not supported",
-            key="model.unsupported-expert-list",
+            "it is not supported"
         )
     specs = [
         ExpertModuleSpec(
@@ -72,15 +70,13 @@ def expert_module_spec(name: str, members: nn.ModuleList) -> ExpertModuleSpec:
     if specs:
         # Gate and up can stand in either order; in this one the derivative is known.
         return next((spec for spec in specs if spec.silu_gated), specs[0])
-    raise InputError(
-        f"{name} is a list of {kind} modules, whose forward is not down(activation(ups)); it is not supported",
-        key="model.unsupported-expert-list",
+    raise _unsupported(
+        f"{name} is a list of {kind} modules, whose forward is not down(activation(ups)); it is not supported"
     )
 
 
-def expert_module_sizes(spec: ExpertModuleSpec) -> dict[int, int]:
-    """Small sizes in the place of the members' real ones."""
-    return _small_sizes(spec.hidden_size, spec.intermediate_size)
+def _unsupported(problem: str) -> InputError:
+    return InputError(problem, key="model.unsupported-expert-list")
 
 
 def _facts(member: nn.Module) -> list[object]:
@@ -118,7 +114,8 @@ def _between(member: nn.Module, ups: tuple[str, ...], down: str) -> nn.Module:
     return deepcopy(member, {**stubs, id(member.get_submodule(down)): nn.Identity()})
 
 
-def _small_sizes(hidden: int, width: int) -> dict[int, int]:
+def small_sizes(hidden: int, width: int) -> dict[int, int]:
+    """Small sizes in the place of the members' real ones."""
     sizes = {hidden: min(hidden, _HIDDEN)}
     sizes.setdefault(width, min(width, _INTERMEDIATE))
     return sizes
@@ -129,7 +126,7 @@ def _agrees(member: nn.Module, ups: tuple[str, ...], down: str) -> bool:
     generator = torch.Generator().manual_seed(0)
     linear: Any = member.get_submodule(down)
     between = _between(member, ups, down)
-    small = small_copy(member, _small_sizes(linear.out_features, linear.in_features), generator)
+    small = small_copy(member, small_sizes(linear.out_features, linear.in_features), generator)
     small_down: Any = small.get_submodule(down)
     errors = []
     for training in (True, False):

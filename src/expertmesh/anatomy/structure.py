@@ -167,9 +167,7 @@ def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 def experts_spec(name: str, module: nn.Module) -> ExpertsSpec:
     """What one experts module holds and how it is called; `InputError` when its parameters do not fit together."""
     if _has_interface(module):
-        flags = bool(module.has_gate), bool(module.is_transposed), bool(module.has_bias)
-        spec = _fused_spec(name, module, *flags)
-        return replace(spec, post_norm=bool(getattr(module, "has_post_expert_norm", False)))
+        return _fused_spec(name, module, bool(module.has_gate), bool(module.is_transposed), bool(module.has_bias))
     call, shapes = _own_call(module), _shapes(module)
     assert call is not None
     if _is_flat(module, shapes):
@@ -180,10 +178,9 @@ def experts_spec(name: str, module: nn.Module) -> ExpertsSpec:
         return replace(form, flat_gate=gate, call=call)
     (up_experts, _, up_columns), (down_experts, down_rows, _) = shapes["gate_up_proj"], shapes["down_proj"]
     if up_experts != down_experts:
-        raise InputError(
+        raise _unsupported(
             f"{name}: gate_up_proj holds {up_experts} experts and down_proj {down_experts}, so a share of the one is "
-            "not the share of the other that belongs to it; such experts are not supported",
-            key="model.unsupported-expert-parameters",
+            "not the share of the other that belongs to it; such experts are not supported"
         )
     # `[E, 2I, H]` and `[E, H, I]`; never both ways, as 2I is not I.
     transposed = up_columns != down_rows
@@ -192,47 +189,29 @@ def experts_spec(name: str, module: nn.Module) -> ExpertsSpec:
 
 def _fused_spec(name: str, module: nn.Module, gated: bool, transposed: bool, biased: bool) -> ExpertsSpec:
     up, down = ("gate_up_proj" if gated else "up_proj"), "down_proj"
-    spec = ExpertsSpec(
-        name=name,
-        num_experts=0,
-        hidden_size=0,
-        intermediate_size=0,
-        gated=gated,
-        transposed=transposed,
-        biased=biased,
-        up=up,
-        down=down,
-        top_k=_top_k(module),
-    )
     post_norm = bool(getattr(module, "has_post_expert_norm", False))
+    # Sizes follow when they are known to be there.
+    spec = ExpertsSpec(name, 0, 0, 0, gated, transposed, biased, up, down, _top_k(module), post_norm)
     present = {parameter for parameter, _ in module.named_parameters() if not is_adapter(parameter)}
     present |= {buffer for buffer, _ in module.named_buffers()}
     present -= {leaf for leaf in present if post_norm and leaf.startswith("post_expert_norm.")}
-    if present != set(spec.parameters):
-        odd = sorted(present ^ set(spec.parameters))
-        raise InputError(
-            f"{name}: experts with parameters {odd} beside {list(spec.parameters)} are not supported",
-            key="model.unsupported-expert-parameters",
-        )
-    down_EHI = module.get_parameter(down)
-    if down_EHI.dim() != 3:
-        raise InputError(
-            f"{name}.{down}: experts must be 3-D [experts, out, in], got shape {tuple(down_EHI.shape)}",
-            key="model.unsupported-expert-parameters",
-        )
-    num_experts, hidden, intermediate = down_EHI.shape
+    if odd := sorted(present ^ set(spec.parameters)):
+        raise _unsupported(f"{name}: experts with parameters {odd} beside {list(spec.parameters)} are not supported")
+    shape = tuple(module.get_parameter(down).shape)
+    if len(shape) != 3:
+        raise _unsupported(f"{name}.{down}: experts must be 3-D [experts, out, in], got shape {shape}")
+    num_experts, hidden, intermediate = shape
     if transposed:
         hidden, intermediate = intermediate, hidden
     width = 2 * intermediate if gated else intermediate
     expected = (num_experts, hidden, width) if transposed else (num_experts, width, hidden)
-    if tuple(module.get_parameter(up).shape) != expected:
-        raise InputError(
-            f"{name}.{up}: expected shape {expected}, got {tuple(module.get_parameter(up).shape)}",
-            key="model.unsupported-expert-parameters",
-        )
-    return replace(
-        spec, num_experts=num_experts, hidden_size=hidden, intermediate_size=intermediate, post_norm=post_norm
-    )
+    if (found := tuple(module.get_parameter(up).shape)) != expected:
+        raise _unsupported(f"{name}.{up}: expected shape {expected}, got {found}")
+    return replace(spec, num_experts=num_experts, hidden_size=hidden, intermediate_size=intermediate)
+
+
+def _unsupported(problem: str) -> InputError:
+    return InputError(problem, key="model.unsupported-expert-parameters")
 
 
 def _top_k(module: nn.Module) -> int | None:

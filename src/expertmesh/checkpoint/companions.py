@@ -4,25 +4,25 @@ files that training started from. With them it can be exported without the model
 
 import json
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightTransform
 
 from expertmesh.adapters.base import base_of, check_base, read_base
 from expertmesh.adapters.peft_format import BASE_FILE
 from expertmesh.adapters.plan import plan_of
 from expertmesh.adapters.save import small_files
+from expertmesh.checkpoint.manifest import expecting
 from expertmesh.checkpoint.schema import Manifest
 from expertmesh.checkpoint.small_files import read_small
-from expertmesh.config.errors import IntegrityError
 from expertmesh.io.safetensors_reader import DTYPES, FileTensor, WeightFiles
 from expertmesh.io.safetensors_writer import CODES
 from expertmesh.weights.companions import Tokenizer, write_config
 from expertmesh.weights.mapping import plan_load, plan_save
-from expertmesh.weights.unmapped import remember, remembered
+from expertmesh.weights.unmapped import remembered
 
 LAYOUT_FILE = "layout.json"
 HUGGINGFACE = "huggingface"
@@ -47,30 +47,17 @@ def companions(model: PreTrainedModel, tokenizer: Tokenizer | None) -> dict[str,
     return {**files, LAYOUT_FILE: json.dumps(layout).encode()}
 
 
-@dataclass(frozen=True, slots=True)
-class SavedLayout:
-    """The layout of the weights files that training started from, as a model remembers it for being saved."""
-
-    conversions: tuple[Any, ...]
-    left_out: tuple[FileTensor, ...]
-
-    def give_to(self, model: PreTrainedModel) -> None:
-        model._weight_conversions = list(self.conversions)  # type: ignore[assignment]
-        remember(model, list(self.left_out))
-
-
-def read_layout(model: PreTrainedModel, directory: Path, manifest: Manifest) -> SavedLayout:
-    """What `layout.json` says, for a model of its checkpoint. Raises `IntegrityError`."""
-    try:
+def read_layout(
+    model: PreTrainedModel, directory: Path, manifest: Manifest
+) -> tuple[Sequence[WeightTransform], list[FileTensor]]:
+    """The layout of the weights files that training started from, for `remember`: what `layout.json` says, for a model
+    of its checkpoint. Raises `IntegrityError`.
+    """
+    with expecting(directory / LAYOUT_FILE, "is not a layout of weights files"):
         layout = json.loads(read_small(directory, manifest, LAYOUT_FILE))
         tensors = {name: _tensor(name, entry, directory / LAYOUT_FILE) for name, entry in layout["tensors"].items()}
         left_out = [_tensor(entry["name"], entry, Path(entry["path"])) for entry in layout["left_out"]]
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise IntegrityError(
-            f"{directory / LAYOUT_FILE}: is not a layout of weights files ({error})", key="checkpoint.damaged"
-        ) from error
-    plan = plan_load(model, WeightFiles(directory, tensors))
-    return SavedLayout(tuple(plan.conversions), tuple(left_out))
+    return plan_load(model, WeightFiles(directory, tensors)).conversions, left_out
 
 
 def check_adapter_base(model: PreTrainedModel, directory: Path, manifest: Manifest) -> None:

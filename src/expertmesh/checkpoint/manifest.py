@@ -9,6 +9,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from expertmesh.checkpoint.schema import KINDS, SCHEMA_VERSION, FileEntry, Manifest, tensor_file, writer_of
@@ -31,8 +32,21 @@ def read_manifest(directory: Path, *, rank: int = 0, ranks: int = 1) -> Manifest
     manifest = parse_manifest(directory)
     share = manifest.files[rank::ranks]
     for problem in itertools.chain(file_problems(directory, manifest, share), tensor_problems(directory, manifest)):
-        raise IntegrityError(f"{problem}; {MEND}", key="checkpoint.damaged")
+        raise damaged(f"{problem}; {MEND}")
     return manifest
+
+
+def damaged(problem: str) -> IntegrityError:
+    return IntegrityError(problem, key="checkpoint.damaged")
+
+
+@contextmanager
+def expecting(path: Path, what: str) -> Iterator[None]:
+    """Turn what parsing a file of another form raises into an `IntegrityError`: `PATH: WHAT (reason)`."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # also a RecursionError
+        raise damaged(f"{path}: {what} ({error})") from error
 
 
 def parse_manifest(directory: Path) -> Manifest:
@@ -55,7 +69,7 @@ def parse_manifest(directory: Path) -> Manifest:
         try:
             return upgraded(old)
         except ValueError as error:
-            raise IntegrityError(f"{path}: damaged: {error}; {MEND}", key="checkpoint.damaged") from error
+            raise damaged(f"{path}: damaged: {error}; {MEND}") from error
     manifest = validated(path, Manifest, content, MEND, key="checkpoint.damaged")
     _check_plain_paths(manifest.files, path)
     return manifest

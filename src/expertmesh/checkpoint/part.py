@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from expertmesh.checkpoint.schema import FileEntry, tensor_file
@@ -81,7 +82,8 @@ class ListedTensor(NamedTuple):
     sharding: str
 
 
-class Note(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Note:
     """What a rank tells rank 0 about its part. It grows with the number of shardings, which is small, not of tensors.
 
     `tensors` is a hash of `listing`: (kind, name, what it is) of every tensor, from ranks that lead.
@@ -92,6 +94,9 @@ class Note(NamedTuple):
     tensors: str
     listing: list[tuple[str, str, ListedTensor]] | None
     boxes: dict[str, SharedBox]
+
+
+_NOTE = TypeAdapter(Note)
 
 
 def take_part(tensors: Mapping[str, Mapping[str, Tensor]], mesh: Mesh, *, copy: bool) -> RankPart:
@@ -130,8 +135,11 @@ def write_part(part: RankPart, directory: Path, world_size: int) -> None:
                 marks = {each.name: each.fingerprint for each in written if each.fingerprint is not None}
                 metadata = _metadata({each.name: each.box for each in written}, marks)
                 file = lay_out_file(directory / name, values, metadata)
-                files.append({"name": name, "bytes": file.size, "sha256": _write(file, values)})
-        write_synced(note_path(directory, part.rank), _note_bytes(part, files))
+                files.append(FileEntry(name=name, bytes=file.size, sha256=_write(file, values)))
+        # A line that rank 0 reads, and a second one for when copies differ: the fingerprint of each by name.
+        fingerprints = {each.name: each.fingerprint for each in part.held if each.fingerprint is not None}
+        lines = _NOTE.dump_json(_note(part, files)), json.dumps(fingerprints).encode(), b""
+        write_synced(note_path(directory, part.rank), b"\n".join(lines))
         sync(directory)
 
 
@@ -144,9 +152,8 @@ def _metadata(boxes: Mapping[str, Box], fingerprints: Mapping[str, int]) -> dict
     return {**metadata, "fingerprints": json.dumps(fingerprints)} if fingerprints else metadata
 
 
-def _note_bytes(part: RankPart, files: list[dict[str, Any]]) -> bytes:
-    """A line that rank 0 reads, and a second one for when copies differ: the fingerprint of each by name."""
-    listing = [(each.kind, each.name, each.dtype, each.shape, each.sharding) for each in part.held]
+def _note(part: RankPart, files: list[FileEntry]) -> Note:
+    listing = [(each.kind, each.name, ListedTensor(each.dtype, each.shape, each.sharding)) for each in part.held]
     boxes: dict[str, SharedBox] = {}
     alike: dict[str, list[HeldPart]] = {}
     for each in part.held:
@@ -155,29 +162,13 @@ def _note_bytes(part: RankPart, files: list[dict[str, Any]]) -> bytes:
         ((box, writes),) = {(each.box, each.writes) for each in parts}
         marks = sorted((each.name, each.fingerprint) for each in parts if each.fingerprint is not None)
         boxes[sharding] = SharedBox(box, writes, _sha256(marks) if marks else None)
-    note = {
-        "files": files,
-        "rng": part.rng,
-        "tensors": _sha256(listing),
-        "listing": listing if part.leads else None,
-        "boxes": boxes,
-    }
-    fingerprints = {each.name: each.fingerprint for each in part.held if each.fingerprint is not None}
-    return f"{json.dumps(note)}\n{json.dumps(fingerprints)}\n".encode()
+    return Note(files, part.rng, _sha256(listing), listing if part.leads else None, boxes)
 
 
 def read_note(directory: Path, rank: int) -> Note:
     """What `write_part` left, without the fingerprints."""
     with note_path(directory, rank).open("rb") as file:
-        note = json.loads(file.readline())
-    listing = note["listing"]
-    if listing is not None:
-        listing = [(kind, name, ListedTensor(dtype, tuple(shape), cut)) for kind, name, dtype, shape, cut in listing]
-    boxes = {
-        cut: SharedBox(tuple((start, stop) for start, stop in box), writes, copies)
-        for cut, (box, writes, copies) in note["boxes"].items()
-    }
-    return Note([FileEntry(**file) for file in note["files"]], note["rng"], note["tensors"], listing, boxes)
+        return _NOTE.validate_json(file.readline())
 
 
 def read_fingerprints(directory: Path, rank: int) -> dict[str, int]:

@@ -16,17 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.checkpoint.manifest import read_manifest
+from expertmesh.checkpoint.manifest import damaged, expecting, read_manifest
 from expertmesh.checkpoint.schema import Manifest, is_tensor_file
-from expertmesh.checkpoint.small_files import damaged
+from expertmesh.checkpoint.small_files import other_content
 from expertmesh.config.errors import IntegrityError
 from expertmesh.io.boxes import Box, extents, full_box, volume
 from expertmesh.io.pieces import Piece
 from expertmesh.io.safetensors_reader import DTYPES, FileTensor, WeightFiles, read_header, read_metadata
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.reading import read_box
-
-_HASHED_BYTES = 1 << 24
 
 
 class Headers:
@@ -46,7 +44,7 @@ class Headers:
                 continue
             header = read_header(self._directory / file)
             for problem in match_header(self._directory / file, header, self._manifest):
-                raise IntegrityError(problem, key="checkpoint.damaged")
+                raise damaged(problem)
             names = tuple(header)
             order = self._orders.setdefault(names, {name: number for number, name in enumerate(names)})
             self._offsets[file] = order, array("Q", (tensor.offset for tensor in header.values()))
@@ -81,10 +79,7 @@ class SavedState:
         for file, part in self.manifest.parts_within(name, box):
             stored = self.headers.find(file, name, entry.dtype, part)
             pieces.append(Piece(part, stored, full_box(stored.shape), tuple(range(len(part)))))
-        read_box(LazyTensor(entry.shape, DTYPES[entry.dtype], pieces), box, out, self._fetch)
-
-    def _fetch(self, leaf: Any, box: Box, out: Tensor) -> None:
-        self.files.read(leaf, box, out)
+        read_box(LazyTensor(entry.shape, DTYPES[entry.dtype], pieces), box, out, self.files.read)
 
 
 @contextmanager
@@ -110,15 +105,12 @@ def check_hashes(state: SavedState, *, rank: int = 0, ranks: int = 1, optimizer:
     files = [file for file in state.manifest.files if optimizer or state.manifest.kind_of(file.name) != "optimizer"]
     for file in files[rank::ranks]:
         if file_sha256(state.directory / file.name) != file.sha256:
-            raise damaged(state.directory / file.name)
+            raise other_content(state.directory / file.name)
 
 
 def file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_HASHED_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_fits(state: SavedState, targets: Mapping[str, Tensor]) -> None:
@@ -142,25 +134,17 @@ def check_fits(state: SavedState, targets: Mapping[str, Tensor]) -> None:
 
 def saved_offsets(path: Path) -> dict[str, list[int]]:
     """Where in their tensors the parts of a file start, by name, as its header says. Raises `IntegrityError`."""
-    try:
+    with expecting(path, "damaged: its header does not say where its tensors belong"):
         entries = json.loads(read_metadata(path)["DCP_SHARDING_INFO"])
         return {name: [int(start) for start in entry["saved_offsets"]] for name, entry in entries.items()}
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise IntegrityError(
-            f"{path}: damaged: its header does not say where its tensors belong ({error})", key="checkpoint.damaged"
-        ) from error
 
 
 def fingerprints_in(path: Path, manifest: Manifest) -> Mapping[str, Any]:
     """What all ranks that held a part computed of it, by tensor, for those that several held. `IntegrityError`."""
     if manifest.schema1_fingerprints is not None:
         return manifest.schema1_fingerprints.get(path.name, {})
-    try:
+    with expecting(path, "damaged: its header does not hold fingerprints"):
         return dict(json.loads(read_metadata(path).get("fingerprints", "{}")))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise IntegrityError(
-            f"{path}: damaged: its header does not hold fingerprints ({error})", key="checkpoint.damaged"
-        ) from error
 
 
 def match_header(path: Path, header: Mapping[str, FileTensor], manifest: Manifest) -> list[str]:

@@ -4,12 +4,16 @@ No weights travel between ranks; that nothing is damaged is known on all of them
 """
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from expertmesh.adapters.plan import plan_of
+from expertmesh.adapters.read import read_adapter
 from expertmesh.checkpoint.read import SavedState, check_hashes
 from expertmesh.checkpoint.small_files import read_generators, set_rng_state
 from expertmesh.checkpoint.state import allocate_optimizer_state, held_part, model_state
@@ -17,16 +21,20 @@ from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.safetensors_reader import DTYPES
 from expertmesh.state.sharded_model import mesh_of
 from expertmesh.state.stage_view import is_on_other_stage
+from expertmesh.weights.load import fill
+from expertmesh.weights.unmapped import remember, remembered
 
 
 @torch.no_grad()
-def restore(model: PreTrainedModel, optimizer: torch.optim.Optimizer | None, state: SavedState) -> None:
+def restore(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer | None, state: SavedState, *, weights: bool = True
+) -> None:
     """Fill a sharded model, its optimizer and torch's generators from an opened checkpoint that fits.
 
     Every rank calls it, with the same checkpoint; the model's shards have to be allocated. `optimizer` None leaves the
-    saved moments alone. Generators come back on the ranks that the saved job had too. Raises `IntegrityError` for a
-    damaged one on all ranks alike, before anything is changed. Issues a few small all-reduces on the default group; no
-    weights travel between ranks.
+    saved moments alone; without `weights` the model's tensors stay as they are. Generators come back on the ranks that
+    the saved job had too. Raises `IntegrityError` for a damaged one on all ranks alike, before anything is changed.
+    Issues a few small all-reduces on the default group; no weights travel between ranks.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     with raise_on_all_ranks("comparing the checkpoint with its hashes"):
@@ -34,7 +42,7 @@ def restore(model: PreTrainedModel, optimizer: torch.optim.Optimizer | None, sta
     with raise_on_all_ranks("reading the random generators"):
         generators = read_generators(state.directory, state.manifest, [rank])
     with raise_on_all_ranks("loading the checkpoint"):
-        targets = model_state(model)
+        targets = model_state(model) if weights else {}
         if optimizer is not None:
             saved = state.manifest.optimizer.items()
             shapes = {name: (DTYPES[entry.dtype], tuple(entry.shape)) for name, entry in saved}
@@ -48,3 +56,25 @@ def read_state(state: SavedState, targets: Mapping[str, Tensor]) -> None:
     """Fill what this rank holds of `targets` (DTensors or plain, by saved name). No collective."""
     for name, tensor in targets.items():
         state.read_into(name, *held_part(tensor))
+
+
+@torch.no_grad()
+def load_weights(model: PreTrainedModel, directory: str | Path) -> None:
+    """Give a sharded model the weights that `save_model` wrote to `directory`; with adapters, those of `save_adapter`.
+
+    Every rank calls it, in any layout, with a model that `load_model` or `parallelize` made; each rank reads its own
+    bytes. Values are cast to the model's dtypes; an optimizer over its parameters stays valid. Raises on all ranks
+    alike `InputError`, `SecurityError`, and `IntegrityError` for files that do not fill the model exactly once, values
+    that are not finite, or an adapter of another base. Issues one small all-reduce on the default group.
+    """
+    plan = plan_of(model)
+    if plan is not None:
+        with raise_on_all_ranks("reading the adapter"):
+            read_adapter(model, plan, Path(directory))
+        return
+    # Saving restores the layout and the other tensors of the files that training started from, if it did, not of these.
+    before: Any = getattr(model, "_weight_conversions", None)
+    unmapped = remembered(model)
+    fill(model, directory)
+    here: Any = model._weight_conversions
+    remember(model, here if before is None else before, unmapped)

@@ -66,19 +66,9 @@ class Tiling(Strict):
     def shape(self) -> list[int]:
         return [cuts[-1] for cuts in self.cuts]
 
-    def cells(self) -> Iterator[tuple[int, Box]]:
-        """(the rank that wrote it, its box) of every part."""
-        return zip(self.ranks, _boxes(self.cuts), strict=True)
-
     def cell_of(self, rank: int) -> Box | None:
         """The part that `rank` wrote."""
-        if rank not in self.ranks:
-            return None
-        index, cell = self.ranks.index(rank), []
-        for cuts in reversed(self.cuts):
-            index, at = divmod(index, len(cuts) - 1)
-            cell.append((cuts[at], cuts[at + 1]))
-        return tuple(reversed(cell))
+        return next((box for writer, box in zip(self.ranks, _boxes(self.cuts), strict=False) if writer == rank), None)
 
     def within(self, box: Box) -> Iterator[tuple[int, Box]]:
         """(the rank that wrote it, its box) of the parts that share elements with `box`, which is not empty."""

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
-from expertmesh.checkpoint.manifest import MANIFEST, MEND
+from expertmesh.checkpoint.manifest import MANIFEST, MEND, damaged, expecting
 from expertmesh.checkpoint.schema import FileEntry, Manifest
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.io.safetensors_reader import WeightFiles, read_header
-from expertmesh.io.safetensors_writer import lay_out_file, sync, write_synced
+from expertmesh.io.safetensors_writer import sync, write_synced
 
 STATE_FILE = "state.json"
 RNG_FILE = "rng/generators.safetensors"
@@ -51,19 +52,13 @@ def state_bytes(step: int, state: Mapping[str, Any], optimizer: torch.optim.Opti
 
 def read_state_file(directory: Path, manifest: Manifest) -> StateFile:
     """A checkpoint's `state.json`. Raises `IntegrityError`."""
-    try:
+    path = directory / STATE_FILE
+    with expecting(path, "is not the state of a checkpoint"):
         content = json.loads(read_small(directory, manifest, STATE_FILE))
-        step, state, optimizer = int(content["step"]), dict(content["state"]), content.get("optimizer")
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise IntegrityError(
-            f"{directory / STATE_FILE}: is not the state of a checkpoint ({error})", key="checkpoint.damaged"
-        ) from error
-    if step != manifest.step:
-        raise IntegrityError(
-            f"{directory / STATE_FILE}: is of step {step}, the manifest of step {manifest.step}",
-            key="checkpoint.damaged",
-        )
-    return StateFile(step, state, optimizer)
+        found = StateFile(int(content["step"]), dict(content["state"]), content.get("optimizer"))
+    if found.step != manifest.step:
+        raise damaged(f"{path}: is of step {found.step}, the manifest of step {manifest.step}")
+    return found
 
 
 def rng_state(device: torch.device) -> dict[str, str]:
@@ -88,9 +83,7 @@ def write_generators(directory: Path, ranks: Sequence[Mapping[str, str]]) -> Non
     values = {kind: torch.stack([_decoded(states[kind]) for states in ranks]) for kind in ranks[0]}
     path = directory / RNG_FILE
     path.parent.mkdir(exist_ok=True)
-    file = lay_out_file(path, values, {"format": "pt"})
-    data = b"".join(values[tensor.name].numpy().tobytes() for tensor in file.tensors)
-    write_synced(path, file.header + data)
+    write_synced(path, save(values, {"format": "pt"}))
     sync(path.parent)
 
 
@@ -108,9 +101,7 @@ def read_generators(directory: Path, manifest: Manifest, ranks: Iterable[int]) -
     header = read_header(path)
     shapes = [(tensor.dtype, len(tensor.shape), tensor.shape[:1]) for tensor in header.values()]
     if "cpu" not in header or set(shapes) != {(torch.uint8, 2, (manifest.world_size,))}:
-        raise IntegrityError(
-            f"{path}: does not hold generators of {manifest.world_size} ranks", key="checkpoint.damaged"
-        )
+        raise damaged(f"{path}: does not hold generators of {manifest.world_size} ranks")
     found = []
     with WeightFiles(directory, header) as files:
         for rank in ranks:
@@ -124,27 +115,17 @@ def read_generators(directory: Path, manifest: Manifest, ranks: Iterable[int]) -
 
 def _read_generators_of_schema_1(directory: Path, manifest: Manifest, ranks: Iterable[int]) -> list[dict[str, Tensor]]:
     path = directory / SCHEMA_1_RNG_FILE
-    try:
+    with expecting(path, "does not hold the states of torch's generators"):
         content = json.loads(read_small(directory, manifest, SCHEMA_1_RNG_FILE))
         saved = [{kind: _decoded(text) for kind, text in states.items()} for states in content]
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise IntegrityError(
-            f"{path}: does not hold the states of torch's generators ({error})", key="checkpoint.damaged"
-        ) from error
     if len(saved) != manifest.world_size:
-        raise IntegrityError(
-            f"{path}: holds generators of {len(saved)} ranks, not of {manifest.world_size}", key="checkpoint.damaged"
-        )
+        raise damaged(f"{path}: holds generators of {len(saved)} ranks, not of {manifest.world_size}")
     return [_checked(path, saved[rank]) for rank in ranks if rank < len(saved)]
 
 
 def _checked(path: Path, states: dict[str, Tensor]) -> dict[str, Tensor]:
-    try:
+    with expecting(path, "does not hold the states of torch's generators"):
         torch.Generator().set_state(states["cpu"])  # refuses what is none
-    except (KeyError, TypeError, RuntimeError) as error:
-        raise IntegrityError(
-            f"{path}: does not hold the states of torch's generators ({error})", key="checkpoint.damaged"
-        ) from error
     return states
 
 
@@ -158,7 +139,7 @@ def read_small(directory: Path, manifest: Manifest, name: str) -> bytes:
     entry = entry_of(directory, manifest, name)
     content = (directory / name).read_bytes()
     if hashlib.sha256(content).hexdigest() != entry.sha256:
-        raise damaged(directory / name)
+        raise other_content(directory / name)
     return content
 
 
@@ -166,14 +147,9 @@ def entry_of(directory: Path, manifest: Manifest, name: str) -> FileEntry:
     """What the manifest says of a file. `IntegrityError` if it does not name it."""
     entry = manifest.by_name.get(name)
     if entry is None:
-        raise IntegrityError(
-            f"{directory / MANIFEST}: damaged: does not name {name}, which every checkpoint has",
-            key="checkpoint.damaged",
-        )
+        raise damaged(f"{directory / MANIFEST}: damaged: does not name {name}, which every checkpoint has")
     return entry
 
 
-def damaged(path: Path) -> IntegrityError:
-    return IntegrityError(
-        f"{path}: damaged: its content is not what was written (sha256 differs); {MEND}", key="checkpoint.damaged"
-    )
+def other_content(path: Path) -> IntegrityError:
+    return damaged(f"{path}: damaged: its content is not what was written (sha256 differs); {MEND}")

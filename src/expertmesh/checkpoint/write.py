@@ -87,11 +87,14 @@ class CheckpointWriter:
         optimizer: torch.optim.Optimizer | None,
         step: int,
         files: Mapping[str, bytes],
+        *,
+        weights: bool = True,
     ) -> SavedCheckpoint | None:
         """Save the state after optimizer step `step`. Every rank calls it, with the same `step`.
 
-        `files` (used on rank 0) are what else belongs to the checkpoint, by path inside it. Returns the checkpoint, or
-        None when it is still being written: then `settle` or `finish` returns it; an earlier one must be finished.
+        `files` (used on rank 0) are what else belongs to the checkpoint, by path inside it; without `weights` the
+        model's tensors do not. Returns the checkpoint, or None when it is still being written: then `settle`
+        or `finish` returns it; an earlier one must be finished.
         Raises on all ranks alike `InputError` (this or a later step exists, disk full) and `IntegrityError` (copies
         that differ). Issues small collectives on the default group, none of them weights.
         """
@@ -100,7 +103,7 @@ class CheckpointWriter:
         mesh = mesh_of(model)
         target = self.directory / step_name(step)
         temporary = target.with_name(f"{target.name}.tmp-{from_rank_0(f'{time.time_ns():x}')}")
-        tensors: dict[str, dict[str, Tensor]] = {"model": model_state(model)}
+        tensors: dict[str, dict[str, Tensor]] = {"model": model_state(model) if weights else {}}
         if optimizer is not None:
             tensors["optimizer"] = optimizer_state(model, optimizer)
         tensors, updated = _of_all_stages(model, tensors, trained(model, optimizer) if optimizer is not None else {})

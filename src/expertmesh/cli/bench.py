@@ -7,7 +7,6 @@ alternate, medians are compared, and systems that do not compute the same are re
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,12 @@ from expertmesh.config.errors import InputError
 from expertmesh.io.directory import io_errors
 from expertmesh.io.terminal import printable
 
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What is measured, in a line, and the function that does it with sizes, number of ranks and device."""
-
-    summary: str
-    run: Callable[[Sizes, int, torch.device], Result]
-
-
-PARTS = {
-    "step": Part("forward and backward of a model beside transformers' own expert parallelism", bench_step),
-    "layer": Part("one layer's experts beside transformers' grouped_mm", bench_layer),
-    "load": Part("loading a checkpoint beside transformers' from_pretrained", bench_load),
-    "lora": Part("adapters on one layer's experts beside stock PEFT", bench_lora),
+# What each part measures, in a line, and the function that does it with sizes, number of ranks and device.
+PARTS: dict[str, tuple[str, Callable[[Sizes, int, torch.device], Result]]] = {
+    "step": ("forward and backward of a model beside transformers' own expert parallelism", bench_step),
+    "layer": ("one layer's experts beside transformers' grouped_mm", bench_layer),
+    "load": ("loading a checkpoint beside transformers' from_pretrained", bench_load),
+    "lora": ("adapters on one layer's experts beside stock PEFT", bench_lora),
 }
 
 
@@ -62,8 +53,9 @@ def run(parts: Sequence[str], quick: bool, nproc: int | None, report: str | None
             # As the ranks of a step: one thread, so that figures of machines with many cores can be compared.
             torch.set_num_threads(1)
         for part in dict.fromkeys(parts or PARTS):
-            print(f"\n## {part}: {PARTS[part].summary}\n", flush=True)
-            results[part] = PARTS[part].run(sizes, ranks, device)
+            summary, measure = PARTS[part]
+            print(f"\n## {part}: {summary}\n", flush=True)
+            results[part] = measure(sizes, ranks, device)
             for line in _result_lines(results[part]):
                 print(printable(line), flush=True)
     finally:

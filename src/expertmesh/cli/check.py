@@ -7,8 +7,10 @@ tokenizer; never its weights, and never starts a process group.
 """
 
 import math
-import os
 import sys
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
 
 from rich.console import Console
 from rich.text import Text
@@ -27,7 +29,7 @@ from expertmesh.data import (
     padding_token_id,
 )
 from expertmesh.io.terminal import printable
-from expertmesh.launcher.launch import in_job, local_ranks
+from expertmesh.launcher.launch import job_size
 from expertmesh.planning.forecast import forecast
 from expertmesh.training.startup.model_check import Checked
 from expertmesh.training.startup.preflight import preflight
@@ -44,9 +46,9 @@ def run(config: Config, samples: int = 3, nproc: int | None = None) -> int:
     in `config` make. Raises `InputError` for what would stop training: all that preflight refuses, a malformed row
     under `data.on_error: stop`, data without any target.
     """
-    here = int(os.environ["WORLD_SIZE"]) if in_job() else local_ranks(None)
+    here, per_node = job_size()
     ranks = nproc or (here if here % _fewest_ranks(config.parallel) == 0 else _fewest_ranks(config.parallel))
-    checked = preflight(config, ranks, ranks_per_node=here if ranks == here and not in_job() else None, weights=False)
+    checked = preflight(config, ranks, ranks_per_node=per_node if ranks == here else None, weights=False)
     tokenizer = load_tokenizer(config.model)
     console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
     vocab_size = checked.vocab_size
@@ -57,13 +59,14 @@ def run(config: Config, samples: int = 3, nproc: int | None = None) -> int:
         for line in plan_lines(adapters, checked.anatomy):
             console.print(f"lora {line}")
 
-    dataset, report = build_dataset(config.data.train, config.data, tokenizer, model_vocab_size=vocab_size)
-    for index in range(min(samples, len(dataset))):
+    build = partial(build_dataset, model_vocab_size=vocab_size, pairs=config.objective.name == "dpo")
+    dataset, report = build(config.data.train, config.data, tokenizer)
+    for index in range(min(samples * dataset.samples_per_row, len(dataset))):
         _print_sample(console, dataset, index, tokenizer)
     _print_report(console, "train", config, report)
     _print_steps(console, config, dataset, padding_token_id(tokenizer, vocab_size))
     if config.data.eval:
-        _, report = build_dataset(config.data.eval, config.data, tokenizer, model_vocab_size=vocab_size)
+        _, report = build(config.data.eval, config.data, tokenizer)
         _print_report(console, "eval", config, report)
     return 0
 
@@ -91,19 +94,17 @@ def _print_sample(console: Console, dataset: TokenizedDataset, index: int, token
     sample = dataset.sample(index)
     targets = (sample.labels != IGNORE).tolist()
     text = Text()
-    runs: list[tuple[bool, list[int]]] = []
-    for token_id, is_target in zip(sample.input_ids[:TOKENS_SHOWN].tolist(), targets, strict=False):
-        if not runs or runs[-1][0] != is_target:
-            runs.append((is_target, []))
-        runs[-1][1].append(token_id)
-    for is_target, ids in runs:
+    pairs = zip(sample.input_ids[:TOKENS_SHOWN].tolist(), targets, strict=False)
+    for is_target, group in groupby(pairs, key=itemgetter(1)):
+        ids = [token_id for token_id, _ in group]
         piece = printable(str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
         marked = piece if console.is_terminal or not is_target else f"[[{piece}]]"
         text.append(marked, style=TARGET_STYLE if is_target else "")
     if (hidden := len(targets) - TOKENS_SHOWN) > 0:
         text.append(f"\n… {hidden:,} more tokens", style="dim")
+    kind = ("chosen", "rejected")[index % 2] if dataset.samples_per_row == 2 else "sample"
     console.print(
-        f"\nsample {dataset.position(index)}: {len(targets):,} tokens, {sum(targets):,} targets", style="bold"
+        f"\n{kind} {dataset.position(index)}: {len(targets):,} tokens, {sum(targets):,} targets", style="bold"
     )
     console.print(text)
 
@@ -154,8 +155,8 @@ def _print_steps(console: Console, config: Config, dataset: TokenizedDataset, pa
     if config.data.packing:
         rows = f"{len(plan.rows):,} rows of {config.data.max_length:,} tokens"
         console.print(f"packing: {len(dataset):,} samples in {rows}, {plan.fill:.1%} full")
-    epochs = config.train.num_epochs
+    epochs, rows = config.train.num_epochs, "pairs" if dataset.samples_per_row == 2 else "rows"
     console.print(
-        f"global batch {size:,} rows: {batches.steps_per_epoch:,} steps in the first epoch, "
+        f"global batch {size:,} {rows}: {batches.steps_per_epoch:,} steps in the first epoch, "
         f"{batches.total_steps(epochs):,} in {epochs:,} epoch{'s' * (epochs != 1)}"
     )

@@ -17,9 +17,10 @@ import torch
 from rich.console import Console
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedConfig
 
 from expertmesh.adapters.targets import candidates, listed
-from expertmesh.anatomy import Anatomy, ExpertsSpec, describe
+from expertmesh.anatomy import Anatomy, ExpertsSpec, describe, is_inside
 from expertmesh.cli.printing import bytes_text, count_text, print_rows
 from expertmesh.config import MoeConfig, ParallelConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
@@ -29,6 +30,7 @@ from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.refusals import expert_shard_dim
 from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.weights.meta_model import read_model_config
+from expertmesh.weights.quantised.published import method_of, plain_dtype, published_tensors, quantisation
 
 DEFAULT_WORLD_SIZES = (1, 2, 4, 8)
 # What training keeps of each parameter: float32 weight, gradient and the two moments of AdamW.
@@ -43,46 +45,20 @@ activations come on top"""
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
-    """How tokens choose experts. `score` is None where the family's own code could not be followed."""
-
-    score: str | None
-    correction_bias: bool
-    groups: int | None
-    groups_kept: int | None
-    renormalized: bool | None
-    scaling: float | None
-
-    def __str__(self) -> str:
-        parts = [self.score or "not recognised (runs the model's own code all the same)"]
-        if self.groups and self.groups > 1:
-            parts.append(f"{self.groups_kept} of {self.groups} groups")
-        if self.correction_bias:
-            parts.append("correction bias")
-        if self.renormalized:
-            parts.append("weights renormalised")
-        if self.scaling not in (None, 1.0):
-            parts.append(f"scaled by {self.scaling:g}")
-        return ", ".join(parts)
-
-
-@dataclass(frozen=True, slots=True)
 class Facts:
-    """What `inspect` knows of a model. Counts are parameters; tied parameters count once."""
+    """What `inspect` counts in a model. Sizes are parameters; tied parameters count once. `router`: how tokens choose
+    experts, in words.
+    """
 
-    family: str
-    architecture: str
     blocks: int
     moe_blocks: int
     experts: ExpertsSpec
-    router: Router
+    router: str
     shared_experts: int
-    vocabulary: int
     total: int
     expert: int
     largest_block_dense: int
     largest_block_expert: int
-    lora_targets: tuple[tuple[str, str], ...]
 
     @property
     def dense(self) -> int:
@@ -110,7 +86,7 @@ def run(model: str, world_size: int | None = None, trust_remote_code: bool = Fal
     plan_model(built, Layout(), ShardOptions(precision, MoeConfig(aux_loss_coef=0.0)))
     facts = examine(built)
     console = Console(file=sys.stdout, highlight=False, markup=False)
-    print_rows(console, model, None, [*describe_rows(facts), ("on disk", disk_text(directory))])
+    print_rows(console, model, None, [*describe_rows(built, facts), ("on disk", disk_text(config, directory))])
     for size in (world_size,) if world_size else DEFAULT_WORLD_SIZES:
         rows = [layout_row(facts, layout) for layout in layouts(facts, size)]
         if rows:
@@ -121,8 +97,8 @@ def run(model: str, world_size: int | None = None, trust_remote_code: bool = Fal
     return 0
 
 
-def disk_text(directory: Path) -> str:
-    """Size, number of files and dtypes of a directory's weights, from headers alone.
+def disk_text(config: PreTrainedConfig, directory: Path) -> str:
+    """Size, number of files, dtypes and quantisation of a directory's weights, from headers alone.
 
     Weights need not be there, or not all of them; `IntegrityError` for a file that is there but damaged.
     """
@@ -139,66 +115,58 @@ def disk_text(directory: Path) -> str:
         for tensor in files.tensors.values():
             by_dtype[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
         total = bytes_text(files.total_bytes)
+        published = published_tensors(config, files).tensors.values()
+        plain = sum(lazy.numel() * plain_dtype(lazy).itemsize for lazy in published)
+    settings = quantisation(config)
+    how = "" if settings is None else f"; quantised ({method_of(settings)}), {bytes_text(plain)} with bfloat16 instead"
     kinds = ", ".join(f"{dtype} {bytes_text(size)}" for dtype, size in by_dtype.most_common())
-    return f"{total} in {len(expected)} file{'s' if len(expected) > 1 else ''} ({kinds})"
+    return f"{total} in {len(expected)} file{'s' if len(expected) > 1 else ''} ({kinds}){how}"
 
 
 def examine(model: nn.Module) -> Facts:
     """The facts of a model on meta. Raises `InputError`, naming the module, when it cannot be sharded."""
     anatomy = describe(model)
-    config = model.config
-    text_config = config.get_text_config()  # type: ignore[union-attr, operator]
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     expert = {name: size for name, size in sizes.items() if anatomy.is_expert_parameter(name)}
-    spec = anatomy.experts[0]
     in_block = [_inside(sizes, block) for block in anatomy.blocks]
     experts_in_block = [_inside(expert, block) for block in anatomy.blocks]
     return Facts(
-        family=config.model_type,  # type: ignore[union-attr, arg-type]
-        architecture=type(model).__name__,
         blocks=len(anatomy.blocks),
-        moe_blocks=len({_block_of(anatomy, experts) for experts in anatomy.experts}),
-        experts=spec,
-        router=recognise_router(model, anatomy, text_config),
+        moe_blocks=sum(any(is_inside(spec.name, block) for spec in anatomy.experts) for block in anatomy.blocks),
+        experts=anatomy.experts[0],
+        router=describe_router(model, anatomy),
         shared_experts=len({name.rpartition(".")[0] for name in anatomy.shared_experts}),
-        vocabulary=int(text_config.vocab_size),
         total=sum(sizes.values()),
         expert=sum(expert.values()),
         largest_block_dense=max(a - b for a, b in zip(in_block, experts_in_block, strict=True)),
         largest_block_expert=max(experts_in_block),
-        lora_targets=tuple(
-            (group, ", ".join(endings)) for group, endings in listed(list(candidates(model, anatomy))).items()
-        ),
     )
 
 
 def _inside(sizes: dict[str, int], module: str) -> int:
-    return sum(size for name, size in sizes.items() if name.startswith(f"{module}."))
+    return sum(size for name, size in sizes.items() if is_inside(name, module))
 
 
-def _block_of(anatomy: Anatomy, experts: ExpertsSpec) -> str:
-    return next(block for block in anatomy.blocks if experts.name.startswith(f"{block}."))
-
-
-def recognise_router(model: nn.Module, anatomy: Anatomy, config: Any) -> Router:
+def describe_router(model: nn.Module, anatomy: Anatomy) -> str:
     """How the first MoE layer routes: score function from the operations it runs, the rest from names."""
-    spec = anatomy.experts[0]
+    spec, config = anatomy.experts[0], model.config.get_text_config()  # type: ignore[union-attr, operator]
     parent = model.get_submodule(spec.name.rpartition(".")[0])
-    tensors = [*parent.named_parameters(), *parent.named_buffers()]
-    correction = any(
-        tensor.shape == (spec.num_experts,) and any(word in name for word in ("correction", "balance", "expert_bias"))
-        for name, tensor in tensors
+    score = _score_function(parent, model.get_submodule(spec.name), spec)
+    parts = [score or "not recognised (runs the model's own code all the same)"]
+    if (groups := getattr(config, "n_group", None) or 1) > 1:
+        parts.append(f"{getattr(config, 'topk_group', None)} of {groups} groups")
+    biases = (
+        name
+        for name, tensor in [*parent.named_parameters(), *parent.named_buffers()]
+        if tensor.shape == (spec.num_experts,)
     )
-    groups, kept = (getattr(config, key, None) for key in ("n_group", "topk_group"))
-    scaling = getattr(config, "routed_scaling_factor", None)
-    return Router(
-        score=_score_function(parent, model.get_submodule(spec.name), spec),
-        correction_bias=correction,
-        groups=groups,
-        groups_kept=kept,
-        renormalized=getattr(config, "norm_topk_prob", None),
-        scaling=None if scaling is None else float(scaling),
-    )
+    if any(word in name for name in biases for word in ("correction", "balance", "expert_bias")):
+        parts.append("correction bias")
+    if getattr(config, "norm_topk_prob", None):
+        parts.append("weights renormalised")
+    if (scaling := getattr(config, "routed_scaling_factor", None)) not in (None, 1.0):
+        parts.append(f"scaled by {float(scaling):g}")
+    return ", ".join(parts)
 
 
 class _ReachedExperts(Exception):
@@ -245,7 +213,7 @@ def _score_function(layer: nn.Module, experts: nn.Module, spec: ExpertsSpec) -> 
 def layouts(facts: Facts, world_size: int) -> list[Layout]:
     """Every ep that divides both ranks and experts and leaves a slice that efsdp can shard; no other axes."""
     experts = facts.experts.num_experts
-    sizes = [ep for ep in range(1, world_size + 1) if world_size % ep == 0 and experts % ep == 0]
+    sizes = [ep for ep in range(1, experts + 1) if world_size % ep == 0 and experts % ep == 0]
     found = [resolve_layout(ParallelConfig(ep=ep), world_size, experts) for ep in sizes]
     return [layout for layout in found if _shard_text(facts.experts, layout)]
 
@@ -281,15 +249,17 @@ def rank_text(facts: Facts, world_size: int) -> str:
     )
 
 
-def describe_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+def describe_rows(model: nn.Module, facts: Facts) -> Iterator[tuple[str, str]]:
     """The model's facts as (label, text)."""
-    spec = facts.experts
-    yield "family", f"{facts.family} ({facts.architecture})"
+    config: Any = model.config
+    spec, vocabulary = facts.experts, int(config.get_text_config().vocab_size)
+    targets = listed(list(candidates(model, describe(model))))
+    yield "family", f"{config.model_type} ({type(model).__name__})"
     yield "layers", f"{facts.blocks}: {facts.moe_blocks} MoE, {facts.blocks - facts.moe_blocks} dense"
     yield "experts", f"{spec.num_experts} per layer, top-{spec.top_k or '?'}, width {spec.intermediate_size}"
-    yield "router", str(facts.router)
+    yield "router", facts.router
     yield "shared experts", f"in {facts.shared_experts} layers" if facts.shared_experts else "none"
-    yield "hidden, vocabulary", f"{spec.hidden_size:,}, {facts.vocabulary:,}"
+    yield "hidden, vocabulary", f"{spec.hidden_size:,}, {vocabulary:,}"
     yield "parameters", count_text(facts.total)
     yield (
         "  active per token",
@@ -297,5 +267,5 @@ def describe_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     )
     yield "  dense", count_text(facts.dense)
     yield "  routed experts", f"{count_text(facts.expert)} ({100 * facts.expert / facts.total:.1f} %)"
-    yield "lora targets", ", ".join(group for group, _ in facts.lora_targets)
-    yield from ((f"  {group}", endings) for group, endings in facts.lora_targets if group != "lm_head")
+    yield "lora targets", ", ".join(targets)
+    yield from ((f"  {group}", ", ".join(endings)) for group, endings in targets.items() if group != "lm_head")

@@ -18,7 +18,6 @@ import typer
 from expertmesh.cli.verbs import app
 from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.io.terminal import printable
-from expertmesh.launcher.launch import in_job
 from expertmesh.launcher.worker import leave
 
 INTERRUPTED = 130
@@ -52,7 +51,7 @@ def entry_point() -> NoReturn:
         # Whoever read the output (`| head`) has what they wanted; Python must not try to write the rest at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = PIPE_CLOSED
-    if in_job():
+    if "RANK" in os.environ:
         leave(code)
     gc.freeze()  # nothing here is worth a search for garbage before the process ends
     sys.exit(code)
@@ -78,11 +77,11 @@ def _usage_error(error: typer.TyperException) -> InputError:
 
 def _report(error: ExpertmeshError, said: dict[str, str]) -> int:
     """Print the error as the command line asks for it; returns its exit code."""
-    rank = os.environ["RANK"] if in_job() else None
+    rank = os.environ.get("RANK", "")
     if said.get("error_format") == "json":
         record = {"key": error.key, "exit_code": error.exit_code, "message": str(error)}
-        print(json.dumps(record if rank is None else {"rank": int(rank), **record}), file=sys.stderr)
+        print(json.dumps({"rank": int(rank), **record} if rank.isdigit() else record), file=sys.stderr)
     else:
-        first, *more = printable(f"rank {rank}: {error}" if rank is not None else str(error)).splitlines()
+        first, *more = printable(f"rank {rank}: {error}" if rank else str(error)).splitlines()
         print("\n       ".join([f"error: {first}", *more]), file=sys.stderr)
     return error.exit_code

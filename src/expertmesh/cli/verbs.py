@@ -116,7 +116,8 @@ def train(
     config: ConfigFile,
     overrides: Overrides = None,
     nproc: Annotated[
-        int | None, N(help="local ranks to start (default: one per accelerator, 2 on a CPU); not under torchrun")
+        int | None,
+        N(help="ranks to start on this machine (default: one per accelerator, 2 on a CPU)"),
     ] = None,
     max_time: Annotated[
         float | None,
@@ -135,12 +136,12 @@ def train(
     return run_ranks(load_config(config, overrides or ()), TRAIN, options, _preflight)
 
 
-def _preflight(config: Config, ranks: int) -> None:
+def _preflight(config: Config, ranks: int, ranks_per_node: int) -> None:
     """What ranks would refuse, before they are started; under torchrun each rank calls it itself."""
     with lazy_imports():
         from expertmesh.training.startup.preflight import preflight
 
-    preflight(config, ranks, ranks_per_node=ranks)
+    preflight(config, ranks, ranks_per_node)
 
 
 @verb
@@ -168,8 +169,9 @@ def check(
 @with_options(PlanOptions)
 def plan(options: PlanOptions) -> int:
     """predict memory, speed and cost of every layout, without GPUs"""
-    if options.yaml and options.json:
-        raise InputError("--yaml and --json: give one of them", key="cli.usage")
+    given = [f"--{name}" for name in ("yaml", "json", "simulate") if getattr(options, name)]
+    if len(given) > 1:
+        raise InputError(f"{' and '.join(given)}: give one of them", key="cli.usage")
     return call("expertmesh.cli.plan.run", options)
 
 
@@ -211,6 +213,18 @@ def merge(
 ) -> int:
     """write an adapter and its base as one plain Hugging Face directory"""
     return call("expertmesh.cli.merge", adapter, output, base, dtype, max_shard_size, trust_remote_code)
+
+
+@verb
+def convert(
+    model: Annotated[str, Argument(metavar="MODEL", help="hub id or local directory")],
+    output: Output,
+    dtype: Annotated[WrittenDtype | None, DTYPE] = None,
+    max_shard_size: Annotated[int, SHARD_SIZE] = DEFAULT_SHARD_SIZE,
+    trust_remote_code: TrustRemoteCode = False,
+) -> int:
+    """write a model's weights in another dtype; quantised ones as plain values"""
+    return call("expertmesh.cli.convert", model, output, dtype, max_shard_size, trust_remote_code)
 
 
 @verb

@@ -6,7 +6,6 @@ What ranks do in a proof is in expertmesh.verification; here is which of the thr
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -16,8 +15,9 @@ from expertmesh.cli.options import VerifyArguments
 from expertmesh.cli.printing import bytes_text, located_text
 from expertmesh.config import Config, load_config, make_config
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
+from expertmesh.distributed.environment import find_place
 from expertmesh.io.terminal import printable
-from expertmesh.launcher.launch import RunOptions, in_job, local_ranks
+from expertmesh.launcher.launch import RunOptions, job_size
 from expertmesh.launcher.launch import run as run_ranks
 from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.verification.options import DEFAULT_TOKENS, LAYERS, VerifyOptions
@@ -63,7 +63,7 @@ def _prove_model(arguments: VerifyArguments, model: str) -> int:
     print(f"model       {model}, on random token ids", flush=True)
     sizes = _sizes(arguments.parallel or "")
     ranks = arguments.nproc
-    if ranks is None and "fsdp" in sizes and not in_job():
+    if ranks is None and "fsdp" in sizes and find_place() is None:
         ranks = math.prod(sizes.get(axis, 1) for axis in ("pp", "replicate", "fsdp", "cp", "tp"))
     return _prove(_configuration(model, sizes, words, ranks), arguments, ranks)
 
@@ -96,7 +96,7 @@ def _sizes(text: str) -> dict[str, int]:
 
 def _configuration(model: str, sizes: dict[str, int], overrides: list[str], nproc: int | None) -> Config:
     """What `--model` stands for: two micro-batches of one row on each data rank (and pp rank), and defaults."""
-    ranks = int(os.environ["WORLD_SIZE"]) if in_job() else local_ranks(nproc)
+    ranks, _ = job_size(nproc)
     shared = sizes.get("cp", 1) * sizes.get("tp", 1) * sizes.get("pp", 1)
     values = {
         "model": {"name_or_path": model},

@@ -12,6 +12,7 @@ from expertmesh.config.errors import (
     SecurityError,
 )
 from expertmesh.config.files import dump_config, load_config, make_config
+from expertmesh.config.objective import ObjectiveConfig
 from expertmesh.config.root import Config
 from expertmesh.config.schema import json_schema
 from expertmesh.config.sections import (
@@ -44,6 +45,7 @@ __all__ = [
     "LoraConfig",
     "ModelConfig",
     "MoeConfig",
+    "ObjectiveConfig",
     "OptimConfig",
     "ParallelConfig",
     "PrecisionConfig",

@@ -5,6 +5,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from expertmesh.config.base import Section, refuse
+from expertmesh.config.objective import ObjectiveConfig, objective_conflicts
 from expertmesh.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -29,6 +30,7 @@ class Config(Section):
     data: DataConfig
     lora: LoraConfig | None = None
     """Low-rank adapters on a frozen model; null for full fine-tuning."""
+    objective: ObjectiveConfig = ObjectiveConfig()
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig = TrainConfig()
@@ -42,7 +44,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
-        problems = []
+        problems = list(objective_conflicts(self.objective, self.data, self.lora))
         if self.train.eval_every_steps is not None and not self.data.eval:
             problems.append(
                 f"train.eval_every_steps is {self.train.eval_every_steps}, but data.eval is empty; name data "

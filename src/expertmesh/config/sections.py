@@ -16,7 +16,7 @@ from expertmesh.config.base import Listed, Section, refuse
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Dtype = Literal["float32", "bfloat16", "float64"]
-DataFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+DataFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference"]
 BYTES_OF = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -90,6 +90,8 @@ class DataConfig(Section):
     """Sources to train on, read one after the other."""
     eval: Listed[DataSource] = ()
     """Sources to evaluate on; empty for no evaluation."""
+    format: DataFormat = "auto"
+    """Layout of the rows of all sources that say none themselves."""
     max_length: int = Field(default=4096, ge=2)
     """Longest sequence, in tokens."""
     on_overlong: Literal["cut", "drop", "stop"] = "cut"

@@ -1,4 +1,4 @@
-"""Training data: rows of five formats → tokens and targets → batches, every row accounted for.
+"""Training data: rows of six formats → tokens and targets → batches, every row accounted for.
 
 `build_dataset` reads and tokenizes, `TrainingBatches` and `EvaluationBatches` hand out what each data rank
 trains on. Nothing here communicates.

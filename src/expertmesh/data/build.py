@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from expertmesh.config import DataConfig, DataSource
 from expertmesh.config.errors import InputError
-from expertmesh.data.encode import Encoded, Encoder
-from expertmesh.data.formats import FORMATS, MalformedRow, Record, convert, fitting_formats
+from expertmesh.data.encode import Encoded
+from expertmesh.data.formats import FORMATS, PREFERENCE, MalformedRow, Preference, Record, convert, fitting_formats
+from expertmesh.data.preference import PairEncoder
 from expertmesh.data.report import POSITIONS_KEPT, DataReport, SourceReport, histogram_of
 from expertmesh.data.sources import RawRow, SourceFile, read_source
 from expertmesh.data.tokenized import TokenizedDataset, refuse_unknown_id
@@ -29,10 +30,12 @@ def build_dataset(
     tokenizer: PreTrainedTokenizerBase,
     *,
     model_vocab_size: int,
+    pairs: bool = False,
 ) -> tuple[TokenizedDataset, DataReport]:
     """Read and tokenize `sources` (`data.train` or `data.eval`) as `data_config` says.
 
-    `model_vocab_size` is the number of the model's embeddings. Raises `InputError` for data that cannot be
+    `model_vocab_size` is the number of the model's embeddings. With `pairs` rows are preferences, and each gives two
+    samples, the chosen one first. Raises `InputError` for data that cannot be
     used: a malformed row under `on_error: stop`, a sample too long under `on_overlong: stop`, a token id
     without an embedding, a chat template without a trustworthy mask, or a data set without a single target
     token.
@@ -41,16 +44,20 @@ def build_dataset(
         raise InputError(
             "no data source is configured; name at least one file, directory or hub data set.", key="data.no-source"
         )
-    builder = _Builder(data_config, tokenizer, model_vocab_size)
+    builder = _Builder(data_config, tokenizer, model_vocab_size, pairs)
     for source in sources:
         builder.add(source)
     return builder.finish()
 
 
 class _Builder:
-    def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    def __init__(
+        self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, pairs: bool = False
+    ) -> None:
         self._config = config
-        self._encoder = Encoder(tokenizer, config.loss_on)
+        self._encoder = PairEncoder(tokenizer, config.loss_on)
+        self._formats = tuple(name for name in FORMATS if (name == PREFERENCE) is pairs)
+        self._samples_per_row = 2 if pairs else 1
         self._vocab_size = vocab_size
         self._report = DataReport(config.max_length)
         if len(tokenizer) > vocab_size:
@@ -65,18 +72,19 @@ class _Builder:
         self._files: dict[SourceFile, int] = {}
         self._lengths: list[int] = []
         self._open_ended = 0
+        self._same = 0
 
     def add(self, source: DataSource) -> None:
         rows, files = 0, len(self._files)
         also_fits: tuple[str, ...] = ()
         raw_rows: Iterator[RawRow] = read_source(source.path)
-        format_name: str = source.format
-        if source.format == "auto":
+        format_name: str = self._config.format if source.format == "auto" else source.format
+        if detected := format_name == "auto":
             format_name, also_fits, raw_rows = self._detect(raw_rows, source.path)
         while chunk := list(islice(raw_rows, _ROWS_PER_TOKENIZER_CALL)):
             rows += len(chunk)
             self._add_chunk(chunk, format_name)
-        detected, files = source.format == "auto", len(self._files) - files
+        files = len(self._files) - files
         self._report.sources.append(SourceReport(source.path, format_name, detected, also_fits, files, rows))
         self._report.rows += rows
 
@@ -85,23 +93,31 @@ class _Builder:
         seen: list[RawRow] = []
         for raw in islice(raw_rows, _ROWS_TRIED_FOR_A_FORMAT):
             seen.append(raw)
-            fits = fitting_formats(raw.value) if raw.value is not None else ()
+            found = fitting_formats(raw.value) if raw.value is not None else ()
+            fits = tuple(name for name in found if name in self._formats)
             if fits:
                 return fits[0], fits[1:], chain(seen, raw_rows)
+            if found:
+                wanted = "sft" if PREFERENCE in self._formats else "dpo"
+                raise InputError(
+                    f"{raw.position}: the row is of format {found[0]}, which only objective.name {wanted} trains on; "
+                    "correct objective.name or the data.",
+                    key="data.other-objective",
+                )
             if self._config.on_error == "stop":
                 if raw.problem:
                     mend = "correct the row, or set data.on_error: skip."
                     raise InputError(f"{raw.position}: {raw.problem}; {mend}", key="data.malformed-row")
                 keys = ", ".join(map(str, raw.value or ())) or "none"
                 raise InputError(
-                    f"{raw.position}: the row's keys ({keys}) fit none of the formats {', '.join(FORMATS)}; "
+                    f"{raw.position}: the row's keys ({keys}) fit none of the formats {', '.join(self._formats)}; "
                     "rename the keys.",
                     key="data.unknown-format",
                 )
         if not seen:
             raise InputError(f"the data source {path} holds no row; name a source that does.", key="data.empty")
         raise InputError(
-            f"none of the first {len(seen):,} rows of {path} fits one of the formats {', '.join(FORMATS)}; "
+            f"none of the first {len(seen):,} rows of {path} fits one of the formats {', '.join(self._formats)}; "
             "rename the rows' keys or correct the path.",
             key="data.unknown-format",
         )
@@ -117,12 +133,21 @@ class _Builder:
                 usable.append((raw, convert(raw.value, format_name)))
             except MalformedRow as error:
                 self._skip(raw, str(error))
-        results = self._encoder.encode([record for _, record in usable])
-        for (raw, _), result in zip(usable, results, strict=True):
-            if isinstance(result, Encoded):
-                self._add_sample(raw, result)
-            else:
+        for (raw, _), result in zip(usable, self._encode([record for _, record in usable]), strict=True):
+            if isinstance(result, MalformedRow):
                 self._skip(raw, str(result))
+            else:
+                self._add_samples(raw, result)
+
+    def _encode(self, records: list[Record]) -> Iterator[Sequence[Encoded] | MalformedRow]:
+        """The samples of each record, one or the two of a pair."""
+        pairs = [record for record in records if isinstance(record, Preference)]
+        if pairs:  # records of one source are of one format
+            yield from self._encoder.encode_pairs(pairs)
+            return
+        others = [record for record in records if not isinstance(record, Preference)]
+        for result in self._encoder.encode(others):
+            yield result if isinstance(result, MalformedRow) else (result,)
 
     def _skip(self, raw: RawRow, reason: str) -> None:
         message = f"{raw.position}: {reason}"
@@ -134,36 +159,38 @@ class _Builder:
         self._report.skipped += 1
         _keep(self._report.skipped_at, message)
 
-    def _add_sample(self, raw: RawRow, encoded: Encoded) -> None:
-        length, limit = len(encoded.input_ids), self._config.max_length
-        input_ids, targets = encoded.input_ids, encoded.targets
-        if length and int(input_ids.max()) >= self._vocab_size:
-            refuse_unknown_id(raw.position, int(input_ids.max()), self._vocab_size)
-        self._lengths.append(length)
-        if length > limit:
+    def _add_samples(self, raw: RawRow, encoded: Sequence[Encoded]) -> None:
+        """Those of one row: all of them, or none."""
+        limit, longest = self._config.max_length, max(len(each.input_ids) for each in encoded)
+        for each in encoded:
+            if len(each.input_ids) and int(each.input_ids.max()) >= self._vocab_size:
+                refuse_unknown_id(raw.position, int(each.input_ids.max()), self._vocab_size)
+            self._lengths.append(len(each.input_ids))
+        if longest > limit:
             if self._config.on_overlong == "stop":
                 raise InputError(
-                    f"{raw.position}: the sample has {length:,} tokens, more than data.max_length "
+                    f"{raw.position}: the sample has {longest:,} tokens, more than data.max_length "
                     f"{limit:,}; raise data.max_length, or set data.on_overlong to cut or drop.",
                     key="data.overlong-sample",
                 )
             if self._config.on_overlong == "drop":
                 self._report.dropped += 1
                 return
-            input_ids, targets = input_ids[:limit], targets[:limit]
         # The first token is never a target (see TokenizedDataset), so it alone is none.
-        if not targets[1:].any():
+        if not all(each.targets[1:limit].any() for each in encoded):
             self._report.no_target += 1
-            self._report.no_target_after_cut += bool(encoded.targets[1:].any())
+            self._report.no_target_after_cut += all(bool(each.targets[1:].any()) for each in encoded)
             _keep(self._report.no_target_at, raw.position)
             return
-        self._report.cut += length > limit
-        self._report.methods[encoded.method] += 1
-        self._open_ended += encoded.open_ended
-        self._input_ids.append(input_ids)
-        self._targets.append(targets)
-        self._file_of.append(self._files[raw.file])
-        self._rows.append(raw.number)
+        self._report.cut += longest > limit
+        self._report.methods[encoded[0].method] += 1
+        self._open_ended += any(each.open_ended for each in encoded)
+        kept = [each.input_ids[:limit] for each in encoded]
+        self._same += len(kept) > 1 and np.array_equal(kept[0], kept[1])
+        self._input_ids += kept
+        self._targets += [each.targets[:limit] for each in encoded]
+        self._file_of += [self._files[raw.file]] * len(encoded)
+        self._rows += [raw.number] * len(encoded)
 
     def finish(self) -> tuple[TokenizedDataset, DataReport]:
         report = self._report
@@ -182,10 +209,20 @@ class _Builder:
                 f"in {self._open_ended:,} samples the last answer ends without a special token, so "
                 "the model is not taught where to stop"
             )
+        if self._same:
+            report.notes.append(
+                f"in {self._same:,} pairs chosen and rejected response have the same tokens, so that they teach nothing"
+            )
         dataset = TokenizedDataset(
-            self._input_ids, self._targets, files=tuple(self._files), file_of=self._file_of, rows=self._rows
+            self._input_ids,
+            self._targets,
+            files=tuple(self._files),
+            file_of=self._file_of,
+            rows=self._rows,
+            samples_per_row=self._samples_per_row,
         )
-        report.samples, report.tokens, report.target_tokens = len(dataset), dataset.tokens, dataset.target_tokens
+        report.samples = len(dataset) // self._samples_per_row
+        report.tokens, report.target_tokens = dataset.tokens, dataset.target_tokens
         report.histogram = histogram_of(self._lengths, self._config.max_length)
         return dataset, report
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from expertmesh.config.errors import InputError, SecurityError
-from expertmesh.data.formats import Conversation, MalformedRow
+from expertmesh.data.formats import Conversation, MalformedRow, Preference
 from expertmesh.data.sandbox import LimitExceeded, Sandbox, restart_clock
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -66,8 +66,8 @@ class ChatRenderer:
         except ValueError as error:
             raise InputError(
                 f"the tokenizer {self._name} has no chat template, "
-                "which rows of format messages, sharegpt and alpaca need; put a chat_template.jinja into "
-                "the model directory, or use data of format prompt_completion or text.",
+                "which rows of format messages, sharegpt, alpaca and preference (of messages) need; put a "
+                "chat_template.jinja into the model directory, or use data of plain text.",
                 key="tokenizer.no-chat-template",
             ) from error
         self._child = Sandbox(_InChild(tokenizer, template, loss_on).answer)
@@ -78,20 +78,31 @@ class ChatRenderer:
         Raises `SecurityError` for a template that reaches out of its sandbox, or takes more time or memory or writes
         more text than any honest one.
         """
-        try:
-            answers = self._child.map([conversation.messages for conversation in conversations])
-        except LimitExceeded as error:
-            raise SecurityError(
-                f"the chat template of {self._name} is refused: it {error}; read it, and put a chat_template.jinja "
-                "that you trust into the model directory",
-                key="tokenizer.unsafe-chat-template",
-            ) from error
+        answers = self._asked([conversation.messages for conversation in conversations])
         return [
             MalformedRow(answer)
             if isinstance(answer, str)
             else Rendered(answer["text"], tuple((start, end) for start, end in answer["spans"]), answer["method"])
             for answer in answers
         ]
+
+    def render_pairs(self, pairs: Sequence[Preference]) -> list[list[str] | MalformedRow]:
+        """Of each pair the prompt up to where an answer begins, and the whole text with either answer; or why not.
+
+        Raises as `render` does.
+        """
+        answers = self._asked([{"prompt": pair.prompt, "answers": [pair.chosen, pair.rejected]} for pair in pairs])
+        return [MalformedRow(answer) if isinstance(answer, str) else answer for answer in answers]
+
+    def _asked(self, requests: Sequence[Any]) -> list[Any]:
+        try:
+            return self._child.map(requests)
+        except LimitExceeded as error:
+            raise SecurityError(
+                f"the chat template of {self._name} is refused: it {error}; read it, and put a chat_template.jinja "
+                "that you trust into the model directory",
+                key="tokenizer.unsafe-chat-template",
+            ) from error
 
 
 class _InChild:
@@ -104,10 +115,14 @@ class _InChild:
         self._special_strings = special_strings(tokenizer)
         self._marked = _GENERATION_MARK.search(template) is not None
 
-    def answer(self, messages: Messages) -> dict[str, Any] | str:
-        """One conversation's `Rendered`, or the reason why its row is malformed, as JSON values."""
+    def answer(self, request: Any) -> dict[str, Any] | list[str] | str:
+        """A conversation's `Rendered`, or a pair's texts, or the reason why its row is malformed, as JSON values."""
         try:
-            return asdict(self._find_targets(messages))
+            if isinstance(request, dict):
+                prompt = request["prompt"]
+                texts = [self._render([*prompt, *answer]) for answer in request["answers"]]
+                return [self._render(prompt, generation_prompt=True), *texts]
+            return asdict(self._find_targets(request))
         except MalformedRow as error:
             return str(error)
 

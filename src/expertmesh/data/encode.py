@@ -23,7 +23,7 @@ from expertmesh.data.chat import (
     Span,
     special_strings,
 )
-from expertmesh.data.formats import Conversation, MalformedRow, PlainText, PromptCompletion, Record
+from expertmesh.data.formats import Conversation, MalformedRow, PlainText, PromptCompletion
 
 COMPLETION = "completion"
 
@@ -52,7 +52,7 @@ class Encoder:
         ids = [tokenizer.convert_tokens_to_ids(text) for text in special_strings(tokenizer)]
         self._special_ids = np.array([i for i in ids if i is not None], dtype=np.int64)
 
-    def encode(self, records: Sequence[Record]) -> list[Encoded | MalformedRow]:
+    def encode(self, records: Sequence[Conversation | PlainText | PromptCompletion]) -> list[Encoded | MalformedRow]:
         """Encode records, in order; one that cannot be encoded comes back as the reason why.
 
         The tokenizer is called once for all chat records and once for all others.
@@ -70,10 +70,11 @@ class Encoder:
         return [result for result in results if not isinstance(result, Rendered)]
 
     def _render(self, conversations: list[Conversation]) -> list[Rendered | MalformedRow]:
-        if not conversations:
-            return []
+        return self._renderer_of_chats().render(conversations) if conversations else []
+
+    def _renderer_of_chats(self) -> ChatRenderer:
         self._renderer = self._renderer or ChatRenderer(self._tokenizer, self._loss_on)
-        return self._renderer.render(conversations)
+        return self._renderer
 
     def _document(self, record: PlainText | PromptCompletion) -> Rendered:
         if isinstance(record, PlainText):
@@ -113,10 +114,12 @@ class Encoder:
                 targets[self._without_trailing_space(tokens, ids) if trim else tokens] = True
         if plain:
             return self._closed(input_ids, targets, rendered.method)
+        return Encoded(input_ids, targets, rendered.method, self._is_open_ended(input_ids, targets))
+
+    def _is_open_ended(self, input_ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_]) -> bool:
         # The last but one too: some marks include the line break after the end token.
         last = np.flatnonzero(targets)[-2:]
-        open_ended = last.size > 0 and not np.isin(input_ids[last], self._special_ids).any()
-        return Encoded(input_ids, targets, rendered.method, bool(open_ended))
+        return bool(last.size > 0 and not np.isin(input_ids[last], self._special_ids).any())
 
     def _closed(self, input_ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_], method: str) -> Encoded:
         """End a document or completion with eos, and make it a target: so the model learns to stop."""

@@ -1,16 +1,18 @@
-"""The five row formats people keep instruction data in, each turned into one of three record types.
+"""The row formats people keep training data in, each turned into one of four record types.
 
 `messages`, `sharegpt` and `alpaca` rows become a `Conversation`, `prompt_completion` rows a
-`PromptCompletion`, `text` rows a `PlainText`. `build_dataset` asks `fitting_formats` which formats a row
-could be, picks one per source and converts every row of the source with it. Whatever cannot be trained on
-faithfully (tool calls, images, unknown roles, per-message weights) is refused by name, never dropped.
+`PromptCompletion`, `text` rows a `PlainText`, `preference` rows a `Preference`. `build_dataset` asks
+`fitting_formats` which formats a row could be, picks one per source and converts every row of the source with it.
+Whatever cannot be trained on faithfully (tool calls, images, unknown roles, per-message weights) is refused by name,
+never dropped.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+PREFERENCE = "preference"
 ROLES = ("system", "developer", "user", "assistant")
 _SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 _TOOL_ROLES = ("tool", "function", "function_call", "tool_call", "tool_response", "observation", "ipython")
@@ -19,15 +21,19 @@ _MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 _WEIGHT_KEYS = ("weight", "train", "train_on_turn")
 
 
+# As a chat template takes them: `role`, a string `content`, and keys that pass through.
+Messages = tuple[Mapping[str, Any], ...]
+
+
 class MalformedRow(Exception):
     """Why one row cannot be used; becomes an `InputError` with file and line, or a counted skip."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages as a chat template takes them: `role`, a string `content`, and keys that pass through."""
+    """One conversation, all of it."""
 
-    messages: tuple[Mapping[str, Any], ...]
+    messages: Messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,16 @@ class PlainText:
     text: str
 
 
-Record = Conversation | PromptCompletion | PlainText
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Two responses to one prompt, the better one first: all three plain text, or all three messages."""
+
+    prompt: str | Messages
+    chosen: str | Messages
+    rejected: str | Messages
+
+
+Record = Conversation | PromptCompletion | PlainText | Preference
 
 
 def fitting_formats(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -87,8 +102,14 @@ def _parse_turns(row: Mapping[str, Any], role_key: str, text_key: str, roles: Ma
     messages: list[Mapping[str, Any]] = []
     if row.get("system") and role_key == "from":
         messages.append({"role": "system", "content": _text(row["system"], "'system'")})
+    return Conversation((*messages, *_messages(turns, "message", role_key, text_key, roles)))
+
+
+def _messages(turns: Sequence[Any], what: str, role_key: str, text_key: str, roles: Mapping[str, str]) -> Messages:
+    """Messages as templates take them; `what` they are called in complaints."""
+    messages: list[Mapping[str, Any]] = []
     for number, turn in enumerate(turns, start=1):
-        where = f"message {number}"
+        where = f"{what} {number}"
         if not isinstance(turn, Mapping):
             raise MalformedRow(f"{where} is {_kind(turn)}, not an object with {role_key!r} and {text_key!r}")
         _refuse_unsupported_keys(turn, where)
@@ -96,7 +117,7 @@ def _parse_turns(row: Mapping[str, Any], role_key: str, text_key: str, roles: Ma
         # Keys such as `name` or `reasoning_content` mean something to some templates, so they stay.
         extra = {k: v for k, v in turn.items() if k not in (role_key, text_key) and v is not None}
         messages.append({**extra, "role": role, "content": _content(turn.get(text_key), where, text_key)})
-    return Conversation(tuple(messages))
+    return tuple(messages)
 
 
 def _parse_alpaca(row: Mapping[str, Any]) -> Conversation:
@@ -123,6 +144,59 @@ def _parse_prompt_completion(row: Mapping[str, Any]) -> PromptCompletion:
             "(with data.loss_on: completion only the last assistant turn is a target)"
         )
     return PromptCompletion(_text(row["prompt"], "'prompt'"), _text(row["completion"], "'completion'"))
+
+
+def _parse_preference(row: Mapping[str, Any]) -> Preference:
+    """As TRL reads them: with a prompt of its own, or with one that both responses begin with."""
+    if row.get("chat_template_kwargs"):
+        raise MalformedRow("the row has 'chat_template_kwargs', and templates get no arguments by row")
+    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    for key in ("chosen", "rejected"):
+        if row[key] == [] or (isinstance(row[key], str) and not row[key].strip()):
+            raise MalformedRow(f"{key!r} is empty")
+        if isinstance(row[key], list) != isinstance(chosen, list):
+            raise MalformedRow(f"'chosen' is {_kind(chosen)} and 'rejected' {_kind(rejected)}; both must be alike")
+    if isinstance(chosen, list):
+        return _parse_conversational_preference(prompt, chosen, rejected)
+    texts = [_text(chosen, "'chosen'"), _text(rejected, "'rejected'")]
+    if prompt is not None:
+        return Preference(_text(prompt, "'prompt'"), *texts)
+    shared = _shared(*texts)
+    shared -= shared > 0 and chosen[shared - 1] == " "  # a token begins with its space
+    return Preference(chosen[:shared], chosen[shared:], rejected[shared:])
+
+
+def _parse_conversational_preference(prompt: Any, chosen: list[Any], rejected: list[Any]) -> Preference:
+    roles = {role: role for role in ROLES}
+    better, worse = (
+        _messages(turns, f"{key!r} message", "role", "content", roles)
+        for key, turns in (("chosen", chosen), ("rejected", rejected))
+    )
+    if isinstance(prompt, list):
+        before = _messages(prompt, "'prompt' message", "role", "content", roles)
+    else:
+        shared = _shared(better, worse)
+        before, better, worse = better[:shared], better[shared:], worse[shared:]
+        # Many data sets repeat the last question as text.
+        if prompt is not None and (not before or before[-1]["content"] != _text(prompt, "'prompt'")):
+            raise MalformedRow(
+                "'prompt' is a string, but not the text of the last message that 'chosen' and 'rejected' begin with; "
+                "give 'prompt' as a list of messages"
+            )
+    if not before or before[-1]["role"] == "assistant":
+        raise MalformedRow(f"the prompt {'ends with an assistant message' if before else 'has no message'}")
+    for key, response in (("chosen", better), ("rejected", worse)):
+        if others := [message["role"] for message in response if message["role"] != "assistant"]:
+            raise MalformedRow(f"{key!r} has a message of role {others[0]!r} after the prompt, not only answers")
+        if not any(message["content"].strip() for message in response):
+            raise MalformedRow(f"{key!r} is empty")
+    return Preference(before, better, worse)
+
+
+def _shared(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
+    """How many items both begin with; at least one is left to each."""
+    most = min(len(chosen), len(rejected)) - 1
+    return next((place for place in range(most) if chosen[place] != rejected[place]), most)
 
 
 def _role(value: Any, where: str, roles: Mapping[str, str]) -> str:
@@ -190,5 +264,6 @@ _FORMATS: dict[str, tuple[_Fits, _Parse]] = {
     "alpaca": (_has("instruction", "output"), _parse_alpaca),
     "prompt_completion": (_has("prompt", "completion"), _parse_prompt_completion),
     "text": (_has("text"), lambda row: PlainText(_text(row["text"], "'text'"))),
+    PREFERENCE: (_has("chosen", "rejected"), _parse_preference),
 }
 FORMATS = tuple(_FORMATS)

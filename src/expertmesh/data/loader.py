@@ -22,10 +22,10 @@ class Step:
     """One optimizer step as one data rank sees it.
 
     `micro_batches` are this rank's, equally many on every rank; beside what the model takes they hold `row_numbers`
-    `[B]`, which no two rows of a run share and no layout changes (for adapters' dropout), and `real_tokens` `[B, S]`,
-    false for padding and for rows that only keep a rank busy. `rows`, `tokens`
-    (without padding) and `target_tokens` count the whole step over all data ranks and micro-batches:
-    `target_tokens` is what the summed loss is divided by, known here without a collective.
+    `[B]`, which no two rows of a run share and no layout changes (for adapters' dropout), `real_tokens` `[B, S]`, false
+    for padding and for rows that only keep a rank busy, and `reference` `[B]` where the data set has it. `rows` (for
+    preferences, pairs), `tokens` (without padding) and `target_tokens` count the whole step over all data ranks and
+    micro-batches: what the summed loss is divided by is known here without a collective.
     """
 
     epoch: int
@@ -41,8 +41,8 @@ class BatchLayout:
     """How rows become the micro-batches of one data rank.
 
     Rows are dealt to the `data_ranks` ranks in turn, so that no two ranks differ by more than one row. A row is one
-    sample, or with `packing` several that together have at most `max_length` tokens. `fill` of a plan is relative to
-    `max_length` either way.
+    sample, or with `packing` several that together have at most `max_length` tokens. A row of preferences is a pair,
+    whose two samples follow one another in a micro-batch. `fill` of a plan is relative to `max_length` in each case.
     """
 
     micro_batch_size: int
@@ -57,11 +57,12 @@ class BatchLayout:
         assert self.micro_batch_size > 0
 
     def plan(self, dataset: TokenizedDataset, order: Row) -> PackedRows:
-        """The samples `order` in rows."""
+        """The samples (of preferences, the pairs) `order` in rows."""
         if self.packing:
             return pack(dataset.lengths, order, self.max_length)
         fill = float(dataset.lengths.sum()) / (len(dataset) * self.max_length)
-        return PackedRows(tuple(order.reshape(-1, 1)), fill)
+        each = dataset.samples_per_row
+        return PackedRows(tuple(order[:, None] * each + np.arange(each)), fill)
 
     def micro_batches(self, dataset: TokenizedDataset, rows: Sequence[Row], first_number: int = 0) -> Iterator[Batch]:
         """This rank's micro-batches of `rows`, which are numbered from `first_number`.
@@ -74,13 +75,17 @@ class BatchLayout:
         for start in range(0, -(-len(rows) // self.data_ranks), self.micro_batch_size):
             part = mine[start : start + self.micro_batch_size]
             chosen = [rows[place] for place in part or [0]]
-            batch = assemble(dataset, chosen, self.pad_token_id)
+            sequences = chosen if self.packing else list(np.concatenate(chosen).reshape(-1, 1))
+            batch = assemble(dataset, sequences, self.pad_token_id)
             if not part:
                 batch["labels"].fill_(IGNORE)
-            batch["row_numbers"] = torch.tensor(part or [0], dtype=torch.int64) + first_number
+            numbers, each = np.array(part or [0]) + first_number, len(sequences) // len(chosen)
+            batch["row_numbers"] = torch.from_numpy((numbers[:, None] * each + np.arange(each)).reshape(-1))
             # Padding is on the right, packed or not; a rank without rows of its own has no real token.
-            lengths = torch.tensor([int(dataset.lengths[row].sum()) if part else 0 for row in chosen])
+            lengths = torch.tensor([int(dataset.lengths[row].sum()) if part else 0 for row in sequences])
             batch["real_tokens"] = torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]
+            if dataset.reference is not None:
+                batch["reference"] = torch.from_numpy(dataset.reference[np.concatenate(sequences)])
             yield batch
 
 
@@ -131,7 +136,7 @@ class TrainingBatches:
     def plan(self, epoch: int) -> PackedRows:
         """The rows of one epoch in training order, equal on every rank; `fill` tells how full they are."""
         if epoch not in self._plans:
-            count = len(self._dataset)
+            count = len(self._dataset) // self._dataset.samples_per_row
             order = np.arange(count)
             if self._shuffle:
                 order = np.random.default_rng([self._seed, epoch]).permutation(count)
@@ -159,7 +164,8 @@ class EvaluationBatches:
     """Every row of an evaluation set once, in file order, over all data ranks.
 
     Iterating yields this rank's batches, equally many on every rank (a rank that runs out repeats a row
-    without targets). `target_tokens` is the total over all ranks, by which the summed loss is divided.
+    without targets). `rows` and `target_tokens` are totals over all ranks. Without packing, `row_numbers` are the
+    numbers of samples in the data set.
     """
 
     def __init__(self, dataset: TokenizedDataset, layout: BatchLayout) -> None:
@@ -169,8 +175,8 @@ class EvaluationBatches:
             )
         self._dataset = dataset
         self._layout = layout
-        self._rows = layout.plan(dataset, np.arange(len(dataset))).rows
-        self.target_tokens = dataset.target_tokens
+        self._rows = layout.plan(dataset, np.arange(len(dataset) // dataset.samples_per_row)).rows
+        self.rows, self.target_tokens = len(self._rows), dataset.target_tokens
 
     def __len__(self) -> int:
         """Batches per rank."""

@@ -34,10 +34,16 @@ class TokenizedDataset:
     """Samples in file order, in compact arrays.
 
     `input_ids` int32 and `targets` bool hold all samples end to end; sample `i` lies between `offsets[i]` and
-    `offsets[i + 1]` (int64), and came from row `rows[i]` of `files[file_of[i]]`.
+    `offsets[i + 1]` (int64), and came from row `rows[i]` of `files[file_of[i]]`. `samples_per_row` is 2 for
+    preferences: samples 2p and 2p + 1 are the chosen and the rejected one of pair p, and belong together wherever they
+    go. `reference` (`[samples]` float64) may be given later: the log-probability of each sample's targets under the
+    reference of objective dpo.
     """
 
-    __slots__ = ("_input_ids", "_offsets", "_targets", "file_of", "files", "lengths", "rows", "target_counts")
+    __slots__ = (
+        "_input_ids", "_offsets", "_targets", "file_of", "files", "lengths", "reference", "rows", "samples_per_row",
+        "target_counts",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -47,6 +53,7 @@ class TokenizedDataset:
         files: Sequence[SourceFile] = (),
         file_of: Sequence[int] = (),
         rows: Sequence[int] = (),
+        samples_per_row: int = 1,
     ) -> None:
         self.lengths = np.array([len(ids) for ids in input_ids], dtype=np.int64)
         self._offsets = np.concatenate(([0], np.cumsum(self.lengths))).astype(np.int64)
@@ -61,6 +68,8 @@ class TokenizedDataset:
         self.files = tuple(files)
         self.file_of = np.array(file_of, dtype=np.int32)
         self.rows = np.array(rows, dtype=np.int64)
+        self.samples_per_row = samples_per_row
+        self.reference: npt.NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -12,26 +12,15 @@ import json
 import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from expertmesh.config.errors import InputError
 
 # Tests, an editor, installers and demonstrations: not what someone asks about.
-EXCLUDED = frozenset(
-    {
-        "test",
-        "tests",
-        "idlelib",
-        "lib2to3",
-        "ensurepip",
-        "turtledemo",
-        "site-packages",
-        "dist-packages",
-        "pydoc_data",
-        "ntpath",
-    }
-)
+EXCLUDED = {"test", "tests", "idlelib", "lib2to3", "ensurepip", "turtledemo", "pydoc_data", "ntpath"}
+EXCLUDED |= {"site-packages", "dist-packages"}
 # Modules that are documented under another name.
 KNOWN_AS = {"posixpath": "os.path"}
 MIN_CHARACTERS = 30
@@ -68,12 +57,8 @@ def stdlib_samples(library: Path | None = None) -> list[Sample]:
         if module is not None:
             for sample in _module_samples(path, module):
                 found.setdefault(sample.name, sample)
-    answers: set[str] = set()
-    samples = []
-    for name in sorted(found):
-        if found[name].answer not in answers:
-            answers.add(found[name].answer)
-            samples.append(found[name])
+    first = {found[name].answer: found[name] for name in sorted(found, reverse=True)}
+    samples = sorted(first.values(), key=lambda sample: sample.name)
     if not samples:
         raise InputError(
             f"demo: no documented Python source under {library}, although the data set is made of it; use a "
@@ -123,9 +108,9 @@ def _exported(tree: ast.Module) -> set[str]:
     for node in tree.body:
         if isinstance(node, ast.Assign | ast.AugAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
-                values = node.value.elts if isinstance(node.value, ast.List | ast.Tuple) else []
-                names |= {v.value for v in values if isinstance(v, ast.Constant) and isinstance(v.value, str)}
+            if "__all__" in map(ast.unparse, targets):
+                with suppress(ValueError):
+                    names.update(ast.literal_eval(node.value))
     return names
 
 

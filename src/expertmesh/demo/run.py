@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +108,8 @@ def _hide_progress_bars() -> None:
 
 def fresh_run(root: Path) -> Path:
     """`root/run`, or the first of `run-2`, `run-3`, ... that does not exist yet."""
-    run, number = root / "run", 1
-    while run.exists():
-        number += 1
-        run = root / f"run-{number}"
-    return run
+    runs = (root / f"run-{number}" for number in count(2))
+    return next(run for run in chain([root / "run"], runs) if not run.exists())
 
 
 def show(root: Path, run: Path) -> int:

@@ -3,7 +3,7 @@
     dense view    world = pp x replicate x fsdp x cp x tp
     expert view   world = pp x replicate x efsdp x ep        efsdp = fsdp * cp * tp / ep, always derived
 
-The last axis varies fastest, so an EP group is `ep` contiguous ranks and stays inside a node.
+The last axis varies fastest, so an EP group is `ep` contiguous ranks and stays inside a node whose ranks it divides.
 """
 
 import math
@@ -84,8 +84,8 @@ def resolve_layout(
     """Turn what the user asked for into sizes that multiply to `world_size`; fills in every `auto`.
 
     `num_experts` is the number of routed experts of a layer; it is needed for `ep: auto` and checked against `ep`.
-    `ep: auto` is the largest ep that divides the experts and the ranks that share them and fits within a node:
-    `ranks_per_node`, else LOCAL_WORLD_SIZE, else 8. Raises `InputError` with the numbers and the valid choices.
+    `ep: auto` is the largest ep that divides the experts and the ranks that share them and whose groups stay within a
+    node: `ranks_per_node`, else LOCAL_WORLD_SIZE, else 8. Raises `InputError` with the numbers and the valid choices.
     """
     fixed = {axis: getattr(parallel, axis) for axis in ("pp", "replicate", "cp", "tp")}
     product = math.prod(fixed.values())
@@ -115,7 +115,7 @@ def resolve_layout(
                 key="layout.auto-ep-without-experts",
             )
         node = _ranks_per_node(ranks_per_node)
-        ep = max(size for size in choices if size <= node)
+        ep = max(size for size in choices if world_size <= node or node % size == 0)
     else:
         ep = parallel.ep
         if expert_ranks % ep:
@@ -144,13 +144,34 @@ def explicit(layout: Layout) -> ParallelConfig:
 def ep_reason(
     parallel: ParallelConfig, layout: Layout, num_experts: int, ranks_per_node: int | None = None
 ) -> str | None:
-    """Why `ep: auto` became `layout.ep`; None where nothing was left to choose. Arguments as in `resolve_layout`."""
+    """Why `ep: auto` became `layout.ep`, or what an ep that somebody chose does at the borders of nodes; None where
+    there is nothing to say. Arguments as in `resolve_layout`.
+    """
+    if parallel.ep != "auto":
+        return crossing_warning(layout, ranks_per_node)
     expert_ranks = layout.efsdp * layout.ep
-    if parallel.ep != "auto" or expert_ranks == 1:
+    if expert_ranks == 1:
         return None
     return (
         f"ep {layout.ep} of {_listed(_ep_choices(expert_ranks, num_experts))}: the largest within a node of "
         f"{_ranks_per_node(ranks_per_node)} ranks"
+    )
+
+
+def crossing_warning(layout: Layout, ranks_per_node: int | None = None) -> str | None:
+    """Which EP groups have ranks on several nodes of `ranks_per_node` (by default LOCAL_WORLD_SIZE) ranks, in a
+    sentence; None where none has, or where nobody has said what a node is.
+    """
+    node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size))
+    if layout.world_size <= node or node % layout.ep == 0:
+        return None
+    groups = layout.groups("ep")
+    crossing = [group for group in groups if group[0] // node != group[-1] // node]
+    within = _listed([size for size in _divisors(layout.ep) if node % size == 0])
+    ranks = " and ".join(f"{group[0]} to {group[-1]}" for group in crossing[:3]) + " ..." * (len(crossing) > 3)
+    return (
+        f"warning: ep {layout.ep} crosses the borders of nodes of {node} ranks in {len(crossing)} of its {len(groups)} "
+        f"groups (ranks {ranks}), whose tokens travel between nodes; ep {within} would not"
     )
 
 

@@ -5,6 +5,7 @@
 
 import datetime
 import os
+import warnings
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from expertmesh.compat import set_group_timeout
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
-from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout, resolve_layout
+from expertmesh.distributed.environment import join_job
+from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout, crossing_warning, resolve_layout
+from expertmesh.distributed.network import choose_interface
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,13 +83,22 @@ def init_mesh(
 ) -> Mesh:
     """Build both views over the default process group. Every rank calls it, with the same arguments.
 
-    Starts the default process group from the launcher's environment (torchrun) if none is up. Issues the
-    communication that creating process groups takes; no other collective.
+    Starts the default process group from the launcher's environment (torchrun, srun) if none is up, and warns on rank 0
+    of an ep whose groups cross a node's border. Issues the communication that creating process groups takes; no other
+    collective.
     """
+    if not dist.is_initialized():
+        join_job()
     device = device or current_device()
     start_process_group(device)
-    parallel = parallel or ParallelConfig()
-    layout = resolve_layout(parallel, dist.get_world_size(), num_experts)
+    layout = resolve_layout(parallel or ParallelConfig(), dist.get_world_size(), num_experts)
+    if dist.get_rank() == 0 and (crossing := crossing_warning(layout)):
+        warnings.warn(crossing, stacklevel=2)
+    return build_mesh(layout, device)
+
+
+def build_mesh(layout: Layout, device: torch.device) -> Mesh:
+    """Both views of `layout` over the default process group. Every rank calls it; creates process groups."""
     dense, expert = (_device_mesh(device, layout, axes) for axes in (DENSE_AXES, EXPERT_AXES))
     # Each is a mesh of its own, not a flattened one: FSDP2 wants its axes and tp's to come from one root.
     joined = replace(layout, fsdp=layout.fsdp * layout.cp, cp=1, ep=1)
@@ -115,34 +127,43 @@ def set_timeout(mesh: Mesh, seconds: float) -> None:
 
 
 def current_device() -> torch.device:
-    """This rank's accelerator, chosen by LOCAL_RANK, or the CPU."""
+    """This rank's accelerator, chosen by LOCAL_RANK, or the CPU.
+
+    A launcher may instead let each process see its own accelerator alone, as SLURM does with --gpus-per-task.
+    """
     if not torch.accelerator.is_available():
         return torch.device("cpu")
-    kind = torch.accelerator.current_accelerator()
+    kind, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
     assert kind is not None
-    several = torch.accelerator.device_count() > 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1
-    if several and "LOCAL_RANK" not in os.environ:
+    if count > 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1 and "LOCAL_RANK" not in os.environ:
         raise InputError(
-            "LOCAL_RANK is not set, so ranks cannot tell which device is theirs; let the launcher set it",
+            "LOCAL_RANK is not set, so ranks cannot tell which device is theirs; let the launcher set it, or let "
+            "expertmesh train start the ranks of each machine with --nproc",
             key="launch.no-local-rank",
         )
-    device = torch.device(kind.type, int(os.environ.get("LOCAL_RANK", 0)))
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if local >= count > 1:
+        raise InputError(
+            f"LOCAL_RANK is {local}, but this process sees {count} accelerators; start {count} ranks on this machine, "
+            "or let each see one",
+            key="launch.too-few-accelerators",
+        )
+    device = torch.device(kind.type, local if count > 1 else 0)
     torch.accelerator.set_device_index(device.index)
     return device
 
 
 def start_process_group(device: torch.device, timeout_seconds: float = 600) -> None:
-    """Start the default group from the launcher's environment (torchrun), unless one is up. Every rank calls it.
+    """Start the default group from the launcher's environment (torchrun, srun), unless one is up. Every rank calls it.
 
-    Accelerators get gloo beside their own backend, for the few small exchanges between hosts.
+    Accelerators get gloo beside their own backend, for the few small exchanges between hosts. On several machines rank
+    0 prints which network interface it uses.
     """
     if dist.is_initialized():
         return
-    if "RANK" not in os.environ:
-        raise InputError(
-            "no process group; start with torchrun or expertmesh train, or call init_process_group first",
-            key="launch.no-process-group",
-        )
+    join_job()
+    if (network := choose_interface(timeout_seconds)) and os.environ["RANK"] == "0":
+        print(f"starting   {network}", flush=True)
     own = dist.get_default_backend_for_device(device)
     dist.init_process_group(
         own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}",

@@ -41,13 +41,49 @@ class _Record:
     attention: list[AbstractContextManager[Any]] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _BlockRun:
-    """One of the two runs of a checkpointed block: the first fills `record`, the second uses it up from the front."""
+class _BlockRun(TorchFunctionMode):
+    """One of the two runs of a checkpointed block: the first fills `record`, the second uses it up from the front.
 
-    record: _Record
-    recomputes: bool
-    selective: bool
+    Records `topk` and, where selective, fused attention in the first run; answers from the record in the second.
+    """
+
+    def __init__(self, record: _Record, *, recomputes: bool, selective: bool) -> None:
+        super().__init__()
+        self.record, self.recomputes, self.selective = record, recomputes, selective
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.topk or func is torch.Tensor.topk:
+            return self._topk(func, args, kwargs)
+        if func is F.scaled_dot_product_attention and self.selective and not torch.compiler.is_compiling():
+            return self._attention(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _topk(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A choice without gradient and a gather with it, so that both runs build the same graph."""
+        scores = args[0] if args else kwargs["input"]
+        dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+        if self.recomputes:
+            index = self.record.topk.pop(0)
+        else:
+            with torch.no_grad():
+                index = func(*args, **kwargs).indices
+            self.record.topk.append(index)
+        # A copy: several families change their own in place.
+        return torch.return_types.topk((torch.gather(scores, dim, index), index.clone()))
+
+    def _attention(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Under torch's selective policy, unless it has dropout: random numbers drawn later would be other ones."""
+        dropout: float = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+        if dropout > 0.0:
+            return func(*args, **kwargs)
+        if self.recomputes:
+            context = self.record.attention.pop(0)
+        else:
+            context, again = create_selective_checkpoint_contexts(FUSED_ATTENTION)
+            self.record.attention.append(again)
+        with context:
+            return func(*args, **kwargs)
 
 
 _block_run: ContextVar[_BlockRun | None] = ContextVar("expertmesh_block_run", default=None)
@@ -63,10 +99,8 @@ def block_contexts(
     """
     record = _Record()
     number_T = None if adapters is None else adapters.number_T
-    return (
-        _during(_BlockRun(record, False, selective), None, None),
-        _during(_BlockRun(record, True, selective), adapters, number_T),
-    )
+    first, second = (_BlockRun(record, recomputes=again, selective=selective) for again in (False, True))
+    return _during(first, None, None), _during(second, adapters, number_T)
 
 
 def is_recomputing() -> bool:
@@ -131,7 +165,7 @@ def _during(run: _BlockRun, adapters: AdapterState | None, number_T: torch.Tenso
     if adapters is not None:
         adapters.number_T = number_T
     try:
-        with _Recording(run):
+        with run:
             yield
     finally:
         _block_run.reset(token)
@@ -141,45 +175,3 @@ def _during(run: _BlockRun, adapters: AdapterState | None, number_T: torch.Tenso
             # Now, not when Python finds the cycle that the exception makes by which torch ends a second run early.
             for values in (run.record.topk, run.record.experts, run.record.results, run.record.attention):
                 values.clear()
-
-
-class _Recording(TorchFunctionMode):
-    """Records `topk` and, where selective, fused attention in the first run; answers from the record in the second."""
-
-    def __init__(self, run: _BlockRun) -> None:
-        super().__init__()
-        self.run = run
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.topk or func is torch.Tensor.topk:
-            return self._topk(func, args, kwargs)
-        if func is F.scaled_dot_product_attention and self.run.selective and not torch.compiler.is_compiling():
-            return self._attention(func, args, kwargs)
-        return func(*args, **kwargs)
-
-    def _topk(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A choice without gradient and a gather with it, so that both runs build the same graph."""
-        scores = args[0] if args else kwargs["input"]
-        dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
-        if self.run.recomputes:
-            index = self.run.record.topk.pop(0)
-        else:
-            with torch.no_grad():
-                index = func(*args, **kwargs).indices
-            self.run.record.topk.append(index)
-        # A copy: several families change their own in place.
-        return torch.return_types.topk((torch.gather(scores, dim, index), index.clone()))
-
-    def _attention(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Under torch's selective policy, unless it has dropout: random numbers drawn later would be other ones."""
-        dropout: float = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-        if dropout > 0.0:
-            return func(*args, **kwargs)
-        if self.run.recomputes:
-            context = self.run.record.attention.pop(0)
-        else:
-            context, again = create_selective_checkpoint_contexts(FUSED_ATTENTION)
-            self.run.record.attention.append(again)
-        with context:
-            return func(*args, **kwargs)

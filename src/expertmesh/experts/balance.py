@@ -9,6 +9,7 @@ rate towards the mean load. Biases are no parameters of the optimizer: without a
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ def update_router_bias(model: nn.Module, *, skipped: bool = False) -> None:
     for (experts, name), direction_E in zip(balance.biases, direction_LE, strict=True):
         if experts not in here:
             continue  # of another pipeline stage
-        _move(_tensor(model, name), balance.bias_update_rate * direction_E)
+        _move(attrgetter(name)(model), balance.bias_update_rate * direction_E)
 
 
 def _aux_loss_coef(model: nn.Module, moe: MoeConfig) -> tuple[float, str]:
@@ -148,7 +149,7 @@ def _biases(model: nn.Module, anatomy: Anatomy, rate: float) -> Iterator[tuple[s
                 "that their load is not known; set moe.bias_update_rate to 0.0",
                 key="moe.router-bias-of-list",
             )
-        dtype = _tensor(model, name).dtype
+        dtype = attrgetter(name)(model).dtype
         if dtype not in (torch.float32, torch.float64):
             raise InputError(
                 f"{asked}, but {name} is {dtype}, where small steps are lost; set precision.params to float32",
@@ -165,12 +166,6 @@ def _bias_beside(model: nn.Module, experts: str, num_experts: int) -> str | None
     names = [name for name in state if name.rpartition(".")[2] in _BIAS_NAMES]
     fitting = [name for name in names if state[name].numel() == num_experts and not state[name].requires_grad]
     return f"{parent}.{fitting[0]}" if len(fitting) == 1 else None
-
-
-def _tensor(model: nn.Module, name: str) -> torch.Tensor:
-    parent, _, leaf = name.rpartition(".")
-    tensor: torch.Tensor = getattr(model.get_submodule(parent), leaf)
-    return tensor
 
 
 def _move(bias: torch.Tensor, step_E: torch.Tensor) -> None:

@@ -21,14 +21,15 @@ import torch.distributed as dist
 from expertmesh.distributed.collectives import all_gather, all_to_all, all_to_all_even, reduce_scatter, to_host
 from expertmesh.experts.pairs import LocalPairs, Segments, count_pairs, segment_sum, segments_of
 
+# `rows_RH`, the weight of each local pair `weight_P`, pairs, and metadata for `combine`.
+Dispatched = tuple[torch.Tensor, torch.Tensor, LocalPairs, Any]
+
 
 class Dispatcher(Protocol):
     """Moves tokens to expert ranks and back; both calls are differentiable and collective over the EP group."""
 
-    def dispatch(
-        self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, LocalPairs, Any]:
-        """Return `rows_RH`, the weight of each local pair `weight_P`, pairs and metadata for `combine`."""
+    def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
+        """`hidden_TH`, the experts chosen for each token `index_TK` and their weights `weight_TK` to expert ranks."""
         ...
 
     def combine(self, rows_RH: torch.Tensor, metadata: Any) -> torch.Tensor:
@@ -46,9 +47,7 @@ class LocalDispatcher:
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
 
-    def dispatch(
-        self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, LocalPairs, Any]:
+    def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
         flat = index_TK.reshape(-1)
         order_P = torch.argsort(flat, stable=True)
         row_P = order_P // index_TK.shape[1]
@@ -97,9 +96,7 @@ class AllToAllDispatcher:
         self.num_experts = num_experts
         self.group = group
 
-    def dispatch(
-        self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, LocalPairs, Any]:
+    def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
         """Three all-to-alls in forward (counts, rows, pairs), two in backward (rows, pair weights)."""
         route = self._route(index_TK)
         rows_RH, weight_P, row_P = _AllToAllDispatch.apply(hidden_TH, weight_TK, route, self.group)
@@ -245,9 +242,7 @@ class AllGatherDispatcher:
         self.num_experts = num_experts
         self.group = group
 
-    def dispatch(
-        self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, LocalPairs, Any]:
+    def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
         """All-gathers in forward: counts, expert ids, weights, rows; reduce-scatters in backward: weights, rows."""
         group, (tokens, top_k) = self.group, index_TK.shape
         experts_here = self.num_experts // group.size()

@@ -197,27 +197,19 @@ def normed_expert_mlp(
     as a module, once in forward and once in backward, with or without pairs: it may be an FSDP2 unit, whose collectives
     every rank has to join.
     """
-    out_RH: torch.Tensor = checkpoint(
-        _normed, *(rows_RH, weight_P, pairs, weights, mlp, norm), use_reentrant=False, preserve_rng_state=False
-    )
+
+    def compute(rows_RH: torch.Tensor, weight_P: torch.Tensor) -> torch.Tensor:
+        place_P = torch.arange(pairs.row_P.shape[0], device=rows_RH.device)
+        alone = LocalPairs(place_P, pairs.expert_end_L, segments_of(place_P, len(place_P)))
+        rows_PH = rows_RH.index_select(0, pairs.row_P)
+        out_PH = expert_mlp(rows_PH, torch.ones_like(weight_P), alone, weights, mlp)
+        weighted_PH = norm(out_PH) * weight_P.unsqueeze(1)
+        # In the wider dtype of the two, as the weights may be fp32, and back.
+        out_RH = torch.zeros_like(rows_RH, dtype=weighted_PH.dtype).index_add(0, pairs.row_P, weighted_PH)
+        return out_RH.to(rows_RH.dtype)
+
+    out_RH: torch.Tensor = checkpoint(compute, rows_RH, weight_P, use_reentrant=False, preserve_rng_state=False)
     return out_RH
-
-
-def _normed(
-    rows_RH: torch.Tensor,
-    weight_P: torch.Tensor,
-    pairs: LocalPairs,
-    weights: ExpertWeights,
-    mlp: ExpertMlpSpec,
-    norm: nn.Module,
-) -> torch.Tensor:
-    place_P = torch.arange(pairs.row_P.shape[0], device=rows_RH.device)
-    alone = LocalPairs(place_P, pairs.expert_end_L, segments_of(place_P, len(place_P)))
-    rows_PH = rows_RH.index_select(0, pairs.row_P)
-    out_PH = expert_mlp(rows_PH, torch.ones_like(weight_P), alone, weights, mlp)
-    weighted_PH = norm(out_PH) * weight_P.unsqueeze(1)
-    # In the wider dtype of the two, as the weights may be fp32, and back.
-    return torch.zeros_like(rows_RH, dtype=weighted_PH.dtype).index_add(0, pairs.row_P, weighted_PH).to(rows_RH.dtype)
 
 
 def _as_kn(weight: torch.Tensor, mlp: ExpertMlpSpec) -> torch.Tensor:

@@ -19,6 +19,7 @@ from expertmesh.experts.dispatch import AllGatherDispatcher, AllToAllDispatcher,
 from expertmesh.experts.expert_mlp import grouped_mm_refusal
 from expertmesh.experts.layer import ExpertLayer, attach_layer, layer_of
 from expertmesh.experts.mlp_spec import ExpertMlpSpec
+from expertmesh.experts.token_counts import real_tokens
 from expertmesh.state.patching import register_function, replace_forward
 
 IMPLEMENTATION = "expertmesh"
@@ -48,7 +49,8 @@ def install(
 def _experts_forward(
     experts: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    return layer_of(experts).forward_tokens(experts, hidden_states, top_k_index, top_k_weights)
+    real_T = real_tokens(len(top_k_index))
+    return layer_of(experts).forward_counted(experts, hidden_states, top_k_index, top_k_weights, real_T)
 
 
 def _dense_forward(experts: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -67,10 +69,8 @@ def choose_backend(spec: ExpertsSpec, compute: ComputeName, dtype: torch.dtype) 
 
     `auto` is the grouped product wherever torch has it for them, else one expert after the other.
     """
-    width = 2 * spec.intermediate_size if spec.gated else spec.intermediate_size
-    refusal = grouped_mm_refusal(dtype, spec.hidden_size, spec.intermediate_size) or grouped_mm_refusal(
-        dtype, spec.hidden_size, width
-    )
+    # The up projection is as wide or twice as wide.
+    refusal = grouped_mm_refusal(dtype, spec.hidden_size, spec.intermediate_size)
     if compute == "grouped_mm" and refusal:
         raise InputError(
             f"moe.compute: grouped_mm cannot run {spec.name}: {refusal}; set moe.compute to loop or auto",

@@ -16,7 +16,7 @@ from expertmesh.anatomy import ExpertsSpec
 from expertmesh.experts.activation_checkpointing import computed_once, confirm_choice, is_recomputing
 from expertmesh.experts.dispatch import Dispatcher
 from expertmesh.experts.expert_mlp import expert_mlp, normed_expert_mlp
-from expertmesh.experts.lora_state import Dropout, adapter_state_of
+from expertmesh.experts.lora_state import Dropout, running_adapters_of
 from expertmesh.experts.mlp_spec import Adapter, Adapters, ExpertMlpSpec, ExpertWeights
 from expertmesh.experts.pairs import LocalPairs, count_pairs
 from expertmesh.experts.token_counts import TokensPerExpert, real_tokens
@@ -55,22 +55,6 @@ class ExpertLayer:
         out_RH = self._expert_mlp(experts, rows_RH, weight_P, pairs, dropout)
         return self.dispatcher.combine(out_RH, metadata).to(hidden.dtype)
 
-    def forward_tokens(
-        self, experts: nn.Module, hidden: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor
-    ) -> torch.Tensor:
-        """For blocks that give all tokens and their choices at once; returns `hidden`'s shape. Collective like
-        `forward`.
-        """
-        return self._counted_and_kept(experts, hidden, index_TK, weight_TK, real_tokens(len(index_TK)))
-
-    def forward_gathered(
-        self, experts: nn.Module, rows_PH: torch.Tensor, expert_P1: torch.Tensor, weight_P1: torch.Tensor
-    ) -> torch.Tensor:
-        """For blocks that give each expert its rows themselves, `[P, H]`. Which token a row is is not known here, so
-        padding counts too (balance.py refuses to steer by it). Collective like `forward`.
-        """
-        return self._counted_and_kept(experts, rows_PH, expert_P1, weight_P1, None)
-
     def forward_dense(self, experts: nn.Module, rows_NH: torch.Tensor) -> torch.Tensor:
         """For blocks that pass every token to every expert, `[E * T, H]`, with zeros where it did not choose it.
 
@@ -81,10 +65,10 @@ class ExpertLayer:
         tokens = len(rows_NH) // self.spec.num_experts
         rows_PH, expert_P1, real_T = rows_NH[place_P], (place_P // tokens).unsqueeze(1), real_tokens(tokens)
         real_P = None if real_T is None else real_T[place_P % tokens]
-        out_PH = self._counted_and_kept(experts, rows_PH, expert_P1, rows_PH.new_ones(len(rows_PH), 1), real_P)
+        out_PH = self.forward_counted(experts, rows_PH, expert_P1, rows_PH.new_ones(len(rows_PH), 1), real_P)
         return torch.zeros_like(rows_NH).index_put((place_P,), out_PH)
 
-    def _counted_and_kept(
+    def forward_counted(
         self,
         experts: nn.Module,
         hidden: torch.Tensor,
@@ -92,7 +76,10 @@ class ExpertLayer:
         weight_TK: torch.Tensor,
         real_T: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`forward`, with its tokens counted, and what activation checkpointing asks for."""
+        """`forward` with its real tokens counted (`real_T` None: all), and what activation checkpointing asks for.
+
+        Returns `hidden`'s shape. Collective like `forward`.
+        """
         confirm_choice(index_TK)
         # Without gradients it is the count of a router loss, and the same tokens come again.
         if experts.training and torch.is_grad_enabled() and not is_recomputing():
@@ -129,7 +116,7 @@ class ExpertLayer:
 
     def _adapters(self, experts: nn.Module) -> Adapters | None:
         """The adapters of this rank's experts, if they have any."""
-        state = adapter_state_of(experts)
+        state = running_adapters_of(experts)
         if state is None:
             return None
         up, down = (_adapter(experts, name) for name in (self.spec.up, self.spec.down))
@@ -137,7 +124,7 @@ class ExpertLayer:
 
     def _dropout(self, experts: nn.Module, tokens: int, metadata: Any) -> Dropout | None:
         """The adapters' dropout with the numbers of the rows that came here; one more collective where there is any."""
-        state = adapter_state_of(experts)
+        state = running_adapters_of(experts)
         dropout = state.dropout_of(self.spec.name, tokens) if state is not None and experts.training else None
         return dropout and replace(dropout, number_P=self.dispatcher.numbers(dropout.number_P, metadata))
 

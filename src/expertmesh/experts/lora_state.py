@@ -36,13 +36,14 @@ class AdapterState:
     """One per model, held by the model and by every adapted module.
 
     `number_T` int64 numbers the tokens of the micro-batch that is being computed: no two tokens of a run have the same
-    number, and a token has the same one in every layout.
+    number, and a token has the same one in every layout. `is_off`: the base computes alone.
     """
 
     scaling: float
     dropout: float = 0.0
     seed: int = 0
     number_T: torch.Tensor | None = None
+    is_off: bool = False
 
     def dropout_of(self, module: str, tokens: int) -> Dropout | None:
         """The dropout of one adapted module's input, or None when there is none. `tokens` rows come in."""
@@ -61,6 +62,12 @@ class AdapterState:
         """`x` `[..., in]` with its dropout. Where tp splits `in`, this rank's part starts at `first_column`."""
         dropout = self.dropout_of(module, x.numel() // x.shape[-1])
         return x if dropout is None else x * keep_mask(dropout, x.shape[-1], x.dtype, first_column).view(x.shape)
+
+
+def running_adapters_of(module: nn.Module) -> AdapterState | None:
+    """`adapter_state_of` for a forward: None also while the adapters are off."""
+    state = adapter_state_of(module)
+    return None if state is None or state.is_off else state
 
 
 def adapter_state_of(module: nn.Module) -> AdapterState | None:

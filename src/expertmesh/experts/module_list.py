@@ -76,8 +76,10 @@ class FusedExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Collective over the EP group."""
-        return layer_of(self).forward_gathered(self, hidden_states, top_k_index, top_k_weights)
+        """Collective over the EP group. Which token a row is is not known here, so padding counts too (balance.py
+        refuses to steer by it).
+        """
+        return layer_of(self).forward_counted(self, hidden_states, top_k_index, top_k_weights, None)
 
     def _call(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
         """One expert is given `[..., H]` by the block."""

@@ -6,7 +6,6 @@ formed. In memory are A and B of the two adapted weights that were used last. No
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +67,7 @@ class Deltas:
     def _read(self, name: str) -> Tensor:
         lazy = self._tensors[name]
         values = torch.empty(tuple(lazy.shape), dtype=lazy.dtype)
-        read_box(lazy, full_box(lazy.shape), values, self._fetch)
+        read_box(lazy, full_box(lazy.shape), values, self._files.read)
         if not bool(values.isfinite().all()):
             raise IntegrityError(
                 f"{self._files.directory}: {name} holds a value that is not finite; the adapter is damaged, or its "
@@ -76,9 +75,6 @@ class Deltas:
                 key="weights.not-finite",
             )
         return values
-
-    def _fetch(self, leaf: Any, box: Box, out: Tensor) -> None:
-        self._files.read(leaf, box, out)
 
 
 class MergedValues:
@@ -93,10 +89,7 @@ class MergedValues:
         lazy, adapted = self._load.tensors[name], name in self._deltas.targets
         dtype = torch.promote_types(lazy.dtype, torch.float32) if adapted else lazy.dtype
         values = torch.empty(extents(box), dtype=dtype)
-        read_box(lazy, box, values, self._fetch)
+        read_box(lazy, box, values, self._files.read)
         if adapted:
             self._deltas.add(name, box, values)
         return values
-
-    def _fetch(self, leaf: Any, box: Box, out: Tensor) -> None:
-        self._files.read(leaf, box, out)

@@ -15,7 +15,7 @@ import torch
 from expertmesh.adapters.peft_format import WEIGHTS_FILE, read_config
 from expertmesh.adapters.plan import AdapterPlan, plan_adapters
 from expertmesh.config import LoraConfig
-from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.config.errors import InputError
 from expertmesh.export.deltas import Deltas, MergedValues
 from expertmesh.export.merge_base import base_model, check_base, companions, take_layout, untied
 from expertmesh.export.merge_check import Compared, check_copies, compare_sample
@@ -85,7 +85,7 @@ def merge(
         )
         try:
             compared = compare_sample(model, load, deltas, factors, saved.directory)
-        except IntegrityError:
-            shutil.rmtree(saved.directory)
+        except BaseException:
+            shutil.rmtree(saved.directory, ignore_errors=True)  # nothing that was not compared stays
             raise
     return MergeReport(plan, directory, checked, saved, deltas.unused, compared, time.monotonic() - started)

@@ -18,7 +18,8 @@ from expertmesh.export.merge_check import base_hash
 from expertmesh.io.safetensors_reader import INDEX_FILE, WeightFiles
 from expertmesh.weights.companions import CopiedFiles
 from expertmesh.weights.mapping import LoadPlan, model_tensors, tied_names
-from expertmesh.weights.meta_model import DATA_FILES, build_meta_model, read_model_config
+from expertmesh.weights.meta_model import DATA_FILES, build_meta_model, give_dtypes, read_model_config
+from expertmesh.weights.quantised.published import plain_dtype
 from expertmesh.weights.unmapped import remember
 
 _NOT_COPIED = {"config.json", INDEX_FILE, CONFIG_FILE, BASE_FILE}
@@ -76,13 +77,12 @@ def check_base(
 
 
 def take_layout(model: PreTrainedModel, load: LoadPlan, files: WeightFiles) -> None:
-    """Let `model` be saved in the dtypes and the layout of its files, with what they hold beside it."""
-    for name, tensor in untied(model).items():
-        if tensor.is_floating_point():
-            # On meta the dtype is all there is to change; ties and parameter identity stay.
-            tensor.data = tensor.data.to(load.tensors[name].dtype)
-    model._weight_conversions = list(load.conversions)  # type: ignore[assignment]
-    remember(model, [files.tensors[name] for name in load.ignored])
+    """Let `model` be saved in the dtypes and the layout of its files, with what they hold beside it.
+
+    What the files hold quantised is bfloat16.
+    """
+    give_dtypes(untied(model), {name: plain_dtype(lazy) for name, lazy in load.tensors.items()})
+    remember(model, load.conversions, [files.tensors[name] for name in load.ignored])
 
 
 def untied(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -26,6 +25,7 @@ from expertmesh.weights.content import element_sum, joined_hash
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import differing_copies, named_source
 from expertmesh.weights.mapping import LoadPlan, plan_load
+from expertmesh.weights.quantised.tensor import QuantisedTensor
 from expertmesh.weights.reading import read_box
 
 _BLOCK_ELEMENTS = 1 << 22
@@ -104,15 +104,12 @@ def compare_sample(
 
 
 def _read_in_blocks(lazy: LazyTensor, files: WeightFiles, dtype: torch.dtype) -> Iterator[tuple[Box, Tensor]]:
-    def fetch(leaf: Any, box: Box, out: Tensor) -> None:
-        files.read(leaf, box, out)
-
     whole = full_box(lazy.shape)
     # What is computed from others would be computed anew for every block.
-    computed = not all(isinstance(piece.leaf, FileTensor) for piece in lazy.pieces)
+    computed = not all(isinstance(piece.leaf, (FileTensor, QuantisedTensor)) for piece in lazy.pieces)
     for part in [whole] if computed else blocks(whole, _BLOCK_ELEMENTS):
         values = torch.empty(extents(part), dtype=dtype)
-        read_box(lazy, part, values, fetch)
+        read_box(lazy, part, values, files.read)
         yield part, values
 
 

@@ -16,7 +16,8 @@ from expertmesh.checkpoint.read import SavedState, check_fits
 from expertmesh.checkpoint.state import model_state
 from expertmesh.config import LoraConfig
 from expertmesh.io.safetensors_reader import DTYPES
-from expertmesh.weights.meta_model import build_meta_model, read_model_config
+from expertmesh.weights.meta_model import build_meta_model, give_dtypes, read_model_config
+from expertmesh.weights.unmapped import remember
 
 
 def stored_model(state: SavedState, *, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -33,15 +34,11 @@ def stored_model(state: SavedState, *, trust_remote_code: bool = False) -> PreTr
     if has_adapters:
         adapt(model, LoraConfig(from_adapter=str(state.directory / ADAPTER)), torch.float32, None)
     targets = model_state(model)
-    for name, tensor in targets.items():
-        entry = state.manifest.model.get(name)
-        if entry is not None and DTYPES[entry.dtype].is_floating_point and tensor.is_floating_point():
-            # On meta the dtype is all there is to change; ties and parameter identity stay.
-            tensor.data = tensor.data.to(DTYPES[entry.dtype])
+    give_dtypes(targets, {name: DTYPES[entry.dtype] for name, entry in state.manifest.model.items()})
     check_fits(state, targets)
     layout = read_layout(model, state.directory, state.manifest)
     if not has_adapters:
-        layout.give_to(model)
+        remember(model, *layout)
     return model
 
 

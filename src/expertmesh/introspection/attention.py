@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from expertmesh.anatomy import Anatomy
+from expertmesh.anatomy import Anatomy, is_inside
 from expertmesh.introspection.source_code import along_the_sequence, mask_refusal, registry_call
 
 # Kinds of layers (config.layer_types) that mix positions by something other than attention over all of them.
@@ -45,10 +45,8 @@ def own_code_along_the_sequence(model: nn.Module, anatomy: Anatomy, block: str) 
     """
     experts = [spec.name for spec in anatomy.experts]
     for name, module in model.get_submodule(block).named_modules(prefix=block):
-        inside = any(name == each or name.startswith(f"{each}.") for each in experts)
-        if inside:
-            continue
-        if (found := along_the_sequence(module)) is not None:
+        inside = any(name == each or is_inside(name, each) for each in experts)
+        if not inside and (found := along_the_sequence(module)) is not None:
             return name, found
     return None
 

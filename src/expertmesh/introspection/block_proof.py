@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from expertmesh.anatomy import experts_spec
-from expertmesh.anatomy.expert_module import ExpertModuleSpec, expert_module_sizes, expert_module_spec
+from expertmesh.anatomy.expert_module import ExpertModuleSpec, expert_module_spec, small_sizes
 from expertmesh.anatomy.small_copy import relative_error, small_copy
 from expertmesh.config.errors import InputError
 from expertmesh.experts.dispatch import LocalDispatcher
@@ -67,7 +67,7 @@ def _kind(block: nn.Module) -> list[Any]:
 
 def _refusal(block: nn.Module, module_spec: ExpertModuleSpec) -> str | None:
     generator = torch.Generator().manual_seed(0)
-    sizes = expert_module_sizes(module_spec)
+    sizes = small_sizes(module_spec.hidden_size, module_spec.intermediate_size)
     try:
         own = small_copy(block, sizes, generator)
         fused = _fused_copy(own)

@@ -8,11 +8,12 @@ the first step with an error of torch; one forward on meta, watched, shows it be
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.module_tracker import ModuleTracker
 
 from expertmesh.anatomy import Anatomy, ExpertsSpec, is_adapter, is_inside
 from expertmesh.compat import tree_leaves
@@ -85,7 +86,7 @@ def _refusal(
     watch = _Watch(uncast)
     cast = (parameter for parameter in twin.parameters() if id(parameter) not in uncast)
     try:
-        with stand_ins_for_experts(twin, experts), cast_on_meta(cast, compute), watch.within(twin), watch:
+        with stand_ins_for_experts(twin, experts), cast_on_meta(cast, compute), watch.modules, watch:
             forward_of_text(twin)
     except _Apart as apart:
         return f"{apart}; set precision.compute to float32"
@@ -95,7 +96,7 @@ def _refusal(
         first, dtype = str(cause).partition("\n")[0], str(compute).removeprefix("torch.")
         return (
             f"does not run with its parameters in {dtype} and its buffers as precision.params has them "
-            f"({watch.failed}: {first[:160]}); set precision.compute and precision.params to one dtype"
+            f"({watch.innermost}: {first[:160]}); set precision.compute and precision.params to one dtype"
         )
     return None
 
@@ -129,38 +130,24 @@ class _Apart(Exception):
 
 
 class _Watch(WithoutValues):
-    """`uncast`: ids of parameters, and which module's call gathers each. `failed`: where an exception was raised."""
+    """`uncast`: ids of parameters, and which module's call gathers each."""
 
     def __init__(self, uncast: dict[int, str]) -> None:
         super().__init__()
-        self.uncast, self.running, self.failed = uncast, ["the model"], ""
+        self.uncast, self.modules = uncast, ModuleTracker()
+
+    @property
+    def innermost(self) -> str:
+        """The module that runs, or that was running when an exception was raised."""
+        return max(self._running(), key=len, default="the model")
+
+    def _running(self) -> list[str]:
+        return [name.partition(".")[2] for name in self.modules.parents if "." in name]  # the root goes by its class
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs or {})):
             name = self.uncast.get(id(leaf))
-            if name is not None and name not in self.running:
-                where = self.running[-1]
-                raise _Apart(f"reads the parameters of {name} in {where}, without calling the module that holds them")
+            if name is not None and name not in self._running():
+                how = f"in {self.innermost}, without calling the module that holds them"
+                raise _Apart(f"reads the parameters of {name} {how}")
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-    @contextmanager
-    def within(self, twin: nn.Module) -> Iterator[None]:
-        """Follow which modules of `twin` are running."""
-        with ExitStack() as stack:
-            for name, module in twin.named_modules():
-                stack.callback(module.register_forward_pre_hook(self._enterer(name)).remove)
-                stack.callback(module.register_forward_hook(self._leave).remove)
-            try:
-                yield
-            except Exception:
-                self.failed = self.running[-1]
-                raise
-
-    def _enterer(self, name: str) -> Any:
-        def enter(module: nn.Module, args: Any) -> None:
-            self.running.append(name or "the model")
-
-        return enter
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.running.pop()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 import transformers
 from torch import nn
@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig
 
 FILE = "known_families.json"
 Answers = dict[str, dict[str, Any]]  # by question and key, as JSON has them
+_Answer = TypeVar("_Answer")
 
 # Of what every configuration has, only these can change what a model's code does.
 _OF_EVERY_CONFIG = frozenset(PreTrainedConfig().to_dict()) - {"tie_word_embeddings", "is_encoder_decoder"}
@@ -47,13 +48,26 @@ def look_up(
 
 def refusal_by_proof(question: str, key: str | None, prove: Callable[[], str | None]) -> str | None:
     """Why `prove` refuses, or None; None without asking where the table says that this was proven."""
-    recorded = _recorded.get()
-    if recorded is None and key is not None and key in _table().get(question, {}):
-        return None
-    reason = prove()
-    if recorded is not None and key is not None and reason is None:
-        recorded.setdefault(question, {})[key] = True
+    reason: str | None = look_up(question, key, prove, keep=lambda reason: reason is None)
     return reason
+
+
+def known_by_class(question: str) -> Callable[[Callable[[Any], _Answer]], Callable[[Any], _Answer]]:
+    """Make a function that answers a question about a class, or a function, look it up first, and answer once. It may
+    then be called with a module, for its class.
+    """
+
+    def decorate(find: Callable[[Any], _Answer]) -> Callable[[Any], _Answer]:
+        find = functools.cache(find)
+
+        @functools.wraps(find)
+        def answer(subject: Any) -> Any:
+            kind: Any = type(subject) if isinstance(subject, nn.Module) else subject
+            return look_up(question, class_key(kind), lambda: find(kind))
+
+        return answer
+
+    return decorate
 
 
 @contextmanager
@@ -68,9 +82,11 @@ def recording() -> Iterator[Answers]:
 
 
 def class_key(kind: Any) -> str | None:
-    """The name of a class or function of transformers, without what FSDP2 or we put in front; None for other code."""
-    own = _own_class(kind)
-    return f"{own.__module__}.{own.__qualname__}" if own.__module__.startswith("transformers.") else None
+    """Module and name of a class or function of transformers, without what FSDP2 or we put in front; None for other
+    code.
+    """
+    own = own_class(kind)
+    return f"{own.__module__} {own.__qualname__}" if own.__module__.startswith("transformers.") else None
 
 
 def proof_key(module: nn.Module, *others: object) -> str | None:
@@ -81,7 +97,7 @@ def proof_key(module: nn.Module, *others: object) -> str | None:
     classes of all modules in it, and `others`, the arguments of the proof.
     """
     name = class_key(type(module))
-    kinds = {_own_class(type(part)) for part in module.modules()}
+    kinds = {own_class(type(part)) for part in module.modules()}
     replaced = any(
         "forward" in vars(part) or part._forward_pre_hooks or part._forward_hooks for part in module.modules()
     )
@@ -94,7 +110,7 @@ def proof_key(module: nn.Module, *others: object) -> str | None:
     return f"{name} {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
-def _own_class(kind: Any) -> Any:
+def own_class(kind: Any) -> Any:
     """Without the classes that FSDP2 and adapters put in front."""
     in_front = ("torch.distributed.", "expertmesh.")
     return next((each for each in getattr(kind, "__mro__", ()) if not each.__module__.startswith(in_front)), kind)
@@ -108,14 +124,14 @@ def _runs_published_code(kind: Any) -> bool:
 
 @functools.cache
 def _table() -> Answers:
-    """The file has for each question its answers, and for each of those, classes and hashes joined by spaces."""
+    """The file has for each question its answers, and for each of those its keys, whose last words are joined."""
     content = json.loads(files(__package__).joinpath(FILE).read_text()).get(transformers.__version__, {})
     return {
         question: {
-            f"{name} {settings}".strip(): entry["answer"]
+            f"{start} {word}": entry["answer"]
             for entry in entries
-            for name, hashes in entry["keys"].items()
-            for settings in hashes.split() or [""]
+            for start, words in entry["keys"].items()
+            for word in words.split()
         }
         for question, entries in content.items()
     }

@@ -11,13 +11,12 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from types import ModuleType
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from expertmesh.introspection.known_families import class_key, look_up
+from expertmesh.introspection.known_families import known_by_class, own_class
 
 # What code needs to see where in the sequence a token is, or its neighbours; norms, routers, projections and MLPs do
 # without. A product of two activations is attention, or may be.
@@ -53,12 +52,11 @@ def registry_call(module: nn.Module) -> RegistryCall | None:
     The pattern is the same in all of transformers 5: `interface = REGISTRY.get_interface(implementation, eager)`, then
     `interface(self, query, key, value, mask, ...)`.
     """
-    kind: Any = type(module)
-    found: dict[str, Any] | None = look_up("registry_call", class_key(kind), lambda: _registry_call(kind))
-    return None if found is None else RegistryCall(**found)
+    found = _registry_call(module)
+    return None if found is None else RegistryCall(**{"module": own_class(type(module)).__module__, **found})
 
 
-@functools.cache
+@known_by_class("registry_call")
 def _registry_call(kind: Any) -> dict[str, Any] | None:
     for owner in _owners(kind):
         if owner.__module__ == "transformers.modeling_utils":
@@ -69,20 +67,15 @@ def _registry_call(kind: Any) -> dict[str, Any] | None:
                 assert isinstance(call.func, ast.Attribute)
                 interface = [other for other in calls if "interface" in _called(other) and other is not call]
                 keywords = {k.arg for other in interface for k in other.keywords if k.arg is not None}
-                mapping = ast.unparse(call.func.value)
-                return asdict(RegistryCall(owner.__module__, mapping, call.args[1].id, sorted(keywords)))
+                inherited = {} if owner.__module__ == own_class(kind).__module__ else {"module": owner.__module__}
+                mapping, default = ast.unparse(call.func.value), call.args[1].id
+                return inherited | {"mapping": mapping, "default": default, "keywords": sorted(keywords)}
     return None
 
 
-def along_the_sequence(module: nn.Module) -> str | None:
+@known_by_class("along_the_sequence")
+def along_the_sequence(kind: Any) -> str | None:
     """What the code of a module's class uses that may look along the sequence, or None."""
-    kind: Any = type(module)
-    found: str | None = look_up("along_the_sequence", class_key(kind), lambda: _along_the_sequence(kind))
-    return found
-
-
-@functools.cache
-def _along_the_sequence(kind: Any) -> str | None:
     for tree in map(_tree, _owners(kind)):
         used = {_called(call) for call in _calls(tree)} | {_operator(node) for node in ast.walk(tree)}
         if found := sorted(used & _ALONG_THE_SEQUENCE):
@@ -90,26 +83,16 @@ def _along_the_sequence(kind: Any) -> str | None:
     return None
 
 
-@functools.cache
-def attributes_read(function: Any, argument: str = "module") -> frozenset[str]:
+@known_by_class("attributes_read")
+def attributes_read(function: Any) -> list[str]:
     """Which attributes of its argument `module` a function of Python reads."""
-
-    def read() -> list[str]:
-        nodes = (node for node in ast.walk(_tree(function)) if isinstance(node, ast.Attribute))
-        return sorted({n.attr for n in nodes if isinstance(n.value, ast.Name) and n.value.id == argument})
-
-    return frozenset(look_up("attributes_read", class_key(function), read))
+    nodes = (node for node in ast.walk(_tree(function)) if isinstance(node, ast.Attribute))
+    return sorted({n.attr for n in nodes if isinstance(n.value, ast.Name) and n.value.id == "module"})
 
 
-def counts_heads(module: nn.Module) -> str | None:
+@known_by_class("counts_heads")
+def counts_heads(kind: Any) -> str | None:
     """What in the code of a module's class depends on how many heads there are in all, if anything."""
-    kind: Any = type(module)
-    found: str | None = look_up("counts_heads", class_key(kind), lambda: _counts_heads(kind))
-    return found
-
-
-@functools.cache
-def _counts_heads(kind: Any) -> str | None:
     for owner in kind.__mro__:
         if owner is nn.Module:
             break
@@ -121,15 +104,10 @@ def _counts_heads(kind: Any) -> str | None:
     return None
 
 
-def mask_refusal(model: nn.Module) -> str | None:
+@known_by_class("masks")
+def mask_refusal(kind: Any) -> str | None:
     """Why the masks that the file of a model's class makes may not keep packed samples apart, or None."""
-    kind: Any = type(model)
-    found: str | None = look_up("masks", class_key(kind), lambda: _mask_refusal(inspect.getmodule(kind) or kind))
-    return found
-
-
-def _mask_refusal(module: ModuleType | type) -> str | None:
-    source = inspect.getsource(module)
+    source = inspect.getsource(inspect.getmodule(kind) or kind)
     if "masking_utils" not in source:
         return "builds attention masks by code of its own, which may not separate packed samples"
     if not _masks_see_positions(source):

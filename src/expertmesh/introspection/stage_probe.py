@@ -10,6 +10,7 @@ are used before them and which behind, and what the hidden state looks like. Nee
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -167,10 +168,9 @@ class _Watch(WithoutValues):
         with ExitStack() as stack:
             for number, name in enumerate(self.blocks):
                 block = self.model.get_submodule(name)
-                enter = block.register_forward_pre_hook(self._enterer(number), with_kwargs=True)
-                leave = block.register_forward_hook(self._leaver(number))
-                stack.callback(enter.remove)
-                stack.callback(leave.remove)
+                enter, leave = partial(self._enter, number), partial(self._leave, number)
+                stack.enter_context(block.register_forward_pre_hook(enter, with_kwargs=True))
+                stack.enter_context(block.register_forward_hook(leave))
             yield
 
     def decoder(self) -> Decoder:
@@ -178,24 +178,21 @@ class _Watch(WithoutValues):
         if self.at != behind:
             raise self._refusal(f"{self.blocks[self.at + 1]} was not run in a forward of text")
         names: dict[int, set[str]] = {_BEFORE: set(), behind: set()}
+        model: Any = self.model
+        modules = {id(module): name for name, module in model.named_modules()}
+        embedding, head = (modules.get(id(m)) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
         for name, parameter in self.outside.items():
             uses = self.used[id(parameter)]
             if not uses <= {_BEFORE, behind}:
                 raise self._refusal(f"{name} is used between blocks")
             if len(uses) == 2:
                 # Tied: which of its modules is which is known of embedding and head alone.
-                embedding, head = self._ends()
                 if (parent := name.rpartition(".")[0]) not in (embedding, head):
                     raise self._refusal(f"{name} is used before the blocks and behind them")
                 uses = {_BEFORE} if parent == embedding else {behind}
             # What text never uses (a vision tower) stays with the embedding.
             names[min(uses, default=_BEFORE)].add(name)
         return Decoder(frozenset(names[_BEFORE]), frozenset(names[behind]), self.hidden)
-
-    def _ends(self) -> tuple[str, str]:
-        model: Any = self.model
-        modules = {id(module): name for name, module in model.named_modules()}
-        return modules.get(id(model.get_input_embeddings()), ""), modules.get(id(model.get_output_embeddings()), "")
 
     def _refusal(self, why: str) -> InputError:
         family = self.model.config.model_type  # type: ignore[union-attr]
@@ -211,33 +208,27 @@ class _Watch(WithoutValues):
         maker = "the embedding" if foreign[0] == _BEFORE else self.blocks[foreign[0]]
         raise _Carried(f"{reader} reads what {maker} has computed, beside the hidden state ({how})")
 
-    def _enterer(self, number: int) -> Any:
-        def enter(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            if self.at != number + _BEFORE:
-                raise _Carried(f"{self.blocks[number]} does not run after the block before it")
-            self.at = number
-            others = (args[1:], {key: value for key, value in kwargs.items() if key != "hidden_states"})
-            given = [leaf for leaf in tree_leaves(others) if isinstance(leaf, torch.Tensor)]
-            self._refuse_foreign({self.labels[leaf] for leaf in given if leaf in self.labels}, "in its call")
-            fresh = self._fresh(hidden)
-            return ((fresh, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": fresh})
+    def _enter(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if self.at != number + _BEFORE:
+            raise _Carried(f"{self.blocks[number]} does not run after the block before it")
+        self.at = number
+        others = (args[1:], {key: value for key, value in kwargs.items() if key != "hidden_states"})
+        given = [leaf for leaf in tree_leaves(others) if isinstance(leaf, torch.Tensor)]
+        self._refuse_foreign({self.labels[leaf] for leaf in given if leaf in self.labels}, "in its call")
+        fresh = self._fresh(hidden)
+        return ((fresh, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": fresh})
 
-        return enter
-
-    def _leaver(self, number: int) -> Any:
-        def leave(block: nn.Module, args: Any, output: Any) -> Any:
-            if not isinstance(output, torch.Tensor):
-                raise _Carried(f"{self.blocks[number]} returns {type(output).__name__}, not the hidden state alone")
-            if output.shape[:2] != (_ROWS, _LENGTH) or self.hidden not in ((), tuple(output.shape[2:])):
-                raise _Carried(f"{self.blocks[number]} gives a hidden state of {list(output.shape)}")
-            self.hidden = tuple(output.shape[2:])
-            if number < len(self.blocks) - 1:
-                return None
-            self.at = number + 1
-            return self._fresh(output)
-
-        return leave
+    def _leave(self, number: int, block: nn.Module, args: Any, output: Any) -> Any:
+        if not isinstance(output, torch.Tensor):
+            raise _Carried(f"{self.blocks[number]} returns {type(output).__name__}, not the hidden state alone")
+        if output.shape[:2] != (_ROWS, _LENGTH) or self.hidden not in ((), tuple(output.shape[2:])):
+            raise _Carried(f"{self.blocks[number]} gives a hidden state of {list(output.shape)}")
+        self.hidden = tuple(output.shape[2:])
+        if number < len(self.blocks) - 1:
+            return None
+        self.at = number + 1
+        return self._fresh(output)
 
     def _fresh(self, hidden: torch.Tensor) -> torch.Tensor:
         fresh = torch.empty_like(hidden)

@@ -1,8 +1,9 @@
 """Where the ranks of a job come from: the job that started us, or N local processes of our own.
 
-Under a launcher that sets RANK and WORLD_SIZE (torchrun, SLURM wrappers) this process is one rank and runs the job's
-function itself. Else it starts N ranks on this machine, passes their output through, starts all of them again after a
-failure if it may, and ends as they do: one error message for the whole job, its exit code, no process and no file left.
+Where whoever started this process (torchrun, srun, Ray) has made it one rank, it runs the job's function itself. Else
+it starts N ranks on this machine, passes their output through, starts all of them again after a failure if it may, and
+ends as they do: one error message for them all, its exit code, no process and no file left. Of a job on several
+machines (Kubeflow's pods) each machine has one such launcher, and the first of them holds the store where ranks meet.
 """
 
 import itertools
@@ -19,8 +20,10 @@ from typing import Literal
 
 from expertmesh.config import Config, dump_config
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError
+from expertmesh.distributed.environment import Node, Rank, find_place
 from expertmesh.io.terminal import printable
 from expertmesh.launcher.lazy_imports import lazy_imports
+from expertmesh.launcher.meeting import THIS_MACHINE, Meeting
 from expertmesh.launcher.rank_files import UNEXPECTED
 from expertmesh.launcher.supervise import Job, StopRequests, start_ranks, stop_requests
 from expertmesh.launcher.worker import run_rank
@@ -48,28 +51,34 @@ def run(
     config: Config,
     function: str,
     options: RunOptions | None = None,
-    preflight: Callable[[Config, int], object] | None = None,
+    preflight: Callable[[Config, int, int], object] | None = None,
 ) -> int:
     """Call `function` (`module:function`) on each rank of the surrounding job, or on local ranks.
 
-    `preflight` is called with the number of local ranks before they start, to refuse what cannot work once and early.
-    Prints what is being done. Returns the exit code; raises `ExpertmeshError` before ranks start, or when they have
-    ended by it.
+    `preflight` is called with the number of ranks and of those on this machine before they start, to refuse what cannot
+    work once and early. Prints what is being done. Returns the exit code; raises `ExpertmeshError` before ranks start,
+    or when they have ended by it.
     """
     options = options or RunOptions()
     deadline = None if options.max_seconds is None else time.monotonic() + options.max_seconds
-    if in_job():
-        check_job(options)
-        if os.environ["RANK"] == "0":
-            _say(f"starting   rank 0 of {os.environ['WORLD_SIZE']}: importing torch and transformers")
+    place = join_job(options)
+    if isinstance(place, Rank):
+        if place.rank == 0:
+            by = "" if place.starter == "RANK" else f" that {place.starter} has started"
+            _say(f"starting   rank 0 of {place.world_size}{by}: importing torch and transformers")
         return _run_here(config, function, Control(deadline=deadline, audit=options.audit, arguments=options.arguments))
+    for name in ("RANK", "WORLD_SIZE"):  # where they count machines, and this process is no rank
+        os.environ.pop(name, None)
     _say("starting   importing torch" + (" and transformers, checking the configuration" if preflight else ""))
+    node = place or THIS_MACHINE
     with lazy_imports():
-        ranks = local_ranks(options.nproc)
+        ranks = local_ranks(options.nproc or node.ranks)
     if preflight is not None:
-        preflight(config, ranks)
-    _say(f"           {ranks} rank{'s' * (ranks > 1)} on this machine, each of which imports torch and transformers")
-    return launch(config, ranks, function, options, deadline)
+        preflight(config, ranks * node.count, ranks)
+    where = "" if node.count == 1 else f" (of {node.count}, meeting at {node.address}:{node.port})"
+    each = "each of which imports torch and transformers"
+    _say(f"           {ranks} rank{'s' * (ranks > 1)} on this machine{where}, {each}")
+    return launch(config, ranks, function, options, deadline, node)
 
 
 def _say(line: str) -> None:
@@ -88,41 +97,62 @@ def _run_here(config: Config, function: str, control: Control) -> int:
         return UNEXPECTED
 
 
-def in_job() -> bool:
-    """Whether a launcher has made this process one rank of a job."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+def join_job(options: RunOptions) -> Rank | Node | None:
+    """This process's place in a job that somebody else has started; a rank's is written into its environment.
 
-
-def check_job(options: RunOptions) -> None:
-    """`InputError` if the launcher's environment makes no sense or an option contradicts it."""
-    numbers = {}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        text = os.environ.get(name, os.environ["WORLD_SIZE"])
-        if not text.isdigit():
-            raise InputError(
-                f"the environment variable {name} is {text!r}, not a number; mend it or unset it",
-                key="launch.environment",
-            )
-        numbers[name] = int(text)
-    if options.nproc not in (None, numbers["LOCAL_WORLD_SIZE"]):
+    `InputError` if the environment makes no sense or an option contradicts it.
+    """
+    place = find_place(options.nproc)
+    if isinstance(place, Rank):
+        _check_rank(options, place)
+        place.export()
+    elif place is not None and options.nproc not in (None, place.ranks or options.nproc):
         raise InputError(
-            f"--nproc is {options.nproc}, but the launcher that set RANK started {numbers['LOCAL_WORLD_SIZE']} ranks "
+            f"--nproc is {options.nproc}, but PET_NPROC_PER_NODE is {place.ranks}; leave one of them out",
+            key="launch.nproc-differs",
+        )
+    machines = place.count if isinstance(place, Node) else 1
+    if options.max_restarts and (isinstance(place, Rank) or machines > 1):
+        raise InputError(
+            "--max-restarts is for local ranks; under torchrun, give its own --max-restarts to torchrun, and let other "
+            "launchers start a job on several machines again",
+            key="launch.restarts-in-job",
+        )
+    return place
+
+
+def _check_rank(options: RunOptions, place: Rank) -> None:
+    here = place.local_world_size or 1
+    if options.nproc not in (None, here):
+        raise InputError(
+            f"--nproc is {options.nproc}, but the launcher that set RANK started {here} ranks "
             "on this machine; leave --nproc out under a launcher",
             key="launch.nproc-differs",
         )
-    if options.max_restarts:
+    if place.starter == "SLURM" and here == 1 and options.nproc is None and (devices := _accelerators()) > 1:
         raise InputError(
-            "--max-restarts is for local ranks; under torchrun, give its own --max-restarts to torchrun",
-            key="launch.restarts-in-job",
+            f"srun has started one task on this machine, which has {devices} accelerators; start one for each (srun "
+            f"--ntasks-per-node {devices}), or let the task start the ranks here (--nproc {devices})",
+            key="launch.idle-accelerators",
         )
+
+
+def job_size(nproc: int | None = None) -> tuple[int, int | None]:
+    """How many ranks a job started here has, of the surrounding job or as many as `run` would start, and how many of
+    them are on this machine: None if nobody has said.
+    """
+    place = join_job(RunOptions(nproc=nproc))
+    if isinstance(place, Rank):
+        return place.world_size, place.local_world_size
+    node = place or THIS_MACHINE
+    ranks = local_ranks(nproc or node.ranks)
+    return ranks * node.count, ranks
 
 
 def local_ranks(nproc: int | None) -> int:
     """How many ranks to start here: `nproc`, else one per accelerator, else two on the CPU."""
-    import torch
-
-    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else None
-    if devices is not None and nproc is not None and nproc > devices:
+    devices = _accelerators()
+    if devices and nproc is not None and nproc > devices:
         raise InputError(
             f"--nproc is {nproc}, but this machine has {devices} accelerators; use {devices} or fewer",
             key="launch.too-few-accelerators",
@@ -130,10 +160,23 @@ def local_ranks(nproc: int | None) -> int:
     return nproc or devices or CPU_RANKS
 
 
+def _accelerators() -> int:
+    import torch
+
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
 def launch(
-    config: Config, ranks: int, function: str, options: RunOptions | None = None, deadline: float | None = None
+    config: Config,
+    ranks: int,
+    function: str,
+    options: RunOptions | None = None,
+    deadline: float | None = None,
+    node: Node = THIS_MACHINE,
 ) -> int:
     """Call `function` (`module:function`) on `ranks` local processes and wait for them.
+
+    With `node` they are the ranks of one of its machines, which all call this with as many `ranks`.
 
     Returns 0, or 130 or 143 if the job was stopped. Raises the `ExpertmeshError` that the job failed by,
     `DistributedFailure` for a rank that died or hung; only that one is tried again, as often as `options` allow.
@@ -145,6 +188,7 @@ def launch(
     worker += ["--arguments", options.arguments] if options.arguments else []
     if deadline is not None:
         worker += ["--deadline", repr(deadline)]
+    meeting = Meeting(ranks, node, config.distributed.first_step_timeout_seconds)
     with stop_requests() as requests, tempfile.TemporaryDirectory(prefix="expertmesh-") as temporary:
         config_path = Path(temporary, "config.yaml")
         for restart in itertools.count(1):
@@ -152,7 +196,7 @@ def launch(
             directory = Path(temporary, f"attempt-{restart}")
             directory.mkdir()
             try:
-                return _attempt([str(config_path), str(directory), *worker], ranks, directory, requests)
+                return _attempt([str(config_path), str(directory), *worker], directory, meeting, requests)
             except DistributedFailure as failure:
                 late = deadline is not None and time.monotonic() >= deadline
                 if restart > options.max_restarts or requests.requested or late:
@@ -170,20 +214,18 @@ def _continued(config: Config) -> Config:
     return config.model_copy(update={"checkpoint": checkpoint})
 
 
-def _attempt(arguments: list[str], ranks: int, directory: Path, requests: StopRequests) -> int:
+def _attempt(arguments: list[str], directory: Path, meeting: Meeting, requests: StopRequests) -> int:
     """Start all ranks, with nothing left of an attempt before, and wait for them."""
-    import torch.distributed as dist
-
-    # Where the ranks meet. It lives here, on a port that the system chose, so that no port is guessed and no rank's
-    # end disturbs the others' last words. Each attempt gets a new one: in an old one ranks read addresses of the dead.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    # A store for each attempt: in an old one ranks would read addresses of the dead.
+    store = meeting.open(requests)
+    if store is None:
+        return 128 + (requests.forced or requests.requested)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     environment = {
-        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        "OMP_NUM_THREADS": str(max(1, cores // meeting.ranks)),
         **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is up already: rank 0 must not start one
     }
-    started = start_ranks(["expertmesh.launcher.worker", *arguments], ranks, directory, environment)
+    places = meeting.places(store.port)
+    started = start_ranks(["expertmesh.launcher.worker", *arguments], places, directory, environment)
     return Job(started, directory, requests).supervise()

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from expertmesh.config.errors import ExpertmeshError
+from expertmesh.distributed.environment import Rank
 from expertmesh.launcher.failures import root_cause
 from expertmesh.launcher.hangs import RankSnapshot, hang_error, is_stopped, read_stack, timed_out
 from expertmesh.launcher.rank_files import SHOW_STACK, failures_in, progress_file, stack_file
@@ -189,17 +190,17 @@ class Job:
                 rank.process.wait(max(0.0, deadline - time.monotonic()))
 
 
-def start_ranks(worker: Sequence[str], count: int, directory: Path, environment: Mapping[str, str]) -> list[LocalRank]:
-    """Start `count` processes of the Python module and arguments `worker`, as ranks 0 to `count` - 1."""
+def start_ranks(
+    worker: Sequence[str], places: Sequence[Rank], directory: Path, environment: Mapping[str, str]
+) -> list[LocalRank]:
+    """Start a process of the Python module and arguments `worker` for each rank."""
     started: list[LocalRank] = []
     try:
-        for rank in range(count):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            sizes = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+        for place in places:
+            rank, own = place.rank, dict(environment)
+            place.export(own)
             progress = Progress(progress_file(directory, rank))
-            process = subprocess.Popen(
-                [sys.executable, "-u", "-m", *worker], env={**environment, **own, **sizes}, start_new_session=True
-            )
+            process = subprocess.Popen([sys.executable, "-u", "-m", *worker], env=own, start_new_session=True)
             started.append(LocalRank(rank, process, progress, stack_file(directory, rank)))
     except BaseException:
         for rank_started in started:

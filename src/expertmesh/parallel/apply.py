@@ -1,4 +1,7 @@
-"""Carry out a shard plan, all of it: sharding, recomputing in backward, compiling. Nothing is decided here."""
+"""Carry out a shard plan, all of it: sharding, recomputing in backward, compiling, keeping other code from harm.
+
+Nothing is decided here.
+"""
 
 from torch import nn
 
@@ -8,6 +11,7 @@ from expertmesh.parallel.checkpointing import recompute_blocks
 from expertmesh.parallel.compiling import compile_parts
 from expertmesh.parallel.fsdp import shard
 from expertmesh.parallel.shard_plan import ShardPlan
+from expertmesh.state.other_code import guard
 
 
 def shard_model(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
@@ -17,3 +21,4 @@ def shard_model(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
     if plan.options.compile:
         with raise_on_all_ranks("trying torch.compile"):
             compile_parts(model, plan.compiled, mesh.device)
+    guard(model)

@@ -107,14 +107,11 @@ def refuse_checkpointing(model: nn.Module, anatomy: Anatomy, layers: Checkpointe
             "takes no options; set it to none",
             key="train.activation-checkpointing-unsupported",
         )
-    checkpointed_layers(layers, len(anatomy.blocks))
     blocks = (model.get_submodule(name) for name in anatomy.blocks)
-    joint = next(
-        (block for block in blocks if not isinstance(getattr(block, "gradient_checkpointing", None), bool)), None
-    )
-    if layers != "all" and joint is not None:
+    joint = [block for block in blocks if not isinstance(getattr(block, "gradient_checkpointing", None), bool)]
+    if layers != "all" and joint:
         raise InputError(
-            f"train.checkpoint_layers is {layers}, but transformers has no switch for each {type(joint).__name__} of "
-            f"{model.config.model_type}; set train.checkpoint_layers to all",  # type: ignore[union-attr]
+            f"train.checkpoint_layers is {layers}, but transformers has no switch for each {type(joint[0]).__name__} "
+            f"of {model.config.model_type}; set train.checkpoint_layers to all",  # type: ignore[union-attr]
             key="train.checkpoint-layers-unsupported",
         )

@@ -12,30 +12,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, describe
+from expertmesh.anatomy import Anatomy
 from expertmesh.compat import allow_recompiles, compile_errors
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.state.patching import replace_forward
-from expertmesh.state.sharded_model import mesh_of
 
 # Code is compiled per class, and again for other sizes, masks or dtypes. torch's own limit of 8 is for one function.
 _VARIANTS = 64
 
 
-def compile_blocks(model: nn.Module) -> None:
-    """Make the dense parts of every block of a sharded `model` (which may be on meta) compile when they first run.
-
-    Every rank calls it; no communication. Raises what `refuse_compile` and `compile_parts` raise.
-    """
-    mesh = mesh_of(model)
-    refuse_compile(model, mesh.layout)
-    compile_parts(model, compiled_parts(model, describe(model)), mesh.device)
-
-
 def compile_parts(model: nn.Module, parts: Iterable[str], device: torch.device) -> None:
-    """The same for parts that are decided. Raises `InputError` where torch.compile does not work at all: a part of a
+    """Make the `compiled_parts` of a sharded `model` (which may be on meta) compile when they first run.
+
+    Every rank calls it; no communication. Raises `InputError` where torch.compile does not work at all: a part of a
     line is compiled to find out. Parts that do not compile are refused when they first run.
     """
     _probe(device)
@@ -116,7 +107,7 @@ def _forward(part: nn.Module, name: str, compiled: Callable[..., Any], *args: An
 def _probe(device: torch.device) -> None:
     """Compile and run something: whether there is a compiler that works is not known otherwise."""
     try:
-        torch.compile(_twice, fullgraph=True)(torch.ones(2, device=device))
+        torch.compile(lambda x: x * 2, fullgraph=True)(torch.ones(2, device=device))
     except Exception as error:  # whatever torch, a C++ compiler or Triton raise: it does not work here
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
         raise InputError(
@@ -124,7 +115,3 @@ def _probe(device: torch.device) -> None:
             "Triton for an accelerator), or set train.compile to false",
             key="train.compile-unavailable",
         ) from error
-
-
-def _twice(x: torch.Tensor) -> torch.Tensor:
-    return x * 2

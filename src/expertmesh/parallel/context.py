@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -61,29 +61,23 @@ def refuse_context(model: nn.Module, anatomy: Anatomy, layout: Layout) -> None:
         return
     family, blocks = model.config.model_type, decoder_blocks(anatomy)  # type: ignore[union-attr]
     where = f"parallel.cp {layout.cp}: {family}"
-    instead = "set parallel.cp to 1"
+
+    def refuse(problem: str, key: str) -> NoReturn:
+        raise InputError(f"{where} {problem}; set parallel.cp to 1", key=key)
+
     if state := carried_state(model, blocks):
-        raise InputError(
-            f"{where} carries state along the sequence ({state}), which needs whole rows; {instead}",
-            key="layout.cp-carried-state",
-        )
+        refuse(f"carries state along the sequence ({state}), which needs whole rows", "layout.cp-carried-state")
     heads: set[int] = set()
     for block in blocks:
         found = attentions(model, block)
         if not found:
-            raise InputError(
-                f"{where} has no attention through transformers' registry in {block}, so what mixes its positions is "
-                f"not known; {instead}",
-                key="layout.attention-not-recognised",
-            )
+            nothing = f"has no attention through transformers' registry in {block}"
+            refuse(f"{nothing}, so what mixes its positions is not known", "layout.attention-not-recognised")
         for name, module in found.items():
-            _refuse_attention(where, instead, name, module)
+            _refuse_attention(where, name, module)
             heads.add(_query_heads(module))
         if own := own_code_along_the_sequence(model, anatomy, block):
-            raise InputError(
-                f"{where} may look along the sequence by itself in {own[0]} ({own[1]}); {instead}",
-                key="layout.mixes-positions",
-            )
+            refuse(f"may look along the sequence by itself in {own[0]} ({own[1]})", "layout.mixes-positions")
     per_rank = math.gcd(*heads) // layout.tp
     if per_rank % layout.cp:
         valid = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
@@ -98,22 +92,20 @@ def refuse_context(model: nn.Module, anatomy: Anatomy, layout: Layout) -> None:
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{block}.") for block in blocks)
         if not inside and registry_call(module) is not None and id(module.config) in configs:
-            raise InputError(
-                f"{where} attends outside its decoder blocks ({name}), which cp does not split; {instead}",
-                key="layout.cp-attention-outside-blocks",
-            )
+            outside = f"attends outside its decoder blocks ({name}), which cp does not split"
+            refuse(outside, "layout.cp-attention-outside-blocks")
 
 
-def _refuse_attention(where: str, instead: str, name: str, module: Any) -> None:
+def _refuse_attention(where: str, name: str, module: Any) -> None:
     call = registry_call(module)
     assert call is not None
     if odd := sorted(set(call.keywords) - _KEYWORDS):
         raise InputError(
-            f"{where} passes {odd[0]} to its attention ({name}), which cp cannot split; {instead}",
+            f"{where} passes {odd[0]} to its attention ({name}), which cp cannot split; set parallel.cp to 1",
             key="layout.cp-attention-arguments",
         )
     backend = _backend(module.config)
-    if backend == "eager" and (odd := sorted(attributes_read(call.global_of(call.default)) - _ATTRIBUTES)):
+    if backend == "eager" and (odd := sorted(set(attributes_read(call.global_of(call.default))) - _ATTRIBUTES)):
         raise InputError(
             f"{where} computes eager attention with {odd[0]} of {name}, which cp cannot split; set model.attention to "
             "sdpa, or parallel.cp to 1",

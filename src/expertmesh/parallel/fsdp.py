@@ -22,7 +22,7 @@ from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.install import install
 from expertmesh.parallel.context import split_attention
-from expertmesh.parallel.groups import Group
+from expertmesh.parallel.groups import Group, view_of
 from expertmesh.parallel.pipeline import cut, pipeline_of
 from expertmesh.parallel.sequence import decoder_blocks, split_blocks
 from expertmesh.parallel.shard_plan import ShardPlan
@@ -50,7 +50,7 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
         anatomy = cut(model, plan.cut, anatomy, mesh, compute, twin)
     tensor = plan.tensor.within(anatomy.blocks)
     install(model, anatomy, mesh, dispatch=plan.dispatch, compute=plan.compute, dtype=compute)
-    _split_experts(model, plan, mesh)
+    _split_parameters(model, plan, mesh)
     split_parts(model, tensor, mesh)
     _shard_groups(model, plan, mesh)
     model.register_forward_hook(_reshard_without_backward)
@@ -66,14 +66,20 @@ def _is_here(name: str, plan: ShardPlan, mesh: Mesh) -> bool:
     return not any(name == part or is_inside(name, part) for part in gone)
 
 
-def _split_experts(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
-    """Make each expert parameter, adapters' too, a DTensor over ep."""
+def _split_parameters(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
+    """Make each parameter that ep or tp splits, adapters' too, a DTensor over that axis: this rank's slice of it."""
+    axes = {"ep": mesh.expert, "tp": mesh.dense_tp_mesh}
     for name, split in plan.splits.items():
-        if split.axis == "ep" and _is_here(name, plan, mesh):
-            parent, _, leaf = name.rpartition(".")
-            module = model.get_submodule(parent)
-            whole = module.get_parameter(leaf)
-            setattr(module, leaf, nn.Parameter(_own_slice(whole, mesh), requires_grad=whole.requires_grad))
+        if not _is_here(name, plan, mesh):
+            continue
+        parent, _, leaf = name.rpartition(".")
+        module, axis = model.get_submodule(parent), axes[split.axis][split.axis]
+        whole = module.get_parameter(leaf)
+        local = whole.detach().chunk(axis.size(), split.dim)[axis.get_local_rank()].clone()
+        # Only the slice goes to the device; FSDP2 moves the rest group by group.
+        local = local if local.is_meta else local.to(mesh.device)
+        own = DTensor.from_local(local, axis, [Shard(split.dim)], run_check=False)
+        setattr(module, leaf, nn.Parameter(own, requires_grad=whole.requires_grad))
 
 
 def _shard_groups(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
@@ -100,7 +106,7 @@ def _of_other_views(model: nn.Module, plan: ShardPlan, group: Group) -> set[nn.P
         parameter
         for prefix in group.modules
         for name, parameter in model.get_submodule(prefix).named_parameters(prefix=prefix)
-        if plan.view_of(name) != group.view
+        if view_of(plan.splits.get(name)) != group.view
     }
 
 
@@ -139,16 +145,6 @@ def _prefetch(model: nn.Module, anatomy: Anatomy, tensor: TensorPlan) -> None:
             continue  # what runs next is another stage
         unit[0].set_modules_to_forward_prefetch(following)
         following[0].set_modules_to_backward_prefetch(list(unit))
-
-
-def _own_slice(whole: torch.Tensor, mesh: Mesh) -> DTensor:
-    """This rank's experts of a full `[E, ...]` tensor, as the DTensor whose global value is `whole`."""
-    ep = mesh.expert["ep"]
-    per_rank = whole.shape[0] // ep.size()
-    local = whole.detach()[ep.get_local_rank() * per_rank :][:per_rank].clone()
-    # Only the slice goes to the device; FSDP2 moves the rest group by group.
-    local = local if local.is_meta else local.to(mesh.device)
-    return DTensor.from_local(local, ep, [Shard(0)], run_check=False)
 
 
 def _sum_gradients(module: nn.Module) -> None:

@@ -5,7 +5,7 @@
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import nn
@@ -64,7 +64,11 @@ def plan_groups(
 
     `expert_dims` are those of `plan_expert_dims`; `uncast` modules are never cast.
     """
-    splits = _splits(model, anatomy, tensor)
+    splits = dict.fromkeys(expert_dims, Split("ep", 0))
+    for part in tensor.parts:
+        if part.is_split:
+            dims = part.parameter_dims(model.get_submodule(part.name))
+            splits |= {f"{part.name}.{leaf}": Split("tp", dim) for leaf, dim in dims.items()}
     groups = list(_groups(model, anatomy, layout, tensor, expert_dims, uncast))
     return splits, tuple(_with_parameters(model, groups, splits))
 
@@ -74,19 +78,6 @@ def view_of(split: Split | None) -> View:
     if split is None:
         return "dense"
     return "expert" if split.axis == "ep" else "dense_tp"
-
-
-def _splits(model: nn.Module, anatomy: Anatomy, tensor: TensorPlan) -> dict[str, Split]:
-    splits: dict[str, Split] = {}
-    for spec in anatomy.experts:
-        own = model.get_submodule(spec.name).named_parameters(recurse=False)
-        leaves = [*spec.parameters, *(name for name, _ in own if is_adapter(name))]
-        splits |= {f"{spec.name}.{leaf}": Split("ep", 0) for leaf in leaves}
-    for part in tensor.parts:
-        if part.is_split:
-            dims = part.parameter_dims(model.get_submodule(part.name))
-            splits |= {f"{part.name}.{leaf}": Split("tp", dim) for leaf, dim in dims.items()}
-    return splits
 
 
 def _groups(
@@ -135,4 +126,4 @@ def _with_parameters(model: nn.Module, groups: Sequence[Group], splits: Mapping[
         if (view, module) in by_place:
             members[by_place[view, module]].append(name)
     for group, names in zip(groups, members, strict=True):
-        yield Group(group.modules, group.view, group.casts, group.dims, tuple(names))
+        yield replace(group, parameters=tuple(names))

@@ -19,7 +19,7 @@ from expertmesh.experts.balance import Balance
 from expertmesh.experts.install import choose_backend
 from expertmesh.parallel.checkpointing import CheckpointedLayers, CheckpointingMode, checkpointed_blocks
 from expertmesh.parallel.compiling import compiled_parts, refuse_compile
-from expertmesh.parallel.groups import Group, Split, View, plan_expert_dims, plan_groups, view_of
+from expertmesh.parallel.groups import Group, Split, plan_expert_dims, plan_groups
 from expertmesh.parallel.pipeline import Cut, plan_cut
 from expertmesh.parallel.refusals import refuse_axes, refuse_dtypes, refuse_model
 from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
@@ -62,10 +62,6 @@ class ShardPlan:
     checkpointed: tuple[str, ...]
     compiled: tuple[str, ...]
     twin: MetaTwin = field(repr=False)
-
-    def view_of(self, parameter: str) -> View:
-        """Over which mesh a parameter is sharded by FSDP2."""
-        return view_of(self.splits.get(parameter))
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:

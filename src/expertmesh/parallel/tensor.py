@@ -1,5 +1,5 @@
-"""Tensor parallelism of a model's blocks: carries out a `TensorPlan` by parameters that are DTensors over tp, and by
-class mixins in front of the modules that use them.
+"""Tensor parallelism of a model's blocks: carries out a `TensorPlan` by class mixins in front of the modules whose
+parameters are DTensors over tp (fsdp.py).
 
 Activations are plain tensors. A split part gathers its tp group's positions, its own code runs with fewer heads or
 features, its last layer sums over the group and hands each rank its own positions. The part's output is a sum over
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.mesh import Mesh
@@ -35,22 +35,12 @@ class _Running:
     leaf: str = ""
 
 
-def split_parts(model: nn.Module, plan: TensorPlan, mesh: Mesh) -> set[nn.Parameter]:
-    """Make the parameters that tp splits DTensors and let their modules run with shares. Called by `shard`.
-
-    Returns the split parameters. No communication.
-    """
-    split = set()
+def split_parts(model: nn.Module, plan: TensorPlan, mesh: Mesh) -> None:
+    """Let the modules that tp splits run with their shares. Called by `shard`; no communication."""
     for part in plan.parts:
         module = model.get_submodule(part.name)
         group = mesh.dense.get_group("tp")
         if part.is_split:
-            for name, dim in part.parameter_dims(module).items():
-                parent, _, leaf = name.rpartition(".")
-                whole = module.get_parameter(name)
-                own = nn.Parameter(_own_slice(whole, dim, mesh), requires_grad=whole.requires_grad)
-                setattr(module.get_submodule(parent), leaf, own)
-                split.add(own)
             for leaf in part.columns:
                 _put_in_front(module.get_submodule(leaf), _Columns, _Running(part, group, leaf))
             for leaf in part.norms:
@@ -58,16 +48,6 @@ def split_parts(model: nn.Module, plan: TensorPlan, mesh: Mesh) -> set[nn.Parame
             assert part.rows is not None
             _put_in_front(module.get_submodule(part.rows), _Rows, _Running(part, group, part.rows))
         _put_in_front(module, _Gathering, _Running(part, group))
-    return split
-
-
-def _own_slice(whole: torch.Tensor, dim: int, mesh: Mesh) -> DTensor:
-    """This rank's part of a full tensor as the DTensor whose global value is `whole`."""
-    tp = mesh.dense_tp_mesh["tp"]
-    size = whole.shape[dim] // tp.size()
-    local = whole.detach().narrow(dim, tp.get_local_rank() * size, size).clone()
-    local = local if local.is_meta else local.to(mesh.device)
-    return DTensor.from_local(local, tp, [Shard(dim)], run_check=False)
 
 
 def _put_in_front(module: nn.Module, kind: type[nn.Module], running: _Running) -> None:

@@ -100,10 +100,9 @@ class TensorPlan:
         """What to print before training, alike parts of different blocks as one."""
         if self.tp == 1:
             return
-        for text, count in Counter(_said_of(part) for part in self.parts).items():
-            yield f"{count} × {text}"
-        kept = Counter(f"{_short(name)} unsplit, on own positions: {why}" for name, why in self.kept)
-        for text, count in kept.items():
+        texts = [_said_of(part) for part in self.parts]
+        texts += [f"{_short(name)} unsplit, on own positions: {why}" for name, why in self.kept]
+        for text, count in Counter(texts).items():
             yield f"{count} × {text}"
         yield f"vocabulary: each rank computes 1/{self.tp} of the logits of all the group's positions"
 
@@ -138,9 +137,9 @@ def tensor_plan(model: nn.Module, anatomy: Anatomy, tp: int, kept_in_fp32: Calla
         others = {name for name in others if not any(name == mixer or is_inside(name, mixer) for mixer in mixers)}
         for name, module in model.get_submodule(block).named_modules(prefix=block):
             if name in mixers:
-                part = _mixer_part(model, name, styles, family, tp, confirmed)
+                part = _mixer_part(module, name, _below(styles, name), family, tp, confirmed)
             elif name in others:
-                part = _mlp_part(model, name, _below(styles, name))
+                part = _part(module, name, _below(styles, name), mixes_positions=False)
             else:
                 continue
             if part.is_split and (reason := _unsplittable(part, module, tp, kept_in_fp32)):
@@ -208,16 +207,9 @@ def _refuse_hidden_mixing(model: nn.Module, block: str, mixers: list[str], tp: i
 
 
 def _mixer_part(
-    model: nn.Module,
-    name: str,
-    styles: dict[str, str],
-    family: str,
-    tp: int,
-    confirmed: dict[Any, str | None],
+    module: nn.Module, name: str, own: dict[str, str], family: str, tp: int, confirmed: dict[Any, str | None]
 ) -> TensorPart:
     """`confirmed`: what was found out about attention of the same kind, and why it is not split, if it is not."""
-    module = model.get_submodule(name)
-    own = _below(styles, name)
     if any(_named(own)):
         part = _part(module, name, own, mixes_positions=True)
         if part.gathered and (norms := _norms_of_all_heads(part, module)):
@@ -245,10 +237,6 @@ def _why_not_split(part: TensorPart, module: nn.Module, tp: int, confirmed: dict
             "heads", key, partial(why_not_split, module, heads, str(part.rows), dims, part.norms, tp)
         )
     return confirmed[kind]
-
-
-def _mlp_part(model: nn.Module, name: str, own: dict[str, str]) -> TensorPart:
-    return _part(model.get_submodule(name), name, own, mixes_positions=False)
 
 
 def _named(styles: Mapping[str, str]) -> Iterator[str]:

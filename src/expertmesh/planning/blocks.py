@@ -56,10 +56,6 @@ class BlockSharding:
         """Sequences of a rank, of which cp and tp ranks share each."""
         return self.rows / (self.cp * self.tp)
 
-    def tokens(self, length: int) -> float:
-        """Of a rank, of sequences of `length` tokens."""
-        return self.rows * length / (self.cp * self.tp)
-
 
 @dataclass(frozen=True, slots=True)
 class SavedActivations:
@@ -148,7 +144,7 @@ def saved_by_kind(workload: Workload, modes: Sequence[CheckpointingMode]) -> lis
 
 def hidden_bytes(model: ModelFigures, sharding: BlockSharding) -> float:
     """Of the hidden states of a rank's own positions."""
-    return sharding.tokens(model.length) * model.hidden * model.compute_bytes
+    return sharding.part * model.length * model.hidden * model.compute_bytes
 
 
 def reduced_bytes(model: ModelFigures, sizes: GroupBytes) -> float:
@@ -178,7 +174,7 @@ def _checkpointed(
     if mode == "selective":
         saved += (figures.attended + figures.normalisers) * sharding.part
     if block.experts is not None:
-        saved += sharding.tokens(model.length) * block.experts.router.top_k * 4
+        saved += sharding.part * model.length * block.experts.router.top_k * 4
         saved += by_experts + hidden if mode == "selective" else 0.0
     return saved
 
@@ -190,7 +186,7 @@ class _Experts:
         self.experts, self.spec, self.sharding = experts, experts.spec, sharding
         self.compute, self.reduce = model.compute_bytes, model.reduce_bytes
         self.master = BYTES_OF[model.precision.params]
-        self.routed = experts.router.routed(sharding.tokens(model.length), sharding.ep, sharding.imbalance)
+        self.routed = experts.router.routed(sharding.part * model.length, sharding.ep, sharding.imbalance)
         self.gathers = sharding.efsdp > 1 or sharding.replicated
         self.rows_RH = self.routed.rows * self.spec.hidden_size * self.compute
         self.pairs_PH = self.routed.pairs * self.spec.hidden_size * self.compute
@@ -219,7 +215,7 @@ class _Experts:
         """expert_mlp.py saves rows, pre-activations and indices; dispatch.py the indices of the way back."""
         routed, experts = self.routed, self.experts
         pairs = routed.pairs * (experts.width * self.compute + 4 + 2 * INDEX)
-        if experts.adapted:
+        if experts.rank:
             padded = -(-experts.rank // 8) * 8
             pairs += routed.pairs * 2 * padded * self.compute
         if self.sharding.ep == 1:
@@ -242,9 +238,9 @@ class _Experts:
         parts = part * spec.intermediate_size * (4 * self.compute + 4)
         here = spec.num_experts / self.sharding.ep
         up, down = (here * size * spec.hidden_size for size in (experts.width, spec.intermediate_size))
-        trains = any(train for _, train, _ in experts.matrices[:2]) and not experts.adapted
+        trains = any(train for _, train, _ in experts.matrices[:2]) and not experts.rank
         # Weights that FSDP2 does not gather are cast in the forward, and their gradients cast back.
-        cast = self.master != self.compute and not self.gathers and not experts.adapted
+        cast = self.master != self.compute and not self.gathers and not experts.rank
         gradient = (self.compute + (self.master if cast else 0)) if trains else 0
         stays = self.master if cast else self.compute
         if experts.looped:

@@ -4,6 +4,7 @@ The answers are those of `plan_axes`, which decides for `train` as well, each as
 pp for the family with the smallest size that could do, the rest of their conditions being arithmetic (heads, blocks).
 """
 
+from functools import cache
 from typing import Any
 
 from expertmesh.anatomy import Anatomy
@@ -25,52 +26,38 @@ class Feasibility:
         self._model, self._anatomy, self._heads, self._kept = model, anatomy, heads, kept_in_fp32
         self._blocks = decoder_blocks(anatomy)
         self._twin = MetaTwin(model)
-        self._answers: dict[Layout, TensorPlan | InputError] = {}
-        self._stages: dict[tuple[int, int], tuple[tuple[int, ...], ...]] = {}
 
     def refusal(self, layout: Layout) -> str | None:
         """Why `train` would not split this model so, or None."""
         one_axis = [Layout(tp=layout.tp)] if layout.tp > 1 else []
         if layout.cp > 1:
             one_axis.append(Layout(cp=next((size for size in _SMALL if self._heads % size == 0), layout.cp)))
-        try:
-            if layout.pp > 1:
+        if layout.pp > 1:
+            one_axis.append(Layout(pp=2))
+            try:
                 self.stages(layout.pp, layout.pp_virtual_stages)
-                one_axis.append(Layout(pp=2))
-            for axis in one_axis:
-                self._tensor_plan(axis)
-        except InputError as error:
-            return str(error)
-        return None
+            except InputError as error:
+                return str(error)
+        return next((str(found) for found in map(self._plan, one_axis) if isinstance(found, InputError)), None)
 
     def any_tensor_plan(self) -> TensorPlan:
         """Of the fewest ranks that can share this model; of one rank (nothing is split) where none can."""
-        for tp in _SMALL:
-            if self.refusal(Layout(tp=tp)) is None:
-                return self._tensor_plan(Layout(tp=tp))
-        return self._tensor_plan(Layout())
+        plans = (self._plan(Layout(tp=tp)) for tp in (*_SMALL, 1))
+        return next(plan for plan in plans if not isinstance(plan, InputError))
 
+    @cache  # noqa: B019
     def stages(self, pp: int, virtual: int = 1) -> tuple[tuple[int, ...], ...]:
         """The numbers, among all of the model's blocks, of those of each stage; `virtual` stages on each of `pp` ranks.
         Raises `InputError` if there are too few blocks.
         """
-        if (pp, virtual) not in self._stages:
-            layout = Layout(pp=pp, pp_virtual_stages=virtual)
-            ranges = plan_stages(self._model, self._anatomy, self._blocks, layout)
-            place = {name: number for number, name in enumerate(self._anatomy.blocks)}
-            found = tuple(tuple(place[self._blocks[n]] for n in numbers) for numbers in ranges)
-            self._stages[pp, virtual] = found
-        return self._stages[pp, virtual]
+        ranges = plan_stages(self._model, self._anatomy, self._blocks, Layout(pp=pp, pp_virtual_stages=virtual))
+        place = {name: number for number, name in enumerate(self._anatomy.blocks)}
+        return tuple(tuple(place[self._blocks[n]] for n in numbers) for numbers in ranges)
 
-    def _tensor_plan(self, layout: Layout) -> TensorPlan:
-        """Raises `InputError` where the axes of `layout` are refused, each time the same."""
-        if layout not in self._answers:
-            try:
-                tensor, _ = plan_axes(self._model, self._anatomy, layout, self._twin, kept_in_fp32=self._kept)
-                self._answers[layout] = tensor
-            except InputError as error:
-                self._answers[layout] = error
-        answer = self._answers[layout]
-        if isinstance(answer, InputError):
-            raise answer
-        return answer
+    @cache  # noqa: B019
+    def _plan(self, layout: Layout) -> TensorPlan | InputError:
+        """What tp splits, or why the axes of `layout` are refused."""
+        try:
+            return plan_axes(self._model, self._anatomy, layout, self._twin, kept_in_fp32=self._kept)[0]
+        except InputError as error:
+            return error

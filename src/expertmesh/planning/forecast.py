@@ -12,7 +12,7 @@ import torch
 from expertmesh.config import Config
 from expertmesh.distributed.layout import Layout, explicit
 from expertmesh.io.terminal import gib
-from expertmesh.planning.hardware import Devices, hardware_table, match_device
+from expertmesh.planning.hardware import Devices, hardware_table
 from expertmesh.planning.probe import NotProbed
 from expertmesh.planning.read_model import figures_of_plan
 from expertmesh.planning.search import GIB, Candidate, Job, evaluate, layouts, supported_mode
@@ -42,14 +42,17 @@ def forecast(config: Config, checked: Checked) -> Forecast:
         return Forecast(f"nothing: there is no plan for {error}")
     found = _candidate(config, job, checked.layout)
     warning = _memory_warning(job, found)
-    notes = [_figures(found), *([warning] if warning else [])]
-    if config.parallel.ep == "auto":
+    memory, timed = found.memory.total, not checked.objective.adapters_off
+    prediction = Prediction(peak_memory_bytes=memory)
+    notes = [f"{gib(round(memory))} of tensors a rank"]
+    if timed:  # else each step runs the reference as well
+        prediction = Prediction(
+            step_seconds=found.speed.seconds, tokens_per_second=found.tokens_per_second, peak_memory_bytes=memory
+        )
+        notes = [_figures(found)]
+    notes += [warning] if warning else []
+    if config.parallel.ep == "auto" and timed:
         notes += _other_ep(config, job, found)
-    prediction = Prediction(
-        step_seconds=found.speed.seconds,
-        tokens_per_second=found.tokens_per_second,
-        peak_memory_bytes=found.memory.total,
-    )
     return Forecast("; ".join(notes), prediction, warning)
 
 
@@ -62,7 +65,8 @@ def devices_here(world_size: int) -> Devices | None:
         kind = torch.accelerator.current_accelerator()
         assert kind is not None
         module = torch.get_device_module(kind)
-        name = match_device(module.get_device_name(), table)
+        called = module.get_device_name().lower()
+        name = next((key for key, each in table.items() if any(part.lower() in called for part in each.matches)), None)
         if name is None:
             return None
         memory = float(module.get_device_properties(module.current_device()).total_memory)
@@ -114,11 +118,12 @@ def _job(config: Config, checked: Checked, devices: Devices) -> Job:
     figures = figures_of_plan(checked.plan, length=length, lora=config.lora, packed=packed)
     moments = 2 if config.optim.name == "adamw" else 0
     layers = config.train.checkpoint_layers
-    return Job(figures, devices, config.train.global_batch_size, moments, gloo=devices.name == "cpu", layers=layers)
+    return Job(figures, devices, config.train.global_batch_size, moments, layers=layers)
 
 
 def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:
     """With the micro-batch and the checkpointing that the run will have."""
     rows = config.train.micro_batch_size
     accumulation = max(1, config.train.global_batch_size // (rows * layout.data_ranks))
-    return evaluate(job, layout, supported_mode(job.model, checkpointing_mode(config)), Batch(rows, accumulation))
+    sequences = 2 * rows if config.objective.name == "dpo" else rows
+    return evaluate(job, layout, supported_mode(job.model, checkpointing_mode(config)), Batch(sequences, accumulation))

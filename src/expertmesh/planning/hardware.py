@@ -86,8 +86,9 @@ class Hardware(Section):
         return self
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of products in `dtype`; half of fp32's where float64 is not listed."""
-        return float(self.flops.get(dtype) or self.flops.get("float32", self.flops["bfloat16"] / 16) / 2)
+        """FLOP/s of products in `dtype`; a 16th of bfloat16's where float32 is not listed, half of that for float64."""
+        float32 = self.flops.get("float32", self.flops["bfloat16"] / 16)
+        return float(self.flops.get(dtype, float32 if dtype == "float32" else float32 / 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +147,6 @@ def parse_devices(text: str, table: Mapping[str, Hardware]) -> Devices:
             f"--devices {text!r}: {nodes * count} devices; a plan is for 1 to 65,536", key="plan.invalid-devices"
         )
     return Devices(name, nodes, count, table[name])
-
-
-def match_device(name: str, table: Mapping[str, Hardware]) -> str | None:
-    """The table's name of the device that the driver calls `name`, or None."""
-    found = (key for key, each in table.items() if any(part.lower() in name.lower() for part in each.matches))
-    return next(found, None)
 
 
 def _read(text: str, where: str) -> dict[str, Hardware]:

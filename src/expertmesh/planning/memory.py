@@ -57,7 +57,7 @@ def memory_of(workload: Workload, *, moments: int = 2, overhead: float = 0.0) ->
     return Memory(
         frozen=state.frozen,
         master=state.master,
-        gradients=state.gradients * worst.accumulated,
+        gradients=state.master * worst.accumulated,
         moments=state.master * moments,
         unsharded=worst.unsharded,
         activations=worst.activations,
@@ -107,7 +107,6 @@ class _RankMemory:
         self.workload, self.model = workload, workload.model
         self.layout, self.batch = workload.layout, workload.batch
         self.sharding = BlockSharding.of(workload)
-        self.known: dict[Piece, BlockMemory] = {}
         self.hidden = hidden_bytes(self.model, self.sharding)
         self.tables = self.model.tables
         self.outside = (self.model.outside - self.model.tables) * self.sharding.part
@@ -120,10 +119,7 @@ class _RankMemory:
         self.head_saved = (self.targets * self.model.hidden + self.head) * self.model.compute_bytes + self.head_input
 
     def block(self, piece: Piece) -> BlockMemory:
-        found = self.known.get(piece)
-        if found is None:
-            found = self.known[piece] = block_memory(self.model, *piece, self.sharding)
-        return found
+        return block_memory(self.model, *piece, self.sharding)
 
     def is_last(self, stage: int, chunk: int) -> bool:
         return stage == self.layout.pp - 1 and chunk == self.layout.pp_virtual_stages - 1
@@ -178,7 +174,7 @@ class _RankMemory:
         for situation in in_flight(self.layout, self.batch.accumulation, stage):
             for moment in _Backward(self, stage, situation, saved, at_borders).moments():
                 _, accumulated, unsharded, activations, dispatch, logits, working = moment
-                held = state.gradients * accumulated + unsharded + activations + dispatch + logits + working
+                held = state.master * accumulated + unsharded + activations + dispatch + logits + working
                 if held > most:
                     most, worst = held, moment
         assert worst is not None

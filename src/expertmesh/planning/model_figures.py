@@ -31,17 +31,6 @@ class Weight:
     def numel(self) -> int:
         return prod(self.shape)
 
-    def shard(self, ranks: int, tp: int) -> float:
-        """Elements of the largest of FSDP2's shards of dim 0 over `ranks` of fsdp and cp; a parameter that tp does not
-        split is sharded over tp as well.
-        """
-        first, *others = self.shape or (1,)
-        if self.split is None:
-            return -(-first // (ranks * tp)) * prod(others)
-        if self.split == 0:
-            return -(-(first // tp) // ranks) * prod(others)
-        return -(-first // ranks) * prod(others) / tp
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParamGroup:
@@ -77,16 +66,18 @@ def group_bytes(group: ParamGroup | None, ranks: int, tp: int) -> GroupBytes:
     """For `ranks` of fsdp and cp together."""
     totals = [0.0] * 6
     for weight in () if group is None else group.weights:
-        over, gathered = (ranks * tp, weight.numel) if weight.split is None else (ranks, weight.numel // tp)
-        shard = weight.shard(ranks, tp)
-        padded = shard * over
-        trains = weight.trains
-        totals[0] += 0 if trains else shard * weight.bytes
-        totals[1] += shard * weight.bytes if trains else 0
+        # FSDP2 pads dim 0, of which tp may have taken its part, over the ranks; what tp does not split is over its too.
+        split = 1 if weight.split is None else tp
+        over, gathered = ranks * tp // split, weight.numel // split
+        first, *others = weight.shape or (1,)
+        rows = first // split if weight.split == 0 else first
+        shard = -(-rows // over) * prod(others) / (split if weight.split else 1)
+        totals[1 if weight.trains else 0] += shard * weight.bytes
         totals[2] += gathered * weight.compute
-        totals[3] += padded * weight.compute if over > 1 else 0
-        totals[4] += gathered * weight.compute if trains else 0
-        totals[5] += padded if trains else 0
+        totals[3] += shard * over * weight.compute if over > 1 else 0
+        if weight.trains:
+            totals[4] += gathered * weight.compute
+            totals[5] += shard * over
     return GroupBytes(*totals)
 
 
@@ -137,13 +128,14 @@ def rows_per_token(router: TopKRouter, ranks: int) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experts:
-    """The routed experts of one block. `matrices` are per expert: (elements, trains, bytes as stored)."""
+    """The routed experts of one block. `matrices` are per expert: (elements, trains, bytes as stored). `rank`: of their
+    adapters, 0 without.
+    """
 
     spec: ExpertsSpec
     router: TopKRouter
     matrices: tuple[tuple[int, bool, int], ...]
     looped: bool
-    adapted: bool
     rank: int
 
     def elements(self, trains: bool | None = None) -> int:
@@ -210,10 +202,6 @@ class ModelFigures:
     checkpointable: bool
     anatomy: Anatomy
     feasibility: Feasibility
-
-    @property
-    def moe(self) -> tuple[Block, ...]:
-        return tuple(block for block in self.blocks if block.experts is not None)
 
     @property
     def experts(self) -> Experts:

@@ -8,6 +8,7 @@ shared expert costs what its code costs. One block of each kind is run; figures 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from expertmesh.state.patching import forwards_replaced
 
 
 class NotProbed(InputError):
-    """A family whose blocks cannot be run on meta; there is no plan for it."""
+    """A family whose blocks cannot be run on meta, or of which too little is known; there is no plan for it."""
 
 
 @dataclass(slots=True)
@@ -191,7 +192,8 @@ def _run(
     watch = _BlockWatch(tracker, counter)
     blocks = {name: model.get_submodule(name) for name in anatomy.blocks}
     forwards = {
-        block: watch.twice(block.forward) if name in measured else watch.pass_through for name, block in blocks.items()
+        block: partial(watch.twice, block.forward) if name in measured else watch.pass_through
+        for name, block in blocks.items()
     }
     base: Any = model.base_model
     inputs: dict[str, Any] = {"input_ids": torch.zeros(shape, dtype=torch.int64, device="meta")}
@@ -201,8 +203,8 @@ def _run(
         for name in latents:
             if any(name.startswith(f"{block}.") for block in measured):
                 module = model.get_submodule(name)
-                hooks.enter_context(module.register_forward_pre_hook(watch.latent(-1)))
-                hooks.enter_context(module.register_forward_hook(watch.latent(1)))
+                hooks.enter_context(module.register_forward_pre_hook(partial(watch.latent, -1)))
+                hooks.enter_context(module.register_forward_hook(partial(watch.latent, 1)))
         if not embeds:
             embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
             hooks.enter_context(embedding.register_forward_hook(_start_graph))
@@ -238,42 +240,36 @@ class _BlockWatch:
         self.first = self.begin = self.outside = self.tables = 0
         self._tuples = False
 
-    def twice(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            start = self.tracker.live
-            self.attention.current = BlockFigures()  # the first run is not counted
-            if not self.seen:
-                self.begin = start
-            hidden = self._hidden_of(forward(*args, **kwargs))
-            args, kwargs = _with_hidden(args, kwargs, None)
-            if not self.seen:
-                self.first = self.tracker.live - start
-            seen = self.attention.current = BlockFigures()
-            self.seen.append(seen)
-            before = self.tracker.live
-            self._work(seen, 0, -1)
-            seen.products = -self.counter.get_total_flops()
-            hidden.register_hook(lambda _: self._backward_ends(seen))
-            held = [hidden]
-            del hidden
-            args, kwargs = _with_hidden(args, kwargs, held.pop())
-            out = forward(*args, **kwargs)
-            args, kwargs = _with_hidden(args, kwargs, None)
-            self._work(seen, 0, +1)
-            seen.products += self.counter.get_total_flops()
-            seen.saved = self.tracker.live - before
-            self._hidden_of(out).register_hook(lambda _: self._backward_begins(seen))
-            return out
+    def twice(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What stands for a block's `forward`."""
+        start = self.tracker.live
+        self.attention.current = BlockFigures()  # the first run is not counted
+        if not self.seen:
+            self.begin = start
+        hidden = self._hidden_of(forward(*args, **kwargs))
+        args, kwargs = _with_hidden(args, kwargs, None)
+        if not self.seen:
+            self.first = self.tracker.live - start
+        seen = self.attention.current = BlockFigures()
+        self.seen.append(seen)
+        before = self.tracker.live
+        self._work(seen, 0, -1)
+        seen.products = -self.counter.get_total_flops()
+        hidden.register_hook(lambda _: self._backward_ends(seen))
+        held = [hidden]
+        del hidden
+        args, kwargs = _with_hidden(args, kwargs, held.pop())
+        out = forward(*args, **kwargs)
+        args, kwargs = _with_hidden(args, kwargs, None)
+        self._work(seen, 0, +1)
+        seen.products += self.counter.get_total_flops()
+        seen.saved = self.tracker.live - before
+        self._hidden_of(out).register_hook(lambda _: self._backward_begins(seen))
+        return out
 
-        return run
-
-    def latent(self, sign: int) -> Callable[..., None]:
+    def latent(self, sign: int, *_: Any) -> None:
         """A hook before (-1) or behind (+1) a module whose results count as latents."""
-
-        def hook(*_: Any) -> None:
-            self.attention.current.latents += sign * self.tracker.live
-
-        return hook
+        self.attention.current.latents += sign * self.tracker.live
 
     def pass_through(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]

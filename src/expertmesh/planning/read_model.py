@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec, is_adapter
-from expertmesh.config import LoraConfig, MoeConfig, PrecisionConfig
+from expertmesh.anatomy import ExpertsSpec, is_adapter, is_inside
+from expertmesh.config import LoraConfig, PrecisionConfig
 from expertmesh.distributed.layout import Layout
-from expertmesh.experts.install import choose_backend
 from expertmesh.introspection.compute_dtype import cast_on_meta
 from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.shard_plan import KeptInFp32, ShardOptions, ShardPlan
@@ -28,7 +27,7 @@ from expertmesh.planning.model_figures import (
     TopKRouter,
     Weight,
 )
-from expertmesh.planning.probe import BlockFigures, probe
+from expertmesh.planning.probe import BlockFigures, NotProbed, probe
 from expertmesh.weights.meta_model import kept_in_fp32
 
 
@@ -39,19 +38,16 @@ def figures_of(
     precision: PrecisionConfig,
     lora: LoraConfig | None = None,
     packed: bool = True,
-    attention: str | None = None,
-    compute: str = "auto",
-    trust_remote_code: bool = False,
 ) -> ModelFigures:
     """Build the model on meta and look at it; no weights, no ranks, no communication.
 
-    `packed`: attention masks keep samples apart, which costs what explicit masks cost. `compute` is moe.compute. Raises
-    `InputError` for what `train` would refuse about the model.
+    `packed`: attention masks keep samples apart, which costs what explicit masks cost. Raises `InputError` for what
+    `train` would refuse about the model.
     """
-    options = ModelOptions(precision, lora, attention or "auto", trust_remote_code)
-    model = build_model(config, Path(config.name_or_path or ""), options)
-    plan = plan_model(model, Layout(), ShardOptions(precision, MoeConfig(compute=compute)))  # type: ignore[arg-type]
-    return figures_of_plan(plan, length=length, lora=lora, packed=packed)
+    model = build_model(config, Path(config.name_or_path or ""), ModelOptions(precision, lora))
+    return figures_of_plan(
+        plan_model(model, Layout(), ShardOptions(precision)), length=length, lora=lora, packed=packed
+    )
 
 
 def figures_of_plan(plan: ShardPlan, *, length: int, lora: LoraConfig | None, packed: bool) -> ModelFigures:
@@ -68,13 +64,13 @@ def _figures(
     model: Any, plan: ShardPlan, fp32: KeptInFp32, *, length: int, lora: LoraConfig | None, packed: bool
 ) -> ModelFigures:
     """Of a model on meta in the compute dtype."""
-    anatomy, precision, compute = plan.anatomy, plan.options.precision, plan.options.moe.compute
+    anatomy, precision = plan.anatomy, plan.options.precision
     text = model.config.get_text_config()
     sizes = text.to_dict()  # attributes that differ between layers cannot be asked for
     attention_heads = int(sizes.get("num_attention_heads") or 1)
     feasibility = Feasibility(model, anatomy, attention_heads, fp32)
     tensor_plan = feasibility.any_tensor_plan()
-    reader = _Reader(model, anatomy, precision, lora, compute, tensor_plan)
+    reader = _Reader(model, plan, fp32, lora, tensor_plan)
     signatures = [reader.signature(name) for name in anatomy.blocks]
     firsts: dict[Any, str] = {}
     for signature, name in zip(signatures, anatomy.blocks, strict=True):
@@ -115,19 +111,12 @@ class _Reader:
     """Turns modules of a model on meta into groups and blocks; `around` are parameters outside blocks."""
 
     def __init__(
-        self,
-        model: Any,
-        anatomy: Anatomy,
-        precision: PrecisionConfig,
-        lora: LoraConfig | None,
-        compute: str,
-        tensor_plan: TensorPlan,
+        self, model: Any, plan: ShardPlan, fp32: KeptInFp32, lora: LoraConfig | None, tensor_plan: TensorPlan
     ) -> None:
-        self.model, self.lora, self.compute, self.tensor_plan = model, lora, compute, tensor_plan
-        self.master: torch.dtype = getattr(torch, precision.params)
-        self.width: torch.dtype = getattr(torch, precision.compute)
-        self.fp32 = kept_in_fp32(model, self.width)
-        self.specs = {spec.name: spec for spec in anatomy.experts}
+        self.model, self.fp32, self.lora, self.tensor_plan = model, fp32, lora, tensor_plan
+        self.master, self.width, _ = plan.dtypes
+        self.backends = plan.compute
+        self.specs = {spec.name: spec for spec in plan.anatomy.experts}
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.split_dims = {
             f"{part.name}.{leaf}": dim
@@ -135,13 +124,9 @@ class _Reader:
             if part.is_split
             for leaf, dim in part.parameter_dims(model.get_submodule(part.name)).items()
         }
-        self.of_block: dict[str, list[str]] = {name: [] for name in anatomy.blocks}
-        self.around: list[str] = []
-        for name in self.parameters:
-            owner = name.rpartition(".")[0]
-            while owner and owner not in self.of_block:
-                owner = owner.rpartition(".")[0]
-            self.of_block.get(owner, self.around).append(name)
+        self.of_block = {block: [n for n in self.parameters if is_inside(n, block)] for block in plan.anatomy.blocks}
+        inside = {name for names in self.of_block.values() for name in names}
+        self.around = [name for name in self.parameters if name not in inside]
 
     def signature(self, block: str) -> Any:
         """Equal for blocks that cost the same."""
@@ -183,16 +168,19 @@ class _Reader:
         text = self.model.config.get_text_config()
         groups, best = (getattr(text, key, None) for key in ("n_group", "topk_group"))
         limited = isinstance(groups, int) and isinstance(best, int) and 1 <= best < groups
-        assert spec.top_k is not None
+        if spec.top_k is None:
+            raise NotProbed(
+                f"{self.model.config.model_type}: its config does not say how many experts a token is sent to",
+                key="plan.model-not-probed",
+            )
         return Experts(
             spec=spec,
             router=TopKRouter(spec.num_experts, spec.top_k, *((groups, best) if limited else ())),
             matrices=tuple(
                 (p.numel() // spec.num_experts, p.requires_grad, self._stored(name).itemsize) for name, p in own.items()
             ),
-            looped=choose_backend(spec, self.compute, self.width) == "loop",  # type: ignore[arg-type]
-            adapted=any(map(is_adapter, own)),
-            rank=0 if self.lora is None else self.lora.r,
+            looped=self.backends[spec.name] == "loop",
+            rank=self.lora.r if self.lora is not None and any(map(is_adapter, own)) else 0,
         )
 
     def _weight(self, name: str) -> Weight:

@@ -38,7 +38,6 @@ class Job:
     global_batch_size: int
     optimizer_moments: int = 2
     imbalance: float = 1.0
-    gloo: bool = False
     layers: CheckpointedLayers = "all"
 
     @property
@@ -134,7 +133,7 @@ def layouts(job: Job, fixed: ParallelConfig | None = None) -> Iterator[Layout]:
 
 def evaluate(job: Job, layout: Layout, mode: CheckpointingMode, batch: Batch) -> Candidate:
     """What one choice will take."""
-    workload = Workload(job.model, layout, batch, mode, job.layers, job.imbalance, job.gloo)
+    workload = Workload(job.model, layout, batch, mode, job.layers, job.imbalance, gloo=job.devices.name == "cpu")
     memory = memory_of(workload, moments=job.optimizer_moments, overhead=job.devices.hardware.overhead)
     return Candidate(workload, memory, speed_of(workload, job.devices))
 

@@ -8,6 +8,7 @@ tp and cp do not. docs/formulas.md derives it, docs/planning-accuracy.md compare
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from math import gcd
 
 from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout
 from expertmesh.planning.hardware import Devices
@@ -70,25 +71,24 @@ def speed_of(workload: Workload, devices: Devices) -> Speed:
     """The step on `devices`."""
     model, layout, batch = workload.model, workload.layout, workload.batch
     rates, times, shares = _Rates.of(model, devices), batch.accumulation, layout.cp * layout.tp
-
-    def micro_batch(stage: int) -> _MicroBatch:
-        return _micro_batch(model, workload.rank(stage), shares, layout.ep, batch.rows, workload.imbalance, rates)
-
+    each = {
+        stage: _micro_batch(model, workload.rank(stage), shares, layout.ep, batch.rows, workload.imbalance, rates)
+        for stage in workload.distinct_stages()
+    }
     # All others wait for the pp rank whose micro-batch takes longest.
-    stage = max(workload.distinct_stages(), key=lambda stage: micro_batch(stage).seconds)
-    forward, backward = micro_batch(stage).forward, micro_batch(stage).backward
-    compute = (forward.seconds + backward.seconds) * times
+    stage = max(each, key=lambda stage: each[stage].seconds)
+    slowest = each[stage]
     tokens = batch.rows * times * model.length * layout.data_ranks
     return Speed(
-        products=times * (forward.products + backward.products),
-        experts=times * (forward.experts + backward.experts),
-        attention=times * (forward.attention + backward.attention),
-        memory=times * (forward.memory + backward.memory),
-        host=times * (forward.host + backward.host),
-        head=times * micro_batch(stage).head,
+        products=times * slowest.products,
+        experts=times * slowest.experts,
+        attention=times * slowest.attention,
+        memory=times * slowest.memory,
+        host=times * slowest.host,
+        head=times * slowest.head,
         # AdamW reads parameter, gradient and moments and writes all but the gradient; the norm reads gradients once.
         optimizer=8 * resident_state(model, layout, stage).master / rates.bandwidth,
-        links=tuple(_links(workload, stage, devices, compute)),
+        links=tuple(_links(workload, stage, devices, times * slowest.of_blocks)),
         bubble=(layout.pp - 1) / (layout.pp_virtual_stages * times),
         tokens=tokens,
         model_flops=model_flops(model) * tokens,
@@ -128,9 +128,10 @@ class _Rates:
 
 
 @dataclass(slots=True)
-class _Pass:
-    """Seconds of one direction of one micro-batch, summed over blocks."""
+class _MicroBatch:
+    """Seconds of one micro-batch on one pp rank, forward and backward; all but `head` are of its blocks."""
 
+    head: float
     products: float = 0.0
     experts: float = 0.0
     attention: float = 0.0
@@ -138,12 +139,17 @@ class _Pass:
     host: float = 0.0
 
     @property
-    def seconds(self) -> float:
+    def of_blocks(self) -> float:
         return self.products + self.experts + self.attention + self.memory + self.host
+
+    @property
+    def seconds(self) -> float:
+        return self.of_blocks + self.head
 
     def add(
         self, count: int, products: float, experts: float, attention: float, memory: float, launches: float
     ) -> None:
+        """One direction of `count` blocks."""
         self.products += count * products
         self.experts += count * experts
         self.attention += count * attention
@@ -151,46 +157,32 @@ class _Pass:
         self.host += count * max(0.0, launches - products - experts - attention - memory)
 
 
-@dataclass(frozen=True, slots=True)
-class _MicroBatch:
-    forward: _Pass
-    backward: _Pass
-    head: float
-
-    @property
-    def seconds(self) -> float:
-        return self.forward.seconds + self.backward.seconds + self.head
-
-
 @cache
 def _micro_batch(
     model: ModelFigures, rank: PipelineRank, shares: int, ep: int, rows: int, imbalance: float, rates: _Rates
 ) -> _MicroBatch:
     """Of `rows` sequences over `shares` ranks of cp and tp, on one pp rank."""
-    forward, backward = _Pass(), _Pass()
     share, tokens = rows / shares, rows * model.length / shares
+    found = _MicroBatch(_head_seconds(model, tokens, rates) if rank.is_last else 0.0)
     grows = 1 if model.adapted else 2
     for (block, mode), count in rank.pieces:
-        figures = block.figures
+        figures, again = block.figures, mode != "none"
         products = figures.products * share / rates.products
         attention = figures.attention / 2 * share / rates.attention
-        moved = [size * share / rates.bandwidth for size in figures.moved]
-        launches = [operations * rates.launch for operations in figures.operations]
         experts, moving = _expert_seconds(model, block, tokens, ep, imbalance, rates)
-        if block.experts is not None:
-            moved = [moved[0] + moving, moved[1] + 2 * moving]
-            launches = [a + b * rates.launch for a, b in zip(launches, EXPERT_OPERATIONS, strict=True)]
-        forward.add(count, products, experts, attention, moved[0], launches[0])
-        again = mode != "none"
-        backward.add(
+        moved = [size * share / rates.bandwidth + n * moving for n, size in enumerate(figures.moved, 1)]
+        operations = (0, 0) if block.experts is None else EXPERT_OPERATIONS
+        launches = [(a + b) * rates.launch for a, b in zip(figures.operations, operations, strict=True)]
+        found.add(count, products, experts, attention, moved[0], launches[0])
+        found.add(
             count,
             products * (grows + again),
-            experts * (grows + again) - (experts if mode == "selective" else 0.0),
+            experts * (grows + again - (mode == "selective")),
             attention * (2.5 + again),
             moved[1] + again * moved[0],
             launches[1] + again * launches[0],
         )
-    return _MicroBatch(forward, backward, _head_seconds(model, tokens, rates) if rank.is_last else 0.0)
+    return found
 
 
 def _expert_seconds(
@@ -247,12 +239,14 @@ def _transfer_seconds(transfer: Transfer, in_node: int, devices: Devices) -> flo
 
 
 def _ranks_in_node(layout: Layout, per_node: int) -> dict[str, int]:
-    """How many ranks of one group along each axis share a node; ranks are contiguous, the last axis fastest."""
+    """How many ranks of a group along each axis share a node; ranks are contiguous, the last axis fastest. Where groups
+    cross a node's border, the fewest.
+    """
     found: dict[str, int] = {}
     for axes in (EXPERT_AXES, DENSE_AXES):  # those of both views are those of the dense one
         stride = 1
         for axis in reversed(axes):
             size = layout.size(axis)
-            found[axis] = max(1, min(size, per_node // stride))
+            found[axis] = max(1, gcd(stride * size, per_node) // stride)
             stride *= size
     return found

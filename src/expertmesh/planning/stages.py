@@ -107,11 +107,10 @@ def _distinct(
 
 @dataclass(frozen=True, slots=True)
 class ResidentState:
-    """Bytes of one rank's shards: of what does not train, of what does, and of one gradient for each of those."""
+    """Bytes of one rank's shards: of what does not train, and of what does, as which its gradients take as many."""
 
     frozen: float
     master: float
-    gradients: float
 
 
 def resident_state(model: ModelFigures, layout: Layout, stage: int = 0) -> ResidentState:
@@ -134,7 +133,7 @@ def _state(rank: PipelineRank, ranks: int, tp: int, ep: int) -> ResidentState:
                 size = times * elements * block.experts.spec.num_experts / ep / efsdp * width
                 frozen += 0 if trains else size
                 master += size if trains else 0
-    return ResidentState(frozen, master, master)
+    return ResidentState(frozen, master)
 
 
 class InFlight(NamedTuple):
@@ -162,20 +161,12 @@ class Prefetches(NamedTuple):
     times: int
 
 
-def in_flight(layout: Layout, accumulation: int, stage: int) -> tuple[InFlight, ...]:
-    """Every different situation of a step's backwards, on one pp rank."""
-    return _in_flight(layout.pp, layout.pp_virtual_stages, layout.pp_schedule, accumulation, stage)
-
-
-def prefetches(layout: Layout, accumulation: int, stage: int) -> tuple[Prefetches, ...]:
-    """FSDP2 forgets what it has recorded at the end of each backward, so only what ran since the one before counts."""
-    return _prefetches(layout.pp, layout.pp_virtual_stages, layout.pp_schedule, accumulation, stage)
-
-
 @cache
-def _in_flight(pp: int, chunks: int, schedule: str, count: int, stage: int) -> tuple[InFlight, ...]:
+def in_flight(layout: Layout, count: int, stage: int) -> tuple[InFlight, ...]:
+    """Every different situation of the backwards of a step's `count` micro-batches, on one pp rank."""
+    pp, chunks = layout.pp, layout.pp_virtual_stages
     if chunks == 1:
-        first = min(pp - stage, count) if schedule != "gpipe" and count >= pp else count
+        first = min(pp - stage, count) if layout.pp_schedule != "gpipe" and count >= pp else count
         first = 1 if pp == 1 else first
         later = min(first, count - 1)
         # From the second micro-batch on gradients are whole, but fewer may be in flight. Where as many are, the second
@@ -195,9 +186,11 @@ def _in_flight(pp: int, chunks: int, schedule: str, count: int, stage: int) -> t
 
 
 @cache
-def _prefetches(pp: int, chunks: int, schedule: str, count: int, stage: int) -> tuple[Prefetches, ...]:
+def prefetches(layout: Layout, count: int, stage: int) -> tuple[Prefetches, ...]:
+    """FSDP2 forgets what it has recorded at the end of each backward, so only what ran since the one before counts."""
+    pp, chunks = layout.pp, layout.pp_virtual_stages
     if chunks == 1:
-        first = _in_flight(pp, chunks, schedule, count, stage)[0].saved[0]
+        first = in_flight(layout, count, stage)[0].saved[0]
         found = [Prefetches(0, True, 0 if first > 1 else None, None, 1)]
         return (*found, Prefetches(0, True, None, None, count - first)) if count > first else tuple(found)
     recorded: list[int] = []

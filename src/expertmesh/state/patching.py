@@ -31,7 +31,7 @@ def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
                 module.forward = own
 
 
-def mix_in(module: nn.Module, kind: type[nn.Module]) -> None:
+def mix_in(module: nn.Module, kind: type) -> None:
     """Put `kind` in front of this very module's class: its `forward` runs first and calls the own one as `super()`."""
     module.__class__ = type(type(module).__name__, (kind, type(module)), {})
 

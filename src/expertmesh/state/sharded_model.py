@@ -48,6 +48,8 @@ class ShardedModel:
     """Which adapters it has: `adapters.plan.plan_of`."""
     lora_base: Any = None
     """Hash of the frozen weights: `adapters.base.base_of`."""
+    averages_gradients: bool = False
+    """Whether gradients of its outputs are averaged over ranks: `state.other_code.like_ddp`."""
     unmapped: tuple[FileTensor, ...] = ()
     """What its files hold beside it: `weights.unmapped.remembered`."""
 

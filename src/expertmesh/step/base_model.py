@@ -18,7 +18,7 @@ from expertmesh.experts.token_counts import counting, real_tokens_of
 from expertmesh.parallel.sequence import SequenceShare, sequence_share
 from expertmesh.state.stage_view import is_cut
 
-_NOT_FOR_THE_MODEL = ("labels", "row_numbers", "real_tokens")
+_NOT_FOR_THE_MODEL = ("labels", "row_numbers", "real_tokens", "reference")
 
 
 def run_base(

@@ -18,24 +18,26 @@ from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.sequence import sequence_share
 from expertmesh.state.sharded_model import mesh_of
 from expertmesh.state.stage_view import placement_of, stage_parameters
-from expertmesh.step.loss import causal_lm_loss, loss_of_base
+from expertmesh.step.loss import loss_of_base, loss_of_batch
+from expertmesh.step.objective import CrossEntropy, Objective, Term
 from expertmesh.step.pipeline_schedule import StageOutput, run_pipeline, same_shape
-from expertmesh.step.router_losses import active_router_losses, nothing_on_device_of, router_losses
+from expertmesh.step.router_losses import RouterLosses, active_router_losses, nothing_on_device_of, router_losses
 
 Batch = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class StepLosses:
-    """This rank's shares, 0-dim, fp64, on its device and without graph; the step's values are the sums over all ranks.
+    """This rank's shares, fp64, on its device and without graph; the step's values are the sums over all ranks.
 
-    `loss`: token losses over target tokens. `aux_loss` and `z_loss`: of the routers, without their factors; zero where
-    they are off.
+    `loss` of the objective, 0-dim. `aux_loss` and `z_loss`: of the routers, without their factors; zero where they are
+    off. `figures_F`: by the objective's `figures`.
     """
 
     loss: torch.Tensor
     aux_loss: torch.Tensor
     z_loss: torch.Tensor
+    figures_F: torch.Tensor
 
 
 def forward_backward(
@@ -52,63 +54,83 @@ def forward_backward(
     and micro-batches. Every rank calls it, once per step: the collectives of forward and backward, and with pp sends
     and receives between stages.
     """
-    if not micro_batches:
-        raise InputError(
-            "forward_backward: a step needs a micro-batch; give each rank as many as the others",
-            key="data.no-micro-batch",
-        )
     if isinstance(target_tokens, int) and target_tokens <= 0:
         raise InputError(
             f"target_tokens is {target_tokens}: a step without any target has no loss; check the labels",
             key="data.no-targets",
         )
+    return minimise(model, micro_batches, CrossEntropy(target_tokens), chunk_tokens)
+
+
+def minimise(
+    model: nn.Module, micro_batches: Sequence[Batch], objective: Objective, chunk_tokens: int = 1024
+) -> StepLosses:
+    """`forward_backward` for any objective."""
+    if not micro_batches:
+        raise InputError(
+            "forward_backward: a step needs a micro-batch; give each rank as many as the others",
+            key="data.no-micro-batch",
+        )
+    sums = _Sums(micro_batches, objective)
     pipeline = pipeline_of(model)
     if pipeline is not None:
-        return _through_stages(model, pipeline, micro_batches, target_tokens, chunk_tokens)
-    share = nothing_on_device_of(micro_batches)
+        return _through_stages(model, pipeline, micro_batches, objective, sums, chunk_tokens)
     with router_losses(model, micro_batches) as router_loss:
         for index, batch in enumerate(micro_batches, start=1):
             if isinstance(model, FSDPModule) and mesh_of(model).layout.replicate > 1:
                 # Between replicas once per step is enough.
                 model.set_requires_all_reduce(index == len(micro_batches))
-            loss = causal_lm_loss(model, batch, target_tokens=target_tokens, chunk_tokens=chunk_tokens)
-            (loss + router_loss()).backward()
-            share = share + loss.detach()
-            del loss  # and with it what the graph still holds
-    return StepLosses(share, router_loss.aux_loss, router_loss.z_loss)
+            term = loss_of_batch(model, batch, objective, chunk_tokens)
+            (term.loss + router_loss()).backward()
+            sums.add(term)
+            del term  # and with it what the graph still holds
+    return sums.with_router_losses(router_loss)
 
 
 @torch.no_grad()
-def forward_loss(model: nn.Module, batches: Sequence[Batch], *, target_tokens: int) -> torch.Tensor:
-    """This rank's share of the loss over `batches`, without gradients: 0-dim, fp64. Every rank calls it, with equally
-    many batches (and the same ones along pp).
+def evaluate_terms(model: nn.Module, batches: Sequence[Batch], objective: Objective) -> list[Term]:
+    """The objective's terms of `batches`, without gradients; none on ranks without the last pipeline stage. Every rank
+    calls it, with equally many batches (and the same ones along pp).
     """
-    share = nothing_on_device_of(batches)
     pipeline = pipeline_of(model)
     if pipeline is None:
-        for batch in batches:
-            share = share + causal_lm_loss(model, batch, target_tokens=target_tokens)
-        return share
+        return [loss_of_batch(model, batch, objective) for batch in batches]
     batches = same_shape(batches, sequence_share(model).parts)
+    terms: dict[int, Term] = {}
 
-    def add(output: StageOutput) -> None:
-        nonlocal share
+    def keep(output: StageOutput) -> None:
         if output.is_last:
-            labels = batches[output.number]["labels"]
-            share = share + loss_of_base(model, output.base, output.empty_logits, labels, target_tokens)
+            terms[output.number] = loss_of_base(
+                model, output.base, output.empty_logits, batches[output.number], objective
+            )
 
-    run_pipeline(model, pipeline, batches, add)
-    return share
+    run_pipeline(model, pipeline, batches, keep)
+    return [terms[number] for number in sorted(terms)]
+
+
+class _Sums:
+    """A step's shares as they come in, on the device of the batches; also on ranks whose stages add nothing."""
+
+    def __init__(self, batches: Sequence[Batch], objective: Objective) -> None:
+        self.loss = nothing_on_device_of(batches)
+        self.figures_F = self.loss.new_zeros(len(objective.figures))
+
+    def add(self, term: Term) -> None:
+        self.loss = self.loss + term.loss.detach()
+        self.figures_F = self.figures_F + term.figures_F
+
+    def with_router_losses(self, router_loss: RouterLosses) -> StepLosses:
+        return StepLosses(self.loss, router_loss.aux_loss, router_loss.z_loss, self.figures_F)
 
 
 def _through_stages(
     model: nn.Module,
     pipeline: Pipeline,
     micro_batches: Sequence[Batch],
-    target_tokens: int | torch.Tensor,
+    objective: Objective,
+    sums: _Sums,
     chunk_tokens: int,
 ) -> StepLosses:
-    share = nothing_on_device_of(micro_batches)
     batches = same_shape(micro_batches, sequence_share(model).parts)
     tied = _tied_between_stages(model)
     before = [parameter.grad for parameter in tied]
@@ -118,7 +140,6 @@ def _through_stages(
         asked = active_router_losses(model) is not None
 
         def term(output: StageOutput) -> torch.Tensor | None:
-            nonlocal share
             batch = batches[output.number]
             routers = None
             if asked:
@@ -126,16 +147,16 @@ def _through_stages(
                 routers = router_loss()
             if not output.is_last:
                 return routers
-            loss = loss_of_base(model, output.base, output.empty_logits, batch["labels"], target_tokens, chunk_tokens)
-            share = share + loss.detach()
-            return loss if routers is None else loss + routers
+            own = loss_of_base(model, output.base, output.empty_logits, batch, objective, chunk_tokens)
+            sums.add(own)
+            return own.loss if routers is None else own.loss + routers
 
         run_pipeline(model, pipeline, batches, term, router_logits=asked)
     for parameter, earlier in zip(tied, before, strict=True):
         _sum_with_other_stage(pipeline, parameter)
         if earlier is not None:
             parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
-    return StepLosses(share, router_loss.aux_loss, router_loss.z_loss)
+    return sums.with_router_losses(router_loss)
 
 
 def _tied_between_stages(model: nn.Module) -> list[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""The causal language-model loss: a sum over targets divided by the targets of the whole optimizer step.
+"""The loss of a micro-batch, by the objective: a share of a sum that is divided by a count of the whole optimizer step.
 
 Dividing by the global count is what makes every gradient right for every layout, every accumulation count and
 uneven batches: shares add up, and FSDP2 reduces by sums. The full logits never exist: the model's own head runs on
@@ -9,10 +9,12 @@ chunks of target tokens, gradients of a chunk are taken at once, and the chunk's
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -22,13 +24,14 @@ from transformers.utils.generic import ModelOutput
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.sequence_collectives import gather
 from expertmesh.parallel.pipeline import pipeline_of
-from expertmesh.parallel.sequence import padded, sequence_share
+from expertmesh.parallel.sequence import SequenceShare, padded, sequence_share
 from expertmesh.state.patching import exchanged
+from expertmesh.state.sharded_model import mesh_of
 from expertmesh.step.base_model import base_name, head_of, run_base
+from expertmesh.step.objective import IGNORED, CrossEntropy, Objective, Term
 from expertmesh.step.router_losses import active_router_losses
 from expertmesh.step.vocabulary import SplitHead, vocabulary_share
 
-IGNORED = -100
 BaseOutput = Callable[..., ModelOutput]
 
 
@@ -56,44 +59,50 @@ def causal_lm_loss(
             "expertmesh.forward_backward(model, micro_batches, target_tokens=n), which works for every layout",
             key="layout.pp-needs-forward-backward",
         )
+    return loss_of_batch(model, batch, CrossEntropy(target_tokens), chunk_tokens).loss
+
+
+def loss_of_batch(
+    model: nn.Module, batch: Mapping[str, torch.Tensor], objective: Objective, chunk_tokens: int = 1024
+) -> Term:
+    """This rank's share of `objective`, of a model that is whole; `causal_lm_loss` for any objective."""
     router_losses = active_router_losses(model)
     batch = padded(batch, sequence_share(model))
     base, empty_logits, router_logits = run_base(model, batch, router_logits=router_losses is not None)
     if router_losses is not None:
         router_losses.add(router_logits, batch)
-    return loss_of_base(model, base, empty_logits, batch["labels"], target_tokens, chunk_tokens)
+    return loss_of_base(model, base, empty_logits, batch, objective, chunk_tokens)
 
 
 def loss_of_base(
     model: nn.Module,
     base: ModelOutput,
     empty_logits: torch.Tensor,
-    labels: torch.Tensor,
-    target_tokens: int | torch.Tensor,
+    batch: Mapping[str, torch.Tensor],
+    objective: Objective,
     chunk_tokens: int = 1024,
-) -> torch.Tensor:
-    """`causal_lm_loss` from what `run_base` returned; `labels` `[B, S]` are of whole, padded rows."""
+) -> Term:
+    """`loss_of_batch` from what `run_base` returned for `batch`, whose rows are whole and padded."""
     share, vocabulary = sequence_share(model), vocabulary_share(model)
     hidden_BSH = base["last_hidden_state"]
     if vocabulary is not None:
         # Each rank of the group has a part of the vocabulary for all positions, instead of all of it for its own.
         hidden_BSH = gather(hidden_BSH, 1, vocabulary.group)
-    cut = share.own if vocabulary is None else share.of_context
-    target_N, place_N = _targets(labels.to(hidden_BSH.device), cut)
-    hidden_NH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1]).index_select(0, place_N)
+    batch = {key: tensor.to(hidden_BSH.device) for key, tensor in batch.items()}
+    target_N, place_N = _targets(batch["labels"], share.own if vocabulary is None else share.of_context)
     others = {key: value for key, value in base.items() if key != "last_hidden_state"}
-    output = partial(type(base), **others)
     training = torch.is_grad_enabled()
     if not training and isinstance(model, FSDPModule):
         model.unshard()  # the root was resharded after its forward; the head runs after it
     split = None if vocabulary is None else vocabulary.split(head_of(model))
-    parameters = [p if split is None else split.of(p) for p in _head_parameters(model)]
-    total = _HeadLoss.apply(hidden_NH, target_N, model, output, chunk_tokens, training, split, *parameters)
-    # The root's output joins the graph (adding zero, from zero logits), so that FSDP2's root hook runs in backward.
-    loss: torch.Tensor = (total + empty_logits.sum().to(total.dtype)) / target_tokens
+    head = _Head(model, partial(type(base), **others), split, chunk_tokens)
+    hidden_NH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1]).index_select(0, place_N)
+    losses = _TargetLosses(head, hidden_NH, target_N, place_N // hidden_BSH.shape[1], len(hidden_BSH), share)
+    term = objective.term(losses, batch)
     if not training and isinstance(model, FSDPModule):
         model.reshard()
-    return loss
+    # The root's output joins the graph (adding zero, from zero logits), so that FSDP2's root hook runs in backward.
+    return Term(term.loss + empty_logits.sum().to(term.loss.dtype), term.figures_F)
 
 
 def count_targets(labels: torch.Tensor) -> int:
@@ -111,47 +120,98 @@ def _targets(
     return following.index_select(0, place_N), place_N
 
 
-def _head_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Everything beside the base model, and the output embedding even when it is tied into the base."""
-    base = base_name(model)
-    parent = base.rpartition(".")[0]
-    within, prefix = f"{parent}." if parent else "", f"{base}."
-    outside = [p for name, p in model.named_parameters() if name.startswith(within) and not name.startswith(prefix)]
-    head = head_of(model)
-    return list(dict.fromkeys([*outside, *(head.parameters() if head is not None else [])]))
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What follows the base model: `output` makes the base's output from hidden states; `split`: its rows under tp."""
+
+    model: nn.Module
+    output: BaseOutput
+    split: SplitHead | None
+    chunk: int
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Everything beside the base model, and the output embedding even when it is tied into the base."""
+        base = base_name(self.model)
+        parent = base.rpartition(".")[0]
+        within, prefix = f"{parent}." if parent else "", f"{base}."
+        named = self.model.named_parameters()
+        outside = [p for name, p in named if name.startswith(within) and not name.startswith(prefix)]
+        head = head_of(self.model)
+        found = dict.fromkeys([*outside, *(head.parameters() if head is not None else [])])
+        return [p if self.split is None else self.split.of(p) for p in found]
+
+    def losses(self, hidden_CH: torch.Tensor, target_C: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+        """Cross-entropies of one chunk, `[C]`; under tp with two small all-reduces over its group."""
+        with nullcontext() if self.split is None else self.split.computing():
+            # The wide copy has no name: it is gone before backward, as cross-entropy keeps its own.
+            logits_CV = head_logits(self.model, hidden_CH, self.output)
+            if self.split is None:
+                return F.cross_entropy(logits_CV.to(wide), target_C, reduction="none")
+            return self.split.share.cross_entropy(logits_CV.to(wide), target_C)
+
+
+@dataclass(frozen=True, slots=True)
+class _TargetLosses:
+    """`TokenLosses` of target tokens `target_N` in rows `row_N` of `rows`, from the hidden states that predict them."""
+
+    head: _Head
+    hidden_NH: torch.Tensor
+    target_N: torch.Tensor
+    row_N: torch.Tensor
+    rows: int
+    share: SequenceShare
+
+    @property
+    def ranks(self) -> int:
+        return self.share.parts
+
+    def total(self, weight_B: torch.Tensor | None = None) -> torch.Tensor:
+        weight_N = None if weight_B is None else weight_B.index_select(0, self.row_N)
+        total: torch.Tensor = _HeadLoss.apply(
+            self.hidden_NH, self.target_N, weight_N, self.head, torch.is_grad_enabled(), *self.head.parameters()
+        )
+        return total
+
+    @torch.no_grad()
+    def by_row(self) -> torch.Tensor:
+        wide, chunk = _wide(self.hidden_NH), self.head.chunk
+        sums_B = torch.zeros(self.rows, dtype=torch.float64, device=self.hidden_NH.device)
+        for start in range(0, len(self.hidden_NH), chunk):
+            part = slice(start, start + chunk)
+            losses_C = self.head.losses(self.hidden_NH[part], self.target_N[part], wide)
+            sums_B.index_add_(0, self.row_N[part], losses_C.double())
+        if self.share.cp > 1:
+            dist.all_reduce(sums_B, group=mesh_of(self.head.model).dense.get_group("cp"))
+        return sums_B
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Summed cross-entropy over target tokens; gradients are computed chunk by chunk in forward and kept."""
+    """Summed cross-entropy over target tokens, weighted or not; gradients are computed chunk by chunk in forward and
+    kept.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden_NH: torch.Tensor,
         target_N: torch.Tensor,
-        model: nn.Module,
-        output: BaseOutput,
-        chunk: int,
+        weight_N: torch.Tensor | None,
+        head: _Head,
         training: bool,
-        split: SplitHead | None,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
         wanted = [parameter for parameter in parameters if parameter.requires_grad]
-        wide = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
+        wide = _wide(hidden_NH)
         total = torch.zeros((), dtype=wide, device=hidden_NH.device)
         grad_hidden_NH = torch.zeros_like(hidden_NH) if training else None
         # Chunks are summed in fp32: in bf16 each addition would round the head's gradient again.
         sums = [torch.zeros_like(parameter, dtype=wide) for parameter in wanted] if training else []
-        for start in range(0, hidden_NH.shape[0], chunk):
-            part = slice(start, start + chunk)
-            with torch.set_grad_enabled(training), nullcontext() if split is None else split.computing():
+        for start in range(0, hidden_NH.shape[0], head.chunk):
+            part = slice(start, start + head.chunk)
+            with torch.set_grad_enabled(training):
                 hidden_CH = hidden_NH[part].detach().requires_grad_(training)
-                logits_CV = head_logits(model, hidden_CH, output)
-                # The wide copy has no name: it is gone before backward, as cross-entropy keeps its own.
-                if split is None:
-                    loss = F.cross_entropy(logits_CV.to(wide), target_N[part], reduction="sum")
-                else:
-                    loss = split.share.cross_entropy(logits_CV.to(wide), target_N[part])
+                losses_C = head.losses(hidden_CH, target_N[part], wide)
+                loss = losses_C.sum() if weight_N is None else losses_C @ weight_N[part].to(wide)
                 total += loss.detach()
             if grad_hidden_NH is not None:
                 grad_hidden_NH[part], *grads = torch.autograd.grad(loss, [hidden_CH, *wanted])
@@ -161,14 +221,18 @@ class _HeadLoss(torch.autograd.Function):
             ctx.save_for_backward(grad_hidden_NH, *(s.to(p.dtype) for s, p in zip(sums, wanted, strict=True)))
             ctx.wanted = [parameter.requires_grad for parameter in parameters]
         # Every rank of a tp group has the whole loss of the group's positions, and shares have to add up to it.
-        return total if split is None else total / split.share.ranks
+        return total if head.split is None else total / head.split.share.ranks
 
     @staticmethod
     def backward(ctx: Any, grad_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_hidden_NH, *sums = ctx.saved_tensors
         scaled = iter([s * grad_total.to(s.dtype) for s in sums])
         of_parameters = [next(scaled) if wanted else None for wanted in ctx.wanted]
-        return grad_hidden_NH * grad_total.to(grad_hidden_NH.dtype), *[None] * 6, *of_parameters
+        return grad_hidden_NH * grad_total.to(grad_hidden_NH.dtype), *[None] * 4, *of_parameters
+
+
+def _wide(hidden_NH: torch.Tensor) -> torch.dtype:
+    return torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
 
 
 def head_logits(model: nn.Module, hidden_CH: torch.Tensor, output: BaseOutput = MoeModelOutputWithPast) -> torch.Tensor:

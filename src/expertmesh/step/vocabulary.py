@@ -42,15 +42,15 @@ class VocabularyShare:
         return SplitHead(self, head, whole, {leaf: p[self.start : self.stop] for leaf, p in whole.items()})
 
     def cross_entropy(self, logits_CW: torch.Tensor, target_C: torch.Tensor) -> torch.Tensor:
-        """Summed over the chunk, the same on every rank of the group, which all call it: two small all-reduces."""
+        """`[C]`, the same on every rank of the group, which all call it: two small all-reduces."""
         if logits_CW.shape[-1] != self.stop - self.start:
             raise InputError(
                 f"parallel.tp: the model makes {logits_CW.shape[-1]} logits of {self.stop - self.start} rows of its "
                 "output embedding, so the vocabulary cannot be split; set parallel.tp to 1",
                 key="layout.tp-output-embedding",
             )
-        loss: torch.Tensor = _CrossEntropy.apply(logits_CW, target_C - self.start, self.group)
-        return loss
+        loss_C: torch.Tensor = _CrossEntropy.apply(logits_CW, target_C - self.start, self.group)
+        return loss_C
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +100,10 @@ class _CrossEntropy(torch.autograd.Function):
         gradient_CW = exp_CW.div_(total_C.unsqueeze(1))
         gradient_CW.scatter_add_(1, place_C1, -here_C.to(gradient_CW.dtype).unsqueeze(1))
         ctx.save_for_backward(gradient_CW)
-        loss: torch.Tensor = (total_C.log() - chosen_C).sum()
-        return loss
+        loss_C: torch.Tensor = total_C.log() - chosen_C
+        return loss_C
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad_C: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (gradient_CW,) = ctx.saved_tensors
-        return gradient_CW * grad, None, None
+        return gradient_CW * grad_C.unsqueeze(1), None, None

@@ -20,6 +20,7 @@ from expertmesh.config import dump_config
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.terminal import gib
 from expertmesh.training.lock import RunLock
+from expertmesh.training.objective import reference_file
 from expertmesh.training.resume import Counters
 from expertmesh.training.run_state import RunState
 from expertmesh.training.startup.prepare import Prepared
@@ -91,6 +92,7 @@ def open_checkpoints(run: Prepared, state: RunState, lock: RunLock | None) -> Ru
     with raise_on_all_ranks("preparing checkpoints"):
         if is_main:
             files = {"config.yaml": dump_config(config).encode(), **companions(run.model, run.data.tokenizer)}
+            files |= reference_file(run.data.datasets)
     with raise_on_all_ranks("cleaning up after interrupted checkpoints"):
         if is_main and (leftovers := [*clean(directory), *clean(output)]):
             print(f"removed what interrupted saves left: {', '.join(leftovers)}", flush=True)

@@ -5,6 +5,7 @@ who has it: one bad batch must not destroy the weights, and a run that only skip
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +36,7 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """The same on every rank, but for `grad_norm`, which is this rank's. Losses are the whole step's.
+    """The same on every rank, but for `grad_norm`, which is this rank's. Losses and `figures` are the whole step's.
 
     `not_finite` ranks have a loss or a gradient norm that is not finite. `overdue` is rank 0's. `statuses[s]` ranks
     have a checkpoint writer of status s.
@@ -49,10 +50,15 @@ class StepFacts:
     stop: StopReason
     overdue: bool
     statuses: tuple[int, ...]
+    figures: dict[str, float]
 
 
-def exchange(losses: StepLosses, grad_norm: torch.Tensor, facts: RankFacts, device: torch.device) -> StepFacts:
-    """Every rank calls it once per step. Issues one all-reduce on the default group, and waits for the device once."""
+def exchange(
+    losses: StepLosses, grad_norm: torch.Tensor, facts: RankFacts, figures: Sequence[str], device: torch.device
+) -> StepFacts:
+    """Every rank calls it once per step; `figures` are the names of the objective's. Issues one all-reduce on the
+    default group, and waits for the device once.
+    """
     is_main = dist.get_rank() == 0
     counts = [facts.overdue and is_main, *(facts.stop is reason for reason in _STOP_REASONS)]
     counts += [facts.status == status for status in STATUSES]
@@ -61,13 +67,16 @@ def exchange(losses: StepLosses, grad_norm: torch.Tensor, facts: RankFacts, devi
     norm = grad_norm.to(device, torch.float64)
     shares = torch.stack([share.to(device, torch.float64) for share in (losses.loss, losses.aux_loss, losses.z_loss)])
     not_finite = ~(shares[0].isfinite() & norm.isfinite())
-    sums = torch.cat([shares, not_finite.double().view(1), on_host.to(device, non_blocking=True)])
+    own = [shares, not_finite.double().view(1), on_host.to(device, non_blocking=True), losses.figures_F.to(device)]
+    sums = torch.cat(own)
     dist.all_reduce(sums)
     loss, aux_loss, z_loss, bad, overdue, *rest, own_norm = torch.cat([sums, norm.view(1)]).tolist()
+    rest, values = rest[: len(counts) - 1], rest[len(counts) - 1 :]
     asked = [reason for reason, count in zip(_STOP_REASONS, rest, strict=False) if count]
     statuses = tuple(int(count) for count in rest[len(_STOP_REASONS) :])
     stop = max(asked, default=StopReason.NONE)
-    return StepFacts(loss, aux_loss, z_loss, own_norm, int(bad), stop, bool(overdue), statuses)
+    named = dict(zip(figures, values, strict=True))
+    return StepFacts(loss, aux_loss, z_loss, own_norm, int(bad), stop, bool(overdue), statuses, named)
 
 
 @dataclass(slots=True)

@@ -4,11 +4,9 @@ It knows a sharded model and batches; it does not know how either came to be. Ev
 of `train_step` is the same sequence of collectives on all of them.
 """
 
-import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +16,13 @@ from expertmesh.config import Config
 from expertmesh.data import EvaluationBatches, Step, TrainingBatches
 from expertmesh.distributed.mesh import Mesh, set_timeout
 from expertmesh.experts.balance import attached_balance, update_router_bias
-from expertmesh.step.forward_backward import forward_backward, forward_loss
+from expertmesh.step.forward_backward import evaluate_terms, minimise
 from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.training.checkpoints import RunCheckpoints
 from expertmesh.training.control import Control, Stopped
 from expertmesh.training.exchange import NonFiniteGuard, RankFacts, StepFacts, exchange
-from expertmesh.training.reporting.first_loss import first_loss_lines
-from expertmesh.training.reporting.metrics import ExpertLoad, Reporter, StepMetrics
+from expertmesh.training.objective import RunObjective, evaluating, in_groups, on_device
+from expertmesh.training.reporting.metrics import EvalMetrics, ExpertLoad, Reporter, StepMetrics
 from expertmesh.training.resume import Counters
 
 
@@ -35,6 +33,7 @@ class TrainingLoop:
     config: Config
     mesh: Mesh
     model: nn.Module
+    objective: RunObjective
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
     train_batches: TrainingBatches
@@ -65,7 +64,9 @@ class TrainingLoop:
                 if number == first:
                     set_timeout(self.mesh, self.config.distributed.timeout_seconds)
                 if number == 1 and self.mesh.rank == 0:
-                    for line in first_loss_lines(self.model.config, result.facts.loss, step.target_tokens):
+                    for line in self.objective.first_loss_lines(
+                        self.model.config, result.facts.loss, step.target_tokens
+                    ):
                         print(line, flush=True)
                 self.checkpoints.settle(result.facts.statuses)
                 if result.skipped or number % self.config.log.every_steps == 0 or number == self.total_steps:
@@ -75,7 +76,7 @@ class TrainingLoop:
                 if self.eval_batches is not None and (last or (every and number % every == 0)):
                     self.control.progress.at(number, "evaluating")
                     paused = time.monotonic()
-                    self.reporter.evaluation(number, self.evaluate(self.eval_batches), self.eval_batches.target_tokens)
+                    self.reporter.evaluation(number, self.evaluate(self.eval_batches))
                     clock.skip(time.monotonic() - paused)
                 self._checkpoint(number, result.facts, clock)
                 self.control.progress.at(number + 1, "reading data")
@@ -98,6 +99,7 @@ class TrainingLoop:
                 peak_memory_bytes=peak_memory,
                 elapsed_seconds=elapsed,
                 expert_load=load,
+                figures=result.facts.figures,
                 aux_loss=result.facts.aux_loss if balance.aux_loss_coef else None,
                 z_loss=result.facts.z_loss if balance.z_loss_coef else None,
                 skipped=result.skipped,
@@ -140,14 +142,15 @@ class TrainingLoop:
 
         A skipped step uses up its place in the schedule.
         """
-        batches = [self._on_device(batch) for batch in step.micro_batches]
         self.control.progress.at(number, "forward and backward")
-        losses = forward_backward(self.model, batches, target_tokens=step.target_tokens)
+        batches = [on_device(batch, self.mesh.device) for batch in step.micro_batches]
+        objective = self.objective.over(rows=step.rows, target_tokens=step.target_tokens)
+        losses = minimise(self.model, self.objective.with_reference(self.model, batches), objective)
         self.control.progress.at(number, "update")
         grad_norm = clip_grad_norm_(self.model, self.config.optim.max_grad_norm)
 
         own = RankFacts(self.control.stop_requested(), self.checkpoints.overdue(), self.checkpoints.writer.status())
-        facts = exchange(losses, grad_norm, own, self.mesh.device)
+        facts = exchange(losses, grad_norm, own, objective.figures, self.mesh.device)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         skipped = guard.check(number, facts, losses, self.model)
         if skipped is None:
@@ -157,22 +160,22 @@ class TrainingLoop:
         self.schedule.step()
         return _StepResult(facts, learning_rate, skipped)
 
-    @torch.no_grad()
-    def evaluate(self, batches: EvaluationBatches) -> float:
-        """Mean loss per target token over the whole evaluation set; the same on every rank (one all-reduce)."""
-        self.model.eval()
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        # As many at a time as keep the stages of a pipeline busy.
-        at_a_time, remaining = 4 * self.mesh.layout.pp if self.mesh.layout.pp > 1 else 1, iter(batches)
-        while group := [self._on_device(batch) for batch in itertools.islice(remaining, at_a_time)]:
-            share = forward_loss(self.model, group, target_tokens=batches.target_tokens)
-            total += share.to(self.mesh.device)
-        self.model.train()
-        dist.all_reduce(total)
-        return float(total)
-
-    def _on_device(self, batch: Any) -> dict[str, torch.Tensor]:
-        return {key: value.to(self.mesh.device, non_blocking=True) for key, value in batch.items()}
+    def evaluate(self, batches: EvaluationBatches) -> EvalMetrics:
+        """The objective over the whole evaluation set; the same on every rank (one all-reduce)."""
+        objective = self.objective.over(rows=batches.rows, target_tokens=batches.target_tokens)
+        totals = torch.zeros(1 + len(objective.figures), dtype=torch.float64, device=self.mesh.device)
+        with evaluating(self.model):
+            for group in in_groups(batches, self.mesh):
+                for term in evaluate_terms(self.model, self.objective.with_reference(self.model, group), objective):
+                    totals += torch.cat([term.loss.double().view(1), term.figures_F])
+        dist.all_reduce(totals)
+        loss, *figures = totals.tolist()
+        return EvalMetrics(
+            loss,
+            batches.target_tokens,
+            dict(zip(objective.figures, figures, strict=True)),
+            over=f"{objective.count:,} {objective.over}",
+        )
 
 
 @dataclass(frozen=True, slots=True)

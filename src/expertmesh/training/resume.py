@@ -39,6 +39,10 @@ _FREE_KEYS = (
 )
 
 
+# What runs had that were saved before there were these keys.
+_ADDED_LATER = {"objective.name": "sft", "data.format": "auto"}
+
+
 @dataclass(slots=True)
 class Counters:
     """What the loop counts beside model and optimizer; part of every checkpoint.
@@ -99,6 +103,7 @@ class Identity:
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """(forbidden, allowed) differences between two flat configurations, as sentences."""
+    old, new = _ADDED_LATER | dict(old), _ADDED_LATER | dict(new)
     forbidden: list[str] = []
     changed: list[str] = []
     for key in sorted(old.keys() | new.keys()):

@@ -49,6 +49,7 @@ def train(config: Config, control: Control | None = None, predict: Predict | Non
             config=config,
             mesh=run.mesh,
             model=run.model,
+            objective=run.checked.objective,
             optimizer=state.optimizer,
             schedule=state.schedule,
             train_batches=run.batches,

@@ -44,6 +44,9 @@ def load_state(run: Prepared, control: Control) -> RunState:
         start_adapters(run.model, config.train.seed)
     else:
         materialize(run.model, run.mesh.device)
+    if run.checked.objective.precomputes:
+        say(control, "the reference: log-probabilities of all pairs")
+        run.checked.objective.give_reference(run.model, run.mesh, run.data.datasets, run.batch_layout, run.start)
     optimizer, counters = build_optimizer(run.model, config.optim), Counters()
     if run.start is not None:
         say(control, "loading the checkpoint")

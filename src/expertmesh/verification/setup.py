@@ -72,6 +72,12 @@ class Setup:
 
 def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
     """Read config.json, headers, tokenizer and data, and decide. Raises `InputError` for whatever cannot work."""
+    if config.objective.name != "sft":
+        raise InputError(
+            f"objective.name {config.objective.name}: verify proves a job by the loss of target tokens; the model, its "
+            "layout and its files are the same with objective.name sft and data for that, or with --model",
+            key="config.not-verified",
+        )
     config, notes = _without_chance(config)
     refuse_config(config)
     model_config, directory = read_model_config(

@@ -31,6 +31,7 @@ from expertmesh.state.stage_view import is_on_other_stage
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import ExpertTensors, expert_tensors, named_source, weights_file
 from expertmesh.weights.mapping import LoadPlan, model_tensors, plan_load
+from expertmesh.weights.quantised.tensor import QuantisedTensor
 from expertmesh.weights.reading import bytes_needed, read_box
 
 AuditMode = Literal["sampled", "full"]
@@ -162,7 +163,7 @@ class _Auditor:
             first = None
             for piece in self.plan.tensors[name].pieces:
                 leaf, taken = piece.leaf, experts.experts(self.state[name], piece.dest[0]).start
-                if isinstance(leaf, FileTensor) and (named := _EXPERT_NUMBER.search(leaf.name)):
+                if isinstance(leaf, (FileTensor, QuantisedTensor)) and (named := _EXPERT_NUMBER.search(leaf.name)):
                     offset = int(named[1]) - taken
                     first = offset if first is None else first
                     if offset != first:
@@ -269,7 +270,7 @@ def _samples(
                 inside = intersect(common, (experts.rows(tensor, number), *common[1:]))
             assert inside is not None
             part = _run(f"{name}:{number}:{piece.leaf.name}", piece, inside)
-            if isinstance(piece.leaf, FileTensor) or bytes_needed(alone, part) <= _SAMPLE_BYTES:
+            if isinstance(piece.leaf, (FileTensor, QuantisedTensor)) or bytes_needed(alone, part) <= _SAMPLE_BYTES:
                 yield alone, part
 
 

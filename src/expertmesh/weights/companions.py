@@ -44,7 +44,7 @@ def write_companions(
         if layout.index is not None:
             create_index(directory, layout.index)
         write_config(model, directory, tokenizer, dtype)
-        for path in directory.iterdir():
+        for path in directory.rglob("*"):
             sync(path)
         sync(directory)
 
@@ -54,9 +54,10 @@ def write_config(model: PreTrainedModel, directory: Path, tokenizer: Tokenizer |
     config = deepcopy(model.config)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [own_class(model).__name__]
-    # It would name another weights file than the one written here.
-    if hasattr(config, "transformers_weights"):
-        del config.transformers_weights
+    # They would name another weights file than the one written here, and codes where there are values.
+    for name in ("transformers_weights", "quantization_config"):
+        if hasattr(config, name):
+            delattr(config, name)
     if model.is_remote_code():
         with own_classes(model):
             custom_object_save(model, directory, config=config)  # type: ignore[arg-type]

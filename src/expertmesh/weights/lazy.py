@@ -2,12 +2,12 @@
 
 A `LazyTensor` is a set of disjoint pieces. Stacking, splitting, indexing, transposing and the like only rearrange
 pieces, so that transformers' conversion operations run on it unchanged. They ask `isinstance`, so it is a
-`torch.Tensor` subclass; it handles the dozen primitives (`__torch_dispatch__`) that `chunk`, `narrow`, `tensor[i]` and
-`reshape` become.
+`torch.Tensor` subclass (`__torch_dispatch__`). What functions that make views do (`chunk`, `tensor[i]`, `permute`) is
+seen from the strides of a view of a tensor on meta.
 
-The dims that a reshape leaves alone can still be read by range (`Reshaped`). Any other function is kept as a call, and
-evaluated on whole inputs when it is read (`Computed`): exact, but it reads more. Functions that write into their
-arguments are refused, because a forgotten write would be a wrong weight.
+The first and last dims, if a reshape leaves them alone, can still be read by range (`Reshaped`). Any other function is
+kept as a call, and evaluated on whole inputs when it is read (`Computed`): exact, but it reads more. Functions that
+write into their arguments are refused, because a forgotten write would be a wrong weight.
 """
 
 import math
@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from expertmesh.io.boxes import Box, full_box, intersect, volume
+from expertmesh.io.boxes import full_box, intersect, volume
 from expertmesh.io.pieces import Leaf, Piece
 
 aten = torch.ops.aten
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
+# Views whose arguments are strides, which those of a lazy tensor's probe are not.
+_BY_STRIDES = (aten.as_strided.default, aten._reshape_alias.default)
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
 
@@ -58,7 +60,9 @@ class LazyTensor(torch.Tensor):
                 return result
         if func._schema.is_mutable:
             raise NotImplementedError(f"a weight conversion writes with {func}, which lazy tensors cannot follow")
-        return _compute(func, args, kwargs or {})
+        makes_views = func._schema.arguments[0].alias_info is not None and func not in _BY_STRIDES
+        views = _views(func, *args, **(kwargs or {})) if makes_views else None
+        return _compute(func, args, kwargs or {}) if views is None else views
 
     def __repr__(self) -> str:  # type: ignore[override]
         leaves = ", ".join(dict.fromkeys(piece.leaf.name for piece in self.pieces[:3]))
@@ -76,7 +80,7 @@ class LazyTensor(torch.Tensor):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reshaped:
-    """A lazy tensor seen in another shape. Dims that the reshape leaves alone are still read by range."""
+    """A lazy tensor seen in another shape: first and last dims that the reshape leaves alone are read by range."""
 
     lazy: LazyTensor
     shape: tuple[int, ...]
@@ -145,7 +149,7 @@ def _handles(*functions: Any) -> Callable[[_Handler], _Handler]:
     return register
 
 
-@_handles(aten.alias.default, aten.detach.default, aten.clone.default, aten.lift_fresh.default)
+@_handles(aten.clone.default)
 def _same(lazy: LazyTensor, **_: Any) -> LazyTensor:
     return LazyTensor(lazy.shape, lazy.dtype, lazy.pieces)
 
@@ -163,7 +167,17 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     if not all(isinstance(tensor, LazyTensor) for tensor in tensors):
         return NotImplemented
     dim = _wrap(dim, tensors[0].dim() + 1)
-    return _cat([_unsqueeze(tensor, dim) for tensor in tensors], dim)
+    return _cat([_with_dim(tensor, dim) for tensor in tensors], dim)
+
+
+def _with_dim(lazy: Tensor, dim: int) -> LazyTensor:
+    """As `unsqueeze`, but quick: there are tens of thousands of experts to be stacked."""
+    assert isinstance(lazy, LazyTensor)
+    pieces = []
+    for piece in lazy.pieces:
+        dest, dims = (*piece.dest[:dim], (0, 1), *piece.dest[dim:]), (*piece.dims[:dim], None, *piece.dims[dim:])
+        pieces.append(Piece(dest, piece.leaf, piece.source, dims))
+    return LazyTensor([*lazy.shape[:dim], 1, *lazy.shape[dim:]], lazy.dtype, pieces)
 
 
 @_handles(aten.cat.default)
@@ -186,120 +200,60 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     return LazyTensor([*first.shape[:dim], end, *first.shape[dim + 1 :]], dtype, pieces)
 
 
-@_handles(aten.split.Tensor)
-def _split(lazy: LazyTensor, split_size: int, dim: int = 0) -> list[LazyTensor]:
-    size = lazy.shape[_wrap(dim, lazy.dim())]
-    sizes = [min(split_size, size - start) for start in range(0, size, split_size)] if split_size else [0]
-    return _split_with_sizes(lazy, sizes or [0], dim)
-
-
-@_handles(aten.split_with_sizes.default)
-def _split_with_sizes(lazy: LazyTensor, sizes: Sequence[int], dim: int = 0) -> list[LazyTensor]:
-    dim = _wrap(dim, lazy.dim())
-    if sum(sizes) != lazy.shape[dim]:
-        raise ValueError(f"cannot split dim {dim} of shape {tuple(lazy.shape)} into {list(sizes)}")
-    starts = [sum(sizes[:number]) for number in range(len(sizes))]
-    return [_narrow(lazy, dim, start, start + size) for start, size in zip(starts, sizes, strict=True)]
-
-
-@_handles(aten.unbind.int)
-def _unbind(lazy: LazyTensor, dim: int = 0) -> list[LazyTensor]:
-    return [_select(lazy, dim, index) for index in range(lazy.shape[_wrap(dim, lazy.dim())])]
-
-
-@_handles(aten.slice.Tensor)
-def _slice(lazy: LazyTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
-    if step != 1:
-        return NotImplemented
-    dim = _wrap(dim, lazy.dim())
-    first, last, _ = slice(start, end).indices(lazy.shape[dim])
-    return _narrow(lazy, dim, first, max(first, last))
-
-
-@_handles(aten.select.int)
-def _select(lazy: LazyTensor, dim: int, index: int) -> LazyTensor:
-    dim = _wrap(dim, lazy.dim())
-    index = _wrap(index, lazy.shape[dim])
-    return _without_dim(_narrow(lazy, dim, index, index + 1), dim)
-
-
-@_handles(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
-def _squeeze(lazy: LazyTensor, dims: int | Sequence[int] | None = None) -> LazyTensor:
-    chosen = range(lazy.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
-    for dim in sorted({_wrap(dim, lazy.dim()) for dim in chosen}, reverse=True):
-        if lazy.shape[dim] == 1:
-            lazy = _without_dim(lazy, dim)
-    return _same(lazy)
-
-
-@_handles(aten.unsqueeze.default)
-def _unsqueeze(lazy: Tensor, dim: int) -> LazyTensor:
-    assert isinstance(lazy, LazyTensor)
-    dim = _wrap(dim, lazy.dim() + 1)
-    return _rearranged(lazy, [*range(dim), None, *range(dim, lazy.dim())])
-
-
-@_handles(aten.permute.default)
-def _permute(lazy: LazyTensor, dims: Sequence[int]) -> LazyTensor:
-    return _rearranged(lazy, [_wrap(dim, lazy.dim()) for dim in dims])
-
-
-@_handles(aten.transpose.int)
-def _transpose(lazy: LazyTensor, dim0: int, dim1: int) -> LazyTensor:
-    order = list(range(lazy.dim()))
-    order[dim0], order[dim1] = order[dim1], order[dim0]
-    return _permute(lazy, order)
-
-
-@_handles(aten.t.default)
-def _t(lazy: LazyTensor) -> LazyTensor:
-    return _permute(lazy, list(reversed(range(lazy.dim()))))
-
-
 @_handles(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-def _view(lazy: LazyTensor, shape: Sequence[int]) -> Any:
-    inner = tuple(lazy.shape)
-    known = math.prod(size for size in shape if size != -1)
-    outer = tuple(math.prod(inner) // known if size == -1 and known else size for size in shape)
-    if math.prod(outer) != math.prod(inner):
-        raise ValueError(f"cannot view shape {inner} as {tuple(shape)}")
-    mapping: dict[int, int] = {}
-    for inner_dims, outer_dims in dim_groups(inner, outer):
-        same = matching_dim(inner, outer, inner_dims, outer_dims)
-        if same is None and any(inner[dim] != 1 for dim in inner_dims):
-            return LazyTensor.of(Reshaped(lazy, outer))
-        if same is not None:
-            mapping[same[1]] = same[0]
-    return _rearranged(lazy, [mapping.get(dim) for dim in range(len(outer))])
+def _view(lazy: LazyTensor, shape: Sequence[int]) -> LazyTensor:
+    view = _probe(lazy).reshape(shape)
+    seen = _seen(lazy, view)
+    return LazyTensor.of(Reshaped(lazy, tuple(view.shape))) if seen is None else seen
 
 
-def _rearranged(lazy: LazyTensor, order: Sequence[int | None]) -> LazyTensor:
-    """The dims `order` of `lazy`; a new dim of size 1 where it says None. Dims that are not in it have size 1."""
-    pieces = [
-        Piece(
-            tuple((0, 1) if dim is None else piece.dest[dim] for dim in order),
-            piece.leaf,
-            piece.source,
-            tuple(None if dim is None else piece.dims[dim] for dim in order),
-        )
-        for piece in lazy.pieces
-    ]
-    return LazyTensor([1 if dim is None else lazy.shape[dim] for dim in order], lazy.dtype, pieces)
+def _views(func: Any, lazy: LazyTensor, *args: Any, **kwargs: Any) -> Any:
+    """What a function that makes views (indexing, splitting, permuting, ...) makes of `lazy`; None as in `_seen`."""
+    views = func(_probe(lazy), *args, **kwargs)
+    if isinstance(views, Tensor):
+        return _seen(lazy, views)
+    seen = [_seen(lazy, view) for view in views]
+    return None if any(each is None for each in seen) else seen
 
 
-def _narrow(lazy: LazyTensor, dim: int, start: int, stop: int) -> LazyTensor:
-    window: Box = (*full_box(lazy.shape)[:dim], (start, stop), *full_box(lazy.shape)[dim + 1 :])
+def _probe(lazy: LazyTensor) -> Tensor:
+    """A tensor on meta of the shape and dtype of `lazy`, whose strides tell which of its dims a view shows."""
+    return torch.empty_strided(lazy.shape, _strides(lazy), dtype=lazy.dtype, device="meta")
+
+
+def _strides(lazy: LazyTensor) -> list[int]:
+    # So far apart that neither every second element nor two dims together have the stride of another dim.
+    return [math.prod(2 * size + 1 for size in lazy.shape[dim + 1 :]) for dim in range(lazy.dim())]
+
+
+def _seen(lazy: LazyTensor, view: Tensor) -> LazyTensor | None:
+    """`lazy` as `view` shows its probe; None if that is more than a range of each dim, the dims in any order."""
+    if view.dtype != lazy.dtype:
+        return None
+    if view.numel() == 0:
+        return LazyTensor(view.shape, lazy.dtype, [])
+    strides, rest = _strides(lazy), int(view.storage_offset())
+    shown = list(zip(view.shape, view.stride(), strict=True))
+    # Dims of size 1 come and go as they like.
+    order = [strides.index(stride) if size != 1 and stride in strides else None for size, stride in shown]
+    sizes = {dim: size for dim, size in zip(order, view.shape, strict=True) if dim is not None}
+    window = []
+    for dim, stride in enumerate(strides):
+        start, rest = divmod(rest, stride)
+        window.append((start, start + sizes.get(dim, 1)))
+    # Dims in steps, twice, split or joined (then torch has made a copy, whose strides mean nothing).
+    outside = any(stop > size for (_, stop), size in zip(window, lazy.shape, strict=True))
+    if outside or math.prod(sizes.values()) != view.numel():
+        return None
     pieces = []
     for piece in lazy.pieces:
-        common = intersect(piece.dest, window)
+        common = intersect(piece.dest, tuple(window))
         if common is not None:
-            pieces.append(_moved(piece.crop(common), dim, -start))
-    return LazyTensor([*lazy.shape[:dim], stop - start, *lazy.shape[dim + 1 :]], lazy.dtype, pieces)
-
-
-def _without_dim(lazy: LazyTensor, dim: int) -> LazyTensor:
-    """Drop a dim of size 1; the leaf's dim behind it, if any, keeps its extent of 1."""
-    return _rearranged(lazy, [other for other in range(lazy.dim()) if other != dim])
+            moved = [(start - first, stop - first) for (start, stop), (first, _) in zip(common, window, strict=True)]
+            dest = tuple((0, 1) if dim is None else moved[dim] for dim in order)
+            dims = tuple(None if dim is None else piece.dims[dim] for dim in order)
+            pieces.append(Piece(dest, piece.leaf, piece.crop(common).source, dims))
+    return LazyTensor(view.shape, lazy.dtype, pieces)
 
 
 def _moved(piece: Piece, dim: int, by: int) -> Piece:
@@ -312,29 +266,3 @@ def _wrap(dim: int, count: int) -> int:
     if not -count <= dim < count:
         raise IndexError(f"{dim} is out of range for {count}")
     return dim % count
-
-
-def dim_groups(inner: tuple[int, ...], outer: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """Cut both shapes of a reshape into the shortest runs of dims that hold the same number of elements."""
-    if math.prod(inner) == 0:
-        return [(list(range(len(inner))), list(range(len(outer))))]
-    groups: list[tuple[list[int], list[int]]] = []
-    i = j = 0
-    while i < len(inner) or j < len(outer):
-        start_i, start_j, size_i, size_j = i, j, 1, 1
-        while size_i != size_j or (start_i, start_j) == (i, j):
-            if j >= len(outer) or (size_i <= size_j and i < len(inner)):
-                size_i, i = size_i * inner[i], i + 1
-            else:
-                size_j, j = size_j * outer[j], j + 1
-        groups.append((list(range(start_i, i)), list(range(start_j, j))))
-    return groups
-
-
-def matching_dim(
-    inner: tuple[int, ...], outer: tuple[int, ...], inner_dims: list[int], outer_dims: list[int]
-) -> tuple[int, int] | None:
-    """The (inner, outer) dims of a group that the reshape leaves alone (size-1 dims aside), if it does."""
-    long_inner = [dim for dim in inner_dims if inner[dim] != 1]
-    long_outer = [dim for dim in outer_dims if outer[dim] != 1]
-    return (long_inner[0], long_outer[0]) if len(long_inner) == len(long_outer) == 1 else None

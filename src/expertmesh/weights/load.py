@@ -16,12 +16,12 @@ from expertmesh.anatomy import describe
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.boxes import Box
-from expertmesh.io.pieces import Leaf
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, open_weight_files
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import LoadPlan, model_tensors, plan_load
 from expertmesh.weights.meta_model import materialize
+from expertmesh.weights.quantised.tensor import QuantisedTensor
 from expertmesh.weights.reading import bytes_needed, read_box
 from expertmesh.weights.unmapped import UnmappedTensors, remember, summarize_unmapped
 
@@ -80,26 +80,19 @@ def bytes_to_read(model: PreTrainedModel, directory: str | Path) -> int:
 def fill_planned(model: PreTrainedModel, files: WeightFiles, plan: LoadPlan) -> LoadReport:
     """Carry out `plan` on this rank. Raises `IntegrityError`; issues no collective."""
     state = model_tensors(model)
-
-    def fetch(leaf: Leaf, box: Box, out: Tensor) -> None:
-        assert isinstance(leaf, FileTensor)
-        files.read(leaf, box, out)
-
     for name, lazy in plan.tensors.items():
         box, local = local_box(state[name]), local_tensor(state[name])
         assert not local.is_meta, f"{name} is still on meta; allocate the model's shards before filling them"
-        read_box(lazy, box, local, fetch)
+        read_box(lazy, box, local, files.read)
         refuse_non_finite(name, lazy, box, local)
     for name, lazy in plan.copies:
         box, local = local_box(state[name]), local_tensor(state[name])
         copy = torch.empty_like(local)
-        read_box(lazy, box, copy, fetch)
+        read_box(lazy, box, copy, files.read)
         if not torch.equal(copy, local):
             raise differing_copies(lazy, plan.tensors[name])
-    # transformers' own convention: what was undone on loading is done again on saving.
-    model._weight_conversions = list(plan.conversions)  # type: ignore[assignment]
     ignored = [files.tensors[name] for name in plan.ignored]
-    remember(model, ignored)
+    remember(model, plan.conversions, ignored)
     return LoadReport(
         tensors=len(plan.tensors),
         bytes_read=files.bytes_read,
@@ -147,7 +140,7 @@ def named_source(lazy: LazyTensor, index: list[int] | None = None) -> str:
     for piece in lazy.pieces:
         if all(start <= at < stop for at, (start, stop) in zip(index, piece.dest, strict=True)):
             leaf = piece.leaf
-            return f"{leaf.path}: tensor {leaf.name}" if isinstance(leaf, FileTensor) else leaf.name
+            return f"{leaf.path}: tensor {leaf.name}" if isinstance(leaf, (FileTensor, QuantisedTensor)) else leaf.name
     raise AssertionError(f"no piece of {lazy!r} holds {index}")
 
 

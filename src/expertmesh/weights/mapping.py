@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -35,6 +35,8 @@ from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
 from expertmesh.state.stage_view import full_model, full_state
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.module_list import list_rules
+from expertmesh.weights.quantised.published import PublishedTensors, published_tensors
+from expertmesh.weights.quantised.tensor import QuantisedTensor
 
 _LISTED = 10
 
@@ -88,7 +90,7 @@ class _Mismatches:
 
     def add(self, kind: str, name: str, leaves: Iterable[Leaf] = ()) -> None:
         self.names.setdefault(kind, []).append(name)
-        self.files |= {leaf.path.name for leaf in leaves if isinstance(leaf, FileTensor)}
+        self.files |= {leaf.path.name for leaf in leaves if isinstance(leaf, (FileTensor, QuantisedTensor))}
 
     def refuse(self, model: nn.Module, directory: Path) -> None:
         """Raise `IntegrityError` if anything was added."""
@@ -125,17 +127,17 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
 def plan_load(model: PreTrainedModel, files: WeightFiles) -> LoadPlan:
     """Work out where each tensor of `model` (on meta or not, sharded or not) comes from.
 
-    Raises `IntegrityError` naming what is missing, unexpected, duplicated, incomplete, misshaped or
-    mistyped, and `InputError` for quantised checkpoints. Reads nothing but the headers that `files`
-    already has.
+    Quantised weights are read as the values that they stand for. Raises `IntegrityError` naming what is missing,
+    unexpected, duplicated, incomplete, misshaped or mistyped, and what `published_tensors` raises. Reads nothing but
+    the headers that `files` already has.
     """
-    refuse_quantised(model.config, files.directory)
+    published = published_tensors(model.config, files)
     state = model_tensors(model)
     with own_classes(model):
         # Rules belong to classes of modules, of which a pipeline stage has only some.
         whole: Any = full_model(model)
         conversions = [*get_model_conversion_mapping(whole), *list_rules(whole)]
-    planner = _LoadPlanner(model, files, state)
+    planner = _LoadPlanner(model, published, state)
     inputs, ignored = planner.match(conversions)
     filled, failed = planner.assemble(inputs)
     tensors: dict[str, LazyTensor] = {}
@@ -212,7 +214,7 @@ class _LoadPlanner:
     """The steps of `plan_load`, which note what does not fit."""
 
     model: PreTrainedModel
-    files: WeightFiles
+    published: PublishedTensors
     state: dict[str, Tensor]
     mismatches: _Mismatches = field(default_factory=_Mismatches)
 
@@ -225,7 +227,7 @@ class _LoadPlanner:
         targets: dict[str, _ConversionInputs] = {}
         unmapped: list[str] = []
         # The order matters: converters stack what they collect in the order in which it comes.
-        for key in sorted(self.files.tensors, key=dot_natural_key):
+        for key in sorted(self.published.tensors, key=dot_natural_key):
             target, pattern = rename_source_key(key, renamings, converters, prefix, state)
             if target not in state and key in state:
                 target, pattern = rename_source_key(key, [], [], prefix, state)
@@ -249,12 +251,12 @@ class _LoadPlanner:
         # Buffers that old checkpoints hold and that models compute today.
         patterns += [r"rotary_emb\.inv_freq"] if any(name.endswith("rotary_emb.inv_freq") for name in buffers) else []
         patterns += [r"(^|\.)position_ids$"] if any(name.endswith("position_ids") for name in buffers) else []
-        ignored = []
+        ignored: list[str] = []
         for key in unmapped:
             if any(re.search(pattern, key) for pattern in patterns):
-                ignored.append(key)
+                ignored += self.published.stored[key]
             else:
-                self.mismatches.add("unexpected", key, [self.files.tensors[key]])
+                self.mismatches.add("unexpected", key, self.published.tensors[key].leaves())
         return tuple(ignored)
 
     def assemble(self, targets: dict[str, _ConversionInputs]) -> tuple[dict[str, LazyTensor], set[str]]:
@@ -272,6 +274,9 @@ class _LoadPlanner:
                     add("unexpected", f"{name} from {next(iter(inputs.keys.values()))[0]}")
                 elif name in filled:
                     add("duplicated", name)
+                elif surplus := _surplus(inputs, value, wanted):
+                    for key in surplus:
+                        add("unexpected", key, self.published.tensors[key].leaves())
                 elif value.shape != wanted.shape:
                     add("misshaped", f"{name}: files {tuple(value.shape)}, model {tuple(wanted.shape)}", leaves)
                 elif wrong := next((leaf for leaf in leaves if not _castable(leaf.dtype, wanted.dtype)), None):
@@ -279,26 +284,44 @@ class _LoadPlanner:
                 filled.setdefault(name, value)
         return filled, failed
 
+    def _odd(self, keys: Sequence[str]) -> list[str]:
+        """The tensors whose shape is not that of most of `keys`."""
+        shapes = [tuple(self.published.tensors[key].shape) for key in keys]
+        usual = max(shapes, key=shapes.count)
+        return [key for key, shape in zip(keys, shapes, strict=True) if shape != usual]
+
     def _convert(self, target: str, inputs: _ConversionInputs) -> dict[str, LazyTensor]:
         """What comes out, by name; nothing if the files do not hold what the family's rule expects."""
-        tensors = self.files.tensors
+        tensors = self.published.tensors
         if inputs.converter is None:
             ((key,),) = inputs.keys.values()
-            return {target: LazyTensor.of(tensors[key])}
+            return {target: tensors[key]}
         for pattern, keys in inputs.keys.items():
             if "*" in pattern and (gap := _gap(keys)):
                 self.mismatches.add("incomplete", f"{target}: {gap}")
                 return {}
             for key in keys:
-                lazy: Any = LazyTensor.of(tensors[key])
+                lazy: Any = tensors[key]
                 inputs.converter.add_tensor(target, key, pattern, lazy)
         try:
             with torch.no_grad():
                 made = inputs.converter.convert(target, model=full_model(self.model), config=self.model.config)
         except Exception as error:  # a conversion can raise anything
-            self.mismatches.add("incomplete", f"{target}: {error}")
+            odd = [key for keys in inputs.keys.values() for key in self._odd(keys)]
+            for key in odd:
+                self.mismatches.add("misshaped", f"{key}: {tuple(tensors[key].shape)}", tensors[key].leaves())
+            if not odd:
+                self.mismatches.add("incomplete", f"{target}: {error}")
             return {}
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def _surplus(inputs: _ConversionInputs, value: Tensor, wanted: Tensor) -> list[str]:
+    """The file tensors of experts that the model does not have, if that is all that makes `value` too large."""
+    if value.dim() == 0 or value.shape[1:] != wanted.shape[1:] or len(value) <= len(wanted):
+        return []
+    stacked = [keys for keys in inputs.keys.values() if len(keys) == len(value)]
+    return [key for keys in stacked for key in keys[len(wanted) :]]
 
 
 def _castable(stored: torch.dtype, wanted: torch.dtype) -> bool:
@@ -344,18 +367,6 @@ def _untied(model: PreTrainedModel, state: dict[str, Tensor]) -> set[str]:
                 f"{family}: {_listed(left)} share one tensor without being declared as tied", key="model.undeclared-tie"
             )
     return kept
-
-
-def refuse_quantised(config: PreTrainedConfig, directory: Path) -> None:
-    """Raise `InputError` for a model whose files hold quantised weights."""
-    settings = getattr(config, "quantization_config", None)
-    if settings is not None:
-        method = (settings if isinstance(settings, dict) else vars(settings)).get("quant_method")
-        raise InputError(
-            f"{directory}: weights are quantised ({method}), which is not supported; "
-            "take a bfloat16 or float32 copy of the model",
-            key="model.quantised",
-        )
 
 
 def _listed(names: Sequence[str]) -> str:

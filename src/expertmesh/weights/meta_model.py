@@ -7,7 +7,7 @@ meta: no memory here grows with the model.
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,11 @@ from transformers.initialization import meta_device_safe_creation_ops
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from expertmesh.config.errors import InputError
-from expertmesh.weights.mapping import refuse_quantised, tied_names
+from expertmesh.experts.module_list import FusedExperts
+from expertmesh.state.stage_view import full_model
+from expertmesh.weights.mapping import model_tensors, own_class, tied_names
 from expertmesh.weights.module_list import fuse_lists_of_experts
+from expertmesh.weights.quantised.published import refuse_unsupported
 
 # What a model directory consists of, apart from code: weights, JSON, and the tokenizer's plain-text files.
 DATA_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -41,8 +44,8 @@ def read_model_config(
 
     Hub repositories are downloaded into the hub's cache: safetensors, JSON and tokenizer files only, Python
     files only with `trust_remote_code`, and no weights with `weights=False`. Raises `InputError` for what
-    is missing, unreadable or quantised, and when the model needs its own code and `trust_remote_code` is off.
-    Every rank may call it; ranks of one machine share the cache.
+    is missing, unreadable or quantised by a method that is not read, and when the model needs its own code and
+    `trust_remote_code` is off. Every rank may call it; ranks of one machine share the cache.
     """
     directory = Path(name_or_path)
     if not directory.is_dir():
@@ -63,7 +66,7 @@ def read_model_config(
             f"{path}: is not a config that transformers understands: {error}", key="model.invalid-config"
         ) from error
     assert isinstance(config, PreTrainedConfig)
-    refuse_quantised(config, directory)
+    refuse_unsupported(config, directory)
     return config, directory
 
 
@@ -98,7 +101,8 @@ def build_meta_model(
     assert isinstance(model, PreTrainedModel)
     if fuse:
         fuse_lists_of_experts(model)
-    _keep_in_fp32(model, dtype)
+    state, kept = model.state_dict(keep_vars=True), kept_in_fp32(model, dtype)
+    give_dtypes(state, {name: torch.float32 for name in state if kept(name)})
     _compute_buffers(model)
     if directory is not None and model.can_generate():
         _read_generation_config(model, Path(directory) / "generation_config.json")
@@ -140,6 +144,35 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
             setattr(model.get_submodule(parent), leaf, model.state_dict(keep_vars=True)[first])
 
 
+def refuse_other_names(model: PreTrainedModel) -> None:
+    """Raise `InputError` for a model whose tensors have other names than its class gives them: saved, they would be
+    unexpected, and `from_pretrained` would make up what is missing, with a warning at most.
+    """
+    kind: Any = own_class(model)
+    if not issubclass(kind, PreTrainedModel):
+        raise InputError(
+            f"save_model takes a model of transformers, not a {kind.__name__}; a PeftModel is saved by its own "
+            "save_pretrained, and em.save_adapter saves the adapters of a parallelized one",
+            key="model.names-differ-from-class",
+        )
+    with torch.device("meta"), meta_device_safe_creation_ops():
+        new: PreTrainedModel = kind(deepcopy(model.config))
+    # Experts of a list are fused in memory; loading has compared them.
+    fused = [f"{name}." for name, module in full_model(model).named_modules() if isinstance(module, FusedExperts)]
+    here, there = (
+        {name for name in names if not any(name.startswith(prefix) for prefix in fused)}
+        for names in (model_tensors(model), new.state_dict(keep_vars=True))
+    )
+    if here != there:
+        lacking, more = sorted(there - here)[:1], sorted(here - there)[:1]
+        found = [f"lacks {name}" for name in lacking] + [f"has {name}" for name in more]
+        raise InputError(
+            f"save_model: this {kind.__name__} {' and '.join(found)}, unlike its class with its config, so that "
+            "from_pretrained would make weights up; take out what was put around its modules",
+            key="model.names-differ-from-class",
+        )
+
+
 def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
     """Which tensors, by name, the family keeps in fp32 when the rest is `dtype`."""
     patterns: set[str] = set()
@@ -151,12 +184,13 @@ def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], 
     return lambda name: any(pattern.search(name) for pattern in compiled)
 
 
-def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    kept = kept_in_fp32(model, dtype)
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and kept(name):
+def give_dtypes(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
+    """Change the dtypes of floating-point tensors of a model on meta, in place, to floating-point ones."""
+    for name, tensor in tensors.items():
+        dtype = dtypes.get(name, tensor.dtype)
+        if tensor.is_floating_point() and dtype.is_floating_point:
             # Assigning `data` keeps ties and parameter identity.
-            tensor.data = tensor.data.to(torch.float32)
+            tensor.data = tensor.data.to(dtype)
 
 
 def _compute_buffers(model: PreTrainedModel) -> None:

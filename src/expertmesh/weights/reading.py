@@ -14,13 +14,15 @@ from torch.utils import _pytree as pytree
 
 from expertmesh.io.boxes import Box, blocks, extents, full_box, intersect, slices, volume
 from expertmesh.io.pieces import Leaf, Piece
-from expertmesh.weights.lazy import Call, Computed, LazyTensor, Reshaped, dim_groups, matching_dim
+from expertmesh.weights.lazy import Call, Computed, LazyTensor, Reshaped
+from expertmesh.weights.quantised.tensor import QuantisedTensor, stored_bytes
 
 # Copies that change dtype, device or order go through host memory in parts of at most this many elements.
 _BLOCK_ELEMENTS = 1 << 24
 
-# Fills a contiguous CPU tensor of the leaf's dtype with a box of the leaf, in row-major order.
-LeafReader = Callable[[Leaf, Box, Tensor], None]
+# Fills a contiguous CPU tensor of the leaf's dtype with a box of the leaf, in row-major order. Each takes leaves of its
+# own kind: `WeightFiles.read` those of files.
+LeafReader = Callable[[Any, Box, Tensor], None]
 
 
 def read_box(lazy: LazyTensor, box: Box, out: Tensor, fetch: LeafReader) -> None:
@@ -32,7 +34,7 @@ def read_box(lazy: LazyTensor, box: Box, out: Tensor, fetch: LeafReader) -> None
 
 
 def bytes_needed(lazy: LazyTensor, box: Box) -> int:
-    """How many bytes of leaves `read_box` fetches for `box`."""
+    """How many bytes of leaves, or of the codes and scales behind them, `read_box` fetches for `box`."""
     total = 0
     for piece in lazy.pieces:
         common = intersect(piece.dest, box)
@@ -41,6 +43,8 @@ def bytes_needed(lazy: LazyTensor, box: Box) -> int:
         if isinstance(piece.leaf, Reshaped):
             inner, _ = _widened(piece.leaf, piece.crop(common).source)
             total += bytes_needed(piece.leaf.lazy, inner)
+        elif isinstance(piece.leaf, QuantisedTensor):
+            total += stored_bytes(piece.leaf, piece.crop(common).source)
         elif isinstance(piece.leaf, Computed):
             total += sum(bytes_needed(each, full_box(each.shape)) for each in piece.leaf.inputs())
         else:
@@ -62,6 +66,8 @@ class _Reader:
             out.copy_(self.evaluated[id(leaf.call)][leaf.index][slices(box)])
         elif isinstance(leaf, Reshaped):
             self._reshaped(leaf, box, out)
+        elif isinstance(leaf, QuantisedTensor):
+            out.copy_(leaf.read(box, self.fetch))
         else:
             self.fetch(leaf, box, out)
 
@@ -107,10 +113,12 @@ class _Reader:
 
 def _widened(leaf: Reshaped, box: Box) -> tuple[Box, Box]:
     """The smallest box around `box` that is a box in both shapes: of the inner tensor, and of the leaf."""
-    inner_shape = tuple(leaf.lazy.shape)
-    inner, outer = list(full_box(inner_shape)), list(full_box(leaf.shape))
-    for inner_dims, outer_dims in dim_groups(inner_shape, leaf.shape):
-        same = matching_dim(inner_shape, leaf.shape, inner_dims, outer_dims)
-        if same is not None:
-            inner[same[0]] = outer[same[1]] = box[same[1]]
+    shape = tuple(leaf.lazy.shape)
+    inner, outer = list(full_box(shape)), list(full_box(leaf.shape))
+    # Dims that are alike at either end, those of size 1 aside, are the same ones.
+    left, right = ([dim for dim, size in enumerate(each) if size != 1] for each in (shape, leaf.shape))
+    for end in (0, -1):
+        while left and right and shape[left[end]] == leaf.shape[right[end]]:
+            dim = right.pop(end)
+            inner[left.pop(end)] = outer[dim] = box[dim]
     return tuple(inner), tuple(outer)

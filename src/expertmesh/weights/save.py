@@ -19,7 +19,7 @@ from expertmesh.state.stage_view import full_model
 from expertmesh.weights.companions import Tokenizer, write_companions
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import plan_save
-from expertmesh.weights.meta_model import kept_in_fp32
+from expertmesh.weights.meta_model import kept_in_fp32, refuse_other_names
 from expertmesh.weights.unmapped import UnmappedTensors, remembered, still_readable, summarize_unmapped
 from expertmesh.weights.write import StateReader, live_values, write_directory
 
@@ -57,7 +57,8 @@ def save_model(
     published one; what those files held beside the model (MTP layers) is copied from them. `dtype` casts
     floating-point tensors on the way (except what the family keeps in fp32); None saves them as trained, or as
     they were. Files hold at most `max_shard_bytes` of tensors, or one larger tensor.
-    Raises on all ranks alike: `InputError` (target not empty, disk full, no shared file system),
+    Raises on all ranks alike: `InputError` (target not empty, disk full, no shared file system, names that are not
+    those of the model's class, so that `from_pretrained` would make weights up),
     `IntegrityError` (values that `dtype` cannot hold). Issues a few small collectives on the default group;
     weights travel only where a conversion computes across shards, one tensor at a time.
     """
@@ -82,6 +83,7 @@ def save_values(
     directory = Path(directory).absolute()
     with raise_on_all_ranks("planning what to save"):
         check_target(directory)
+        refuse_other_names(model)
         lazies = plan_save(model)
         unmapped = [tensor for tensor in remembered(model) if tensor.name not in lazies]
     unreadable = sum_over_ranks(torch.tensor([not still_readable(unmapped)], dtype=torch.int64))

@@ -4,10 +4,11 @@ transformers families declare such tensors unused. Loading remembers where they 
 files they came from (write.py). They are never trained. Nothing here communicates.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from transformers.core_model_loading import WeightTransform
 
 from expertmesh.config.errors import ExpertmeshError
 from expertmesh.io.safetensors_reader import FileTensor, read_header
@@ -23,8 +24,11 @@ class UnmappedTensors:
     bytes: int
 
 
-def remember(model: nn.Module, tensors: Sequence[FileTensor]) -> None:
-    """Note on the model what its files hold beside it, for `remembered` when it is saved."""
+def remember(model: nn.Module, conversions: Iterable[WeightTransform], tensors: Iterable[FileTensor]) -> None:
+    """Note on the model how its files hold it, for when it is saved: the rules that loading applied, where transformers
+    itself notes them, and the tensors beside it, for `remembered`.
+    """
+    model._weight_conversions = list(conversions)  # type: ignore[assignment]
     attach(model, unmapped=tuple(tensors))
 
 

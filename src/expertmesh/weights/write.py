@@ -21,7 +21,7 @@ from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import collective_device, from_rank_0, raise_on_all_ranks, sum_over_ranks
 from expertmesh.io.boxes import Box, blocks, extents, full_box, intersect, slices, volume
 from expertmesh.io.directory import create_files, io_errors, publish, temporary_directory, wait_until_seen
-from expertmesh.io.pieces import Leaf, Piece
+from expertmesh.io.pieces import Piece
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
 from expertmesh.io.safetensors_writer import FilesLayout, write_box
 from expertmesh.state.shards import local_box, local_tensor, owns_copy
@@ -50,6 +50,8 @@ def write_directory(
     Raises and communicates as `save_model` does.
     """
     _check_ownership(lazies)
+    # Of a link, what it leads to is replaced: no directory can take the link's own place.
+    directory = directory.resolve() if directory.is_symlink() else directory
     temporary = directory.with_name(f"{directory.name}.tmp-{from_rank_0(f'{time.time_ns():x}')}")
     layout = lay_out_in(temporary)
     with temporary_directory(temporary, remove=_is_first()):
@@ -59,16 +61,18 @@ def write_directory(
         with raise_on_all_ranks("looking for the files that rank 0 created"):
             for file in layout.files:
                 wait_until_seen(file.path, file.size)
-        with raise_on_all_ranks("writing weights"):
-            written = _write_own(lazies, layout, values) + _copy_own(kept, layout)
-        written += _write_gathered(lazies, layout, values)
+        files = _OpenFiles(layout)
+        with raise_on_all_ranks("writing weights"), files.synced():
+            _write_own(lazies, files, values)
+            _copy_own(kept, files)
+        _write_gathered(lazies, files, values)
         with raise_on_all_ranks("writing config and tokenizer"):
             if _is_first():
                 write_others(temporary, layout)
         with raise_on_all_ranks("publishing the directory"):
             if _is_first():
                 publish(layout, temporary, directory)
-    return layout, written
+    return layout, files.written
 
 
 def _owned(lazy: LazyTensor) -> Iterator[Piece]:
@@ -101,40 +105,55 @@ def _check_ownership(lazies: Mapping[str, LazyTensor]) -> None:
             )
 
 
-def _write_own(lazies: Mapping[str, LazyTensor], layout: FilesLayout, values: StateReader) -> int:
-    """Write this rank's parts of all tensors that only move values; bytes written. No collective."""
-    tensors = layout.tensors
-    written = 0
-    with _descriptors(layout) as descriptors:
-        for name, lazy in lazies.items():
-            if _is_gathered(lazy):
-                continue
-            for piece in _owned(lazy):
-                for part in blocks(piece.dest, _BLOCK_ELEMENTS):
-                    written += _write_piece(piece.crop(part), tensors[name], descriptors[tensors[name].path], values)
-    return written
+class _OpenFiles:
+    """The files of a layout, opened for writing when first written to. Counts the bytes `written`."""
+
+    def __init__(self, layout: FilesLayout) -> None:
+        self.written = 0
+        self._layout, self._tensors = layout, layout.tensors
+        self._descriptors: dict[Path, int] = {}
+
+    def write(self, name: str, box: Box, values: Tensor) -> None:
+        """`values`, on any device and of any dtype, are those of `box` of the tensor `name`."""
+        target = self._tensors[name]
+        if target.path not in self._descriptors:
+            self._descriptors[target.path] = os.open(target.path, os.O_WRONLY | os.O_CLOEXEC)
+        self.written += write_box(self._descriptors[target.path], target, box, _cast(values, target))
+
+    @contextmanager
+    def synced(self) -> Iterator[None]:
+        """At the end of the block the disk holds what was written in it, and the files are closed."""
+        with io_errors(self._layout.files[0].path.parent, self._layout.size):
+            try:
+                yield
+                for descriptor in self._descriptors.values():
+                    os.fsync(descriptor)
+            finally:
+                while self._descriptors:
+                    os.close(self._descriptors.popitem()[1])
 
 
-def _copy_own(kept: Sequence[FileTensor], layout: FilesLayout) -> int:
-    """Copy this rank's share, by tensors in turn, of what the model does not have; bytes written. No collective."""
+def _write_own(lazies: Mapping[str, LazyTensor], files: _OpenFiles, values: StateReader) -> None:
+    """Write this rank's parts of all tensors that only move values. No collective."""
+    for name, lazy in lazies.items():
+        if _is_gathered(lazy):
+            continue
+        for piece in _owned(lazy):
+            for part in blocks(piece.dest, _BLOCK_ELEMENTS):
+                cropped = piece.crop(part)
+                assert isinstance(cropped.leaf, StateTensor)
+                files.write(name, part, cropped.arrange(values(cropped.leaf, cropped.source)))
+
+
+def _copy_own(kept: Sequence[FileTensor], files: _OpenFiles) -> None:
+    """Copy this rank's share, by tensors in turn, of what the model does not have. No collective."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    tensors = layout.tensors
-    written = 0
-    with _descriptors(layout) as descriptors:
-        for source in kept[rank::ranks]:
-            target = tensors[source.name]
-            with WeightFiles(source.path.parent, {source.name: source}) as files:
-                for part in blocks(full_box(source.shape), _COPIED_ELEMENTS):
-                    values = torch.empty(extents(part), dtype=source.dtype)
-                    files.read(source, part, values)
-                    written += write_box(descriptors[target.path], target, part, _cast(values, target))
-    return written
-
-
-def _write_piece(piece: Piece, target: FileTensor, descriptor: int, values: StateReader) -> int:
-    assert isinstance(piece.leaf, StateTensor)
-    arranged = piece.arrange(values(piece.leaf, piece.source))
-    return write_box(descriptor, target, piece.dest, _cast(arranged, target))
+    for source in kept[rank::ranks]:
+        with WeightFiles(source.path.parent, {source.name: source}) as sources:
+            for part in blocks(full_box(source.shape), _COPIED_ELEMENTS):
+                values = torch.empty(extents(part), dtype=source.dtype)
+                sources.read(source, part, values)
+                files.write(source.name, part, values)
 
 
 def live_values(leaf: StateTensor, box: Box) -> Tensor:
@@ -152,29 +171,24 @@ def _cast(values: Tensor, target: FileTensor) -> Tensor:
     return cast.cpu().contiguous()
 
 
-def _write_gathered(lazies: Mapping[str, LazyTensor], layout: FilesLayout, values: StateReader) -> int:
-    """Gather the inputs of each computed tensor, one at a time, and write it on rank 0; bytes written.
+def _write_gathered(lazies: Mapping[str, LazyTensor], files: _OpenFiles, values: StateReader) -> None:
+    """Gather the inputs of each computed tensor, one at a time, and write it on rank 0.
 
     Issues, for each of these tensors, the all-gathers of its sharded inputs and one small all-reduce.
     """
-    tensors = layout.tensors
-    written = 0
     for name, lazy in lazies.items():
         if not _is_gathered(lazy):
             continue
         gathered = _gather(lazy)
 
-        def fetch(leaf: Leaf, box: Box, out: Tensor, gathered: dict[str, Tensor] = gathered) -> None:
-            assert isinstance(leaf, StateTensor)
+        def fetch(leaf: StateTensor, box: Box, out: Tensor, gathered: dict[str, Tensor] = gathered) -> None:
             out.copy_(gathered[leaf.name][slices(box)] if leaf.name in gathered else values(leaf, box))
 
-        with raise_on_all_ranks(f"writing {name}"), _descriptors(layout) as descriptors:
+        with raise_on_all_ranks(f"writing {name}"), files.synced():
             if _is_first():
-                target, box = tensors[name], full_box(lazy.shape)
                 computed = torch.empty(tuple(lazy.shape), dtype=lazy.dtype)
-                read_box(lazy, box, computed, fetch)
-                written += write_box(descriptors[target.path], target, box, _cast(computed, target))
-    return written
+                read_box(lazy, full_box(lazy.shape), computed, fetch)
+                files.write(name, full_box(lazy.shape), computed)
 
 
 def _gather(lazy: LazyTensor) -> dict[str, Tensor]:
@@ -196,28 +210,6 @@ def _from_its_stage(tensor: Tensor, full: Tensor) -> Tensor:
     values = full.detach().to(device) if answers else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     dist.broadcast(values, src=int(source.item()))
     return values
-
-
-class _Descriptors(dict[Path, int]):
-    """Files, opened for writing when first asked for."""
-
-    def __missing__(self, path: Path) -> int:
-        self[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        return self[path]
-
-
-@contextmanager
-def _descriptors(layout: FilesLayout) -> Iterator[_Descriptors]:
-    """The files of the layout; synced and closed at the end."""
-    descriptors = _Descriptors()
-    with io_errors(layout.files[0].path.parent, layout.size):
-        try:
-            yield descriptors
-            for descriptor in descriptors.values():
-                os.fsync(descriptor)
-        finally:
-            for descriptor in descriptors.values():
-                os.close(descriptor)
 
 
 def _is_first() -> bool:

@@ -8,6 +8,7 @@ group. What it prints are predictions by the formulas of docs/formulas.md. `--ya
 import gc
 import json
 import sys
+from math import inf
 from pathlib import Path
 
 from rich.console import Console
@@ -42,7 +43,7 @@ def _run(options: PlanOptions) -> int:
     lora = None if options.lora is None else _lora(options.lora)
     config, figures, why_unpacked = read_figures(options, lora)
     size = options.global_batch_size or max(64, devices.count)
-    job = Job(figures, devices, size, imbalance=options.imbalance, gloo=devices.name == "cpu")
+    job = Job(figures, devices, size, imbalance=options.imbalance)
     found = plan(job, options.goal)
     best = found.best
     if best is None:
@@ -69,9 +70,9 @@ def _run(options: PlanOptions) -> int:
 
 
 def _check(options: PlanOptions) -> None:
-    if options.mtbf is not None and not options.mtbf > 0:
+    if options.mtbf is not None and not 0 < options.mtbf < inf:
         raise InputError(f"--mtbf {options.mtbf:g}: must be more than 0 hours", key="cli.usage")
-    if options.imbalance < 1:
+    if not 1 <= options.imbalance < inf:
         raise InputError(f"--imbalance {options.imbalance}: the busiest rank has at least the mean, 1", key="cli.usage")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from expertmesh.cli.printing import bytes_text, count_text, print_rows
-from expertmesh.distributed.layout import Layout
+from expertmesh.distributed.layout import Layout, crossing_warning
 from expertmesh.planning.blocks import saved_by_kind
 from expertmesh.planning.search import GIB, Candidate, Job, Plan, RunCosts, modes
 
@@ -22,6 +22,9 @@ def print_candidates(console: Console, name: str, job: Job, candidates: Sequence
     what = f"{name}: {count_text(figures.total)} parameters ({count_text(figures.expert)} in experts)"
     title = f"{what}, {figures.length:,} tokens x {job.global_batch_size} sequences on {job.devices}"
     print_rows(console, title, COLUMNS, [_row(job, candidate) for candidate in candidates])
+    warnings = (crossing_warning(candidate.layout, job.devices.per_node) for candidate in candidates)
+    for warning in dict.fromkeys(filter(None, warnings)):
+        console.print(warning, soft_wrap=True)
 
 
 def print_best(console: Console, job: Job, best: Candidate, costs: RunCosts) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 # transformers' own default for families that do not say how they are initialised.
 _INITIALIZER_RANGE = 0.02
+# What bf16 may make of the difference of two sums over long responses that are equal.
+_DPO_ROUNDING = 0.05
 
 
 def first_loss_lines(config: Any, loss: float, target_tokens: int) -> Iterator[str]:
@@ -28,6 +30,18 @@ def first_loss_lines(config: Any, loss: float, target_tokens: int) -> Iterator[s
             f"warning: step 1 loss {loss:.2f} is worse than a uniform guess (ln {vocabulary:,} = {uniform:.2f}), and "
             f"than an untrained model of this shape would be ({untrained:.2f}): the weights may not be what the config "
             "describes, or the data not what the tokenizer was made for"
+        )
+
+
+def first_dpo_loss_lines(loss: float) -> Iterator[str]:
+    """The same for objective dpo: before any update the model is its reference, and every pair has the loss ln 2."""
+    if not math.isfinite(loss):
+        return
+    yield f"first loss {loss:.4f} before any update; a model that equals its reference has ln 2 = {math.log(2):.4f}"
+    if abs(loss - math.log(2)) > _DPO_ROUNDING:
+        yield (
+            f"warning: step 1 loss {loss:.4f} is not ln 2: the reference is not the model that training starts from, "
+            "or its log-probabilities are far from exact in precision.compute"
         )
 
 

@@ -9,7 +9,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,7 +35,8 @@ class StepMetrics:
     clipping. `tokens_per_second`: input tokens of the whole job, without padding. `peak_memory_bytes`: the largest of
     all ranks since the start (device memory; resident memory on a CPU). `expert_load`: per MoE layer the busiest
     expert's tokens over the mean, the entropy of the experts' shares over that of equal ones, and the experts without
-    a token. `aux_loss` and `z_loss`: of the whole step, without their factors; only where they are on.
+    a token. `aux_loss` and `z_loss`: of the whole step, without their factors; only where they are on. `figures`: what
+    the objective reports beside its loss, each a key of the row.
     """
 
     step: int
@@ -51,10 +52,18 @@ class StepMetrics:
     aux_loss: float | None = None
     z_loss: float | None = None
     skipped: str | None = None
+    figures: dict[str, float] = field(default_factory=dict)
+
+    def row(self) -> dict[str, Any]:
+        """As `metrics.jsonl` has it: without what is off."""
+        return {
+            key: value for key, value in asdict(self).items() if value is not None and key != "figures"
+        } | self.figures
 
     def line(self, total_steps: int) -> str:
         """One line for a log."""
-        parts = [f"step {self.step}/{total_steps}", f"loss {self.loss:.4f}", f"grad norm {self.grad_norm:.3f}"]
+        parts = [f"step {self.step}/{total_steps}", f"loss {self.loss:.4f}", *_shown(self.figures)]
+        parts.append(f"grad norm {self.grad_norm:.3f}")
         parts += [f"lr {self.learning_rate:.2e}", f"{self.tokens_per_second:,.0f} tokens/s"]
         parts += [f"{self.peak_memory_bytes / 2**30:.2f} GiB", f"load {self.load_summary()}"]
         return "  ".join(parts) + (f"  SKIPPED: {self.skipped}" if self.skipped else "")
@@ -65,6 +74,24 @@ class StepMetrics:
             return "-"
         worst = max(layer["max_over_mean"] for layer in self.expert_load)
         return f"{worst:.1f}x, {sum(layer['dead'] for layer in self.expert_load)} dead"
+
+
+@dataclass(frozen=True, slots=True)
+class EvalMetrics:
+    """Over a whole evaluation set: `loss` and `figures` of the objective, and what they are divided by."""
+
+    loss: float
+    target_tokens: int
+    figures: dict[str, float]
+    over: str
+
+    def row(self) -> dict[str, Any]:
+        figures = {f"eval_{name}": value for name, value in self.figures.items()}
+        return {"eval_loss": self.loss, "eval_target_tokens": self.target_tokens, **figures}
+
+
+def _shown(figures: dict[str, float]) -> list[str]:
+    return [f"{name} {value:.4f}" for name, value in figures.items()]
 
 
 class ExpertLoad:
@@ -154,14 +181,15 @@ class Reporter:
         self.show = show
 
     def step(self, metrics: StepMetrics) -> None:
-        self._write({key: value for key, value in asdict(metrics).items() if value is not None})
+        self._write(metrics.row())
         if self.show is not None:
             self.show(metrics)
 
-    def evaluation(self, step: int, loss: float, target_tokens: int) -> None:
-        self._write({"step": step, "eval_loss": loss, "eval_target_tokens": target_tokens})
+    def evaluation(self, step: int, metrics: EvalMetrics) -> None:
+        self._write({"step": step, **metrics.row()})
         if self.show is not None:
-            print(f"step {step}  eval loss {loss:.4f} over {target_tokens:,} target tokens", flush=True)
+            figures = "".join(f"  {shown}" for shown in _shown(metrics.figures))
+            print(f"step {step}  eval loss {metrics.loss:.4f} over {metrics.over}{figures}", flush=True)
 
     def sync(self) -> None:
         """Have the disk hold every row so far: a checkpoint that is resumed must not have lost its steps' rows."""

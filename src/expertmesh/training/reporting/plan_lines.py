@@ -65,9 +65,12 @@ def plan_lines(run: Prepared, forecast: Forecast | None) -> Iterator[str]:
         yield f"compile    {_compile_line(model, plan)}"
     for report in run.data.reports:
         yield from (f"data       {line}" for line in report.lines())
-    train, ranks = config.train, layout.data_ranks
+    train, ranks, sequences = config.train, layout.data_ranks, "sequences"
+    if objective := checked.objective.line():
+        yield f"objective  {objective}"
+        sequences = "pairs"
     yield (
-        f"batch      {train.global_batch_size} sequences = {train.micro_batch_size} micro-batch × {ranks} data ranks "
+        f"batch      {train.global_batch_size} {sequences} = {train.micro_batch_size} micro-batch × {ranks} data ranks "
         f"× {batches.accumulation} accumulation"
     )
     yield f"steps      {run.total_steps} optimizer steps, {config.optim.name}, {config.schedule.name} schedule"

@@ -21,6 +21,7 @@ from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan
 from expertmesh.step.pipeline_schedule import interleaves
+from expertmesh.training.objective import RunObjective
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Checked:
     model: PreTrainedModel
     plan: ShardPlan
     layout_reason: str | None
+    objective: RunObjective
 
     @property
     def anatomy(self) -> Anatomy:
@@ -56,6 +58,8 @@ def check_model(
 ) -> Checked:
     """Build the model on meta and plan its shards. Raises `InputError` for what `config` cannot do with it."""
     refuse_length("data.max_length", config.data.max_length, model_config)
+    if config.objective.name == "dpo":
+        _refuse_noise(model_config)
     model = build_model(model_config, directory, ModelOptions.of(config))
     experts = describe(model).num_experts
     layout = resolve_layout(config.parallel, world_size, experts, ranks_per_node)
@@ -65,7 +69,8 @@ def check_model(
         _refuse_packing(config, model)
     check_adapter(model)
     plan = plan_model(model, layout, shard_options(config))
-    return Checked(model_config, directory, model, plan, ep_reason(config.parallel, layout, experts, ranks_per_node))
+    reason = ep_reason(config.parallel, layout, experts, ranks_per_node)
+    return Checked(model_config, directory, model, plan, reason, RunObjective.of(config))
 
 
 def shard_options(config: Config) -> ShardOptions:
@@ -112,6 +117,17 @@ def _refuse_interleaving(layout: Layout, accumulation: int) -> None:
             "parallel.pp_virtual_stages to 1",
             key="layout.pp-interleaving-rounds",
         )
+
+
+def _refuse_noise(model_config: PreTrainedConfig) -> None:
+    """What a model has in training alone: its reference would not be the model that training starts from."""
+    for key, value in model_config.get_text_config().to_dict().items():
+        if any(word in key for word in ("dropout", "pdrop", "jitter")) and isinstance(value, float) and value:
+            raise InputError(
+                f"objective.name dpo: {model_config.model_type} has {key} {value}, noise in training that its "
+                f"reference does not have; set {key} to 0.0 in the model's config.json",
+                key="model.noise-in-training",
+            )
 
 
 def _refuse_packing(config: Config, model: nn.Module) -> None:

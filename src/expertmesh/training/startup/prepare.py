@@ -26,7 +26,7 @@ from expertmesh.data import (
 )
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.distributed.layout import explicit
-from expertmesh.distributed.mesh import Mesh, current_device, init_mesh, set_timeout
+from expertmesh.distributed.mesh import Mesh, build_mesh, current_device, set_timeout
 from expertmesh.parallel.apply import shard_model
 from expertmesh.training.control import Control
 from expertmesh.training.resume import Identity, check_start, find_start
@@ -45,6 +45,10 @@ class RunData:
     evaluation: TokenizedDataset | None
     reports: tuple[DataReport, ...]
 
+    @property
+    def datasets(self) -> list[TokenizedDataset]:
+        return [self.training, *([self.evaluation] if self.evaluation is not None else [])]
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -57,6 +61,7 @@ class Prepared:
     checked: Checked
     mesh: Mesh
     data: RunData
+    batch_layout: BatchLayout
     batches: TrainingBatches
     evaluation: EvaluationBatches | None
     total_steps: int
@@ -97,7 +102,18 @@ def prepare(config: Config, control: Control, checked: Checked) -> Prepared:
         if mesh.rank == 0:
             write_config(config)
     return Prepared(
-        config, checked, mesh, data, batches, evaluation, total_steps, to_load, identity, start, tuple(changes)
+        config,
+        checked,
+        mesh,
+        data,
+        layout,
+        batches,
+        evaluation,
+        total_steps,
+        to_load,
+        identity,
+        start,
+        tuple(changes),
     )
 
 
@@ -112,7 +128,13 @@ def _read_data(config: Config, checked: Checked) -> RunData:
     tokenizer = load_tokenizer(config.model)
     pad_token_id = padding_token_id(tokenizer, checked.vocab_size)
     found = [
-        build_dataset(sources, config.data, tokenizer, model_vocab_size=checked.vocab_size)
+        build_dataset(
+            sources,
+            config.data,
+            tokenizer,
+            model_vocab_size=checked.vocab_size,
+            pairs=config.objective.name == "dpo",
+        )
         for sources in (config.data.train, config.data.eval)
         if sources
     ]
@@ -131,7 +153,7 @@ def _open_mesh(config: Config, checked: Checked) -> Mesh:
                 "LOCAL_WORLD_SIZE on this node; set parallel.ep to a number",
                 key="launch.local-world-sizes-differ",
             )
-    mesh = init_mesh(parallel, num_experts=checked.anatomy.num_experts, device=current_device())
+    mesh = build_mesh(checked.layout, current_device())
     set_timeout(mesh, config.distributed.first_step_timeout_seconds)
     return mesh
 

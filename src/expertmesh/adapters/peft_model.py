@@ -1,0 +1,206 @@
+"""A PeftModel in memory as a model of ours: its adapters become ours and start from their values.
+
+PEFT is asked nothing that changes the model until everything about it is known to be plain LoRA; what is not is refused
+by name, with the model as it was. Used by `parallelize`; nothing here communicates.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from expertmesh.adapters.attach import attach_adapters
+from expertmesh.adapters.from_peft import plain_content, refuse_start
+from expertmesh.adapters.peft_format import PREFIX, refuse_content
+from expertmesh.adapters.plan import AdapterPlan, plan_targets
+from expertmesh.adapters.read import copy_adapter
+from expertmesh.adapters.targets import Target, candidates
+from expertmesh.anatomy import describe
+from expertmesh.config import LoraConfig
+from expertmesh.config.errors import InputError
+from expertmesh.state.patching import mix_in
+from expertmesh.state.sharded_model import attach
+from expertmesh.state.stage_view import meta_twin
+
+_WHERE = "the PeftModel"
+
+
+@dataclass(frozen=True, slots=True)
+class PeftAdapters:
+    """The adapters of one PeftModel: what they mean for the model without PEFT, and their values by PEFT's keys."""
+
+    model: nn.Module
+    plan: AdapterPlan
+    values: Mapping[str, nn.Parameter]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.values.values())).dtype
+
+    @torch.no_grad()
+    def become_ours(self, dtype: torch.dtype) -> PreTrainedModel:
+        """Take PEFT out of the model, in place, and put adapters of ours with the same values in; returns the model.
+
+        They are in `dtype`; the base is frozen.
+        """
+        base: PreTrainedModel = _unwrapped(self.model)
+        plan = self.plan
+        attach_adapters(base, plan.targets, plan.lora, dtype)
+        attach(base, lora_plan=plan)
+        copy_adapter(base, plan, self.values, Path(_WHERE))
+        if base is not self.model:
+            mix_in(self.model, _Empty)
+        return base
+
+
+class _Empty:
+    """In front of a PeftModel whose adapters have become ours."""
+
+    @property
+    def _expertmesh(self) -> NoReturn:
+        raise _moved()
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _moved()
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _moved()
+
+
+def _moved() -> InputError:
+    return InputError(
+        "this PeftModel was parallelized and has no adapters any more; go on with the model that em.parallelize "
+        "returned, and save it by em.save_adapter",
+        key="adapter.peft-model-was-parallelized",
+    )
+
+
+def peft_adapters(model: nn.Module, lora: LoraConfig | None) -> PeftAdapters | None:
+    """What PEFT has put into `model`, which is not changed; None for a model without. `lora`: what is asked for beside.
+
+    Raises `InputError` for everything but the one active plain LoRA adapter on a frozen base.
+    """
+    if "peft" not in sys.modules:
+        return None
+    from peft import PeftModel
+
+    layers = dict(_tuner_layers(model))
+    if not layers and not isinstance(model, PeftModel):
+        return None
+    if lora is not None:
+        raise InputError(
+            f"parallelize: lora is given, and {_WHERE} has adapters of its own; leave one of them out",
+            key="adapter.unsupported-peft-model",
+        )
+    name, content = _only_config(model)
+    refuse_content(content, _WHERE)
+    refuse_start(content, _WHERE)
+    scaling = {layer.scaling.get(name) for layer in layers.values() if _refuse_layer(layers, layer, name)}
+    _refuse_trainables(model)
+    twin = _unwrapped(meta_twin(model))
+    targets = tuple(_targets(twin, layers))
+    config = LoraConfig(
+        r=content["r"],
+        alpha=float(content["lora_alpha"]),
+        dropout=float(content.get("lora_dropout") or 0.0),
+        use_rslora=bool(content.get("use_rslora")),
+        targets=tuple(target.name for target in targets),
+    )
+    if scaling != {config.scaling}:
+        _refuse(f"its adapters are scaled by {sorted(scaling)}, not by the {config.scaling:g} of its config")
+    base, revision = content.get("base_model_name_or_path"), content.get("revision")
+    plan = AdapterPlan(config, targets, None, base or twin.config.name_or_path or None, revision, in_memory=True)
+    return PeftAdapters(model, plan_targets(twin, plan), dict(_values(model, name)))
+
+
+def _only_config(model: Any) -> tuple[str, dict[str, Any]]:
+    configs = getattr(model, "peft_config", {})
+    if len(configs) != 1:
+        _refuse(f"it has {len(configs)} adapters ({', '.join(configs)}); keep one (delete_adapter)")
+    ((name, config),) = configs.items()
+    content = plain_content(config)
+    # Its layers say what it adapts, whatever names mean to PEFT from family to family.
+    return name, {**content, "target_modules": None, "target_parameters": None}
+
+
+def _tuner_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    yield from ((name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
+
+
+def _refuse_layer(layers: Mapping[str, Any], layer: Any, adapter: str) -> bool:
+    """True for a layer that is plain LoRA, active and apart from its base; else `InputError`."""
+    from peft.tuners.lora.layer import Linear, ParamWrapper
+
+    name = next(name for name, each in layers.items() if each is layer)
+    if type(layer) not in (Linear, ParamWrapper):
+        _refuse(f"{name} is a {type(layer).__name__}, which cannot be taken over; linear layers and parameters can")
+    for is_so, what in (
+        (layer.merged, "merged into its base; call unmerge_adapter first"),
+        (layer.disable_adapters, "disabled; enable it first"),
+        (layer.active_adapters != [adapter], f"not active, but {layer.active_adapters}"),
+        (adapter not in layer.lora_A, "not there"),
+        (bool(layer.lora_variant), "a variant of LoRA"),
+    ):
+        if is_so:
+            _refuse(f"its adapter {adapter} on {name} is {what}")
+    return True
+
+
+def _refuse_trainables(model: nn.Module) -> None:
+    """The base will be frozen and adapters will train: another choice must not be lost in silence."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad != (".lora_A." in name or ".lora_B." in name):
+            state = "trains, but only adapters do" if parameter.requires_grad else "is frozen, but adapters train"
+            _refuse(f"{name} {state} here; set its requires_grad to {not parameter.requires_grad}")
+
+
+def _targets(twin: nn.Module, layers: Mapping[str, Any]) -> Iterator[Target]:
+    """What the layers adapt, in module order of the model without PEFT."""
+    adapted: dict[tuple[str, str | None], str] = {}
+    for name, layer in layers.items():
+        module = name.removeprefix(PREFIX)
+        while module.endswith(".base_layer"):
+            module = module.removesuffix(".base_layer")
+        parameter = getattr(layer, "parameter_name", None)
+        is_linear = type(layer.get_base_layer()) is nn.Linear
+        adapted[module, None if is_linear and parameter == "weight" else parameter] = name
+    for target in candidates(twin, describe(twin)):
+        if adapted.pop((target.module, target.parameter), None) is not None:
+            yield target
+    if adapted:
+        raise InputError(
+            f"{_WHERE}: {next(iter(adapted.values()))} cannot be adapted here; leave it out of the adapter's targets",
+            key="adapter.unsupported-target",
+        )
+
+
+def _values(model: nn.Module, adapter: str) -> Iterator[tuple[str, nn.Parameter]]:
+    """Adapters by the keys that they would have in PEFT's file."""
+    for name, parameter in model.named_parameters():
+        if ".lora_A." in name or ".lora_B." in name:
+            yield PREFIX + name.removeprefix(PREFIX).replace(f".{adapter}.weight", ".weight"), parameter
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model without PEFT, in place."""
+    from peft import PeftModel
+
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    for name, layer in dict(_tuner_layers(base)).items():
+        if not name.endswith(".base_layer"):
+            parent, _, leaf = name.rpartition(".")
+            setattr(base.get_submodule(parent), leaf, layer.get_base_layer())
+    for attribute in ("peft_config", "_hf_peft_config_loaded"):
+        base.__dict__.pop(attribute, None)
+    return base
+
+
+def _refuse(why: str) -> NoReturn:
+    raise InputError(f"{_WHERE} cannot be parallelized: {why}", key="adapter.unsupported-peft-model")

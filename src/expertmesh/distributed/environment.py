@@ -1,0 +1,261 @@
+"""Which part of a job this process is, as whoever started it says in environment variables. No torch, no communication.
+
+Three starters are understood. RANK, WORLD_SIZE and their kin (torchrun, Ray, our own launcher) make this process one
+rank. So do the SLURM_* of a step that srun has started with several tasks. The PET_* of Kubeflow, which are torchrun's
+options, make it the one process of a machine that is to start the ranks there. Variables that contradict each other are
+refused by name: a job that is joined wrongly waits, or is silently several jobs.
+"""
+
+import itertools
+import os
+import re
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, replace
+
+from expertmesh.config.errors import InputError
+
+Environment = MutableMapping[str, str]
+LOCALHOST = "127.0.0.1"
+DEFAULT_PORT = 29500  # torchrun's
+# Step numbers from here on are no steps: a batch script, the shell of an allocation.
+_SPECIAL_STEPS = 0xFFFFFFF0
+_OF_ONE_PROCESS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """This process is one rank of a job. What is None, nobody has said."""
+
+    starter: str
+    rank: int
+    world_size: int
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    address: str | None = None
+    port: int | None = None
+
+    def export(self, environment: Environment = os.environ) -> None:
+        """Write it into the variables that torch reads."""
+        values = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": self.port,
+        }
+        environment.update({name: str(value) for name, value in values.items() if value is not None})
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """This process is to start the ranks of machine `number` of `count`, which meet at `address` and `port`.
+
+    `ranks`: how many on each machine; None leaves it to the machine. Port 0: any that is free, on one machine.
+    """
+
+    starter: str
+    number: int
+    count: int
+    ranks: int | None
+    address: str
+    port: int
+
+
+def find_place(nproc: int | None = None, environment: Environment = os.environ) -> Rank | Node | None:
+    """What this process is in a job that somebody else has started; None if nobody has.
+
+    `nproc` are the ranks that the user wants on this machine: with several, a starter that knows no local ranks has
+    counted machines. Raises `InputError` for variables that make no sense together.
+    """
+    alone = not any(name in environment for name in _OF_ONE_PROCESS)
+    if alone and ("PET_NNODES" in environment or "PET_NODE_RANK" in environment):
+        return _kubeflow_node(environment)
+    task = _slurm_task(environment)
+    if "RANK" in environment or "WORLD_SIZE" in environment or "LOCAL_RANK" in environment:
+        found = _torch_rank(environment)
+        if task is not None:
+            _refuse_other_slurm_job(found, task, environment)
+        several_machines = alone
+    elif task is not None:
+        found, several_machines = task, task.local_world_size == 1
+    else:
+        return None
+    if several_machines and nproc is not None and nproc > 1:
+        one = found.world_size == 1
+        address, port = found.address or LOCALHOST, 0 if one else found.port or DEFAULT_PORT
+        return Node(found.starter, found.rank, found.world_size, nproc, LOCALHOST if one else address, port)
+    return found
+
+
+def join_job(environment: Environment = os.environ) -> None:
+    """Make this process the rank that its environment says, for torch's `env://`. `InputError` if it says none."""
+    place = find_place(environment=environment)
+    if not isinstance(place, Rank):
+        raise InputError(
+            "no process group; start with torchrun, srun or expertmesh train, or call init_process_group first",
+            key="launch.no-process-group",
+        )
+    if place.world_size == 1:
+        place = replace(place, address=place.address or LOCALHOST, port=place.port or 0)
+    if place.address is None or place.port is None:
+        missing = "MASTER_ADDR" if place.address is None else "MASTER_PORT"
+        raise InputError(
+            f"{missing} is not set, so {place.world_size} ranks cannot meet; set it to the "
+            f"{'host' if place.address is None else 'port'} of rank 0, the same on every machine",
+            key="launch.environment-incomplete",
+        )
+    place.export(environment)
+
+
+def hosts_of(nodelist: str) -> list[str]:
+    """The hosts of SLURM's short form: `node[01-03,7],gpu2` is node01, node02, node03, node7, gpu2."""
+    hosts: list[str] = []
+    for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
+        parts = re.split(r"\[([^\]]*)\]", word)  # text and what is in brackets, in turn
+        choices = [list(_numbers(part)) if place % 2 else [part] for place, part in enumerate(parts)]
+        hosts += ["".join(choice) for choice in itertools.product(*choices)]
+    return hosts
+
+
+def _numbers(ranges: str) -> Iterator[str]:
+    for each in ranges.split(","):
+        first, _, last = each.partition("-")
+        yield from (str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1))
+
+
+def _torch_rank(environment: Environment) -> Rank:
+    for name in ("RANK", "WORLD_SIZE"):
+        if name not in environment:
+            given = next(name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environment)
+            raise InputError(
+                f"{given} is {environment[given]} in the environment, but {name} is not set; set both, or unset "
+                f"{given} to start ranks on this machine",
+                key="launch.environment-incomplete",
+            )
+    names = {"rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK"}
+    names |= {"local_world_size": "LOCAL_WORLD_SIZE", "port": "MASTER_PORT"}
+    numbers = {field: _number(environment, name) for field, name in names.items() if name in environment}
+    starter = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "RANK"
+    found = Rank(starter, **numbers, address=environment.get("MASTER_ADDR"))
+    local, here = found.local_rank, found.local_world_size
+    for small, large, wrong in (
+        ("RANK", "WORLD_SIZE", found.rank >= found.world_size),
+        ("LOCAL_RANK", "LOCAL_WORLD_SIZE", local is not None and here is not None and local >= here),
+        ("WORLD_SIZE", "LOCAL_WORLD_SIZE", here is not None and found.world_size < here),
+    ):
+        if wrong:
+            raise InputError(
+                f"{small} is {environment[small]}, which cannot be with {large} {environment[large]} in the "
+                "environment; set both as the launcher should have, or unset them",
+                key="launch.environment-contradicts",
+            )
+    return found
+
+
+def _kubeflow_node(environment: Environment) -> Node:
+    """What torchrun reads as its options: PyTorchJob and TrainJob set them in each pod.
+
+    RANK and WORLD_SIZE of a PyTorchJob then count pods, and ranks if the job says how many a pod has.
+    """
+    number, count = _number(environment, "PET_NODE_RANK", "0"), environment.get("PET_NNODES", "1")
+    backend = environment.get("PET_RDZV_BACKEND", "static")
+    if not count.isdigit() or backend != "static":
+        raise InputError(
+            f"PET_NNODES is {count} with PET_RDZV_BACKEND {backend}: only torchrun can start an elastic job; start "
+            "torchrun -m expertmesh train, which reads the same variables",
+            key="launch.elastic-job",
+        )
+    ranks = environment.get("PET_NPROC_PER_NODE", "auto")
+    place = Node(
+        "Kubeflow",
+        number,
+        int(count),
+        None if ranks in ("auto", "gpu") else _number(environment, "PET_NPROC_PER_NODE"),
+        environment.get("PET_MASTER_ADDR") or environment.get("MASTER_ADDR", LOCALHOST),
+        _number(environment, "PET_MASTER_PORT", environment.get("MASTER_PORT", str(DEFAULT_PORT))),
+    )
+    sizes = (str(place.count), str(place.count * (place.ranks or 1)))
+    for name, wrong in (
+        ("PET_NODE_RANK", place.number >= place.count),
+        ("RANK", environment.get("RANK", str(number)) != str(number)),
+        ("WORLD_SIZE", environment.get("WORLD_SIZE", sizes[1]) not in sizes),
+    ):
+        if wrong:
+            raise InputError(
+                f"{name} is {environment[name]}, which cannot be on node {number} of {count} (PET_NODE_RANK, "
+                f"PET_NNODES) with PET_NPROC_PER_NODE {ranks}; unset one or the other",
+                key="launch.environment-contradicts",
+            )
+    return replace(place, address=LOCALHOST, port=0) if place.count == 1 else place
+
+
+def _slurm_task(environment: Environment) -> Rank | None:
+    """The task of a step with several. Not a batch script or an interactive shell, which start ranks of their own."""
+    step = environment.get("SLURM_STEP_ID", "0" if "SLURM_STEP_NODELIST" in environment else str(_SPECIAL_STEPS))
+    if not step.isdigit() or int(step) >= _SPECIAL_STEPS or "SLURM_PTY_PORT" in environment:
+        return None
+    count = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+    tasks = _number(environment, count, "1")
+    if tasks == 1:
+        return None
+    rank, job = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_JOB_ID", "0")
+    if rank >= tasks:
+        raise InputError(
+            f"SLURM_PROCID is {rank}, which cannot be with {count} {tasks} in the environment; unset SLURM's "
+            "variables, or start the ranks with srun",
+            key="launch.environment-contradicts",
+        )
+    hosts = hosts_of(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", ""))
+    here = tasks if len(hosts) == 1 else _tasks_here(environment)
+    first = LOCALHOST if len(hosts) == 1 else hosts[0] if hosts else None
+    # The same for all tasks of a step, another for the steps and jobs beside it, below the ports that systems hand out.
+    port = 15000 + (job * 16 + int(step)) % 16384
+    return Rank(
+        "SLURM",
+        rank,
+        tasks,
+        _number(environment, "SLURM_LOCALID"),
+        here,
+        environment.get("MASTER_ADDR", first),
+        _number(environment, "MASTER_PORT", str(port)),
+    )
+
+
+def _tasks_here(environment: Environment) -> int | None:
+    """Of SLURM's `2(x3),1`, two on each of three nodes and one on a fourth, how many are on this node."""
+    nodes: list[int] = []
+    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        nodes += [int(tasks)] * int(times or 1)
+    node = _number(environment, "SLURM_NODEID", "0")
+    return nodes[node] if node < len(nodes) else None
+
+
+def _refuse_other_slurm_job(found: Rank, task: Rank, environment: Environment) -> None:
+    """Refuse ranks that are plainly not one job over all tasks. Launchers inside a task may number as they like."""
+    if found.starter == "torchrun":
+        wrong = environment.get("GROUP_WORLD_SIZE") == "1"
+        how = "give torchrun --nnodes and --rdzv-endpoint"
+    else:
+        wrong = found.local_rank is None and (found.rank, found.world_size) != (task.rank, task.world_size)
+        how = "unset RANK and WORLD_SIZE, which SLURM's variables say"
+    if wrong:
+        raise InputError(
+            f"this is task {task.rank} of the {task.world_size} that srun has started, but RANK {found.rank} and "
+            f"WORLD_SIZE {found.world_size} of {found.starter} say another job; {how}, or start one task (srun -n 1)",
+            key="launch.environment-contradicts",
+        )
+
+
+def _number(environment: Environment, name: str, default: str | None = None) -> int:
+    text = environment.get(name, default)
+    if text is None:
+        raise InputError(
+            f"the environment variable {name} is not set, unlike others of its launcher; set it, or unset them",
+            key="launch.environment-incomplete",
+        )
+    if not text.isdigit():
+        raise InputError(
+            f"the environment variable {name} is {text!r}, not a number; mend it or unset it", key="launch.environment"
+        )
+    return int(text)

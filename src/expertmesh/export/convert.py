@@ -1,0 +1,79 @@
+"""Writes a model's weights in another dtype, quantised ones as the values that they stand for, without loading it.
+
+For `expertmesh convert`. One process, no GPU; the files stream by in blocks, so that the model may be larger than
+memory. Names, the layout in files and what these hold beside the model stay as they are. Never runs the model.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from expertmesh.export.merge_base import companions, take_layout, untied
+from expertmesh.export.merge_check import check_copies
+from expertmesh.io.boxes import Box, extents
+from expertmesh.io.directory import check_target
+from expertmesh.io.safetensors_reader import open_weight_files
+from expertmesh.weights.load import weights_file
+from expertmesh.weights.mapping import StateTensor, plan_load
+from expertmesh.weights.meta_model import build_meta_model, read_model_config
+from expertmesh.weights.quantised.published import method_of, quantisation
+from expertmesh.weights.reading import read_box
+from expertmesh.weights.save import SaveReport, save_values
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertReport:
+    """`method` is how the source is quantised, if it is; `source_bytes` are those of its tensors."""
+
+    source: Path
+    method: str | None
+    source_bytes: int
+    saved: SaveReport
+    seconds: float
+
+
+@torch.no_grad()
+def convert(
+    name_or_path: str,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    trust_remote_code: bool = False,
+) -> ConvertReport:
+    """Write the model at `name_or_path`, a hub id or directory, to `target`, which must not exist or be empty.
+
+    `dtype` is that of the weights written, except what the family keeps in fp32 (None: those of the files, bfloat16
+    where they are quantised). Raises, with nothing left behind: `InputError` (no such model, target not empty, disk
+    full), `SecurityError` (pickles), `IntegrityError` (damaged, scales that do not fit, values that `dtype` cannot
+    hold).
+    """
+    started = time.monotonic()
+    check_target(target)
+    config, directory = read_model_config(name_or_path, trust_remote_code=trust_remote_code)
+    settings = quantisation(config)
+    model = build_meta_model(config, torch.float32, directory=directory, trust_remote_code=trust_remote_code)
+    with open_weight_files(directory, weights_file(model)) as files:
+        load = plan_load(model, files)
+        check_copies(load, files)
+        take_layout(model, load, files)
+        names = {id(tensor): name for name, tensor in untied(model).items()}
+
+        def read(leaf: StateTensor, box: Box) -> Tensor:
+            values = torch.empty(extents(box), dtype=leaf.dtype)
+            read_box(load.tensors[names[id(leaf.tensor)]], box, values, files.read)
+            return values
+
+        saved = save_values(
+            model,
+            target,
+            read,
+            tokenizer=companions(directory, directory, trust_remote_code),
+            dtype=dtype,
+            max_shard_bytes=max_shard_bytes,
+        )
+        method = None if settings is None else method_of(settings)
+        return ConvertReport(directory, method, files.total_bytes, saved, time.monotonic() - started)

@@ -1,0 +1,1 @@
+"""Other people's training code on sharded models, by the public Python interface alone."""

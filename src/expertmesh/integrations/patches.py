@@ -1,0 +1,45 @@
+"""What transformers, TRL and accelerate leave no other way than to set on the model itself.
+
+Each line says which code asks for it. Nothing here communicates.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+
+def prepare(model: Any) -> None:
+    """Let a sharded model be what the code of Trainers expects to find."""
+    # accelerate takes it as it is: it neither moves nor wraps it.
+    model._is_accelerate_prepared = True
+    # accelerate asks for it around all micro-batches but the last.
+    model.no_sync = lambda: _no_sync(model)
+    # transformers decides by the name of the class whether label smoothing shifts labels; FSDP2 renames classes.
+    name = next(kind.__name__ for kind in type(model).__mro__ if _is_own(kind))
+    model._get_name = lambda: name
+    # Activation checkpointing was applied while sharding. `Trainer.train` would put transformers' own around it, and
+    # TRL takes it off and puts transformers' own on again around forwards without gradients.
+    for which in ("activation_checkpointing", "gradient_checkpointing"):
+        setattr(model, f"{which}_enable", _as_it_is)
+        setattr(model, f"{which}_disable", _as_it_is)
+
+
+def _is_own(kind: type) -> bool:
+    return issubclass(kind, PreTrainedModel) and not issubclass(kind, FSDPModule)
+
+
+def _as_it_is(*args: Any, **kwargs: Any) -> None:
+    """Nothing is changed."""
+
+
+@contextmanager
+def _no_sync(model: FSDPModule) -> Iterator[None]:
+    """Replicas wait with their all-reduce. Shards are reduced each time, as unreduced gradients would be whole ones."""
+    model.set_requires_all_reduce(False)
+    try:
+        yield
+    finally:
+        model.set_requires_all_reduce(True)

@@ -1,0 +1,75 @@
+"""The frozen model that preference training compares with: a second sharded one, or the policy without its adapters."""
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+import expertmesh as em
+
+_DPO = "trl.trainer.dpo_trainer"
+
+
+class AdaptersOff:
+    """The base of a policy with adapters, which TRL calls and prepares as if it were a model of its own."""
+
+    _is_accelerate_prepared = True
+
+    def __init__(self, policy: PreTrainedModel) -> None:
+        self.policy = policy
+        self.config = policy.config
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The policy has TRL's fused head already."""
+        with em.adapters_off(self.policy):
+            return self.policy(*args, **kwargs)
+
+    forward = __call__
+
+    def modules(self) -> Iterator[Any]:
+        """Whose dropout TRL turns off: it has done so in the policy."""
+        return iter(())
+
+    # accelerate looks at them before all else.
+    parameters = modules
+
+
+def freeze(model: PreTrainedModel) -> PreTrainedModel:
+    """A sharded model as a reference."""
+    model.requires_grad_(False)
+    return model.eval()
+
+
+@contextmanager
+def hashing_shards() -> Iterator[None]:
+    """While the block runs, TRL names its file of precomputed log-probabilities by a hash of all ranks' shards; its own
+    reads whole weights. Making a trainer is collective, and so is the hash: one all-gather of a digest.
+    """
+    dpo: Any = sys.modules.get(_DPO)
+    if dpo is None:
+        yield
+        return
+    before, dpo.hash_module = dpo.hash_module, _hash
+    try:
+        yield
+    finally:
+        dpo.hash_module = before
+
+
+def _hash(model: Any) -> str:
+    policy = model.policy if isinstance(model, AdaptersOff) else model
+    digest = hashlib.sha256()
+    for name, tensor in sorted([*policy.named_parameters(), *policy.named_buffers()]):
+        if isinstance(model, AdaptersOff) and tensor.requires_grad:
+            continue
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(local.detach().float().cpu().numpy().tobytes())
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest.hexdigest())
+    return hashlib.sha256("".join(digests).encode()).hexdigest()

@@ -1,0 +1,283 @@
+"""What a Trainer cannot do with a sharded model: refused by name, before anything is loaded. No communication."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, Trainer
+
+from expertmesh import LoraConfig, MoeConfig, ParallelConfig
+from expertmesh.config.errors import InputError
+
+TRL_TRAINERS = ("SFTTrainer", "DPOTrainer")
+
+# Every method that is overridden, with its parameters: another version may call it otherwise, or no more.
+OVERRIDDEN = {
+    "create_accelerator_and_postprocess": ("self",),
+    "_build_accelerator_args": ("self", "kwargs"),
+    "_move_model_to_device": ("self", "model", "device"),
+    "_clip_grad_norm": ("self", "model"),
+    "_get_grad_norm": ("self", "model", "grad_norm"),
+    "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
+    "save_model": ("self", "output_dir", "_internal_call"),
+    "_save_checkpoint": ("self", "model", "trial"),
+    "_save_optimizer_and_scheduler": ("self", "output_dir"),
+    "_load_optimizer_and_scheduler": ("self", "checkpoint"),
+    "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
+    "_load_best_model": ("self",),
+}
+
+_ARGUMENTS = {
+    "fsdp": "the model is sharded by parallel=; leave it out",
+    "deepspeed": "the model is sharded by parallel=; leave it out",
+    "parallelism_config": "ranks are laid out by parallel=; leave it out",
+    "fp16": "float16 needs loss scaling; use bf16",
+    "fp16_full_eval": "a sharded model is not cast; evaluation runs in precision.compute",
+    "bf16_full_eval": "a sharded model is not cast; evaluation runs in precision.compute",
+    "use_liger_kernel": "it replaces forwards that are sharded; leave it out",
+    "torch_compile": "it would compile around the collectives of the experts; leave it out",
+    "auto_find_batch_size": "a rank that runs out of memory leaves the others in a collective; set the batch size",
+    "activation_offloading": "it holds on to gathered parameters; use gradient_checkpointing",
+    "push_to_hub": "the directory of save_model is an ordinary one; upload that",
+    "save_on_each_node": "each rank writes its own part of one directory; use a file system that all ranks share",
+    "enable_jit_checkpoint": "it saves on one rank when that gets its signal; leave it out",
+    "optim_target_modules": "it projects whole gradients, and each rank has a shard; leave it out",
+    "sync_ref_model": "the reference is a model in shards of its own; leave it out",
+    "debug": "its hooks read whole weights; leave it out",
+}
+_GIVEN = {
+    "peft_config": "PEFT would wrap adapters around shards; give it as lora=",
+    "model_init": "a model is sharded once, when the trainer is made; give model=",
+    "quantization_config": "quantised weights are not supported; leave it out",
+    "optimizers": "their parameters would be those from before sharding; use args.optim or optimizer_cls_and_kwargs",
+}
+_ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
+_ELEMENTWISE_CLASSES = tuple(
+    getattr(torch.optim, name) for name in ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adamax", "NAdam", "RAdam")
+)
+
+
+def is_of_trl(trainer_class: type[Trainer]) -> bool:
+    """Whether the class is one of TRL, or derived from one: its losses then come from TRL's fused head."""
+    return any(base.__module__.partition(".")[0] == "trl" for base in trainer_class.__mro__)
+
+
+def refuse_class(trainer_class: type[Trainer]) -> None:
+    """Raise `InputError` for a class that is not known to train right, or whose methods are not the known ones."""
+    if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
+        raise InputError(
+            f"{trainer_class!r} is not a Trainer class of transformers; em.trainer takes the class, not an instance",
+            key="trainer.unsupported-class",
+        )
+    own = (base.__name__ for base in trainer_class.__mro__ if base.__module__.partition(".")[0] == "trl")
+    of_trl = next((name for name in own if not name.startswith("_")), None)
+    if of_trl is not None and of_trl not in TRL_TRAINERS:
+        raise InputError(
+            f"{of_trl} of TRL is not supported; {', '.join(TRL_TRAINERS)} are, and so is transformers' Trainer",
+            key="trainer.unsupported-class",
+        )
+    if issubclass(trainer_class, transformers.Seq2SeqTrainer):
+        raise InputError(
+            "Seq2SeqTrainer trains encoder-decoders, which are not supported", key="trainer.unsupported-class"
+        )
+    for name, expected in OVERRIDDEN.items():
+        method = getattr(trainer_class, name, None)
+        found = None if method is None else tuple(inspect.signature(method).parameters)
+        if found != expected:
+            has = "has none" if found is None else f"has ({', '.join(found)})"
+            raise InputError(
+                f"{trainer_class.__name__}.{name} is to be overridden as ({', '.join(expected)}), but this version "
+                f"{has}; transformers is {transformers.__version__}, and 5.23 is what this was made for",
+                key="trainer.unsupported-version",
+            )
+
+
+def refuse_arguments(args: Any, given: Mapping[str, Any]) -> None:
+    """Raise `InputError` for what is asked of the Trainer; `given` are its arguments by name, `args` one of them."""
+    if args is None:
+        raise InputError("args is not given, and it says what to train; give args=", key="trainer.unsupported-argument")
+    for name, why in _ARGUMENTS.items():
+        if value := getattr(args, name, None):
+            raise InputError(f"args.{name} is {value!r}: {why}", key="trainer.unsupported-argument")
+    for name, why in _GIVEN.items():
+        value = given.get(name)
+        if value is not None and not (isinstance(value, tuple) and all(each is None for each in value)):
+            raise InputError(f"{name}= is given: {why}", key="trainer.unsupported-argument")
+    if (mixed := _mixed_precision(args)) not in ("no", "bf16"):
+        raise InputError(f"mixed precision is {mixed}; use bf16 or none", key="trainer.unsupported-argument")
+    template = getattr(args, "chat_template_path", None)
+    if template is not None and not template.endswith((".jinja", ".j2")):
+        raise InputError(
+            f"args.chat_template_path is {template!r}: taking over a tokenizer's template resizes the embeddings of a "
+            "sharded model; give a .jinja file",
+            key="trainer.unsupported-argument",
+        )
+    _refuse_optimizer(args, given.get("optimizer_cls_and_kwargs"))
+
+
+def _mixed_precision(args: Any) -> str:
+    return str(getattr(args, "mixed_precision", None) or ("bf16" if args.bf16 else "no"))
+
+
+def asks_for_bf16(args: Any) -> bool:
+    return _mixed_precision(args) == "bf16"
+
+
+def _refuse_optimizer(args: Any, own: tuple[type, dict[str, Any]] | None) -> None:
+    name = str(getattr(args.optim, "value", args.optim)) if own is None else own[0].__name__
+    known = name in _ELEMENTWISE if own is None else own[0] in _ELEMENTWISE_CLASSES
+    if not known:
+        raise InputError(
+            f"the optimizer {name} may not treat every element on its own, and each rank has a shard of every weight; "
+            f"set args.optim to one of {', '.join(_ELEMENTWISE)}",
+            key="trainer.unsupported-optimizer",
+        )
+
+
+def refuse_checkpointing(options: Mapping[str, Any]) -> None:
+    """Options of gradient_checkpointing that ours does not have."""
+    known = {"use_reentrant", "selective", "every_n_layers"}
+    others = [f"{key}={value!r}" for key, value in options.items() if key not in known and value]
+    if options.get("use_reentrant"):
+        others.append("use_reentrant=True")
+    if others:
+        raise InputError(
+            f"gradient_checkpointing_kwargs has {others[0]}; gradient_checkpointing becomes this package's own, whose "
+            "options are selective and every_n_layers",
+            key="trainer.unsupported-argument",
+        )
+
+
+def known_init_options(args: Any) -> dict[str, Any]:
+    """`args.model_init_kwargs` as arguments of `em.load_model`; `InputError` for others."""
+    given = dict(getattr(args, "model_init_kwargs", None) or {})
+    trust = given.pop("trust_remote_code", getattr(args, "trust_remote_code", False))
+    found = {"revision": given.pop("revision", None), "trust_remote_code": bool(trust)}
+    found["attention"] = given.pop("attn_implementation", None) or "auto"
+    if given:
+        key, value = next(iter(given.items()))
+        raise InputError(
+            f"args.model_init_kwargs has {key}={value!r}; revision, trust_remote_code and attn_implementation are "
+            "taken, and precision= says the dtypes",
+            key="trainer.unsupported-argument",
+        )
+    return found
+
+
+def refuse_parallel(parallel: ParallelConfig | None) -> None:
+    """Trainers give each process rows of its own."""
+    for axis in ("tp", "cp", "pp"):
+        size = getattr(parallel, axis, 1)
+        if size > 1:
+            raise InputError(
+                f"parallel.{axis} is {size}, but Trainers give each process rows of its own, and ranks along {axis} "
+                f"share theirs; set {axis} to 1, or train with `expertmesh train`, which has every axis",
+                key="trainer.shared-rows",
+            )
+
+
+def refuse_processes(args: Any, world_size: int, device: torch.device) -> None:
+    """accelerate counts no processes on CPUs unless it is told to use them: every rank would train on all rows."""
+    if args.device.type != device.type:
+        raise InputError(
+            f"args puts batches on {args.device.type}, and the model is on {device.type}; set args.use_cpu to False",
+            key="trainer.processes-differ",
+        )
+    if args.world_size != world_size:
+        raise InputError(
+            f"the job has {world_size} ranks, but accelerate sees {args.world_size}; on CPUs set args.use_cpu to True, "
+            "and make args after the launcher has set RANK, WORLD_SIZE and LOCAL_RANK",
+            key="trainer.processes-differ",
+        )
+
+
+def refuse_launcher(trainer: Trainer) -> None:
+    """What `accelerate launch` may have switched on by its environment variables."""
+    config = getattr(trainer.accelerator, "parallelism_config", None)
+    for on, what in (
+        (trainer.is_fsdp_enabled, "FSDP"),
+        (trainer.is_deepspeed_enabled, "DeepSpeed"),
+        (config is not None, "a parallelism config"),
+    ):
+        if on:
+            raise InputError(
+                f"accelerate's own configuration asks for {what}, but the model is sharded by parallel=; start with "
+                "torchrun, or take it out of the configuration",
+                key="trainer.unsupported-argument",
+            )
+
+
+def refuse_moe(moe: MoeConfig | None, of_trl: bool) -> None:
+    """Router losses and biases are part of our own optimizer step, and Trainers have theirs."""
+    if moe is None:
+        return
+    for name in ("z_loss_coef", "bias_update_rate"):
+        if value := getattr(moe, name):
+            raise InputError(
+                f"moe.{name} is {value}, which a Trainer's step does not have; set it to 0.0, or train with "
+                "`expertmesh train`",
+                key="trainer.router-loss",
+            )
+    if moe.aux_loss_coef != "from_model" and (of_trl or moe.aux_loss_coef != 0.0):
+        mend = "set args.router_aux_loss_coef" if of_trl else "set it to 0.0, or use SFTTrainer"
+        raise InputError(
+            f"moe.aux_loss_coef is {moe.aux_loss_coef}, but Trainers add the router's auxiliary loss; {mend}",
+            key="trainer.router-loss",
+        )
+
+
+def refuse_lora(lora: LoraConfig | None, of_trl: bool) -> None:
+    """What adapters cannot be trained as a Trainer runs the model."""
+    if lora is None:
+        return
+    if lora.dropout:
+        raise InputError(
+            f"lora.dropout is {lora.dropout}: it needs the number of each row, which Trainers do not tell; set it to "
+            "0.0, or train with `expertmesh train`",
+            key="trainer.lora-dropout",
+        )
+    if of_trl and "lm_head" in lora.targets:
+        raise _adapter_on_head()
+
+
+def refuse_sharded(model: Any) -> None:
+    """A model that is in shards already, ours or somebody else's, or none at all."""
+    if not isinstance(model, PreTrainedModel):
+        what = "not given" if model is None else f"a {type(model).__name__}"
+        raise InputError(
+            f"model is {what}; give a name, a directory, or a model of transformers, and adapters as lora=",
+            key="trainer.unsupported-model",
+        )
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise InputError(
+            f"the {type(model).__name__} is sharded already; give the trainer the model's name, or a model that is "
+            "not, and parallel=",
+            key="trainer.unsupported-model",
+        )
+
+
+def refuse_model(model: Any, of_trl: bool) -> None:
+    """What shows only on the model itself."""
+    head = model.get_output_embeddings()
+    if of_trl and head is not None and any("lora_" in name for name, _ in head.named_parameters()):
+        raise _adapter_on_head()
+    text = model.config.get_text_config()
+    coefficient = getattr(text, "router_aux_loss_coef", 0.0)
+    if not of_trl and getattr(text, "output_router_logits", False) and coefficient:
+        raise InputError(
+            f"the model's config has output_router_logits and router_aux_loss_coef {coefficient}, which Trainer "
+            "multiplies by the number of processes and of accumulated micro-batches; set moe.aux_loss_coef to 0.0, or "
+            "use SFTTrainer",
+            key="trainer.router-loss",
+        )
+
+
+def _adapter_on_head() -> InputError:
+    return InputError(
+        "lora has an adapter on lm_head, but TRL computes its losses from lm_head.weight alone, so that the adapter "
+        "would never be trained; leave lm_head out of lora.targets",
+        key="trainer.lora-on-head",
+    )

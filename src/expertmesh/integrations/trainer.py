@@ -1,0 +1,207 @@
+"""`em.trainer`: a Trainer class of transformers or TRL whose model is sharded over all ranks, computing the same.
+
+A mixin goes in front of the class. It shards the model when the trainer is made, keeps accelerate from wrapping it,
+averages gradients over the ranks as the Trainer expects of DDP, and clips, saves and resumes by this package. Data,
+schedules, losses, metrics and callbacks stay the Trainer's own.
+"""
+
+import copy
+import inspect
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer_utils import rotate_checkpoints
+
+import expertmesh as em
+from expertmesh import LoraConfig, MoeConfig, ParallelConfig, PrecisionConfig
+from expertmesh.integrations import checkpoints, patches, reference, refusals
+
+T = TypeVar("T", bound=Trainer)
+
+
+def trainer(trainer_class: type[T]) -> type[T]:
+    """The class `trainer_class` (transformers' Trainer, TRL's, or one derived from them) for sharded models.
+
+        SFTTrainer = em.trainer(SFTTrainer)
+        trainer = SFTTrainer(model="Qwen/Qwen3-30B-A3B", parallel=em.ParallelConfig(ep=8), args=..., train_dataset=...)
+
+    Every rank makes it and calls its methods. Beside the class's own arguments it takes `parallel` (`fsdp`, `replicate`
+    and `ep`), `precision`, `moe` and `lora` (`em.LoraConfig`, or PEFT's `LoraConfig`). `model` is a name, a directory,
+    or a model in memory that is the same on every rank. Losses, gradients, gradient norms and weights are those of the
+    stock class under DDP; docs/trainers.md says what is refused. Raises `InputError` for a class, or a version of one,
+    that is not known to train right.
+    """
+    if isinstance(trainer_class, type) and issubclass(trainer_class, ShardedTrainer):
+        return trainer_class
+    refusals.refuse_class(trainer_class)
+    namespace = {"__doc__": trainer_class.__doc__, "__module__": __name__, "__qualname__": trainer_class.__qualname__}
+    made: type[T] = type(trainer_class.__name__, (ShardedTrainer, trainer_class), namespace)
+    return made
+
+
+class ShardedTrainer(Trainer):
+    """In front of a Trainer class. What it overrides is in `refusals.OVERRIDDEN`, where a version is checked for it."""
+
+    def __init__(
+        self,
+        *args: Any,
+        parallel: ParallelConfig | None = None,
+        precision: PrecisionConfig | None = None,
+        moe: MoeConfig | None = None,
+        lora: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if lora is not None and not isinstance(lora, LoraConfig):
+            lora = em.lora_from_peft(lora)
+        given = _by_name(super().__init__, args, kwargs)
+        arguments, model, of_trl = given.get("args"), given.get("model"), refusals.is_of_trl(type(self))
+        refusals.refuse_arguments(arguments, given)
+        refusals.refuse_parallel(parallel)
+        refusals.refuse_moe(moe, of_trl)
+        refusals.refuse_lora(lora, of_trl)
+        options = {"precision": precision, "moe": moe, "lora": lora, **_checkpointing(arguments)}
+        if isinstance(model, str | Path):
+            options |= refusals.known_init_options(arguments)
+        else:
+            refusals.refuse_sharded(model)
+        mesh = em.init_mesh(parallel)
+        refusals.refuse_processes(arguments, mesh.layout.world_size, mesh.device)
+        self._has_adapters = lora is not None
+        asks = "ref_model" in inspect.signature(super().__init__).parameters
+        frozen = _reference(given, mesh, options) if asks else None
+        given["model"] = sharded = em.like_ddp(_sharded(model, mesh, arguments, options))
+        if asks:
+            by_adapters = frozen is None and self._has_adapters
+            given["ref_model"] = reference.AdaptersOff(sharded) if by_adapters else frozen
+        if moe is not None and moe.aux_loss_coef == 0.0:
+            sharded.config.get_text_config().output_router_logits = False
+        refusals.refuse_model(sharded, of_trl)
+        with reference.hashing_shards():
+            super().__init__(**given)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        refusals.refuse_launcher(self)
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """FSDP2 casts for compute; autocast would do it once more, otherwise."""
+        return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Shards are where they belong."""
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        return em.clip_grad_norm_(model, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return em.clip_grad_norm_(model, None) if grad_norm is None else grad_norm
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        saves = self.args.save_strategy != "no"
+        start = checkpoints.find_start(self._output, resume_from_checkpoint, saves=saves)
+        return super().train(None if start is None else str(start), trial, ignore_keys_for_eval)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """A plain Hugging Face directory, or one of PEFT; each rank writes its own part. Every rank calls it."""
+        directory = self._output if output_dir is None else Path(output_dir)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        checkpoints.save_weights(self._shards, directory, tokenizer, adapters=self._has_adapters)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        # Older checkpoints go when this one is complete, not before.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        output_dir, best = str(self._output), self.state.best_model_checkpoint
+        checkpoints.mark_complete(self._output / f"checkpoint-{self.state.global_step}")
+        checkpoints.on_rank_0(lambda: rotate_checkpoints(output_dir, limit, best))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        step = self.state.global_step
+        checkpoints.save_training_state(self._shards, self._optimizer, self.lr_scheduler, Path(output_dir), step)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            checkpoints.load_training_state(self._shards, self._optimizer, self.lr_scheduler, Path(checkpoint))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        em.load_weights(self._shards, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        em.load_weights(self._shards, cast(str, self.state.best_model_checkpoint))
+
+    @property
+    def _shards(self) -> PreTrainedModel:
+        return cast(PreTrainedModel, self.model)
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """The one inside accelerate's."""
+        return cast(torch.optim.Optimizer, getattr(self.optimizer, "optimizer", self.optimizer))
+
+    @property
+    def _output(self) -> Path:
+        return Path(cast(str, self.args.output_dir))
+
+
+def _by_name(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names."""
+    signature = inspect.signature(function)
+    given = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    return given
+
+
+def _checkpointing(args: Any) -> dict[str, Any]:
+    """`gradient_checkpointing` and its options, as ours."""
+    if not getattr(args, "activation_checkpointing", args.gradient_checkpointing):
+        return {}
+    options = getattr(args, "activation_checkpointing_kwargs", args.gradient_checkpointing_kwargs) or {}
+    refusals.refuse_checkpointing(options)
+    layers = options.get("every_n_layers", 1)
+    mode = "selective" if options.get("selective") else "full"
+    return {"activation_checkpointing": mode, "checkpoint_layers": "all" if layers == 1 else layers}
+
+
+def _sharded(model: Any, mesh: Any, args: Any, options: dict[str, Any]) -> PreTrainedModel:
+    """The model in shards, where the Trainer's own code finds what it looks for. Collective."""
+    bf16 = refusals.asks_for_bf16(args)
+    if isinstance(model, str | Path):
+        options["precision"] = options["precision"] or PrecisionConfig(compute="bfloat16" if bf16 else "float32")
+        sharded = em.load_model(model, mesh, **options, seed=args.seed)
+    else:
+        if bf16 and options["precision"] is None and model.dtype == torch.float32:
+            options["precision"] = PrecisionConfig()
+        sharded = em.parallelize(model, mesh, **options, seed=args.seed)
+    patches.prepare(sharded)
+    return sharded
+
+
+def _reference(given: dict[str, Any], mesh: Any, options: dict[str, Any]) -> PreTrainedModel | None:
+    """The reference that the caller gave, or the model as it is before training, in shards of its own; None where the
+    policy can answer for it: without its adapters, or before training starts. Collective.
+    """
+    source, args = given.get("ref_model"), given["args"]
+    if source is None:
+        if options["lora"] is not None or getattr(args, "precompute_ref_log_probs", False):
+            return None
+        model = given["model"]
+        source = model if isinstance(model, str | Path) else copy.deepcopy(model)
+    elif not isinstance(source, str | Path):
+        refusals.refuse_sharded(source)
+    wanted = {
+        key: value for key, value in options.items() if key not in ("activation_checkpointing", "checkpoint_layers")
+    }
+    return reference.freeze(_sharded(source, mesh, args, {**wanted, "lora": None}))

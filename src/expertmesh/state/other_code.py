@@ -1,0 +1,291 @@
+"""What other people's code does with a sharded model is right, or stops with one sentence that names what is.
+
+`guard` puts `_OtherCode` in front of the model's class and a hook before its forward; nothing else of it changes. Each
+refusal is at the first thing that a library asks the model for, so that every rank raises the same one and nothing has
+been wrapped, written or sent by then. torch's clipping alone is extended where it stands (compat.py): it sees no model.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from expertmesh.compat import refuse_fully_shard, wrap_clipping
+from expertmesh.config.errors import InputError
+from expertmesh.distributed.layout import Layout
+from expertmesh.state.patching import mix_in
+from expertmesh.state.sharded_model import attach, mesh_of, sharded
+
+M = TypeVar("M", bound=nn.Module)
+# The ranks of each model's pipeline stage that this rank is in, for models that have several.
+_STAGES: set[frozenset[int]] = set()
+
+
+def guard(model: nn.Module) -> None:
+    """Called once a model is sharded. No communication."""
+    mix_in(model, _OtherCode)
+    model.register_forward_pre_hook(_refuse_labels, with_kwargs=True, prepend=True)
+    model.register_forward_hook(_refuse_backward_of_loss, with_kwargs=True)
+    model.register_state_dict_post_hook(_refuse_pickling)
+    for module in model.modules():
+        refuse_fully_shard(module, _fully_shard)
+    layout = mesh_of(model).layout
+    if layout.pp > 1:
+        first = dist.get_rank() // layout.ranks_per_stage * layout.ranks_per_stage
+        _STAGES.add(frozenset(range(first, first + layout.ranks_per_stage)))
+    wrap_clipping(_total_norm, _scale_gradients)
+
+
+def like_ddp(model: M) -> M:
+    """Let gradients of `model`'s outputs be averaged over the ranks, as `DistributedDataParallel` does; returns it.
+
+        model = em.like_ddp(em.load_model(name, mesh))
+        optimizer, loader = accelerator.prepare(torch.optim.AdamW(model.parameters()), loader)  # not the model
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+
+    For loops of accelerate, Fabric or one's own that take each rank's loss as a mean over its own rows. A gradient that
+    enters the model through any of its outputs is divided by the number of ranks, and one that leaves it through an
+    input multiplied, so that every parameter gets what DDP would give it. `causal_lm_loss` and `forward_backward`,
+    which count targets of all ranks, stay as they are. Raises `InputError` with tp, cp or pp, whose ranks share rows.
+    No communication.
+    """
+    layout = mesh_of(model).layout
+    if layout.data_ranks != layout.world_size:
+        raise InputError(
+            f"like_ddp averages over ranks that have rows of their own, but ranks along {_shared(layout)} share "
+            "theirs; use em.forward_backward, which knows every layout",
+            key="layout.ranks-share-rows",
+        )
+    if not sharded(model).averages_gradients:
+        attach(model, averages_gradients=True)
+        model.register_forward_pre_hook(_scale_inputs, with_kwargs=True)
+        model.register_forward_hook(_scale_outputs)
+    return model
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise `InputError` for a model that is sharded already: by us, by transformers, or by anybody else's DTensors.
+
+    Every rank sees the same; no communication.
+    """
+    if sharded(model).mesh is not None:
+        raise InputError(
+            f"parallelize: this {type(model).__name__} is parallelized already; load it anew for another mesh",
+            key="model.already-sharded",
+        )
+    by_transformers = getattr(model, "_is_distributed_loading_by_transformers", False)
+    name = next((name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)), None)
+    if name is not None or by_transformers:
+        how = "transformers has sharded it (distributed_config, tp_plan)" if by_transformers else f"{name} is a DTensor"
+        raise InputError(
+            f"parallelize takes a model that every rank holds whole, and {how}; load it without that, or let "
+            "em.load_model read each rank's part of it",
+            key="model.already-sharded",
+        )
+
+
+class _OtherCode:
+    """In front of a sharded model's class. What only one library asks for is a cached property, so that code that knows
+    better can set it on the model.
+    """
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise InputError(
+            "save_pretrained would write one rank's shards; call em.save_model(model, directory) on every rank, "
+            "em.save_adapter for adapters",
+            key="model.sharded-save-pretrained",
+        )
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise InputError(
+            "push_to_hub would upload one rank's shards; call em.save_model(model, directory) on every rank, then "
+            "upload the directory from one (huggingface_hub.upload_folder)",
+            key="model.sharded-push-to-hub",
+        )
+
+    def add_adapter(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _adapters_first()
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _adapters_first()
+
+    @property
+    def peft_config(self) -> Any:
+        raise AttributeError("a sharded model has no adapters of PEFT")
+
+    @peft_config.setter
+    def peft_config(self, value: Any) -> None:
+        raise _adapters_first()
+
+    @cached_property
+    def _is_accelerate_prepared(self) -> bool:
+        raise InputError(
+            "the model is sharded already, so accelerate (accelerator.prepare, or a Trainer) cannot wrap it; in a loop "
+            "of your own call em.like_ddp(model) and prepare everything but the model, and make a Trainer by "
+            "em.trainer(TrainerClass), which shards its model itself",
+            key="model.sharded-accelerate",
+        )
+
+    @cached_property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        raise InputError(
+            "the model is sharded already, so DistributedDataParallel cannot replicate it; call em.like_ddp(model) "
+            "instead, whose gradients are averaged over ranks as DDP averages them",
+            key="model.sharded-ddp",
+        )
+
+
+def _adapters_first() -> InputError:
+    return InputError(
+        "PEFT cannot put adapters on a sharded model: every rank would train its own; give load_model or parallelize "
+        "lora=em.LoraConfig(...) (em.lora_from_peft makes one of PEFT's), or parallelize the PeftModel",
+        key="model.sharded-peft",
+    )
+
+
+def _fully_shard() -> NoReturn:
+    raise InputError(
+        "the model is sharded already, so fully_shard cannot be applied to it or to a part of it; em.parallelize and "
+        "em.load_model do all of it, over the ranks of em.init_mesh(em.ParallelConfig(...))",
+        key="model.sharded-fully-shard",
+    )
+
+
+def _refuse_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The model's own loss is of this rank's rows, and gradients are summed over ranks."""
+    if not _has_labels(model, args, kwargs):
+        return
+    layout = mesh_of(model).layout
+    if layout.cp * layout.tp > 1:
+        raise InputError(
+            f"the model is called with labels, but ranks along {_shared(layout)} hold parts of each row, so its own "
+            "loss cannot be computed; use em.causal_lm_loss(model, batch, target_tokens=n)",
+            key="layout.ranks-share-rows",
+        )
+    if model.training and torch.is_grad_enabled() and _sums(model):
+        raise _summed(layout)
+
+
+def _refuse_backward_of_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """In evaluation mode the loss may be looked at, but it has the same gradients."""
+    if _has_labels(model, args, kwargs) and _sums(model):
+        loss = output["loss"] if isinstance(output, dict) else output[0]
+
+        def refuse(gradient: torch.Tensor) -> NoReturn:
+            raise _summed(mesh_of(model).layout)
+
+        if isinstance(loss, torch.Tensor) and loss.requires_grad:
+            loss.register_hook(refuse)
+
+
+def _sums(model: nn.Module) -> bool:
+    return mesh_of(model).layout.data_ranks > 1 and not sharded(model).averages_gradients
+
+
+def _summed(layout: Layout) -> InputError:
+    return InputError(
+        f"the model is called with labels, but gradients of a sharded model are summed over its {layout.data_ranks} "
+        "data ranks, while its own loss is a mean over this rank's targets; use em.causal_lm_loss(model, batch, "
+        "target_tokens=n), or em.like_ddp(model) to have gradients averaged as DDP does",
+        key="model.labels-with-summed-gradients",
+    )
+
+
+def _has_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    names = inspect.signature(model.forward).parameters if args else ()
+    return {**dict(zip(names, args, strict=False)), **kwargs}.get("labels") is not None
+
+
+def _shared(layout: Layout) -> str:
+    return ", ".join(axis for axis in ("tp", "cp", "pp") if layout.size(axis) > 1)
+
+
+def _refuse_pickling(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A pickled DTensor is one rank's shard. `keep_vars=True` gives parameters themselves, which nobody pickles."""
+    for value in state.values():
+        if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
+            value.__reduce_ex__ = _pickled  # type: ignore[method-assign]
+
+
+def _pickled(protocol: Any) -> NoReturn:
+    raise InputError(
+        "torch.save would write one rank's shards of the state dict; call em.save_model(model, directory) or "
+        "em.save_checkpoint(model, optimizer, directory, step=n) on every rank",
+        key="model.sharded-torch-save",
+    )
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The tensor itself, with its gradient multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.detach()  # no view, so that it may be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+def _scale_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _scaled((args, kwargs), float(mesh_of(model).layout.data_ranks))
+
+
+def _scale_outputs(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    return _scaled(output, 1.0 / mesh_of(model).layout.data_ranks)
+
+
+def _scaled(values: Any, factor: float) -> Any:
+    """Every tensor in `values` that has a gradient, wherever it is in them."""
+
+    def scale(value: Any) -> Any:
+        differentiable = isinstance(value, torch.Tensor) and value.requires_grad
+        return _ScaledGradient.apply(value, factor) if differentiable else value
+
+    return pytree.tree_map(scale, values) if torch.is_grad_enabled() else values
+
+
+def _total_norm(
+    own: Callable[..., torch.Tensor], gradients: Sequence[torch.Tensor], norm_type: float, *options: Any
+) -> torch.Tensor:
+    """torch's joint norm of gradients, `own`, also of DTensors on several meshes: dense parameters and experts."""
+    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_mesh.setdefault(_mesh_of(gradient), []).append(gradient)
+    if any(mesh is not None and frozenset(mesh.mesh.flatten().tolist()) in _STAGES for mesh in by_mesh):
+        raise InputError(
+            "torch.nn.utils.clip_grad_norm_ sees one pipeline stage, and each would be clipped by a norm of its own; "
+            "use em.clip_grad_norm_(model, max_norm)",
+            key="layout.pp-clipping",
+        )
+    if len(by_mesh) < 2:
+        return own(gradients, norm_type, *options)
+    norms = [own(of_mesh, norm_type, *options) for of_mesh in by_mesh.values()]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(whole), norm_type)
+    return total
+
+
+def _scale_gradients(
+    own: Callable[..., None], parameters: Sequence[torch.Tensor], max_norm: float, total: torch.Tensor, *options: Any
+) -> None:
+    """torch's scaling by the norm, `own`, of the parameters of one mesh after the other."""
+    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_mesh.setdefault(_mesh_of(parameter.grad), []).append(parameter)
+    for of_mesh in by_mesh.values():
+        own(of_mesh, max_norm, total, *options)
+
+
+def _mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None

@@ -1,0 +1,169 @@
+"""What a run minimises, and the reference of dpo: the model as it was before the first step.
+
+With new adapters that is the base with adapters off, run beside each step. Otherwise its log-probabilities are computed
+once, of all pairs, before the first step, and every checkpoint has them: weights to compute them again may be gone or
+changed when the run goes on, and a run that goes on has to minimise what it minimised before.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from expertmesh.adapters.attach import adapters_off
+from expertmesh.checkpoint.manifest import read_manifest
+from expertmesh.checkpoint.small_files import read_small
+from expertmesh.config import Config
+from expertmesh.config.errors import InputError
+from expertmesh.data import BatchLayout, EvaluationBatches, TokenizedDataset
+from expertmesh.distributed.all_ranks import raise_on_all_ranks
+from expertmesh.distributed.mesh import Mesh
+from expertmesh.step.forward_backward import Batch, evaluate_terms
+from expertmesh.step.objective import CrossEntropy, Dpo, LogProbabilities, Objective
+from expertmesh.training.reporting.first_loss import first_dpo_loss_lines, first_loss_lines
+
+REFERENCE_FILE = "reference/log_probabilities.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class RunObjective:
+    """The objective of a run's steps; `beta` is None for sft. `precomputes`: the data sets get a `reference` before the
+    first step. `adapters_off`: each step runs it.
+    """
+
+    beta: float | None = None
+    precomputes: bool = False
+    adapters_off: bool = False
+
+    @classmethod
+    def of(cls, config: Config) -> "RunObjective":
+        if config.objective.name == "sft":
+            return cls()
+        # An adapter that is continued is part of what the run starts from.
+        new_adapters = config.lora is not None and config.lora.from_adapter is None
+        return cls(config.objective.beta, not new_adapters, new_adapters)
+
+    def line(self) -> str | None:
+        """What there is to say of it in the plan."""
+        if self.beta is None:
+            return None
+        reference = "the base with adapters off" if self.adapters_off else "its log-probabilities before the first step"
+        return f"dpo, beta {self.beta:g}; reference: {reference}"
+
+    def over(self, *, rows: int, target_tokens: int) -> Objective:
+        """Of a step (or an evaluation) with so many rows and targets."""
+        return CrossEntropy(target_tokens) if self.beta is None else Dpo(self.beta, rows)
+
+    def with_reference(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """`batches` with all that the objective takes. Every rank calls it: a forward where each step runs the
+        reference, nothing elsewhere.
+        """
+        if not self.adapters_off:
+            return batches
+        with adapters_off(model):
+            found = log_probabilities(model, batches)
+        return [
+            batch if row_B is None else {**batch, "reference": row_B}
+            for batch, row_B in zip(batches, found, strict=True)
+        ]
+
+    def give_reference(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        datasets: Sequence[TokenizedDataset],
+        layout: BatchLayout,
+        checkpoint: Path | None,
+    ) -> None:
+        """Give each data set its `reference`: that of `checkpoint` to go on from, else by `model` as it is now.
+
+        Every rank calls it: forwards over all samples, and one all-reduce of a number for each.
+        """
+        if checkpoint is not None:
+            with raise_on_all_ranks("reading the checkpoint's reference"):
+                _read_reference(checkpoint, datasets)
+            return
+        for dataset in datasets:
+            dataset.reference = _computed(model, mesh, dataset, layout)
+
+    def first_loss_lines(self, model_config: Any, loss: float, target_tokens: int) -> Iterator[str]:
+        """What the first step's loss says, for the terminal."""
+        if self.beta is None:
+            return first_loss_lines(model_config, loss, target_tokens)
+        return first_dpo_loss_lines(loss)
+
+
+def reference_file(datasets: Sequence[TokenizedDataset]) -> dict[str, bytes]:
+    """What a checkpoint has of the data sets' references, by path: by the hash of each data set its table."""
+    tables = {each.sha256(): torch.from_numpy(each.reference) for each in datasets if each.reference is not None}
+    return {REFERENCE_FILE: safetensors.torch.save(tables)} if tables else {}
+
+
+def _read_reference(checkpoint: Path, datasets: Sequence[TokenizedDataset]) -> None:
+    """Raises `InputError` for data that the run did not begin with, `IntegrityError` for a damaged checkpoint."""
+    tables = safetensors.torch.load(read_small(checkpoint, read_manifest(checkpoint), REFERENCE_FILE))
+    for dataset in datasets:
+        table = tables.get(dataset.sha256())
+        if table is None:
+            raise InputError(
+                f"{checkpoint} has no log-probabilities of the reference for data.eval, which has changed, and the "
+                "weights that the run began with have been trained since; put data.eval back",
+                key="checkpoint.no-reference",
+            )
+        dataset.reference = table.numpy()
+
+
+def _computed(model: nn.Module, mesh: Mesh, dataset: TokenizedDataset, layout: BatchLayout) -> npt.NDArray[np.float64]:
+    table = torch.zeros(len(dataset), dtype=torch.float64, device=mesh.device)
+    for group in in_groups(EvaluationBatches(dataset, layout), mesh):
+        for batch, row_B in zip(group, log_probabilities(model, group), strict=True):
+            # Of the ranks that share a row one counts. Rows that only keep a rank busy are not real.
+            if row_B is not None and mesh.coordinate("cp") == mesh.coordinate("tp") == 0:
+                table.index_add_(0, batch["row_numbers"], row_B * batch["real_tokens"].any(dim=1))
+    dist.all_reduce(table)
+    return table.cpu().numpy()
+
+
+def log_probabilities(model: nn.Module, batches: Sequence[Batch]) -> list[torch.Tensor | None]:
+    """Of each row's targets, `[B]` float64 for each batch; None on ranks without the last pipeline stage.
+
+    Every rank calls it, with equally many batches. The model computes as in evaluation, and counts nothing of routing.
+    """
+    with evaluating(model):
+        terms = evaluate_terms(model, batches, LogProbabilities())
+    if not terms:
+        return [None] * len(batches)
+    # Behind a batch's own rows may be some that a pipeline has added.
+    return [term.figures_F[: len(batch["input_ids"])] for batch, term in zip(batches, terms, strict=True)]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """While the block runs, nothing of the model is random, and it counts nothing of routing."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def in_groups(batches: EvaluationBatches, mesh: Mesh) -> Iterator[list[Batch]]:
+    """As many at a time as keep the stages of a pipeline busy, on the device."""
+    at_a_time, remaining = 4 * mesh.layout.pp if mesh.layout.pp > 1 else 1, iter(batches)
+    while group := list(itertools.islice(remaining, at_a_time)):
+        yield [on_device(batch, mesh.device) for batch in group]
+
+
+def on_device(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:
+    """The tensors of a batch on `device`."""
+    return {key: value.to(device, non_blocking=True) for key, value in batch.items()}

@@ -1,0 +1,267 @@
+"""Which tensors of published files belong together: codes and their scales, by the method that the config names.
+
+Everything is decided from `quantization_config` and the files' headers, in released names, before transformers' rules
+rename anything. Nothing here knows a family. What does not fit is an error that names file and tensor.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
+from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.quantised.tensor import Encoding, QuantisedTensor
+
+Block = tuple[int, int]
+_MX, _NV = (1, 32), (1, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedTensors:
+    """What the files hold, by name: plain tensors as they are, codes with their scales as one tensor of values.
+
+    `stored` are the names of the file tensors behind each.
+    """
+
+    tensors: Mapping[str, LazyTensor]
+    stored: Mapping[str, tuple[str, ...]]
+
+
+def published_tensors(config: PreTrainedConfig, files: WeightFiles) -> PublishedTensors:
+    """The tensors of `files`, those that are quantised as the values that they stand for.
+
+    Reads nothing but the headers that `files` already has. Raises `InputError` for a method or a variant that is not
+    supported, and `IntegrityError` for codes without scales, scales without codes, and grids that do not fit.
+    """
+    settings = quantisation(config)
+    tensors = {name: LazyTensor.of(tensor) for name, tensor in files.tensors.items()}
+    stored = {name: (name,) for name in tensors}
+    if settings is None:
+        return PublishedTensors(tensors, stored)
+    grouping = _Grouping(files, settings)
+    refuse_unsupported(config, files.directory)
+    read, suffixes = _METHODS[method_of(settings)]
+    read(grouping)
+    grouping.refuse_leftovers(suffixes)
+    for names in grouping.taken.values():
+        for name in names:
+            tensors.pop(name, None)
+            stored.pop(name, None)
+    return PublishedTensors(tensors | grouping.found, stored | grouping.taken)
+
+
+def quantisation(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """The `quantization_config` of a model's config as plain data; None for a model that is not quantised."""
+    settings = getattr(config, "quantization_config", None)
+    return settings if settings is None or isinstance(settings, dict) else settings.to_dict()
+
+
+def method_of(settings: Mapping[str, Any]) -> str:
+    return str(settings.get("quant_method"))
+
+
+def plain_dtype(lazy: LazyTensor) -> torch.dtype:
+    """The dtype to write a tensor in: that of its files, bfloat16 where they hold codes."""
+    quantised = any(isinstance(leaf, QuantisedTensor) for leaf in lazy.leaves())
+    return torch.bfloat16 if quantised else lazy.dtype
+
+
+def refuse_unsupported(config: PreTrainedConfig, where: object) -> None:
+    """Raise `InputError` for a model whose files are quantised by a method that is not read."""
+    settings = quantisation(config)
+    if settings is not None and method_of(settings) not in _METHODS:
+        raise InputError(
+            f"{where}: weights are quantised by {method_of(settings)!r}, which is not supported (supported: "
+            f"{', '.join(sorted(_METHODS))}); take a bfloat16 or float32 copy of the model",
+            key="model.quantised",
+        )
+
+
+@dataclass(slots=True)
+class _Grouping:
+    """Collects quantised tensors; each file tensor is taken once."""
+
+    files: WeightFiles
+    settings: dict[str, Any]
+    found: dict[str, LazyTensor] = field(default_factory=dict)
+    taken: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+
+    def having(self, suffix: str, *dtypes: torch.dtype) -> Iterator[tuple[str, FileTensor]]:
+        """The tensors whose names end in `suffix`, by what stands before it, of one of `dtypes` if any are given."""
+        for name, tensor in self.files.tensors.items():
+            if name.endswith(suffix) and (not dtypes or tensor.dtype in dtypes):
+                yield name.removesuffix(suffix), tensor
+
+    def part(self, codes: FileTensor, *names: str) -> FileTensor:
+        """The one tensor of `names` that the files hold; the scale of `codes`."""
+        there = [self.files.tensors[name] for name in names if name in self.files.tensors]
+        if len(there) != 1:
+            problem = "has no scale" if not there else f"has {len(there)} scales"
+            raise _refused(codes, f"{problem}; one of {', '.join(names)} is expected")
+        return there[0]
+
+    def optional(self, name: str) -> FileTensor | None:
+        return self.files.tensors.get(name)
+
+    def add(
+        self,
+        name: str,
+        tensor: QuantisedTensor,
+        unused: Sequence[str] = (),
+        arrange: Callable[[LazyTensor], Any] = lambda lazy: lazy,
+    ) -> None:
+        """Take the parts of `tensor`, and of `unused` what there is: scales of activations, which no weight needs."""
+        names = (*(part.name for part in tensor.parts), *(each for each in unused if each in self.files.tensors))
+        self.found[name] = arrange(LazyTensor.of(tensor))
+        self.taken[name] = names
+        self.used.update(names)
+
+    def refuse_leftovers(self, suffixes: tuple[str, ...]) -> None:
+        """What only quantised files hold, by dtype or by `suffixes`, must belong to something."""
+        for name, tensor in self.files.tensors.items():
+            if name in self.used:
+                continue
+            codes = tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
+            if codes or name.endswith(suffixes):
+                raise _refused(tensor, f"({tensor.dtype}) belongs to no quantised weight that is understood")
+
+
+def _fine_grained_fp8(grouping: _Grouping) -> None:
+    """DeepSeek-V3 and those after it: blocks of e4m3; e8m0 scales and 4-bit experts too; Mistral's one scale."""
+    block = grouping.settings.get("weight_block_size")
+    for name, codes in list(grouping.having("", torch.float8_e4m3fn, torch.int8)):
+        stem = name.removesuffix(".weight")
+        names = [f"{name}_scale_inv", *([f"{stem}.scale", f"{stem}.qscale_weight"] if stem != name else [])]
+        scale = grouping.part(codes, *names)
+        exponents = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
+        if codes.dtype == torch.int8:
+            tensor = _tensor(name, codes, scale, Encoding.E2M1, [_MX])
+        else:
+            blocks = [tuple(block)] if block else []
+            tensor = _tensor(name, codes, scale, Encoding.E4M3, [*blocks, *([_MX] if exponents else [])])
+        grouping.add(name, tensor, [f"{stem}.{each}" for each in ("activation_scale", "input_scale", "qscale_act")])
+
+
+def _mxfp4(grouping: _Grouping) -> None:
+    """GPT-OSS: `X_blocks` [E, out, in/32, 16] and `X_scales`; the model's own parameter is [E, in, out]."""
+    for name, codes in list(grouping.having("_blocks", torch.uint8)):
+        tensor = _tensor(name, codes, grouping.part(codes, f"{name}_scales"), Encoding.E2M1, [_MX])
+        grouping.add(name, tensor, arrange=lambda lazy: lazy.transpose(-1, -2))
+
+
+def _compressed_tensors(grouping: _Grouping) -> None:
+    """Packed int4, MXFP4 and NVFP4 (`weight_packed`), and e4m3 (`weight`), each with `weight_scale`."""
+    groups = [group["weights"] for group in (grouping.settings.get("config_groups") or {}).values()]
+    for weights in groups:
+        kind = (weights.get("type", "int"), weights.get("num_bits", 8))
+        if kind not in {("int", 4), ("float", 4), ("float", 8)} or weights.get("actorder") in ("group", "dynamic"):
+            raise InputError(
+                f"{grouping.files.directory}: weights are quantised by compressed-tensors as {kind[0]}{kind[1]}"
+                f" (actorder {weights.get('actorder')}), which is not supported; take a bfloat16 copy of the model",
+                key="model.quantised",
+            )
+    packed = [(name, codes) for name, codes in grouping.having(".weight_packed")]
+    plain = [(name, codes) for name, codes in grouping.having(".weight", torch.float8_e4m3fn)]
+    for stem, codes in packed + plain:
+        scale = grouping.part(codes, f"{stem}.weight_scale")
+        integers = codes.dtype == torch.int32
+        encoding = Encoding.INT4 if integers else Encoding.E2M1 if codes.dtype == torch.uint8 else Encoding.E4M3
+        bits = {Encoding.INT4: ("int", 4), Encoding.E2M1: ("float", 4), Encoding.E4M3: ("float", 8)}[encoding]
+        kin = [each for each in groups if (each.get("type", "int"), each.get("num_bits", 8)) == bits]
+        options: dict[str, Any] = {}
+        if any(not each.get("symmetric", True) for each in kin):
+            options["zero_point"] = grouping.optional(f"{stem}.weight_zero_point")
+        if encoding is Encoding.E2M1:
+            options["global_scale"] = grouping.optional(f"{stem}.weight_global_scale")
+        tensor = _tensor(
+            f"{stem}.weight", codes, scale, encoding, [block for each in kin for block in _blocks_of(each)],
+            dtype=scale.dtype if integers else torch.float32,
+            stored_shape=grouping.optional(f"{stem}.weight_shape"), global_divides=True, **options,
+        )  # fmt: skip
+        if _is_nvfp4(tensor) and tensor.global_scale is None:
+            raise _refused(codes, f"has no {stem}.weight_global_scale")
+        grouping.add(f"{stem}.weight", tensor, [f"{stem}.input_scale", f"{stem}.input_global_scale"])
+
+
+def _modelopt(grouping: _Grouping) -> None:
+    """NVIDIA ModelOpt's NVFP4: bytes of two codes, e4m3 scales of 16, and one fp32 factor `weight_scale_2`."""
+    algorithm = grouping.settings.get("quant_algo")
+    if algorithm != "NVFP4":
+        raise InputError(
+            f"{grouping.files.directory}: weights are quantised by modelopt as {algorithm}, which is not supported "
+            "(supported: NVFP4); take a bfloat16 copy of the model",
+            key="model.quantised",
+        )
+    for name, codes in list(grouping.having(".weight", torch.uint8)):
+        scale = grouping.part(codes, f"{name}.weight_scale")
+        total = grouping.part(codes, f"{name}.weight_scale_2")
+        tensor = _tensor(f"{name}.weight", codes, scale, Encoding.E2M1, [_NV], global_scale=total)
+        grouping.add(f"{name}.weight", tensor, [f"{name}.input_scale"])
+
+
+_PACKED = (
+    ".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_global_scale", ".weight_g_idx",
+)  # fmt: skip
+# What each method is read by, and the names that only its files have.
+_METHODS: dict[str, tuple[Callable[[_Grouping], None], tuple[str, ...]]] = {
+    "fp8": (_fine_grained_fp8, ("_scale_inv", ".qscale_weight")),
+    "mxfp4": (_mxfp4, ("_blocks", "_scales")),
+    "compressed-tensors": (_compressed_tensors, _PACKED),
+    "modelopt": (_modelopt, (".weight_scale", ".weight_scale_2")),
+}
+
+
+def _blocks_of(weights: Mapping[str, Any]) -> list[Block]:
+    """The blocks that one group of a compressed-tensors config can mean; one scale a row or a tensor needs none."""
+    if weights.get("block_structure"):
+        rows, columns = weights["block_structure"]
+        return [(rows, columns)]
+    size = weights.get("group_size")
+    return [(1, size)] if size and size > 0 else []
+
+
+def _is_nvfp4(tensor: QuantisedTensor) -> bool:
+    return tensor.encoding is Encoding.E2M1 and tensor.scale.dtype == torch.float8_e4m3fn
+
+
+def _tensor(
+    name: str, codes: FileTensor, scale: FileTensor, encoding: Encoding, blocks: Sequence[Block], **options: Any
+) -> QuantisedTensor:
+    """Codes and scale as one tensor, with the block of `blocks` whose grid the scale has."""
+    if len(codes.shape) < 2:
+        raise _refused(codes, f"has the shape {list(codes.shape)}; quantised weights are matrices")
+    shape = _value_shape(codes, scale, encoding)
+    scalar, rowwise = math.prod(scale.shape) == 1, scale.shape in (shape[:-1], (*shape[:-1], 1))
+    fitting = [block for block in blocks if scale.shape == _grid(shape, block)]
+    if scalar:
+        fitting.insert(0, (shape[-2], shape[-1]))
+    elif rowwise and not fitting:
+        fitting.append((1, shape[-1]))
+    if not fitting:
+        known = f" in blocks of {' or '.join(map(str, map(list, blocks)))}" if blocks else ""
+        raise _refused(
+            scale, f"has the shape {list(scale.shape)}, which does not fit {codes.name} {list(shape)}{known}"
+        )
+    dtype = options.pop("dtype", torch.float32)
+    return QuantisedTensor(name, shape, dtype, encoding, fitting[0], codes, scale, **options)
+
+
+def _value_shape(codes: FileTensor, scale: FileTensor, encoding: Encoding) -> tuple[int, ...]:
+    """The shape of the values: a file may keep the bytes of a block in a dim of their own."""
+    trailing = len(codes.shape) == len(scale.shape) + 1 and len(codes.shape) > 3
+    *rest, last = codes.shape[:-1] if trailing else codes.shape
+    return (*rest, last * encoding.value * (codes.shape[-1] if trailing else 1))
+
+
+def _grid(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
+    return (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
+
+
+def _refused(tensor: FileTensor, problem: str) -> IntegrityError:
+    return IntegrityError(f"{tensor.path}: tensor {tensor.name} {problem}", key="weights.quantised-wrongly")

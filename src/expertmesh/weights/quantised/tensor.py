@@ -1,0 +1,150 @@
+"""A tensor of 8- or 4-bit codes as a leaf with values: which bytes a box needs, and what they stand for.
+
+Codes are read for the box alone, widened to whole bytes or words; scales for the blocks that it touches. So a rank
+reads the packed bytes of its share, whatever the block size. Nothing here communicates.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from expertmesh.config.errors import IntegrityError
+from expertmesh.io.boxes import Box, extents, full_box, volume
+from expertmesh.io.safetensors_reader import FileTensor
+from expertmesh.weights.quantised.formats import e2m1, int4, scale_values, spread
+
+
+class Encoding(Enum):
+    """How a code stands for a number; the value is how many codes one element of the file's tensor holds."""
+
+    E4M3 = 1
+    E2M1 = 2
+    INT4 = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantisedTensor:
+    """Codes and scales of a matrix or a stack of matrices, `shape` `[..., out, in]`, as one leaf of values in `dtype`.
+
+    The last two dims are cut into blocks of `block` = (rows, columns), each with a scale; the last blocks may be
+    partial. `codes` has one dim more where the file keeps the bytes of a block apart. `global_scale` is one more
+    factor of all scales, or a divisor. `zero_point` is packed along the rows. `stored_shape` is the shape that the
+    file itself tells.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    encoding: Encoding
+    block: tuple[int, int]
+    codes: FileTensor
+    scale: FileTensor
+    global_scale: FileTensor | None = None
+    global_divides: bool = False
+    zero_point: FileTensor | None = None
+    stored_shape: FileTensor | None = None
+
+    @property
+    def path(self) -> Path:
+        """The file with the codes."""
+        return self.codes.path
+
+    @property
+    def parts(self) -> list[FileTensor]:
+        """The file tensors behind it."""
+        others = (self.global_scale, self.zero_point, self.stored_shape)
+        return [self.codes, self.scale, *(part for part in others if part is not None)]
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The shape of the scales: one for each block."""
+        return (*self.shape[:-2], -(-self.shape[-2] // self.block[0]), -(-self.shape[-1] // self.block[1]))
+
+    def needed(self, box: Box) -> list[tuple[FileTensor, Box]]:
+        """The boxes of `parts` that `box` needs."""
+        boxes = {id(self.codes): self._codes_box(box), id(self.scale): self._scale_box(box)}
+        if self.zero_point is not None:
+            rows, columns = self._blocks_of(box)
+            boxes[id(self.zero_point)] = (*box[:-2], _outer(rows, self.encoding.value), columns)
+        return [(part, boxes.get(id(part), full_box(part.shape))) for part in self.parts]
+
+    def read(self, box: Box, fetch: Callable[[FileTensor, Box, Tensor], None]) -> Tensor:
+        """The values of `box` in `dtype`, with its extents.
+
+        `fetch` fills a contiguous CPU tensor with a box of a file tensor. Raises `IntegrityError` for a scale that is
+        not finite, and for a file whose own note of the shape says otherwise.
+        """
+        raw = {}
+        for part, wanted in self.needed(box):
+            raw[id(part)] = torch.empty(extents(wanted), dtype=part.dtype)
+            fetch(part, wanted, raw[id(part)])
+        if self.stored_shape is not None and raw[id(self.stored_shape)].tolist() != list(self.shape):
+            stored = raw[id(self.stored_shape)].tolist()
+            raise self._damaged(self.stored_shape, f"says {stored}; the codes and scales are of {list(self.shape)}")
+        rows, columns = self._blocks_of(box)
+        grid = (*extents(box[:-2]), rows[1] - rows[0], columns[1] - columns[0])
+        scales = scale_values(raw[id(self.scale)])
+        scales = scales.reshape((1,) * len(box) if scales.numel() == 1 else grid)
+        if self.global_scale is not None:
+            total = raw[id(self.global_scale)].to(torch.float32)
+            scales = scales / total if self.global_divides else scales * total
+        if not bool(scales.isfinite().all()):
+            raise self._damaged(self.scale, "holds a scale that is not finite; the checkpoint is damaged")
+        values = self._decoded(raw[id(self.codes)], box)
+        if self.zero_point is not None:
+            values = values - self._zero_points(raw[id(self.zero_point)], box)
+        # In fp32 the product has at most one rounding; then one cast, as the formats are defined.
+        return (values.to(torch.float32) * spread(scales, self.block, box)).to(self.dtype)
+
+    def _decoded(self, codes: Tensor, box: Box) -> Tensor:
+        if codes.dim() > len(box):
+            codes = codes.flatten(len(box) - 1)
+        if self.encoding is not Encoding.E4M3:
+            codes = e2m1(codes) if self.encoding is Encoding.E2M1 else int4(codes)
+        start, stop = box[-1]
+        first = start - start % self._columns
+        return codes[..., start - first : stop - first]
+
+    def _zero_points(self, packed: Tensor, box: Box) -> Tensor:
+        """The zero point of each element of `box`."""
+        points = int4(packed.transpose(-1, -2)).transpose(-1, -2)
+        rows, _ = self._blocks_of(box)
+        first = rows[0] - rows[0] % self.encoding.value
+        return spread(points[..., rows[0] - first : rows[1] - first, :], self.block, box)
+
+    @property
+    def _columns(self) -> int:
+        """How many columns one index of the codes' column dim stands for."""
+        trailing = self.codes.shape[len(self.shape) :]
+        return self.encoding.value * (trailing[0] if trailing else 1)
+
+    def _codes_box(self, box: Box) -> Box:
+        trailing = full_box(self.codes.shape[len(self.shape) :])
+        return (*box[:-1], _outer(box[-1], self._columns), *trailing)
+
+    def _blocks_of(self, box: Box) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The rows and columns of the grid that `box` touches."""
+        return _outer(box[-2], self.block[0]), _outer(box[-1], self.block[1])
+
+    def _scale_box(self, box: Box) -> Box:
+        if math.prod(self.scale.shape) == 1:
+            return full_box(self.scale.shape)
+        return (*box[:-2], *self._blocks_of(box))[: len(self.scale.shape)]  # one scale a row may lack the last dim
+
+    def _damaged(self, part: FileTensor, problem: str) -> IntegrityError:
+        return IntegrityError(f"{part.path}: tensor {part.name} {problem}", key="weights.damaged")
+
+
+def stored_bytes(leaf: QuantisedTensor, box: Box) -> int:
+    """How many bytes of the files `box` needs."""
+    return sum(volume(wanted) * part.dtype.itemsize for part, wanted in leaf.needed(box))
+
+
+def _outer(extent: tuple[int, int], size: int) -> tuple[int, int]:
+    """The indices of the runs of `size` that `extent` touches."""
+    return extent[0] // size, -(-extent[1] // size)

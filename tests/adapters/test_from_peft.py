@@ -1,0 +1,107 @@
+"""A LoraConfig of PEFT becomes ours: it adapts what PEFT adapts, or the field that it cannot honour is named."""
+
+from typing import Any
+
+import peft
+import pytest
+from torch import nn
+
+import expertmesh as em
+from expertmesh.adapters.peft_format import PREFIX, file_keys
+from expertmesh.adapters.plan import plan_adapters
+from tests.adapters.reference import TARGETS
+from tests.families.tiny import random_model
+from tests.support.errors import refused
+from tests.support.models import tiny_model
+
+
+def _peft_config(**changes: Any) -> peft.LoraConfig:
+    return peft.LoraConfig(
+        **{"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", "target_modules": ["q_proj"], **changes}
+    )
+
+
+def _shapes_of_peft(model: nn.Module, config: peft.LoraConfig) -> dict[str, tuple[int, ...]]:
+    adapted: Any = peft.get_peft_model(model, config)  # type: ignore[arg-type]
+    trained = {name.replace(".default", ""): p for name, p in adapted.named_parameters() if p.requires_grad}
+    return {name: tuple(p.shape) for name, p in trained.items()}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "mixtral"])
+def test_it_adapts_what_peft_adapts(family: str) -> None:
+    modules, parameters = TARGETS[family]
+    config = _peft_config(target_modules=modules, target_parameters=parameters, use_rslora=True)
+    model = tiny_model(family)
+    lora = em.lora_from_peft(config)
+    plan = plan_adapters(model, lora, None)
+    keys = {key for target in plan.targets for key in file_keys(target, plan.targets)}
+    assert keys == set(_shapes_of_peft(model, config))
+    assert (lora.r, lora.alpha, lora.dropout, lora.use_rslora, lora.init) == (4, 8.0, 0.0, True, "default")
+    assert all(key.startswith(PREFIX) for key in keys)
+
+
+def test_dropout_and_the_gaussian_start_carry_over() -> None:
+    lora = em.lora_from_peft(_peft_config(lora_dropout=0.25, init_lora_weights="gaussian"))
+    assert (lora.dropout, lora.init) == (0.25, "gaussian")
+
+
+def test_a_module_of_a_groups_name_is_not_the_group() -> None:
+    lora = em.lora_from_peft(_peft_config(target_modules=["attention", "q_proj"]))
+    with refused("lora.targets-nothing", naming="attention.weight"):
+        plan_adapters(tiny_model("qwen3_moe"), lora, None)
+    assert em.lora_from_peft(_peft_config(target_modules=[], target_parameters=["experts"])).targets == ("*.experts",)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("use_dora", True),
+        ("modules_to_save", ["lm_head"]),
+        ("bias", "all"),
+        ("bias", "lora_only"),
+        ("lora_bias", True),
+        ("rank_pattern", {"q_proj": 8}),
+        ("alpha_pattern", {"q_proj": 8}),
+        ("layers_to_transform", [0]),
+        ("exclude_modules", ["k_proj"]),
+        ("layer_replication", [(0, 1)]),
+        ("fan_in_fan_out", True),
+        ("trainable_token_indices", [1, 2]),
+        ("use_qalora", True),
+        ("init_lora_weights", False),
+        ("init_lora_weights", "orthogonal"),
+        ("inference_mode", True),
+        ("task_type", "SEQ_CLS"),
+        ("target_modules", None),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_its_field(field: str, value: Any) -> None:
+    with refused("adapter.unsupported-option", naming=f"peft_config: {field} is"):
+        em.lora_from_peft(_peft_config(**{field: value}))
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_starts_that_change_the_base_are_refused(init: str) -> None:
+    with refused("adapter.changes-base", naming="init_lora_weights"):
+        em.lora_from_peft(_peft_config(init_lora_weights=init))
+
+
+@pytest.mark.parametrize("modules", ["all-linear", ".*q_proj", ["gate_proj", "up_proj"]])
+def test_targets_that_peft_widens_are_refused(modules: Any) -> None:
+    with refused("adapter.ambiguous-targets", naming="target_modules"):
+        em.lora_from_peft(_peft_config(target_modules=modules))
+
+
+def test_other_configs_of_peft_are_refused() -> None:
+    with refused("adapter.not-lora"):
+        em.lora_from_peft(peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
+    with refused("adapter.not-lora", naming="int"):
+        em.lora_from_peft(3)
+
+
+def test_names_that_a_vision_tower_has_as_well_are_refused() -> None:
+    model = random_model("Glm4vMoeForConditionalGeneration", "glm4v_moe")
+    config = _peft_config(target_modules=[], target_parameters=["up_proj.weight"])
+    for lora in (em.lora_from_peft(config), em.LoraConfig(targets=("up_proj",))):
+        with refused("adapter.unsupported-target", naming="visual"):
+            plan_adapters(model, lora, None)

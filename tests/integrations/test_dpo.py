@@ -1,0 +1,101 @@
+"""`em.trainer(DPOTrainer)` computes what the stock DPOTrainer computes on unsharded models in one process."""
+
+import functools
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, load_dataset
+from peft import PeftModel
+from safetensors.torch import load_file
+from trl import DPOTrainer
+
+import expertmesh as em
+from tests.adapters.reference import random_adapter
+from tests.integrations.support import Job, accumulating, compare, sharded, stock
+from tests.integrations.test_sft import ATTENTION_AND_EXPERTS, _of_files, _saved_adapter
+from tests.support.models import tiny_model
+
+# Rewards are small differences of these, in which fp32 leaves fewer digits.
+LOGGED = ("loss", "rewards/accuracies", "logps/chosen", "logps/rejected")
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2}
+
+
+def pairs() -> list[dict[str, str]]:
+    """Prompts with a chosen and a rejected completion of very different lengths."""
+    drawn = random.Random(7)
+    words = [f"w{number}" for number in range(3, 96)]
+
+    def text(count: int) -> str:
+        return " ".join(drawn.choices(words, k=count))
+
+    return [
+        {"prompt": text(3 + n % 5) + " ", "chosen": text(1 + n * 5 % 17), "rejected": text(1 + n * 3 % 11)}
+        for n in range(48)
+    ]
+
+
+def _job(tmp_path: Path, args: dict[str, Any], **given: Any) -> Job:
+    return Job(tmp_path, kind=DPOTrainer, args={"beta": 0.5, "learning_rate": 1e-3, **args}, given=given, rows=pairs)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    """The model in a directory, from which the stock trainer reads its reference."""
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "base")
+    return str(tmp_path / "base")
+
+
+@pytest.mark.parametrize(
+    ("world", "args"),
+    [
+        pytest.param(2, EVALUATED, id="accumulated"),
+        pytest.param(4, {"router_aux_loss_coef": 0.05}, id="auxiliary loss"),
+        pytest.param(2, {"gradient_checkpointing": True, "loss_type": ["ipo"]}, id="checkpointed, ipo"),
+    ],
+)
+def test_full_training_against_a_second_sharded_model(world: int, args: dict[str, Any], saved: str) -> None:
+    job = replace(_job(Path(saved).parent, args), model=saved)
+    expected = accumulating(job, world)
+    expected = replace(expected, args={k: v for k, v in expected.args.items() if k != "gradient_checkpointing"})
+    compare(sharded(job, world, ep=2), stock(expected), keys=LOGGED)
+
+
+def test_a_model_in_memory_is_its_own_reference(tmp_path: Path, saved: str) -> None:
+    job = _job(tmp_path, {"max_steps": 3})
+    compare(sharded(job, 2, ep=2), stock(replace(accumulating(job, 2), model=saved)), keys=LOGGED)
+
+
+def test_adapters_off_are_the_reference(tmp_path: Path) -> None:
+    random_adapter(tiny_model("qwen3_moe"), tmp_path / "start", *ATTENTION_AND_EXPERTS)
+    wrapped = functools.partial(PeftModel.from_pretrained, model_id=tmp_path / "start", is_trainable=True)
+    job = replace(_job(tmp_path, EVALUATED), after=_saved_adapter)
+    lora = em.LoraConfig(from_adapter=str(tmp_path / "start"))
+    ours = sharded(replace(job, given={"lora": lora}), 2, ep=2)
+    # PEFT's own reference for a loaded adapter is a copy of it; the base is what was asked for here.
+    expected = stock(replace(accumulating(job, 2), prepare=wrapped, given={"ref_model": tiny_model("qwen3_moe")}))
+    first = load_file(tmp_path / "start" / "adapter_model.safetensors")
+    compare(_of_files(ours, first), _of_files(expected, first), keys=LOGGED)
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "adapters"])
+def test_log_probabilities_of_the_reference_computed_before(adapters: bool, tmp_path: Path, saved: str) -> None:
+    """From a file of its own in each run, as TRL keeps them beside the data."""
+
+    def rows(name: str) -> Dataset:
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs()))
+        files = str(directory / "pairs.jsonl")
+        return load_dataset("json", data_files=files, split="train", cache_dir=str(directory / "cache"))
+
+    given: dict[str, Any] = {"train_dataset": rows("before")}
+    if adapters:
+        given["lora"] = em.LoraConfig(r=4, targets=["attention", "experts"])
+    job = replace(_job(tmp_path, {"max_steps": 3}, **given), model=saved)
+    args = {**job.args, "precompute_ref_log_probs": True}
+    ours = sharded(replace(job, args=args, output=tmp_path / "ours"), 2, ep=2)
+    compare(ours, sharded(replace(job, given={**given, "train_dataset": rows("while")}), 2, ep=2), keys=LOGGED)

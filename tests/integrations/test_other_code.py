@@ -1,0 +1,247 @@
+"""What other libraries do with a sharded model is right, or one sentence with a key, the same on every rank."""
+
+import copy
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.distributed.configuration_utils import DistributedConfig
+
+import expertmesh as em
+from expertmesh.config.errors import InputError
+from tests.support.errors import refused
+from tests.support.models import tiny_model
+from tests.support.ranks import run_ranks
+from tests.support.reference import _rows, full, padded
+
+LORA = peft.LoraConfig(target_modules=["q_proj"], target_parameters=["experts.down_proj"], task_type="CAUSAL_LM")
+
+
+def _sharded(family: str = "qwen3_moe", **layout: Any) -> Any:
+    return em.parallelize(tiny_model(family), em.init_mesh(em.ParallelConfig(**(layout or {"ep": 2}))))  # type: ignore[arg-type]
+
+
+def _batch() -> dict[str, torch.Tensor]:
+    return padded(_rows(0, ())[dist.get_rank() :: dist.get_world_size()])
+
+
+def _join_accelerate() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ |= {name: str(value) for name, value in ranks.items()} | {"ACCELERATE_USE_CPU": "true"}
+
+
+def _labels(model: Any) -> None:
+    model(**_batch())
+
+
+def _labels_in_evaluation(model: Any) -> None:
+    loss = model.eval()(**_batch()).loss
+    assert float(loss.detach()) > 0  # it may be looked at
+    loss.backward()
+
+
+def _labels_by_place(model: Any) -> None:
+    batch = _batch()
+    model(batch["input_ids"], batch["attention_mask"], None, None, None, batch["labels"])
+
+
+def _prepare(model: Any) -> None:
+    _join_accelerate()
+    Accelerator(cpu=True).prepare(model)
+
+
+def _prepare_with_fsdp(model: Any) -> None:
+    _join_accelerate()
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def _trainer(model: Any) -> None:
+    _join_accelerate()
+    rows: Any = [{key: value[0] for key, value in padded([row]).items()} for row in _rows(0, ())]
+    args = TrainingArguments(output_dir=tempfile.mkdtemp(), use_cpu=True, max_steps=1, report_to=[])
+    Trainer(model=model, args=args, train_dataset=rows).train()
+
+
+def _save_pretrained(model: Any) -> None:
+    model.save_pretrained(tempfile.mkdtemp())
+
+
+def _torch_save(model: Any) -> None:
+    torch.save(model.state_dict(), Path(tempfile.mkdtemp(), "model.pt"))
+
+
+WHAT: dict[Callable[[Any], Any], tuple[str, str]] = {
+    _labels: ("model.labels-with-summed-gradients", "em.like_ddp(model)"),
+    _labels_by_place: ("model.labels-with-summed-gradients", "em.causal_lm_loss"),
+    _labels_in_evaluation: ("model.labels-with-summed-gradients", "em.causal_lm_loss"),
+    _prepare: ("model.sharded-accelerate", "em.like_ddp(model)"),
+    _prepare_with_fsdp: ("model.sharded-accelerate", "em.like_ddp(model)"),
+    _trainer: ("model.sharded-accelerate", "em.trainer"),
+    DistributedDataParallel: ("model.sharded-ddp", "em.like_ddp"),
+    fully_shard: ("model.sharded-fully-shard", "em.parallelize"),
+    lambda model: fully_shard(model.model.layers[1]): ("model.sharded-fully-shard", "em.parallelize"),
+    lambda model: fully_shard(model.model.layers[1].self_attn): ("model.sharded-fully-shard", "em.parallelize"),
+    _torch_save: ("model.sharded-torch-save", "em.save_model"),
+    _save_pretrained: ("model.sharded-save-pretrained", "em.save_model"),
+    lambda model: model.push_to_hub("somebody/something"): ("model.sharded-push-to-hub", "em.save_model"),
+    lambda model: peft.get_peft_model(model, LORA): ("model.sharded-peft", "em.lora_from_peft"),
+    lambda model: model.add_adapter(LORA): ("model.sharded-peft", "em.lora_from_peft"),
+    lambda model: model.load_adapter("somewhere"): ("model.sharded-peft", "em.lora_from_peft"),
+}  # fmt: skip
+
+
+def _sentences() -> list[tuple[str, str]]:
+    """What each of `WHAT` ends with on this rank."""
+    found = []
+    for use in WHAT:
+        with pytest.raises(InputError) as caught:
+            use(_sharded())
+        found.append((caught.value.key, str(caught.value)))
+    return found
+
+
+def test_what_cannot_be_right_is_one_sentence_on_every_rank() -> None:
+    first, second = run_ranks(_sentences, 2)
+    assert first == second
+    for (key, sentence), (expected, naming) in zip(first, WHAT.values(), strict=True):
+        assert key == expected, sentence
+        assert naming in sentence
+
+
+def _as_ever() -> None:
+    model = _sharded()
+    batch = _batch()
+    with torch.no_grad():
+        assert float(model(**batch).loss) > 0
+    logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+    (logits.logsumexp(-1).sum() / 100).backward()
+    assert model.model.layers[0].mlp.experts.down_proj.grad is not None
+    assert type(model).__name__ == "FSDPQwen3MoeForCausalLM"
+    assert not hasattr(model, "peft_config")
+    model._is_accelerate_prepared = True  # by code that knows what it does
+    assert model._is_accelerate_prepared
+    # DCP writes the state as it is.
+    directory = tempfile.mkdtemp()
+    torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=f"{directory}/dcp-{os.getppid()}")
+
+
+def test_evaluation_losses_of_ones_own_and_dcp_work_as_ever() -> None:
+    run_ranks(_as_ever, 2)
+
+
+def _alone() -> None:
+    model = _sharded(ep=1)
+    model(**_batch()).loss.backward()
+
+
+def test_one_data_rank_has_nothing_to_average() -> None:
+    run_ranks(_alone, 1)
+
+
+def _clipped(layout: dict[str, int]) -> None:
+    """torch's clipping and ours, on the same gradients."""
+    model = em.like_ddp(_sharded(**layout))
+    model(**_batch()).loss.backward()
+    before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    for max_norm, norm_type in [(0.5, 2.0), (0.1, float("inf")), (1e6, 1.0)]:
+        results = []
+        for clip, of in ((em.clip_grad_norm_, model), (torch.nn.utils.clip_grad_norm_, list(model.parameters()))):
+            for name, parameter in model.named_parameters():
+                parameter.grad = before[name].clone()
+            norm: Any = clip(of, max_norm, norm_type)
+            results.append((float(norm), {name: full(p.grad) for name, p in model.named_parameters()}))
+        (ours, own), (theirs, others) = results
+        assert theirs == pytest.approx(ours, rel=1e-5)
+        for name, gradient in own.items():
+            torch.testing.assert_close(others[name], gradient, rtol=1e-5, atol=1e-9)
+
+
+def _every_layout() -> None:
+    for layout in ({"ep": 2}, {"ep": 4}, {"ep": 2, "replicate": 2}):
+        _clipped(layout)
+
+
+def test_torchs_clipping_is_ours_in_every_layout() -> None:
+    run_ranks(_every_layout, 4)
+
+
+def _plain_models_are_clipped_as_ever() -> None:
+    _sharded()
+    plain: Any = tiny_model("qwen3_moe")
+    plain(**padded(_rows(0, ()))).loss.backward()
+    expected = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in plain.parameters()]))
+    assert float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)) == pytest.approx(float(expected), rel=1e-6)
+    scaled = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in plain.parameters()]))
+    assert float(scaled) == pytest.approx(0.5, rel=1e-5)
+
+
+def test_other_models_are_clipped_as_ever() -> None:
+    run_ranks(_plain_models_are_clipped_as_ever, 2)
+
+
+def _stages() -> None:
+    model = _sharded(ep=1, pp=2)
+    batch = padded(_rows(0, ()))
+    em.forward_backward(model, [batch], target_tokens=em.count_targets(batch["labels"]))
+    with refused("layout.pp-clipping", naming="em.clip_grad_norm_"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def test_a_stage_is_not_clipped_alone() -> None:
+    run_ranks(_stages, 2)
+
+
+def _copied() -> None:
+    """The library's own way through the model: what is guarded has to be of it alone."""
+    model = _sharded()
+    state = copy.deepcopy(model.state_dict())
+    model.load_state_dict(state)
+
+
+def test_a_state_dict_goes_back_into_its_model() -> None:
+    run_ranks(_copied, 2)
+
+
+def _already_sharded(source: Path) -> list[tuple[str, str]]:
+    ours = _sharded()
+    whole: Any = tiny_model("qwen3_moe")
+    mesh = em.init_mesh(em.ParallelConfig(ep=2))
+    norm = whole.model.norm
+    norm.weight = torch.nn.Parameter(distribute_tensor(norm.weight.detach(), mesh.dense_shard, [Replicate()]))
+    models = [ours, whole, fully_shard(tiny_model("qwen3_moe"))]
+    os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": "2"}
+    for sizes in ({"fsdp_size": 2}, {"fsdp_size": 2, "ep_size": 2}, {"tp_size": 2, "tp_plan": "auto"}):
+        config = DistributedConfig(**sizes)  # type: ignore[arg-type]
+        models.append(AutoModelForCausalLM.from_pretrained(source, distributed_config=config))
+    found = []
+    for model in models:
+        with pytest.raises(InputError) as caught:
+            em.parallelize(model, mesh)
+        found.append((caught.value.key, str(caught.value)))
+    return found
+
+
+def test_a_model_that_is_sharded_already_is_one_sentence_on_every_rank(tmp_path: Path) -> None:
+    model: Any = tiny_model("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    first, second = run_ranks(_already_sharded, 2, tmp_path)
+    assert first == second
+    expected = ["parallelized already", "model.norm.weight is a DTensor", "is a DTensor"] + [
+        "transformers has sharded"
+    ] * 3
+    for (key, sentence), naming in zip(first, expected, strict=True):
+        assert key == "model.already-sharded"
+        assert naming in sentence

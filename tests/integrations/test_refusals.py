@@ -1,0 +1,174 @@
+"""What Trainers cannot do with a sharded model stops with one sentence that names it, before anything is loaded."""
+
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Seq2SeqTrainer, Trainer
+from trl import RLOOTrainer, SFTConfig, SFTTrainer
+
+import expertmesh as em
+from expertmesh.integrations import refusals
+from tests.integrations.support import Job, sharded
+from tests.support.errors import refused, refused_on_ranks
+from tests.support.models import tiny_model
+from tests.support.ranks import run_ranks
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "args.fsdp is": {"fsdp": "full_shard"},
+    "args.deepspeed is": {"deepspeed": "ds.json"},
+    "args.parallelism_config is": {"parallelism_config": object()},
+    "args.fp16 is": {"fp16": True},
+    "args.fp16_full_eval is": {"fp16_full_eval": True},
+    "args.bf16_full_eval is": {"bf16_full_eval": True},
+    "args.use_liger_kernel is": {"use_liger_kernel": True},
+    "args.torch_compile is": {"torch_compile": True},
+    "args.auto_find_batch_size is": {"auto_find_batch_size": True},
+    "args.activation_offloading is": {"activation_offloading": True},
+    "args.push_to_hub is": {"push_to_hub": True},
+    "args.save_on_each_node is": {"save_on_each_node": True},
+    "args.enable_jit_checkpoint is": {"enable_jit_checkpoint": True},
+    "args.optim_target_modules is": {"optim_target_modules": "all-linear"},
+    "args.debug is": {"debug": ["underflow_overflow"]},
+    "mixed precision is fp8": {"mixed_precision": "fp8"},
+    "args.chat_template_path is": {"chat_template_path": "Qwen/Qwen3-0.6B"},
+    "model_init_kwargs has use_kernels": {"model_init_kwargs": {"use_kernels": True}},
+    "has offload=True": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}},
+    "use_reentrant": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
+}
+
+
+def _make(args: Any, kind: type[Trainer] = SFTTrainer, **given: Any) -> None:
+    ours: Any = em.trainer(kind)
+    ours(**{"model": "nowhere/to-be-found", "args": args, "parallel": em.ParallelConfig(ep=2), **given})
+
+
+@pytest.fixture
+def args(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return SFTConfig(str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none")
+
+
+@pytest.mark.parametrize("naming", ARGUMENTS)
+def test_arguments_by_name(naming: str, args: Any) -> None:
+    for name, value in ARGUMENTS[naming].items():
+        setattr(args, name, value)
+    with refused("trainer.unsupported-argument", naming=naming):
+        _make(args)
+
+
+@pytest.mark.parametrize("name", ["peft_config", "quantization_config", "optimizers"])
+def test_what_is_given_beside_them(name: str, args: Any) -> None:
+    with refused("trainer.unsupported-argument", naming=name):
+        _make(args, **{name: (object(), None) if name == "optimizers" else object()})
+
+
+def test_a_model_made_later_and_no_args(args: Any) -> None:
+    with refused("trainer.unsupported-argument", naming="model_init"):
+        _make(args, Trainer, model=None, model_init=lambda: tiny_model("qwen3_moe"))
+    with refused("trainer.unsupported-argument", naming="args is not given"):
+        _make(None)
+    with refused("trainer.unsupported-model", naming="not given"):
+        _make(args, Trainer, model=None)
+
+
+def test_arguments_are_bound_by_name_wherever_they_stand(args: Any) -> None:
+    ours: Any = em.trainer(SFTTrainer)
+    args.torch_compile = True
+    with refused("trainer.unsupported-argument", naming="torch_compile"):
+        ours("nowhere/to-be-found", args, parallel=em.ParallelConfig(ep=2))
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp", "pp"])
+def test_axes_whose_ranks_share_rows(axis: str, args: Any) -> None:
+    with refused("trainer.shared-rows", naming="expertmesh train"):
+        _make(args, parallel=em.ParallelConfig(ep=2, **{axis: 2}))
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "adamw_8bit", "lion_32bit", "galore_adamw"])
+def test_optimizers_that_look_at_whole_weights(optimizer: str, args: Any) -> None:
+    args.optim = optimizer
+    with refused("trainer.unsupported-optimizer", naming=optimizer):
+        _make(args)
+
+
+def test_an_optimizer_of_ones_own_that_looks_at_whole_weights(args: Any) -> None:
+    with refused("trainer.unsupported-optimizer", naming="Adafactor"):
+        _make(args, optimizer_cls_and_kwargs=(torch.optim.Adafactor, {}))
+
+
+@pytest.mark.parametrize(
+    ("moe", "kind"),
+    [
+        (em.MoeConfig(aux_loss_coef=0.01), SFTTrainer),
+        (em.MoeConfig(aux_loss_coef=0.01), Trainer),
+        (em.MoeConfig(z_loss_coef=0.01), SFTTrainer),
+        (em.MoeConfig(bias_update_rate=0.01), SFTTrainer),
+    ],
+)
+def test_router_losses_and_biases_of_our_own_step(moe: em.MoeConfig, kind: type[Trainer], args: Any) -> None:
+    with refused("trainer.router-loss"):
+        _make(args, kind, moe=moe)
+
+
+def test_adapters_that_would_not_be_trained(args: Any) -> None:
+    with refused("trainer.lora-on-head", naming="lm_head"):
+        _make(args, lora=em.LoraConfig(targets=["attention", "lm_head"]))
+    with refused("trainer.lora-dropout", naming="0.05"):
+        _make(args, lora=em.LoraConfig(dropout=0.05))
+
+
+def test_classes_that_are_not_known_to_train_right() -> None:
+    with refused("trainer.unsupported-class", naming="RLOOTrainer"):
+        em.trainer(RLOOTrainer)
+    with refused("trainer.unsupported-class", naming="Seq2SeqTrainer"):
+        em.trainer(Seq2SeqTrainer)
+    not_a_class: Any = dict
+    with refused("trainer.unsupported-class", naming="dict"):
+        em.trainer(not_a_class)
+
+
+@pytest.mark.parametrize("method", refusals.OVERRIDDEN)
+def test_a_version_whose_methods_are_others_is_refused(method: str) -> None:
+    def other(self: Any, something_new: int) -> None:
+        """A version to come."""
+
+    changed = types.new_class("ChangedTrainer", (SFTTrainer,), exec_body=lambda body: body.update({method: other}))
+    with refused("trainer.unsupported-version", naming=method):
+        em.trainer(changed)
+
+
+def test_a_class_derived_from_a_known_one_is_taken_and_taken_once() -> None:
+    class Mine(SFTTrainer):  # type: ignore[misc]
+        pass
+
+    ours = em.trainer(Mine)
+    assert ours.__name__ == "Mine"
+    assert issubclass(ours, Mine)
+    assert em.trainer(ours) is ours
+
+
+def test_what_shows_on_the_model_itself(tmp_path: Path) -> None:
+    plain = Job(tmp_path, kind=Trainer, changes={"output_router_logits": True})
+    with refused_on_ranks("trainer.router-loss", naming="output_router_logits"):
+        sharded(plain, 2, ep=2)
+    on_head = Job(tmp_path, given={"lora": em.LoraConfig(targets=["lm_*"])})
+    with refused_on_ranks("trainer.lora-on-head", naming="lm_head"):
+        sharded(on_head, 2, ep=2)
+
+
+def test_ranks_that_accelerate_does_not_see(tmp_path: Path) -> None:
+    with refused_on_ranks("trainer.processes-differ", naming="use_cpu"):
+        sharded(Job(tmp_path, args={"use_cpu": False}), 2, ep=2)
+
+
+def test_a_model_that_is_sharded_already(tmp_path: Path) -> None:
+    def make() -> None:
+        args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+        model = em.parallelize(tiny_model("qwen3_moe"), em.init_mesh(em.ParallelConfig(ep=2)))
+        _make(args, model=model)
+
+    with refused_on_ranks("trainer.unsupported-model", naming="sharded already"):
+        run_ranks(make, 2)

@@ -1,0 +1,177 @@
+"""Preference training in every layout equals TRL's DPOTrainer on the unsharded model."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import expertmesh as em
+from expertmesh.config import Config
+from expertmesh.state.sharded_model import mesh_of
+from expertmesh.training import loop
+from expertmesh.training.run import train
+from tests.adapters.reference import in_files
+from tests.support.ranks import run_ranks
+from tests.support.reference import of_all_stages, worst
+from tests.training.dpo_by_trl import FIGURES, STEPS, ByTrl, preference_config, train_by_trl
+from tests.training.tiny_run import metrics, write_inputs
+
+TOLERANCE = 1e-5
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "one rank": (1, []),
+    "ep": (2, ["parallel.ep=2"]),
+    "fsdp": (2, ["parallel.ep=1", "train.micro_batch_size=2"]),
+    "replicate": (2, ["parallel.replicate=2"]),
+    "tp": (2, ["parallel.tp=2", "train.micro_batch_size=2"]),
+    "cp": (2, ["parallel.cp=2", "train.micro_batch_size=2"]),
+    "pp": (2, ["parallel.pp=2", "parallel.ep=1"]),
+    "all": (8, ["parallel.pp=2", "parallel.cp=2", "parallel.tp=2", "parallel.ep=4"]),
+    "replicas of ep": (4, ["parallel.replicate=2", "parallel.ep=2", "train.activation_checkpointing=full"]),
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def expected(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> ByTrl:
+    scratch = tmp_path_factory.mktemp("trl")
+    return train_by_trl(preference_config(inputs, scratch / "run"), scratch)
+
+
+def train_keeping_gradients(config: Config, tamper: Callable[[], Any] | None = None) -> dict[str, Tensor]:
+    """The run, and its first step's clipped gradients; adapters' by PEFT's keys."""
+    found: dict[str, Tensor] = {}
+    clip = loop.clip_grad_norm_
+
+    def keeping(model: Any, max_norm: float) -> Tensor:
+        norm = clip(model, max_norm)
+        if not found:
+            gradients = of_all_stages(model, mesh_of(model), lambda parameter: parameter.grad)
+            found.update(gradients if config.lora is None else in_files(model, gradients))
+        return norm
+
+    if tamper is not None:
+        tamper()
+    with mock.patch.object(loop, "clip_grad_norm_", keeping):
+        train(config)
+    return found
+
+
+def check(output: Path, gradients: dict[str, Tensor], trained: dict[str, Tensor], expected: ByTrl) -> None:
+    """Loss, gradient norm, figures of every step and of the evaluation, every gradient, the weights at the end."""
+    rows = [row for row in metrics(output) if "loss" in row]
+    assert len(rows) == len(expected.rows) == STEPS
+    for row, want in zip(rows, expected.rows, strict=True):
+        assert row["loss"] == pytest.approx(want["loss"], rel=TOLERANCE), row["step"]
+        assert row["grad_norm"] == pytest.approx(want["grad_norm"], rel=TOLERANCE), row["step"]
+        for name in FIGURES:
+            assert row[name] == pytest.approx(want[name], rel=TOLERANCE, abs=TOLERANCE), (name, row["step"])
+    assert worst(gradients, expected.gradients)[0] <= TOLERANCE, worst(gradients, expected.gradients)
+    assert worst(trained, expected.weights)[0] <= TOLERANCE, worst(trained, expected.weights)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_norm_gradients_and_weights_equal_trls(inputs: Path, tmp_path: Path, expected: ByTrl, layout: str) -> None:
+    world, options = LAYOUTS[layout]
+    config = preference_config(inputs, tmp_path / "run", *options)
+    gradients = run_ranks(train_keeping_gradients, world, config, timeout=120)[0]
+    trained = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").named_parameters())
+    check(tmp_path / "run", gradients, trained, expected)
+
+
+def test_evaluation_equals_trls(inputs: Path, tmp_path: Path, expected: ByTrl) -> None:
+    options = [f"data.eval=[{{path: {inputs / 'pairs.jsonl'}}}]", "parallel.pp=2", "parallel.ep=1"]
+    run_ranks(train, 2, preference_config(inputs, tmp_path / "run", *options))
+    row = metrics(tmp_path / "run")[-1]
+    assert row["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=TOLERANCE)
+    for name in FIGURES:
+        assert row[f"eval_{name}"] == pytest.approx(expected.evaluation[f"eval_{name}"], rel=TOLERANCE), name
+
+
+def test_the_routers_loss_is_taken_over_both_responses_as_trls_is(inputs: Path, tmp_path: Path) -> None:
+    config = preference_config(inputs, tmp_path / "run", "moe.aux_loss_coef=0.02", "parallel.ep=2")
+    by_trl = train_by_trl(config, tmp_path / "trl", router_aux_loss_coef=0.02)
+    gradients = run_ranks(train_keeping_gradients, 2, config)[0]
+    # TRL's loss has the routers' in it.
+    rows = metrics(tmp_path / "run")
+    total = [row["loss"] + 0.02 * row["aux_loss"] for row in rows]
+    assert total == pytest.approx([row["loss"] for row in by_trl.rows], rel=TOLERANCE)
+    assert worst(gradients, by_trl.gradients)[0] <= TOLERANCE
+
+
+LORA = "lora={r: 4, alpha: 8, targets: [attention, experts, router]}"
+# B starts at zero: with a small eps its first steps would be the sign of what may be rounding.
+EPS = "optim.eps=1.0e-4"
+ADAPTED = {
+    "one rank": (1, []),
+    "ep": (2, ["parallel.ep=2"]),
+    "replicate": (2, ["parallel.replicate=2", "train.activation_checkpointing=selective"]),
+    "tp": (2, ["parallel.tp=2"]),
+    "cp": (2, ["parallel.cp=2", "train.micro_batch_size=2"]),
+    "pp": (2, ["parallel.pp=2", "parallel.ep=1"]),
+    "all": (8, ["parallel.pp=2", "parallel.cp=2", "parallel.tp=2", "parallel.ep=4"]),
+}
+
+
+def _start_adapter(config: Config, directory: Path, filled: bool) -> None:
+    """Write the adapter that a run of `config` starts from; `filled`: with values that are not zero in B as well."""
+    model = em.load_model(
+        config.model.name_or_path, em.init_mesh(em.ParallelConfig(ep=1)), lora=config.lora, precision=config.precision
+    )
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if filled and "lora_B" in name:
+            parameter.data.to_local().normal_(0, 0.05, generator=generator)
+    em.save_adapter(model, directory)
+
+
+def _adapted_by_trl(config: Config, adapter: Path, scratch: Path) -> ByTrl:
+    base = AutoModelForCausalLM.from_pretrained(config.model.name_or_path)
+    adapted = peft.PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
+    return train_by_trl(config, scratch, adapted)
+
+
+@pytest.fixture(scope="module")
+def expected_adapted(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> ByTrl:
+    scratch = tmp_path_factory.mktemp("adapted")
+    config = preference_config(inputs, scratch / "run", LORA, EPS)
+    run_ranks(_start_adapter, 1, config, scratch / "start", False)
+    return _adapted_by_trl(config, scratch / "start", scratch)
+
+
+def _check_adapted(output: Path, gradients: dict[str, Tensor], expected: ByTrl) -> None:
+    saved = load_file(output / "adapter" / "adapter_model.safetensors")
+    by_key = [
+        {name.replace(".default.", "."): tensor for name, tensor in tensors.items()}
+        for tensors in (expected.gradients, expected.weights)
+    ]
+    check(output, gradients, saved, replace(expected, gradients=by_key[0], weights=by_key[1]))
+
+
+@pytest.mark.parametrize("layout", ADAPTED)
+def test_adapters_equal_stock_pefts_under_trl(
+    inputs: Path, tmp_path: Path, expected_adapted: ByTrl, layout: str
+) -> None:
+    world, options = ADAPTED[layout]
+    config = preference_config(inputs, tmp_path / "run", LORA, EPS, *options)
+    gradients = run_ranks(train_keeping_gradients, world, config, timeout=120)[0]
+    _check_adapted(tmp_path / "run", gradients, expected_adapted)
+
+
+def test_an_adapter_that_is_continued_is_its_own_reference(inputs: Path, tmp_path: Path) -> None:
+    start = tmp_path / "start"
+    run_ranks(_start_adapter, 1, preference_config(inputs, tmp_path / "first", LORA), start, True)
+    config = preference_config(inputs, tmp_path / "run", f"lora={{from_adapter: {start}}}", "parallel.ep=2")
+    by_trl = _adapted_by_trl(config, start, tmp_path)
+    _check_adapted(tmp_path / "run", run_ranks(train_keeping_gradients, 2, config)[0], by_trl)

@@ -1,0 +1,251 @@
+"""Published, quantised files: every rank's shards are the values that public tools decode, from its own bytes alone."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedConfig
+
+from expertmesh.config.errors import IntegrityError
+from expertmesh.export.convert import convert
+from expertmesh.io.boxes import extents, volume
+from expertmesh.io.safetensors_reader import open_weight_files
+from expertmesh.state.shards import local_box, local_tensor
+from expertmesh.weights.audit import audit_weights
+from expertmesh.weights.load import bytes_to_read, fill
+from expertmesh.weights.mapping import model_tensors
+from expertmesh.weights.meta_model import build_meta_model, materialize, read_model_config
+from expertmesh.weights.quantised import formats, tensor
+from expertmesh.weights.quantised.published import published_tensors
+from expertmesh.weights.quantised.tensor import QuantisedTensor
+from expertmesh.weights.save import save_model
+from tests.support.errors import refused
+from tests.support.ranks import run_ranks
+from tests.weights.published import FORMATS, gpt_oss, is_linear, quantise
+from tests.weights.tiny import deepseek_v3, qwen3_moe, random_model, shard_for_test
+
+# Columns are multiples of 32, which 4-bit formats demand; rows of neither block that is tried.
+SIZES: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 96, "head_dim": 16}
+
+
+def _source(config: PreTrainedConfig, directory: Path) -> Path:
+    random_model(config).save_pretrained(directory)
+    return directory
+
+
+def _differing(target: Path, dtype: torch.dtype, world: int, ep: int, sound: bool = True) -> list[str]:
+    """The tensors whose shards differ between the quantised files and the files with their values.
+
+    Where all is `sound`, the audits and the number of bytes to read agree as well.
+    """
+    states = []
+    for kind in ("quantised", "values"):
+        config, directory = read_model_config(str(target / kind))
+        model = build_meta_model(config, dtype)
+        if world > 1:
+            shard_for_test(model, world, ep)
+        planned = bytes_to_read(model, directory)
+        materialize(model, "cpu")
+        report = fill(model, directory)
+        if sound:
+            assert report.bytes_read >= planned > 0
+            audit_weights(model, directory, "full")
+            audit_weights(model, directory)
+        states.append({name: local_tensor(tensor) for name, tensor in model_tensors(model).items()})
+    return [name for name, tensor in states[0].items() if not torch.equal(tensor, states[1][name])]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_are_those_of_public_tools(name: str, tmp_path: Path) -> None:
+    form = FORMATS[name]()
+    target = quantise(_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
+    assert _differing(target, form.dtype, 1, 1) == []
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("world", "ep"), [(2, 2), (4, 2), (4, 4)])
+def test_every_rank_has_its_part_of_them(name: str, world: int, ep: int, tmp_path: Path) -> None:
+    form = FORMATS[name]()
+    target = quantise(_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
+    assert run_ranks(_differing, world, target, form.dtype, world, ep) == [[]] * world
+
+
+@pytest.mark.parametrize(("world", "ep"), [(1, 1), (2, 2), (4, 2), (4, 4)])
+def test_gpt_oss_experts_are_read_in_their_own_order(world: int, ep: int, tmp_path: Path) -> None:
+    sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 16}
+    common = {"vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = GptOssConfig(**common, **sizes, num_key_value_heads=2, max_position_embeddings=64)
+    target = quantise(_source(config, tmp_path / "source"), tmp_path, gpt_oss(), _is_expert_matrix)
+    assert run_ranks(_differing, world, target, torch.float32, world, ep) == [[]] * world
+
+
+def _is_expert_matrix(name: str) -> bool:
+    return name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+
+
+@pytest.mark.parametrize("name", ["fp8 partial blocks", "int4"])
+def test_latent_attention_and_dense_layers_are_read_too(name: str, tmp_path: Path) -> None:
+    form = FORMATS[name]()
+    sizes = {**SIZES, "q_lora_rank": 32, "kv_lora_rank": 24 if "fp8" in name else 32, "v_head_dim": 16}
+    config = deepseek_v3(**{key: value for key, value in sizes.items() if key != "head_dim"})
+    target = quantise(_source(config, tmp_path / "source"), tmp_path, form, is_linear)
+    assert run_ranks(_differing, 4, target, form.dtype, 4, 2) == [[]] * 4
+
+
+def _bytes_beyond_the_own(target: Path, world: int, ep: int) -> float:
+    """Bytes read by this rank, over its share of the packed codes and scales and of the plain tensors."""
+    config, directory = read_model_config(str(target / "quantised"))
+    with open_weight_files(directory) as files:
+        sizes = {name: sum(part.nbytes for part in _parts(lazy)) for name, lazy in _published(config, files).items()}
+        total = sum(sizes.values())
+    model = build_meta_model(config, torch.bfloat16)
+    if world > 1:
+        shard_for_test(model, world, ep)
+    materialize(model, "cpu")
+    state = model_tensors(model)
+    own = sum(volume(local_box(each)) for each in state.values()) / sum(each.numel() for each in state.values())
+    return fill(model, directory).bytes_read / (total * own)
+
+
+def _published(config: PreTrainedConfig, files: Any) -> dict[str, Any]:
+    return dict(published_tensors(config, files).tensors)
+
+
+def _parts(lazy: Any) -> list[Any]:
+    (leaf,) = lazy.leaves()
+    return leaf.parts if isinstance(leaf, QuantisedTensor) else [leaf]
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "int4", "nvfp4"])
+def test_a_rank_reads_its_packed_share_and_its_scales(name: str, tmp_path: Path) -> None:
+    """Every tensor but norms is quantised, so that shares of bytes and of elements are the same."""
+    sizes = {**SIZES, "hidden_size": 128, "moe_intermediate_size": 128, "vocab_size": 32, "num_experts": 16}
+    form = FORMATS[name]()
+    target = quantise(_source(qwen3_moe(**sizes), tmp_path / "source"), tmp_path, form, is_linear)
+    for world, ep in ((1, 1), (4, 2)):
+        assert max(run_ranks(_bytes_beyond_the_own, world, target, world, ep)) <= 1.02
+
+
+def _swapped_nibbles(packed: Tensor) -> Tensor:
+    stored = packed.view(torch.uint8)
+    return formats.e2m1((stored >> 4) | (stored & 15) << 4)
+
+
+def _block_by_division(scales: Tensor, block: Any, box: Any) -> Tensor:
+    rows, columns = extents(box)[-2:]
+    index = [torch.arange(rows) * scales.shape[-2] // rows, torch.arange(columns) * scales.shape[-1] // columns]
+    return scales.index_select(-2, index[0]).index_select(-1, index[1])
+
+
+def _without_global_scale(self: QuantisedTensor, box: Any, fetch: Any) -> Tensor:
+    return _READ(replace(self, global_scale=None), box, fetch)
+
+
+def _multiplied(self: QuantisedTensor, box: Any, fetch: Any) -> Tensor:
+    return _READ(replace(self, global_divides=False), box, fetch)
+
+
+_READ = QuantisedTensor.read
+BUGS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "nibbles in the other order": ("nvfp4", lambda: mock.patch.object(tensor, "e2m1", _swapped_nibbles)),
+    "int4 offset by 7": ("int4", lambda: mock.patch.object(formats, "_INT4_OFFSET", 7)),
+    "exponents with bias 128": ("mxfp8", lambda: mock.patch.object(formats, "_E8M0_BIAS", 128)),
+    "blocks of equal size": ("fp8 partial blocks", lambda: mock.patch.object(tensor, "spread", _block_by_division)),
+    "no global scale": ("nvfp4", lambda: mock.patch.object(QuantisedTensor, "read", _without_global_scale)),
+    "global scale multiplied": ("nvfp4", lambda: mock.patch.object(QuantisedTensor, "read", _multiplied)),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_turns_the_comparison_red(bug: str, tmp_path: Path) -> None:
+    name, plant = BUGS[bug]
+    form = FORMATS[name]()
+    target = quantise(_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
+    with plant():
+        assert "model.layers.0.mlp.experts.gate_up_proj" in _differing(target, form.dtype, 1, 1, sound=False)
+
+
+Tensors = dict[str, Tensor]
+_DOWN = "model.layers.1.mlp.experts.5.down_proj"
+
+
+def _cut_columns(tensors: Tensors) -> None:
+    tensors[f"{_DOWN}.weight_scale_inv"] = tensors[f"{_DOWN}.weight_scale_inv"][:, :-1].contiguous()
+
+
+DAMAGES: dict[str, tuple[str, str, Callable[[Tensors], Any], str]] = {
+    "a weight without its scale": (
+        "fp8 blocks", "weights.quantised-wrongly", lambda all: all.pop(f"{_DOWN}.weight_scale_inv"), f"{_DOWN}.weight",
+    ),
+    "a scale without its weight": (
+        "fp8 blocks", "weights.quantised-wrongly", lambda all: all.pop(f"{_DOWN}.weight"), f"{_DOWN}.weight_scale_inv",
+    ),
+    "a grid that does not fit": (
+        "fp8 blocks", "weights.quantised-wrongly", _cut_columns, f"{_DOWN}.weight_scale_inv",
+    ),
+    "a packed weight without its scale": (
+        "int4", "weights.quantised-wrongly", lambda all: all.pop(f"{_DOWN}.weight_scale"), f"{_DOWN}.weight_packed",
+    ),
+    "no global scale": (
+        "nvfp4", "weights.quantised-wrongly", lambda all: all.pop(f"{_DOWN}.weight_global_scale"), _DOWN,
+    ),
+    "a scale that is not a number": (
+        "fp8 blocks", "weights.damaged", lambda all: all[f"{_DOWN}.weight_scale_inv"].fill_(torch.nan), _DOWN,
+    ),
+    "an exponent that is not a number": (
+        "mxfp8", "weights.damaged", lambda all: all[f"{_DOWN}.weight_scale_inv"].fill_(255), _DOWN,
+    ),
+    "another shape noted than stored": (
+        "int4", "weights.damaged", lambda all: all[f"{_DOWN}.weight_shape"].fill_(8), f"{_DOWN}.weight_shape",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_does_not_belong_together_is_refused_with_file_and_tensor(damage: str, tmp_path: Path) -> None:
+    name, key, break_it, naming = DAMAGES[damage]
+    target = quantise(_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, FORMATS[name](), is_linear)
+    path = target / "quantised/model.safetensors"
+    tensors = load_file(path)
+    break_it(tensors)
+    save_file(tensors, path, {"format": "pt"})
+    config, directory = read_model_config(str(target / "quantised"))
+    model = build_meta_model(config, torch.float32)
+    with refused(key, IntegrityError, naming=f"model.safetensors: tensor {naming}"):
+        fill(model, directory, "cpu")
+
+
+@pytest.mark.parametrize("name", ["fp8 partial blocks", "int4"])
+def test_what_is_converted_loads_in_plain_transformers_and_is_the_values(name: str, tmp_path: Path) -> None:
+    target = quantise(_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, FORMATS[name](), is_linear)
+    report = convert(str(target / "quantised"), tmp_path / "plain", dtype=torch.bfloat16)
+    assert report.method in ("fp8", "compressed-tensors")
+    converted, values = (
+        load_file(directory / "model.safetensors") for directory in (tmp_path / "plain", target / "values")
+    )
+    assert converted.keys() == values.keys()
+    assert all(torch.equal(tensor, values[key].to(torch.bfloat16)) for key, tensor in converted.items())
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", output_loading_info=True)
+    assert not any(info.values())
+
+
+def test_layers_that_the_model_does_not_have_are_kept_as_they_are(tmp_path: Path) -> None:
+    """Next-token-prediction layers of a quantised file: their codes and scales, byte for byte."""
+    form = FORMATS["fp8 blocks"]()
+    target = quantise(_source(deepseek_v3(), tmp_path / "source"), tmp_path, form, is_linear)
+    path = target / "quantised/model.safetensors"
+    extra, _ = form.write("model.layers.61.mlp.experts.0.up_proj.weight", torch.randn(24, 32))
+    save_file({**load_file(path), **extra}, path, {"format": "pt"})
+    config, directory = read_model_config(str(target / "quantised"))
+    model = build_meta_model(config, torch.float32)
+    fill(model, directory, "cpu")
+    save_model(model, tmp_path / "saved")
+    saved = load_file(tmp_path / "saved/model.safetensors")
+    assert all(torch.equal(saved[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in extra.items())
+    assert "quantization_config" not in (tmp_path / "saved/config.json").read_text()
