@@ -155,11 +155,8 @@ def describe_router(model: nn.Module, anatomy: Anatomy) -> str:
     parts = [score or "not recognised (runs the model's own code all the same)"]
     if (groups := getattr(config, "n_group", None) or 1) > 1:
         parts.append(f"{getattr(config, 'topk_group', None)} of {groups} groups")
-    biases = (
-        name
-        for name, tensor in [*parent.named_parameters(), *parent.named_buffers()]
-        if tensor.shape == (spec.num_experts,)
-    )
+    tensors = [*parent.named_parameters(), *parent.named_buffers()]
+    biases = [name for name, tensor in tensors if tensor.numel() == spec.num_experts]
     if any(word in name for name in biases for word in ("correction", "balance", "expert_bias")):
         parts.append("correction bias")
     if getattr(config, "norm_topk_prob", None):
