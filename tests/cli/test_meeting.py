@@ -1,0 +1,79 @@
+"""Launchers of several machines, played by threads: each learns that all are there, or why the job cannot start."""
+
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from expertmesh.config import DistributedFailure, InputError
+from expertmesh.distributed.environment import Node
+from expertmesh.launcher.meeting import Meeting
+from expertmesh.launcher.supervise import StopRequests
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def node(number: int, port: int) -> Node:
+    return Node("Kubeflow", number, 3, None, "127.0.0.1", port)
+
+
+def open_all(port: int, ranks: tuple[int, ...]) -> list[Any]:
+    """What each launcher gets, in the order of nodes; the last comes late."""
+
+    def open_one(number: int) -> Any:
+        time.sleep(0.3 * (number == 2))
+        try:
+            return Meeting(ranks[number], node(number, port), 20).open(StopRequests())
+        except (InputError, DistributedFailure) as error:
+            return error
+
+    with ThreadPoolExecutor(3) as pool:
+        return list(pool.map(open_one, range(3)))
+
+
+def test_all_machines_get_a_store_and_places_that_follow_each_other(port: int) -> None:
+    stores = open_all(port, (2, 2, 2))
+    assert {store.port for store in stores} == {port}
+    places = [place for number in range(3) for place in Meeting(2, node(number, port), 20).places(port)]
+    assert [place.rank for place in places] == list(range(6))
+    assert [place.local_rank for place in places] == [0, 1] * 3
+    assert {(place.world_size, place.local_world_size, place.port) for place in places} == {(6, 2, port)}
+
+
+def test_machines_with_other_numbers_of_ranks_are_all_told(port: int) -> None:
+    for error in open_all(port, (2, 2, 3)):
+        assert isinstance(error, InputError)
+        assert str(error).startswith("the machines of this job start 2, 2, 3 ranks; ")
+        assert error.key == "launch.local-world-sizes-differ"
+
+
+def test_a_machine_that_does_not_come_is_named(port: int) -> None:
+    for number, words in ((0, r"node 1, 2 of 3 did not come"), (1, "node 0 cannot be reached")):
+        with pytest.raises(DistributedFailure, match=words) as failure:
+            Meeting(1, node(number, port), 0.2).open(StopRequests())
+        assert failure.value.key == "launch.node-missing"
+
+
+def test_a_port_in_use_is_named(port: int) -> None:
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", port))
+        other.listen()
+        with pytest.raises(InputError, match=f"MASTER_PORT {port} cannot be had") as refusal:
+            Meeting(1, node(0, port), 1).open(StopRequests())
+    assert refusal.value.key == "launch.port-taken"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_waiting_for_the_others_ends_by_a_signal(number: int, port: int) -> None:
+    requests = StopRequests()
+    threading.Timer(0.3, requests.receive, (signal.SIGTERM, None)).start()
+    assert Meeting(1, node(number, port), 60).open(requests) is None
