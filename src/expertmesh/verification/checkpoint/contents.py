@@ -85,7 +85,7 @@ def optimizer_problems(manifest: Manifest) -> tuple[list[str], tuple[str, ...], 
     without = dict[str, None]()
     for name in manifest.trained:
         missing = sorted(kinds - held.get(name, set()))
-        if name not in model:
+        if model and name not in model:  # else it was saved without weights
             texts.append(f"{name}: is trained, but not in the checkpoint")
         elif name not in held and _pattern(name) not in kin:
             without[_pattern(name)] = None
