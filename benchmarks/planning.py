@@ -227,7 +227,7 @@ def _noting_saved(model: Any, tracker: UsageTracker) -> Iterator[list[float]]:
     saved: list[float] = []
     loop: Any = training_step
     staged: Any = stages._PipelineRun
-    before = loop.causal_lm_loss, staged.forward
+    before = loop.loss_of_batch, staged.forward
 
     def noting(forward: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -238,11 +238,11 @@ def _noting_saved(model: Any, tracker: UsageTracker) -> Iterator[list[float]]:
 
         return run
 
-    loop.causal_lm_loss, staged.forward = map(noting, before)
+    loop.loss_of_batch, staged.forward = map(noting, before)
     try:
         yield saved
     finally:
-        loop.causal_lm_loss, staged.forward = before
+        loop.loss_of_batch, staged.forward = before
 
 
 def _gathered(model: Any) -> int:

@@ -46,18 +46,32 @@ def _write_inputs(directory: Path) -> None:
     (directory / "train.jsonl").write_text("".join(lines))
 
 
+def _start_with_trl(directory: Path, script: str, data: str, **environment: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command += [str(EXAMPLES / script), "model", data, "out"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CI": "1", **environment}
+    run = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=110)
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
 def test_the_example_with_trl_trains_and_resumes(tmp_path: Path) -> None:
     _write_inputs(tmp_path)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    command += [str(EXAMPLES / "sft_with_trl.py"), "model", "train.jsonl", "out"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CI": "1"}
     for steps in (2, 4):
-        environment["MAX_STEPS"] = str(steps)
-        run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
-        assert run.returncode == 0, run.stderr[-3000:]
+        _start_with_trl(tmp_path, "sft_with_trl.py", "train.jsonl", MAX_STEPS=str(steps))
         AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
     state = json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())
     assert [row["step"] for row in state["log_history"] if "loss" in row] == [1, 2, 3, 4]
+
+
+def test_the_examples_with_preferences_and_rewards_run(tmp_path: Path) -> None:
+    _write_inputs(tmp_path)
+    row = {"prompt": "one and one is", "chosen": " 2", "rejected": " not known to anybody"}
+    (tmp_path / "pairs.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    _start_with_trl(tmp_path, "dpo_with_trl.py", "pairs.jsonl", MAX_STEPS="2")
+    assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").exists()
+    (tmp_path / "prompts.jsonl").write_text((json.dumps({"prompt": row["prompt"]}) + "\n") * 8)
+    _start_with_trl(tmp_path, "grpo_with_trl.py", "prompts.jsonl", MAX_STEPS="2", MAX_COMPLETION="4")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
 
 
 def _losses(printed: str) -> list[float]:

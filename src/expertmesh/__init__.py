@@ -20,6 +20,7 @@ _HOME = {
     "count_targets": "expertmesh.step.loss",
     "forward_backward": "expertmesh.step.forward_backward",
     "init_mesh": "expertmesh.distributed.mesh",
+    "iter_hf_weights": "expertmesh.adapters.stream",
     "like_ddp": "expertmesh.state.other_code",
     "load_checkpoint": "expertmesh.checkpoint.interface",
     "load_model": "expertmesh.model",
@@ -46,6 +47,7 @@ __all__ = [
     "count_targets",
     "forward_backward",
     "init_mesh",
+    "iter_hf_weights",
     "like_ddp",
     "load_checkpoint",
     "load_model",
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from expertmesh.adapters.attach import adapters_off
     from expertmesh.adapters.from_peft import lora_from_peft
     from expertmesh.adapters.save import save_adapter
+    from expertmesh.adapters.stream import iter_hf_weights
     from expertmesh.checkpoint.interface import load_checkpoint, save_checkpoint
     from expertmesh.checkpoint.restore import load_weights
     from expertmesh.config import LoraConfig, MoeConfig, ParallelConfig, PrecisionConfig

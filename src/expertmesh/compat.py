@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.integrations import moe as transformers_moe
 
 __all__ = [
@@ -34,12 +34,13 @@ __all__ = [
     "refuse_fully_shard",
     "set_group_timeout",
     "tree_leaves",
+    "tree_map_only",
     "wrap_clipping",
 ]
 
 # FSDP2 places a parameter that was sharded on the same dim before by this; DTensor has no public name for it.
 StridedShard = _StridedShard
-# TorchDispatchMode and tree_leaves: torch documents dispatch modes, under this private path; there is no other.
+# TorchDispatchMode, tree_*: torch documents dispatch modes, under this private path; there is no other.
 
 # torch 2.13 renamed both and deprecated the old names; 2.11 has only those.
 all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,16 +1,18 @@
 """`em.adapters_off`: the frozen base alone, bit for bit, in every layout; the adapters afterwards as before."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import expertmesh as em
 from expertmesh.experts import layer
 from expertmesh.experts.lora_state import adapter_state_of
-from expertmesh.step.forward_backward import forward_loss
+from expertmesh.step.forward_backward import evaluate_terms
+from expertmesh.step.objective import CrossEntropy
 from tests.adapters.reference import PeftRun, tiny_peft_run
 from tests.support.errors import refused
 from tests.support.models import tiny_model
@@ -25,21 +27,26 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> PeftRun:
     return tiny_peft_run("qwen3_moe", tmp_path_factory.mktemp("adapter"))
 
 
+def _loss(model: nn.Module, batch: dict[str, Tensor]) -> float:
+    """This rank's share, 0 on ranks without the last pipeline stage."""
+    with torch.no_grad():
+        return sum(float(term.loss) for term in evaluate_terms(model, [batch], CrossEntropy(50)))
+
+
 def _losses(run: PeftRun, layout: dict[str, Any]) -> list[float]:
     """This rank's share of the loss: of the base, with adapters off, on, off again."""
     mesh = em.init_mesh(em.ParallelConfig(**layout))
     base, adapted = copy.deepcopy(run.initial), copy.deepcopy(run.initial)
     em.parallelize(base, mesh)  # type: ignore[arg-type]
     em.parallelize(adapted, mesh, lora=em.LoraConfig(from_adapter=str(run.start), dropout=0.5))  # type: ignore[arg-type]
-    rows = run.rows[0][mesh.data_rank :: mesh.layout.data_ranks]
-    loss: Callable[[Any], float] = lambda model: float(forward_loss(model, [padded(rows)], target_tokens=50))  # noqa: E731
-    found = [loss(base)]
+    batch = padded(run.rows[0][mesh.data_rank :: mesh.layout.data_ranks])
+    found = [_loss(base, batch)]
     with em.adapters_off(adapted):
-        found.append(loss(adapted))  # in training mode, without numbers for dropout
+        found.append(_loss(adapted, batch))  # in training mode, without numbers for dropout
     adapted.eval()
-    found.append(loss(adapted))
+    found.append(_loss(adapted, batch))
     with em.adapters_off(adapted):
-        found.append(loss(adapted))
+        found.append(_loss(adapted, batch))
     return found
 
 
@@ -68,7 +75,7 @@ def _without_dropout(run: PeftRun) -> tuple[float, float]:
     em.parallelize(adapted, mesh, lora=em.LoraConfig(from_adapter=str(run.start)))  # type: ignore[arg-type]
     batch = padded(run.rows[0][mesh.data_rank :: 2])
     with em.adapters_off(adapted):
-        return tuple(float(forward_loss(model, [batch], target_tokens=50)) for model in (base, adapted))  # type: ignore[return-value]
+        return _loss(base, batch), _loss(adapted, batch)
 
 
 def test_a_model_without_adapters_is_refused() -> None:

@@ -96,3 +96,35 @@ def _load_into_another_optimizer(directory: Path) -> None:
 
 def test_moments_are_never_given_to_an_optimizer_of_another_kind(tmp_path: Path) -> None:
     run_ranks(_load_into_another_optimizer, 2, tmp_path)
+
+
+def _save_weights_beside(directory: Path) -> dict[str, torch.Tensor]:
+    job = Job(tiny_model("qwen3_moe"), em.ParallelConfig(ep=2))
+    job.train(range(2))
+    em.save_model(job.model, directory / "model")
+    saved = em.save_checkpoint(job.model, job.optimizer, directory / "optimizer", step=2, weights=False)
+    moments = 2 * sum(parameter.numel() * 4 for parameter in job.model.parameters())
+    assert moments <= saved.total_bytes <= moments + 1000
+    with refused("checkpoint.no-weights", naming="without weights"):
+        em.load_checkpoint(job.model, job.optimizer, directory / "optimizer")
+    return job.state()
+
+
+def _load_weights_from_beside(directory: Path) -> dict[str, torch.Tensor]:
+    job = Job(tiny_model("qwen3_moe", seed=9), em.ParallelConfig(ep=1))
+    em.load_checkpoint(job.model, job.optimizer, directory / "optimizer", weights=False)
+    em.load_weights(job.model, directory / "model")
+    state = job.state()
+    em.save_model(job.model, directory / "again")
+    return state
+
+
+def test_weights_that_lie_beside_a_checkpoint_come_back_in_another_layout(tmp_path: Path) -> None:
+    saved, loaded = (
+        run_ranks(_save_weights_beside, 2, tmp_path)[0],
+        run_ranks(_load_weights_from_beside, 4, tmp_path)[0],
+    )
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in loaded.items())
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("model", "again"))
+    assert first == second

@@ -61,6 +61,7 @@ def test_tied_embeddings_count_once() -> None:
     [
         (tiny_config("qwen3_moe"), "softmax, weights renormalised"),
         (tiny_config("mixtral"), "softmax"),
+        (tiny_config("ernie4_5_moe"), "softmax, correction bias"),  # of shape [1, E]
         (
             tiny_config("deepseek_v3"),
             "sigmoid, 2 of 4 groups, correction bias, weights renormalised, scaled by 1.5",

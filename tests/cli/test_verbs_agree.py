@@ -163,7 +163,7 @@ def test_memory_that_may_run_out_is_said_in_the_same_words(
     in_train = planner.forecast(config, preflight(config, 1))
     assert in_train.warning is not None
     assert in_train.warning.endswith("so this may run out of memory")
-    monkeypatch.setattr(check, "local_ranks", lambda nproc: 1)
+    monkeypatch.setattr(check, "job_size", lambda: (1, 1))
     check.run(config)
     assert f"predicted  {in_train.line}\n" in capsys.readouterr().out
     assert in_train.warning in set_up(config, VerifyOptions(), 1).notes

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import expertmesh as em
 from tests.support.models import tiny_model
@@ -28,6 +28,7 @@ CONFIGS: dict[type[Trainer], type[TrainingArguments]] = {
     Trainer: TrainingArguments,
     SFTTrainer: SFTConfig,
     DPOTrainer: DPOConfig,
+    GRPOTrainer: GRPOConfig,
 }
 VOCABULARY, ROWS = 96, 48
 FP32 = em.PrecisionConfig(params="float32", compute="float32", reduce="float32")
@@ -108,13 +109,13 @@ def accumulating(job: Job, world: int) -> Job:
     return replace(job, args={**job.args, "gradient_accumulation_steps": steps}, output=job.output / "stock")
 
 
-def compare(ours: Result, expected: Result, tolerance: float = 1e-5, keys: tuple[str, ...] = ("loss",)) -> None:
-    """Losses, norms, learning rates, what is evaluated to `tolerance`; each weight to 5e-4 of its move."""
+def compare(ours: Result, expected: Result, keys: tuple[str, ...] = ("loss",), absolute: float = 1e-12) -> None:
+    """Losses, norms, learning rates, what is evaluated to 1e-5; each weight to 5e-4 of its move."""
     for key in (*keys, "grad_norm", "learning_rate", "eval_loss"):
         here, there = ours.series(key), expected.series(key)
         assert len(here) == len(there), key
         for number, (a, b) in enumerate(zip(here, there, strict=True)):
-            assert math.isclose(a, b, rel_tol=tolerance, abs_tol=1e-12), (key, number, a, b)
+            assert math.isclose(a, b, rel_tol=1e-5, abs_tol=absolute), (key, number, a, b)
     distance, name = furthest(ours.weights, expected)
     assert distance <= 5e-4, (name, distance)
 
@@ -159,7 +160,9 @@ def build(job: Job, parallel: em.ParallelConfig | None) -> Any:
         "dataloader_pin_memory": False,
     }
     if job.kind is not Trainer:
-        defaults |= {"max_length": None, "router_aux_loss_coef": 0.0}
+        defaults["router_aux_loss_coef"] = 0.0
+    if job.kind in (SFTTrainer, DPOTrainer):
+        defaults["max_length"] = None
     config: Any = CONFIGS[job.kind]
     args = config(**{**defaults, **job.args})
     rows = (job.rows or uneven_rows)()
@@ -169,8 +172,8 @@ def build(job: Job, parallel: em.ParallelConfig | None) -> Any:
     model: Any = job.model or tiny_model("qwen3_moe", **job.changes)
     if job.kind is Trainer:
         given.setdefault("data_collator", collate)
+    model = job.prepare(model) if job.prepare is not None else model
     if parallel is None:
-        model = job.prepare(model) if job.prepare is not None else model
         return job.kind(model=model, args=args, **given)
     ours: Any = em.trainer(job.kind)
     return ours(model=model, args=args, parallel=parallel, **given)

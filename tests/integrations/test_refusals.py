@@ -4,10 +4,12 @@ import types
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import Seq2SeqTrainer, Trainer
-from trl import RLOOTrainer, SFTConfig, SFTTrainer
+from transformers.trainer_pt_utils import AcceleratorConfig
+from trl import DPOConfig, DPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer
 
 import expertmesh as em
 from expertmesh.integrations import refusals
@@ -31,6 +33,11 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "args.save_on_each_node is": {"save_on_each_node": True},
     "args.enable_jit_checkpoint is": {"enable_jit_checkpoint": True},
     "args.optim_target_modules is": {"optim_target_modules": "all-linear"},
+    "even_batches is False": {"accelerator_config": AcceleratorConfig(even_batches=False)},
+    "args.sync_ref_model is": {"sync_ref_model": True},
+    "args.use_vllm is": {"use_vllm": True},
+    "args.use_transformers_continuous_batching is": {"use_transformers_continuous_batching": True},
+    "args.cast_lm_head_to_fp32 is": {"cast_lm_head_to_fp32": True},
     "args.debug is": {"debug": ["underflow_overflow"]},
     "mixed precision is fp8": {"mixed_precision": "fp8"},
     "args.chat_template_path is": {"chat_template_path": "Qwen/Qwen3-0.6B"},
@@ -120,6 +127,22 @@ def test_adapters_that_would_not_be_trained(args: Any) -> None:
         _make(args, lora=em.LoraConfig(dropout=0.05))
 
 
+def test_adapters_of_peft(args: Any, tmp_path: Path) -> None:
+    def adapted(**options: Any) -> Any:
+        config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
+        return peft.get_peft_model(tiny_model("qwen3_moe"), config)  # type: ignore[arg-type]
+
+    with refused("trainer.lora-dropout", naming="0.05"):
+        _make(args, model=adapted(lora_dropout=0.05))
+    with refused("adapter.unsupported-option", naming="use_dora"):
+        _make(args, lora=peft.LoraConfig(target_modules=["q_proj"], use_dora=True))
+    with refused("adapter.unsupported-option", naming="modules_to_save"):
+        _make(args, model=adapted(modules_to_save=["lm_head"]))
+    preferences = DPOConfig(str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none")
+    with refused("trainer.unsupported-model", naming="copy of the adapters"):
+        _make(preferences, DPOTrainer, model=adapted())
+
+
 def test_classes_that_are_not_known_to_train_right() -> None:
     with refused("trainer.unsupported-class", naming="RLOOTrainer"):
         em.trainer(RLOOTrainer)
@@ -157,6 +180,17 @@ def test_what_shows_on_the_model_itself(tmp_path: Path) -> None:
     on_head = Job(tmp_path, given={"lora": em.LoraConfig(targets=["lm_*"])})
     with refused_on_ranks("trainer.lora-on-head", naming="lm_head"):
         sharded(on_head, 2, ep=2)
+
+
+@pytest.mark.parametrize("what", ["FSDP", "DeepSpeed", "a parallelism config"])
+def test_sharding_that_accelerate_launch_has_switched_on(what: str) -> None:
+    """By environment variables, of which accelerate makes plugins on accelerators alone."""
+    accelerator = types.SimpleNamespace(parallelism_config=object() if "config" in what else None)
+    trainer: Any = types.SimpleNamespace(
+        accelerator=accelerator, is_fsdp_enabled=what == "FSDP", is_deepspeed_enabled=what == "DeepSpeed"
+    )
+    with refused("trainer.unsupported-argument", naming=what):
+        refusals.refuse_launcher(trainer)
 
 
 def test_ranks_that_accelerate_does_not_see(tmp_path: Path) -> None:

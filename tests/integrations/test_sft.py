@@ -57,13 +57,14 @@ def test_the_routers_auxiliary_loss_is_the_stock_trainers(tmp_path: Path) -> Non
     compare(sharded(job, 2, ep=2), stock(accumulating(job, 2)), keys=("loss", "aux_loss"))
 
 
-def test_adapters_on_attention_and_experts_equal_stock_peft(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wraps", [False, True], ids=["lora", "PeftModel"])
+def test_adapters_on_attention_and_experts_equal_stock_peft(wraps: bool, tmp_path: Path) -> None:
     random_adapter(tiny_model("qwen3_moe"), tmp_path / "start", *ATTENTION_AND_EXPERTS)
     lora = em.LoraConfig(from_adapter=str(tmp_path / "start"))
     job = Job(tmp_path, args={"gradient_accumulation_steps": 2, **EVALUATED}, after=_saved_adapter)
     wrapped = functools.partial(PeftModel.from_pretrained, model_id=tmp_path / "start", is_trainable=True)
     expected = stock(replace(accumulating(job, 2), prepare=wrapped))
-    ours = sharded(replace(job, given={"lora": lora}), 2, ep=2)
+    ours = sharded(replace(job, prepare=wrapped) if wraps else replace(job, given={"lora": lora}), 2, ep=2)
     first = load_file(tmp_path / "start" / "adapter_model.safetensors")
     compare(_of_files(ours, first), _of_files(expected, first))
 

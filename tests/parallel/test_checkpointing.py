@@ -21,7 +21,7 @@ from expertmesh.anatomy import describe
 from expertmesh.bench.probes import held_bytes
 from expertmesh.experts import activation_checkpointing, dispatch, expert_mlp, layer
 from expertmesh.experts.dispatch import AllToAllDispatcher
-from expertmesh.parallel.checkpointing import checkpoint_blocks, checkpointed_layers, refuse_checkpointing
+from expertmesh.parallel.checkpointing import checkpointed_blocks, checkpointed_layers, refuse_checkpointing
 from tests.families.tiny import random_model
 from tests.support.errors import refused
 from tests.support.models import tiny_model
@@ -284,7 +284,7 @@ def test_what_cannot_be_checkpointed_is_refused_by_name() -> None:
         ("full", (7,), "train.checkpoint-layers-no-such-block", "block 7"),
     ):
         with refused(key, naming=named):
-            checkpoint_blocks(model, mode, layers)  # type: ignore[arg-type]
+            checkpointed_blocks(model, anatomy, mode, layers)  # type: ignore[arg-type]
     for name, value in (
         ("supports_gradient_checkpointing", False),
         ("_set_gradient_checkpointing", lambda self, module, value=False: None),

@@ -131,6 +131,18 @@ def test_adapters_need_a_fraction_of_the_state(qwen: ModelFigures) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "family"), [("Qwen3MoeForCausalLM", "qwen3_moe"), ("DeepseekV3ForCausalLM", "deepseek_v3")]
+)  # the latter's first block has no experts
+def test_adapters_on_experts_alone_are_planned(kind: str, family: str) -> None:
+    adapted = figures_of(
+        tiny_config(kind, family), length=64, precision=PrecisionConfig(), lora=LoraConfig(targets=("experts",))
+    )
+    blocks = [block.figures for block in adapted.blocks]
+    assert all(figures.saved > 0 for figures in blocks)
+    assert adapted.first_saves_less > 0
+
+
+@pytest.mark.parametrize(
     ("text", "key", "named"),
     [
         ("2x8 h300", "plan.unknown-device", "h300"),
@@ -204,6 +216,9 @@ def test_command_line_prints_the_plan_and_refuses_bad_input(
     assert main(["plan", *small, "2x2 abacus"]) == 2
     assert main(["plan", *small, "2x2 cpu", "--mtbf", "0"]) == 2
     assert main(["plan", *small, "2x2 cpu", "--imbalance", "nan"]) == 2
+    assert main(["plan", *small, "2x2 cpu", "--price", "-1"]) == 2
+    assert main(["plan", *small, "2x2 cpu", "--lora", "r=8", "--lora", "r=4"]) == 2
+    assert main(["plan", str(directory), "--devices", "2x2 cpu", "--seq-len", "1"]) == 2
     assert main(["plan", *small, "2x2 cpu", "--yaml", "--simulate"]) == 2
     assert main(["plan", *small, "2x2 cpu", "--lora", "rank=8"]) == 2
     assert main(["plan", str(directory / "nowhere"), "--devices", "1 cpu"]) == 2

@@ -23,6 +23,7 @@ LENGTH = 1024
     [
         ("qwen", ParallelConfig(ep=8), "full", None, 1, "all", 0),
         ("qwen", ParallelConfig(ep=8, replicate=2), "none", LoraConfig(), 1, "all", 0),
+        ("qwen", ParallelConfig(ep=8), "full", LoraConfig(targets=("experts",)), 1, "all", 0),
         ("qwen", ParallelConfig(ep=8, tp=2, cp=2), "selective", None, 2, "all", 0),
         ("qwen", ParallelConfig(ep=8, tp=2), "none", LoraConfig(), 1, "all", 0),
         ("qwen", ParallelConfig(ep=4, pp=2, tp=2), "full", None, 4, 2, 0),

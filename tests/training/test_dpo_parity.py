@@ -76,7 +76,9 @@ def check(output: Path, gradients: dict[str, Tensor], trained: dict[str, Tensor]
         assert row["loss"] == pytest.approx(want["loss"], rel=TOLERANCE), row["step"]
         assert row["grad_norm"] == pytest.approx(want["grad_norm"], rel=TOLERANCE), row["step"]
         for name in FIGURES:
-            assert row[name] == pytest.approx(want[name], rel=TOLERANCE, abs=TOLERANCE), (name, row["step"])
+            # Before the first update rewards are zero, and which is higher is a matter of rounding.
+            if name != "rewards/accuracies" or row["step"] > 1:
+                assert row[name] == pytest.approx(want[name], rel=TOLERANCE, abs=TOLERANCE), (name, row["step"])
     assert worst(gradients, expected.gradients)[0] <= TOLERANCE, worst(gradients, expected.gradients)
     assert worst(trained, expected.weights)[0] <= TOLERANCE, worst(trained, expected.weights)
 
@@ -88,6 +90,16 @@ def test_loss_norm_gradients_and_weights_equal_trls(inputs: Path, tmp_path: Path
     gradients = run_ranks(train_keeping_gradients, world, config, timeout=120)[0]
     trained = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").named_parameters())
     check(tmp_path / "run", gradients, trained, expected)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_other_families_equal_trls(tmp_path: Path, family: str) -> None:
+    inputs = write_inputs(tmp_path, family)
+    config = preference_config(inputs, tmp_path / "run", "parallel.pp=2", "parallel.ep=2")
+    by_trl = train_by_trl(config, tmp_path)
+    gradients = run_ranks(train_keeping_gradients, 4, config, timeout=120)[0]
+    trained = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").named_parameters())
+    check(tmp_path / "run", gradients, trained, by_trl)
 
 
 def test_evaluation_equals_trls(inputs: Path, tmp_path: Path, expected: ByTrl) -> None:

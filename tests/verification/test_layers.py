@@ -39,7 +39,7 @@ JOBS = {
     "hybrid, recomputed": Job(
         "mixtral",
         4,
-        ("parallel.replicate=2", "parallel.ep=2", "train.activation_checkpointing=full"),
+        ("parallel.replicate=2", "parallel.ep=2", "train.activation_checkpointing=full", "train.checkpoint_layers=2"),
         {"ep 2 = ep 4", *ADAPTERS},
     ),
     "float64": Job(

@@ -1,6 +1,8 @@
 """What is verified: the run's own samples within the tokens allowed, the layers asked for, nothing random."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,11 +10,14 @@ import torch
 
 from expertmesh.data import IGNORE, BatchLayout
 from expertmesh.distributed.layout import Layout, explicit
+from expertmesh.parallel import compiling
 from expertmesh.training.startup.preflight import preflight
+from expertmesh.verification.build import build
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.samples import StepData, random_dataset
 from expertmesh.verification.setup import Setup, set_up
 from tests.support.errors import refused
+from tests.support.ranks import run_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
 
@@ -125,6 +130,26 @@ def test_dropout_is_off_and_said(inputs: Path) -> None:
     assert setup.config.lora is not None
     assert setup.config.lora.dropout == 0.0
     assert setup.notes == ("lora.dropout 0.5 is off",)
+
+
+def _compiled(setup: Setup) -> list[str]:
+    found: list[str] = []
+
+    def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        found.append(function.__qualname__)
+        return function
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(compiling, "_probe", lambda device: None)
+        patched.setattr(torch, "compile", compiled)
+        build(setup)
+    return found
+
+
+def test_the_job_is_compiled_where_the_run_is(inputs: Path) -> None:
+    assert run_ranks(_compiled, 1, _setup(inputs, "parallel.ep=1", world=1)) == [[]]
+    (found,) = run_ranks(_compiled, 1, _setup(inputs, "parallel.ep=1", "train.compile=true", world=1))
+    assert "Qwen3MoeAttention.forward" in found
 
 
 @pytest.mark.parametrize("layers", [None, 1])

@@ -24,7 +24,8 @@ class Target:
     """One thing that gets an adapter: a linear module (`parameter` is None), or a parameter of a module.
 
     `experts` is the number of experts of a 3-D parameter, which has an adapter for each, and None elsewhere. `swapped`:
-    PEFT takes the parameter's outputs for its inputs, so its A is our B transposed, and its B our A.
+    PEFT takes the parameter's outputs for its inputs, so its A is our B transposed, and its B our A. `transposed`: the
+    parameter lies as `[experts, in, out]`.
     """
 
     module: str
@@ -34,6 +35,7 @@ class Target:
     experts: int | None
     group: str
     swapped: bool = False
+    transposed: bool = False
 
     @property
     def name(self) -> str:
@@ -109,7 +111,7 @@ def _expert_targets(spec: ExpertsSpec, module: nn.Module) -> Iterator[Target]:
     sizes = {spec.up: (spec.hidden_size, width), spec.down: (spec.intermediate_size, spec.hidden_size)}
     swapped = spec.transposed and not getattr(module, "is_transposed", False)
     for parameter, (inner, out) in sizes.items():
-        yield Target(spec.name, parameter, inner, out, spec.num_experts, "experts", swapped)
+        yield Target(spec.name, parameter, inner, out, spec.num_experts, "experts", swapped, spec.transposed)
 
 
 def _expert_refusal(spec: ExpertsSpec, module: nn.Module) -> str | None:

@@ -15,7 +15,7 @@ from expertmesh.io.boxes import Box, volume
 from expertmesh.io.safetensors_reader import as_bytes
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.state.stage_view import full_state, is_on_other_stage, placed_like, placement_of, stage_parameters
-from expertmesh.weights.mapping import adapter_tensors, model_tensors, tied_names
+from expertmesh.weights.mapping import adapter_tensors, unique_tensors
 
 OPTIMIZER = "optimizer."
 _WORDS_PER_BLOCK = 1 << 22
@@ -28,8 +28,7 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
     """
     if adapters := adapter_tensors(model):
         return adapters
-    tensors = model_tensors(model)
-    return {names[0]: tensors[names[0]] for names in tied_names(tensors)}
+    return unique_tensors(model)
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

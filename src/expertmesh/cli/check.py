@@ -28,6 +28,7 @@ from expertmesh.data import (
     load_tokenizer,
     padding_token_id,
 )
+from expertmesh.distributed.layout import CONFIGURED_AXES
 from expertmesh.io.terminal import printable
 from expertmesh.launcher.launch import job_size
 from expertmesh.planning.forecast import forecast
@@ -81,7 +82,7 @@ def _fewest_ranks(parallel: ParallelConfig) -> int:
 
 def _print_job(console: Console, config: Config, checked: Checked, here: int) -> None:
     layout = checked.layout
-    axes = ", ".join(f"{axis} {layout.size(axis)}" for axis in ("pp", "replicate", "fsdp", "cp", "tp", "ep"))
+    axes = ", ".join(f"{axis} {layout.size(axis)}" for axis in CONFIGURED_AXES)
     reason = f" ({checked.layout_reason})" if checked.layout_reason else ""
     console.print(f"layout of {layout.world_size} rank{'s' * (layout.world_size > 1)}: {axes}{reason}")
     if layout.world_size == here:

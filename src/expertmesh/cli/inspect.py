@@ -24,7 +24,7 @@ from expertmesh.anatomy import Anatomy, ExpertsSpec, describe, is_inside
 from expertmesh.cli.printing import bytes_text, count_text, print_rows
 from expertmesh.config import MoeConfig, ParallelConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
-from expertmesh.distributed.layout import Layout, resolve_layout
+from expertmesh.distributed.layout import Layout, divisors, resolve_layout
 from expertmesh.io.safetensors_reader import INDEX_FILE, SINGLE_FILE, open_weight_files, read_index
 from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.refusals import expert_shard_dim
@@ -155,11 +155,8 @@ def describe_router(model: nn.Module, anatomy: Anatomy) -> str:
     parts = [score or "not recognised (runs the model's own code all the same)"]
     if (groups := getattr(config, "n_group", None) or 1) > 1:
         parts.append(f"{getattr(config, 'topk_group', None)} of {groups} groups")
-    biases = (
-        name
-        for name, tensor in [*parent.named_parameters(), *parent.named_buffers()]
-        if tensor.shape == (spec.num_experts,)
-    )
+    tensors = [*parent.named_parameters(), *parent.named_buffers()]
+    biases = [name for name, tensor in tensors if tensor.numel() == spec.num_experts]
     if any(word in name for name in biases for word in ("correction", "balance", "expert_bias")):
         parts.append("correction bias")
     if getattr(config, "norm_topk_prob", None):
@@ -213,7 +210,7 @@ def _score_function(layer: nn.Module, experts: nn.Module, spec: ExpertsSpec) -> 
 def layouts(facts: Facts, world_size: int) -> list[Layout]:
     """Every ep that divides both ranks and experts and leaves a slice that efsdp can shard; no other axes."""
     experts = facts.experts.num_experts
-    sizes = [ep for ep in range(1, experts + 1) if world_size % ep == 0 and experts % ep == 0]
+    sizes = [ep for ep in divisors(experts) if world_size % ep == 0]
     found = [resolve_layout(ParallelConfig(ep=ep), world_size, experts) for ep in sizes]
     return [layout for layout in found if _shard_text(facts.experts, layout)]
 

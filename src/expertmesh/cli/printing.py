@@ -49,13 +49,8 @@ def print_rows(console: Console, title: str, header: Sequence[str] | None, rows:
 
 def located_text(checkpoint: Path, found: int | None) -> str:
     """Which checkpoint is meant, and that it was chosen from several."""
-    return (
-        str(checkpoint)
-        if found is None
-        else f"{checkpoint}, the newest of {found}"
-        if found > 1
-        else f"{checkpoint}, the only one"
-    )
+    chosen = "" if found is None else f", the newest of {found}" if found > 1 else ", the only one"
+    return f"{checkpoint}{chosen}"
 
 
 def peak_bytes() -> int:

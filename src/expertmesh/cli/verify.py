@@ -16,6 +16,7 @@ from expertmesh.cli.printing import bytes_text, located_text
 from expertmesh.config import Config, load_config, make_config
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
 from expertmesh.distributed.environment import find_place
+from expertmesh.distributed.layout import CONFIGURED_AXES, DENSE_AXES
 from expertmesh.io.terminal import printable
 from expertmesh.launcher.launch import RunOptions, job_size
 from expertmesh.launcher.launch import run as run_ranks
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 FORMAT, VERSION = "expertmesh-verification", 1
 VERIFY = "expertmesh.verification.run:verify"
-AXES = ("pp", "replicate", "fsdp", "cp", "tp", "ep")
 # No name of a file: `--model` is verified on token ids drawn at random.
 _NO_DATA = "random token ids"
 _LENGTH = 512
@@ -64,7 +64,7 @@ def _prove_model(arguments: VerifyArguments, model: str) -> int:
     sizes = _sizes(arguments.parallel or "")
     ranks = arguments.nproc
     if ranks is None and "fsdp" in sizes and find_place() is None:
-        ranks = math.prod(sizes.get(axis, 1) for axis in ("pp", "replicate", "fsdp", "cp", "tp"))
+        ranks = math.prod(sizes.get(axis, 1) for axis in DENSE_AXES)
     return _prove(_configuration(model, sizes, words, ranks), arguments, ranks)
 
 
@@ -85,9 +85,9 @@ def _sizes(text: str) -> dict[str, int]:
     sizes = {}
     for word in text.replace(",", " ").split():
         axis, _, number = word.partition("=")
-        if axis not in AXES or not number.isdigit() or int(number) < 1:
+        if axis not in CONFIGURED_AXES or not number.isdigit() or int(number) < 1:
             raise InputError(
-                f"--parallel {word}: is not an axis and its size; write e.g. ep=4 ({', '.join(AXES)})",
+                f"--parallel {word}: is not an axis and its size; write e.g. ep=4 ({', '.join(CONFIGURED_AXES)})",
                 key="cli.usage",
             )
         sizes[axis] = int(number)

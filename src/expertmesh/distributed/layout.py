@@ -8,7 +8,6 @@ The last axis varies fastest, so an EP group is `ep` contiguous ranks and stays 
 
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from expertmesh.config import ParallelConfig
@@ -16,6 +15,7 @@ from expertmesh.config.errors import InputError
 
 DENSE_AXES = ("pp", "replicate", "fsdp", "cp", "tp")
 EXPERT_AXES = ("pp", "replicate", "efsdp", "ep")
+CONFIGURED_AXES = (*DENSE_AXES, "ep")
 # Ranks of a node where the launcher does not say (LOCAL_WORLD_SIZE): within one, all-to-all is cheap.
 RANKS_PER_NODE = 8
 
@@ -168,7 +168,7 @@ def crossing_warning(layout: Layout, ranks_per_node: int | None = None) -> str |
         return None
     groups = layout.groups("ep")
     crossing = [group for group in groups if group[0] // node != group[-1] // node]
-    within = _listed([size for size in _divisors(layout.ep) if node % size == 0])
+    within = _listed([size for size in divisors(layout.ep) if node % size == 0])
     ranks = " and ".join(f"{group[0]} to {group[-1]}" for group in crossing[:3]) + " ..." * (len(crossing) > 3)
     return (
         f"warning: ep {layout.ep} crosses the borders of nodes of {node} ranks in {len(crossing)} of its {len(groups)} "
@@ -177,7 +177,7 @@ def crossing_warning(layout: Layout, ranks_per_node: int | None = None) -> str |
 
 
 def _ep_choices(expert_ranks: int, num_experts: int | None) -> list[int]:
-    return [size for size in _divisors(expert_ranks) if num_experts is None or num_experts % size == 0]
+    return [size for size in divisors(expert_ranks) if num_experts is None or num_experts % size == 0]
 
 
 def _ranks_per_node(known: int | None) -> int:
@@ -189,8 +189,9 @@ def _abbreviate(ranks: list[int]) -> str:
     return " ".join(str(rank) for rank in shown)
 
 
-def _divisors(number: int) -> Iterator[int]:
-    return (size for size in range(1, number + 1) if number % size == 0)
+def divisors(number: int) -> list[int]:
+    """Smallest first."""
+    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def _listed(numbers: list[int]) -> str:

@@ -41,11 +41,11 @@ class Dispatcher(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
 class LocalDispatcher:
     """All experts are here: rows are the tokens themselves and nothing travels."""
 
-    def __init__(self, num_experts: int) -> None:
-        self.num_experts = num_experts
+    num_experts: int
 
     def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
         flat = index_TK.reshape(-1)
@@ -89,12 +89,12 @@ class _Splits:
     pairs_received: list[int]
 
 
+@dataclass(frozen=True, eq=False)
 class AllToAllDispatcher:
     """De-duplicated all-to-all dispatch with pre-reduced combine over `group`, the EP group."""
 
-    def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
-        self.num_experts = num_experts
-        self.group = group
+    num_experts: int
+    group: dist.ProcessGroup
 
     def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
         """Three all-to-alls in forward (counts, rows, pairs), two in backward (rows, pair weights)."""
@@ -231,6 +231,7 @@ def _exact(weight: torch.Tensor) -> torch.Tensor:
     return weight if weight.dtype == torch.float64 else weight.float()
 
 
+@dataclass(frozen=True, eq=False)
 class AllGatherDispatcher:
     """Every rank of `group` receives every token and computes the pairs of its own experts.
 
@@ -238,9 +239,8 @@ class AllGatherDispatcher:
     batch is so small that uneven splits cost more than the bytes, and as an independent check of the other.
     """
 
-    def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
-        self.num_experts = num_experts
-        self.group = group
+    num_experts: int
+    group: dist.ProcessGroup
 
     def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
         """All-gathers in forward: counts, expert ids, weights, rows; reduce-scatters in backward: weights, rows."""

@@ -4,7 +4,7 @@ The story of one call is `ExpertLayer.forward`: dispatch, MLP, combine. What cou
 is around it; install.py puts it into a model. Router, shared experts and block stay the model's own code.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from expertmesh.experts.token_counts import TokensPerExpert, real_tokens
 from expertmesh.state.sharded_model import attach_to_module, module_state
 
 
+@dataclass(eq=False)
 class ExpertLayer:
     """The running part of one experts module: how its tokens travel and how its experts compute.
 
@@ -30,16 +31,13 @@ class ExpertLayer:
     training only; a recomputed forward does not count again. `step_tokens_per_expert`: popped once per optimizer step.
     """
 
-    def __init__(
-        self, spec: ExpertsSpec, dispatcher: Dispatcher, mlp: ExpertMlpSpec, dtype: torch.dtype, first_expert: int = 0
-    ) -> None:
-        self.spec = spec
-        self.dispatcher = dispatcher
-        self.mlp = mlp
-        self.dtype = dtype
-        self.first_expert = first_expert
-        self.tokens_per_expert = TokensPerExpert()
-        self.step_tokens_per_expert = TokensPerExpert()
+    spec: ExpertsSpec
+    dispatcher: Dispatcher
+    mlp: ExpertMlpSpec
+    dtype: torch.dtype
+    first_expert: int = 0
+    tokens_per_expert: TokensPerExpert = field(default_factory=TokensPerExpert)
+    step_tokens_per_expert: TokensPerExpert = field(default_factory=TokensPerExpert)
 
     def forward(
         self, experts: nn.Module, hidden: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor
@@ -136,10 +134,9 @@ def attach_layer(experts: nn.Module, layer: ExpertLayer) -> None:
 
 def layer_of(experts: nn.Module) -> ExpertLayer:
     """The running part that was attached to an experts module."""
-    state = module_state(experts)
-    assert state is not None
-    assert isinstance(state.expert_layer, ExpertLayer)
-    return state.expert_layer
+    layer = module_state(experts).expert_layer
+    assert isinstance(layer, ExpertLayer)
+    return layer
 
 
 def _adapter(experts: nn.Module, name: str) -> Adapter | None:

@@ -72,8 +72,7 @@ def running_adapters_of(module: nn.Module) -> AdapterState | None:
 
 def adapter_state_of(module: nn.Module) -> AdapterState | None:
     """What the adapters of this very module share with all others, or None if it has none."""
-    found = module_state(module)
-    state: AdapterState | None = None if found is None else found.lora_state
+    state: AdapterState | None = module_state(module).lora_state
     return state
 
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 from expertmesh.anatomy.expert_module import ExpertModuleSpec
 from expertmesh.compat import assert_async, default_apply_gate
 from expertmesh.experts.layer import layer_of
-from expertmesh.state.patching import replace_forward
+from expertmesh.state.patching import exchanged, replace_forward
 
 
 @dataclass(slots=True)
@@ -112,24 +112,18 @@ def run_twice(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     experts, own_forward = block.experts, partial(type(block).forward, block)
     assert isinstance(experts, FusedExperts)
     first = _ExpertCalls()
-    _with(experts, first, own_forward, *args, **kwargs)
+    with exchanged(vars(experts), {"_run": first}):
+        own_forward(*args, **kwargs)
     assert first.rows, f"{type(block).__name__} called none of its experts"
     rows_PH = torch.cat([rows.reshape(-1, rows.shape[-1]) for rows in first.rows])
     counts = [rows.numel() // rows.shape[-1] for rows in first.rows]
     expert_P = torch.tensor(first.experts).repeat_interleave(torch.tensor(counts)).to(rows_PH.device)
     out_PH = experts(rows_PH, expert_P.unsqueeze(1), rows_PH.new_ones(len(rows_PH), 1))
     second = _ExpertCalls(answers=list(out_PH.split(counts)))
-    result = _with(experts, second, own_forward, *args, **kwargs)
+    with exchanged(vars(experts), {"_run": second}):
+        result = own_forward(*args, **kwargs)
     _check_same(block, first, second)
     return result
-
-
-def _with(experts: FusedExperts, run: _ExpertCalls, own_forward: Any, *args: Any, **kwargs: Any) -> Any:
-    experts._run = run
-    try:
-        return own_forward(*args, **kwargs)
-    finally:
-        experts._run = None
 
 
 def _check_same(block: nn.Module, first: _ExpertCalls, second: _ExpertCalls) -> None:

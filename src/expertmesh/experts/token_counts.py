@@ -9,17 +9,18 @@ losses, balancing) leaves it out. An expert layer is called with tokens alone, s
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
 
 _real_T: ContextVar[torch.Tensor | None] = ContextVar("expertmesh_real_tokens", default=None)
 
 
+@dataclass(eq=False)
 class TokensPerExpert:
     """A running count, int64 `[E]`; None where nothing was counted since the last `pop`."""
 
-    def __init__(self) -> None:
-        self.counts_E: torch.Tensor | None = None
+    counts_E: torch.Tensor | None = None
 
     def add(self, tokens_E: torch.Tensor) -> None:
         self.counts_E = tokens_E if self.counts_E is None else self.counts_E + tokens_E

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from expertmesh.export.merge_base import companions, take_layout, untied
+from expertmesh.export.merge_base import companions, take_layout
 from expertmesh.export.merge_check import check_copies
 from expertmesh.io.boxes import Box, extents
 from expertmesh.io.directory import check_target
 from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.weights.load import weights_file
-from expertmesh.weights.mapping import StateTensor, plan_load
+from expertmesh.weights.mapping import StateTensor, plan_load, unique_tensors
 from expertmesh.weights.meta_model import build_meta_model, read_model_config
 from expertmesh.weights.quantised.published import method_of, quantisation
 from expertmesh.weights.reading import read_box
@@ -60,7 +60,7 @@ def convert(
         load = plan_load(model, files)
         check_copies(load, files)
         take_layout(model, load, files)
-        names = {id(tensor): name for name, tensor in untied(model).items()}
+        names = {id(tensor): name for name, tensor in unique_tensors(model).items()}
 
         def read(leaf: StateTensor, box: Box) -> Tensor:
             values = torch.empty(extents(box), dtype=leaf.dtype)

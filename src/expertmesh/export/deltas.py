@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from expertmesh.adapters.peft_format import model_tensors_from, parameter_name
 from expertmesh.adapters.plan import AdapterPlan
-from expertmesh.adapters.targets import Target
-from expertmesh.anatomy import describe
+from expertmesh.adapters.stream import add_delta
 from expertmesh.config.errors import IntegrityError
 from expertmesh.io.boxes import Box, extents, full_box
 from expertmesh.io.safetensors_reader import WeightFiles
@@ -29,39 +28,26 @@ class Deltas:
     `IntegrityError` for files that do not hold exactly what the plan wants.
     """
 
-    def __init__(self, model: nn.Module, plan: AdapterPlan, files: WeightFiles) -> None:
+    def __init__(self, plan: AdapterPlan, files: WeightFiles) -> None:
         self.targets = {parameter_name(target): target for target in plan.targets}
         self.scaling = plan.lora.scaling
         self.unused: dict[str, tuple[int, ...]] = {}
-        self._transposed = {spec.name for spec in describe(model).experts if spec.transposed}
         stored = {name: LazyTensor.of(tensor) for name, tensor in files.tensors.items()}
         self._tensors = model_tensors_from(stored, plan.targets, plan.lora.r, files.directory)
         self._files = files
         # Files hold an expert's two projections in turn.
         self._factors = lru_cache(maxsize=2)(self._read_factors)
 
-    def is_transposed(self, target: Target) -> bool:
-        """Whether the weight lies as `[experts, in, out]`."""
-        return target.experts is not None and target.module in self._transposed
-
     def add(self, weight: str, box: Box, values: Tensor) -> None:
         """Add the delta of `box` of an adapted weight to `values`, which hold that box in fp32 or wider."""
-        target = self.targets[weight]
-        a_ErK, b_ENr = self._factors(weight)
-        (first, last), rows, columns = box if target.experts is not None else ((0, 1), *box)
-        parts = values if target.experts is not None else values.unsqueeze(0)
-        for expert, part in zip(range(first, last), parts, strict=True):
-            a_rK, b_Nr = a_ErK[expert].to(part.dtype), b_ENr[expert].to(part.dtype)
-            left, right = (a_rK.t(), b_Nr.t()) if self.is_transposed(target) else (b_Nr, a_rK)
-            part.addmm_(left[slice(*rows)], right[:, slice(*columns)], alpha=self.scaling)
+        add_delta(values, box, self.targets[weight], self._factors(weight), self.scaling)
 
     def _read_factors(self, weight: str) -> tuple[Tensor, Tensor]:
-        """A `[E, r, in]` and B `[E, out, r]` in the file's dtype; E is 1 for a matrix."""
+        """A `[E, r, in]` and B `[E, out, r]` in the file's dtype, without E for a matrix."""
         target = self.targets[weight]
         a_ErK, b_ENr = (self._read(f"{target.module}.{leaf}") for leaf in target.leaves)
-        if target.experts is None:
-            return a_ErK.unsqueeze(0), b_ENr.unsqueeze(0)
-        self.unused[weight] = tuple(expert for expert, b_Nr in enumerate(b_ENr) if not bool(b_Nr.any()))
+        if target.experts is not None:
+            self.unused[weight] = tuple(expert for expert, b_Nr in enumerate(b_ENr) if not bool(b_Nr.any()))
         return a_ErK, b_ENr
 
     def _read(self, name: str) -> Tensor:

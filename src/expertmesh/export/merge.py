@@ -17,12 +17,12 @@ from expertmesh.adapters.plan import AdapterPlan, plan_adapters
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
 from expertmesh.export.deltas import Deltas, MergedValues
-from expertmesh.export.merge_base import base_model, check_base, companions, take_layout, untied
+from expertmesh.export.merge_base import base_model, check_base, companions, take_layout
 from expertmesh.export.merge_check import Compared, check_copies, compare_sample
 from expertmesh.io.directory import check_target
 from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.weights.load import weights_file
-from expertmesh.weights.mapping import plan_load
+from expertmesh.weights.mapping import plan_load, unique_tensors
 from expertmesh.weights.save import SaveReport, save_values
 
 
@@ -71,14 +71,14 @@ def merge(
         open_weight_files(adapter, WEIGHTS_FILE) as factors,
     ):
         load = plan_load(model, files)
-        deltas = Deltas(model, plan, factors)
+        deltas = Deltas(plan, factors)
         check_copies(load, files)
         checked = check_base(adapter, model, load, files, trust_remote_code)
         take_layout(model, load, files)
         saved = save_values(
             model,
             target,
-            MergedValues(untied(model), load, files, deltas),
+            MergedValues(unique_tensors(model), load, files, deltas),
             tokenizer=companions(directory, adapter, trust_remote_code),
             dtype=dtype,
             max_shard_bytes=max_shard_bytes,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from expertmesh.adapters.base import read_base
@@ -17,7 +16,7 @@ from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.export.merge_check import base_hash
 from expertmesh.io.safetensors_reader import INDEX_FILE, WeightFiles
 from expertmesh.weights.companions import CopiedFiles
-from expertmesh.weights.mapping import LoadPlan, model_tensors, tied_names
+from expertmesh.weights.mapping import LoadPlan, unique_tensors
 from expertmesh.weights.meta_model import DATA_FILES, build_meta_model, give_dtypes, read_model_config
 from expertmesh.weights.quantised.published import plain_dtype
 from expertmesh.weights.unmapped import remember
@@ -66,7 +65,7 @@ def check_base(
             f"{path}: says that the base was {trained_on.dtype}, which is no dtype", key="adapter.damaged"
         )
     as_trained = build_meta_model(model.config, dtype, trust_remote_code=trust_remote_code)
-    here = base_hash(untied(as_trained), load, files)
+    here = base_hash(unique_tensors(as_trained), load, files)
     if here != trained_on.sha256:
         raise IntegrityError(
             f"{path}: the adapter was trained on another base (weights {trained_on.sha256[:12]} in {trained_on.dtype}) "
@@ -81,14 +80,8 @@ def take_layout(model: PreTrainedModel, load: LoadPlan, files: WeightFiles) -> N
 
     What the files hold quantised is bfloat16.
     """
-    give_dtypes(untied(model), {name: plain_dtype(lazy) for name, lazy in load.tensors.items()})
+    give_dtypes(unique_tensors(model), {name: plain_dtype(lazy) for name, lazy in load.tensors.items()})
     remember(model, load.conversions, [files.tensors[name] for name in load.ignored])
-
-
-def untied(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Each tensor once, under the first of its names."""
-    state = model_tensors(model)
-    return {names[0]: state[names[0]] for names in tied_names(state)}
 
 
 def companions(base: Path, adapter: Path, code: bool) -> CopiedFiles:

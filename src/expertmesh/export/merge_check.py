@@ -80,7 +80,7 @@ def compare_sample(
         a_ErK, b_ENr = _as_peft_does(factors, file_keys(target, targets), target.experts or 1)
         expert = _some_expert(weight, b_ENr)
         a_rK, b_Nr = a_ErK[expert].double(), b_ENr[expert].double()
-        flipped = deltas.is_transposed(target) and not target.swapped
+        flipped = target.transposed and not target.swapped
         left, right = (a_rK.t(), b_Nr.t()) if flipped else (b_Nr, a_rK)
         first, last = _some_rows(weight, left.shape[0], right.shape[1])
         lead = () if target.experts is None else ((expert, expert + 1),)

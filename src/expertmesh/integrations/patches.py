@@ -20,19 +20,30 @@ def prepare(model: Any) -> None:
     # transformers decides by the name of the class whether label smoothing shifts labels; FSDP2 renames classes.
     name = next(kind.__name__ for kind in type(model).__mro__ if _is_own(kind))
     model._get_name = lambda: name
+    # transformers generates in lockstep then: a rank that is through goes on until all are.
+    model._is_fsdp_managed_module = True
     # Activation checkpointing was applied while sharding. `Trainer.train` would put transformers' own around it, and
-    # TRL takes it off and puts transformers' own on again around forwards without gradients.
+    # TRL takes it off and puts transformers' own on again around generation and references.
+    paused: list[Any] = []
     for which in ("activation_checkpointing", "gradient_checkpointing"):
-        setattr(model, f"{which}_enable", _as_it_is)
-        setattr(model, f"{which}_disable", _as_it_is)
+        setattr(model, f"{which}_enable", lambda *args, **kwargs: _go_on(paused))
+        setattr(model, f"{which}_disable", lambda: _pause(model, paused))
 
 
 def _is_own(kind: type) -> bool:
     return issubclass(kind, PreTrainedModel) and not issubclass(kind, FSDPModule)
 
 
-def _as_it_is(*args: Any, **kwargs: Any) -> None:
-    """Nothing is changed."""
+def _pause(model: PreTrainedModel, paused: list[Any]) -> None:
+    """Blocks run as if they were not checkpointed; else they would keep nothing for generation."""
+    paused += [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    for module in paused:
+        module.gradient_checkpointing = False
+
+
+def _go_on(paused: list[Any]) -> None:
+    while paused:
+        paused.pop().gradient_checkpointing = True
 
 
 @contextmanager

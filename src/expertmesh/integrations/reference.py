@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import expertmesh as em
 
-_DPO = "trl.trainer.dpo_trainer"
+_DPO, _GRPO = "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer"
 
 
 class AdaptersOff:
@@ -42,23 +42,26 @@ class AdaptersOff:
 def freeze(model: PreTrainedModel) -> PreTrainedModel:
     """A sharded model as a reference."""
     model.requires_grad_(False)
-    return model.eval()
+    model.eval()
+    return model
 
 
 @contextmanager
-def hashing_shards() -> Iterator[None]:
-    """While the block runs, TRL names its file of precomputed log-probabilities by a hash of all ranks' shards; its own
-    reads whole weights. Making a trainer is collective, and so is the hash: one all-gather of a digest.
+def handed_over(reference: Any) -> Iterator[None]:
+    """While the block runs, in which a trainer is made, TRL gets `reference` where GRPO would load one, whole, on every
+    rank; and it names a file of precomputed log-probabilities by a hash of all ranks' shards, where DPO would read
+    whole weights. That hash is collective: one all-gather of a digest.
     """
-    dpo: Any = sys.modules.get(_DPO)
-    if dpo is None:
-        yield
-        return
-    before, dpo.hash_module = dpo.hash_module, _hash
+    ours = {(_GRPO, "create_model_from_path"): lambda *args, **kwargs: reference, (_DPO, "hash_module"): _hash}
+    here = {(sys.modules[module], name): function for (module, name), function in ours.items() if module in sys.modules}
+    before = {(module, name): getattr(module, name) for module, name in here}
+    for (module, name), function in here.items():
+        setattr(module, name, function)
     try:
         yield
     finally:
-        dpo.hash_module = before
+        for (module, name), function in before.items():
+            setattr(module, name, function)
 
 
 def _hash(model: Any) -> str:

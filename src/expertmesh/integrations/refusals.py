@@ -9,10 +9,11 @@ import transformers
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer
 
+import expertmesh as em
 from expertmesh import LoraConfig, MoeConfig, ParallelConfig
 from expertmesh.config.errors import InputError
 
-TRL_TRAINERS = ("SFTTrainer", "DPOTrainer")
+TRL_TRAINERS = ("SFTTrainer", "DPOTrainer", "GRPOTrainer")
 
 # Every method that is overridden, with its parameters: another version may call it otherwise, or no more.
 OVERRIDDEN = {
@@ -45,6 +46,9 @@ _ARGUMENTS = {
     "save_on_each_node": "each rank writes its own part of one directory; use a file system that all ranks share",
     "enable_jit_checkpoint": "it saves on one rank when that gets its signal; leave it out",
     "optim_target_modules": "it projects whole gradients, and each rank has a shard; leave it out",
+    "use_vllm": "its weights are not sent from shards yet; leave it out, and the sharded model generates",
+    "use_transformers_continuous_batching": "ranks would not generate in lockstep; leave it out",
+    "cast_lm_head_to_fp32": "it replaces a head that is in shards; leave it out",
     "sync_ref_model": "the reference is a model in shards of its own; leave it out",
     "debug": "its hooks read whole weights; leave it out",
 }
@@ -108,6 +112,12 @@ def refuse_arguments(args: Any, given: Mapping[str, Any]) -> None:
             raise InputError(f"{name}= is given: {why}", key="trainer.unsupported-argument")
     if (mixed := _mixed_precision(args)) not in ("no", "bf16"):
         raise InputError(f"mixed precision is {mixed}; use bf16 or none", key="trainer.unsupported-argument")
+    if not args.accelerator_config.even_batches:
+        raise InputError(
+            "args.accelerator_config.even_batches is False: ranks would run different numbers of batches, and each "
+            "forward needs them all",
+            key="trainer.unsupported-argument",
+        )
     template = getattr(args, "chat_template_path", None)
     if template is not None and not template.endswith((".jinja", ".j2")):
         raise InputError(
@@ -243,18 +253,35 @@ def refuse_lora(lora: LoraConfig | None, of_trl: bool) -> None:
         raise _adapter_on_head()
 
 
-def refuse_sharded(model: Any) -> None:
-    """A model that is in shards already, ours or somebody else's, or none at all."""
-    if not isinstance(model, PreTrainedModel):
+def is_of_peft(model: Any) -> bool:
+    """Whether it is a PeftModel, whose adapters become ours."""
+    return hasattr(model, "get_base_model") and hasattr(model, "peft_config")
+
+
+def refuse_in_memory(model: Any) -> None:
+    """Whatever is no model of transformers, is in shards already, or has adapters that cannot be trained here."""
+    inner = model.get_base_model() if is_of_peft(model) else model
+    if not isinstance(inner, PreTrainedModel):
         what = "not given" if model is None else f"a {type(model).__name__}"
         raise InputError(
-            f"model is {what}; give a name, a directory, or a model of transformers, and adapters as lora=",
+            f"model is {what}; give a name, a directory, or a model of transformers", key="trainer.unsupported-model"
+        )
+    if any(isinstance(parameter, DTensor) for parameter in inner.parameters()):
+        raise InputError(
+            f"the {type(inner).__name__} is sharded already; give the trainer the model's name, or a model that is "
+            "not, and parallel=",
             key="trainer.unsupported-model",
         )
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+    for config in model.peft_config.values() if is_of_peft(model) else ():
+        refuse_lora(em.lora_from_peft(config), of_trl=False)
+
+
+def refuse_adapters_as_reference(model: Any) -> None:
+    """What a PeftModel is compared with is not the frozen base."""
+    if is_of_peft(model):
         raise InputError(
-            f"the {type(model).__name__} is sharded already; give the trainer the model's name, or a model that is "
-            "not, and parallel=",
+            "TRL compares a PeftModel with a copy of the adapters that it starts from, which is not supported; give "
+            "ref_model=, or the base model and lora=, whose reference is the base",
             key="trainer.unsupported-model",
         )
 

@@ -64,22 +64,26 @@ class ShardedTrainer(Trainer):
         refusals.refuse_lora(lora, of_trl)
         options = {"precision": precision, "moe": moe, "lora": lora, **_checkpointing(arguments)}
         if isinstance(model, str | Path):
-            options |= refusals.known_init_options(arguments)
+            refusals.known_init_options(arguments)
         else:
-            refusals.refuse_sharded(model)
+            refusals.refuse_in_memory(model)
+        asks = "ref_model" in inspect.signature(super().__init__).parameters  # GRPO loads it itself
+        compares = asks or bool(of_trl and getattr(arguments, "beta", 0.0))
+        if compares and given.get("ref_model") is None:
+            refusals.refuse_adapters_as_reference(model)
         mesh = em.init_mesh(parallel)
         refusals.refuse_processes(arguments, mesh.layout.world_size, mesh.device)
-        self._has_adapters = lora is not None
-        asks = "ref_model" in inspect.signature(super().__init__).parameters
-        frozen = _reference(given, mesh, options) if asks else None
+        self._has_adapters = lora is not None or refusals.is_of_peft(model)
+        frozen: Any = _reference(given, mesh, options) if compares else None
         given["model"] = sharded = em.like_ddp(_sharded(model, mesh, arguments, options))
+        if compares and frozen is None and self._has_adapters:
+            frozen = reference.AdaptersOff(sharded)
         if asks:
-            by_adapters = frozen is None and self._has_adapters
-            given["ref_model"] = reference.AdaptersOff(sharded) if by_adapters else frozen
+            given["ref_model"] = frozen
         if moe is not None and moe.aux_loss_coef == 0.0:
             sharded.config.get_text_config().output_router_logits = False
         refusals.refuse_model(sharded, of_trl)
-        with reference.hashing_shards():
+        with reference.handed_over(frozen):
             super().__init__(**given)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -180,7 +184,7 @@ def _sharded(model: Any, mesh: Any, args: Any, options: dict[str, Any]) -> PreTr
     bf16 = refusals.asks_for_bf16(args)
     if isinstance(model, str | Path):
         options["precision"] = options["precision"] or PrecisionConfig(compute="bfloat16" if bf16 else "float32")
-        sharded = em.load_model(model, mesh, **options, seed=args.seed)
+        sharded = em.load_model(model, mesh, **options, **refusals.known_init_options(args), seed=args.seed)
     else:
         if bf16 and options["precision"] is None and model.dtype == torch.float32:
             options["precision"] = PrecisionConfig()
@@ -200,8 +204,6 @@ def _reference(given: dict[str, Any], mesh: Any, options: dict[str, Any]) -> Pre
         model = given["model"]
         source = model if isinstance(model, str | Path) else copy.deepcopy(model)
     elif not isinstance(source, str | Path):
-        refusals.refuse_sharded(source)
-    wanted = {
-        key: value for key, value in options.items() if key not in ("activation_checkpointing", "checkpoint_layers")
-    }
-    return reference.freeze(_sharded(source, mesh, args, {**wanted, "lora": None}))
+        refusals.refuse_in_memory(source)
+    wanted = {"precision": options["precision"], "moe": options["moe"], "lora": None}
+    return reference.freeze(_sharded(source, mesh, args, wanted))

@@ -7,6 +7,7 @@ machines (Kubeflow's pods) each machine has one such launcher, and the first of 
 """
 
 import itertools
+import json
 import os
 import sys
 import tempfile
@@ -183,11 +184,8 @@ def launch(
     `deadline` is of `time.monotonic()`.
     """
     options = options or RunOptions()
-    worker = ["--function", function, "--parent", str(os.getpid()), "--launch", uuid.uuid4().hex]
-    worker += ["--audit", options.audit]
-    worker += ["--arguments", options.arguments] if options.arguments else []
-    if deadline is not None:
-        worker += ["--deadline", repr(deadline)]
+    control = {"deadline": deadline, "launch": uuid.uuid4().hex, "audit": options.audit, "arguments": options.arguments}
+    worker = [function, str(os.getpid()), json.dumps(control)]
     meeting = Meeting(ranks, node, config.distributed.first_step_timeout_seconds)
     with stop_requests() as requests, tempfile.TemporaryDirectory(prefix="expertmesh-") as temporary:
         config_path = Path(temporary, "config.yaml")
@@ -219,7 +217,7 @@ def _attempt(arguments: list[str], directory: Path, meeting: Meeting, requests: 
     # A store for each attempt: in an old one ranks would read addresses of the dead.
     store = meeting.open(requests)
     if store is None:
-        return 128 + (requests.forced or requests.requested)
+        return requests.exit_code
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     environment = {
         "OMP_NUM_THREADS": str(max(1, cores // meeting.ranks)),

@@ -43,6 +43,11 @@ class StopRequests:
     forced: int = 0
     _requested_at: float = 0.0
 
+    @property
+    def exit_code(self) -> int:
+        """Of a launcher that ends by what was asked."""
+        return 128 + (self.forced or self.requested)
+
     def receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if number in _WAITED_FOR and not self.requested:
@@ -76,7 +81,6 @@ class LocalRank:
     rank: int
     process: "subprocess.Popen[bytes]"
     progress: Progress
-    stacks: Path
 
     @property
     def runs(self) -> bool:
@@ -111,13 +115,13 @@ class Job:
         try:
             while self._running() and not self._failed():
                 if self._must_end():
-                    return 128 + (self.requests.forced or self.requests.requested)
+                    return self.requests.exit_code
                 time.sleep(POLL_SECONDS)
             if not self._failed():
                 return max(self.exit_codes.values())
             error = self._find_cause()
             if self._ended_by_request():
-                return 128 + (self.requests.forced or self.requests.requested)
+                return self.requests.exit_code
             raise error
         finally:
             self._end()
@@ -173,7 +177,7 @@ class Job:
         snapshots = []
         for rank in running:
             status = statuses[rank.rank]
-            stack = read_stack(rank.stacks, status.main_thread, deadline - time.monotonic())
+            stack = read_stack(stack_file(self.directory, rank.rank), status.main_thread, deadline - time.monotonic())
             snapshots.append(RankSnapshot(rank.rank, status, taken, stopped[rank.rank], stack, still_running=True))
         return snapshots
 
@@ -201,7 +205,7 @@ def start_ranks(
             place.export(own)
             progress = Progress(progress_file(directory, rank))
             process = subprocess.Popen([sys.executable, "-u", "-m", *worker], env=own, start_new_session=True)
-            started.append(LocalRank(rank, process, progress, stack_file(directory, rank)))
+            started.append(LocalRank(rank, process, progress))
     except BaseException:
         for rank_started in started:
             rank_started.kill()

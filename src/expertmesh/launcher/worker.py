@@ -1,20 +1,19 @@
 """One rank of a job: runs the function that the launcher was given and turns how it ends into an exit code.
 
-`python -m expertmesh.launcher.worker CONFIG DIRECTORY --function MODULE:FUNCTION` is what our launcher starts N times;
-under torchrun, `run_rank` is called in the process that torchrun started. A rank of our launcher prints no error
-itself: it leaves a `RankFailure` in DIRECTORY, and the launcher reports one for all.
+`python -m expertmesh.launcher.worker` is what our launcher starts N times; where somebody else has started the ranks,
+`run_rank` is called in their processes. A rank of our launcher prints no error itself: it leaves a `RankFailure` in the
+directory of the attempt, and the launcher reports one for all.
 """
 
-import argparse
 import ctypes
 import importlib
+import json
 import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -62,33 +61,25 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the rank that the launcher's environment (RANK, WORLD_SIZE) names, and end the process."""
+def main() -> NoReturn:
+    """Run the rank that the launcher's environment (RANK, WORLD_SIZE) names, and end the process. On the command line:
+    the configuration's file, the directory of this attempt, the function, the launcher's process, and JSON for
+    `Control`.
+    """
     # Outside the training loop Ctrl-C ends the process. Python would notice it only between two collectives; the
     # kernel's own way of ending a process works at any moment and prints no traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    parser = argparse.ArgumentParser(prog="python -m expertmesh.launcher.worker")
-    parser.add_argument("config", type=Path)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--function", required=True)
-    parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--launch", required=True)
-    parser.add_argument("--deadline", type=float)
-    parser.add_argument("--audit", default="sampled")
-    parser.add_argument("--arguments", default="")
-    options = parser.parse_args(arguments)
-
-    rank = int(os.environ["RANK"])
-    show_stack_when_asked(options.directory, rank)
-    progress = Progress(progress_file(options.directory, rank))
+    config, attempt, function, parent, control = sys.argv[1:]
+    directory, rank = Path(attempt), int(os.environ["RANK"])
+    show_stack_when_asked(directory, rank)
+    progress = Progress(progress_file(directory, rank))
     progress.start()
-    _watch(options.parent, progress)
-    control = Control(progress, options.deadline, options.launch, options.audit, options.arguments)
+    _watch(int(parent), progress)
     try:
-        code = run_rank(load_config(options.config), options.function, control)
+        code = run_rank(load_config(config), function, Control(progress, **json.loads(control)))
     except (Exception, SystemExit) as error:
         failure = RankFailure.of(rank, error)
-        failure.write(options.directory)
+        failure.write(directory)
         code = failure.exit_code
     leave(code)
 

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, describe
+from expertmesh.anatomy import Anatomy
 from expertmesh.compat import enable_checkpointing
 from expertmesh.config.errors import InputError
 from expertmesh.experts.activation_checkpointing import block_contexts
@@ -20,20 +20,6 @@ from expertmesh.experts.lora_state import adapter_state
 
 CheckpointingMode = Literal["none", "selective", "full"]
 CheckpointedLayers = Literal["all"] | int | Sequence[int]
-
-
-def checkpoint_blocks(
-    model: nn.Module, mode: CheckpointingMode | bool = "full", layers: CheckpointedLayers = "all"
-) -> None:
-    """Recompute blocks in backward instead of keeping their activations. `True` is "full" and `False` "none".
-
-    `layers` says which blocks, numbered from 0 as they run: "all", N for every Nth from the first on, or their numbers.
-    Every rank calls it alike: a block that is recomputed in full repeats its dispatch, which is collective. Raises
-    `InputError` for a model that cannot do it.
-    """
-    mode = checkpointing_mode(mode)
-    anatomy = describe(model)
-    recompute_blocks(model, mode, anatomy, checkpointed_blocks(model, anatomy, mode, layers))
 
 
 def checkpointing_mode(mode: CheckpointingMode | bool) -> CheckpointingMode:
@@ -44,7 +30,10 @@ def checkpointing_mode(mode: CheckpointingMode | bool) -> CheckpointingMode:
 def checkpointed_blocks(
     model: nn.Module, anatomy: Anatomy, mode: CheckpointingMode, layers: CheckpointedLayers
 ) -> tuple[str, ...]:
-    """The names of the blocks that are recomputed. Raises `InputError` for a model that cannot do it."""
+    """The names of the blocks that are recomputed. Raises `InputError` for a model that cannot do it.
+
+    `layers` says which, numbered from 0 as they run: "all", N for every Nth from the first on, or their numbers.
+    """
     if mode not in get_args(CheckpointingMode):
         raise InputError(
             f"activation_checkpointing is {mode!r}; set it to none, selective or full", key="config.wrong-value"
@@ -61,7 +50,9 @@ def checkpointed_blocks(
 
 
 def recompute_blocks(model: nn.Module, mode: CheckpointingMode, anatomy: Anatomy, blocks: Sequence[str]) -> None:
-    """Carry out what `checkpointed_blocks` has decided; `anatomy` is the whole model's."""
+    """Carry out what `checkpointed_blocks` has decided; `anatomy` is the whole model's. Every rank calls it alike: a
+    block that is recomputed in full repeats its dispatch, which is collective.
+    """
     if mode == "none":
         return
     state = adapter_state(model)

@@ -159,7 +159,7 @@ def split_attention(model: nn.Module, blocks: Sequence[str], mesh: Mesh) -> None
 
 def context_lines(model: nn.Module, layout: Layout) -> Iterator[str]:
     """What cp does to a sharded model, for the printed plan: nothing without cp."""
-    here = [context for module in model.modules() if (context := _attached(module)) is not None]
+    here = [context for module in model.modules() if (context := module_state(module).context_attention) is not None]
     if here:
         backends = ", ".join(sorted({context.backend for context in here}))
         yield (
@@ -202,14 +202,8 @@ def _guard(block: nn.Module, name: str, here: list[ContextAttention]) -> None:
     block.register_forward_hook(check)
 
 
-def _attached(module: nn.Module) -> ContextAttention | None:
-    state = module_state(module)
-    context: ContextAttention | None = None if state is None else state.context_attention
-    return context
-
-
 def _context_of(module: nn.Module) -> ContextAttention:
-    context = _attached(module)
+    context: ContextAttention | None = module_state(module).context_attention
     if context is None:
         raise InputError(
             f"parallel.cp: {type(module).__name__} attends with the configuration of a model that is split over cp but "

@@ -10,7 +10,7 @@ them (final norm, head) on the last; a weight that is tied between the two is on
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -204,23 +204,14 @@ def running(model: nn.Module, stage: int, received: torch.Tensor | None) -> Iter
     idle = {keys[n]: pipeline.idle[n] for n in pipeline.own_blocks if n not in active}
     pipeline.running = stage
     leaving = Leaving()
-    with exchanged(blocks, idle):
-        enter = blocks[keys[active.start - 1]] if active.start else None
-        leave = blocks[keys[active.stop]] if active.stop < len(keys) else None
-        try:
-            if enter is not None:
-                assert isinstance(enter, Placeholder)
-                enter.gives = received
-            if leave is not None:
-                assert isinstance(leave, Placeholder)
-                leave.catches = leaving
-            yield leaving
-        finally:
-            if isinstance(enter, Placeholder):
-                enter.gives = None
-            if isinstance(leave, Placeholder):
-                leave.catches = None
-            pipeline.running = None
+    with ExitStack() as stack:
+        stack.callback(setattr, pipeline, "running", None)
+        stack.enter_context(exchanged(blocks, idle))
+        if active.start:
+            stack.enter_context(exchanged(vars(blocks[keys[active.start - 1]]), {"gives": received}))
+        if active.stop < len(keys):
+            stack.enter_context(exchanged(vars(blocks[keys[active.stop]]), {"catches": leaving}))
+        yield leaving
 
 
 @dataclass(slots=True)

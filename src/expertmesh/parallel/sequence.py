@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from expertmesh.anatomy import Anatomy
+from expertmesh.compat import tree_map_only
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
@@ -187,7 +188,9 @@ def _enter_block(
 def _part(share: SequenceShare, name: str, key: str, value: Any, length: int) -> Any:
     """What a block gets of one of its arguments, which is for `length` positions."""
     if key in _OF_ATTENTION:
-        return _cut_all(value, partial(_cut_positions, share.of_context, _OF_ATTENTION[key], length))
+        # A tensor, or several in a tuple or dict (a table for each kind of layer).
+        cut = partial(_cut_positions, share.of_context, _OF_ATTENTION[key], length)
+        return tree_map_only(torch.Tensor, cut, value)
     if key in _BESIDE_ATTENTION and value is not None:
         return share.own(value, _BESIDE_ATTENTION[key])
     if isinstance(value, torch.Tensor) and key not in _WHOLE and not (key in _BETWEEN_ATTENTION and share.cp == 1):
@@ -203,14 +206,3 @@ def _cut_positions(
 ) -> torch.Tensor:
     # Tables may be shared by all positions.
     return cut(x, dim) if x.shape[dim] == length else x
-
-
-def _cut_all(value: Any, cut: Any) -> Any:
-    """Apply to a tensor, or to those in a tuple or dict (a table for each kind of layer)."""
-    if isinstance(value, torch.Tensor):
-        return cut(value)
-    if isinstance(value, tuple | list):
-        return type(value)(_cut_all(part, cut) for part in value)
-    if isinstance(value, Mapping):
-        return {key: _cut_all(part, cut) for key, part in value.items()}
-    return value

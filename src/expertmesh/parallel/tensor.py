@@ -41,12 +41,9 @@ def split_parts(model: nn.Module, plan: TensorPlan, mesh: Mesh) -> None:
         module = model.get_submodule(part.name)
         group = mesh.dense.get_group("tp")
         if part.is_split:
-            for leaf in part.columns:
-                _put_in_front(module.get_submodule(leaf), _Columns, _Running(part, group, leaf))
-            for leaf in part.norms:
-                _put_in_front(module.get_submodule(leaf), _AllHeads, _Running(part, group, leaf))
-            assert part.rows is not None
-            _put_in_front(module.get_submodule(part.rows), _Rows, _Running(part, group, part.rows))
+            for kind, leaves in ((_Columns, part.columns), (_AllHeads, part.norms), (_Rows, (str(part.rows),))):
+                for leaf in leaves:
+                    _put_in_front(module.get_submodule(leaf), kind, _Running(part, group, leaf))
         _put_in_front(module, _Gathering, _Running(part, group))
 
 
@@ -56,10 +53,9 @@ def _put_in_front(module: nn.Module, kind: type[nn.Module], running: _Running) -
 
 
 def _running(module: nn.Module) -> _Running:
-    state = module_state(module)
-    assert state is not None
-    assert isinstance(state.tensor_part, _Running)
-    return state.tensor_part
+    running = module_state(module).tensor_part
+    assert isinstance(running, _Running)
+    return running
 
 
 class _Gathering(nn.Module):

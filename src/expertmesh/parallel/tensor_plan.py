@@ -131,7 +131,7 @@ def tensor_plan(model: nn.Module, anatomy: Anatomy, tp: int, kept_in_fp32: Calla
     kept: list[tuple[str, str]] = []
     confirmed: dict[Any, str | None] = {}
     for block in blocks:
-        mixers = list(_mixers(model, block))
+        mixers = _mixers(model, block)
         _refuse_hidden_mixing(model, block, mixers, tp)
         others = {name.rpartition(".")[0] for name in _named(styles) if is_inside(name, block)}
         others = {name for name in others if not any(name == mixer or is_inside(name, mixer) for mixer in mixers)}
@@ -184,15 +184,14 @@ def _styles(model: nn.Module, anatomy: Anatomy, blocks: list[str]) -> dict[str, 
     }
 
 
-def _mixers(model: nn.Module, block: str) -> Iterator[str]:
+def _mixers(model: nn.Module, block: str) -> list[str]:
     """The outermost modules of a block that let positions see each other."""
     found: list[str] = []
     for name, module in model.get_submodule(block).named_modules(prefix=block):
-        if name == block or any(is_inside(name, other) for other in found):
-            continue
-        if _MIXES_POSITIONS & set(inspect.signature(module.forward).parameters):
+        inside = name != block and not any(is_inside(name, other) for other in found)
+        if inside and _MIXES_POSITIONS & set(inspect.signature(module.forward).parameters):
             found.append(name)
-            yield name
+    return found
 
 
 def _refuse_hidden_mixing(model: nn.Module, block: str, mixers: list[str], tp: int) -> None:

@@ -85,7 +85,7 @@ def probe(
     keeps samples apart; `latents` names modules of which tp leaves every rank the whole. Raises `NotProbed` where the
     family's code needs values.
     """
-    skipped = {model.get_submodule(spec.name): _NoExperts.apply for spec in anatomy.experts}
+    skipped = {module: _stand_in(module) for module in (model.get_submodule(spec.name) for spec in anatomy.experts)}
     embedding = next(model.get_input_embeddings().parameters())  # type: ignore[operator]
     try:
         with forwards_replaced(skipped):
@@ -159,12 +159,19 @@ class FusedAttention(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
 
+def _stand_in(experts: nn.Module) -> Callable[..., Any]:
+    """For the forward of routed experts; what comes out has a gradient if they train."""
+    trained = [parameter for parameter in experts.parameters() if parameter.requires_grad]
+    return partial(_NoExperts.apply, trained[0] if trained else None)
+
+
 class _NoExperts(torch.autograd.Function):
-    """An output like the tokens, and nothing saved."""
+    """An output like the tokens, and nothing saved; `trained` gets no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Any, *others: Any) -> Any:
-        ctx.like = [(t.shape, t.dtype) if isinstance(t, torch.Tensor) else None for t in (hidden, *others)]
+    def forward(ctx: Any, trained: Any, hidden: Any, *others: Any) -> Any:
+        tensors = [(t.shape, t.dtype) if isinstance(t, torch.Tensor) else None for t in (hidden, *others)]
+        ctx.like = [None, *tensors]
         return torch.empty_like(hidden)
 
     @staticmethod
@@ -214,7 +221,8 @@ def _run(
             with torch.enable_grad(), forwards_replaced(forwards), watch.attention, counter, tracker:
                 hidden = base(**inputs, use_cache=False)[0]
                 end = tracker.live
-                hidden.backward(torch.empty_like(hidden))
+                if hidden.requires_grad:
+                    hidden.backward(torch.empty_like(hidden))
         finally:
             for parameter in model.parameters():
                 parameter.grad = None
@@ -255,7 +263,8 @@ class _BlockWatch:
         before = self.tracker.live
         self._work(seen, 0, -1)
         seen.products = -self.counter.get_total_flops()
-        hidden.register_hook(lambda _: self._backward_ends(seen))
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self._backward_ends(seen))
         held = [hidden]
         del hidden
         args, kwargs = _with_hidden(args, kwargs, held.pop())
@@ -264,7 +273,8 @@ class _BlockWatch:
         self._work(seen, 0, +1)
         seen.products += self.counter.get_total_flops()
         seen.saved = self.tracker.live - before
-        self._hidden_of(out).register_hook(lambda _: self._backward_begins(seen))
+        if (hidden := self._hidden_of(out)).requires_grad:
+            hidden.register_hook(lambda _: self._backward_begins(seen))
         return out
 
     def latent(self, sign: int, *_: Any) -> None:

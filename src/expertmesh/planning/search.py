@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
-from expertmesh.distributed.layout import Layout, explicit, resolve_layout
+from expertmesh.distributed.layout import Layout, divisors, explicit, resolve_layout
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.parallel.refusals import expert_shard_dim
 from expertmesh.planning.hardware import Devices
@@ -146,10 +146,6 @@ def modes(model: ModelFigures) -> tuple[CheckpointingMode, ...]:
 def supported_mode(model: ModelFigures, wanted: str) -> CheckpointingMode:
     """`wanted`, or none for a model whose blocks cannot be recomputed."""
     return next((mode for mode in modes(model) if mode == wanted), "none")
-
-
-def divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,17 +94,15 @@ def mesh_of(model: nn.Module) -> Mesh:
     return mesh
 
 
-def module_state(module: nn.Module) -> ModuleState | None:
-    """What was attached to this very module, or None."""
+def module_state(module: nn.Module) -> ModuleState:
+    """What was attached to this very module; all fields empty where nothing was."""
     found = getattr(module, "_expertmesh_module", None)
-    return found if isinstance(found, ModuleState) else None
+    return found if isinstance(found, ModuleState) else ModuleState()
 
 
 def attach_to_module(module: nn.Module, **fields: Any) -> None:
     """Set `fields` of the module's `ModuleState`."""
     state = module_state(module)
-    if state is None:
-        state = ModuleState()
-        module._expertmesh_module = state  # type: ignore[assignment]
     for name, value in fields.items():
         setattr(state, name, value)
+    module._expertmesh_module = state  # type: ignore[assignment]

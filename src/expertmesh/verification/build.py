@@ -7,9 +7,8 @@ from expertmesh.config import ParallelConfig, PrecisionConfig
 from expertmesh.distributed.mesh import init_mesh, set_timeout
 from expertmesh.model import ModelOptions, prepare_model
 from expertmesh.parallel.checkpointing import checkpointing_mode
-from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.training.optimizer import build_optimizer
-from expertmesh.training.startup.model_check import checkpointing_mode as training_mode
+from expertmesh.training.startup.model_check import shard_options
 from expertmesh.verification.job import Job
 from expertmesh.verification.reference.weights import set_adapters
 from expertmesh.verification.setup import Setup
@@ -34,8 +33,9 @@ def build(
     options = replace(ModelOptions.of(config), precision=precision)
     if options.attention == "flash_attention_2" and precision.compute != "bfloat16":
         options = replace(options, attention="sdpa")
-    mode = training_mode(config) if checkpointing is None else checkpointing_mode(checkpointing)
-    shards = ShardOptions(precision, config.moe, mode)
+    shards = replace(shard_options(config), precision=precision)
+    if checkpointing is not None:
+        shards = replace(shards, activation_checkpointing=checkpointing_mode(checkpointing), checkpoint_layers="all")
     model, _ = prepare_model(setup.model_config, setup.directory, mesh, options, shards)
     setup.forget_layers(model)
     fill(model, setup.directory, allocate_on=mesh.device)

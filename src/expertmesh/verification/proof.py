@@ -8,8 +8,9 @@ import gc
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,6 @@ from expertmesh.verification.result import Figure
 from expertmesh.verification.setup import Setup, in_float32
 
 _SHARE_OF_MEMORY = 0.5  # of the memory that is free, what unsharded models in memory may use
-_T = TypeVar("_T")
 
 
 def _nothing(_: Any) -> None:
@@ -92,10 +92,12 @@ class Comparison:
 
 @dataclass(slots=True)
 class Expectations:
-    """The unsharded model's results, by dtype, with its own choices of experts; shared by all jobs of one layout."""
+    """The unsharded model's results: of the first step by dtype, with its own choices of experts, and of all steps.
+    Shared by all jobs of one layout.
+    """
 
     found: dict[torch.dtype, Expected] = field(default_factory=dict)
-    trajectories: dict[torch.dtype, Any] = field(default_factory=dict)
+    trajectories: Any = None
 
 
 @dataclass(slots=True)
@@ -103,7 +105,8 @@ class Proof:
     """One job under proof. `scratch` is a directory that all ranks see.
 
     `uses_float64`: where fp32 is not near enough, the reference in fp64 says whether the job is to blame. `own_error`:
-    by tensor kind, how far the unsharded fp32 model was found to be from fp64.
+    by tensor kind, how far the unsharded fp32 model was found to be from fp64. `runs`: fp32 (or fp64) first, which is
+    compared to a tolerance, then the run's own precision, if that is another.
     """
 
     setup: Setup
@@ -112,50 +115,30 @@ class Proof:
     hooks: Hooks = field(default_factory=Hooks)
     uses_float64: bool = True
     own_error: dict[str, float] = field(default_factory=dict)
-    _jobs: dict[str, Job] = field(default_factory=dict)
-    _references: dict[torch.dtype, Reference] = field(default_factory=dict)
-    _made: dict[tuple[str, ...], Any] = field(default_factory=dict)
+    jobs: dict[str, Job] = field(default_factory=dict)
+    references: dict[torch.dtype, Reference] = field(default_factory=dict)
+    runs: "list[PrecisionRun]" = field(init=False)
+
+    def __post_init__(self) -> None:
+        own, exact = self.setup.config.precision, in_float32(self.setup.config.precision)
+        self.runs = [PrecisionRun(self, precision) for precision in ([exact] if own == exact else [exact, own])]
 
     @property
-    def precisions(self) -> list[PrecisionConfig]:
-        """fp32 (or fp64) first, which is compared to a tolerance, then the run's own, if that is another."""
-        own, exact = self.setup.config.precision, in_float32(self.setup.config.precision)
-        return [exact] if own == exact else [exact, own]
-
-    def job(self, precision: PrecisionConfig) -> Job:
-        """Loaded and not yet stepped."""
-        key = label(precision)
-        if key not in self._jobs:
-            self._jobs[key] = build(self.setup, precision=precision)
-            self.hooks.loaded(self._jobs[key])
-        return self._jobs[key]
+    def exact(self) -> "PrecisionRun":
+        return self.runs[0]
 
     def planted(self, hooks: Hooks) -> "Proof":
         """The same with a bug. The job is shared where it is loaded as it should be, else this one is freed."""
         if hooks.loaded is _nothing:
-            return replace(self, hooks=hooks, _made={})
+            return replace(self, hooks=hooks)
         self.free_jobs()
-        return replace(self, hooks=hooks, _jobs={}, _references={}, _made={})
+        return replace(self, hooks=hooks, jobs={}, references={})
 
     def free_jobs(self) -> None:
         """What was measured stays."""
-        self._jobs.clear()
-        self._references.clear()
+        self.jobs.clear()
+        self.references.clear()
         gc.collect()
-
-    def forward(self, precision: PrecisionConfig) -> ForwardRecord:
-        """Of the job, on the first step."""
-        return self._once(
-            ("forward", label(precision)), lambda: record_forward(self.job(precision), self.setup.steps[0])
-        )
-
-    def backward(self, precision: PrecisionConfig) -> BackwardResult:
-        """One backward pass on the first step, and clipping to half of the norm that the unsharded model has."""
-        return self._once(("backward", label(precision)), lambda: self._backward(precision))
-
-    def judge(self, precision: PrecisionConfig) -> torch.dtype:
-        """The dtype of the unsharded model that a job in `precision` is compared with."""
-        return torch.float64 if precision.compute == "float64" else torch.float32
 
     def expected(self, dtype: torch.dtype) -> Expected:
         """What the unsharded model gives on the first step, with its own choices of experts."""
@@ -164,30 +147,88 @@ class Proof:
             found[dtype] = self.reference(dtype).run(self.setup.steps[0])
         return found[dtype]
 
-    def followed(self, dtype: torch.dtype, precision: PrecisionConfig) -> Expected:
+    def reference(self, dtype: torch.dtype) -> Reference:
+        if dtype not in self.references:
+            self.references[dtype] = Reference(self.exact.job, dtype)
+        return self.references[dtype]
+
+    def no_memory_for(self, copies: int) -> str | None:
+        """Why so many copies of the unsharded model are too many for the memory of rank 0's machine; None if not, on
+        every rank alike. Every rank calls it; one broadcast.
+        """
+        meta_model = self.setup.meta_model(self.exact.judge)
+        needed = copies * sum(parameter.nbytes for parameter in meta_model.parameters())
+        free = int(from_rank_0(str(_free_memory())))
+        if needed <= _SHARE_OF_MEMORY * free:
+            return None
+        return f"the unsharded model takes {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free"
+
+
+@dataclass
+class PrecisionRun:
+    """The job of a proof in one precision, and what it gave on the first step, made when it is first asked for."""
+
+    proof: Proof
+    precision: PrecisionConfig
+    _followed: dict[torch.dtype, Expected] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return label(self.precision)
+
+    @property
+    def limit(self) -> float:
+        """The tolerance; 0 where only the unsharded model's own error counts."""
+        return TOLERANCE.get(getattr(torch, self.precision.compute), 0.0)
+
+    @property
+    def judge(self) -> torch.dtype:
+        """The dtype of the unsharded model that the job is compared with."""
+        return torch.float64 if self.precision.compute == "float64" else torch.float32
+
+    @property
+    def job(self) -> Job:
+        """Loaded and not yet stepped."""
+        jobs = self.proof.jobs
+        if self.name not in jobs:
+            jobs[self.name] = build(self.proof.setup, precision=self.precision)
+            self.proof.hooks.loaded(jobs[self.name])
+        return jobs[self.name]
+
+    @cached_property
+    def forward(self) -> ForwardRecord:
+        return record_forward(self.job, self.proof.setup.steps[0])
+
+    @cached_property
+    def backward(self) -> BackwardResult:
+        """One backward pass, and clipping to half of the norm that the unsharded model has."""
+        job, hooks = self.job, self.proof.hooks
+        losses = job.backward(job.batches(self.proof.setup.steps[0]))
+        hooks.backward(job)
+        before = job.gradients()
+        max_norm = self.proof.expected(self.judge).norm / 2
+        norm = hooks.clip(job, max_norm)
+        after, sizes = job.gradients(), {name: float(value.double().norm()) for name, value in before.items()}
+        scaled = {name: float(after[name].double().norm() / size) for name, size in sizes.items() if size}
+        job.model.zero_grad(set_to_none=True)
+        return BackwardResult(losses, before, norm, max_norm, scaled)
+
+    def expected(self, dtype: torch.dtype) -> Expected:
         """What the unsharded model gives when every token takes the experts that the job chose.
 
         Between near experts rounding decides, and one token's other expert outweighs all rounding: choices are judged
         on their own. One gathering, to see whether any differ.
         """
-
-        def run() -> Expected:
-            expected, chosen = self.expected(dtype), self.forward(precision).choices
-            both = [(chosen[name], index) for name, index in expected.forward.choices.items() if name in chosen]
-            if not any(gather(any(bool(differ(*each).any()) for each in both))):
-                return expected
-            return self.reference(dtype).run(self.setup.steps[0], forced=chosen)
-
-        return self._once(("job's choices", label(precision), str(dtype)), run)
-
-    def reference(self, dtype: torch.dtype) -> Reference:
-        if dtype not in self._references:
-            self._references[dtype] = Reference(self.job(self.precisions[0]), dtype)
-        return self._references[dtype]
+        if dtype not in self._followed:
+            found, chosen = self.proof.expected(dtype), self.forward.choices
+            both = [(chosen[name], index) for name, index in found.forward.choices.items() if name in chosen]
+            if any(gather(any(bool(differ(*each).any()) for each in both))):
+                found = self.proof.reference(dtype).run(self.proof.setup.steps[0], forced=chosen)
+            self._followed[dtype] = found
+        return self._followed[dtype]
 
     def compared(
         self,
-        precision: PrecisionConfig,
         got: Mapping[str, Tensor],
         part: Callable[[Expected], Mapping[str, Tensor]],
         counted: Mapping[str, bool] | bool,
@@ -198,57 +239,25 @@ class Proof:
 
         A tolerance limits fp32 and fp64. Where fp32 cannot tell by itself whether the job or the model's conditioning
         is to blame, fp64 does. In bf16 the unsharded fp32 model is taken for exact, and the error of the unsharded bf16
-        model sets the limit. All of them follow the job's choices of experts.
+        model sets the limit.
         """
 
         def distance(got: Mapping[str, Tensor], expected: Expected) -> dict[str, Distance]:
             return distances(got, part(expected), counted)
 
-        limit = self.tolerance(precision)
-        if not limit:
-            exact, own = (self.followed(dtype, precision) for dtype in (torch.float32, torch.bfloat16))
-            return Comparison(exact, distance(got, exact), distance(part(own), exact), limit, floor)
-        expected = self.followed(self.judge(precision), precision)
-        found = Comparison(expected, distance(got, expected), None, limit, floor)
-        if not self.uses_float64 or precision.compute != "float32" or all(each.share <= 1 for each in found.figures):
+        expected = self.expected(self.judge)
+        if not self.limit:
+            own = distance(part(self.expected(torch.bfloat16)), expected)
+            return Comparison(expected, distance(got, expected), own, self.limit, floor)
+        found = Comparison(expected, distance(got, expected), None, self.limit, floor)
+        in_float32 = self.precision.compute == "float32"
+        if not self.proof.uses_float64 or not in_float32 or all(each.share <= 1 for each in found.figures):
             return found
-        exact = self.followed(torch.float64, precision)
-        found = Comparison(expected, distance(got, exact), distance(part(expected), exact), limit, floor)
+        exact = self.expected(torch.float64)
+        found = Comparison(expected, distance(got, exact), distance(part(expected), exact), self.limit, floor)
         for kind, error in own_errors(found.own or {}, found.least_rms).items():
-            self.own_error[kind] = max(self.own_error.get(kind, 0.0), error)
+            self.proof.own_error[kind] = max(self.proof.own_error.get(kind, 0.0), error)
         return found
-
-    def no_memory_for(self, copies: int) -> str | None:
-        """Why so many copies of the unsharded model are too many for the memory of rank 0's machine; None if not, on
-        every rank alike. Every rank calls it; one broadcast.
-        """
-        dtype = self.judge(self.precisions[0])
-        needed = copies * sum(parameter.nbytes for parameter in self.setup.meta_model(dtype).parameters())
-        free = int(from_rank_0(str(_free_memory())))
-        if needed <= _SHARE_OF_MEMORY * free:
-            return None
-        return f"the unsharded model takes {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free"
-
-    def tolerance(self, precision: PrecisionConfig) -> float:
-        """0 where only the unsharded model's own error counts."""
-        return TOLERANCE.get(getattr(torch, precision.compute), 0.0)
-
-    def _backward(self, precision: PrecisionConfig) -> BackwardResult:
-        job = self.job(precision)
-        losses = job.backward(job.batches(self.setup.steps[0]))
-        self.hooks.backward(job)
-        before = job.gradients()
-        max_norm = self.expected(self.judge(precision)).norm / 2
-        norm = self.hooks.clip(job, max_norm)
-        after, sizes = job.gradients(), {name: float(value.double().norm()) for name, value in before.items()}
-        scaled = {name: float(after[name].double().norm() / size) for name, size in sizes.items() if size}
-        job.model.zero_grad(set_to_none=True)
-        return BackwardResult(losses, before, norm, max_norm, scaled)
-
-    def _once(self, key: tuple[str, ...], make: Callable[[], _T]) -> _T:
-        if key not in self._made:
-            self._made[key] = make()
-        return cast(_T, self._made[key])
 
 
 def _free_memory() -> int:

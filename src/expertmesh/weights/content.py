@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from expertmesh.distributed.all_ranks import sum_over_ranks
 from expertmesh.io.boxes import Box, blocks, extents, slices
 from expertmesh.state.shards import local_box, local_tensor, owns_copy
-from expertmesh.weights.mapping import model_tensors, tied_names
+from expertmesh.weights.mapping import unique_tensors
 
 _BLOCK_ELEMENTS = 1 << 22
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -26,8 +26,7 @@ def content_hash(model: nn.Module) -> str:
 
     Issues one all-reduce of a number per tensor on the default group.
     """
-    state = model_tensors(model)
-    tensors = {names[0]: state[names[0]] for names in tied_names(state)}
+    tensors = unique_tensors(model)
     sums = [
         element_sum(local_tensor(tensor), local_box(tensor), tensor.shape) if owns_copy(tensor) else 0
         for tensor in tensors.values()

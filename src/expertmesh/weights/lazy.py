@@ -166,7 +166,7 @@ def _to_copy(lazy: LazyTensor, *, dtype: torch.dtype | None = None, **_: Any) ->
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     if not all(isinstance(tensor, LazyTensor) for tensor in tensors):
         return NotImplemented
-    dim = _wrap(dim, tensors[0].dim() + 1)
+    dim = range(tensors[0].dim() + 1)[dim]
     return _cat([_with_dim(tensor, dim) for tensor in tensors], dim)
 
 
@@ -185,7 +185,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     if not all(isinstance(tensor, LazyTensor) and tensor.dim() for tensor in tensors):
         return NotImplemented
     first = tensors[0]
-    dim, dtype = _wrap(dim, first.dim()), first.dtype
+    dim, dtype = range(first.dim())[dim], first.dtype
     pieces: list[Piece] = []
     end = 0
     for tensor in tensors:
@@ -260,9 +260,3 @@ def _moved(piece: Piece, dim: int, by: int) -> Piece:
     start, stop = piece.dest[dim]
     dest = (*piece.dest[:dim], (start + by, stop + by), *piece.dest[dim + 1 :])
     return Piece(dest, piece.leaf, piece.source, piece.dims)
-
-
-def _wrap(dim: int, count: int) -> int:
-    if not -count <= dim < count:
-        raise IndexError(f"{dim} is out of range for {count}")
-    return dim % count

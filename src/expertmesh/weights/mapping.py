@@ -177,6 +177,12 @@ def plan_save(model: PreTrainedModel) -> dict[str, LazyTensor]:
     return saved
 
 
+def unique_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """`model_tensors`, each once, under the first of its names."""
+    state = model_tensors(model)
+    return {names[0]: state[names[0]] for names in tied_names(state)}
+
+
 def tied_names(state: dict[str, Tensor]) -> list[list[str]]:
     """The names of each tensor, in state-dict order: lists of one, or of several for tied tensors."""
     names: dict[int, list[str]] = {}

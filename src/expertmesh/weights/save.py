@@ -89,7 +89,7 @@ def save_values(
     unreadable = sum_over_ranks(torch.tensor([not still_readable(unmapped)], dtype=torch.int64))
     kept = [] if unreadable.any() else unmapped
     with raise_on_all_ranks("planning what to save"):
-        specs = _saved_specs(model, {**lazies, **{tensor.name: LazyTensor.of(tensor) for tensor in kept}}, dtype)
+        specs = saved_specs(model, {**lazies, **{tensor.name: LazyTensor.of(tensor) for tensor in kept}}, dtype)
     main_dtype = dtype or next(lazy.dtype for lazy in lazies.values() if lazy.is_floating_point())
     whole_model: Any = full_model(model)
     layout, written = write_directory(
@@ -112,7 +112,7 @@ def save_values(
     )
 
 
-def _saved_specs(
+def saved_specs(
     model: PreTrainedModel, lazies: Mapping[str, LazyTensor], dtype: torch.dtype | None
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Dtype and shape of every tensor of the files."""

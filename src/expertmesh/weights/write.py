@@ -75,7 +75,7 @@ def write_directory(
     return layout, files.written
 
 
-def _owned(lazy: LazyTensor) -> Iterator[Piece]:
+def owned_pieces(lazy: LazyTensor) -> Iterator[Piece]:
     """The parts of a tensor of the files that this rank holds and is the one to write."""
     for piece in lazy.pieces:
         if isinstance(piece.leaf, StateTensor) and owns_copy(piece.leaf.tensor):
@@ -84,7 +84,7 @@ def _owned(lazy: LazyTensor) -> Iterator[Piece]:
                 yield piece.crop_source(held)
 
 
-def _is_gathered(lazy: LazyTensor) -> bool:
+def is_gathered(lazy: LazyTensor) -> bool:
     """Whether the tensor's values are computed from others rather than moved."""
     return not all(isinstance(piece.leaf, StateTensor) for piece in lazy.pieces)
 
@@ -94,10 +94,10 @@ def _check_ownership(lazies: Mapping[str, LazyTensor]) -> None:
 
     Issues one all-reduce of an integer per tensor of the files on the default group.
     """
-    owned = [sum(volume(piece.dest) for piece in _owned(lazy)) for lazy in lazies.values()]
+    owned = [sum(volume(piece.dest) for piece in owned_pieces(lazy)) for lazy in lazies.values()]
     counts = sum_over_ranks(torch.tensor(owned, dtype=torch.int64))
     for (name, lazy), count in zip(lazies.items(), counts.tolist(), strict=True):
-        if not _is_gathered(lazy) and count != lazy.numel():
+        if not is_gathered(lazy) and count != lazy.numel():
             raise IntegrityError(
                 f"cannot save {name}: all ranks together own {count} of its {lazy.numel()} elements; "
                 "the model is not sharded over all ranks as its DTensors say",
@@ -136,9 +136,9 @@ class _OpenFiles:
 def _write_own(lazies: Mapping[str, LazyTensor], files: _OpenFiles, values: StateReader) -> None:
     """Write this rank's parts of all tensors that only move values. No collective."""
     for name, lazy in lazies.items():
-        if _is_gathered(lazy):
+        if is_gathered(lazy):
             continue
-        for piece in _owned(lazy):
+        for piece in owned_pieces(lazy):
             for part in blocks(piece.dest, _BLOCK_ELEMENTS):
                 cropped = piece.crop(part)
                 assert isinstance(cropped.leaf, StateTensor)
@@ -177,9 +177,9 @@ def _write_gathered(lazies: Mapping[str, LazyTensor], files: _OpenFiles, values:
     Issues, for each of these tensors, the all-gathers of its sharded inputs and one small all-reduce.
     """
     for name, lazy in lazies.items():
-        if not _is_gathered(lazy):
+        if not is_gathered(lazy):
             continue
-        gathered = _gather(lazy)
+        gathered = gather(lazy)
 
         def fetch(leaf: StateTensor, box: Box, out: Tensor, gathered: dict[str, Tensor] = gathered) -> None:
             out.copy_(gathered[leaf.name][slices(box)] if leaf.name in gathered else values(leaf, box))
@@ -191,7 +191,7 @@ def _write_gathered(lazies: Mapping[str, LazyTensor], files: _OpenFiles, values:
                 files.write(name, full_box(lazy.shape), computed)
 
 
-def _gather(lazy: LazyTensor) -> dict[str, Tensor]:
+def gather(lazy: LazyTensor) -> dict[str, Tensor]:
     """The sharded tensors behind `lazy`, whole, by name; and those that only another pipeline stage has."""
     leaves = [leaf for leaf in lazy.leaves() if isinstance(leaf, StateTensor)]
     gathered = {leaf.name: leaf.tensor.full_tensor() for leaf in leaves if isinstance(leaf.tensor, DTensor)}

@@ -72,6 +72,8 @@ def _run(options: PlanOptions) -> int:
 def _check(options: PlanOptions) -> None:
     if options.mtbf is not None and not 0 < options.mtbf < inf:
         raise InputError(f"--mtbf {options.mtbf:g}: must be more than 0 hours", key="cli.usage")
+    if options.price is not None and not 0 <= options.price < inf:
+        raise InputError(f"--price {options.price:g}: must be a number of at least 0", key="cli.usage")
     if not 1 <= options.imbalance < inf:
         raise InputError(f"--imbalance {options.imbalance}: the busiest rank has at least the mean, 1", key="cli.usage")
 
@@ -82,6 +84,8 @@ def _lora(pairs: list[str]) -> LoraConfig:
         key, equals, value = pair.partition("=")
         if not equals:
             raise InputError(f"--lora {pair}: write KEY=VALUE, as in r=16", key="cli.usage")
+        if key.strip() in values:
+            raise InputError(f"--lora {pair}: {key.strip()} is given twice", key="cli.usage")
         values[key.strip()] = parse_yaml(value, f"--lora {pair}").value
     return LoraConfig(**values)
 

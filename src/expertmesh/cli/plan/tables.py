@@ -7,13 +7,12 @@ from typing import Any
 from rich.console import Console
 
 from expertmesh.cli.printing import bytes_text, count_text, print_rows
-from expertmesh.distributed.layout import Layout, crossing_warning
+from expertmesh.distributed.layout import CONFIGURED_AXES, Layout, crossing_warning
 from expertmesh.planning.blocks import saved_by_kind
 from expertmesh.planning.search import GIB, Candidate, Job, Plan, RunCosts, modes
 
 REJECTED_SHOWN = 6
-AXES = ("pp", "replicate", "fsdp", "cp", "tp", "ep")
-COLUMNS = (*AXES, "checkpointing", "micro-batch", "peak", "s/step", "tokens/s/device", "MFU")
+COLUMNS = (*CONFIGURED_AXES, "checkpointing", "micro-batch", "peak", "s/step", "tokens/s/device", "MFU")
 
 
 def print_candidates(console: Console, name: str, job: Job, candidates: Sequence[Candidate]) -> None:
@@ -65,7 +64,7 @@ def rejection_lines(found: Plan) -> list[str]:
     """One line for each reason, with the layouts that it holds for."""
     by_reason: dict[str, list[str]] = {}
     for each in found.rejected:
-        axes = " ".join(f"{axis}={each.layout.size(axis)}" for axis in AXES if each.layout.size(axis) > 1)
+        axes = " ".join(f"{axis}={each.layout.size(axis)}" for axis in CONFIGURED_AXES if each.layout.size(axis) > 1)
         by_reason.setdefault(each.reason, []).append(axes or "one rank")
     lines = [f"{' or '.join(names[:3])}{' ...' if len(names) > 3 else ''}: {why}" for why, names in by_reason.items()]
     more = len(lines) - REJECTED_SHOWN
@@ -74,7 +73,7 @@ def rejection_lines(found: Plan) -> list[str]:
 
 def as_json(found: Plan, best: Candidate, costs: RunCosts) -> dict[str, Any]:
     def axes(layout: Layout) -> dict[str, int]:
-        return {axis: layout.size(axis) for axis in (*AXES, "efsdp")}
+        return {axis: layout.size(axis) for axis in (*CONFIGURED_AXES, "efsdp")}
 
     model = found.job.model
     return {
@@ -105,7 +104,7 @@ def as_json(found: Plan, best: Candidate, costs: RunCosts) -> dict[str, Any]:
 
 def _row(job: Job, candidate: Candidate) -> tuple[str, ...]:
     workload, speed = candidate.workload, candidate.speed
-    axes = [str(candidate.layout.size(axis)) for axis in AXES]
+    axes = [str(candidate.layout.size(axis)) for axis in CONFIGURED_AXES]
     per_device = candidate.tokens_per_second / job.devices.count
     batch = f"{workload.batch.rows} x {workload.batch.accumulation}"
     peak = f"{candidate.memory.total / GIB:.1f} GiB"

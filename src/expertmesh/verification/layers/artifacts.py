@@ -49,7 +49,7 @@ def check_artifacts(proof: Proof, *, merges: bool = True) -> list[Check]:
     Without `merges` an adapter is merged only if stock PEFT is not there to read it.
     """
     proof.free_jobs()
-    job = build(proof.setup, precision=proof.precisions[0])
+    job = build(proof.setup, precision=proof.exact.precision)
     job.train_step(proof.setup.steps[0])
     logits = record_forward(job, proof.setup.steps[0]).tensors["logits"]
     if proof.setup.config.lora is None:
@@ -125,7 +125,7 @@ def _compared(proof: Proof, name: str, job: Job, logits: Tensor, load: Callable[
 
 def _limit(proof: Proof) -> float:
     """Two ways of computing fp32 logits, each as far from the truth as the model's conditioning makes it."""
-    return max(proof.tolerance(proof.precisions[0]), 2 * OWN_ERRORS * proof.own_error.get("logits", 0.0))
+    return max(proof.exact.limit, 2 * OWN_ERRORS * proof.own_error.get("logits", 0.0))
 
 
 @torch.no_grad()
@@ -139,7 +139,7 @@ def _logits_of(proof: Proof, model: Any) -> Tensor:
 def _logits_by_block(proof: Proof, job: Job, directory: Path) -> Tensor:
     """Of a saved model that fits no process: on this data rank's samples, every rank calls it."""
     saved = replace(job, setup=replace(proof.setup, directory=directory, dropped=None))
-    return Reference(saved, proof.judge(job.precision)).run(proof.setup.steps[0]).forward.tensors["logits"]
+    return Reference(saved, proof.exact.judge).run(proof.setup.steps[0]).forward.tensors["logits"]
 
 
 def _plain_model(proof: Proof, directory: Path, config: Any = None) -> Any:
@@ -147,7 +147,7 @@ def _plain_model(proof: Proof, directory: Path, config: Any = None) -> Any:
     model_class = type(proof.setup.meta_model(torch.float32, fuse=False))
     options: dict[str, Any] = {} if config is None else {"config": config}
     with _quiet():
-        loaded = model_class.from_pretrained(directory, dtype=proof.judge(proof.precisions[0]), **options)
+        loaded = model_class.from_pretrained(directory, dtype=proof.exact.judge, **options)
     if hasattr(loaded, "set_experts_implementation"):
         loaded.set_experts_implementation("eager")
     return loaded

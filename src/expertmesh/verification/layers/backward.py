@@ -6,37 +6,34 @@ computed from the unsharded gradients alone; clipping is made to clip by asking 
 
 import torch
 
-from expertmesh.config import PrecisionConfig
 from expertmesh.verification.compare import OWN_ERRORS, gather, scalar, total
-from expertmesh.verification.proof import Proof, label
+from expertmesh.verification.proof import PrecisionRun, Proof
 from expertmesh.verification.result import Check, Figure
 
 
 def check_backward(proof: Proof) -> list[Check]:
     """Every rank calls it; uses the passes of `check_forward` where they were made."""
-    return [check for precision in proof.precisions for check in _checks(proof, precision)]
+    return [check for run in proof.runs for check in _checks(run)]
 
 
-def _checks(proof: Proof, precision: PrecisionConfig) -> list[Check]:
-    name, limit, got = label(precision), proof.tolerance(precision), proof.backward(precision)
-    compared = proof.compared(
-        precision, got.gradients, lambda expected: expected.gradients, proof.job(precision).counted(), floor=True
-    )
-    whole = limit if compared.own is None else max(limit, OWN_ERRORS * total(compared.own).relative())
+def _checks(run: PrecisionRun) -> list[Check]:
+    got = run.backward
+    compared = run.compared(got.gradients, lambda expected: expected.gradients, run.job.counted(), floor=True)
+    whole = run.limit if compared.own is None else max(run.limit, OWN_ERRORS * total(compared.own).relative())
     together, wanted = Figure("all gradients together", total(compared.found).relative(), whole), compared.expected.norm
     norms = [scalar(f"rank {rank}", norm, wanted, whole) for rank, norm in enumerate(gather(got.norm))]
     return [
-        Check.of(f"{name}: gradients", [*compared.figures, together]),
-        Check.of(f"{name}: global norm", norms, f"{wanted:.6g} of the unsharded gradients"),
-        _clipping(proof, precision),
+        Check.of(f"{run.name}: gradients", [*compared.figures, together]),
+        Check.of(f"{run.name}: global norm", norms, f"{wanted:.6g} of the unsharded gradients"),
+        _clipping(run),
     ]
 
 
-def _clipping(proof: Proof, precision: PrecisionConfig) -> Check:
+def _clipping(run: PrecisionRun) -> Check:
     """Each tensor must have been scaled by what the reported norm asks for, to the rounding of its dtype."""
-    got = proof.backward(precision)
+    got = run.backward
     factor = got.max_norm / (got.norm + 1e-6)
     rounding = max((torch.finfo(value.dtype).eps for value in got.gradients.values()), default=0.0)
     worst = max(((abs(scale / factor - 1), name) for name, scale in got.scaled.items()), default=(0.0, "nothing"))
     found = [Figure(name, error, max(1e-5, rounding)) for error, name in gather(worst)]
-    return Check.of(f"{label(precision)}: clip factor", found, f"{factor:.6f} asked for")
+    return Check.of(f"{run.name}: clip factor", found, f"{factor:.6f} asked for")

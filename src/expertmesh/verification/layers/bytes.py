@@ -23,7 +23,7 @@ from expertmesh.weights.audit import audit_weights
 
 def check_bytes(proof: Proof) -> list[Check]:
     """Every rank calls it. One audit of all bytes and a few gatherings."""
-    job = proof.job(proof.setup.config.precision)
+    job = proof.runs[-1].job
     return [_audit(job), _owned(job), replicas(job, "copies equal")]
 
 

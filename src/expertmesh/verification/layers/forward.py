@@ -10,9 +10,8 @@ import math
 
 import torch
 
-from expertmesh.config import PrecisionConfig
 from expertmesh.verification.compare import OWN_ERRORS, differ, gather, scalar, summed_over_ranks
-from expertmesh.verification.proof import Proof, label
+from expertmesh.verification.proof import PrecisionRun, Proof
 from expertmesh.verification.reference.model import Expected
 from expertmesh.verification.result import Check, Figure
 
@@ -22,53 +21,47 @@ _CHANCE = 1e-6
 
 def check_forward(proof: Proof) -> list[Check]:
     """Every rank calls it; runs the job and the reference on the first step."""
-    return [check for precision in proof.precisions for check in _checks(proof, precision)]
+    return [check for run in proof.runs for check in _checks(run)]
 
 
-def _checks(proof: Proof, precision: PrecisionConfig) -> list[Check]:
-    name, limit, own = label(precision), proof.tolerance(precision), None
-    choices = _compare_choices(proof, precision) if limit else _compare_flips(proof, precision)
-    answers = proof.job(proof.precisions[0]).answers_for_rows
-    got = proof.forward(precision).tensors
-    compared = proof.compared(precision, got, lambda expected: expected.forward.tensors, answers)
+def _checks(run: PrecisionRun) -> list[Check]:
+    name, limit, own = run.name, run.limit, None
+    choices = _compare_choices(run) if limit else _compare_flips(run)
+    answers = run.job.answers_for_rows
+    compared = run.compared(run.forward.tensors, lambda expected: expected.forward.tensors, answers)
     if not limit:
-        own, exact = proof.followed(torch.bfloat16, precision), compared.expected
+        own, exact = run.expected(torch.bfloat16), compared.expected
         errors = sum(gather(float((own.token_losses - exact.token_losses).abs().sum())))
-        limit = OWN_ERRORS * errors / proof.setup.steps[0].targets / abs(exact.loss)
+        limit = OWN_ERRORS * errors / run.proof.setup.steps[0].targets / abs(exact.losses.loss)
     return [
         choices,
         Check.of(f"{name}: outputs of blocks", [each for each in compared.figures if each.tensor != "logits"]),
         Check.of(f"{name}: logits", [each for each in compared.figures if each.tensor == "logits"]),
-        Check.of(f"{name}: losses", _losses(proof, precision, compared.expected, limit, own)),
+        Check.of(f"{name}: losses", _losses(run, compared.expected, limit, own)),
     ]
 
 
-def _losses(
-    proof: Proof, precision: PrecisionConfig, expected: Expected, limit: float, own: Expected | None
-) -> list[Figure]:
-    got = proof.backward(precision).losses
-    found = [scalar("loss", got.loss, expected.loss, limit)]
-    for name in ("aux_loss", "z_loss"):
-        value, wanted = getattr(got, name), getattr(expected, name)
+def _losses(run: PrecisionRun, expected: Expected, limit: float, own: Expected | None) -> list[Figure]:
+    got, found = run.backward.losses, []
+    for name in ("loss", "aux_loss", "z_loss"):
+        value, wanted, allowed = getattr(got, name), getattr(expected.losses, name), limit
         if value is not None or wanted is not None:
-            allowed = limit
-            if own is not None:
+            if own is not None and name != "loss":
                 # A mean over tokens, whose own error is one number: it may be small by luck, hence the loss's too.
-                allowed = max(limit, OWN_ERRORS * scalar(name, getattr(own, name), wanted, 0.0).error)
+                allowed = max(limit, OWN_ERRORS * scalar(name, getattr(own.losses, name), wanted, 0.0).error)
             found.append(scalar(name, value or 0.0, wanted or 0.0, allowed))
     return found
 
 
-def _compare_choices(proof: Proof, precision: PrecisionConfig) -> Check:
+def _compare_choices(run: PrecisionRun) -> Check:
     """Compare choices token by token, as sets. A difference is a tie where scores are within the tolerance."""
-    name, limit = f"{label(precision)}: experts chosen", proof.tolerance(precision)
-    choices, expected = proof.forward(precision).choices, proof.followed(proof.judge(precision), precision)
+    name, choices, expected = f"{run.name}: experts chosen", run.forward.choices, run.expected(run.judge)
     mine: dict[str, tuple[int, int, int]] = {}
     for module, wanted in expected.forward.choices.items():
-        if module in choices and proof.job(proof.precisions[0]).answers_for_rows:
+        if module in choices and run.job.answers_for_rows:
             differs = differ(choices[module], wanted)
             # A router without a choice among scores (by a hash of the token, for one) has no ties.
-            tied = differs & (expected.margins.get(module, torch.full(differs.shape, math.inf)) <= limit)
+            tied = differs & (expected.margins.get(module, torch.full(differs.shape, math.inf)) <= run.limit)
             mine[module] = len(differs), int(tied.sum()), int((differs & ~tied).sum())
     totals = summed_over_ranks(mine)
     if not any(tokens for tokens, _, _ in totals.values()):
@@ -81,16 +74,16 @@ def _compare_choices(proof: Proof, precision: PrecisionConfig) -> Check:
     return Check.that(name, not wrong, compared, note)
 
 
-def _compare_flips(proof: Proof, precision: PrecisionConfig) -> Check:
+def _compare_flips(run: PrecisionRun) -> Check:
     """Choices that differ from fp32's: in the job alone, and in the unsharded bf16 model alone. Equal chances would
     give equal counts; the check fails where the job has more than 1.5 times as many and chance does not explain it.
     Each token counts once: on the rank that answers for its row.
     """
-    name, choices = f"{label(precision)}: experts chosen", proof.forward(precision).choices
-    own, exact = (proof.expected(dtype).forward.choices for dtype in (torch.bfloat16, torch.float32))
+    name, choices = f"{run.name}: experts chosen", run.forward.choices
+    own, exact = (run.proof.expected(dtype).forward.choices for dtype in (torch.bfloat16, torch.float32))
     alone = theirs = both = tokens = 0
     for module, wanted in exact.items():
-        if module in choices and proof.job(proof.precisions[0]).answers_for_rows:
+        if module in choices and run.job.answers_for_rows:
             job, unsharded = (differ(each[module], wanted) for each in (choices, own))
             tokens += len(job)
             alone, theirs = alone + int((job & ~unsharded).sum()), theirs + int((unsharded & ~job).sum())

@@ -14,7 +14,7 @@ from torch import Tensor
 from expertmesh.config.errors import InputError
 from expertmesh.data import Step
 from expertmesh.distributed.layout import resolve_layout
-from expertmesh.parallel.checkpointing import checkpoint_blocks
+from expertmesh.parallel.checkpointing import checkpointed_blocks, recompute_blocks
 from expertmesh.parallel.refusals import expert_shard_dim
 from expertmesh.verification.build import build
 from expertmesh.verification.compare import OWN_ERRORS, distances, figures, scalar, without_numbers
@@ -29,7 +29,7 @@ EP_SIZES = (1, 2, 4)
 def check_metamorphic(proof: Proof) -> list[Check]:
     """Every rank calls it. Builds the job several times."""
     proof.free_jobs()
-    job = build(proof.setup, precision=proof.precisions[0], checkpointing=False)
+    job = build(proof.setup, precision=proof.exact.precision, checkpointing=False)
     base = _run(job, job.batches(proof.setup.steps[0]))
     checks = [_checkpointing(proof, job, base), _accumulation(proof, job), _packing(proof, job)]
     boxes = job.boxes()
@@ -58,7 +58,7 @@ def _run(job: Job, step: Step, boxes: Boxes | None = None) -> _StepResult:
 
 def _same(proof: Proof, name: str, one: _StepResult, other: _StepResult) -> Check:
     """Two runs, each as far from the truth as the model's own conditioning makes it."""
-    limit, compared = proof.tolerance(proof.precisions[0]), []
+    limit, compared = proof.exact.limit, []
     for figure in figures(distances(one.gradients, other.gradients, True), limit, floor=True):
         own_error = proof.own_error.get(without_numbers(figure.tensor), 0.0)
         compared.append(replace(figure, limit=max(figure.limit, 2 * OWN_ERRORS * own_error)))
@@ -71,7 +71,8 @@ def _checkpointing(proof: Proof, job: Job, base: _StepResult) -> Check:
     name = "activation checkpointing on = off"
     if not getattr(job.model, "supports_gradient_checkpointing", False):
         return Check.not_run(name, f"not supported by {proof.setup.model_config.model_type}")
-    checkpoint_blocks(job.model)
+    anatomy = proof.setup.anatomy
+    recompute_blocks(job.model, "full", anatomy, checkpointed_blocks(job.model, anatomy, "full", "all"))
     recomputed = _run(job, job.batches(proof.setup.steps[0]))
     disable = getattr(job.model, "activation_checkpointing_disable", None)
     (disable or job.model.gradient_checkpointing_disable)()
@@ -115,7 +116,7 @@ def _expert_parallel(proof: Proof, base: _StepResult, boxes: Boxes) -> Iterator[
         except InputError as error:
             yield Check.not_run(name, str(error).split(";")[0])
             continue
-        job = build(setup, precision=proof.precisions[0], parallel=parallel, checkpointing=False)
+        job = build(setup, precision=proof.exact.precision, parallel=parallel, checkpointing=False)
         yield _same(proof, name, base, _run(job, job.batches(setup.steps[0]), boxes))
         del job
         gc.collect()

@@ -69,23 +69,21 @@ class Trajectory:
 
 def start_trajectory(proof: Proof, job: Job) -> Trajectory | str:
     """The unsharded steps, or why they cannot be taken. Before the job takes them; every rank calls it."""
-    dtype = proof.judge(job.precision)
     # Of the ranks of this machine: weights, where they started, gradients, and two moments.
     if (why := proof.no_memory_for(5 * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))) is not None:
         return why
     start = {name: local_tensor(parameter).clone() for name, parameter in job.parameters().items()}
-    known = proof.expectations.trajectories
-    if dtype not in known:
-        known[dtype] = (_train(proof, dtype), _train(proof, dtype, noise=proof.tolerance(job.precision)))
-    return Trajectory(start, *known[dtype])
+    if proof.expectations.trajectories is None:
+        proof.expectations.trajectories = _train(proof), _train(proof, noise=proof.exact.limit)
+    return Trajectory(start, *proof.expectations.trajectories)
 
 
-def _train(proof: Proof, dtype: torch.dtype, noise: float = 0.0) -> unsharded.UnshardedRun:
-    """The steps of the setup on the unsharded model in `dtype`, every rank with all weights.
+def _train(proof: Proof, noise: float = 0.0) -> unsharded.UnshardedRun:
+    """The steps of the setup on the unsharded model, every rank with all weights.
 
     `noise`: how much of each gradient's size is added to it at random; more where the model is worse conditioned.
     """
-    reference = proof.reference(dtype)
+    reference = proof.reference(proof.exact.judge)
     weights, held = reference.weights.in_memory(dict.fromkeys(reference.streamed.names.values()))
     trained = {name: nn.Parameter(held[name]) for name in sorted(reference.trained & held.keys())}
     generator = torch.Generator().manual_seed(0)
@@ -101,7 +99,7 @@ def _train(proof: Proof, dtype: torch.dtype, noise: float = 0.0) -> unsharded.Un
                 gradient = gradient + size * torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype)
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
         _move_biases(reference.job, expected, held)
-        return expected.loss
+        return expected.losses.loss
 
     config = proof.setup.config.optim
     optimizer = plain_optimizer(list(trained.values()), config)

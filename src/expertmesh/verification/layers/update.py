@@ -13,7 +13,7 @@ from expertmesh.verification.compare import TOLERANCE, gather
 from expertmesh.verification.job import Job
 from expertmesh.verification.layers.bytes import replicas
 from expertmesh.verification.layers.trajectory import Trajectory, plain_optimizer, start_trajectory
-from expertmesh.verification.proof import Proof, label
+from expertmesh.verification.proof import Proof
 from expertmesh.verification.result import Check, Figure
 
 _SAMPLED = 1 << 18
@@ -22,9 +22,9 @@ _SAMPLED = 1 << 18
 def check_update(proof: Proof) -> list[Check]:
     """Every rank calls it. Steps the jobs of `proof`, and frees them."""
     checks = []
-    for precision in proof.precisions:
-        job, name = proof.job(precision), label(precision)
-        trajectory = start_trajectory(proof, job) if precision == proof.precisions[0] else None
+    for run in proof.runs:
+        job, name = run.job, run.name
+        trajectory = start_trajectory(proof, job) if run is proof.exact else None
         checks += _steps(proof, job, name, trajectory)
         moments = {key: value for key, value in job.optimizer_tensors().items() if value.dim()}
         checks.append(replicas(job, f"{name}: replicas equal, with their moments", moments))

@@ -1,0 +1,154 @@
+"""A sharded model as the tensors of its files, one whole tensor after the other: for inference engines.
+
+Names, shapes and values are those that `save_model` writes, or, with adapters merged, those that `expertmesh merge`
+writes. Beside the tensor that is handed out, a rank holds a block of it and A and B of two adapted weights.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from expertmesh.adapters.peft_format import parameter_name
+from expertmesh.adapters.plan import AdapterPlan, plan_of
+from expertmesh.adapters.targets import Target
+from expertmesh.config.errors import IntegrityError
+from expertmesh.distributed.all_ranks import raise_on_all_ranks
+from expertmesh.io.boxes import Box, blocks, extents, full_box, slices
+from expertmesh.state.sharded_model import sharded
+from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.mapping import StateTensor, adapter_tensors, plan_save
+from expertmesh.weights.reading import read_box
+from expertmesh.weights.save import saved_specs
+from expertmesh.weights.write import gather, is_gathered, live_values, owned_pieces
+
+_BLOCK_ELEMENTS = 1 << 22
+
+
+@torch.no_grad()
+def iter_hf_weights(
+    model: PreTrainedModel, *, dtype: torch.dtype | None = None, merge: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of every tensor of the model's files, one after the other, whole, on every rank and its device.
+
+        llm.load_weights(em.iter_hf_weights(model, dtype=torch.bfloat16))  # an inference engine on the same ranks
+
+    The names, shapes and bits are those that `save_model(model, dtype=dtype)` writes, per-expert files included. With
+    `merge` they have the adapters merged, as `expertmesh merge` does it: added in fp64 and rounded once. What the files
+    hold beside the model (MTP layers) never changes and is left out. Works in every layout.
+
+    Every rank iterates to the end, or to the same place. Issues one all-reduce of each tensor's bytes on the default
+    group; for adapted weights an all-gather of A and B; for conversions that compute, one of their inputs. Raises on
+    all ranks alike what planning a save raises, and `IntegrityError` for values that `dtype` cannot hold.
+    """
+    with raise_on_all_ranks("planning what to stream"):
+        lazies = plan_save(model)
+        specs = saved_specs(model, lazies, dtype)
+    plan = plan_of(model) if merge else None
+    values = _Values(model, plan)
+    mesh = sharded(model).mesh
+    device = next(model.parameters()).device if mesh is None else mesh.device
+    for name, lazy in lazies.items():
+        values.prepare(lazy)
+        shape = tuple(lazy.shape)
+        stored = torch.zeros(lazy.numel() * specs[name][0].itemsize + 1, dtype=torch.uint8, device=device)
+        tensor = stored[:-1].view(specs[name][0]).view(shape)
+        if is_gathered(lazy):
+            fits = _compute(lazy, tensor, values)
+        else:
+            fits = all([_copy(part, box, tensor) for box, part in _parts(lazy, values)])
+            stored[-1] = not fits
+            if dist.is_initialized():
+                # Each byte is one rank's and zero on all others: no rounding, and no sign of a zero is lost.
+                dist.all_reduce(stored, dist.ReduceOp.MAX)
+            fits = not bool(stored[-1])
+        if not fits:
+            raise IntegrityError(
+                f"{name}: has values that {tensor.dtype} cannot hold; stream it in bfloat16 or float32",
+                key="weights.dtype-too-narrow",
+            )
+        yield name, tensor
+
+
+class _Values:
+    """The model's values as they are streamed: merged where they are adapted, then in fp32 or wider."""
+
+    def __init__(self, model: nn.Module, plan: AdapterPlan | None) -> None:
+        self._targets = {} if plan is None else {parameter_name(target): target for target in plan.targets}
+        self._scaling = 1.0 if plan is None else plan.lora.scaling
+        self._adapters: Mapping[str, Tensor] = adapter_tensors(model) if plan is not None else {}
+        # Files hold an expert's two projections in turn.
+        self._factors = lru_cache(maxsize=2)(self._gather_factors)
+        self._gathered: dict[str, Tensor] = {}
+
+    def prepare(self, lazy: LazyTensor) -> None:
+        """Gather what `lazy` needs of other ranks. Every rank calls it."""
+        self._gathered = gather(lazy) if is_gathered(lazy) else {}
+        for leaf in lazy.leaves():
+            if leaf.name in self._targets:
+                self._factors(leaf.name)
+
+    def __call__(self, leaf: StateTensor, box: Box) -> Tensor:
+        gathered = self._gathered.get(leaf.name)
+        values = live_values(leaf, box) if gathered is None else gathered[slices(box)]
+        target = self._targets.get(leaf.name)
+        if target is None:
+            return values
+        merged = values.to(torch.promote_types(values.dtype, torch.float32), copy=True)
+        add_delta(merged, box, target, self._factors(leaf.name), self._scaling)
+        return merged
+
+    def _gather_factors(self, weight: str) -> tuple[Tensor, Tensor]:
+        target = self._targets[weight]
+        found = []
+        for leaf in target.leaves:
+            name = f"{target.module}.{leaf}"
+            whole = gather(LazyTensor.of(StateTensor(name, self._adapters[name])))
+            found.append(whole.get(name, self._adapters[name]).detach())
+        return found[0], found[1]
+
+
+def add_delta(values: Tensor, box: Box, target: Target, factors: tuple[Tensor, Tensor], scaling: float) -> None:
+    """Add `scaling · B A` of `box` of an adapted weight to `values`, which hold that box in fp32 or wider.
+
+    `factors`: A `[E, r, in]` and B `[E, out, r]`, without E for a matrix. Products and sums are in fp64, so that the
+    result does not depend on how the weight was cut into boxes.
+    """
+    a_ErK, b_ENr = (factor if target.experts is not None else factor.unsqueeze(0) for factor in factors)
+    (first, last), rows, columns = box if target.experts is not None else ((0, 1), *box)
+    parts = values if target.experts is not None else values.unsqueeze(0)
+    for expert, part in zip(range(first, last), parts, strict=True):
+        a_rK, b_Nr = a_ErK[expert].double(), b_ENr[expert].double()
+        left, right = (a_rK.t(), b_Nr.t()) if target.transposed else (b_Nr, a_rK)
+        part.copy_(part.double().addmm_(left[slice(*rows)], right[:, slice(*columns)], alpha=scaling))
+
+
+def _parts(lazy: LazyTensor, values: _Values) -> Iterator[tuple[Box, Tensor]]:
+    """This rank's parts of a tensor that only moves values, and where they belong."""
+    for piece in owned_pieces(lazy):
+        for box in blocks(piece.dest, _BLOCK_ELEMENTS):
+            cropped = piece.crop(box)
+            assert isinstance(cropped.leaf, StateTensor)
+            yield box, cropped.arrange(values(cropped.leaf, cropped.source))
+
+
+def _compute(lazy: LazyTensor, tensor: Tensor, values: _Values) -> bool:
+    """Fill `tensor` with values that are computed from others, which are all here. Whether its dtype can hold them."""
+
+    def fetch(leaf: StateTensor, box: Box, out: Tensor) -> None:
+        out.copy_(values(leaf, box))
+
+    computed = torch.empty(tuple(lazy.shape), dtype=lazy.dtype)
+    read_box(lazy, full_box(lazy.shape), computed, fetch)
+    return _copy(computed, full_box(lazy.shape), tensor)
+
+
+def _copy(values: Tensor, box: Box, tensor: Tensor) -> bool:
+    """Cast into the box of `tensor`; whether its dtype can hold the values."""
+    part = tensor[slices(box)]
+    assert tuple(part.shape) == extents(box), (part.shape, box)
+    part.copy_(values)
+    return part.dtype == values.dtype or bool(torch.equal(part.isfinite(), values.isfinite().to(part.device)))

@@ -1,0 +1,36 @@
+"""`args.bf16` is bf16 compute over fp32 masters by FSDP2, not autocast on top of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import expertmesh as em
+from tests.integrations.support import Job, sharded
+
+
+def _dtypes(trainer: Any) -> tuple[str, set[torch.dtype], torch.dtype]:
+    seen: list[torch.dtype] = []
+    handle = trainer.model.model.layers[0].register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+    trainer.evaluate()
+    handle.remove()
+    masters = {parameter.dtype for parameter in trainer.model.parameters()}
+    return trainer.accelerator.mixed_precision, masters, seen[0]
+
+
+def test_bf16_computes_in_bf16_over_fp32_masters(tmp_path: Path) -> None:
+    args = {"bf16": True, "eval_strategy": "steps", "eval_steps": 4}
+    ours = sharded(Job(tmp_path, args=args, after=_dtypes), 2, ep=2)
+    assert ours.extra == ("no", {torch.float32}, torch.bfloat16)
+    wide = sharded(Job(tmp_path, args={**args, "bf16": False}), 2, ep=2)
+    assert ours.series("loss") == pytest.approx(wide.series("loss"), rel=0.02)
+    assert ours.series("loss") != wide.series("loss")
+
+
+def test_precision_says_more_than_args(tmp_path: Path) -> None:
+    precision = em.PrecisionConfig(params="float32", compute="float32")
+    job = Job(tmp_path, args={"bf16": True, "max_steps": 2}, given={"precision": precision})
+    ours = sharded(job, 2, ep=2)
+    wide = sharded(Job(tmp_path, args={"max_steps": 2}), 2, ep=2)
+    assert ours.series("loss") == wide.series("loss")
