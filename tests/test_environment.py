@@ -75,6 +75,8 @@ def test_a_process_finds_its_place(environment: dict[str, str], nproc: int | Non
         (SLURM | {"SLURM_PROCID": "8"}, "launch.environment-contradicts", "SLURM_PROCID is 8"),
         ({name: value for name, value in SLURM.items() if name != "SLURM_LOCALID"},
          "launch.environment-incomplete", "SLURM_LOCALID is not set"),
+        ({"PET_NNODES": "2", "PET_MASTER_ADDR": "a"}, "launch.environment-incomplete", "PET_NODE_RANK is not set"),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "0"}, "launch.environment-incomplete", "MASTER_ADDR is not set, so 2 "),
         (PODS | {"PET_NODE_RANK": "2"}, "launch.environment-contradicts", "PET_NODE_RANK is 2"),
         (PODS | PYTORCHJOB | {"WORLD_SIZE": "3"}, "launch.environment-contradicts", "WORLD_SIZE is 3"),
         (PODS | {"RANK": "0", "WORLD_SIZE": "8"}, "launch.environment-contradicts", "RANK is 0"),
@@ -141,7 +143,7 @@ def test_accelerators_that_a_task_of_srun_would_leave_idle_are_named(monkeypatch
 
 
 def test_kubeflow_and_the_option_say_the_same_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "2"}.items():
+    for name, value in (PODS | {"PET_NPROC_PER_NODE": "2"}).items():
         monkeypatch.setenv(name, value)
     assert job_size(2) == job_size() == (4, 2)
     with pytest.raises(InputError) as caught:

@@ -102,6 +102,11 @@ def test_auto_stays_within_a_node_and_says_why(monkeypatch: pytest.MonkeyPatch) 
     assert resolve_layout(parallel, 16, 64, ranks_per_node=16).ep == 16
     assert ep_reason(ParallelConfig(ep=4), layout, 64) is None
     assert ep_reason(parallel, Layout(), 64) is None
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    said = ep_reason(parallel, resolve_layout(parallel, 16, 64), 64)
+    assert (
+        said == "ep 8 of 1, 2, 4, 8, 16: the largest within a node of 8 ranks, assumed as LOCAL_WORLD_SIZE is not set"
+    )
 
 
 SIX = "warning: ep 4 crosses the borders of nodes of 6 ranks in 1 of its 3 groups (ranks 4 to 7), whose tokens travel "

@@ -105,7 +105,7 @@ def _save_weights_beside(directory: Path) -> dict[str, torch.Tensor]:
     saved = em.save_checkpoint(job.model, job.optimizer, directory / "optimizer", step=2, weights=False)
     moments = 2 * sum(parameter.numel() * 4 for parameter in job.model.parameters())
     assert moments <= saved.total_bytes <= moments + 1000
-    with refused("checkpoint.no-weights", naming="load_weights"):
+    with refused("checkpoint.no-weights", naming="without weights"):
         em.load_checkpoint(job.model, job.optimizer, directory / "optimizer")
     return job.state()
 

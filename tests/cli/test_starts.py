@@ -103,7 +103,7 @@ def test_pods_of_kubeflow_on_two_machines_without_names(inputs: Path) -> None:
     command = [*TRAIN, *arguments(inputs, "pods")]
     command += ["distributed.timeout_seconds=30", "distributed.first_step_timeout_seconds=60"]
     (said,) = run_all([([*namespaces, "sh", "-c", TWO_MACHINES, "two-machines", *command], pods)])
-    assert "1 rank on this machine (of 2, meeting at 10.77.0.1:23456), each" in said
+    assert "1 rank on this machine (node 0 of 2, 10.77.0.1:23456), each" in said
     assert "starting   network interface cable0 (10.77.0.1), on the route to 10.77.0.1\n" in said
     assert (
         "layout     warning: ep 2 crosses the borders of nodes of 1 ranks in 1 of its 1 groups (ranks 0 to 1)" in said

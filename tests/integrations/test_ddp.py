@@ -106,6 +106,20 @@ def test_gradients_and_steps_are_ddps(world: int, loss_of: Loss) -> None:
     run_ranks(_every_layout, world, world, loss_of)
 
 
+def _counted_over_ranks() -> None:
+    """Gradients of `causal_lm_loss`, with and without `like_ddp`."""
+    gradients = []
+    for prepare in (em.like_ddp, lambda model: model):
+        model = prepare(em.parallelize(tiny_model("qwen3_moe"), em.init_mesh(em.ParallelConfig(ep=2))))  # type: ignore[arg-type,operator]
+        em.causal_lm_loss(model, padded(_rows(0, ())[dist.get_rank() :: 2]), target_tokens=40).backward()
+        gradients.append({name: full(parameter.grad) for name, parameter in model.named_parameters()})
+    assert all(torch.equal(tensor, gradients[1][name]) for name, tensor in gradients[0].items())
+
+
+def test_a_loss_over_the_targets_of_all_ranks_stays_as_it_is() -> None:
+    run_ranks(_counted_over_ranks, 2)
+
+
 def _summed() -> None:
     other_code._scale_outputs = lambda model, args, output: output  # type: ignore[assignment]
     _compare({"ep": 2}, own_loss, 1e-5)

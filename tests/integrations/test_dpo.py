@@ -69,6 +69,13 @@ def test_a_model_in_memory_is_its_own_reference(tmp_path: Path, saved: str) -> N
     compare(sharded(job, 2, ep=2), stock(replace(accumulating(job, 2), model=saved)), keys=LOGGED)
 
 
+def test_a_reference_of_ones_own(tmp_path: Path, saved: str) -> None:
+    """In memory, beside a policy that is read from a directory."""
+    other = tiny_model("qwen3_moe", seed=3)
+    job = replace(_job(tmp_path, {"max_steps": 2}, ref_model=other), model=saved)
+    compare(sharded(job, 2, ep=2), stock(accumulating(job, 2)), keys=LOGGED)
+
+
 def test_adapters_off_are_the_reference(tmp_path: Path) -> None:
     random_adapter(tiny_model("qwen3_moe"), tmp_path / "start", *ATTENTION_AND_EXPERTS)
     wrapped = functools.partial(PeftModel.from_pretrained, model_id=tmp_path / "start", is_trainable=True)

@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 from transformers import Seq2SeqTrainer, Trainer
+from transformers.trainer_pt_utils import AcceleratorConfig
 from trl import DPOConfig, DPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer
 
 import expertmesh as em
@@ -32,6 +33,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "args.save_on_each_node is": {"save_on_each_node": True},
     "args.enable_jit_checkpoint is": {"enable_jit_checkpoint": True},
     "args.optim_target_modules is": {"optim_target_modules": "all-linear"},
+    "even_batches is False": {"accelerator_config": AcceleratorConfig(even_batches=False)},
     "args.sync_ref_model is": {"sync_ref_model": True},
     "args.use_vllm is": {"use_vllm": True},
     "args.use_transformers_continuous_batching is": {"use_transformers_continuous_batching": True},

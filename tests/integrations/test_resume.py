@@ -1,5 +1,6 @@
 """A Trainer's checkpoints: stopped on four ranks, resumed on two past an incomplete one; the best model to the bit."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -185,3 +186,11 @@ def test_saved_over_earlier_weights_it_is_the_trained_model(tmp_path: Path) -> N
     assert sharded(Job(tmp_path, args={"max_steps": 1}, after=saved_twice), 2, ep=2).extra == []
     assert not (tmp_path / "model-00001-of-00002.safetensors").exists()
     assert (tmp_path / "tokenizer.json").exists()
+
+
+def test_a_schedule_that_starts_at_infinity_is_json_and_back() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    state = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer).state_dict()
+    assert state["best"] == float("inf")
+    written = json.dumps(checkpoints._to_json(state), allow_nan=False)
+    assert checkpoints._from_json(json.loads(written)) == state

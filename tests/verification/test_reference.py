@@ -58,7 +58,7 @@ def test_loss_and_every_gradient_are_those_of_the_whole_model(inputs: Path, fami
     setup = _setup(inputs, family, world, "data.packing=true", "parallel.ep=1")
     loss, gradients = _whole(inputs / family / "model", setup)
     for rank, expected in enumerate(run_ranks(_expected, world, setup)):
-        assert expected.loss == pytest.approx(loss, rel=1e-6)
+        assert expected.losses.loss == pytest.approx(loss, rel=1e-6)
         assert expected.squares.keys() == gradients.keys()
         for name, square in expected.squares.items():
             assert square**0.5 == pytest.approx(float(gradients[name].norm()), rel=1e-5), name
@@ -120,7 +120,7 @@ def test_the_weights_of_one_block_are_in_memory_at_a_time(inputs: Path) -> None:
 
 def _router_losses(setup: Setup) -> tuple[float | None, float | None]:
     expected = _expected(setup)
-    return expected.aux_loss, expected.z_loss
+    return expected.losses.aux_loss, expected.losses.z_loss
 
 
 def test_router_losses_are_of_the_whole_step_whatever_the_ranks(inputs: Path) -> None:

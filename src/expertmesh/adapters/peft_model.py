@@ -100,7 +100,8 @@ def peft_adapters(model: nn.Module, lora: LoraConfig | None) -> PeftAdapters | N
     name, content = _only_config(model)
     refuse_content(content, _WHERE)
     refuse_start(content, _WHERE)
-    scaling = {layer.scaling.get(name) for layer in layers.values() if _refuse_layer(layers, layer, name)}
+    for place, layer in layers.items():
+        _refuse_layer(place, layer, name)
     _refuse_trainables(model)
     twin = _unwrapped(meta_twin(model))
     targets = tuple(_targets(twin, layers))
@@ -111,8 +112,9 @@ def peft_adapters(model: nn.Module, lora: LoraConfig | None) -> PeftAdapters | N
         use_rslora=bool(content.get("use_rslora")),
         targets=tuple(target.name for target in targets),
     )
-    if scaling != {config.scaling}:
-        _refuse(f"its adapters are scaled by {sorted(scaling)}, not by the {config.scaling:g} of its config")
+    for place, layer in layers.items():
+        if layer.scaling[name] != config.scaling:
+            _refuse(f"{place} is scaled by {layer.scaling[name]:g}, not by the {config.scaling:g} of its config")
     base, revision = content.get("base_model_name_or_path"), content.get("revision")
     plan = AdapterPlan(config, targets, None, base or twin.config.name_or_path or None, revision, in_memory=True)
     return PeftAdapters(model, plan_targets(twin, plan), dict(_values(model, name)))
@@ -134,11 +136,10 @@ def _tuner_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     yield from ((name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
 
 
-def _refuse_layer(layers: Mapping[str, Any], layer: Any, adapter: str) -> bool:
-    """True for a layer that is plain LoRA, active and apart from its base; else `InputError`."""
+def _refuse_layer(name: str, layer: Any, adapter: str) -> None:
+    """Raise `InputError` unless the layer is plain LoRA, active and apart from its base."""
     from peft.tuners.lora.layer import Linear, ParamWrapper
 
-    name = next(name for name, each in layers.items() if each is layer)
     if type(layer) not in (Linear, ParamWrapper):
         _refuse(f"{name} is a {type(layer).__name__}, which cannot be taken over; linear layers and parameters can")
     for is_so, what in (
@@ -150,7 +151,6 @@ def _refuse_layer(layers: Mapping[str, Any], layer: Any, adapter: str) -> bool:
     ):
         if is_so:
             _refuse(f"its adapter {adapter} on {name} is {what}")
-    return True
 
 
 def _refuse_trainables(model: nn.Module) -> None:

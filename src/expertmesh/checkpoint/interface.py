@@ -98,7 +98,6 @@ def load_directory(
         with raise_on_all_ranks("reading what belongs to the checkpoint"):
             manifest = opened.manifest
             if weights:
-                _check_weights(directory, has_weights=bool(manifest.model))
                 check_fits(opened, model_state(model))
             saved = read_state_file(directory, manifest)
             _check_optimizer(directory, saved.optimizer, optimizer)
@@ -107,15 +106,6 @@ def load_directory(
         restore(model, optimizer, opened, weights=weights)
     remember(model, *layout)
     return LoadedCheckpoint(directory, saved.step, saved.state)
-
-
-def _check_weights(directory: Path, *, has_weights: bool) -> None:
-    if not has_weights:
-        raise InputError(
-            f"{directory}: was saved without weights; read them by load_weights from the directory that holds them, "
-            "and load this with weights=False",
-            key="checkpoint.no-weights",
-        )
 
 
 def _check_optimizer(directory: Path, saved: str | None, optimizer: torch.optim.Optimizer | None) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from expertmesh.checkpoint.manifest import damaged, expecting, read_manifest
 from expertmesh.checkpoint.schema import Manifest, is_tensor_file
 from expertmesh.checkpoint.small_files import other_content
-from expertmesh.config.errors import IntegrityError
+from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.io.boxes import Box, extents, full_box, volume
 from expertmesh.io.pieces import Piece
 from expertmesh.io.safetensors_reader import DTYPES, FileTensor, WeightFiles, read_header, read_metadata
@@ -114,8 +114,17 @@ def file_sha256(path: Path) -> str:
 
 
 def check_fits(state: SavedState, targets: Mapping[str, Tensor]) -> None:
-    """Raise `IntegrityError` unless the checkpoint's model has the names, shapes and dtypes of `targets`."""
+    """Raise `IntegrityError` unless the checkpoint's model has the names, shapes and dtypes of `targets`.
+
+    `InputError` for one that was saved without weights.
+    """
     saved = state.manifest.model
+    if not saved:
+        raise InputError(
+            f"{state.directory}: was saved without weights; they are in a directory beside it (em.load_weights), and "
+            "em.load_checkpoint(..., weights=False) loads the rest",
+            key="checkpoint.no-weights",
+        )
     problems = [f"{name} is not in it" for name in targets if name not in saved]
     problems += [f"{name} is not in the model" for name in saved if name not in targets]
     for name in targets.keys() & saved.keys():

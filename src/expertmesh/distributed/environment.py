@@ -34,6 +34,19 @@ class Rank:
     address: str | None = None
     port: int | None = None
 
+    def with_meeting_place(self) -> "Rank":
+        """Itself, or on one machine with an address. `InputError` if several ranks do not know where to meet."""
+        if self.world_size == 1:
+            return replace(self, address=self.address or LOCALHOST, port=self.port or 0)
+        if self.address is None or self.port is None:
+            missing, what = ("MASTER_ADDR", "host") if self.address is None else ("MASTER_PORT", "port")
+            raise InputError(
+                f"{missing} is not set, so {self.world_size} ranks cannot meet; set it to the {what} of rank 0, the "
+                "same on every machine",
+                key="launch.environment-incomplete",
+            )
+        return self
+
     def export(self, environment: Environment = os.environ) -> None:
         """Write it into the variables that torch reads."""
         values = {
@@ -61,6 +74,16 @@ class Node:
     address: str
     port: int
 
+    @classmethod
+    def of(cls, rank: Rank, ranks: int | None) -> "Node":
+        """What a launcher that knows no local ranks has called a rank, as a machine with `ranks` of them."""
+        if rank.world_size == 1:
+            return cls(rank.starter, 0, 1, ranks, LOCALHOST, 0)
+        rank = rank.with_meeting_place()
+        assert rank.address is not None
+        assert rank.port is not None
+        return cls(rank.starter, rank.rank, rank.world_size, ranks, rank.address, rank.port)
+
 
 def find_place(nproc: int | None = None, environment: Environment = os.environ) -> Rank | Node | None:
     """What this process is in a job that somebody else has started; None if nobody has.
@@ -81,11 +104,7 @@ def find_place(nproc: int | None = None, environment: Environment = os.environ) 
         found, several_machines = task, task.local_world_size == 1
     else:
         return None
-    if several_machines and nproc is not None and nproc > 1:
-        one = found.world_size == 1
-        address, port = found.address or LOCALHOST, 0 if one else found.port or DEFAULT_PORT
-        return Node(found.starter, found.rank, found.world_size, nproc, LOCALHOST if one else address, port)
-    return found
+    return Node.of(found, nproc) if several_machines and nproc is not None and nproc > 1 else found
 
 
 def join_job(environment: Environment = os.environ) -> None:
@@ -96,16 +115,7 @@ def join_job(environment: Environment = os.environ) -> None:
             "no process group; start with torchrun, srun or expertmesh train, or call init_process_group first",
             key="launch.no-process-group",
         )
-    if place.world_size == 1:
-        place = replace(place, address=place.address or LOCALHOST, port=place.port or 0)
-    if place.address is None or place.port is None:
-        missing = "MASTER_ADDR" if place.address is None else "MASTER_PORT"
-        raise InputError(
-            f"{missing} is not set, so {place.world_size} ranks cannot meet; set it to the "
-            f"{'host' if place.address is None else 'port'} of rank 0, the same on every machine",
-            key="launch.environment-incomplete",
-        )
-    place.export(environment)
+    place.with_meeting_place().export(environment)
 
 
 def hosts_of(nodelist: str) -> list[str]:
@@ -158,36 +168,38 @@ def _kubeflow_node(environment: Environment) -> Node:
 
     RANK and WORLD_SIZE of a PyTorchJob then count pods, and ranks if the job says how many a pod has.
     """
-    number, count = _number(environment, "PET_NODE_RANK", "0"), environment.get("PET_NNODES", "1")
-    backend = environment.get("PET_RDZV_BACKEND", "static")
+    count, backend = environment.get("PET_NNODES", "1"), environment.get("PET_RDZV_BACKEND", "static")
     if not count.isdigit() or backend != "static":
         raise InputError(
             f"PET_NNODES is {count} with PET_RDZV_BACKEND {backend}: only torchrun can start an elastic job; start "
             "torchrun -m expertmesh train, which reads the same variables",
             key="launch.elastic-job",
         )
-    ranks = environment.get("PET_NPROC_PER_NODE", "auto")
-    place = Node(
+    number = _number(environment, "PET_NODE_RANK", environment.get("RANK", "0" if count == "1" else None))
+    each = environment.get("PET_NPROC_PER_NODE", "auto")
+    ranks = None if each in ("auto", "gpu") else _number(environment, "PET_NPROC_PER_NODE")
+    port = environment.get("PET_MASTER_PORT") or environment.get("MASTER_PORT", str(DEFAULT_PORT))
+    pod = Rank(
         "Kubeflow",
         number,
         int(count),
-        None if ranks in ("auto", "gpu") else _number(environment, "PET_NPROC_PER_NODE"),
-        environment.get("PET_MASTER_ADDR") or environment.get("MASTER_ADDR", LOCALHOST),
-        _number(environment, "PET_MASTER_PORT", environment.get("MASTER_PORT", str(DEFAULT_PORT))),
+        address=environment.get("PET_MASTER_ADDR") or environment.get("MASTER_ADDR"),
+        port=_number({"MASTER_PORT": port}, "MASTER_PORT"),
     )
-    sizes = (str(place.count), str(place.count * (place.ranks or 1)))
+    place = Node.of(pod, ranks)
+    sizes = (str(place.count), str(place.count * (ranks or 1)))
     for name, wrong in (
-        ("PET_NODE_RANK", place.number >= place.count),
+        ("PET_NODE_RANK", number >= place.count),
         ("RANK", environment.get("RANK", str(number)) != str(number)),
         ("WORLD_SIZE", environment.get("WORLD_SIZE", sizes[1]) not in sizes),
     ):
         if wrong:
             raise InputError(
                 f"{name} is {environment[name]}, which cannot be on node {number} of {count} (PET_NODE_RANK, "
-                f"PET_NNODES) with PET_NPROC_PER_NODE {ranks}; unset one or the other",
+                f"PET_NNODES) with PET_NPROC_PER_NODE {each}; unset one or the other",
                 key="launch.environment-contradicts",
             )
-    return replace(place, address=LOCALHOST, port=0) if place.count == 1 else place
+    return place
 
 
 def _slurm_task(environment: Environment) -> Rank | None:

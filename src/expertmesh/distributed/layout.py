@@ -152,9 +152,10 @@ def ep_reason(
     expert_ranks = layout.efsdp * layout.ep
     if expert_ranks == 1:
         return None
+    assumed = "" if ranks_per_node or "LOCAL_WORLD_SIZE" in os.environ else ", assumed as LOCAL_WORLD_SIZE is not set"
     return (
         f"ep {layout.ep} of {_listed(_ep_choices(expert_ranks, num_experts))}: the largest within a node of "
-        f"{_ranks_per_node(ranks_per_node)} ranks"
+        f"{_ranks_per_node(ranks_per_node)} ranks{assumed}"
     )
 
 

@@ -5,7 +5,6 @@ others then wait for ever. No packet is sent here.
 """
 
 import array
-import fcntl
 import ipaddress
 import os
 import socket
@@ -96,6 +95,8 @@ def _interfaces() -> Iterator[tuple[str, Address]]:
     """Names of interfaces with their addresses, as Linux tells them; nothing elsewhere."""
     if sys.platform != "linux":
         return
+    import fcntl
+
     buffer = array.array("B", bytes(1024 * _IFREQ_BYTES))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("iL", len(buffer), buffer.buffer_info()[0])

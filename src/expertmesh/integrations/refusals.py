@@ -112,6 +112,12 @@ def refuse_arguments(args: Any, given: Mapping[str, Any]) -> None:
             raise InputError(f"{name}= is given: {why}", key="trainer.unsupported-argument")
     if (mixed := _mixed_precision(args)) not in ("no", "bf16"):
         raise InputError(f"mixed precision is {mixed}; use bf16 or none", key="trainer.unsupported-argument")
+    if not args.accelerator_config.even_batches:
+        raise InputError(
+            "args.accelerator_config.even_batches is False: ranks would run different numbers of batches, and each "
+            "forward needs them all",
+            key="trainer.unsupported-argument",
+        )
     template = getattr(args, "chat_template_path", None)
     if template is not None and not template.endswith((".jinja", ".j2")):
         raise InputError(

@@ -64,7 +64,7 @@ class ShardedTrainer(Trainer):
         refusals.refuse_lora(lora, of_trl)
         options = {"precision": precision, "moe": moe, "lora": lora, **_checkpointing(arguments)}
         if isinstance(model, str | Path):
-            options |= refusals.known_init_options(arguments)
+            refusals.known_init_options(arguments)
         else:
             refusals.refuse_in_memory(model)
         asks = "ref_model" in inspect.signature(super().__init__).parameters  # GRPO loads it itself
@@ -184,7 +184,7 @@ def _sharded(model: Any, mesh: Any, args: Any, options: dict[str, Any]) -> PreTr
     bf16 = refusals.asks_for_bf16(args)
     if isinstance(model, str | Path):
         options["precision"] = options["precision"] or PrecisionConfig(compute="bfloat16" if bf16 else "float32")
-        sharded = em.load_model(model, mesh, **options, seed=args.seed)
+        sharded = em.load_model(model, mesh, **options, **refusals.known_init_options(args), seed=args.seed)
     else:
         if bf16 and options["precision"] is None and model.dtype == torch.float32:
             options["precision"] = PrecisionConfig()
@@ -205,7 +205,5 @@ def _reference(given: dict[str, Any], mesh: Any, options: dict[str, Any]) -> Pre
         source = model if isinstance(model, str | Path) else copy.deepcopy(model)
     elif not isinstance(source, str | Path):
         refusals.refuse_in_memory(source)
-    wanted = {
-        key: value for key, value in options.items() if key not in ("activation_checkpointing", "checkpoint_layers")
-    }
-    return reference.freeze(_sharded(source, mesh, args, {**wanted, "lora": None}))
+    wanted = {"precision": options["precision"], "moe": options["moe"], "lora": None}
+    return reference.freeze(_sharded(source, mesh, args, wanted))

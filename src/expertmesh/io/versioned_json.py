@@ -51,4 +51,4 @@ def validated(path: Path, kind: type[Content], content: Any, mend: str = "", *, 
 def first_problem(error: ValidationError) -> str:
     """Where and what, in a few words."""
     first = error.errors()[0]
-    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+    return ": ".join(filter(None, (".".join(str(part) for part in first["loc"]), first["msg"])))

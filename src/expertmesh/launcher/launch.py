@@ -76,7 +76,7 @@ def run(
         ranks = local_ranks(options.nproc or node.ranks)
     if preflight is not None:
         preflight(config, ranks * node.count, ranks)
-    where = "" if node.count == 1 else f" (of {node.count}, meeting at {node.address}:{node.port})"
+    where = "" if node.count == 1 else f" (node {node.number} of {node.count}, {node.address}:{node.port})"
     each = "each of which imports torch and transformers"
     _say(f"           {ranks} rank{'s' * (ranks > 1)} on this machine{where}, {each}")
     return launch(config, ranks, function, options, deadline, node)

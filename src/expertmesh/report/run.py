@@ -4,11 +4,10 @@ A run may be going on, finished, stopped, killed or empty; files that are damage
 and the report goes without them.
 """
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -200,15 +199,12 @@ def _record(directory: Path, notes: list[str]) -> RunRecord | None:
 def _json_file(path: Path, kind: type[Content], notes: list[str]) -> Content | None:
     """The file as `kind`; None if it is not there, and with a note if it is something else."""
     try:
-        content: Any = json.loads(path.read_bytes())
-        return kind.model_validate(content)
+        return kind.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
         notes.append(f"{path.name} is left out: it cannot be read ({error.strerror}).")
-    except (ValidationError, ValueError, RecursionError) as error:
-        first = str(error).splitlines()[0]
-        if isinstance(error, ValidationError):
-            first = first_problem(error)
-        notes.append(f"{path.name} is left out: it is not what this version of expertmesh reads ({first}).")
+    except ValidationError as error:
+        problem = first_problem(error)
+        notes.append(f"{path.name} is left out: it is not what this version of expertmesh reads ({problem}).")
     return None

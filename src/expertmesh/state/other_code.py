@@ -161,9 +161,9 @@ def _fully_shard() -> NoReturn:
 
 def _refuse_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The model's own loss is of this rank's rows, and gradients are summed over ranks."""
-    if not _has_labels(model, args, kwargs):
-        return
     layout = mesh_of(model).layout
+    if layout.pp > 1 or not _has_labels(model, args, kwargs):
+        return  # a pipeline stage refuses every call
     if layout.cp * layout.tp > 1:
         raise InputError(
             f"the model is called with labels, but ranks along {_shared(layout)} hold parts of each row, so its own "

@@ -54,6 +54,13 @@ class HashedSlice:
     dtype: str
     shape: tuple[int, ...]
 
+    @classmethod
+    def of(cls, experts: ExpertTensors, name: str, tensor: Tensor | LazyTensor) -> "HashedSlice":
+        """That of tensor `name`, of which `tensor` has the shape and dtype."""
+        rows = tensor.shape[0] // experts.count
+        shape = (*([rows] if rows > 1 else []), *tensor.shape[1:])
+        return cls(name.removeprefix(f"{experts.module}."), str(tensor.dtype).removeprefix("torch."), shape)
+
 
 @dataclass(frozen=True, slots=True)
 class HashedExperts:
@@ -200,15 +207,9 @@ class _Auditor:
         self._equal(name, held, expected, [part for _, part in parts])
 
     def _module(self, experts: ExpertTensors) -> HashedExperts:
-        described = []
-        for name in experts.names:
-            start, stop = experts.rows(self.state[name], 0)
-            lazy = self.plan.tensors[name]
-            shape = (*([stop - start] if stop - start > 1 else []), *lazy.shape[1:])
-            dtype = str(lazy.dtype).removeprefix("torch.")
-            described.append(HashedSlice(name.removeprefix(f"{experts.module}."), dtype, shape))
+        described = tuple(HashedSlice.of(experts, name, self.plan.tensors[name]) for name in experts.names)
         hashes = tuple(self._expert(experts, number) for number in range(experts.count))
-        return HashedExperts(experts.module, tuple(described), hashes)
+        return HashedExperts(experts.module, described, hashes)
 
     def _expert(self, experts: ExpertTensors, number: int) -> str:
         """Compare what this rank holds of one expert; its hash if this is the rank that hashes it, else ""."""

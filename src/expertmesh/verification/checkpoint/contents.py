@@ -5,10 +5,10 @@ For verify.py. What is wrong comes as sentences.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from expertmesh.adapters.base import Base, read_base
+from expertmesh.adapters.base import read_base
 from expertmesh.adapters.peft_format import BASE_FILE
 from expertmesh.adapters.peft_format import CONFIG_FILE as ADAPTER_CONFIG_FILE
 from expertmesh.anatomy import is_adapter
@@ -32,10 +32,14 @@ def small_file_problems(directory: Path, manifest: Manifest, check: FileCheck) -
     names = manifest.by_name
     missing = sorted(needed_files(manifest) - names.keys())
     yield from (f"{path}: damaged: does not name {name}, which every such checkpoint has" for name in missing)
-    readers = {STATE_FILE: read_state_file, rng_file(manifest): _read_generators, _BASE: _read_base}
+    readers: dict[str, Callable[[], object]] = {
+        STATE_FILE: lambda: read_state_file(directory, manifest),
+        rng_file(manifest): lambda: read_generators(directory, manifest, range(manifest.world_size)),
+        _BASE: lambda: read_base(directory / _BASE, read_small(directory, manifest, _BASE)),
+    }
     for name in (readers.keys() & names.keys()) - check.damaged:
         try:
-            readers[name](directory, manifest)
+            readers[name]()
         except IntegrityError as error:
             yield str(error)
     for name in sorted(name for name in names if name.startswith(f"{HUGGINGFACE}/") and name.endswith(".json")):
@@ -53,14 +57,6 @@ def needed_files(manifest: Manifest) -> set[str]:
     """The files that a checkpoint of this kind cannot be without."""
     of_adapters = {_ADAPTER_CONFIG, _BASE} if any(is_adapter(name) for name in manifest.model) else set()
     return _NEEDED | {rng_file(manifest)} | of_adapters
-
-
-def _read_generators(directory: Path, manifest: Manifest) -> None:
-    read_generators(directory, manifest, range(manifest.world_size))
-
-
-def _read_base(directory: Path, manifest: Manifest) -> Base:
-    return read_base(directory / _BASE, read_small(directory, manifest, _BASE))
 
 
 def _is_json(path: Path) -> bool:
@@ -89,7 +85,7 @@ def optimizer_problems(manifest: Manifest) -> tuple[list[str], tuple[str, ...], 
     without = dict[str, None]()
     for name in manifest.trained:
         missing = sorted(kinds - held.get(name, set()))
-        if name not in model:
+        if model and name not in model:  # else it was saved without weights
             texts.append(f"{name}: is trained, but not in the checkpoint")
         elif name not in held and _pattern(name) not in kin:
             without[_pattern(name)] = None

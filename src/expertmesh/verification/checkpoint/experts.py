@@ -50,12 +50,6 @@ def look_at_experts(model: PreTrainedModel, stored: SavedState) -> Iterator[Veri
     numbers = Counter(_number(tensors.module) for tensors in modules)
     for tensors in modules:
         number = _number(tensors.module)
-        slices = []
-        for name in tensors.names:
-            start, stop = tensors.rows(state[name], 0)
-            shape = (*([stop - start] if stop - start > 1 else []), *state[name].shape[1:])
-            dtype = str(state[name].dtype).removeprefix("torch.")
-            slices.append(HashedSlice(name.removeprefix(f"{tensors.module}."), dtype, shape))
         boxes = {
             name: [
                 (tensors.rows(state[name], expert), *full_box(state[name].shape)[1:]) for expert in range(tensors.count)
@@ -66,7 +60,7 @@ def look_at_experts(model: PreTrainedModel, stored: SavedState) -> Iterator[Veri
         yield VerifiedExperts(
             module=tensors.module,
             layer=f"layer {number}" if number is not None and numbers[number] == 1 else tensors.module,
-            slices=tuple(slices),
+            slices=tuple(HashedSlice.of(tensors, name, state[name]) for name in tensors.names),
             sha256=tuple(look.sha256 for look in looked),
             norm=tuple(look.norm for look in looked),
             filled=None if plan is None else tuple(look.filled for look in looked),

@@ -32,7 +32,7 @@ def _checks(run: PrecisionRun) -> list[Check]:
     if not limit:
         own, exact = run.expected(torch.bfloat16), compared.expected
         errors = sum(gather(float((own.token_losses - exact.token_losses).abs().sum())))
-        limit = OWN_ERRORS * errors / run.proof.setup.steps[0].targets / abs(exact.loss)
+        limit = OWN_ERRORS * errors / run.proof.setup.steps[0].targets / abs(exact.losses.loss)
     return [
         choices,
         Check.of(f"{name}: outputs of blocks", [each for each in compared.figures if each.tensor != "logits"]),
@@ -42,15 +42,13 @@ def _checks(run: PrecisionRun) -> list[Check]:
 
 
 def _losses(run: PrecisionRun, expected: Expected, limit: float, own: Expected | None) -> list[Figure]:
-    got = run.backward.losses
-    found = [scalar("loss", got.loss, expected.loss, limit)]
-    for name in ("aux_loss", "z_loss"):
-        value, wanted = getattr(got, name), getattr(expected, name)
+    got, found = run.backward.losses, []
+    for name in ("loss", "aux_loss", "z_loss"):
+        value, wanted, allowed = getattr(got, name), getattr(expected.losses, name), limit
         if value is not None or wanted is not None:
-            allowed = limit
-            if own is not None:
+            if own is not None and name != "loss":
                 # A mean over tokens, whose own error is one number: it may be small by luck, hence the loss's too.
-                allowed = max(limit, OWN_ERRORS * scalar(name, getattr(own, name), wanted, 0.0).error)
+                allowed = max(limit, OWN_ERRORS * scalar(name, getattr(own.losses, name), wanted, 0.0).error)
             found.append(scalar(name, value or 0.0, wanted or 0.0, allowed))
     return found
 

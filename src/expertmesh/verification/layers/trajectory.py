@@ -99,7 +99,7 @@ def _train(proof: Proof, noise: float = 0.0) -> unsharded.UnshardedRun:
                 gradient = gradient + size * torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype)
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
         _move_biases(reference.job, expected, held)
-        return expected.loss
+        return expected.losses.loss
 
     config = proof.setup.config.optim
     optimizer = plain_optimizer(list(trained.values()), config)

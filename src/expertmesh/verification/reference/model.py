@@ -25,7 +25,7 @@ from expertmesh.data import IGNORE
 from expertmesh.experts.balance import attached_balance
 from expertmesh.verification.compare import gather
 from expertmesh.verification.forward_record import ForwardRecord, kept_tokens, recording
-from expertmesh.verification.job import Job
+from expertmesh.verification.job import Job, Losses
 from expertmesh.verification.reference import unsharded
 from expertmesh.verification.reference.local_parts import FusedPlaces, LocalParts, places_of_list_members
 from expertmesh.verification.reference.recorder import Choices
@@ -46,9 +46,7 @@ class Expected:
     forward: ForwardRecord
     margins: dict[str, Tensor]
     token_losses: Tensor
-    loss: float
-    aux_loss: float | None
-    z_loss: float | None
+    losses: Losses
     gradients: dict[str, Tensor]
     squares: dict[str, float]
 
@@ -136,9 +134,11 @@ class Reference:
             ),
             margins={name: own(margin).squeeze(-1).cpu() for name, margin in choices.margins.items()},
             token_losses=token_losses.detach().double().cpu() if job.answers_for_rows else torch.zeros(0),
-            loss=self._summed(loss),
-            aux_loss=float(aux.detach()) if balance.aux_loss_coef else None,
-            z_loss=self._summed(z) if balance.z_loss_coef else None,
+            losses=Losses(
+                self._summed(loss),
+                float(aux.detach()) if balance.aux_loss_coef else None,
+                self._summed(z) if balance.z_loss_coef else None,
+            ),
             gradients=sums.local.parts,
             squares=sums.squares,
         )
