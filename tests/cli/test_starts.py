@@ -17,6 +17,7 @@ from tests.cli.jobs import ROOT
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
+pytestmark = pytest.mark.timeout(300)  # each starts torch in several new processes
 TRAIN = [sys.executable, "-m", "expertmesh", "train"]
 # Two network namespaces, joined by a cable, as two machines without a name service; $0 to $2 is what runs in each.
 TWO_MACHINES = """
@@ -53,7 +54,7 @@ def run_all(commands: Sequence[tuple[list[str], dict[str, str]]], code: int = 0)
         for command, own in commands
     ]
     try:
-        said = [process.communicate(timeout=100)[0] for process in started]
+        said = [process.communicate(timeout=250)[0] for process in started]
     finally:
         for process in started:
             with contextlib.suppress(ProcessLookupError):
