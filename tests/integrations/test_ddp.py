@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -133,7 +132,6 @@ def test_gradients_that_are_summed_are_caught() -> None:
 
 def _with_accelerate() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    AcceleratorState._reset_state(reset_partial_state=True)  # what a Trainer of the process that forked has left
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ |= {name: str(value) for name, value in ranks.items()} | {"ACCELERATE_USE_CPU": "true"}
     initial: Any = tiny_model("qwen3_moe")

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch._dynamo  # imported lazily by DTensor; here once, instead of two seconds in every forked rank
 import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import expertmesh as em
@@ -103,6 +104,9 @@ def _rank_main(
     torch.set_num_threads(1)
     faulthandler.enable(os.open(f"{scratch}/stack-{rank}", os.O_WRONLY))
     code = 0
+    # A Trainer's arguments may have set up one process alone in the process that forked.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
     try:
         store = dist.FileStore(f"{scratch}/store", world)
         limit = datetime.timedelta(seconds=timeout)
