@@ -55,7 +55,7 @@ _ARGUMENTS = {
 _GIVEN = {
     "peft_config": "PEFT would wrap adapters around shards; give it as lora=",
     "model_init": "a model is sharded once, when the trainer is made; give model=",
-    "quantization_config": "quantised weights are not supported; leave it out",
+    "quantization_config": "quantised files are read as plain weights, as their config says; leave it out",
     "optimizers": "their parameters would be those from before sharding; use args.optim or optimizer_cls_and_kwargs",
 }
 _ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
