@@ -40,7 +40,7 @@ _FREE_KEYS = (
 
 
 # What runs had that were saved before there were these keys.
-_ADDED_LATER = {"objective.name": "sft", "data.format": "auto"}
+_ADDED_LATER = {"objective.name": "sft", "data.format": "auto", "optim.stochastic_rounding": False}
 
 
 @dataclass(slots=True)
