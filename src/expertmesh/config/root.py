@@ -5,10 +5,10 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from expertmesh.config.base import Section, refuse
+from expertmesh.config.data import DataConfig
 from expertmesh.config.objective import ObjectiveConfig, objective_conflicts
 from expertmesh.config.sections import (
     CheckpointConfig,
-    DataConfig,
     DistributedConfig,
     LogConfig,
     LoraConfig,

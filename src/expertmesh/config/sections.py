@@ -16,7 +16,6 @@ from expertmesh.config.base import Listed, Section, refuse
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Dtype = Literal["float32", "bfloat16", "float64"]
-DataFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference"]
 BYTES_OF = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -70,40 +69,6 @@ class PrecisionConfig(Section):
             )
         refuse(*problems)
         return self
-
-
-class DataSource(Section):
-    """One source of samples."""
-
-    path: str = Field(min_length=1)
-    """File (JSON, JSONL, Parquet), directory of such files, or hub id of a data set."""
-    format: DataFormat = "auto"
-    """Layout of a row; auto detects it from the first rows and prints what it found."""
-
-
-class DataConfig(Section):
-    """Samples, and how they become token sequences."""
-
-    section: ClassVar[str] = "data"
-
-    train: Listed[DataSource] = Field(min_length=1)
-    """Sources to train on, read one after the other."""
-    eval: Listed[DataSource] = ()
-    """Sources to evaluate on; empty for no evaluation."""
-    format: DataFormat = "auto"
-    """Layout of the rows of all sources that say none themselves."""
-    max_length: int = Field(default=4096, ge=2)
-    """Longest sequence, in tokens."""
-    on_overlong: Literal["cut", "drop", "stop"] = "cut"
-    """What to do with a sample longer than max_length; cut and dropped samples are counted and reported."""
-    on_error: Literal["stop", "skip"] = "stop"
-    """What to do with a malformed row; skipped rows are counted and reported."""
-    packing: bool = True
-    """Fill each sequence with several samples; attention stays inside each of them."""
-    loss_on: Literal["assistant", "completion", "all"] = "assistant"
-    """Tokens that are targets: every assistant turn, the last turn only, or all tokens."""
-    shuffle: bool = True
-    """Shuffle samples anew in every epoch, by train.seed; false keeps the order of the sources."""
 
 
 class LoraConfig(Section):
