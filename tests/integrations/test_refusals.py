@@ -1,6 +1,7 @@
 """What Trainers cannot do with a sharded model stops with one sentence that names it, before anything is loaded."""
 
 import json
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_pt_utils import AcceleratorConfig
-from trl import DPOConfig, DPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer
 
 import expertmesh as em
 from expertmesh.integrations import refusals
@@ -187,6 +188,15 @@ def test_a_version_whose_methods_are_others_is_refused(method: str) -> None:
     changed = types.new_class("ChangedTrainer", (SFTTrainer,), exec_body=lambda body: body.update({method: other}))
     with refused("trainer.unsupported-version", naming=method):
         em.trainer(changed)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(DPOTrainer, "hash_module"), (GRPOTrainer, "VLLMGeneration")])
+def test_a_version_of_trl_without_what_is_exchanged_is_refused(
+    kind: type[Trainer], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(sys.modules[kind.__module__], name)
+    with refused("trainer.unsupported-version", naming=name):
+        em.trainer(kind)
 
 
 def test_a_class_derived_from_a_known_one_is_taken_and_taken_once() -> None:

@@ -1,9 +1,12 @@
 """What a Trainer cannot do with a sharded model: refused by name, before anything is loaded. No communication."""
 
 import fnmatch
+import functools
+import importlib.util
 import inspect
 import json
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,12 @@ OVERRIDDEN = {
     "_load_best_model": ("self",),
 }
 
+# Of a class's module, what TRL gets another one of while a trainer is made (`reference.handed_over`).
+EXCHANGED = {
+    "DPOTrainer": ("hash_module",),
+    "GRPOTrainer": ("create_model_from_path", "VLLMGeneration._iter_named_params"),
+}
+
 _ARGUMENTS = {
     "fsdp": "the model is sharded by parallel=; leave it out",
     "deepspeed": "the model is sharded by parallel=; leave it out",
@@ -50,7 +59,6 @@ _ARGUMENTS = {
     "save_on_each_node": "each rank writes its own part of one directory; use a file system that all ranks share",
     "enable_jit_checkpoint": "it saves on one rank when that gets its signal; leave it out",
     "optim_target_modules": "it projects whole gradients, and each rank has a shard; leave it out",
-    "use_vllm": "its weights are not sent from shards yet; leave it out, and the sharded model generates",
     "use_transformers_continuous_batching": "ranks would not generate in lockstep; leave it out",
     "cast_lm_head_to_fp32": "it replaces a head that is in shards; leave it out",
     "sync_ref_model": "the reference is a model in shards of its own; leave it out",
@@ -101,6 +109,14 @@ def refuse_class(trainer_class: type[Trainer]) -> None:
                 f"{has}; transformers is {transformers.__version__}, and 5.23 is what this was made for",
                 key="trainer.unsupported-version",
             )
+    for name in EXCHANGED.get(of_trl or "", ()):
+        home = next(base.__module__ for base in trainer_class.__mro__ if base.__name__ == of_trl)
+        if functools.reduce(lambda found, part: getattr(found, part, None), name.split("."), sys.modules[home]) is None:
+            raise InputError(
+                f"{home}.{name} is to be exchanged for {of_trl}, but this version of TRL has none; 1.16 is what this "
+                "was made for",
+                key="trainer.unsupported-version",
+            )
 
 
 def refuse_arguments(args: Any, given: Mapping[str, Any]) -> None:
@@ -122,6 +138,12 @@ def refuse_arguments(args: Any, given: Mapping[str, Any]) -> None:
             "forward needs them all",
             key="trainer.unsupported-argument",
         )
+    if getattr(args, "use_vllm", False) and not _has_vllm():
+        raise InputError(
+            "args.use_vllm is True, but vllm is not installed; install trl[vllm], or leave it out, and the sharded "
+            "model generates",
+            key="trainer.unsupported-argument",
+        )
     template = getattr(args, "chat_template_path", None)
     if template is not None and not template.endswith((".jinja", ".j2")):
         raise InputError(
@@ -130,6 +152,10 @@ def refuse_arguments(args: Any, given: Mapping[str, Any]) -> None:
             key="trainer.unsupported-argument",
         )
     _refuse_optimizer(args, given.get("optimizer_cls_and_kwargs"))
+
+
+def _has_vllm() -> bool:
+    return importlib.util.find_spec("vllm") is not None
 
 
 def _mixed_precision(args: Any) -> str:
