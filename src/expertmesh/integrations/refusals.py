@@ -1,7 +1,6 @@
 """What a Trainer cannot do with a sharded model: refused by name, before anything is loaded. No communication."""
 
 import fnmatch
-import functools
 import importlib.util
 import inspect
 import json
@@ -111,7 +110,10 @@ def refuse_class(trainer_class: type[Trainer]) -> None:
             )
     for name in EXCHANGED.get(of_trl or "", ()):
         home = next(base.__module__ for base in trainer_class.__mro__ if base.__name__ == of_trl)
-        if functools.reduce(lambda found, part: getattr(found, part, None), name.split("."), sys.modules[home]) is None:
+        found_there: Any = sys.modules[home]
+        for part in name.split("."):
+            found_there = getattr(found_there, part, None)
+        if found_there is None:
             raise InputError(
                 f"{home}.{name} is to be exchanged for {of_trl}, but this version of TRL has none; 1.16 is what this "
                 "was made for",

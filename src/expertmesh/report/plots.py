@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import matplotlib.style
 import numpy as np
@@ -103,7 +104,7 @@ def _draw_curve(run: Run, key: str, figure: Figure, axes: Axes) -> None:
 def _draw_line(axes: Axes, line: Line, noisy: bool, label: str, colour: str) -> None:
     """The rows pale, what they tend to strong."""
     smooth = line.smooth if noisy else None
-    pale = {"color": colour, "label": None}
+    pale: dict[str, Any] = {"color": colour, "label": None}
     if colour == FIRST:  # the legend says it once
         pale["label"] = "lowest to highest" if line.rows_per_point > 1 else "each row"
     if line.rows_per_point > 1:
