@@ -55,5 +55,10 @@ class Config(Section):
                 f"model.attention is flash_attention_2, which cannot compute in {self.precision.compute}; "
                 "set precision.compute to bfloat16 or model.attention to sdpa"
             )
+        if self.optim.stochastic_rounding and self.precision.params != "bfloat16":
+            problems.append(
+                f"optim.stochastic_rounding is true, but precision.params is {self.precision.params}, which is not "
+                "rounded; set precision.params to bfloat16 or optim.stochastic_rounding to false"
+            )
         refuse(*problems)
         return self

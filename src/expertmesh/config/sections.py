@@ -115,6 +115,7 @@ class OptimConfig(Section):
     """The optimizer."""
 
     section: ClassVar[str] = "optim"
+    _OF_ADAMW: ClassVar[tuple[str, ...]] = ("betas", "eps", "stochastic_rounding")
 
     name: Literal["adamw", "sgd"] = "adamw"
     """AdamW, or plain stochastic gradient descent (no momentum)."""
@@ -126,6 +127,9 @@ class OptimConfig(Section):
     """Decay rates of AdamW's two moments; not for sgd."""
     eps: float = Field(default=1e-8, gt=0)
     """AdamW's denominator term; not for sgd."""
+    stochastic_rounding: bool = False
+    """Round bfloat16 parameters and moments up or down by chance, so that small updates count on average instead of
+    being lost; needs precision.params bfloat16 and adamw."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global 2-norm; null does not clip."""
 
@@ -136,7 +140,7 @@ class OptimConfig(Section):
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
-        given = [key for key in ("betas", "eps") if key in self.model_fields_set]
+        given = [key for key in self._OF_ADAMW if key in self.model_fields_set]
         if self.name == "sgd":
             refuse(*(f"optim.{key} does nothing with optim.name sgd; remove it or use adamw" for key in given))
         return self
@@ -144,7 +148,7 @@ class OptimConfig(Section):
     @model_serializer(mode="wrap")
     def _without_what_does_nothing(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
         values = serialize(self)
-        return {k: v for k, v in values.items() if self.name == "adamw" or k not in ("betas", "eps")}
+        return {k: v for k, v in values.items() if self.name == "adamw" or k not in self._OF_ADAMW}
 
 
 class ScheduleConfig(Section):

@@ -48,6 +48,7 @@ _ADDED_LATER = {
     "data.template_args": {},
     "data.thinking": "auto",
     **{f"data.on_{kind}": "keep" for kind in ODD_ROWS},
+    "optim.stochastic_rounding": False,
 }
 # How many of the first sample's token ids a checkpoint keeps, to show where others begin.
 _IDS_KEPT = 512
