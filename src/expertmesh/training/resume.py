@@ -25,7 +25,7 @@ from expertmesh.data.report import ODD_ROWS
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 
 # What may differ from the run that is resumed: sections and keys.
-_FREE_SECTIONS = ("parallel", "checkpoint", "log", "distributed")
+_FREE_SECTIONS = ("parallel", "checkpoint", "save", "log", "distributed")
 _FREE_KEYS = (
     "train.max_steps",
     "train.num_epochs",

@@ -24,7 +24,7 @@ from expertmesh.weights.mapping import LoadPlan, model_tensors, plan_load
 from expertmesh.weights.meta_model import materialize
 from expertmesh.weights.quantised.tensor import QuantisedTensor
 from expertmesh.weights.reading import bytes_needed, read_box
-from expertmesh.weights.unmapped import UnmappedTensors, remember, summarize_unmapped
+from expertmesh.weights.source import Source, UnmappedTensors, remember, summarize_unmapped
 
 _CHECKED_ELEMENTS = 1 << 22
 
@@ -56,10 +56,10 @@ def fill(
 ) -> LoadReport:
     """Give each parameter and persistent buffer of `model` its value from the safetensors of `directory`.
 
-    `model` may be plain or parallelised (FSDP2, expert-parallel DTensors); its local shards have to be allocated,
-    or are allocated on the device `allocate_on`, once the files' headers fit the model. Every rank calls it. Tied
-    tensors are read once. The model remembers the file layout and the unmapped tensors, so that saving restores both.
-    Of `new` tensors those that the files lack keep what is in memory.
+    `model` may be plain or parallelised (FSDP2, expert-parallel DTensors); its local shards have to be allocated, or
+    are allocated on the device `allocate_on`, once the files' headers fit the model. Every rank calls it. Tied tensors
+    are read once. The model remembers the layout and dtypes of the files and the unmapped tensors, so that saving
+    restores them. Of `new` tensors those that the files lack keep what is in memory.
     Raises on all ranks alike: `InputError`, `SecurityError`, `IntegrityError` (see `open_weight_files`
     and `plan_load`), the last also for values that are not finite. Issues one small all-reduce on the default group.
     """
@@ -99,8 +99,8 @@ def fill_planned(model: PreTrainedModel, files: WeightFiles, plan: LoadPlan) -> 
         read_box(lazy, box, copy, files.read)
         if not torch.equal(copy, local):
             raise differing_copies(lazy, plan.tensors[name])
-    ignored = [files.tensors[name] for name in plan.ignored]
-    remember(model, plan.conversions, ignored)
+    source = Source.of(model, plan, files)
+    remember(model, plan.conversions, source)
     return LoadReport(
         tensors=len(plan.tensors),
         bytes_read=files.bytes_read,
@@ -108,7 +108,7 @@ def fill_planned(model: PreTrainedModel, files: WeightFiles, plan: LoadPlan) -> 
         local_bytes=sum(local_tensor(state[name]).nbytes for name in plan.tensors),
         experts=_experts_held(model, state),
         ignored=plan.ignored,
-        unmapped=summarize_unmapped(ignored, files.tensors.keys() - set(plan.ignored)),
+        unmapped=summarize_unmapped(source.unmapped, files.tensors.keys() - set(plan.ignored)),
     )
 
 
