@@ -50,6 +50,11 @@ class Config(Section):
                 f"train.eval_every_steps is {self.train.eval_every_steps}, but data.eval is empty; name data "
                 "there or set train.eval_every_steps to null"
             )
+        if self.precision.frozen is not None and self.lora is None:
+            problems.append(
+                f"precision.frozen is {self.precision.frozen}, but without lora nothing is frozen; add lora or set "
+                "precision.frozen to null"
+            )
         if self.model.attention == "flash_attention_2" and self.precision.compute != "bfloat16":
             problems.append(
                 f"model.attention is flash_attention_2, which cannot compute in {self.precision.compute}; "

@@ -17,12 +17,12 @@ from expertmesh.anatomy import describe
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.boxes import Box, slices
-from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, open_weight_files
+from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
+from expertmesh.state.packed import PackedTensor
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.weights.lazy import LazyTensor
-from expertmesh.weights.mapping import LoadPlan, model_tensors, plan_load
+from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, model_tensors, plan_load
 from expertmesh.weights.meta_model import materialize
-from expertmesh.weights.quantised.tensor import QuantisedTensor
 from expertmesh.weights.reading import bytes_needed, read_box
 from expertmesh.weights.source import Source, UnmappedTensors, remember, summarize_unmapped
 
@@ -115,6 +115,15 @@ def fill_planned(model: PreTrainedModel, files: WeightFiles, plan: LoadPlan) -> 
 def refuse_non_finite(name: str, lazy: LazyTensor, box: Box, local: Tensor) -> None:
     if not local.is_floating_point() or local.numel() == 0:
         return
+    if isinstance(local, PackedTensor):
+        if (expert := local.not_finite()) is not None:
+            index = [box[0][0] + expert, *(start for start, _ in box[1:])]
+            raise IntegrityError(
+                f"{named_source(lazy, index)}: expert {index[0]} of {name} holds a value that is not finite; the "
+                "checkpoint is damaged",
+                key="weights.not-finite",
+            )
+        return
     # A sum is finite only if every term is: one pass, one wait for the device. If a sum overflows, the loop decides.
     wide = torch.promote_types(local.dtype, torch.float32)
     parts = torch.split(local.reshape(-1), _CHECKED_ELEMENTS)
@@ -148,7 +157,7 @@ def named_source(lazy: LazyTensor, index: list[int] | None = None) -> str:
     for piece in lazy.pieces:
         if all(start <= at < stop for at, (start, stop) in zip(index, piece.dest, strict=True)):
             leaf = piece.leaf
-            return f"{leaf.path}: tensor {leaf.name}" if isinstance(leaf, (FileTensor, QuantisedTensor)) else leaf.name
+            return f"{leaf.path}: tensor {leaf.name}" if isinstance(leaf, FILE_LEAVES) else leaf.name
     raise AssertionError(f"no piece of {lazy!r} holds {index}")
 
 
