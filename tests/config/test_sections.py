@@ -172,6 +172,11 @@ def test_adapters_have_targets_and_a_scaling_by_default(tmp_path: Path) -> None:
     assert stable.scaling == 2.0
 
 
+def test_a_dtype_of_the_saved_model_is_refused_where_adapters_are_saved(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path), ["save.dtype=float32"]).save.dtype == "float32"
+    assert "save.dtype is float32, but lora is set" in refusal(tmp_path, "lora={r: 8}", "save.dtype=float32")
+
+
 @pytest.mark.parametrize("said", ["r: 16", "alpha: 32", "targets: [attention]", "use_rslora: false", "init: default"])
 def test_what_an_adapter_says_itself_cannot_be_said_twice(tmp_path: Path, said: str) -> None:
     message = refusal(tmp_path, f"lora={{from_adapter: some/where, {said}}}")

@@ -17,7 +17,6 @@ from expertmesh.config.base import Listed, Section, refuse
 PositiveInt = Annotated[int, Field(ge=1)]
 Dtype = Literal["float32", "bfloat16", "float64"]
 OptimizerName = Literal["adamw", "adamw_8bit", "sgd"]
-DataFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference"]
 BYTES_OF = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -47,6 +46,8 @@ class PrecisionConfig(Section):
     """Dtype in which forward and backward run; not wider than params."""
     reduce: Dtype = "float32"
     """Dtype in which gradients are reduced over ranks."""
+    frozen: Literal["float8", "nf4", "mxfp4", "nvfp4", "as_published"] | None = None
+    """How routed experts that LoRA has frozen stay in memory: in 8 or 4 bits; null keeps them in precision.compute."""
 
     @field_validator("params", "compute", "reduce", mode="before")
     @classmethod
@@ -71,40 +72,6 @@ class PrecisionConfig(Section):
             )
         refuse(*problems)
         return self
-
-
-class DataSource(Section):
-    """One source of samples."""
-
-    path: str = Field(min_length=1)
-    """File (JSON, JSONL, Parquet), directory of such files, or hub id of a data set."""
-    format: DataFormat = "auto"
-    """Layout of a row; auto detects it from the first rows and prints what it found."""
-
-
-class DataConfig(Section):
-    """Samples, and how they become token sequences."""
-
-    section: ClassVar[str] = "data"
-
-    train: Listed[DataSource] = Field(min_length=1)
-    """Sources to train on, read one after the other."""
-    eval: Listed[DataSource] = ()
-    """Sources to evaluate on; empty for no evaluation."""
-    format: DataFormat = "auto"
-    """Layout of the rows of all sources that say none themselves."""
-    max_length: int = Field(default=4096, ge=2)
-    """Longest sequence, in tokens."""
-    on_overlong: Literal["cut", "drop", "stop"] = "cut"
-    """What to do with a sample longer than max_length; cut and dropped samples are counted and reported."""
-    on_error: Literal["stop", "skip"] = "stop"
-    """What to do with a malformed row; skipped rows are counted and reported."""
-    packing: bool = True
-    """Fill each sequence with several samples; attention stays inside each of them."""
-    loss_on: Literal["assistant", "completion", "all"] = "assistant"
-    """Tokens that are targets: every assistant turn, the last turn only, or all tokens."""
-    shuffle: bool = True
-    """Shuffle samples anew in every epoch, by train.seed; false keeps the order of the sources."""
 
 
 class LoraConfig(Section):
@@ -337,24 +304,6 @@ class MoeConfig(Section):
         return getattr(self, key) not in ("from_model", 0.0)
 
 
-class CheckpointConfig(Section):
-    """Resumable checkpoints in output_dir/checkpoints; docs/checkpoints.md tells the rules."""
-
-    section: ClassVar[str] = "checkpoint"
-
-    every_steps: PositiveInt | None = 200
-    """Save every this many optimizer steps and after the last; null saves only by every_minutes or when stopped."""
-    every_minutes: float | None = Field(default=None, gt=0)
-    """Save when this many minutes have passed since the last save, by rank 0's clock; null for no such rule."""
-    keep_last: PositiveInt = 3
-    """How many of the newest checkpoints to keep."""
-    asynchronous: bool = True
-    """Copy the state to host memory and write it while training goes on; false waits until it is on the disk."""
-    resume: str = Field(default="auto", min_length=1)
-    """auto continues from the newest checkpoint, if there is one; never starts anew; or a checkpoint: its name
-    (step-00000200) in output_dir, or a path."""
-
-
 class DistributedConfig(Section):
     """How long ranks wait for each other."""
 
@@ -374,27 +323,3 @@ class DistributedConfig(Section):
                 f"distributed.timeout_seconds ({self.timeout_seconds}); change one of them"
             )
         return self
-
-
-class LogConfig(Section):
-    """What is reported, and how often."""
-
-    section: ClassVar[str] = "log"
-
-    every_steps: PositiveInt = 1
-    """Report every this many optimizer steps."""
-    report_to: Listed[Literal["jsonl", "tensorboard"]] = ("jsonl",)
-    """Where metrics go; jsonl (output_dir/metrics.jsonl) is always on, also when it is not named."""
-
-    @field_validator("report_to", mode="before")
-    @classmethod
-    def _later(cls, value: object) -> object:
-        for name in value if isinstance(value, list | tuple) else ():
-            if name in ("wandb", "trackio"):
-                raise ValueError(f"{name} is not available yet; use jsonl or tensorboard")
-        return value
-
-    @field_validator("report_to", mode="after")
-    @classmethod
-    def _jsonl_always(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(("jsonl", *value)))

@@ -12,7 +12,7 @@ from expertmesh.checkpoint.interface import load_directory
 from expertmesh.model import load_weights
 from expertmesh.training.control import Control
 from expertmesh.training.optimizers.build import build_optimizer, build_schedule
-from expertmesh.training.reporting.weights import adapter_lines, report_loaded, saved_lines
+from expertmesh.training.reporting.weights import adapter_lines, dtype_text, report_loaded, saved_lines
 from expertmesh.training.resume import Counters
 from expertmesh.training.startup.output_dir import ADAPTER, MODEL
 from expertmesh.training.startup.prepare import Prepared, say
@@ -67,7 +67,7 @@ def save_result(run: Prepared) -> None:
         adapter = save_adapter(run.model, directory / ADAPTER, tokenizer=tokenizer)
         lines = [*adapter_lines(adapter), f"saved {directory / ADAPTER}; {metrics}"]
     else:
-        saved = save_model(run.model, directory / MODEL, tokenizer=tokenizer)
-        lines = [*saved_lines(saved), f"saved {directory / MODEL} in {config.precision.params}; {metrics}"]
+        saved = save_model(run.model, directory / MODEL, tokenizer=tokenizer, dtype=config.save.dtype)
+        lines = [*saved_lines(saved), f"saved {directory / MODEL} in {dtype_text(saved)}; {metrics}"]
     if run.mesh.rank == 0:
         print("\n".join(lines), flush=True)
