@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import torch
+
 from expertmesh.adapters.start import start as start_adapters
 from expertmesh.config import ParallelConfig, PrecisionConfig
 from expertmesh.distributed.mesh import init_mesh, set_timeout
@@ -41,4 +43,5 @@ def build(
     fill(model, setup.directory, allocate_on=mesh.device)
     start_adapters(model, config.train.seed)
     set_adapters(model)
-    return Job(setup, mesh, model, build_optimizer(model, config.optim, config.train.seed), precision)
+    optimizer = build_optimizer(model, config.optim, config.train.seed, getattr(torch, precision.compute))
+    return Job(setup, mesh, model, optimizer, precision)
