@@ -37,7 +37,8 @@ class Source:
     def of(cls, model: PreTrainedModel, plan: LoadPlan, files: WeightFiles) -> "Source":
         """Of `files`, from which `plan` fills `model`."""
         names = tied_names(model_tensors(model))
-        dtypes = {name: plain_dtype(plan.tensors[tied[0]]) for tied in names for name in tied}
+        filled = (tied for tied in names if tied[0] in plan.tensors)  # a new head is in no file
+        dtypes = {name: plain_dtype(plan.tensors[tied[0]]) for tied in filled for name in tied}
         return cls(dtypes, tuple(files.tensors[name] for name in plan.ignored), quantisation(model.config))
 
 
