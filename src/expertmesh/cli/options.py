@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from typer import Argument, Option
 
+from expertmesh.config.sections import OptimizerName
 from expertmesh.verification.options import DEFAULT_TOKENS, LAYERS
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -75,6 +76,7 @@ class PlanOptions:
     global_batch_size: Annotated[int | None, N(help="sequences of a step (default: 64, or one per device)")] = None
     lora: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="adapters: r=16; again for more keys")] = None
     params: Annotated[Literal["float32", "bfloat16"], Option(help="dtype of the parameters that train")] = "float32"
+    optimizer: Annotated[OptimizerName, Option(help="what updates them")] = "adamw"
     compute: Annotated[Literal["float32", "bfloat16"], Option(help="dtype of forward and backward")] = "bfloat16"
     no_packing: Annotated[bool, Option("--no-packing", help="one sample per sequence, so no mask between them")] = False
     goal: Annotated[Literal["speed", "memory"], Option(help="what to rank by")] = "speed"

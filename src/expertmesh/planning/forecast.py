@@ -138,9 +138,8 @@ def _other_ep(config: Config, job: Job, found: Candidate) -> list[str]:
 def _job(config: Config, checked: Checked, devices: Devices) -> Job:
     length, packed = config.data.max_length, config.data.packing
     figures = figures_of_plan(checked.plan, length=length, lora=config.lora, packed=packed)
-    moments = 2 if config.optim.name == "adamw" else 0
     layers = config.train.checkpoint_layers
-    return Job(figures, devices, config.train.global_batch_size, moments, layers=layers)
+    return Job(figures, devices, config.train.global_batch_size, config.optim.name, layers=layers)
 
 
 def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:

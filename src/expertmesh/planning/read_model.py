@@ -21,6 +21,7 @@ from expertmesh.planning.feasibility import Feasibility
 from expertmesh.planning.model_figures import (
     Block,
     Experts,
+    ExpertWeight,
     ModelFigures,
     ParamGroup,
     TensorParallelParts,
@@ -177,7 +178,14 @@ class _Reader:
             spec=spec,
             router=TopKRouter(spec.num_experts, spec.top_k, *((groups, best) if limited else ())),
             matrices=tuple(
-                (p.numel() // spec.num_experts, p.requires_grad, self._stored(name).itemsize) for name, p in own.items()
+                ExpertWeight(
+                    tuple(p.shape),
+                    p.numel() // spec.num_experts,
+                    p.requires_grad,
+                    self._stored(name).itemsize,
+                    is_adapter(name) and name.endswith("A"),
+                )
+                for name, p in own.items()
             ),
             looped=self.backends[spec.name] == "loop",
             rank=self.lora.r if self.lora is not None and any(map(is_adapter, own)) else 0,

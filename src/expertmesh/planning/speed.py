@@ -77,7 +77,7 @@ def speed_of(workload: Workload, devices: Devices) -> Speed:
     }
     # All others wait for the pp rank whose micro-batch takes longest.
     stage = max(each, key=lambda stage: each[stage].seconds)
-    slowest = each[stage]
+    slowest, state = each[stage], resident_state(model, layout, stage, workload.optimizer)
     tokens = batch.rows * times * model.length * layout.data_ranks
     return Speed(
         products=times * slowest.products,
@@ -86,8 +86,8 @@ def speed_of(workload: Workload, devices: Devices) -> Speed:
         memory=times * slowest.memory,
         host=times * slowest.host,
         head=times * slowest.head,
-        # AdamW reads parameter, gradient and moments and writes all but the gradient; the norm reads gradients once.
-        optimizer=8 * resident_state(model, layout, stage).master / rates.bandwidth,
+        # Parameters and moments are read and written, gradients read twice: by the norm as well.
+        optimizer=(4 * state.master + 2 * state.moments) / rates.bandwidth,
         links=tuple(_links(workload, stage, devices, times * slowest.of_blocks)),
         bubble=(layout.pp - 1) / (layout.pp_virtual_stages * times),
         tokens=tokens,

@@ -103,8 +103,8 @@ def _sharding_order(tensor: DTensor, dim: int) -> list[int]:
     order: list[int] = []
     for axis in reversed(range(len(tensor.placements))):
         placement = tensor.placements[axis]
-        if _shard_dim(placement) != dim:
-            assert _shard_dim(placement) is not None or isinstance(placement, Replicate), f"{placement}"
+        if shard_dim(placement) != dim:
+            assert shard_dim(placement) is not None or isinstance(placement, Replicate), f"{placement}"
         elif isinstance(placement, StridedShard):
             inside = _prefix_of_size(tensor, order, int(placement.split_factor))
             order.insert(inside, axis)
@@ -120,6 +120,7 @@ def _prefix_of_size(tensor: DTensor, order: list[int], size: int) -> int:
     raise AssertionError(f"no axes of {tensor.placements} multiply to split factor {size}")
 
 
-def _shard_dim(placement: Placement) -> int | None:
+def shard_dim(placement: Placement) -> int | None:
+    """The dim that a placement cuts, or None."""
     # _StridedShard is a subclass of Shard in some torch versions and not in others.
     return placement.dim if isinstance(placement, (Shard, StridedShard)) else None
