@@ -16,8 +16,12 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import GptOssConfig
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+# Columns are multiples of 32, which 4-bit formats demand; rows of neither block that is tried.
+SIZES: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 96, "head_dim": 16}
 
 # The tensors of the file by name, and the values that they stand for, in fp32.
 Written = tuple[dict[str, Tensor], Tensor]
@@ -56,6 +60,16 @@ def quantise(source: Path, target: Path, form: Format, chosen: Callable[[str], b
 def is_linear(name: str) -> bool:
     """The weights that published files quantise: projections, not routers, embeddings and heads."""
     return "_proj" in name and name.endswith(".weight")
+
+
+def is_expert_matrix(name: str) -> bool:
+    return name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+
+
+def gpt_oss_config() -> GptOssConfig:
+    sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 16}
+    common = {"vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return GptOssConfig(**common, **sizes, num_key_value_heads=2, max_position_embeddings=64)
 
 
 def _blocks(weight: Tensor, block: tuple[int, int], largest: float) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,7 @@ from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
 from expertmesh.state.stage_view import full_model, full_state
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.module_list import list_rules
-from expertmesh.weights.quantised.published import PublishedTensors, published_tensors
+from expertmesh.weights.quantised.published import PublishedTensors, published_tensors, quantisation
 from expertmesh.weights.quantised.tensor import QuantisedTensor
 
 _LISTED = 10
@@ -48,13 +48,14 @@ class LoadPlan:
     `tensors` has one entry for each tensor of the model, under the first of its names if it is tied.
     `copies` are further copies of tied tensors that the files hold: (name in `tensors`, the copy); they
     have to be equal. `ignored` are the file tensors that the family itself declares unused. `conversions`
-    are the rules that applied.
+    are the rules that applied, `published` is what the files hold.
     """
 
     tensors: dict[str, LazyTensor]
     copies: tuple[tuple[str, LazyTensor], ...]
     ignored: tuple[str, ...]
     conversions: tuple[WeightTransform, ...]
+    published: PublishedTensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,7 +132,7 @@ def plan_load(model: PreTrainedModel, files: WeightFiles) -> LoadPlan:
     unexpected, duplicated, incomplete, misshaped or mistyped, and what `published_tensors` raises. Reads nothing but
     the headers that `files` already has.
     """
-    published = published_tensors(model.config, files)
+    published = published_tensors(quantisation(model.config), files)
     state = model_tensors(model)
     with own_classes(model):
         # Rules belong to classes of modules, of which a pipeline stage has only some.
@@ -150,7 +151,7 @@ def plan_load(model: PreTrainedModel, files: WeightFiles) -> LoadPlan:
         elif not failed & set(names):
             planner.mismatches.add("missing", names[0])
     planner.mismatches.refuse(model, files.directory)
-    return LoadPlan(tensors, tuple(copies), ignored, tuple(rule for rule in conversions if rule.was_used()))
+    return LoadPlan(tensors, tuple(copies), ignored, tuple(rule for rule in conversions if rule.was_used()), published)
 
 
 def plan_save(model: PreTrainedModel) -> dict[str, LazyTensor]:

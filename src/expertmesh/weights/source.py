@@ -26,19 +26,28 @@ from expertmesh.weights.quantised.published import plain_dtype, quantisation
 class Source:
     """`dtypes`: those of the files, bfloat16 where they hold codes, by state name; none of a model made in memory.
 
-    `unmapped` are the tensors that the files hold and the model does not; `quantisation` is the `quantization_config`.
+    `unmapped` are the tensors that the files hold and the model does not; `quantisation` is the `quantization_config`,
+    and `packed` are the codes and scales, and what belongs to them, of the tensors that the model has.
     """
 
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     unmapped: tuple[FileTensor, ...] = ()
     quantisation: Mapping[str, Any] | None = None
+    packed: tuple[FileTensor, ...] = ()
 
     @classmethod
     def of(cls, model: PreTrainedModel, plan: LoadPlan, files: WeightFiles) -> "Source":
         """Of `files`, from which `plan` fills `model`."""
         names = tied_names(model_tensors(model))
         dtypes = {name: plain_dtype(plan.tensors[tied[0]]) for tied in names for name in tied}
-        return cls(dtypes, tuple(files.tensors[name] for name in plan.ignored), quantisation(model.config))
+        unmapped = set(plan.ignored)
+        packed = [part for name in plan.published.quantised for part in plan.published.stored[name]]
+        return cls(
+            dtypes,
+            tuple(files.tensors[name] for name in plan.ignored),
+            quantisation(model.config),
+            tuple(files.tensors[name] for name in packed if name not in unmapped),
+        )
 
 
 def remember(model: nn.Module, conversions: Iterable[WeightTransform], source: Source) -> None:
