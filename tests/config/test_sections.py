@@ -96,6 +96,8 @@ def test_what_is_not_built_yet_is_refused_with_the_value_that_turns_it_off(
         (["train={global_batch_size: 2, micro_batch_size: 4}"], "train.global_batch_size (2)"),
         (["optim={name: sgd, betas: [0.9, 0.95]}"], "optim.betas"),
         (["optim={name: sgd, eps: 1e-8}"], "optim.eps"),
+        (["optim={name: sgd, stochastic_rounding: true}"], "optim.stochastic_rounding"),
+        (["optim.stochastic_rounding=true"], "optim.stochastic_rounding is true"),
         (["parallel={ep: 4, fsdp: 6}"], "parallel.ep is 4"),
         (["distributed.timeout_seconds=3600"], "distributed.first_step_timeout_seconds (1800)"),
         (["moe={router: frozen, aux_loss_coef: 0.01}"], "moe.aux_loss_coef is 0.01"),

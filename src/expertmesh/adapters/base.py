@@ -6,13 +6,18 @@ An adapter on another base is noise that nobody notices: resuming or merging it 
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from expertmesh.config.errors import IntegrityError
+from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.state.sharded_model import attach, sharded
 from expertmesh.state.stage_view import full_model
 from expertmesh.weights.content import content_hash
+from expertmesh.weights.load import weights_file
+from expertmesh.weights.mapping import plan_load
+from expertmesh.weights.quantised.resident import published_formats
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,15 @@ def remember_base(model: nn.Module) -> None:
     frozen = (p for p in full_model(model).parameters() if not p.requires_grad)
     dtypes = [str(p.dtype).removeprefix("torch.") for p in frozen]
     attach(model, lora_base=Base(content_hash(model), max(set(dtypes), key=dtypes.count)))
+
+
+def remember_formats(model: Any, directory: Path) -> None:
+    """Find out from headers how the files in `directory` hold the experts of `model`, on meta, that stay packed.
+
+    Raises `InputError` for codes that cannot stay. No communication.
+    """
+    with open_weight_files(directory, weights_file(model)) as files:
+        attach(model, frozen_formats=published_formats(model, plan_load(model, files, complete=False)))
 
 
 def base_of(model: nn.Module) -> Base:

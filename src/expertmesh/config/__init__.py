@@ -4,6 +4,7 @@ It imports neither torch nor transformers nor anything else of expertmesh, so a 
 before anything heavy is loaded.
 """
 
+from expertmesh.config.data import DataConfig, DataSource
 from expertmesh.config.errors import (
     DistributedFailure,
     ExpertmeshError,
@@ -17,8 +18,6 @@ from expertmesh.config.output import CheckpointConfig, LogConfig, SaveConfig
 from expertmesh.config.root import Config
 from expertmesh.config.schema import json_schema
 from expertmesh.config.sections import (
-    DataConfig,
-    DataSource,
     DistributedConfig,
     LoraConfig,
     ModelConfig,

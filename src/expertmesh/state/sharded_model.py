@@ -47,6 +47,8 @@ class ShardedModel:
     """Which adapters it has: `adapters.plan.plan_of`."""
     lora_base: Any = None
     """Hash of the frozen weights: `adapters.base.base_of`."""
+    frozen_formats: Any = None
+    """How its files hold experts that stay as published: `weights.quantised.resident.published_formats`."""
     averages_gradients: bool = False
     """Whether gradients of its outputs are averaged over ranks: `state.other_code.like_ddp`."""
     source: Any = None

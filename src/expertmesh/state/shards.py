@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from expertmesh.compat import StridedShard
-from expertmesh.io.boxes import Box, extents, full_box
+from expertmesh.io.boxes import Box, extents, full_box, slices
+from expertmesh.state.packed import PackedTensor, values_at
 from expertmesh.state.stage_view import is_on_other_stage, placement_of
 
 
@@ -78,6 +79,19 @@ def local_tensor(tensor: Tensor) -> Tensor:
     if is_on_other_stage(tensor):
         return torch.empty([0] * tensor.dim(), dtype=tensor.dtype)
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def local_values(tensor: Tensor, box: Box) -> Tensor:
+    """The values of `box`, which is part of what this rank holds; of packed weights dequantised."""
+    return values_at(local_tensor(tensor), slices(box, local_box(tensor)))
+
+
+def full_values(tensor: DTensor) -> Tensor:
+    """The whole tensor on every rank; of packed weights the values. Collective over the tensor's mesh."""
+    local = local_tensor(tensor)
+    if not isinstance(local, PackedTensor):
+        return tensor.full_tensor()
+    return DTensor.from_local(local.experts(0, len(local)), tensor.device_mesh, tensor.placements).full_tensor()
 
 
 def _sharding_order(tensor: DTensor, dim: int) -> list[int]:

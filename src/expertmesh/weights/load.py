@@ -5,23 +5,24 @@ shards a rank holds at most one block of one tensor in host memory. Errors are r
 sentence. Weights are never gathered or broadcast, so that no rank can overwrite another's experts.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from expertmesh.anatomy import describe
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
-from expertmesh.io.boxes import Box
-from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, open_weight_files
+from expertmesh.io.boxes import Box, slices
+from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
+from expertmesh.state.packed import PackedTensor
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.weights.lazy import LazyTensor
-from expertmesh.weights.mapping import LoadPlan, model_tensors, plan_load
+from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, model_tensors, plan_load
 from expertmesh.weights.meta_model import materialize
-from expertmesh.weights.quantised.tensor import QuantisedTensor
 from expertmesh.weights.reading import bytes_needed, read_box
 from expertmesh.weights.source import Source, UnmappedTensors, remember, summarize_unmapped
 
@@ -34,7 +35,7 @@ class LoadReport:
 
     `experts` are (experts module, first, last + 1): the experts of each layer that this rank holds a part
     of. `ignored` are the file tensors that the model's family declares unused, `unmapped` a summary of them;
-    `save_model` copies them from these files.
+    `save_model` copies them from these files. `new` are tensors that the files lack and that may be new.
     """
 
     tensors: int
@@ -44,23 +45,30 @@ class LoadReport:
     experts: tuple[tuple[str, int, int], ...]
     ignored: tuple[str, ...]
     unmapped: tuple[UnmappedTensors, ...]
+    new: tuple[str, ...] = ()
 
 
-def fill(model: PreTrainedModel, directory: str | Path, allocate_on: torch.device | str | None = None) -> LoadReport:
+def fill(
+    model: PreTrainedModel,
+    directory: str | Path,
+    allocate_on: torch.device | str | None = None,
+    new: Sequence[str] = (),
+) -> LoadReport:
     """Give each parameter and persistent buffer of `model` its value from the safetensors of `directory`.
 
     `model` may be plain or parallelised (FSDP2, expert-parallel DTensors); its local shards have to be allocated, or
     are allocated on the device `allocate_on`, once the files' headers fit the model. Every rank calls it. Tied tensors
     are read once. The model remembers the layout and dtypes of the files and the unmapped tensors, so that saving
-    restores them. Raises on all ranks alike: `InputError`, `SecurityError`, `IntegrityError` (see `open_weight_files`
+    restores them. Of `new` tensors those that the files lack keep what is in memory.
+    Raises on all ranks alike: `InputError`, `SecurityError`, `IntegrityError` (see `open_weight_files`
     and `plan_load`), the last also for values that are not finite. Issues one small all-reduce on the default group.
     """
     with raise_on_all_ranks("loading weights"), open_weight_files(directory, weights_file(model)) as files:
-        plan = plan_load(model, files)
+        plan = plan_load(model, files, new)
         if allocate_on is not None:
             materialize(model, allocate_on)
         report = fill_planned(model, files, plan)
-    return report
+    return replace(report, new=tuple(name for name in new if name not in plan.tensors))
 
 
 def bytes_to_read(model: PreTrainedModel, directory: str | Path) -> int:
@@ -107,6 +115,15 @@ def fill_planned(model: PreTrainedModel, files: WeightFiles, plan: LoadPlan) -> 
 def refuse_non_finite(name: str, lazy: LazyTensor, box: Box, local: Tensor) -> None:
     if not local.is_floating_point() or local.numel() == 0:
         return
+    if isinstance(local, PackedTensor):
+        if (expert := local.not_finite()) is not None:
+            index = [box[0][0] + expert, *(start for start, _ in box[1:])]
+            raise IntegrityError(
+                f"{named_source(lazy, index)}: expert {index[0]} of {name} holds a value that is not finite; the "
+                "checkpoint is damaged",
+                key="weights.not-finite",
+            )
+        return
     # A sum is finite only if every term is: one pass, one wait for the device. If a sum overflows, the loop decides.
     wide = torch.promote_types(local.dtype, torch.float32)
     parts = torch.split(local.reshape(-1), _CHECKED_ELEMENTS)
@@ -140,8 +157,30 @@ def named_source(lazy: LazyTensor, index: list[int] | None = None) -> str:
     for piece in lazy.pieces:
         if all(start <= at < stop for at, (start, stop) in zip(index, piece.dest, strict=True)):
             leaf = piece.leaf
-            return f"{leaf.path}: tensor {leaf.name}" if isinstance(leaf, (FileTensor, QuantisedTensor)) else leaf.name
+            return f"{leaf.path}: tensor {leaf.name}" if isinstance(leaf, FILE_LEAVES) else leaf.name
     raise AssertionError(f"no piece of {lazy!r} holds {index}")
+
+
+def head_names(model: PreTrainedModel) -> list[str]:
+    """The tensors of a sequence classifier beside its base model, which files of a language model do not hold."""
+    return [name for name in model_tensors(model) if not name.startswith(f"{model.base_model_prefix}.")]
+
+
+@torch.no_grad()
+def start_head(model: PreTrainedModel, names: Sequence[str], seed: int) -> None:
+    """Give the tensors `names` of the head, which are allocated, the values that `from_pretrained` would draw first
+    after `torch.manual_seed(seed)`. No communication.
+    """
+    for module in dict.fromkeys(name.rpartition(".")[0] for name in names):
+        head = model.get_submodule(module)
+        assert isinstance(head, nn.Linear), f"{module} is no linear layer"
+        new = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model._init_weights(new)
+        for leaf, values in new.named_parameters():
+            whole = head.get_parameter(leaf)
+            local_tensor(whole).copy_(values[slices(local_box(whole))])
 
 
 def weights_file(model: PreTrainedModel) -> str | None:

@@ -38,8 +38,9 @@ class Source:
     @classmethod
     def of(cls, model: PreTrainedModel, plan: LoadPlan, files: WeightFiles) -> "Source":
         """Of `files`, from which `plan` fills `model`."""
-        names = tied_names(model_tensors(model))
-        dtypes = {name: plain_dtype(plan.tensors[tied[0]]) for tied in names for name in tied}
+        # A new head, which the files lack, has the dtype of its own.
+        tied = [names for names in tied_names(model_tensors(model)) if names[0] in plan.tensors]
+        dtypes = {name: plain_dtype(plan.tensors[names[0]]) for names in tied for name in names}
         unmapped = set(plan.ignored)
         packed = [part for name in plan.published.quantised for part in plan.published.stored[name]]
         return cls(

@@ -24,7 +24,7 @@ from expertmesh.io.directory import create_files, io_errors, publish, temporary_
 from expertmesh.io.pieces import Piece
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
 from expertmesh.io.safetensors_writer import FilesLayout, write_box
-from expertmesh.state.shards import local_box, local_tensor, owns_copy
+from expertmesh.state.shards import full_values, local_box, local_values, owns_copy
 from expertmesh.state.stage_view import placement_of
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import StateTensor
@@ -161,7 +161,7 @@ def _copy_own(kept: Sequence[FileTensor], files: OpenFiles) -> None:
 
 
 def live_values(leaf: StateTensor, box: Box) -> Tensor:
-    return local_tensor(leaf.tensor)[slices(box, local_box(leaf.tensor))]
+    return local_values(leaf.tensor, box)
 
 
 def _cast(values: Tensor, target: FileTensor) -> Tensor:
@@ -223,7 +223,7 @@ def assemble(lazy: LazyTensor, values: StateReader, rank: int) -> Tensor | None:
 def gather(lazy: LazyTensor) -> dict[str, Tensor]:
     """The sharded tensors behind `lazy`, whole, by name; and those that only another pipeline stage has."""
     leaves = [leaf for leaf in lazy.leaves() if isinstance(leaf, StateTensor)]
-    gathered = {leaf.name: leaf.tensor.full_tensor() for leaf in leaves if isinstance(leaf.tensor, DTensor)}
+    gathered = {leaf.name: full_values(leaf.tensor) for leaf in leaves if isinstance(leaf.tensor, DTensor)}
     for leaf in leaves:
         if placement_of(leaf.tensor) is not None:
             gathered[leaf.name] = _from_its_stage(leaf.tensor, gathered.get(leaf.name, leaf.tensor))
