@@ -37,7 +37,17 @@ from expertmesh.weights.save import save_model
 from tests.support.errors import refused
 from tests.support.ranks import run_ranks
 from tests.weights.published import FORMATS as PUBLISHED
-from tests.weights.published import SIZES, gpt_oss, gpt_oss_config, is_expert_matrix, is_linear, quantise
+from tests.weights.published import (
+    SIZES,
+    gpt_oss,
+    gpt_oss_config,
+    is_deepseek_v4_matrix,
+    is_expert_matrix,
+    is_linear,
+    quantise,
+    write_deepseek_v4,
+)
+from tests.weights.test_quantised import differing
 from tests.weights.tiny import qwen3_moe, random_model, shard_for_test
 
 
@@ -169,6 +179,20 @@ def test_gpt_oss_is_written_in_its_own_order(tmp_path: Path) -> None:
     differs = _reread(target / "again", change) != values
     assert differs.sum() > 0
     assert not differs[1:].any()
+
+
+@pytest.mark.parametrize(("world", "ep"), [(1, 1), (2, 2), (4, 4)])
+def test_deepseek_v4_is_read_and_written_under_its_published_names(world: int, ep: int, tmp_path: Path) -> None:
+    source = write_deepseek_v4(tmp_path / "source")
+    target = quantise(source, tmp_path, PUBLISHED["fp4 experts"](), is_deepseek_v4_matrix)
+    assert run_ranks(differing, world, target, torch.float32, world, ep) == [[]] * world
+    run_ranks(_saved_again, world, target, torch.float32, world, ep)
+    _assert_as_before(target)
+    if world == 1:
+        convert(str(target / "quantised"), tmp_path / "plain", dtype="float32")
+        plain, values = (load_file(path / "model.safetensors") for path in (tmp_path / "plain", target / "values"))
+        assert plain.keys() == values.keys()
+        assert all(torch.equal(plain[name], tensor) for name, tensor in values.items())
 
 
 def _reread(directory: Path, name: str) -> Tensor:

@@ -36,7 +36,7 @@ def _source(config: PreTrainedConfig, directory: Path) -> Path:
     return directory
 
 
-def _differing(target: Path, dtype: torch.dtype, world: int, ep: int, sound: bool = True) -> list[str]:
+def differing(target: Path, dtype: torch.dtype, world: int, ep: int, sound: bool = True) -> list[str]:
     """The tensors whose shards differ between the quantised files and the files with their values.
 
     Where all is `sound`, the audits and the number of bytes to read agree as well.
@@ -62,7 +62,7 @@ def _differing(target: Path, dtype: torch.dtype, world: int, ep: int, sound: boo
 def test_values_are_those_of_public_tools(name: str, tmp_path: Path) -> None:
     form = FORMATS[name]()
     target = quantise(_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
-    assert _differing(target, form.dtype, 1, 1) == []
+    assert differing(target, form.dtype, 1, 1) == []
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -70,13 +70,13 @@ def test_values_are_those_of_public_tools(name: str, tmp_path: Path) -> None:
 def test_every_rank_has_its_part_of_them(name: str, world: int, ep: int, tmp_path: Path) -> None:
     form = FORMATS[name]()
     target = quantise(_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
-    assert run_ranks(_differing, world, target, form.dtype, world, ep) == [[]] * world
+    assert run_ranks(differing, world, target, form.dtype, world, ep) == [[]] * world
 
 
 @pytest.mark.parametrize(("world", "ep"), [(1, 1), (2, 2), (4, 2), (4, 4)])
 def test_gpt_oss_experts_are_read_in_their_own_order(world: int, ep: int, tmp_path: Path) -> None:
     target = quantise(_source(gpt_oss_config(), tmp_path / "source"), tmp_path, gpt_oss(), is_expert_matrix)
-    assert run_ranks(_differing, world, target, torch.float32, world, ep) == [[]] * world
+    assert run_ranks(differing, world, target, torch.float32, world, ep) == [[]] * world
 
 
 @pytest.mark.parametrize("name", ["fp8 partial blocks", "int4"])
@@ -85,7 +85,7 @@ def test_latent_attention_and_dense_layers_are_read_too(name: str, tmp_path: Pat
     sizes = {**SIZES, "q_lora_rank": 32, "kv_lora_rank": 24 if "fp8" in name else 32, "v_head_dim": 16}
     config = deepseek_v3(**{key: value for key, value in sizes.items() if key != "head_dim"})
     target = quantise(_source(config, tmp_path / "source"), tmp_path, form, is_linear)
-    assert run_ranks(_differing, 4, target, form.dtype, 4, 2) == [[]] * 4
+    assert run_ranks(differing, 4, target, form.dtype, 4, 2) == [[]] * 4
 
 
 def _bytes_beyond_the_own(target: Path, world: int, ep: int) -> float:
@@ -158,7 +158,7 @@ def test_a_planted_bug_turns_the_comparison_red(bug: str, tmp_path: Path) -> Non
     form = FORMATS[name]()
     target = quantise(_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
     with plant():
-        assert "model.layers.0.mlp.experts.gate_up_proj" in _differing(target, form.dtype, 1, 1, sound=False)
+        assert "model.layers.0.mlp.experts.gate_up_proj" in differing(target, form.dtype, 1, 1, sound=False)
 
 
 Tensors = dict[str, Tensor]

@@ -42,6 +42,7 @@ def companions(model: PreTrainedModel, tokenizer: Tokenizer | None, save_dtype: 
         "source_dtypes": {name: CODES[dtype] for name, dtype in source.dtypes.items()},
         "quantization_config": source.quantisation,
         "quantised": [_described(tensor) for tensor in source.packed],
+        "bare": source.bare,
         "save_dtype": save_dtype,
     }
     dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
@@ -66,7 +67,8 @@ def read_layout(
         left_out = [_tensor(entry["name"], entry, Path(entry["path"])) for entry in layout["left_out"]]
         dtypes = {name: DTYPES[code] for name, code in layout.get("source_dtypes", {}).items()}
         packed = [_tensor(entry["name"], entry, Path(entry["path"])) for entry in layout.get("quantised", [])]
-        source = Source(dtypes, tuple(left_out), layout.get("quantization_config"), tuple(packed))
+        settings, bare = layout.get("quantization_config"), bool(layout.get("bare"))
+        source = Source(dtypes, tuple(left_out), settings, tuple(packed), bare)
     return plan_load(model, WeightFiles(directory, tensors)).conversions, source
 
 

@@ -32,6 +32,7 @@ from expertmesh.anatomy import is_adapter
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.io.pieces import Leaf
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
+from expertmesh.state.sharded_model import sharded
 from expertmesh.state.stage_view import full_model, full_state
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.module_list import list_rules
@@ -169,7 +170,11 @@ def plan_save(model: PreTrainedModel) -> dict[str, LazyTensor]:
     """
     state = model_tensors(model)
     kept = _untied(model, state) - set(model._keys_to_ignore_on_save or ())
-    lazies = {name: LazyTensor.of(StateTensor(name, state[name])) for name in state if name in kept}
+    # transformers adds the prefix when it loads files that lack it, and would leave it there.
+    prefix = f"{model.base_model_prefix}." if getattr(sharded(model).source, "bare", False) else ""
+    lazies = {
+        name.removeprefix(prefix): LazyTensor.of(StateTensor(name, state[name])) for name in state if name in kept
+    }
     whole: Any = full_model(model)
     if whole is not model:
         whole._weight_conversions = getattr(model, "_weight_conversions", None)  # what loading has remembered
