@@ -54,7 +54,9 @@ Overrides = Annotated[
 ]
 Model = Annotated[str, Argument(metavar="MODEL", help="hub id or local directory")]
 Output = Annotated[str, Option(metavar="DIR", help="directory to write; new or empty")]
-WrittenDtype = Literal["auto", "bfloat16", "float16", "float32"]
+PlainDtype = Literal["auto", "bfloat16", "float16", "float32"]
+# As `save_model` takes them; a test compares the two.
+WrittenDtype = Literal["auto", "bfloat16", "float16", "float32", "as_loaded", "fp8", "int4", "mxfp4", "nvfp4"]
 DTYPE = Option(help="of the weights written; auto: as in the model's files, bfloat16 where these are quantised")
 SHARD_SIZE = Option(
     metavar="SIZE",
