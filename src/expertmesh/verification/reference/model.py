@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from expertmesh.adapters.plan import plan_of
 from expertmesh.data import IGNORE
 from expertmesh.experts.balance import attached_balance
 from expertmesh.verification.compare import gather
@@ -84,7 +83,7 @@ class Reference:
             if isinstance(module, PreTrainedModel):
                 module.register_forward_hook(self._keep_router_logits)
         model.train()
-        self.weights = Weights(model, setup, plan_of(job.model), device)
+        self.weights = Weights(model, setup, job.model, device)
         self.places = places_of_list_members(setup)
         wanted = set().union(*gather(set(job.parameters())))
         self.trained = frozenset({*wanted, *(name for name, (into, _) in self.places.items() if into in wanted)})
