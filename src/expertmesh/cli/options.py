@@ -53,6 +53,7 @@ Overrides = Annotated[
 ]
 Model = Annotated[str, Argument(metavar="MODEL", help="hub id or local directory")]
 Output = Annotated[str, Option(metavar="DIR", help="directory to write; new or empty")]
+Frozen = Literal["float8", "nf4", "mxfp4", "nvfp4", "as_published"]
 WrittenDtype = Literal["bfloat16", "float16", "float32"]
 DTYPE = Option(help="of the weights written, but for what the family keeps in float32 (default: unchanged)")
 SHARD_SIZE = Option(
@@ -76,6 +77,7 @@ class PlanOptions:
     lora: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="adapters: r=16; again for more keys")] = None
     params: Annotated[Literal["float32", "bfloat16"], Option(help="dtype of the parameters that train")] = "float32"
     compute: Annotated[Literal["float32", "bfloat16"], Option(help="dtype of forward and backward")] = "bfloat16"
+    frozen: Annotated[Frozen | None, Option(help="how experts that adapters freeze stay in memory")] = None
     no_packing: Annotated[bool, Option("--no-packing", help="one sample per sequence, so no mask between them")] = False
     goal: Annotated[Literal["speed", "memory"], Option(help="what to rank by")] = "speed"
     top: Annotated[int, N(help="layouts to show")] = 8

@@ -7,6 +7,7 @@ arithmetic on it.
 from dataclasses import dataclass
 from functools import cache
 from math import comb, prod
+from typing import NamedTuple
 
 from expertmesh.anatomy import Anatomy, ExpertsSpec
 from expertmesh.config import PrecisionConfig
@@ -126,21 +127,37 @@ def rows_per_token(router: TopKRouter, ranks: int) -> float:
     return ranks * used
 
 
+class Matrix(NamedTuple):
+    """One parameter of an expert: `bytes` per element as stored; `packed`: it is gathered and computed from like that."""
+
+    elements: int
+    trains: bool
+    bytes: float
+    packed: bool = False
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Experts:
-    """The routed experts of one block. `matrices` are per expert: (elements, trains, bytes as stored). `rank`: of their
-    adapters, 0 without.
-    """
+    """The routed experts of one block. `matrices` are those of one expert. `rank`: of their adapters, 0 without."""
 
     spec: ExpertsSpec
     router: TopKRouter
-    matrices: tuple[tuple[int, bool, int], ...]
+    matrices: tuple[Matrix, ...]
     looped: bool
     rank: int
 
     def elements(self, trains: bool | None = None) -> int:
         """Of one expert; of what trains or does not, if asked so."""
-        return sum(size for size, train, _ in self.matrices if trains in (None, train))
+        return sum(each.elements for each in self.matrices if trains in (None, each.trains))
+
+    def gathered(self, compute: int) -> float:
+        """Bytes of one expert for computing in a dtype of `compute` bytes: those of its codes, where it is packed."""
+        return sum(each.elements * (each.bytes if each.packed else compute) for each in self.matrices)
+
+    @property
+    def packed(self) -> int:
+        """Elements of one expert that are dequantised for each use."""
+        return sum(each.elements for each in self.matrices if each.packed)
 
     @property
     def width(self) -> int:

@@ -129,10 +129,10 @@ def _state(rank: PipelineRank, ranks: int, tp: int, ep: int) -> ResidentState:
     efsdp = ranks * tp // ep
     for block, times in rank.blocks:
         if block.experts is not None:
-            for elements, trains, width in block.experts.matrices:
-                size = times * elements * block.experts.spec.num_experts / ep / efsdp * width
-                frozen += 0 if trains else size
-                master += size if trains else 0
+            for matrix in block.experts.matrices:
+                size = times * matrix.elements * block.experts.spec.num_experts / ep / efsdp * matrix.bytes
+                frozen += 0 if matrix.trains else size
+                master += size if matrix.trains else 0
     return ResidentState(frozen, master)
 
 
