@@ -4,6 +4,7 @@
 plans and shards a model that is already in memory. Neither ever gathers a whole model.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from expertmesh.parallel.checkpointing import CheckpointedLayers, CheckpointingM
 from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan, plan_shards
 from expertmesh.state.other_code import refuse_sharded
 from expertmesh.weights.audit import AuditMode, AuditReport, audit_weights
-from expertmesh.weights.load import LoadReport, fill
+from expertmesh.weights.load import LoadReport, fill, head_names, start_head
 from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32, read_model_config
 from expertmesh.weights.module_list import fuse_lists_of_experts
 
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 class ModelOptions:
     """What a user says about the model itself: how it is built, and which adapters it gets.
 
-    `name` is what an adapter's config will call the model (the directory, if None), `revision` which one of it.
+    `name` is what an adapter's config will call the model (the directory, if None), `revision` which one of it;
+    `num_labels` are those of a sequence classifier.
     """
 
     precision: PrecisionConfig
@@ -42,6 +44,7 @@ class ModelOptions:
     trust_remote_code: bool = False
     name: str | None = None
     revision: str | None = None
+    num_labels: int | None = None
 
     @classmethod
     def of(cls, config: Config) -> "ModelOptions":
@@ -115,6 +118,7 @@ def load_model(
     checkpoint_layers: CheckpointedLayers = "all",
     compile: bool = False,
     audit: AuditMode = "sampled",
+    num_labels: int | None = None,
     seed: int = 42,
 ) -> PreTrainedModel:
     """Load a Hugging Face MoE checkpoint sharded over `mesh`; each rank reads only the bytes it owns.
@@ -123,7 +127,9 @@ def load_model(
     Raises `InputError` before any weight is read for what is not supported, `IntegrityError` when the files do not
     fill the model exactly once, or when the `audit` finds a value in memory that is not the files': it compares samples
     of each expert and each shard, or, "full", every byte. With `lora` the weights are frozen, in precision.compute, and
-    get adapters, whose first values depend on `seed` alone. The other options are those of `parallelize`.
+    get adapters, whose first values depend on `seed` alone. With `num_labels` it is the family's sequence classifier
+    (a reward model has one label), whose head comes from `seed` where the files are of a language model. The other
+    options are those of `parallelize`.
     """
     config, directory = read_model_config(str(name_or_path), revision=revision, trust_remote_code=trust_remote_code)
     precision = precision or PrecisionConfig()
@@ -132,10 +138,11 @@ def load_model(
         config,
         directory,
         mesh,
-        ModelOptions(precision, lora, attention, trust_remote_code, str(name_or_path), revision),
+        ModelOptions(precision, lora, attention, trust_remote_code, str(name_or_path), revision, num_labels),
         ShardOptions(precision, moe or MoeConfig(), mode, checkpoint_layers, compile),
     )
-    load_weights(model, directory, mesh, audit)
+    loaded, _ = load_weights(model, directory, mesh, audit, () if num_labels is None else head_names(model))
+    start_head(model, loaded.new, seed)
     start(model, seed)
     return model
 
@@ -165,6 +172,7 @@ def build_model(config: PreTrainedConfig, directory: Path, options: ModelOptions
         directory=directory,
         attention=None if options.attention == "auto" else options.attention,
         trust_remote_code=options.trust_remote_code,
+        num_labels=options.num_labels,
     )
     if lora is not None:
         base = options.name or config.name_or_path or None
@@ -181,11 +189,11 @@ def plan_model(model: PreTrainedModel, layout: "Layout", options: ShardOptions) 
 
 
 def load_weights(
-    model: PreTrainedModel, directory: Path, mesh: "Mesh", audit: AuditMode = "sampled"
+    model: PreTrainedModel, directory: Path, mesh: "Mesh", audit: AuditMode = "sampled", new: Sequence[str] = ()
 ) -> tuple[LoadReport, AuditReport]:
     """Allocate the shards of a prepared model, fill them from `directory`, and audit them. Every rank calls it.
 
-    Whatever else is to write to the weights belongs before the audit.
+    Of `new` tensors the files may lack some. Whatever else is to write to the weights belongs before the audit.
     """
-    loaded = fill(model, directory, allocate_on=mesh.device)
-    return loaded, audit_weights(model, directory, audit)
+    loaded = fill(model, directory, allocate_on=mesh.device, new=new)
+    return loaded, audit_weights(model, directory, audit, new)

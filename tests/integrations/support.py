@@ -18,7 +18,16 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 import expertmesh as em
 from tests.support.models import tiny_model
@@ -29,6 +38,7 @@ CONFIGS: dict[type[Trainer], type[TrainingArguments]] = {
     SFTTrainer: SFTConfig,
     DPOTrainer: DPOConfig,
     GRPOTrainer: GRPOConfig,
+    RewardTrainer: RewardConfig,
 }
 VOCABULARY, ROWS = 96, 48
 FP32 = em.PrecisionConfig(params="float32", compute="float32", reduce="float32")
@@ -159,9 +169,9 @@ def build(job: Job, parallel: em.ParallelConfig | None) -> Any:
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }
-    if job.kind is not Trainer:
+    if job.kind not in (Trainer, RewardTrainer):
         defaults["router_aux_loss_coef"] = 0.0
-    if job.kind in (SFTTrainer, DPOTrainer):
+    if job.kind in (SFTTrainer, DPOTrainer, RewardTrainer):
         defaults["max_length"] = None
     config: Any = CONFIGS[job.kind]
     args = config(**{**defaults, **job.args})

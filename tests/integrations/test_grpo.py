@@ -3,15 +3,21 @@
 Under DDP on as many ranks, where each samples by random numbers of its own. Completions end at very different lengths.
 """
 
+import functools
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
+from trl.generation import vllm_generation
 
 import expertmesh as em
+from expertmesh.integrations import refusals
 from tests.integrations.support import Job, compare, sharded, stock
 from tests.integrations.test_dpo import pairs
 from tests.support.models import tiny_model
@@ -61,6 +67,86 @@ def test_completions_rewards_and_steps_are_the_stock_trainers(args: dict[str, An
     # Advantages of a group add up to zero, and so do the terms of the first losses: 1e-6 is 1e-5 of the terms.
     compare(ours, theirs, keys=LOGGED, absolute=1e-6)
     assert ours.series("kl") == pytest.approx(theirs.series("kl"), rel=1e-3, abs=1e-6)
+
+
+class _Server:
+    """A stand-in for vLLM's server: an unsharded model that has nothing but the weights that it was sent."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.model, self.calls = directory, None, 0
+
+    def get_server_info(self) -> Any:
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def update_named_params(self, metadata: list[Any], named: Any) -> None:
+        sent = {name: tensor.detach().clone() for name, tensor in named}
+        told = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in sent.items()]
+        assert told == metadata
+        self.directory.mkdir(exist_ok=True)
+        save_file(sent, self.directory / "model.safetensors", {"format": "pt"})
+        self.model, about = AutoModelForCausalLM.from_pretrained(self.directory, output_loading_info=True)
+        assert not about["missing_keys"]
+        assert not about["unexpected_keys"]
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def generate(self, prompts: list[list[int]], n: int, max_tokens: int, **options: Any) -> dict[str, Any]:
+        self.calls += 1
+        model: Any = self.model
+        completions = []
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.calls)
+            for prompt in prompts:
+                options = {"do_sample": True, "max_new_tokens": max_tokens, "pad_token_id": 0, "eos_token_id": 1}
+                rows = model.generate(torch.tensor([prompt] * n), **options)[:, len(prompt) :].tolist()
+                completions += [row[: row.index(1) + 1] if 1 in row else row for row in rows]
+        logprobs = [[[0.0] for _ in ids] for ids in completions]
+        return {"prompt_ids": prompts, "completion_ids": completions, "logprobs": logprobs}
+
+
+def _through_a_server(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """The job with completions of a `_Server`, of which the first rank is the client."""
+    shutil.copytree(job.model or "", job.output / "served", dirs_exist_ok=True)
+    (job.output / "served" / "model.safetensors").unlink()
+
+    def init(generation: Any) -> None:
+        generation.vllm_client = _Server(job.output / "served")
+
+    monkeypatch.setattr(vllm_generation.VLLMGeneration, "_init_vllm", init)
+    monkeypatch.setattr(refusals, "_has_vllm", lambda: True)
+    own = {"use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_correction": False}
+    return replace(job, args={**job.args, **own})
+
+
+def test_weights_reach_vllm_by_the_names_of_the_files_before_each_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = _through_a_server(_job(tmp_path, {}), monkeypatch)
+    compare(sharded(job, 2, ep=2), stock(job, 2), keys=LOGGED, absolute=1e-6)
+
+
+def test_experts_that_reach_vllm_by_each_others_names_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, names = em.iter_hf_weights, {".experts.0.": ".experts.1.", ".experts.1.": ".experts.0."}
+
+    def exchanged(model: Any) -> Any:
+        for name, tensor in real(model):
+            here = next((part for part in names if part in name), None)
+            yield name if here is None else name.replace(here, names[here]), tensor
+
+    monkeypatch.setattr(em, "iter_hf_weights", exchanged, raising=False)
+    job = _through_a_server(_job(tmp_path, {"max_steps": 1}), monkeypatch)
+    with pytest.raises(AssertionError):
+        compare(sharded(job, 2, ep=2), stock(job, 2), keys=LOGGED, absolute=1e-6)
+
+
+def test_adapters_are_merged_on_their_way_to_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The completions change once adapters have been trained."""
+    job = _through_a_server(_job(tmp_path, {"learning_rate": 1e-2}, lora=em.LoraConfig(r=4)), monkeypatch)
+    ours = sharded(job, 2, ep=2)
+    monkeypatch.setattr(em, "iter_hf_weights", functools.partial(em.iter_hf_weights, merge=False), raising=False)
+    base = sharded(job, 2, ep=2)
+    assert ours.series("reward")[0] == base.series("reward")[0]
+    assert ours.series("entropy")[-1] != base.series("entropy")[-1]
 
 
 def test_adapters_off_are_the_reference(tmp_path: Path) -> None:

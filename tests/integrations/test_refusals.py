@@ -1,5 +1,7 @@
 """What Trainers cannot do with a sharded model stops with one sentence that names it, before anything is loaded."""
 
+import json
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ import pytest
 import torch
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_pt_utils import AcceleratorConfig
-from trl import DPOConfig, DPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer
 
 import expertmesh as em
 from expertmesh.integrations import refusals
@@ -120,25 +122,50 @@ def test_router_losses_and_biases_of_our_own_step(moe: em.MoeConfig, kind: type[
         _make(args, kind, moe=moe)
 
 
-def test_adapters_that_would_not_be_trained(args: Any) -> None:
+@pytest.fixture
+def preferences(tmp_path: Path) -> DPOConfig:
+    return DPOConfig(str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none")
+
+
+@pytest.mark.parametrize("targets", [["attention", "lm_head"], ["lm_*"], ["*"]])
+def test_adapters_that_would_not_be_trained(targets: list[str], args: Any) -> None:
     with refused("trainer.lora-on-head", naming="lm_head"):
-        _make(args, lora=em.LoraConfig(targets=["attention", "lm_head"]))
+        _make(args, lora=em.LoraConfig(targets=targets))
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "lm_head"], "lm_.*"])
+def test_an_adapter_to_go_on_from_that_would_not_be_trained(targets: Any, args: Any, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"target_modules": targets}))
+    with refused("trainer.lora-on-head", naming="lm_head"):
+        _make(args, lora=em.LoraConfig(from_adapter=str(tmp_path)))
+
+
+def test_dropout_of_adapters_that_trl_turns_off(preferences: DPOConfig) -> None:
     with refused("trainer.lora-dropout", naming="0.05"):
-        _make(args, lora=em.LoraConfig(dropout=0.05))
+        _make(preferences, DPOTrainer, lora=em.LoraConfig(dropout=0.05))
 
 
-def test_adapters_of_peft(args: Any, tmp_path: Path) -> None:
+def test_a_router_loss_that_the_config_alone_tells_of(args: Any, tmp_path: Path) -> None:
+    """There are no weights to read."""
+    tiny_model("qwen3_moe", output_router_logits=True).config.save_pretrained(tmp_path / "base")
+    with refused("trainer.router-loss", naming="output_router_logits"):
+        _make(args, Trainer, model=str(tmp_path / "base"))
+
+
+def test_adapters_of_peft(args: Any, preferences: DPOConfig) -> None:
     def adapted(**options: Any) -> Any:
         config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
         return peft.get_peft_model(tiny_model("qwen3_moe"), config)  # type: ignore[arg-type]
 
     with refused("trainer.lora-dropout", naming="0.05"):
-        _make(args, model=adapted(lora_dropout=0.05))
+        _make(preferences, DPOTrainer, model=adapted(lora_dropout=0.05))
     with refused("adapter.unsupported-option", naming="use_dora"):
         _make(args, lora=peft.LoraConfig(target_modules=["q_proj"], use_dora=True))
     with refused("adapter.unsupported-option", naming="modules_to_save"):
         _make(args, model=adapted(modules_to_save=["lm_head"]))
-    preferences = DPOConfig(str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none")
+    on_head = peft.LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM")
+    with refused("trainer.lora-on-head", naming="lm_head"):
+        _make(args, model=peft.get_peft_model(tiny_model("qwen3_moe"), on_head))  # type: ignore[arg-type]
     with refused("trainer.unsupported-model", naming="copy of the adapters"):
         _make(preferences, DPOTrainer, model=adapted())
 
@@ -163,6 +190,15 @@ def test_a_version_whose_methods_are_others_is_refused(method: str) -> None:
         em.trainer(changed)
 
 
+@pytest.mark.parametrize(("kind", "name"), [(DPOTrainer, "hash_module"), (GRPOTrainer, "VLLMGeneration")])
+def test_a_version_of_trl_without_what_is_exchanged_is_refused(
+    kind: type[Trainer], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(sys.modules[kind.__module__], name)
+    with refused("trainer.unsupported-version", naming=name):
+        em.trainer(kind)
+
+
 def test_a_class_derived_from_a_known_one_is_taken_and_taken_once() -> None:
     class Mine(SFTTrainer):  # type: ignore[misc]
         pass
@@ -173,10 +209,11 @@ def test_a_class_derived_from_a_known_one_is_taken_and_taken_once() -> None:
     assert em.trainer(ours) is ours
 
 
-def test_what_shows_on_the_model_itself(tmp_path: Path) -> None:
+def test_what_shows_on_the_model_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Job(tmp_path, kind=Trainer, changes={"output_router_logits": True})
     with refused_on_ranks("trainer.router-loss", naming="output_router_logits"):
         sharded(plain, 2, ep=2)
+    monkeypatch.setattr(refusals, "_adapts_head", lambda lora: False)  # as if the head had another name
     on_head = Job(tmp_path, given={"lora": em.LoraConfig(targets=["lm_*"])})
     with refused_on_ranks("trainer.lora-on-head", naming="lm_head"):
         sharded(on_head, 2, ep=2)

@@ -5,15 +5,19 @@ and evaluation to 1e-5, every weight to 5e-4 of its move. The planted bug shows 
 """
 
 import functools
+import shutil
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
 import expertmesh as em
+from expertmesh.integrations import patches
 from expertmesh.state.sharded_model import attach
 from tests.adapters.reference import random_adapter
 from tests.integrations.support import Job, Result, accumulating, compare, even_rows, sharded, stock
@@ -67,6 +71,35 @@ def test_adapters_on_attention_and_experts_equal_stock_peft(wraps: bool, tmp_pat
     ours = sharded(replace(job, prepare=wrapped) if wraps else replace(job, given={"lora": lora}), 2, ep=2)
     first = load_file(tmp_path / "start" / "adapter_model.safetensors")
     compare(_of_files(ours, first), _of_files(expected, first))
+
+
+def _with_dropout(tmp_path: Path) -> Job:
+    random_adapter(tiny_model("qwen3_moe"), tmp_path / "start", *ATTENTION_AND_EXPERTS)
+    lora = em.LoraConfig(from_adapter=str(tmp_path / "start"), dropout=0.3)
+    return Job(tmp_path / "run", given={"lora": lora}, rows=even_rows)
+
+
+def test_dropout_of_adapters_drops_the_same_in_every_layout_and_after_a_resume(tmp_path: Path) -> None:
+    job = _with_dropout(tmp_path)
+    saved = accumulating(replace(job, args={"save_strategy": "steps", "save_steps": 2}), 2)
+    two, four = sharded(saved, 2, ep=2), sharded(replace(job, args={"gradient_checkpointing": True}), 4, ep=2)
+    compare(four, two)
+    compare(sharded(accumulating(job, 4), 1, ep=1), two)
+    without = replace(job, given={"lora": em.LoraConfig(from_adapter=str(tmp_path / "start"))})
+    assert sharded(without, 4, ep=2).series("loss")[0] != pytest.approx(two.series("loss")[0], rel=1e-3)
+    shutil.rmtree(saved.output / "checkpoint-4")
+    resumed = sharded(replace(saved, resume=True), 2, ep=2)
+    assert len(resumed.rates) == 2
+    assert all(torch.equal(resumed.weights[name], tensor) for name, tensor in two.weights.items())
+
+
+def test_rows_that_each_rank_numbers_for_itself_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = _with_dropout(tmp_path)
+    two = sharded(accumulating(job, 2), 2, ep=2)
+    alone = types.SimpleNamespace(get_rank=lambda: 0, get_world_size=torch.distributed.get_world_size)
+    monkeypatch.setattr(patches, "dist", alone)
+    with pytest.raises(AssertionError, match="loss"):
+        compare(sharded(job, 4, ep=2), two)
 
 
 def test_gradients_that_are_summed_instead_of_averaged_are_seen(

@@ -11,10 +11,10 @@ from expertmesh.training.reporting.record import DataCounts, MoeLayer, Predictio
 
 CONFIG = """\
 model: {{name_or_path: {model}}}
-data: {{train: [{{path: train.jsonl}}]}}
+data: {{train: [{{path: train.jsonl}}], packing: false}}
 train: {{max_steps: {steps}}}
 output_dir: {output}
-"""
+{more}"""
 
 
 def row(step: int, steps: int, layers: int, **changes: Any) -> dict[str, Any]:
@@ -87,12 +87,14 @@ def write_run(
     model: str = "some/model",
     rows: Sequence[dict[str, Any]] | None = None,
     starts: Sequence[Start] | None = None,
+    more: str = "",
 ) -> Path:
-    """A stopped run of so many steps; returns `directory`."""
+    """A stopped run of so many steps, with `more` lines of configuration; returns `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     source = directory.parent / f"{directory.name}-source.yaml"
     quoted = json.dumps(model)
-    source.write_text(CONFIG.format(model=quoted, steps=max(steps, 1), output=json.dumps(str(directory))), "utf-8")
+    output = json.dumps(str(directory))
+    source.write_text(CONFIG.format(model=quoted, steps=max(steps, 1), output=output, more=more), "utf-8")
     (directory / "config.yaml").write_text(dump_config(load_config(source)), encoding="utf-8")
     rows = [row(step, steps, layers) for step in range(1, steps + 1)] if rows is None else rows
     (directory / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")

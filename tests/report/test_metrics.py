@@ -26,7 +26,7 @@ def test_rows_become_columns_with_a_gap_for_what_is_null_or_left_out(tmp_path: P
     assert np.isnan(metrics["loss"]).tolist() == [False, True, False]
     assert np.isnan(metrics["tokens_per_second"]).tolist() == [False, False, True]
     assert metrics.skipped == ((2, "the loss is nan on rank 1"),)
-    assert (metrics.eval_step.tolist(), metrics.eval_loss.tolist()) == ([3], [2.5])
+    assert (metrics.eval_step.tolist(), metrics.evaluated["loss"].tolist()) == ([3], [2.5])
     assert metrics.load_SL["max_over_mean"].shape == (3, 2)
     assert metrics.has("z_loss")
     assert not metrics.has("aux_loss")

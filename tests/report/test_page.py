@@ -78,6 +78,23 @@ def test_a_run_s_figures_tables_and_configuration_are_on_the_page(tmp_path: Path
     assert "max_grad_norm: 1.0" in page.texts["configuration"]
 
 
+def test_a_preference_run_shows_its_rewards_and_how_often_the_chosen_response_wins(tmp_path: Path) -> None:
+    def rewards(step: int, prefix: str = "") -> dict[str, float]:
+        chosen, rejected = step / 80, -step / 40
+        means = {"chosen": chosen, "rejected": rejected, "margins": chosen - rejected, "accuracies": 0.5 + step / 100}
+        return {f"{prefix}rewards/{name}": value for name, value in means.items()}
+
+    rows = [row(step, 40, 1, **rewards(step)) for step in range(1, 41)]
+    rows += [{"step": 40, "eval_loss": 0.5, **rewards(20, "eval_")}]
+    page = page_of(write_run(tmp_path / "run", rows=rows, more="objective: {name: dpo}\n"))
+    told = [described.split(" over steps")[0] for described in page.described]
+    assert told[:4] == ["Loss", "Rewards", "Reward margins", "Reward accuracy"]
+    assert "per pair: first" in page.texts["training"]
+    assert "chosen, first 0.0125, last 0.5" in page.texts["training"]
+    assert "rejected, first -0.025, last -1" in page.texts["training"]
+    assert "last 0.9, lowest 0.51, highest 0.9; last evaluation 0.7" in page.texts["training"]
+
+
 def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> None:
     rows = [row(step, 40, 1, tokens_per_second=5000.0) for step in range(1, 41)]
     page = page_of(write_run(tmp_path / "run", rows=rows, starts=[start(plan=PREDICTED)]))

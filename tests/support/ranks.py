@@ -10,6 +10,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
@@ -64,11 +65,20 @@ def run_ranks(
                 meanwhile(processes)
             _wait_for_all(processes, timeout)
         finally:
+            _end([process for process in processes if process.is_alive()])
             for process in processes:
-                if process.is_alive():
-                    process.kill()
                 process.join()
         return _collect(processes, Path(scratch), timeout)
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    """Kill ranks that hang, when they have written where they are."""
+    for process in processes:
+        os.kill(process.pid or 0, signal.SIGUSR1)
+    if processes:
+        time.sleep(0.5)
+    for process in processes:
+        process.kill()
 
 
 def _wait_for_all(processes: list[Any], timeout: float) -> None:
@@ -102,7 +112,9 @@ def _rank_main(
     fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world: int, scratch: str, timeout: float
 ) -> None:
     torch.set_num_threads(1)
-    faulthandler.enable(os.open(f"{scratch}/stack-{rank}", os.O_WRONLY))
+    stack = os.open(f"{scratch}/stack-{rank}", os.O_WRONLY)
+    faulthandler.enable(stack)
+    faulthandler.register(signal.SIGUSR1, stack)
     code = 0
     # A Trainer's arguments may have set up one process alone in the process that forked.
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -223,9 +223,14 @@ def test_what_does_not_belong_together_is_refused_with_file_and_tensor(damage: s
 
 @pytest.mark.parametrize("name", ["fp8 partial blocks", "int4"])
 def test_what_is_converted_loads_in_plain_transformers_and_is_the_values(name: str, tmp_path: Path) -> None:
-    target = quantise(_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, FORMATS[name](), is_linear)
-    report = convert(str(target / "quantised"), tmp_path / "plain", dtype=torch.bfloat16)
+    form = FORMATS[name]()
+    target = quantise(_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
+    report = convert(str(target / "quantised"), tmp_path / "plain", dtype="bfloat16")
     assert report.method in ("fp8", "compressed-tensors")
+    convert(str(target / "quantised"), tmp_path / "wide", dtype="float32")
+    wide, exact = load_file(tmp_path / "wide/model.safetensors"), load_file(target / "values/model.safetensors")
+    if form.dtype == torch.float32:
+        assert all(torch.equal(tensor, exact[key]) for key, tensor in wide.items())
     converted, values = (
         load_file(directory / "model.safetensors") for directory in (tmp_path / "plain", target / "values")
     )
@@ -245,7 +250,11 @@ def test_layers_that_the_model_does_not_have_are_kept_as_they_are(tmp_path: Path
     config, directory = read_model_config(str(target / "quantised"))
     model = build_meta_model(config, torch.float32)
     fill(model, directory, "cpu")
-    save_model(model, tmp_path / "saved")
-    saved = load_file(tmp_path / "saved/model.safetensors")
-    assert all(torch.equal(saved[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in extra.items())
-    assert "quantization_config" not in (tmp_path / "saved/config.json").read_text()
+    for dtype in ("auto", torch.float32):
+        target = tmp_path / str(dtype)
+        save_model(model, target, dtype=dtype)
+        saved = load_file(target / "model.safetensors")
+        assert all(torch.equal(saved[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in extra.items())
+        wanted = torch.bfloat16 if dtype == "auto" else dtype
+        assert {tensor.dtype for key, tensor in saved.items() if is_linear(key) and key not in extra} == {wanted}
+        assert "quantization_config" not in (target / "config.json").read_text()

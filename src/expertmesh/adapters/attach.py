@@ -15,7 +15,7 @@ from torch import nn
 from expertmesh.adapters.targets import Target
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
-from expertmesh.experts.lora_state import AdapterState, adapter_state, running_adapters_of
+from expertmesh.experts.lora_state import AdapterState, adapter_state, number_rows, running_adapters_of
 from expertmesh.state.patching import exchanged, mix_in
 from expertmesh.state.sharded_model import attach_to_module, module_state
 
@@ -34,6 +34,17 @@ def attach_adapters(model: nn.Module, targets: Sequence[Target], lora: LoraConfi
         attach_to_module(module, lora_state=state, lora_name=target.name)
         if target.experts is None:
             mix_in(module, _LinearForward if target.parameter is None else _ParameterForward)
+    model.register_forward_pre_hook(_take_row_numbers, with_kwargs=True)
+
+
+def _take_row_numbers(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """`model(input_ids, row_numbers=...)` `[B]`, for whoever calls the model alone (`number_rows`)."""
+    if "row_numbers" not in kwargs:
+        return None
+    row_numbers_B = kwargs.pop("row_numbers")
+    ids_BS = args[0] if args else next(kwargs[name] for name in ("input_ids", "inputs_embeds") if name in kwargs)
+    number_rows(model, row_numbers_B, ids_BS.shape[1], lambda number_BS: number_BS)
+    return args, kwargs
 
 
 @contextmanager

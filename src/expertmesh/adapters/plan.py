@@ -18,10 +18,11 @@ from expertmesh.adapters.attach import attach_adapters
 from expertmesh.adapters.base import remember_formats
 from expertmesh.adapters.peft_format import WEIGHTS_FILE, config_selects, parameter_name, read_config
 from expertmesh.adapters.targets import ALL_LINEAR, GROUPS, Target, candidates, find_targets, refuse_tied_head
-from expertmesh.anatomy import Anatomy, describe
+from expertmesh.anatomy import Anatomy, describe, is_classifier
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
 from expertmesh.state.sharded_model import attach, sharded
+from expertmesh.weights.mapping import own_class
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,12 @@ def plan_adapters(model: nn.Module, lora: LoraConfig, base: str | None) -> Adapt
 
 def plan_targets(model: nn.Module, plan: AdapterPlan, anatomy: Anatomy | None = None) -> AdapterPlan:
     """`plan`, whose targets can be had in `model`; raises `InputError` naming one that cannot."""
+    if is_classifier(model):
+        raise InputError(
+            f"lora: the head of a {own_class(model).__name__} has to be trained and saved with the adapters, which "
+            "adapters alone cannot do; leave lora out and train all weights",
+            key="lora.on-classifier",
+        )
     refuse_tied_head(model, plan.targets)
     _refuse_unreadable(model, plan)
     if plan.lora.dropout:

@@ -1,5 +1,13 @@
 """What a Hugging Face MoE model is made of: blocks, routed experts, routers. No code per model family."""
 
-from expertmesh.anatomy.structure import Anatomy, ExpertsSpec, describe, experts_spec, is_adapter, is_inside
+from expertmesh.anatomy.structure import (
+    Anatomy,
+    ExpertsSpec,
+    describe,
+    experts_spec,
+    is_adapter,
+    is_classifier,
+    is_inside,
+)
 
-__all__ = ["Anatomy", "ExpertsSpec", "describe", "experts_spec", "is_adapter", "is_inside"]
+__all__ = ["Anatomy", "ExpertsSpec", "describe", "experts_spec", "is_adapter", "is_classifier", "is_inside"]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from expertmesh.config.errors import InputError
 from expertmesh.state.stage_view import full_model
@@ -74,6 +75,11 @@ class Anatomy:
 def is_inside(name: str, module: str) -> bool:
     """Whether the module or parameter `name` is one of `module`'s, at any depth."""
     return name.startswith(f"{module}.")
+
+
+def is_classifier(model: nn.Module) -> bool:
+    """Whether its head is a sequence classifier's, which gives one row of logits for each sequence."""
+    return isinstance(model, GenericForSequenceClassification)
 
 
 def is_adapter(name: str) -> bool:

@@ -54,8 +54,8 @@ Overrides = Annotated[
 Model = Annotated[str, Argument(metavar="MODEL", help="hub id or local directory")]
 Output = Annotated[str, Option(metavar="DIR", help="directory to write; new or empty")]
 Frozen = Literal["float8", "nf4", "mxfp4", "nvfp4", "as_published"]
-WrittenDtype = Literal["bfloat16", "float16", "float32"]
-DTYPE = Option(help="of the weights written, but for what the family keeps in float32 (default: unchanged)")
+WrittenDtype = Literal["auto", "bfloat16", "float16", "float32"]
+DTYPE = Option(help="of the weights written; auto: as in the model's files, bfloat16 where these are quantised")
 SHARD_SIZE = Option(
     metavar="SIZE",
     parser=size,

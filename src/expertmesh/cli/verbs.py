@@ -186,7 +186,7 @@ def verify(arguments: VerifyArguments) -> int:
 def export(
     checkpoint: Annotated[str, Argument(metavar="RUN_OR_CHECKPOINT", help="a checkpoint, or a run: its newest one")],
     output: Output,
-    dtype: Annotated[WrittenDtype | None, DTYPE] = None,
+    dtype: Annotated[WrittenDtype | None, Option(help="as save.dtype (default: that of the run)")] = None,
     max_shard_size: Annotated[int, SHARD_SIZE] = DEFAULT_SHARD_SIZE,
     trust_remote_code: TrustRemoteCode = False,
     adapter_format: Annotated[
@@ -207,7 +207,7 @@ def merge(
     ],
     output: Output,
     base: Annotated[str | None, Option(metavar="MODEL", help="hub id or directory (default: the adapter's)")] = None,
-    dtype: Annotated[WrittenDtype | None, DTYPE] = None,
+    dtype: Annotated[WrittenDtype, DTYPE] = "auto",
     max_shard_size: Annotated[int, SHARD_SIZE] = DEFAULT_SHARD_SIZE,
     trust_remote_code: TrustRemoteCode = False,
 ) -> int:
@@ -219,7 +219,7 @@ def merge(
 def convert(
     model: Annotated[str, Argument(metavar="MODEL", help="hub id or local directory")],
     output: Output,
-    dtype: Annotated[WrittenDtype | None, DTYPE] = None,
+    dtype: Annotated[WrittenDtype, DTYPE] = "auto",
     max_shard_size: Annotated[int, SHARD_SIZE] = DEFAULT_SHARD_SIZE,
     trust_remote_code: TrustRemoteCode = False,
 ) -> int:

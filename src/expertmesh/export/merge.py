@@ -23,7 +23,7 @@ from expertmesh.io.directory import check_target
 from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.weights.load import weights_file
 from expertmesh.weights.mapping import plan_load, unique_tensors
-from expertmesh.weights.save import SaveReport, save_values
+from expertmesh.weights.save import SavedDtype, SaveReport, save_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +50,16 @@ def merge(
     target: Path,
     *,
     base: str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: SavedDtype = "auto",
     max_shard_bytes: int = 5_000_000_000,
     trust_remote_code: bool = False,
 ) -> MergeReport:
     """Write base + adapter to `target`, which must not exist or be empty. `adapter` is a directory of PEFT.
 
-    `base` is a hub id or directory (None: what the adapter's config says), `dtype` that of the weights written (None:
-    those of the base's files). Raises, with nothing left behind: `InputError` (what cannot be merged, no such base,
-    target not empty, disk full), `SecurityError` (pickles), `IntegrityError` (damaged, keys missing, another base than
-    the adapter was trained on, values that `dtype` cannot hold).
+    `base` is a hub id or directory (None: what the adapter's config says), `dtype` that of `save_model` ("auto": those
+    of the base's files, bfloat16 where they are quantised). Raises, with nothing left behind: `InputError` (what cannot
+    be merged, no such base, target not empty, disk full), `SecurityError` (pickles), `IntegrityError` (damaged, keys
+    missing, another base than the adapter was trained on, values that `dtype` cannot hold).
     """
     started = time.monotonic()
     check_target(target)

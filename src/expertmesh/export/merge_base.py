@@ -19,9 +19,8 @@ from expertmesh.parallel.groups import attach_formats
 from expertmesh.weights.companions import CopiedFiles
 from expertmesh.weights.mapping import LoadPlan, unique_tensors
 from expertmesh.weights.meta_model import DATA_FILES, build_meta_model, give_dtypes, read_model_config
-from expertmesh.weights.quantised.published import plain_dtype
 from expertmesh.weights.quantised.resident import kept_plan
-from expertmesh.weights.unmapped import remember
+from expertmesh.weights.source import Source, remember
 
 _NOT_COPIED = {"config.json", INDEX_FILE, CONFIG_FILE, BASE_FILE}
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*")
@@ -89,12 +88,9 @@ def check_base(
 
 
 def take_layout(model: PreTrainedModel, load: LoadPlan, files: WeightFiles) -> None:
-    """Let `model` be saved in the dtypes and the layout of its files, with what they hold beside it.
-
-    What the files hold quantised is bfloat16.
-    """
-    give_dtypes(unique_tensors(model), {name: plain_dtype(lazy) for name, lazy in load.tensors.items()})
-    remember(model, load.conversions, [files.tensors[name] for name in load.ignored])
+    """Let `model` be saved in the layout of its files, in their dtypes, with what they hold beside it."""
+    give_dtypes(unique_tensors(model), {name: lazy.dtype for name, lazy in load.tensors.items()})
+    remember(model, load.conversions, Source.of(model, load, files))
 
 
 def companions(base: Path, adapter: Path, code: bool) -> CopiedFiles:

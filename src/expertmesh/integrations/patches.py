@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
+
+_BITS_OF_ROWS = 20  # a step has fewer rows
 
 
 def prepare(model: Any) -> None:
@@ -28,6 +32,29 @@ def prepare(model: Any) -> None:
     for which in ("activation_checkpointing", "gradient_checkpointing"):
         setattr(model, f"{which}_enable", lambda *args, **kwargs: _go_on(paused))
         setattr(model, f"{which}_disable", lambda: _pause(model, paused))
+
+
+class RowNumbers:
+    """Numbers the rows of each training forward, which adapters' dropout takes its masks from: equal in each run that
+    takes the same micro-batches in its steps, whichever ranks compute them.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.step, self.rows = -1, 0  # rows of all ranks so far, in this step
+
+    def __call__(self, model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A hook before the model's forward."""
+        if not model.training:
+            return None
+        step, ranks = self.trainer.state.global_step, dist.get_world_size()
+        if step != self.step:
+            self.step, self.rows = step, 0
+        ids_BS = args[0] if args else next(kwargs[name] for name in ("input_ids", "inputs_embeds") if name in kwargs)
+        rows = len(ids_BS)
+        first = (step << _BITS_OF_ROWS) + self.rows + dist.get_rank() * rows
+        self.rows += ranks * rows
+        return args, {**kwargs, "row_numbers": torch.arange(first, first + rows, device=ids_BS.device)}
 
 
 def _is_own(kind: type) -> bool:

@@ -1,4 +1,7 @@
-"""The frozen model that preference training compares with: a second sharded one, or the policy without its adapters."""
+"""What TRL gets in place of a model that is whole: the frozen one to compare with, and weights for vLLM.
+
+The reference is a second sharded model, or the policy without its adapters.
+"""
 
 import hashlib
 import sys
@@ -12,7 +15,7 @@ from transformers import PreTrainedModel
 
 import expertmesh as em
 
-_DPO, _GRPO = "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer"
+_DPO, _GRPO, _VLLM = "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer", "VLLMGeneration"
 
 
 class AdaptersOff:
@@ -49,10 +52,16 @@ def freeze(model: PreTrainedModel) -> PreTrainedModel:
 @contextmanager
 def handed_over(reference: Any) -> Iterator[None]:
     """While the block runs, in which a trainer is made, TRL gets `reference` where GRPO would load one, whole, on every
-    rank; and it names a file of precomputed log-probabilities by a hash of all ranks' shards, where DPO would read
-    whole weights. That hash is collective: one all-gather of a digest.
+    rank, and `streaming` in place of what sends weights to vLLM; and it names a file of precomputed log-probabilities
+    by a hash of all ranks' shards, where DPO would read whole weights. That hash is collective: one all-gather of a
+    digest.
     """
-    ours = {(_GRPO, "create_model_from_path"): lambda *args, **kwargs: reference, (_DPO, "hash_module"): _hash}
+    ours: dict[tuple[str, str], Any] = {
+        (_GRPO, "create_model_from_path"): lambda *args, **kwargs: reference,
+        (_DPO, "hash_module"): _hash,
+    }
+    if _GRPO in sys.modules:
+        ours[_GRPO, _VLLM] = streaming(getattr(sys.modules[_GRPO], _VLLM))
     here = {(sys.modules[module], name): function for (module, name), function in ours.items() if module in sys.modules}
     before = {(module, name): getattr(module, name) for module, name in here}
     for (module, name), function in here.items():
@@ -62,6 +71,17 @@ def handed_over(reference: Any) -> Iterator[None]:
     finally:
         for (module, name), function in before.items():
             setattr(module, name, function)
+
+
+def streaming(generation: type) -> type:
+    """TRL's class that sends weights to vLLM and generates there, for a sharded model: names and values are those of
+    the model's files, one whole tensor after the other, adapters merged. Every rank iterates (`em.iter_hf_weights`).
+    """
+
+    def named_weights(self: Any) -> Iterator[tuple[str, Any]]:
+        return em.iter_hf_weights(self.model)
+
+    return type(generation.__name__, (generation,), {"_iter_named_params": named_weights})
 
 
 def _hash(model: Any) -> str:

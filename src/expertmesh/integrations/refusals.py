@@ -1,19 +1,25 @@
 """What a Trainer cannot do with a sharded model: refused by name, before anything is loaded. No communication."""
 
+import fnmatch
+import importlib.util
 import inspect
+import json
+import re
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, Trainer
+from transformers import AutoConfig, PreTrainedModel, Trainer
 
 import expertmesh as em
 from expertmesh import LoraConfig, MoeConfig, ParallelConfig
 from expertmesh.config.errors import InputError
 
-TRL_TRAINERS = ("SFTTrainer", "DPOTrainer", "GRPOTrainer")
+TRL_TRAINERS = ("SFTTrainer", "DPOTrainer", "GRPOTrainer", "RewardTrainer")
 
 # Every method that is overridden, with its parameters: another version may call it otherwise, or no more.
 OVERRIDDEN = {
@@ -31,6 +37,12 @@ OVERRIDDEN = {
     "_load_best_model": ("self",),
 }
 
+# Of a class's module, what TRL gets another one of while a trainer is made (`reference.handed_over`).
+EXCHANGED = {
+    "DPOTrainer": ("hash_module",),
+    "GRPOTrainer": ("create_model_from_path", "VLLMGeneration._iter_named_params"),
+}
+
 _ARGUMENTS = {
     "fsdp": "the model is sharded by parallel=; leave it out",
     "deepspeed": "the model is sharded by parallel=; leave it out",
@@ -46,7 +58,6 @@ _ARGUMENTS = {
     "save_on_each_node": "each rank writes its own part of one directory; use a file system that all ranks share",
     "enable_jit_checkpoint": "it saves on one rank when that gets its signal; leave it out",
     "optim_target_modules": "it projects whole gradients, and each rank has a shard; leave it out",
-    "use_vllm": "its weights are not sent from shards yet; leave it out, and the sharded model generates",
     "use_transformers_continuous_batching": "ranks would not generate in lockstep; leave it out",
     "cast_lm_head_to_fp32": "it replaces a head that is in shards; leave it out",
     "sync_ref_model": "the reference is a model in shards of its own; leave it out",
@@ -64,9 +75,10 @@ _ELEMENTWISE_CLASSES = tuple(
 )
 
 
-def is_of_trl(trainer_class: type[Trainer]) -> bool:
-    """Whether the class is one of TRL, or derived from one: its losses then come from TRL's fused head."""
-    return any(base.__module__.partition(".")[0] == "trl" for base in trainer_class.__mro__)
+def trl_class(trainer_class: type[Trainer]) -> str | None:
+    """The name of the class of TRL that it is, or is derived from; None for transformers' own."""
+    own = (base.__name__ for base in trainer_class.__mro__ if base.__module__.partition(".")[0] == "trl")
+    return next((name for name in own if not name.startswith("_")), None)
 
 
 def refuse_class(trainer_class: type[Trainer]) -> None:
@@ -76,8 +88,7 @@ def refuse_class(trainer_class: type[Trainer]) -> None:
             f"{trainer_class!r} is not a Trainer class of transformers; em.trainer takes the class, not an instance",
             key="trainer.unsupported-class",
         )
-    own = (base.__name__ for base in trainer_class.__mro__ if base.__module__.partition(".")[0] == "trl")
-    of_trl = next((name for name in own if not name.startswith("_")), None)
+    of_trl = trl_class(trainer_class)
     if of_trl is not None and of_trl not in TRL_TRAINERS:
         raise InputError(
             f"{of_trl} of TRL is not supported; {', '.join(TRL_TRAINERS)} are, and so is transformers' Trainer",
@@ -95,6 +106,17 @@ def refuse_class(trainer_class: type[Trainer]) -> None:
             raise InputError(
                 f"{trainer_class.__name__}.{name} is to be overridden as ({', '.join(expected)}), but this version "
                 f"{has}; transformers is {transformers.__version__}, and 5.23 is what this was made for",
+                key="trainer.unsupported-version",
+            )
+    for name in EXCHANGED.get(of_trl or "", ()):
+        home = next(base.__module__ for base in trainer_class.__mro__ if base.__name__ == of_trl)
+        found_there: Any = sys.modules[home]
+        for part in name.split("."):
+            found_there = getattr(found_there, part, None)
+        if found_there is None:
+            raise InputError(
+                f"{home}.{name} is to be exchanged for {of_trl}, but this version of TRL has none; 1.16 is what this "
+                "was made for",
                 key="trainer.unsupported-version",
             )
 
@@ -118,6 +140,12 @@ def refuse_arguments(args: Any, given: Mapping[str, Any]) -> None:
             "forward needs them all",
             key="trainer.unsupported-argument",
         )
+    if getattr(args, "use_vllm", False) and not _has_vllm():
+        raise InputError(
+            "args.use_vllm is True, but vllm is not installed; install trl[vllm], or leave it out, and the sharded "
+            "model generates",
+            key="trainer.unsupported-argument",
+        )
     template = getattr(args, "chat_template_path", None)
     if template is not None and not template.endswith((".jinja", ".j2")):
         raise InputError(
@@ -126,6 +154,10 @@ def refuse_arguments(args: Any, given: Mapping[str, Any]) -> None:
             key="trainer.unsupported-argument",
         )
     _refuse_optimizer(args, given.get("optimizer_cls_and_kwargs"))
+
+
+def _has_vllm() -> bool:
+    return importlib.util.find_spec("vllm") is not None
 
 
 def _mixed_precision(args: Any) -> str:
@@ -220,7 +252,7 @@ def refuse_launcher(trainer: Trainer) -> None:
             )
 
 
-def refuse_moe(moe: MoeConfig | None, of_trl: bool) -> None:
+def refuse_moe(moe: MoeConfig | None, args: Any, of_trl: str | None) -> None:
     """Router losses and biases are part of our own optimizer step, and Trainers have theirs."""
     if moe is None:
         return
@@ -231,26 +263,39 @@ def refuse_moe(moe: MoeConfig | None, of_trl: bool) -> None:
                 "`expertmesh train`",
                 key="trainer.router-loss",
             )
-    if moe.aux_loss_coef != "from_model" and (of_trl or moe.aux_loss_coef != 0.0):
-        mend = "set args.router_aux_loss_coef" if of_trl else "set it to 0.0, or use SFTTrainer"
+    own = hasattr(args, "router_aux_loss_coef")
+    if moe.aux_loss_coef != "from_model" and (own or moe.aux_loss_coef != 0.0):
+        mend = "set args.router_aux_loss_coef" if own else "set it to 0.0, or use SFTTrainer"
+        where = "which has none" if of_trl and not own else "which adds the router's auxiliary loss itself"
         raise InputError(
-            f"moe.aux_loss_coef is {moe.aux_loss_coef}, but Trainers add the router's auxiliary loss; {mend}",
+            f"moe.aux_loss_coef is {moe.aux_loss_coef}, but the step is {of_trl or 'Trainer'}'s, {where}; {mend}",
             key="trainer.router-loss",
         )
 
 
-def refuse_lora(lora: LoraConfig | None, of_trl: bool) -> None:
+def refuse_lora(lora: LoraConfig | None, args: Any, of_trl: str | None) -> None:
     """What adapters cannot be trained as a Trainer runs the model."""
     if lora is None:
         return
-    if lora.dropout:
+    if lora.dropout and getattr(args, "disable_dropout", False):
         raise InputError(
-            f"lora.dropout is {lora.dropout}: it needs the number of each row, which Trainers do not tell; set it to "
-            "0.0, or train with `expertmesh train`",
+            f"lora.dropout is {lora.dropout}, but args.disable_dropout turns it off; set one to 0.0, or the other to "
+            "False",
             key="trainer.lora-dropout",
         )
-    if of_trl and "lm_head" in lora.targets:
+    if of_trl is not None and _adapts_head(lora):
         raise _adapter_on_head()
+
+
+def _adapts_head(lora: LoraConfig) -> bool:
+    """Whether its names select lm_head; a head of another name shows on the model (`refuse_adapted_head`)."""
+    if lora.from_adapter is None:
+        return any(fnmatch.fnmatchcase("lm_head", target) for target in lora.targets)
+    try:
+        targets = json.loads(Path(lora.from_adapter, "adapter_config.json").read_text())["target_modules"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # em.load_model says what is wrong with it
+    return bool(re.fullmatch(targets, "lm_head")) if isinstance(targets, str) else "lm_head" in (targets or ())
 
 
 def is_of_peft(model: Any) -> bool:
@@ -258,7 +303,7 @@ def is_of_peft(model: Any) -> bool:
     return hasattr(model, "get_base_model") and hasattr(model, "peft_config")
 
 
-def refuse_in_memory(model: Any) -> None:
+def refuse_in_memory(model: Any, args: Any, of_trl: str | None) -> None:
     """Whatever is no model of transformers, is in shards already, or has adapters that cannot be trained here."""
     inner = model.get_base_model() if is_of_peft(model) else model
     if not isinstance(inner, PreTrainedModel):
@@ -273,7 +318,9 @@ def refuse_in_memory(model: Any) -> None:
             key="trainer.unsupported-model",
         )
     for config in model.peft_config.values() if is_of_peft(model) else ():
-        refuse_lora(em.lora_from_peft(config), of_trl=False)
+        refuse_lora(em.lora_from_peft(config), args, None)
+    if of_trl is not None:
+        refuse_adapted_head(inner)
 
 
 def refuse_adapters_as_reference(model: Any) -> None:
@@ -286,20 +333,38 @@ def refuse_adapters_as_reference(model: Any) -> None:
         )
 
 
-def refuse_model(model: Any, of_trl: bool) -> None:
-    """What shows only on the model itself."""
+def refuse_adapted_head(model: Any) -> None:
+    """An adapter on the head, whatever that is called; of a model that has its adapters."""
     head = model.get_output_embeddings()
-    if of_trl and head is not None and any("lora_" in name for name, _ in head.named_parameters()):
+    if head is not None and any("lora_" in name for name, _ in head.named_parameters()):
         raise _adapter_on_head()
-    text = model.config.get_text_config()
+
+
+def refuse_router_loss(model: Any, moe: MoeConfig | None, args: Any) -> None:
+    """transformers' own Trainer weights the auxiliary loss of the model wrongly. `model` is a name or in memory."""
+    config = _config_of(model, args)
+    text = None if config is None else config.get_text_config()
     coefficient = getattr(text, "router_aux_loss_coef", 0.0)
-    if not of_trl and getattr(text, "output_router_logits", False) and coefficient:
+    left_out = moe is not None and moe.aux_loss_coef == 0.0
+    if getattr(text, "output_router_logits", False) and coefficient and not left_out:
         raise InputError(
             f"the model's config has output_router_logits and router_aux_loss_coef {coefficient}, which Trainer "
             "multiplies by the number of processes and of accumulated micro-batches; set moe.aux_loss_coef to 0.0, or "
             "use SFTTrainer",
             key="trainer.router-loss",
         )
+
+
+def _config_of(model: Any, args: Any) -> Any:
+    if not isinstance(model, str | Path):
+        return model.config
+    options = known_init_options(args)
+    try:
+        return AutoConfig.from_pretrained(
+            model, revision=options["revision"], trust_remote_code=options["trust_remote_code"]
+        )
+    except (OSError, ValueError):
+        return None  # em.load_model says what is wrong with it
 
 
 def _adapter_on_head() -> InputError:

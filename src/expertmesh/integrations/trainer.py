@@ -57,16 +57,19 @@ class ShardedTrainer(Trainer):
         if lora is not None and not isinstance(lora, LoraConfig):
             lora = em.lora_from_peft(lora)
         given = _by_name(super().__init__, args, kwargs)
-        arguments, model, of_trl = given.get("args"), given.get("model"), refusals.is_of_trl(type(self))
+        arguments, model, of_trl = given.get("args"), given.get("model"), refusals.trl_class(type(self))
         refusals.refuse_arguments(arguments, given)
         refusals.refuse_parallel(parallel)
-        refusals.refuse_moe(moe, of_trl)
-        refusals.refuse_lora(lora, of_trl)
+        refusals.refuse_moe(moe, arguments, of_trl)
+        refusals.refuse_lora(lora, arguments, of_trl)
         options = {"precision": precision, "moe": moe, "lora": lora, **_checkpointing(arguments)}
         if isinstance(model, str | Path):
             refusals.known_init_options(arguments)
+            options |= {"num_labels": 1} if of_trl == "RewardTrainer" else {}
         else:
-            refusals.refuse_in_memory(model)
+            refusals.refuse_in_memory(model, arguments, of_trl)
+        if of_trl is None:
+            refusals.refuse_router_loss(model, moe, arguments)
         asks = "ref_model" in inspect.signature(super().__init__).parameters  # GRPO loads it itself
         compares = asks or bool(of_trl and getattr(arguments, "beta", 0.0))
         if compares and given.get("ref_model") is None:
@@ -82,9 +85,12 @@ class ShardedTrainer(Trainer):
             given["ref_model"] = frozen
         if moe is not None and moe.aux_loss_coef == 0.0:
             sharded.config.get_text_config().output_router_logits = False
-        refusals.refuse_model(sharded, of_trl)
+        if of_trl is not None:
+            refusals.refuse_adapted_head(sharded)
         with reference.handed_over(frozen):
             super().__init__(**given)
+        if self._has_adapters:
+            sharded.register_forward_pre_hook(patches.RowNumbers(self), with_kwargs=True, prepend=True)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -204,6 +210,6 @@ def _reference(given: dict[str, Any], mesh: Any, options: dict[str, Any]) -> Pre
         model = given["model"]
         source = model if isinstance(model, str | Path) else copy.deepcopy(model)
     elif not isinstance(source, str | Path):
-        refusals.refuse_in_memory(source)
+        refusals.refuse_in_memory(source, args, None)
     wanted = {"precision": options["precision"], "moe": options["moe"], "lora": None}
     return reference.freeze(_sharded(source, mesh, args, wanted))

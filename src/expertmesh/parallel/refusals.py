@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec, is_adapter
+from expertmesh.anatomy import Anatomy, ExpertsSpec, is_adapter, is_classifier
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
@@ -90,6 +90,13 @@ def adapter_shard_dim(name: str, adapter: torch.Tensor, layout: Layout) -> int:
 
 def refuse_axes(model: nn.Module, anatomy: Anatomy, layout: Layout) -> None:
     """Raise `InputError` for a model whose positions tp or cp cannot cut, or whose attention cp cannot exchange."""
+    axis = next((axis for axis in ("tp", "cp", "pp") if layout.size(axis) > 1), None)
+    if is_classifier(model) and axis is not None:
+        raise InputError(
+            f"parallel.{axis} is {layout.size(axis)}, but {type(model).__name__} is a sequence classifier, which is "
+            f"called with whole rows, and ranks along {axis} share theirs; set {axis} to 1",
+            key="layout.ranks-share-rows",
+        )
     refuse_blocks(model, anatomy, layout)
     refuse_context(model, anatomy, layout)
 

@@ -128,7 +128,7 @@ def rows_per_token(router: TopKRouter, ranks: int) -> float:
 
 
 class Matrix(NamedTuple):
-    """One parameter of an expert: `bytes` per element as stored; `packed`: it is gathered and computed from like that."""
+    """One parameter of an expert: `bytes` per element as stored; `packed`: it is gathered like that, too."""
 
     elements: int
     trains: bool

@@ -19,8 +19,11 @@ from expertmesh.config.errors import InputError
 Column = npt.NDArray[np.float64]
 NUMBERS = (
     "epoch", "loss", "grad_norm", "learning_rate", "target_tokens", "tokens_per_second", "peak_memory_bytes",
-    "elapsed_seconds", "aux_loss", "z_loss",
+    "elapsed_seconds", "aux_loss", "z_loss", "rewards/chosen", "rewards/rejected", "rewards/margins",
+    "rewards/accuracies",
 )  # fmt: skip
+# Those that an evaluation has too, with `eval_` in front.
+EVALUATED = ("loss", "rewards/margins", "rewards/accuracies")
 # What a row says of a layer's experts, and which end of it needs attention.
 WORST = {"max_over_mean": np.nanmax, "entropy": np.nanmin, "dead": np.nanmax}
 _LINES_NAMED = 5
@@ -30,7 +33,8 @@ _LINES_NAMED = 5
 class Metrics:
     """Rows in the order of their steps. S reported steps, L MoE layers; what a row does not say is NaN.
 
-    `numbers` has one column `[S]` for each of `NUMBERS`; `load_SL` one table `[S, L]` for each of `WORST`.
+    `numbers` has a column `[S]` for each of `NUMBERS`, `evaluated` one for each of `EVALUATED`, as long as `eval_step`;
+    `load_SL` has one table `[S, L]` for each of `WORST`.
     """
 
     step: npt.NDArray[np.int64]
@@ -38,7 +42,7 @@ class Metrics:
     load_SL: dict[str, npt.NDArray[np.float32]]
     skipped: tuple[tuple[int, str], ...]
     eval_step: npt.NDArray[np.int64]
-    eval_loss: Column
+    evaluated: dict[str, Column]
     notes: tuple[str, ...]
 
     def __getitem__(self, name: str) -> Column:
@@ -68,7 +72,7 @@ class _Rows:
     steps: dict[int, list[float]] = field(default_factory=dict)
     loads: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
     skipped: dict[int, str] = field(default_factory=dict)
-    evaluations: dict[int, float] = field(default_factory=dict)
+    evaluations: dict[int, list[float]] = field(default_factory=dict)
     repeated: set[int] = field(default_factory=set)
     strange: list[int] = field(default_factory=list)
     cut_short: bool = False
@@ -79,7 +83,7 @@ class _Rows:
         if row is None or type(step) is not int or not 0 < step < 2**53:
             self.strange.append(number)
         elif "eval_loss" in row:
-            self.evaluations[step] = _number(row["eval_loss"])
+            self.evaluations[step] = [_number(row.get(f"eval_{key}")) for key in EVALUATED]
         elif "loss" in row:
             if step in self.steps:
                 self.repeated.add(step)
@@ -134,7 +138,10 @@ def _columns(rows: _Rows) -> Metrics:
         load_SL={key: load_SLK[:, :, place] for place, key in enumerate(WORST)},
         skipped=tuple(sorted(rows.skipped.items())),
         eval_step=np.array(evaluated, dtype=np.int64),
-        eval_loss=np.array([rows.evaluations[step] for step in evaluated], dtype=np.float64),
+        evaluated={
+            key: np.array([rows.evaluations[step][place] for step in evaluated], dtype=np.float64)
+            for place, key in enumerate(EVALUATED)
+        },
         notes=tuple(rows.notes()),
     )
 

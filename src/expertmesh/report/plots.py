@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import matplotlib.style
 import numpy as np
@@ -21,7 +22,7 @@ from matplotlib.ticker import Locator, LogLocator, MaxNLocator, NullFormatter, N
 
 from expertmesh.report.metrics import WORST
 from expertmesh.report.run import Run
-from expertmesh.report.series import summarize, thin_grid, thin_line
+from expertmesh.report.series import Line, summarize, thin_grid, thin_line
 
 # Drawn in place of the style sheet's colours, so that one picture suits a light page, a dark one and paper.
 INK, GRID, FIRST, SECOND, BAD = "#010203", "#020304", "#030405", "#040506", "#050607"
@@ -35,12 +36,15 @@ _LOG_RATIO = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One value over steps. A `noisy` one gets a smoothed line; `unit` is what its axis counts in."""
+    """One value over steps. A `noisy` one gets a smoothed line; `unit` is what its axis counts in; `beside` are key and
+    label of another that is drawn with it.
+    """
 
     label: str
     noisy: bool = True
     from_zero: bool = False
     unit: float = 1.0
+    beside: tuple[str, str] | None = None
 
 
 CURVES = {
@@ -51,6 +55,9 @@ CURVES = {
     "peak_memory_bytes": Curve("peak memory", noisy=False, from_zero=True, unit=2.0**30),
     "aux_loss": Curve("load-balancing loss"),
     "z_loss": Curve("router z-loss"),
+    "rewards/chosen": Curve("chosen", beside=("rewards/rejected", "rejected")),
+    "rewards/margins": Curve("training"),
+    "rewards/accuracies": Curve("training", from_zero=True),
 }
 
 
@@ -67,25 +74,14 @@ def draw(run: Run) -> dict[str, Markup]:
 
 
 def _draw_curve(run: Run, key: str, figure: Figure, axes: Axes) -> None:
-    """The rows pale, what they tend to strong."""
     metrics, curve = run.metrics, CURVES[key]
-    line = thin_line(metrics.step, metrics[key] / curve.unit)
-    smooth = line.smooth if curve.noisy else None
-    if line.rows_per_point > 1:
-        axes.fill_between(
-            line.step, line.low, line.high, color=FIRST, alpha=0.35, linewidth=0, label="lowest to highest"
-        )
-    elif smooth is not None:
-        axes.plot(line.step, line.middle, color=FIRST, alpha=0.5, linewidth=0.9, label="each row")
-    strong, marker = line.middle if smooth is None else smooth, "o" if len(line.step) <= _FEW else None
-    axes.plot(line.step, strong, color=FIRST, linewidth=1.8, marker=marker, markersize=3.5, label=curve.label)
-    # A point between two gaps has no line.
-    missing = np.pad(np.isnan(line.middle), 1, constant_values=True)
-    alone = ~missing[1:-1] & missing[:-2] & missing[2:]
-    if marker is None and alone.any():
-        axes.plot(line.step[alone], line.middle[alone], ".", color=FIRST, markersize=4)
-    if key == "loss" and len(metrics.eval_step):
-        axes.plot(metrics.eval_step, metrics.eval_loss, "D-", color=SECOND, linewidth=1.5, ms=4.5, label="evaluation")
+    _draw_line(axes, thin_line(metrics.step, metrics[key] / curve.unit), curve.noisy, curve.label, FIRST)
+    if curve.beside is not None:
+        other, label = curve.beside
+        _draw_line(axes, thin_line(metrics.step, metrics[other]), curve.noisy, label, SECOND)
+    evaluated = metrics.evaluated.get(key)
+    if evaluated is not None and np.isfinite(evaluated).any():
+        axes.plot(metrics.eval_step, evaluated, "D-", color=SECOND, linewidth=1.5, ms=4.5, label="evaluation")
     log = False
     if key == "grad_norm":
         norms = summarize(metrics[key])
@@ -103,6 +99,25 @@ def _draw_curve(run: Run, key: str, figure: Figure, axes: Axes) -> None:
     _draw_steps(run, axes, INK)
     if len(axes.get_legend_handles_labels()[1]) > 1:
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=3)
+
+
+def _draw_line(axes: Axes, line: Line, noisy: bool, label: str, colour: str) -> None:
+    """The rows pale, what they tend to strong."""
+    smooth = line.smooth if noisy else None
+    pale: dict[str, Any] = {"color": colour, "label": None}
+    if colour == FIRST:  # the legend says it once
+        pale["label"] = "lowest to highest" if line.rows_per_point > 1 else "each row"
+    if line.rows_per_point > 1:
+        axes.fill_between(line.step, line.low, line.high, alpha=0.35, linewidth=0, **pale)
+    elif smooth is not None:
+        axes.plot(line.step, line.middle, alpha=0.5, linewidth=0.9, **pale)
+    strong, marker = line.middle if smooth is None else smooth, "o" if len(line.step) <= _FEW else None
+    axes.plot(line.step, strong, color=colour, linewidth=1.8, marker=marker, markersize=3.5, label=label)
+    # A point between two gaps has no line.
+    missing = np.pad(np.isnan(line.middle), 1, constant_values=True)
+    alone = ~missing[1:-1] & missing[:-2] & missing[2:]
+    if marker is None and alone.any():
+        axes.plot(line.step[alone], line.middle[alone], ".", color=colour, markersize=4)
 
 
 def _draw_heat_map(run: Run, key: str, figure: Figure, axes: Axes) -> None:
@@ -165,7 +180,8 @@ def _svg(name: str, draw_on: Callable[[Figure, Axes], None]) -> Markup:
         draw_on(figure, figure.add_subplot())
         figure.savefig(written, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = written.getvalue()
-    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg[svg.index("<svg") :])
+    prefix = name.replace("/", "-")
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", svg[svg.index("<svg") :])
     for drawn, meant in COLOURS.items():
         svg = svg.replace(drawn, meant)
     return Markup(svg)

@@ -11,7 +11,6 @@ from torch import nn
 
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.io.safetensors_reader import FileTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +51,8 @@ class ShardedModel:
     """Formats of the experts that stay packed, by parameter, or None: `parallel.groups.plan_frozen`."""
     averages_gradients: bool = False
     """Whether gradients of its outputs are averaged over ranks: `state.other_code.like_ddp`."""
-    unmapped: tuple[FileTensor, ...] = ()
-    """What its files hold beside it: `weights.unmapped.remembered`."""
+    source: Any = None
+    """What is remembered of its files: `weights.source.source_of`."""
 
 
 @dataclass(slots=True)

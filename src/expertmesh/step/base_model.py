@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from expertmesh.anatomy import is_classifier
 from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import number_rows
 from expertmesh.experts.token_counts import counting, real_tokens_of
@@ -77,6 +78,12 @@ def base_name(model: nn.Module) -> str:
 
     Models with a vision tower may hold a whole causal language model; then it is the base of that.
     """
+    if is_classifier(model):
+        raise InputError(
+            f"{type(model).__name__} has no head of a language model, which the loss of target tokens needs; call it "
+            "by model(**batch), or train it by em.trainer(RewardTrainer)",
+            key="model.no-base-model",
+        )
     head = head_of(model)
     around = (name for name, module in model.named_modules() if any(child is head for child in module.children()))
     parent = "" if head is None else next(around, "")

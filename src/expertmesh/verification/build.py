@@ -7,7 +7,7 @@ from expertmesh.config import ParallelConfig, PrecisionConfig
 from expertmesh.distributed.mesh import init_mesh, set_timeout
 from expertmesh.model import ModelOptions, prepare_model
 from expertmesh.parallel.checkpointing import checkpointing_mode
-from expertmesh.training.optimizer import build_optimizer
+from expertmesh.training.optimizers.build import build_optimizer
 from expertmesh.training.startup.model_check import shard_options
 from expertmesh.verification.job import Job
 from expertmesh.verification.reference.weights import set_adapters
@@ -41,4 +41,4 @@ def build(
     fill(model, setup.directory, allocate_on=mesh.device)
     start_adapters(model, config.train.seed)
     set_adapters(model)
-    return Job(setup, mesh, model, build_optimizer(model, config.optim), precision)
+    return Job(setup, mesh, model, build_optimizer(model, config.optim, config.train.seed), precision)

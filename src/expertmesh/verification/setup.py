@@ -108,7 +108,7 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
         dataset, pad = random_dataset(vocabulary, config.data.max_length, 64, config.train.seed), 0
         notes.append("token ids are random: no data was named")
     else:
-        tokenizer = load_tokenizer(config.model)
+        tokenizer = load_tokenizer(config.model, config.data.chat_template)
         dataset, _ = build_dataset(config.data.train, config.data, tokenizer, model_vocab_size=vocabulary)
         pad = padding_token_id(tokenizer, vocabulary)
     steps = steps_of(dataset, config, layout, tokens=options.tokens, steps=STEPS, pad_token_id=pad)

@@ -92,17 +92,19 @@ class AuditReport:
 
 
 @torch.no_grad()
-def audit_weights(model: PreTrainedModel, directory: str | Path, mode: AuditMode = "sampled") -> AuditReport:
+def audit_weights(
+    model: PreTrainedModel, directory: str | Path, mode: AuditMode = "sampled", new: Sequence[str] = ()
+) -> AuditReport:
     """Compare this rank's shards of `model`, filled from `directory`, with the files, bit for bit.
 
-    In the model's dtypes: what the files hold is cast or quantised first. Every rank calls it. Raises `IntegrityError`
-    on all of them alike, naming file, tensor and expert, when a value differs. Issues one small all-reduce on the
-    default group; `full` another one, of 256 bytes per expert.
+    In the model's dtypes: what the files hold is cast or quantised first; of `new` tensors some may be missing there.
+    Every rank calls it. Raises `IntegrityError` on all of them alike, naming file, tensor and expert, when a value
+    differs. Issues one small all-reduce on the default group; `full` another one, of 256 bytes per expert.
     """
     started = time.monotonic()
     with raise_on_all_ranks("comparing the weights with their files"):
         with open_weight_files(directory, weights_file(model)) as files:
-            plan = plan_load(model, files)
+            plan = plan_load(model, files, new)
         auditor = _Auditor(plan, model_tensors(model), expert_tensors(model))
         auditor.check_numbers()
         auditor.plan = kept_plan(model, plan)

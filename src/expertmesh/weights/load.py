@@ -5,17 +5,18 @@ shards a rank holds at most one block of one tensor in host memory. Errors are r
 sentence. Weights are never gathered or broadcast, so that no rank can overwrite another's experts.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from expertmesh.anatomy import describe
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
-from expertmesh.io.boxes import Box
+from expertmesh.io.boxes import Box, slices
 from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.shards import local_box, local_tensor
@@ -23,7 +24,7 @@ from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, model_tensors, plan_load
 from expertmesh.weights.meta_model import materialize
 from expertmesh.weights.reading import bytes_needed, read_box
-from expertmesh.weights.unmapped import UnmappedTensors, remember, summarize_unmapped
+from expertmesh.weights.source import Source, UnmappedTensors, remember, summarize_unmapped
 
 _CHECKED_ELEMENTS = 1 << 22
 
@@ -34,7 +35,7 @@ class LoadReport:
 
     `experts` are (experts module, first, last + 1): the experts of each layer that this rank holds a part
     of. `ignored` are the file tensors that the model's family declares unused, `unmapped` a summary of them;
-    `save_model` copies them from these files.
+    `save_model` copies them from these files. `new` are tensors that the files lack and that may be new.
     """
 
     tensors: int
@@ -44,23 +45,30 @@ class LoadReport:
     experts: tuple[tuple[str, int, int], ...]
     ignored: tuple[str, ...]
     unmapped: tuple[UnmappedTensors, ...]
+    new: tuple[str, ...] = ()
 
 
-def fill(model: PreTrainedModel, directory: str | Path, allocate_on: torch.device | str | None = None) -> LoadReport:
+def fill(
+    model: PreTrainedModel,
+    directory: str | Path,
+    allocate_on: torch.device | str | None = None,
+    new: Sequence[str] = (),
+) -> LoadReport:
     """Give each parameter and persistent buffer of `model` its value from the safetensors of `directory`.
 
-    `model` may be plain or parallelised (FSDP2, expert-parallel DTensors); its local shards have to be allocated,
-    or are allocated on the device `allocate_on`, once the files' headers fit the model. Every rank calls it. Tied
-    tensors are read once. The model remembers the file layout and the unmapped tensors, so that saving restores both.
+    `model` may be plain or parallelised (FSDP2, expert-parallel DTensors); its local shards have to be allocated, or
+    are allocated on the device `allocate_on`, once the files' headers fit the model. Every rank calls it. Tied tensors
+    are read once. The model remembers the layout and dtypes of the files and the unmapped tensors, so that saving
+    restores them. Of `new` tensors those that the files lack keep what is in memory.
     Raises on all ranks alike: `InputError`, `SecurityError`, `IntegrityError` (see `open_weight_files`
     and `plan_load`), the last also for values that are not finite. Issues one small all-reduce on the default group.
     """
     with raise_on_all_ranks("loading weights"), open_weight_files(directory, weights_file(model)) as files:
-        plan = plan_load(model, files)
+        plan = plan_load(model, files, new)
         if allocate_on is not None:
             materialize(model, allocate_on)
         report = fill_planned(model, files, plan)
-    return report
+    return replace(report, new=tuple(name for name in new if name not in plan.tensors))
 
 
 def bytes_to_read(model: PreTrainedModel, directory: str | Path) -> int:
@@ -91,8 +99,8 @@ def fill_planned(model: PreTrainedModel, files: WeightFiles, plan: LoadPlan) -> 
         read_box(lazy, box, copy, files.read)
         if not torch.equal(copy, local):
             raise differing_copies(lazy, plan.tensors[name])
-    ignored = [files.tensors[name] for name in plan.ignored]
-    remember(model, plan.conversions, ignored)
+    source = Source.of(model, plan, files)
+    remember(model, plan.conversions, source)
     return LoadReport(
         tensors=len(plan.tensors),
         bytes_read=files.bytes_read,
@@ -100,7 +108,7 @@ def fill_planned(model: PreTrainedModel, files: WeightFiles, plan: LoadPlan) -> 
         local_bytes=sum(local_tensor(state[name]).nbytes for name in plan.tensors),
         experts=_experts_held(model, state),
         ignored=plan.ignored,
-        unmapped=summarize_unmapped(ignored, files.tensors.keys() - set(plan.ignored)),
+        unmapped=summarize_unmapped(source.unmapped, files.tensors.keys() - set(plan.ignored)),
     )
 
 
@@ -151,6 +159,28 @@ def named_source(lazy: LazyTensor, index: list[int] | None = None) -> str:
             leaf = piece.leaf
             return f"{leaf.path}: tensor {leaf.name}" if isinstance(leaf, FILE_LEAVES) else leaf.name
     raise AssertionError(f"no piece of {lazy!r} holds {index}")
+
+
+def head_names(model: PreTrainedModel) -> list[str]:
+    """The tensors of a sequence classifier beside its base model, which files of a language model do not hold."""
+    return [name for name in model_tensors(model) if not name.startswith(f"{model.base_model_prefix}.")]
+
+
+@torch.no_grad()
+def start_head(model: PreTrainedModel, names: Sequence[str], seed: int) -> None:
+    """Give the tensors `names` of the head, which are allocated, the values that `from_pretrained` would draw first
+    after `torch.manual_seed(seed)`. No communication.
+    """
+    for module in dict.fromkeys(name.rpartition(".")[0] for name in names):
+        head = model.get_submodule(module)
+        assert isinstance(head, nn.Linear), f"{module} is no linear layer"
+        new = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model._init_weights(new)
+        for leaf, values in new.named_parameters():
+            whole = head.get_parameter(leaf)
+            local_tensor(whole).copy_(values[slices(local_box(whole))])
 
 
 def weights_file(model: PreTrainedModel) -> str | None:

@@ -126,8 +126,12 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in full_state(model).items() if is_adapter(name)}
 
 
-def plan_load(model: PreTrainedModel, files: WeightFiles, *, complete: bool = True) -> LoadPlan:
+def plan_load(
+    model: PreTrainedModel, files: WeightFiles, new: Sequence[str] = (), *, complete: bool = True
+) -> LoadPlan:
     """Work out where each tensor of `model` (on meta or not, sharded or not) comes from.
+
+    `new` may be missing, as a new head in place of the language model's (load.py), which is left out then.
 
     Quantised weights are read as the values that they stand for. Raises `IntegrityError` naming what is missing,
     unexpected, duplicated, incomplete, misshaped or mistyped, and what `published_tensors` raises. Reads nothing but
@@ -139,7 +143,7 @@ def plan_load(model: PreTrainedModel, files: WeightFiles, *, complete: bool = Tr
         # Rules belong to classes of modules, of which a pipeline stage has only some.
         whole: Any = full_model(model)
         conversions = [*get_model_conversion_mapping(whole), *list_rules(whole)]
-    planner = _LoadPlanner(model, published, state)
+    planner = _LoadPlanner(model, published, state, new)
     inputs, ignored = planner.match(conversions)
     filled, failed = planner.assemble(inputs)
     tensors: dict[str, LazyTensor] = {}
@@ -149,7 +153,7 @@ def plan_load(model: PreTrainedModel, files: WeightFiles, *, complete: bool = Tr
         if present:
             tensors[names[0]] = filled[present[0]]
             copies += [(names[0], filled[name]) for name in present[1:]]
-        elif not failed & set(names):
+        elif not failed & set(names) and names[0] not in new:
             planner.mismatches.add("missing", names[0])
     if complete:
         planner.mismatches.refuse(model, files.directory)
@@ -225,6 +229,7 @@ class _LoadPlanner:
     model: PreTrainedModel
     published: PublishedTensors
     state: dict[str, Tensor]
+    new: Sequence[str]
     mismatches: _Mismatches = field(default_factory=_Mismatches)
 
     def match(self, conversions: list[WeightTransform]) -> tuple[dict[str, _ConversionInputs], tuple[str, ...]]:
@@ -262,6 +267,8 @@ class _LoadPlanner:
         patterns += [r"(^|\.)position_ids$"] if any(name.endswith("position_ids") for name in buffers) else []
         ignored: list[str] = []
         for key in unmapped:
+            if self.new and key.startswith("lm_head."):
+                continue
             if any(re.search(pattern, key) for pattern in patterns):
                 ignored += self.published.stored[key]
             else:

@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -78,8 +79,10 @@ def build_meta_model(
     attention: str | None = None,
     trust_remote_code: bool = False,
     fuse: bool = True,
+    num_labels: int | None = None,
 ) -> PreTrainedModel:
-    """The causal language model of `config` with parameters and persistent buffers on meta.
+    """The causal language model of `config` with parameters and persistent buffers on meta; with `num_labels` the
+    sequence classifier of so many.
 
     Floating-point parameters are `dtype` (the master dtype), except what the family keeps in fp32 when
     `dtype` is narrower; persistent buffers as `from_pretrained(dtype=dtype)` gives them. Non-persistent
@@ -89,11 +92,12 @@ def build_meta_model(
     """
     _refuse_remote_code(Path(config.name_or_path or "") / "config.json", config.to_dict(), trust_remote_code)
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+    auto, config = _auto_class(config, num_labels), deepcopy(config)
+    if num_labels is not None:
+        config.num_labels = num_labels
     try:
         with torch.device("meta"), meta_device_safe_creation_ops():
-            model = _auto_class(config).from_config(
-                deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code, **options
-            )
+            model = auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
     except (ValueError, ImportError, AttributeError, TypeError) as error:
         raise InputError(
             f"{config.model_type}: transformers cannot build a causal LM of it: {error}", key="model.no-causal-lm"
@@ -109,11 +113,13 @@ def build_meta_model(
     return model
 
 
-def _auto_class(config: PreTrainedConfig) -> Any:
+def _auto_class(config: PreTrainedConfig, num_labels: int | None) -> Any:
     """What builds the model that the files hold, by `architectures`; otherwise rather a model of text alone.
 
     Read as text alone, a vision-language model would lose its vision tower when it is saved.
     """
+    if num_labels is not None:
+        return _classifier(config)
     mappings: Any = (AutoModelForCausalLM, AutoModelForImageTextToText)
     known = [auto for auto in mappings if type(config) in auto._model_mapping]
     if not known and not getattr(config, "auto_map", None):
@@ -123,6 +129,17 @@ def _auto_class(config: PreTrainedConfig) -> Any:
         )
     named = [auto for auto in known if auto._model_mapping[type(config)].__name__ in (config.architectures or ())]
     return (named or known or [AutoModelForCausalLM])[0]
+
+
+def _classifier(config: PreTrainedConfig) -> Any:
+    auto: Any = AutoModelForSequenceClassification
+    if type(config) not in auto._model_mapping:
+        raise InputError(
+            f"{config.model_type}: transformers has no sequence classifier of it; leave num_labels out, or take a "
+            "family that has one (Qwen3-MoE, Mixtral, gpt-oss, DeepSeek-V3 ...)",
+            key="model.no-classifier",
+        )
+    return auto
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:

@@ -8,7 +8,7 @@ from expertmesh.io.terminal import gib
 from expertmesh.weights.audit import AuditReport, write_audit
 from expertmesh.weights.load import LoadReport
 from expertmesh.weights.save import SaveReport
-from expertmesh.weights.unmapped import UnmappedTensors
+from expertmesh.weights.source import UnmappedTensors
 
 AUDIT_FILE = "audit.json"
 _LISTED = 10
@@ -42,6 +42,10 @@ def saved_lines(saved: SaveReport) -> Iterator[str]:
         yield f"kept       {text}: not in the model, copied from the files it was loaded from"
     for text in _listed(saved.dropped):
         yield f"dropped    {text}: not in the model, and the files it was loaded from are gone or have changed"
+
+
+def dtype_text(saved: SaveReport) -> str:
+    return str(saved.dtype).removeprefix("torch.")
 
 
 def adapter_lines(saved: AdapterReport) -> Iterator[str]:

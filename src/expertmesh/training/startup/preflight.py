@@ -34,7 +34,7 @@ def preflight(config: Config, world_size: int, ranks_per_node: int | None = None
     )
     checked = check_model(config, model_config, directory, world_size, ranks_per_node)
     refuse_disk(config, checked.model)
-    load_tokenizer(model)
+    load_tokenizer(model, config.data.chat_template)
     return checked
 
 

@@ -95,7 +95,7 @@ def _saved(proof: Proof, job: Job, name: str) -> Iterator[Path]:
     if name == "adapter":
         save_adapter(job.model, directory)
     else:
-        save_model(job.model, directory)
+        save_model(job.model, directory, dtype=None)
     if job.mesh.rank == 0:
         proof.hooks.saved(directory)
     yield directory

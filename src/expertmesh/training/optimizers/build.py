@@ -1,4 +1,4 @@
-"""The optimizer and the learning rate over optimizer steps. Plain torch optimizers on DTensor parameters."""
+"""The optimizer and the learning rate over optimizer steps: torch's own, or one of this package, on DTensors."""
 
 import math
 
@@ -7,20 +7,23 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from expertmesh.config import OptimConfig, ScheduleConfig
+from expertmesh.state.stage_view import stage_parameters
+from expertmesh.training.optimizers.adamw import AdamW
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW (fused) or SGD over the trainable parameters. No communication: every rank updates its own shards."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def build_optimizer(model: nn.Module, config: OptimConfig, seed: int) -> torch.optim.Optimizer:
+    """What the configuration asks for, over the trainable parameters. `seed` is that of stochastic rounding.
+
+    No communication: every rank updates its own shards.
+    """
+    trainable = {name: parameter for name, parameter in stage_parameters(model).items() if parameter.requires_grad}
+    rate, decay = config.learning_rate, config.weight_decay
     if config.name == "sgd":
-        return torch.optim.SGD(trainable, lr=config.learning_rate, weight_decay=config.weight_decay)
+        return torch.optim.SGD(trainable.values(), lr=rate, weight_decay=decay)
+    if config.stochastic_rounding:
+        return AdamW(trainable.items(), lr=rate, betas=config.betas, eps=config.eps, weight_decay=decay, seed=seed)
     return torch.optim.AdamW(
-        trainable,
-        lr=config.learning_rate,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
+        trainable.values(), lr=rate, betas=config.betas, eps=config.eps, weight_decay=decay, fused=True
     )
 
 
