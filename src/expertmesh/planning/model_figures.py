@@ -137,13 +137,16 @@ def rows_per_token(router: TopKRouter, ranks: int) -> float:
 
 
 class ExpertWeight(NamedTuple):
-    """One parameter of routed experts, of all of them together; `elements` are of one expert, `bytes` as stored."""
+    """One parameter of routed experts, of all of them together; `elements` are of one expert, `bytes` per element as
+    stored; `packed`: it is gathered like that, too.
+    """
 
     shape: tuple[int, ...]
     elements: int
     trains: bool
-    bytes: int
+    bytes: float
     is_adapter_a: bool
+    packed: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,6 +162,15 @@ class Experts:
     def elements(self, trains: bool | None = None) -> int:
         """Of one expert; of what trains or does not, if asked so."""
         return sum(each.elements for each in self.matrices if trains in (None, each.trains))
+
+    def gathered(self, compute: int) -> float:
+        """Bytes of one expert for computing in a dtype of `compute` bytes: those of its codes, where it is packed."""
+        return sum(each.elements * (each.bytes if each.packed else compute) for each in self.matrices)
+
+    @property
+    def packed(self) -> int:
+        """Elements of one expert that are dequantised for each use."""
+        return sum(each.elements for each in self.matrices if each.packed)
 
     @property
     def width(self) -> int:

@@ -153,7 +153,7 @@ def _state(rank: PipelineRank, ranks: int, tp: int, ep: int, optimizer: Optimize
             if weight.trains:
                 master += here * weight.bytes
                 cut = parts_of_last_dim(experts, weight, layout)
-                moments += moment_bytes(optimizer, weight.shape, weight.bytes, here, cut)
+                moments += moment_bytes(optimizer, weight.shape, int(weight.bytes), here, cut)
     return ResidentState(frozen, master, moments)
 
 

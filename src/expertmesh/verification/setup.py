@@ -125,7 +125,7 @@ def in_float32(precision: PrecisionConfig) -> PrecisionConfig:
     """The precision of comparisons that are about what is computed, not how finely; fp64 stays."""
     if precision.params == "float64":
         return precision
-    return PrecisionConfig(params="float32", compute="float32", reduce="float32")
+    return PrecisionConfig(params="float32", compute="float32", reduce="float32", frozen=precision.frozen)
 
 
 def _without_chance(config: Config) -> tuple[Config, list[str]]:
