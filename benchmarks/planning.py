@@ -30,6 +30,7 @@ from expertmesh.planning.stages import Batch, CheckpointedLayers, Workload, resi
 from expertmesh.planning.trackers import UsageTracker
 from expertmesh.planning.traffic import traffic_of
 from expertmesh.simulation.axes import planned_by_axis, sent_by_axis
+from expertmesh.state.packed import stored
 from expertmesh.step import forward_backward as training_step
 from expertmesh.step import pipeline_schedule as stages
 from expertmesh.training.optimizers.build import build_optimizer
@@ -89,6 +90,9 @@ def _points() -> tuple[Point, ...]:
         Point("qwen3 ep2 of 4, fp32", "qwen3_moe", 4, ep(2), precision=FP32),
         Point("qwen3 ep4 of 4, bf16 masters", "qwen3_moe", 4, ep(4), precision=BF16),
         Point("qwen3 ep2 of 4, LoRA", "qwen3_moe", 4, ep(2), lora=lora),
+        Point(
+            "qwen3 ep2 of 4, LoRA on nf4", "qwen3_moe", 4, ep(2), lora=lora, precision=em.PrecisionConfig(frozen="nf4")
+        ),
         Point("qwen3 ep4 of 4, LoRA, full", "qwen3_moe", 4, ep(4), "full", lora=lora),
         Point("deepseek ep2 of 4", "deepseek_v3", 4, ep(2)),
         Point("deepseek ep4 of 4, full", "deepseek_v3", 4, ep(4), "full"),
@@ -260,7 +264,7 @@ def _gathered(model: Any) -> int:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return stored(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
 
 
 def main(names: list[str]) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.io.boxes import Box, volume
 from expertmesh.io.safetensors_reader import as_bytes
+from expertmesh.state.packed import stored
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.state.stage_view import full_state, is_on_other_stage, placed_like, placement_of, stage_parameters
 from expertmesh.weights.mapping import adapter_tensors, unique_tensors
@@ -110,7 +111,7 @@ def fingerprint(tensor: Tensor) -> int:
 
     Computed where the tensor is, in blocks; one wait for the device. To compare copies, not against an adversary.
     """
-    return int(fingerprint_share(as_bytes(tensor.detach().contiguous()), 0))
+    return int(fingerprint_share(as_bytes(stored(tensor).detach().contiguous()), 0))
 
 
 def fingerprint_share(data: Tensor, at: int) -> Tensor:

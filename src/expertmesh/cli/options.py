@@ -54,7 +54,10 @@ Overrides = Annotated[
 ]
 Model = Annotated[str, Argument(metavar="MODEL", help="hub id or local directory")]
 Output = Annotated[str, Option(metavar="DIR", help="directory to write; new or empty")]
-WrittenDtype = Literal["auto", "bfloat16", "float16", "float32"]
+PlainDtype = Literal["auto", "bfloat16", "float16", "float32"]
+# As `save_model` takes them; a test compares the two.
+WrittenDtype = Literal["auto", "bfloat16", "float16", "float32", "as_loaded", "fp8", "int4", "mxfp4", "nvfp4"]
+Frozen = Literal["float8", "nf4", "mxfp4", "nvfp4", "as_published"]
 DTYPE = Option(help="of the weights written; auto: as in the model's files, bfloat16 where these are quantised")
 SHARD_SIZE = Option(
     metavar="SIZE",
@@ -78,6 +81,7 @@ class PlanOptions:
     params: Annotated[Literal["float32", "bfloat16"], Option(help="dtype of the parameters that train")] = "float32"
     optimizer: Annotated[OptimizerName, Option(help="what updates them")] = "adamw"
     compute: Annotated[Literal["float32", "bfloat16"], Option(help="dtype of forward and backward")] = "bfloat16"
+    frozen: Annotated[Frozen | None, Option(help="how experts that adapters freeze stay in memory")] = None
     no_packing: Annotated[bool, Option("--no-packing", help="one sample per sequence, so no mask between them")] = False
     goal: Annotated[Literal["speed", "memory"], Option(help="what to rank by")] = "speed"
     top: Annotated[int, N(help="layouts to show")] = 8

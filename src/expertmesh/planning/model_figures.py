@@ -145,16 +145,17 @@ def rows_per_token(router: TopKRouter, ranks: int) -> float:
 
 
 class ExpertWeight(NamedTuple):
-    """One parameter of routed experts, of all of them together; `elements` are of one expert, `bytes` as stored.
-    `is_matrix`: whether Muon is for each expert's.
+    """One parameter of routed experts, of all of them together; `elements` are of one expert, `bytes` per element as
+    stored; `is_matrix`: whether Muon is for each expert's; `packed`: it is gathered as it is stored, too.
     """
 
     shape: tuple[int, ...]
     elements: int
     trains: bool
-    bytes: int
+    bytes: float
     is_adapter_a: bool
     is_matrix: bool
+    packed: bool = False
 
     @property
     def is_muons(self) -> bool:
@@ -180,6 +181,15 @@ class Experts:
     def elements(self, trains: bool | None = None) -> int:
         """Of one expert; of what trains or does not, if asked so."""
         return sum(each.elements for each in self.matrices if trains in (None, each.trains))
+
+    def gathered(self, compute: int) -> float:
+        """Bytes of one expert for computing in a dtype of `compute` bytes: those of its codes, where it is packed."""
+        return sum(each.elements * (each.bytes if each.packed else compute) for each in self.matrices)
+
+    @property
+    def packed(self) -> int:
+        """Elements of one expert that are dequantised for each use."""
+        return sum(each.elements for each in self.matrices if each.packed)
 
     @property
     def width(self) -> int:

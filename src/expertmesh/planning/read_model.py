@@ -117,7 +117,7 @@ class _Reader:
     ) -> None:
         self.model, self.fp32, self.lora, self.tensor_plan = model, fp32, lora, tensor_plan
         self.master, self.width, _ = plan.dtypes
-        self.backends = plan.compute
+        self.backends, self.packed = plan.compute, plan.packed
         self.specs = {spec.name: spec for spec in plan.anatomy.experts}
         self.matrices = matrices_of(model, plan.anatomy)
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
@@ -179,19 +179,21 @@ class _Reader:
         return Experts(
             spec=spec,
             router=TopKRouter(spec.num_experts, spec.top_k, *((groups, best) if limited else ())),
-            matrices=tuple(
-                ExpertWeight(
-                    tuple(p.shape),
-                    p.numel() // spec.num_experts,
-                    p.requires_grad,
-                    self._stored(name).itemsize,
-                    is_adapter(name) and name.endswith("A"),
-                    f"{spec.name}.{name}" in self.matrices,
-                )
-                for name, p in own.items()
-            ),
+            matrices=tuple(self._expert_weight(spec, name, parameter) for name, parameter in own.items()),
             looped=self.backends[spec.name] == "loop",
             rank=self.lora.r if self.lora is not None and any(map(is_adapter, own)) else 0,
+        )
+
+    def _expert_weight(self, spec: ExpertsSpec, leaf: str, parameter: nn.Parameter) -> ExpertWeight:
+        elements, kind = parameter.numel() // spec.num_experts, self.packed.get(f"{spec.name}.{leaf}")
+        return ExpertWeight(
+            shape=tuple(parameter.shape),
+            elements=elements,
+            trains=parameter.requires_grad,
+            bytes=self._stored(leaf).itemsize if kind is None else kind.bytes / elements,
+            is_adapter_a=is_adapter(leaf) and leaf.endswith("A"),
+            is_matrix=f"{spec.name}.{leaf}" in self.matrices,
+            packed=kind is not None,
         )
 
     def _weight(self, name: str) -> Weight:

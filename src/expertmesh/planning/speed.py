@@ -18,6 +18,8 @@ from expertmesh.planning.traffic import Transfer, traffic_of
 
 # Operations of one expert layer, forward and backward, counted in benchmarks/planning.py.
 EXPERT_OPERATIONS = (75, 60)
+# Bytes read and written for each packed weight: code, index, fp32 value looked up, scaled and cast (packed_format.py).
+DEQUANTISING = 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +214,9 @@ def _expert_seconds(
     hidden, inner = spec.hidden_size * compute, spec.intermediate_size * compute
     travelling = (3 * routed.sent + 2 * routed.rows) * hidden
     pairs = routed.pairs * (3 * hidden + 2 * experts.width * compute + 4 * inner)
-    return max(2 * elements * routed.pairs / rates.experts, reading), (travelling + pairs) / rates.bandwidth
+    dequantising = experts.packed * spec.num_experts / ep * DEQUANTISING / rates.bandwidth
+    products = max(2 * elements * routed.pairs / rates.experts, reading) + dequantising
+    return products, (travelling + pairs) / rates.bandwidth
 
 
 def _head_seconds(model: ModelFigures, tokens: float, rates: _Rates) -> float:

@@ -154,7 +154,7 @@ def _state(rank: PipelineRank, ranks: int, tp: int, ep: int, optimizer: Optimize
                 master += here * weight.bytes
                 cut = parts_of_last_dim(experts, weight, layout)
                 moments += moment_bytes(
-                    optimizer, weight.shape, weight.bytes, is_matrix=weight.is_matrix, here=here, cut=cut
+                    optimizer, weight.shape, int(weight.bytes), is_matrix=weight.is_matrix, here=here, cut=cut
                 )
     return ResidentState(frozen, master, moments)
 

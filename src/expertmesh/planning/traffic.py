@@ -202,7 +202,7 @@ def _experts(model: ModelFigures, rank: PipelineRank) -> tuple[int, float, float
         if block.experts is not None:
             every = times * block.experts.spec.num_experts
             layers += times
-            gathered += every * block.experts.elements() * model.compute_bytes
+            gathered += every * block.experts.gathered(model.compute_bytes)
             reduced += every * block.experts.elements(trains=True) * model.reduce_bytes
     return layers, gathered, reduced
 

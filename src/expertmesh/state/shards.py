@@ -12,13 +12,14 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from expertmesh.compat import StridedShard
 from expertmesh.io.boxes import Box, extents, full_box, slices
-from expertmesh.state.packed import PackedTensor, values_at
-from expertmesh.state.stage_view import is_on_other_stage, placement_of
+from expertmesh.state.packed import PackedTensor, stored, values_at
+from expertmesh.state.sharded_model import sharded
+from expertmesh.state.stage_view import is_on_other_stage, on_other_stage, placement_of
 
 
 def local_box(tensor: Tensor) -> Box:
@@ -98,6 +99,16 @@ def full_values(tensor: DTensor) -> Tensor:
     if not isinstance(local, PackedTensor):
         return tensor.full_tensor()
     return DTensor.from_local(local.experts(0, len(local)), tensor.device_mesh, tensor.placements).full_tensor()
+
+
+def as_stored(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """`tensor`, the one of `model` by this name; of packed experts their bytes `[E, bytes]`, in the same places."""
+    kind = (sharded(model).frozen_formats or {}).get(name)
+    if kind is None:
+        return tensor
+    if not isinstance(tensor, DTensor):
+        return on_other_stage(torch.uint8, (tensor.shape[0], kind.bytes))
+    return DTensor.from_local(stored(local_tensor(tensor)), tensor.device_mesh, tensor.placements, run_check=False)
 
 
 def _sharding_order(tensor: DTensor, dim: int) -> list[int]:

@@ -76,6 +76,12 @@ def _check(options: PlanOptions) -> None:
         raise InputError(f"--simulate runs adamw, not {options.optimizer}; leave one of the two out", key="cli.usage")
     if options.price is not None and not 0 <= options.price < inf:
         raise InputError(f"--price {options.price:g}: must be a number of at least 0", key="cli.usage")
+    if options.simulate and options.frozen is not None:
+        raise InputError(
+            f"--simulate: experts in {options.frozen} are dequantised for the tokens they get, which fake tensors do "
+            "not say; leave --simulate or --frozen out",
+            key="cli.usage",
+        )
     if not 1 <= options.imbalance < inf:
         raise InputError(f"--imbalance {options.imbalance}: the busiest rank has at least the mean, 1", key="cli.usage")
 

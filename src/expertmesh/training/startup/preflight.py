@@ -22,6 +22,7 @@ from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.training.startup.model_check import Checked, check_model
 from expertmesh.training.startup.output_dir import refuse_output_dir
 from expertmesh.weights.meta_model import read_model_config
+from expertmesh.weights.quantised.published import quantisation
 
 
 def preflight(config: Config, world_size: int, ranks_per_node: int | None = None, *, weights: bool = True) -> Checked:
@@ -36,6 +37,11 @@ def preflight(config: Config, world_size: int, ranks_per_node: int | None = None
     model_config, directory = read_model_config(
         model.name_or_path, model.revision, model.trust_remote_code, weights=weights
     )
+    if config.save.dtype == "as_loaded" and quantisation(model_config) is None:
+        raise InputError(
+            f"save.dtype is as_loaded, but {model.name_or_path} is not quantised; set save.dtype to auto",
+            key="weights.not-quantised",
+        )
     checked = check_model(config, model_config, directory, world_size, ranks_per_node)
     refuse_disk(config, checked.model)
     load_tokenizer(model, config.data.chat_template)
