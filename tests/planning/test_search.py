@@ -67,6 +67,18 @@ def test_state_of_all_ranks_is_sixteen_bytes_for_each_parameter(qwen: ModelFigur
         assert whole == pytest.approx(4 * qwen.total, rel=0.001)
 
 
+def test_what_each_optimizer_keeps_of_a_published_model_by_hand(qwen: ModelFigures) -> None:
+    layout = Layout(fsdp=8, ep=8)
+    bytes_a_parameter = {}
+    for name in ("adamw", "adamw_8bit", "muon", "sgd"):
+        bytes_a_parameter[name] = resident_state(qwen, layout, 0, name).moments * 8 / qwen.total
+    vocabulary = 2 * 151_936 * 2048 / qwen.total  # AdamW's, as are the norms
+    assert bytes_a_parameter["adamw"] == pytest.approx(8, rel=1e-4)
+    assert bytes_a_parameter["adamw_8bit"] == pytest.approx(2 * (1 + 4 / 256), rel=1e-4)
+    assert bytes_a_parameter["muon"] == pytest.approx(4 + 4 * vocabulary, rel=1e-4)
+    assert bytes_a_parameter["sgd"] == 0
+
+
 def test_plan_ranks_by_its_goal_and_says_why_others_do_not_fit(qwen: ModelFigures) -> None:
     job = Job(qwen, _devices("1x8 h200"), 64)
     fast, small = plan(job, "speed"), plan(job, "memory")
