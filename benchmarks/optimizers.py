@@ -3,9 +3,9 @@
     python -m benchmarks.optimizers [--steps 300] [--only NAME ...]
 
 Losses: `expertmesh train` on 2 ranks, ep 2, from one checkpoint on the same rows of real text (those of
-`benchmarks.layouts`), computing in bfloat16, at a learning rate whose updates are smaller than half a unit in the last
-place of most bfloat16 weights. Seconds: one step over one layer
-of 16 experts with its vocabulary (8.1 M parameters), one process with one thread, median of 9.
+`benchmarks.layouts`), computing in bfloat16, at a learning rate at which many updates are smaller than half a unit in
+the last place of their bfloat16 weight. Seconds: one step over one layer of 16 experts with its vocabulary (8.1 M
+parameters), one process with one thread, median of 9.
 """
 
 from __future__ import annotations

@@ -220,6 +220,9 @@ def test_command_line_prints_the_plan_and_refuses_bad_input(
     assert re.search(r"blocks +none +selective +full\n +2 +MoE", out)
     assert "not hidden" in out
     assert "token budget" in out
+    assert main(["plan", *small, "2x2 cpu", "--optimizer", "muon", "--simulate"]) == 2
+    assert main(["plan", *small, "2x2 cpu", "--optimizer", "muon", "--yaml"]) == 0
+    assert re.search(r"optim:\n +name: muon", capsys.readouterr().out)
     assert main(["plan", *small, "2x2 cpu", "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["candidates"][0]["memory"]["total"] > 0

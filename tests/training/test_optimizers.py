@@ -9,7 +9,7 @@ import torch
 import expertmesh as em
 from expertmesh.anatomy import describe
 from expertmesh.config import LoraConfig, OptimConfig
-from expertmesh.training.optimizers import build
+from expertmesh.training.optimizers import build, matrices
 from expertmesh.training.optimizers.blocks import Blocks, Codebook
 from expertmesh.training.optimizers.build import build_optimizer, moment_bytes
 from expertmesh.training.optimizers.matrices import matrices_of
@@ -143,6 +143,19 @@ def test_muon_is_that_of_whole_matrices_on_every_layout(
     for state in run_ranks(sharded_steps, max(world, 4 * axes.get("pp", 1)), case, em.ParallelConfig(**axes), range(3)):
         assert state.keys() == expected.keys()
         assert _far(state, expected) <= 1e-10
+
+
+def _parts_by_themselves() -> None:
+    """As if each rank's part of a matrix were a matrix."""
+    matrices.Matrices.are_local = True  # type: ignore[assignment]
+    matrices.Matrices.shape = property(lambda own: own.parameter.to_local().shape[-2:])  # type: ignore[assignment]
+
+
+def test_parts_orthogonalised_by_themselves_would_be_noticed() -> None:
+    case = Case(MUON, "float64")
+    axes = em.ParallelConfig(ep=2)
+    state = run_ranks(sharded_steps, 2, case, axes, range(3), None, None, _parts_by_themselves)[0]
+    assert _far(state, whole_steps(case, 3, compute=torch.float64)) > 1e-4
 
 
 def _blocks_of_own_columns() -> None:
