@@ -53,8 +53,8 @@ class Meeting:
         node, deadline = self.node, time.monotonic() + self.timeout_seconds
         if node.number == 0:
             try:
-                store = TCPStore(LOCALHOST, node.port, is_master=True, wait_for_workers=False)
-            except DistNetworkError as error:
+                store = self._hold(node)
+            except (DistNetworkError, OSError) as error:
                 raise InputError(
                     f"MASTER_PORT {node.port} cannot be had on this machine ({str(error).splitlines()[0]}); end what "
                     "uses it, or set another one on every machine",
@@ -74,6 +74,16 @@ class Meeting:
                 f"node 0, which this machine met at {node.address}:{node.port}, has ended; its own output says why",
                 key="launch.node-missing",
             ) from error
+
+    def _hold(self, node: Node) -> "TCPStore":
+        """The store, at this machine's own address if the job is on no other: nobody else then reaches it."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        if node.count > 1:
+            return TCPStore(LOCALHOST, node.port, is_master=True, wait_for_workers=False)
+        with socket.create_server((LOCALHOST, node.port), backlog=socket.SOMAXCONN) as listening:
+            port, descriptor = listening.getsockname()[1], listening.detach()
+        return TCPStore(LOCALHOST, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
     def _all_came(self, store: "TCPStore", deadline: float, requests: StopRequests) -> bool:
         """Compare numbers of ranks with the other launchers; False when asked to stop before all are there."""
