@@ -36,7 +36,7 @@ from expertmesh.config import Config, load_config
 from expertmesh.data import BatchLayout, TrainingBatches, build_dataset, load_tokenizer
 from expertmesh.demo.dataset import stdlib_samples, write_dataset
 from expertmesh.demo.tokenizer import train_tokenizer
-from expertmesh.training.optimizer import build_optimizer
+from expertmesh.training.optimizers.build import build_optimizer
 
 TOLERANCE = 1e-4
 MAX_LENGTH, BATCH, CONTINUED = 128, 8, 10
@@ -172,7 +172,7 @@ def one_process(root: Path, steps: int, micro: int = BATCH) -> Curve:
     config = load_config(configuration(root, root / "one-process", steps))
     model: Any = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
     model.config._experts_implementation = "eager"
-    optimizer = build_optimizer(model.train(), config.optim)
+    optimizer = build_optimizer(model.train(), config.optim, config.train.seed)
     losses = []
     for step in _rows(config, micro).epoch(0):
         total = torch.zeros(())

@@ -161,7 +161,10 @@ def prepare_model(
 
 
 def build_model(config: PreTrainedConfig, directory: Path, options: ModelOptions) -> PreTrainedModel:
-    """The model on meta, with its adapters, in training mode. No communication."""
+    """The model on meta, with its adapters, in training mode. No communication.
+
+    Of files only headers are read, and these only for experts that stay `as_published`.
+    """
     precision, lora = options.precision, options.lora
     model = build_meta_model(
         config,
@@ -173,7 +176,8 @@ def build_model(config: PreTrainedConfig, directory: Path, options: ModelOptions
     )
     if lora is not None:
         base = options.name or config.name_or_path or None
-        adapt(model, lora, getattr(torch, precision.params), base, options.revision)
+        keeps = directory if precision.frozen == "as_published" else None
+        adapt(model, lora, getattr(torch, precision.params), base, options.revision, keeps)
     model.train()
     return model
 

@@ -112,6 +112,30 @@ def test_it_is_so_for_other_shardings_layouts_of_files_and_rules_that_compute(sh
     _check_exports(tmp_path)
 
 
+def test_it_has_the_dtypes_of_the_source_unless_the_run_or_the_command_says_otherwise(tmp_path: Path) -> None:
+    random_model(mixtral(num_local_experts=8), torch.bfloat16).save_pretrained(tmp_path / "source")
+    run_ranks(_load_and_write, 2, tmp_path / "source", 2, tmp_path, False)
+    _check_exports(tmp_path)
+    path = tmp_path / "checkpoints" / STEP
+    assert _dtypes(tmp_path / "live") == {torch.bfloat16}
+    _, report = export(path, tmp_path / "32", dtype="float32")
+    assert _dtypes(tmp_path / "32") == {torch.float32} == {report.dtype}
+    forge_json("layout.json", lambda layout: {**layout, "save_dtype": "float32"})(path)
+    export(path, tmp_path / "by the run")
+    _same_files(tmp_path / "32", tmp_path / "by the run")
+    export(path, tmp_path / "auto", dtype="auto")
+    _same_files(tmp_path / "live", tmp_path / "auto")
+    noted_later = ("source_dtypes", "quantization_config", "save_dtype")
+    forge_json("layout.json", lambda layout: {k: v for k, v in layout.items() if k not in noted_later})(path)
+    export(path, tmp_path / "as trained")
+    _same_files(tmp_path / "32", tmp_path / "as trained")
+
+
+def _dtypes(directory: Path) -> set[torch.dtype]:
+    with open_weight_files(directory) as files:
+        return {tensor.dtype for tensor in files.tensors.values()}
+
+
 def test_tensors_that_the_model_leaves_out_are_copied_from_where_they_are_or_said_to_be_lost(tmp_path: Path) -> None:
     source_with_mtp(tmp_path / "source")
     run_ranks(_load_and_write, 2, tmp_path / "source", 2, tmp_path, False)

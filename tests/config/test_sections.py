@@ -96,6 +96,8 @@ def test_what_is_not_built_yet_is_refused_with_the_value_that_turns_it_off(
         (["train={global_batch_size: 2, micro_batch_size: 4}"], "train.global_batch_size (2)"),
         (["optim={name: sgd, betas: [0.9, 0.95]}"], "optim.betas"),
         (["optim={name: sgd, eps: 1e-8}"], "optim.eps"),
+        (["optim={name: sgd, stochastic_rounding: true}"], "optim.stochastic_rounding"),
+        (["optim.stochastic_rounding=true"], "optim.stochastic_rounding is true"),
         (["parallel={ep: 4, fsdp: 6}"], "parallel.ep is 4"),
         (["distributed.timeout_seconds=3600"], "distributed.first_step_timeout_seconds (1800)"),
         (["moe={router: frozen, aux_loss_coef: 0.01}"], "moe.aux_loss_coef is 0.01"),
@@ -168,6 +170,11 @@ def test_adapters_have_targets_and_a_scaling_by_default(tmp_path: Path) -> None:
     stable = load_config(write(tmp_path, "lora: {alpha: 8, use_rslora: true}\n")).lora
     assert stable is not None
     assert stable.scaling == 2.0
+
+
+def test_a_dtype_of_the_saved_model_is_refused_where_adapters_are_saved(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path), ["save.dtype=float32"]).save.dtype == "float32"
+    assert "save.dtype is float32, but lora is set" in refusal(tmp_path, "lora={r: 8}", "save.dtype=float32")
 
 
 @pytest.mark.parametrize("said", ["r: 16", "alpha: 32", "targets: [attention]", "use_rslora: false", "init: default"])

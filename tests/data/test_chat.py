@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase
 
 from expertmesh.data.encode import Encoded, Encoder
 from expertmesh.data.formats import Conversation, MalformedRow, PlainText, PromptCompletion, Record
+from expertmesh.data.targets import ChatOptions
 from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
 from tests.support.errors import refused
@@ -23,9 +24,10 @@ def talk(*contents: str, system: str | None = None) -> Conversation:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, record: Record, loss_on: str = "assistant") -> Encoded:
-    (result,) = Encoder(tokenizer, loss_on).encode([record])
-    assert isinstance(result, Encoded), result
-    return result
+    (result,) = Encoder(tokenizer, ChatOptions(loss_on)).encode([record])
+    assert not isinstance(result, MalformedRow), result
+    (sample,) = result
+    return sample
 
 
 def target_texts(tokenizer: PreTrainedTokenizerBase, encoded: Encoded) -> list[str]:
@@ -73,9 +75,9 @@ THINKING = (
         pytest.param(
             on_the_fly.STRIPS_EARLIER_THINKING,
             ("Hi", "Hello.", "Why?", "Because."),
-            ["Hello." + END, "<think>\n\n</think>\n\nBecause." + END],
+            ["Hello." + END, "Because." + END],
             "stand-ins",
-            id="adds-empty-thinking",
+            id="adds-empty-thinking-which-is-no-target",
         ),
         pytest.param(
             on_the_fly.COUNTS_MESSAGES,
@@ -177,7 +179,7 @@ def test_templates_that_hide_the_targets_are_refused_with_the_reason(template: s
     conversation = talk("one", "two", "three", "four")
     if template == on_the_fly.ALTERNATES_ONLY:
         conversation = Conversation(conversation.messages[1:])
-    (result,) = Encoder(bpe_tokenizer(template), "assistant").encode([conversation])
+    (result,) = Encoder(bpe_tokenizer(template), ChatOptions()).encode([conversation])
     assert isinstance(result, MalformedRow)
     assert reason in str(result)
 
@@ -253,6 +255,6 @@ def test_tokenizer_without_offsets_uses_true_prefixes_and_refuses_joint_tokens()
     assert target_texts(tokenizer, encode(tokenizer, talk("Hi", "yes"))) == ["yes\n"]
     joining = Letters(pairs=(":y",))
     joining.chat_template = on_the_fly.PLAIN_WORDS
-    (result,) = Encoder(joining, "assistant").encode([talk("Hi", "yes")])
+    (result,) = Encoder(joining, ChatOptions()).encode([talk("Hi", "yes")])
     assert isinstance(result, MalformedRow)
     assert "across the border" in str(result)

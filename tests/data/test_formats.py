@@ -1,5 +1,6 @@
 """Six formats become four record types; what cannot be trained on faithfully is refused by name."""
 
+import json
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from expertmesh.data.formats import (
 
 USER = {"role": "user", "content": "q"}
 ASSISTANT = {"role": "assistant", "content": "a"}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
 ROWS: dict[str, dict[str, Any]] = {
     "messages": {"messages": [USER, ASSISTANT]},
     "sharegpt": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
@@ -70,6 +74,40 @@ def test_text_parts_are_joined_and_other_keys_pass_through_to_the_template() -> 
     assert record == Conversation((USER, {**ASSISTANT, "content": "ab", "reasoning_content": "r"}))
 
 
+@pytest.mark.parametrize("tools", [[TOOL], [TOOL["function"]], json.dumps([TOOL]), TOOL], ids=type)
+@pytest.mark.parametrize(
+    "calls",
+    [
+        {"tool_calls": [CALL]},
+        {"tool_calls": [{"function": {"name": "weather", "arguments": '{"city": "Rome"}'}}]},
+        {"tool_calls": json.dumps([CALL["function"]])},
+        {"function_call": {"name": "weather", "arguments": '{"city": "Rome"}'}},
+    ],
+    ids=["objects", "text arguments", "text", "old"],
+)
+def test_tools_and_calls_come_out_in_the_one_form_that_templates_read(tools: Any, calls: dict[str, Any]) -> None:
+    result = {"role": "tool", "name": "weather", "content": "22 degrees"}
+    row = {"messages": [USER, {"role": "assistant", "content": None, **calls}, result, ASSISTANT], "tools": tools}
+    called = {"role": "assistant", "tool_calls": [CALL]}
+    assert convert(row, "messages") == Conversation((USER, called, result, ASSISTANT), tools=(TOOL,))
+
+
+def test_sharegpt_calls_and_observations() -> None:
+    said = [("human", "q"), ("function_call", json.dumps(CALL["function"])), ("observation", "22"), ("gpt", "a")]
+    row = {"conversations": [{"from": role, "value": value} for role, value in said], "tools": json.dumps([TOOL])}
+    called, result = {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "22"}
+    assert convert(row, "sharegpt") == Conversation((USER, called, result, ASSISTANT), tools=(TOOL,))
+
+
+def test_messages_say_whether_they_are_targets_and_rows_what_their_template_gets() -> None:
+    answers = [{**ASSISTANT, "train": False}, {**ASSISTANT, "weight": 1}, {**ASSISTANT, "train_on_turn": 0}]
+    messages = [message for answer in answers for message in (USER, answer)]
+    record = convert({"messages": messages, "chat_template_kwargs": {"enable_thinking": False}}, "messages")
+    assert record == Conversation(
+        (USER, ASSISTANT) * 3, untrained=frozenset({1, 5}), template_args={"enable_thinking": False}
+    )
+
+
 @pytest.mark.parametrize(
     ("row", "format_name", "reason"),
     [
@@ -80,16 +118,36 @@ def test_text_parts_are_joined_and_other_keys_pass_through_to_the_template() -> 
             r"message 2 .* unknown role 'critic'",
         ),
         (
-            {"messages": [USER, {"role": "tool", "content": "x"}]},
+            {"messages": [USER, {**ASSISTANT, "tool_calls": [{}]}]},
             "messages",
-            "role 'tool', and tool messages",
+            "message 2 has a call that names no",
         ),
-        ({"messages": [USER, {**ASSISTANT, "tool_calls": [{}]}]}, "messages", "message 2 has 'tool_calls'"),
-        ({"messages": [USER, ASSISTANT], "tools": [{}]}, "messages", "row has 'tools'"),
+        ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages", "message 1 has calls, and its role is 'user'"),
         (
-            {"messages": [USER, {**ASSISTANT, "weight": 0}]},
+            {"messages": [USER, {**ASSISTANT, "tool_calls": [{"name": "f", "arguments": "{"}]}]},
             "messages",
-            "'weight': 0, and per-message weights",
+            "arguments of the call of 'f' in message 2 is a string that is not JSON",
+        ),
+        (
+            {"messages": [USER, {**ASSISTANT, "tool_calls": [{"name": "f", "arguments": "[1]"}]}]},
+            "messages",
+            "arguments of the call of 'f' in message 2 are no object",
+        ),
+        ({"conversations": [{"from": "function_call", "value": "f(1)"}]}, "sharegpt", "calls of message 1 is a string"),
+        ({"messages": [USER, ASSISTANT], "tools": ["f"]}, "messages", "tool 1 of 'tools' is a string"),
+        ({"messages": [USER, ASSISTANT], "tools": 3}, "messages", "'tools' is a number, not a list"),
+        ({"messages": [USER], "chat_template_kwargs": [1]}, "messages", "'chat_template_kwargs' is a list"),
+        ({"text": "x", "tools": [TOOL]}, "text", "row has 'tools', and tools are for rows of messages"),
+        ({"messages": [USER, {**ASSISTANT, "weight": 0.5}]}, "messages", "'weight': 0.5, but a message is a target or"),
+        (
+            {"messages": [USER, {**ASSISTANT, "weight": 0, "train": True}]},
+            "messages",
+            "'weight' and 'train', which contradict",
+        ),
+        (
+            {"prompt": [USER], "chosen": [{**ASSISTANT, "train": False}], "rejected": [ASSISTANT]},
+            "preference",
+            "says that it is no target",
         ),
         ({"messages": [USER], "images": ["x.png"]}, "messages", "'images', and only text"),
         (

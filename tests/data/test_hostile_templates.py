@@ -16,8 +16,9 @@ from expertmesh.cli import check
 from expertmesh.config import Config
 from expertmesh.config.errors import SecurityError
 from expertmesh.data import sandbox
-from expertmesh.data.chat import MAX_ADDED_CHARACTERS, ChatRenderer, Rendered
+from expertmesh.data.chat import ChatRenderer
 from expertmesh.data.formats import Conversation, MalformedRow
+from expertmesh.data.targets import MAX_ADDED_CHARACTERS, ChatOptions, Rendered
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
@@ -85,7 +86,14 @@ def tokenizer_with(template: str) -> PreTrainedTokenizerBase:
 
 
 def render(template: str, *conversations: Conversation) -> list[Rendered | MalformedRow]:
-    return ChatRenderer(tokenizer_with(template), "assistant").render(conversations or [HELLO])
+    results = ChatRenderer(tokenizer_with(template), ChatOptions()).render(conversations or [HELLO])
+    return [result if isinstance(result, MalformedRow) else only(result) for result in results]
+
+
+def only(samples: list[Rendered] | MalformedRow) -> Rendered:
+    assert not isinstance(samples, MalformedRow)
+    (sample,) = samples
+    return sample
 
 
 @pytest.mark.parametrize(("template", "reason"), CASES, ids=[template[:60] for template, _ in CASES])
@@ -118,8 +126,8 @@ def test_generation_marks_are_no_way_round_the_limits(template: str) -> None:
 def test_a_template_that_waits_for_certain_data_is_refused_when_it_comes() -> None:
     template = "{% if messages[0].content == 'now' %}" + NESTED_LOOPS + "{% endif %}" + on_the_fly.CHATML
     now = Conversation(({"role": "user", "content": "now"}, *HELLO.messages[1:]))
-    renderer = ChatRenderer(tokenizer_with(template), "assistant")
-    assert all(isinstance(each, Rendered) for each in renderer.render([HELLO] * 50))
+    renderer = ChatRenderer(tokenizer_with(template), ChatOptions())
+    assert all(only(each) for each in renderer.render([HELLO] * 50))
     with refused("tokenizer.unsafe-chat-template", SecurityError, naming="does not finish within 0.5 s"):
         renderer.render([HELLO, now, HELLO])
 
@@ -150,14 +158,13 @@ def test_text_is_what_transformers_renders_character_for_character() -> None:
     template = "{{ messages | tojson }}{{ bos_token }}{{ messages[1].when }}" + on_the_fly.CHATML
     for each in (odd, HELLO):
         tokenizer = bpe_tokenizer(template)
-        (rendered,) = ChatRenderer(tokenizer, "all").render([each])
-        assert isinstance(rendered, Rendered)
-        assert rendered.text == tokenizer.apply_chat_template(list(each.messages), tokenize=False)
+        (samples,) = ChatRenderer(tokenizer, ChatOptions("all")).render([each])
+        assert only(samples).text == tokenizer.apply_chat_template(list(each.messages), tokenize=False)
 
 
 def test_the_child_ends_with_its_renderer_and_leaves_no_handler_or_limit_behind() -> None:
     before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)
-    renderer = ChatRenderer(tokenizer_with(on_the_fly.CHATML), "assistant")
+    renderer = ChatRenderer(tokenizer_with(on_the_fly.CHATML), ChatOptions())
     renderer.render([HELLO])
     pid = renderer._child._pid
     os.kill(pid, 0)

@@ -99,8 +99,11 @@ def test_a_question_that_stands_beside_the_conversations_as_text_is_taken_once()
         ({"prompt": [USER, answer("a")], "chosen": [answer("a")], "rejected": [answer("b")]}, "ends with an assistant"),
         ({"prompt": "q", "chosen": [answer("a")], "rejected": [answer("b")]}, "'prompt' is a string, but not the text"),
         ({"chosen": [USER, answer("a")], "rejected": [SYSTEM, answer("b")]}, "the prompt has no message"),
-        ({"prompt": "q", "chosen": "a", "rejected": "b", "tools": [{}]}, "'tools', and tool use is not supported"),
-        ({"prompt": "q", "chosen": "a", "rejected": "b", "chat_template_kwargs": {"x": 1}}, "no arguments by row"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "tools": [{}]}, "'tools', which is for chat templates"),
+        (
+            {"prompt": "q", "chosen": "a", "rejected": "b", "chat_template_kwargs": {"x": 1}},
+            "'chat_template_kwargs', which is for",
+        ),
     ],
 )
 def test_rows_that_are_no_pair_say_why(tmp_path: Path, row: dict[str, Any], reason: str) -> None:

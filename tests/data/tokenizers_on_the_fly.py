@@ -65,6 +65,47 @@ PLAIN_WORDS = """\
 {%- for message in messages %}{{- message.role + ':' + message.content + '\\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{- 'assistant:' }}{%- endif %}"""
 
+# Tools at the top, calls after the answer, and thinking after the last question alone.
+WITH_TOOLS = """\
+{%- if tools %}{{- '<|im_start|>system\\n' }}{%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}
+{{- '<|im_end|>\\n' }}{%- endif %}
+{%- set ns = namespace(question=-1) %}
+{%- for message in messages %}{%- if message.role == 'user' %}{%- set ns.question = loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' and loop.index0 > ns.question and enable_thinking is not false %}
+{{- '<think>\\n' + message.reasoning_content | default('', true) + '\\n</think>\\n\\n' }}
+{%- endif %}
+{{- message.content | default('', true) }}
+{%- for call in message.tool_calls | default([], true) %}
+{{- '<call>' + call.function.name + ' ' + call.function.arguments | tojson + '</call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+# A call ends with a token of its own, results name the function that was called last, and thinking is left out of
+# every turn that an answer follows.
+WITH_CHANNELS = """\
+{%- set ns = namespace(called='nobody') %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{%- set later = messages[loop.index:] | selectattr('role', 'equalto', 'assistant') %}
+{%- if message.thinking and not later | rejectattr('tool_calls', 'defined') | list %}
+{{- '<|im_start|>assistant thinks ' + message.thinking + '<|im_end|>' }}{%- endif %}
+{%- if message.tool_calls %}
+{%- set ns.called = message.tool_calls[0].function.name %}
+{{- '<|im_start|>assistant to=' + ns.called + ' ' + message.tool_calls[0].function.arguments | tojson + '<|eos|>' }}
+{%- else %}{{- '<|im_start|>assistant says ' + message.content }}
+{{- '<|return|>' if loop.last else '<|im_end|>' }}{%- endif %}
+{%- elif message.role == 'tool' %}{{- '<|im_start|>' + ns.called + ' gave ' + message.content + '<|im_end|>' }}
+{%- else %}{{- '<|im_start|>' + message.role + ' says ' + message.content + '<|im_end|>' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant' }}{%- endif %}"""
+
+WRITES_DATE = "{{- 'Today is ' + strftime_now('%d %B %Y at %H:%M') + '.\\n' }}" + CHATML
+
 REPEATS_ANSWERS = CHATML + "{%- for message in messages %}{{- message.content }}{%- endfor %}"
 MARKS_NOTHING = "{% generation %}{% endgeneration %}" + CHATML
 DROPS_ANSWERS = CHATML.replace("message.content", "(message.content if message.role == 'user' else '')")

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import expertmesh as em
 from expertmesh.distributed.mesh import Mesh
+from expertmesh.state.shards import full_values
 from expertmesh.state.stage_view import stage_parameters
 from expertmesh.verification.reference import unsharded
 from tests.support.models import tiny_model
@@ -212,7 +213,7 @@ def joined_stages(own: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.T
 
 def full(tensor: Any) -> torch.Tensor:
     """A copy of the whole tensor. Collective for a DTensor."""
-    whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    whole: torch.Tensor = full_values(tensor) if isinstance(tensor, DTensor) else tensor
     return whole.detach().clone()
 
 

@@ -1,5 +1,7 @@
 """What a run may be continued with: another layout and another pace, yes; what makes it another run, by name, no."""
 
+import datetime
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +18,12 @@ from expertmesh.checkpoint.directory import published
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError
 from expertmesh.config.sections import OptimConfig
-from expertmesh.training import checkpoints
+from expertmesh.training import checkpoints, resume
 from expertmesh.training.checkpoints import RunCheckpoints
 from expertmesh.training.loop import TrainingLoop
 from expertmesh.training.run import train
+from expertmesh.training.startup import prepare
+from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import metrics, rows_without_times, run_config, train_steps, weights, write_inputs
 
@@ -136,7 +140,9 @@ def _changed(path: Path, old: str, new: str) -> Iterator[None]:
     ("file", "old", "new", "said"),
     [
         ("model/config.json", '"rope_theta": 10000', '"rope_theta": 20000', "model.name_or_path has another config"),
-        ("train.jsonl", "It is 2.", "It is 3.", "data.train has other samples, or other tokens for them, than the run"),
+        ("train.jsonl", "It is 0.", "It is 3.", "the first sample's ids from token "),
+        ("train.jsonl", "It is 24.", "It is 42.", "(as many of both, and the first one is the same)"),
+        ("train.jsonl", "It is 2. It is 2.", "It is 2.", " tokens then and "),
     ],
 )
 def test_other_content_under_the_same_name_is_refused_and_nothing_is_written(
@@ -148,6 +154,29 @@ def test_other_content_under_the_same_name_is_refused_and_nothing_is_written(
     assert first == second
     assert said in first[0]
     assert _contents(four) == before
+
+
+class _Tomorrow(datetime.date):
+    @classmethod
+    def today(cls) -> "_Tomorrow":
+        return cls(2100, 1, 1)
+
+
+def test_a_template_that_writes_the_date_writes_that_of_the_first_start(inputs: Path, tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "."}]
+    rows = [{"messages": said}] * 20
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "template.jinja").write_text(on_the_fly.WRITES_DATE)
+    data = [f"data.train=[{{path: {tmp_path / 'chats.jsonl'}}}]", f"data.chat_template={tmp_path / 'template.jinja'}"]
+    run_ranks(train_steps, 2, run_config(inputs, tmp_path / "run", *RUN, *data, FOUR), 2)
+    with mock.patch.object(resume.datetime, "date", _Tomorrow):
+        run_ranks(train, 2, run_config(inputs, tmp_path / "run", *RUN, *data, FOUR))
+    saved = (tmp_path / "run" / "model" / "chat_template.jinja").read_text()
+    assert saved == on_the_fly.WRITES_DATE
+    resumed = f"checkpoint.resume={tmp_path / 'run' / 'checkpoints' / 'step-00000002'}"
+    with mock.patch.object(prepare, "date_of", return_value=_Tomorrow.today()):
+        (first, _) = run_ranks(_sentences, 2, [run_config(inputs, tmp_path / "new", *RUN, *data, resumed, FOUR)])
+    assert "the first sample's ids from token " in first[0]
 
 
 def test_which_checkpoint_to_resume_from_is_refused_in_words_where_it_cannot_be(

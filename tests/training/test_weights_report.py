@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import expertmesh.model as loading
 from expertmesh.config import Config
 from expertmesh.config.errors import IntegrityError
+from expertmesh.export.checkpoint import export
 from expertmesh.state.shards import local_tensor
 from expertmesh.training.control import Control
 from expertmesh.training.reporting.weights import loaded_lines, saved_lines
 from expertmesh.training.run import train
+from expertmesh.training.startup.preflight import preflight
 from expertmesh.weights.audit import AuditReport
 from expertmesh.weights.load import LoadReport, fill
 from expertmesh.weights.save import SaveReport
-from expertmesh.weights.unmapped import UnmappedTensors
+from expertmesh.weights.source import UnmappedTensors
+from tests.support.errors import refused
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import metrics, run_config, weights, write_inputs
 
@@ -67,6 +71,27 @@ def test_a_run_audits_in_full_keeps_the_mtp_layer_and_says_so(
     assert "warning" not in out
 
 
+def test_the_model_of_a_run_and_that_of_its_last_checkpoint_are_the_same_in_the_dtypes_of_the_source(
+    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(inputs, tmp_path / "inputs")
+    path = tmp_path / "inputs" / "model" / "model.safetensors"
+    save_file({name: value.bfloat16() for name, value in load_file(path).items()}, path, metadata={"format": "pt"})
+    config = run_config(tmp_path / "inputs", tmp_path / "run", "parallel.ep=2", "checkpoint.every_steps=2")
+    run_ranks(train, 2, config)
+    saved = weights(tmp_path / "run")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    assert f"saved {tmp_path / 'run' / 'model'} in bfloat16" in capfd.readouterr().out
+    export(tmp_path / "run" / "checkpoints" / "step-00000003", tmp_path / "exported")
+    for file in (tmp_path / "exported").iterdir():
+        assert file.read_bytes() == (tmp_path / "run" / "model" / file.name).read_bytes(), file.name
+
+
+def test_a_plain_model_cannot_be_saved_as_quantised_files_were(inputs: Path, tmp_path: Path) -> None:
+    with refused("weights.not-quantised", naming="is not quantised"):
+        preflight(run_config(inputs, tmp_path / "run", "save.dtype=as_loaded"), 1)
+
+
 def _fill_and_lose_experts(model: PreTrainedModel, *arguments: Any, **options: Any) -> LoadReport:
     report = fill(model, *arguments, **options)
     for name, parameter in model.named_parameters():
@@ -107,7 +132,7 @@ def test_long_lists_are_cut_and_counted_and_dropped_tensors_named() -> None:
     assert lines[10].startswith(
         "left out   2 more of the kind of model.layers.10.rotary_emb.* (4 tensors, 2.0 MiB): in the files"
     )
-    saved = SaveReport(Path("out"), (), 1, 1, 1, 1.0, kept=(), dropped=groups[:1])
+    saved = SaveReport(Path("out"), (), 1, torch.float32, 1, 1, 1.0, kept=(), dropped=groups[:1])
     assert list(saved_lines(saved)) == [
         "dropped    model.layers.0.rotary_emb.* (2 tensors, 1.0 MiB): not in the model, and the files it was loaded "
         "from are gone or have changed"

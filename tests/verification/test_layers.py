@@ -55,6 +55,12 @@ JOBS = {
         ("lora={r: 4, dropout: 0.1, targets: [attention, experts, router]}",),
         {"ep 2 = ep 4", "saved model in plain transformers"},
     ),
+    "adapters on experts in 4 bits": Job(
+        "qwen3_moe",
+        2,
+        ("lora={r: 4, targets: [attention, experts]}", "precision.frozen=nvfp4", "precision.compute=bfloat16"),
+        {"ep 2 = ep 4", "saved model in plain transformers"},
+    ),
     "tp": Job("qwen3_moe", 2, ("parallel.tp=2", "parallel.ep=2"), {"ep 2 = ep 4", *ADAPTERS}, self_test=True),
     "cp": Job("qwen3_moe", 2, ("parallel.cp=2", "parallel.ep=2"), {"ep 2 = ep 4", *ADAPTERS}, self_test=True),
     "dpo": Job(

@@ -79,7 +79,7 @@ def _train_sharded(directory: Path, target: Path, ep: int, dispatch: Any, checkp
             em.causal_lm_loss(model, batch, target_tokens=sum(len(row) - 1 for row in rows)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    em.save_model(model, target)
+    em.save_model(model, target, dtype=None)
     fused = [module for module in model.modules() if isinstance(module, FusedExperts)]
     return sum(part.to_local().numel() for module in fused for part in module.parameters())  # type: ignore[attr-defined]
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError, IntegrityError
@@ -169,6 +169,40 @@ def test_a_given_dtype_casts_all_but_what_the_family_keeps_in_fp32(tmp_path: Pat
     assert torch.equal(model.get_buffer(bias), reference.get_buffer(bias))
     weight = "model.layers.1.mlp.experts.gate_up_proj"
     assert torch.equal(model.get_parameter(weight), reference.get_parameter(weight).bfloat16())
+
+
+def _in_several_dtypes(directory: Path) -> PreTrainedConfig:
+    """Norms in fp32, one projection in fp16, all else in bf16, the tied head among it."""
+    reference = random_model(qwen3_moe(tie_word_embeddings=True))
+    reference.save_pretrained(directory)
+    path = directory / "model.safetensors"
+    cast = {
+        name: tensor if "norm" in name else tensor.half() if "0.self_attn.q_proj" in name else tensor.bfloat16()
+        for name, tensor in load_file(path).items()
+    }
+    save_file(cast, path, metadata={"format": "pt"})
+    return reference.config
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 0), (4, 2, 1)], ids=str)
+def test_by_default_every_tensor_has_the_dtype_of_the_files_it_came_from(
+    layout: tuple[int, int, int], tmp_path: Path
+) -> None:
+    config = _in_several_dtypes(tmp_path / "source")
+    reports = _run(config, tmp_path / "source", tmp_path / "out", layout)
+    assert _specs(tmp_path / "out") == _specs(tmp_path / "source")
+    assert {report.dtype for report in reports} == {torch.bfloat16}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    _run(config, tmp_path / "source", tmp_path / "as trained", layout, dtype=None)
+    assert {dtype for dtype, _ in _specs(tmp_path / "as trained").values()} == {"F32"}
+
+
+def test_a_dtype_may_be_given_by_its_name_and_no_other_word(tmp_path: Path) -> None:
+    config = _in_several_dtypes(tmp_path / "source")
+    _run(config, tmp_path / "source", tmp_path / "out", (1, 1, 0), dtype="float16")
+    assert {dtype for dtype, _ in _specs(tmp_path / "out").values()} == {"F16"}
+    with refused("config.wrong-value", naming="'bf16'"):
+        _run(config, tmp_path / "source", tmp_path / "other", (1, 1, 0), dtype="bf16")
 
 
 def test_values_that_the_dtype_cannot_hold_are_refused_by_name(tmp_path: Path) -> None:

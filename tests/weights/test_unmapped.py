@@ -13,7 +13,7 @@ from expertmesh.io.safetensors_reader import FileTensor, open_weight_files
 from expertmesh.weights.load import LoadReport, fill
 from expertmesh.weights.meta_model import build_meta_model, materialize
 from expertmesh.weights.save import SaveReport, save_model
-from expertmesh.weights.unmapped import UnmappedTensors, summarize_unmapped
+from expertmesh.weights.source import UnmappedTensors, summarize_unmapped
 from tests.support.ranks import run_ranks
 from tests.weights.tiny import deepseek_v3, random_model, shard_for_test
 

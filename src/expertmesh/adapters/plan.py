@@ -15,6 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from expertmesh.adapters.attach import attach_adapters
+from expertmesh.adapters.base import remember_formats
 from expertmesh.adapters.peft_format import WEIGHTS_FILE, config_selects, parameter_name, read_config
 from expertmesh.adapters.targets import ALL_LINEAR, GROUPS, Target, candidates, find_targets, refuse_tied_head
 from expertmesh.anatomy import Anatomy, describe, is_classifier
@@ -44,15 +45,23 @@ class AdapterPlan:
 
 
 def adapt(
-    model: nn.Module, lora: LoraConfig, dtype: torch.dtype, base: str | None, revision: str | None = None
+    model: nn.Module,
+    lora: LoraConfig,
+    dtype: torch.dtype,
+    base: str | None,
+    revision: str | None = None,
+    as_published: Path | None = None,
 ) -> AdapterPlan:
     """Freeze `model` (not yet sharded, maybe on meta) and attach the adapters that `lora` says, with values still zero.
 
-    Raises what `plan_adapters` raises. No communication.
+    The frozen experts are to stay in the codes of the files in the directory `as_published`, if there is one. Raises
+    what `plan_adapters` raises, and `InputError` for codes that cannot stay. No communication.
     """
     plan = replace(plan_adapters(model, lora, base), revision=revision)
     attach_adapters(model, plan.targets, plan.lora, dtype)
     attach(model, lora_plan=plan)
+    if as_published is not None:
+        remember_formats(model, as_published)
     return plan
 
 

@@ -22,7 +22,7 @@ from expertmesh.io.safetensors_reader import DTYPES, FileTensor, WeightFiles
 from expertmesh.io.safetensors_writer import CODES
 from expertmesh.weights.companions import Tokenizer, write_config
 from expertmesh.weights.mapping import plan_load, plan_save
-from expertmesh.weights.unmapped import remembered
+from expertmesh.weights.source import Source, source_of
 
 LAYOUT_FILE = "layout.json"
 HUGGINGFACE = "huggingface"
@@ -30,12 +30,20 @@ HUGGINGFACE = "huggingface"
 ADAPTER = "adapter"
 
 
-def companions(model: PreTrainedModel, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """The files that stay the same from one checkpoint of a run to the next, by path. No communication."""
-    tensors = plan_save(model).items()
+def companions(model: PreTrainedModel, tokenizer: Tokenizer | None, save_dtype: str = "auto") -> dict[str, bytes]:
+    """The files that stay the same from one checkpoint of a run to the next, by path. No communication.
+
+    `save_dtype` is the run's `save.dtype`, in which the checkpoint is exported.
+    """
+    tensors, source = plan_save(model).items(), source_of(model)
     layout = {
         "tensors": {name: {"dtype": CODES[lazy.dtype], "shape": list(lazy.shape)} for name, lazy in tensors},
-        "left_out": [_described(tensor) for tensor in remembered(model)],
+        "left_out": [_described(tensor) for tensor in source.unmapped],
+        "source_dtypes": {name: CODES[dtype] for name, dtype in source.dtypes.items()},
+        "quantization_config": source.quantisation,
+        "quantised": [_described(tensor) for tensor in source.packed],
+        "bare": source.bare,
+        "save_dtype": save_dtype,
     }
     dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
     with tempfile.TemporaryDirectory(prefix="expertmesh-") as scratch:
@@ -49,15 +57,25 @@ def companions(model: PreTrainedModel, tokenizer: Tokenizer | None) -> dict[str,
 
 def read_layout(
     model: PreTrainedModel, directory: Path, manifest: Manifest
-) -> tuple[Sequence[WeightTransform], list[FileTensor]]:
+) -> tuple[Sequence[WeightTransform], Source]:
     """The layout of the weights files that training started from, for `remember`: what `layout.json` says, for a model
-    of its checkpoint. Raises `IntegrityError`.
+    of its checkpoint. One of an earlier version has no dtypes of its source. Raises `IntegrityError`.
     """
     with expecting(directory / LAYOUT_FILE, "is not a layout of weights files"):
         layout = json.loads(read_small(directory, manifest, LAYOUT_FILE))
         tensors = {name: _tensor(name, entry, directory / LAYOUT_FILE) for name, entry in layout["tensors"].items()}
         left_out = [_tensor(entry["name"], entry, Path(entry["path"])) for entry in layout["left_out"]]
-    return plan_load(model, WeightFiles(directory, tensors)).conversions, left_out
+        dtypes = {name: DTYPES[code] for name, code in layout.get("source_dtypes", {}).items()}
+        packed = [_tensor(entry["name"], entry, Path(entry["path"])) for entry in layout.get("quantised", [])]
+        settings, bare = layout.get("quantization_config"), bool(layout.get("bare"))
+        source = Source(dtypes, tuple(left_out), settings, tuple(packed), bare)
+    return plan_load(model, WeightFiles(directory, tensors)).conversions, source
+
+
+def read_save_dtype(directory: Path, manifest: Manifest) -> str:
+    """The `save.dtype` of the run that wrote the checkpoint. Raises `IntegrityError`."""
+    with expecting(directory / LAYOUT_FILE, "is not a layout of weights files"):
+        return str(json.loads(read_small(directory, manifest, LAYOUT_FILE)).get("save_dtype", "auto"))
 
 
 def check_adapter_base(model: PreTrainedModel, directory: Path, manifest: Manifest) -> None:

@@ -20,7 +20,7 @@ from expertmesh.checkpoint.write import CheckpointWriter, SavedCheckpoint
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.weights.companions import Tokenizer
-from expertmesh.weights.unmapped import remember
+from expertmesh.weights.source import remember
 
 
 @dataclass(frozen=True, slots=True)

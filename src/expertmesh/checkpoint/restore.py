@@ -22,7 +22,7 @@ from expertmesh.io.safetensors_reader import DTYPES
 from expertmesh.state.sharded_model import mesh_of
 from expertmesh.state.stage_view import is_on_other_stage
 from expertmesh.weights.load import fill
-from expertmesh.weights.unmapped import remember, remembered
+from expertmesh.weights.source import remember, source_of
 
 
 @torch.no_grad()
@@ -72,9 +72,9 @@ def load_weights(model: PreTrainedModel, directory: str | Path) -> None:
         with raise_on_all_ranks("reading the adapter"):
             read_adapter(model, plan, Path(directory))
         return
-    # Saving restores the layout and the other tensors of the files that training started from, if it did, not of these.
+    # Saving restores layout, dtypes and other tensors of the files that training started from, if it did, not of these.
     before: Any = getattr(model, "_weight_conversions", None)
-    unmapped = remembered(model)
+    source = source_of(model)
     fill(model, directory)
     here: Any = model._weight_conversions
-    remember(model, here if before is None else before, unmapped)
+    remember(model, here if before is None else before, source)

@@ -50,7 +50,7 @@ def run(config: Config, samples: int = 3, nproc: int | None = None) -> int:
     here, per_node = job_size()
     ranks = nproc or (here if here % _fewest_ranks(config.parallel) == 0 else _fewest_ranks(config.parallel))
     checked = preflight(config, ranks, ranks_per_node=per_node if ranks == here else None, weights=False)
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config.model, config.data.chat_template)
     console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
     vocab_size = checked.vocab_size
     console.print(f"model {config.model.name_or_path}: {vocab_size:,} embeddings, {len(tokenizer):,} tokens known")

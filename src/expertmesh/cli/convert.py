@@ -6,33 +6,30 @@ process, no GPU, memory for a block of the weights.
 
 from pathlib import Path
 
-import torch
-
 from expertmesh.cli.printing import bytes_text, peak_bytes
 from expertmesh.export.convert import convert
 from expertmesh.io.terminal import printable
-from expertmesh.training.reporting.weights import saved_lines
+from expertmesh.training.reporting.weights import dtype_text, saved_lines
 
 
-def run(model: str, output: str, dtype: str | None, max_shard_bytes: int, trust_remote_code: bool) -> int:
+def run(model: str, output: str, dtype: str, max_shard_bytes: int, trust_remote_code: bool) -> int:
     """Convert the model; returns 0. Raises what `convert` raises."""
     before = peak_bytes()
     report = convert(
         model,
         Path(output),
-        dtype=getattr(torch, dtype) if dtype is not None else None,
+        dtype=dtype,
         max_shard_bytes=max_shard_bytes,
         trust_remote_code=trust_remote_code,
     )
     saved = report.saved
     how = f"quantised ({report.method})" if report.method is not None else "plain weights"
-    kind = dtype or ("bfloat16 where it was quantised" if report.method is not None else "the dtypes of the source")
     files = f"{len(saved.files)} file{'s' if len(saved.files) > 1 else ''}"
     size = f"{bytes_text(saved.total_bytes)} in {files}"
     lines = [
         f"source      {report.source}: {how}, {bytes_text(report.source_bytes)}",
         *saved_lines(saved),
-        f"written     {saved.directory}: {saved.tensors:,} tensors in {kind}, {size}",
+        f"written     {saved.directory}: {saved.tensors:,} tensors in {dtype_text(saved)}, {size}",
         f"            {report.seconds:.1f} s, {bytes_text(peak_bytes() - before)} of memory above the start",
     ]
     for line in lines:

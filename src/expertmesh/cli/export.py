@@ -7,14 +7,12 @@ start of the program.
 
 from pathlib import Path
 
-import torch
-
 from expertmesh.adapters.peft_format import WEIGHTS_FILE
 from expertmesh.checkpoint.directory import locate
 from expertmesh.cli.printing import bytes_text, located_text, peak_bytes
 from expertmesh.export.adapter import AdapterFormat
 from expertmesh.export.checkpoint import export
-from expertmesh.training.reporting.weights import saved_lines
+from expertmesh.training.reporting.weights import dtype_text, saved_lines
 
 
 def run(
@@ -32,7 +30,7 @@ def run(
     manifest, saved = export(
         checkpoint,
         Path(output),
-        dtype=getattr(torch, dtype) if dtype is not None else None,
+        dtype=dtype,
         max_shard_bytes=max_shard_bytes,
         trust_remote_code=trust_remote_code,
         adapter_format=adapter_format,
@@ -40,11 +38,10 @@ def run(
     for line in saved_lines(saved):
         print(line)
     files = f"{len(saved.files)} file{'s' if len(saved.files) > 1 else ''}"
-    written_as = f"in {dtype}" if dtype is not None else "as trained"
     what = "adapter" if WEIGHTS_FILE in saved.files else "model"
     print(
         f"exported    {saved.directory}: the {what} after step {manifest.step}, {saved.tensors:,} tensors "
-        f"{written_as}, {bytes_text(saved.total_bytes)} in {files}\n"
+        f"in {dtype_text(saved)}, {bytes_text(saved.total_bytes)} in {files}\n"
         f"            {saved.seconds:.1f} s, {bytes_text(peak_bytes() - before)} of memory above the start"
     )
     return 0

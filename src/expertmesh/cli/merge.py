@@ -10,8 +10,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from expertmesh.adapters.peft_format import BASE_FILE, CONFIG_FILE, parameter_name
 from expertmesh.adapters.targets import Target
 from expertmesh.checkpoint.companions import ADAPTER
@@ -23,14 +21,12 @@ from expertmesh.export.checkpoint import export
 from expertmesh.export.merge import MergeReport, merge
 from expertmesh.io.directory import io_errors
 from expertmesh.io.terminal import printable
-from expertmesh.training.reporting.weights import saved_lines
+from expertmesh.training.reporting.weights import dtype_text, saved_lines
 
 _LISTED = 10
 
 
-def run(
-    path: str, output: str, base: str | None, dtype: str | None, max_shard_bytes: int, trust_remote_code: bool
-) -> int:
+def run(path: str, output: str, base: str | None, dtype: str, max_shard_bytes: int, trust_remote_code: bool) -> int:
     """Merge the adapter at `path`, or that of the run or checkpoint there; returns 0. Raises what `merge` raises."""
     before = peak_bytes()
     with contextlib.ExitStack() as stack:
@@ -39,11 +35,11 @@ def run(
             adapter,
             Path(output),
             base=base,
-            dtype=getattr(torch, dtype) if dtype is not None else None,
+            dtype=dtype,
             max_shard_bytes=max_shard_bytes,
             trust_remote_code=trust_remote_code,
         )
-    for line in _lines(report, dtype):
+    for line in _lines(report):
         print(printable(line))
     print(f"            {report.seconds:.1f} s, {bytes_text(peak_bytes() - before)} of memory above the start")
     return 0
@@ -69,11 +65,13 @@ def _adapter_at(path: Path, output: Path, stack: contextlib.ExitStack, trust_rem
     return adapter
 
 
-def _lines(report: MergeReport, dtype: str | None) -> Iterator[str]:
+def _lines(report: MergeReport) -> Iterator[str]:
     if report.base_checked:
         yield f"base        {report.base}: its weights are those that the adapter was trained on"
     else:
         yield f"base        {report.base}: cannot be checked, as the adapter has no {BASE_FILE} with its base's hash"
+    if report.frozen is not None:
+        yield f"            experts as {report.frozen} keeps them, which the adapter was trained on"
     lora = report.plan.lora
     yield f"            r {lora.r}, scaling {lora.scaling:g}, {len(report.plan.targets):,} adapted weights"
     layers: dict[str, list[Target]] = {}
@@ -89,8 +87,8 @@ def _lines(report: MergeReport, dtype: str | None) -> Iterator[str]:
     yield from saved_lines(report.saved)
     saved, compared = report.saved, report.compared
     files = f"{len(saved.files)} file{'s' if len(saved.files) > 1 else ''}"
-    kind, size = dtype or "the dtypes of the base", bytes_text(saved.total_bytes)
-    yield f"written     {saved.directory}: {saved.tensors:,} tensors in {kind}, {size} in {files}"
+    size = f"{bytes_text(saved.total_bytes)} in {files}"
+    yield f"written     {saved.directory}: {saved.tensors:,} tensors in {dtype_text(saved)}, {size}"
     yield (
         f"compared    a sample of {compared.matrices:,} merged weights ({compared.experts:,} of one expert each) with "
         f"base + adapter: off by at most {compared.worst:.2f} of what rounding allows"

@@ -4,6 +4,7 @@ It imports neither torch nor transformers nor anything else of expertmesh, so a 
 before anything heavy is loaded.
 """
 
+from expertmesh.config.data import DataConfig, DataSource
 from expertmesh.config.errors import (
     DistributedFailure,
     ExpertmeshError,
@@ -13,14 +14,11 @@ from expertmesh.config.errors import (
 )
 from expertmesh.config.files import dump_config, load_config, make_config
 from expertmesh.config.objective import ObjectiveConfig
+from expertmesh.config.output import CheckpointConfig, LogConfig, SaveConfig
 from expertmesh.config.root import Config
 from expertmesh.config.schema import json_schema
 from expertmesh.config.sections import (
-    CheckpointConfig,
-    DataConfig,
-    DataSource,
     DistributedConfig,
-    LogConfig,
     LoraConfig,
     ModelConfig,
     MoeConfig,
@@ -49,6 +47,7 @@ __all__ = [
     "OptimConfig",
     "ParallelConfig",
     "PrecisionConfig",
+    "SaveConfig",
     "ScheduleConfig",
     "SecurityError",
     "TrainConfig",

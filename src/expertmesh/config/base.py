@@ -5,9 +5,10 @@ where a number is asked) and that no key is ignored. Built from YAML or from Pyt
 `InputError` with one sentence per problem, never in pydantic's own report.
 """
 
+import json
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from expertmesh.config.explain import explain
 
@@ -36,6 +37,20 @@ class Section(BaseModel):
 
 Listed = Annotated[tuple[T, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 """A list of the file, kept as a tuple: a frozen section must not hold something that can change."""
+
+
+class _Frozen(dict[str, Any]):
+    """A dictionary of the file that stays as it is."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError("a configuration cannot change")
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(json.dumps(self, sort_keys=True, default=str))
+
+
+Mapped = Annotated[dict[str, Any], AfterValidator(_Frozen)]
+"""Keys and values that nobody here knows, as given."""
 
 
 def refuse(*problems: str) -> None:

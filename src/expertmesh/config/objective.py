@@ -6,7 +6,8 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_serializer, model_validator
 
 from expertmesh.config.base import Section, refuse
-from expertmesh.config.sections import DataConfig, LoraConfig
+from expertmesh.config.data import DataConfig
+from expertmesh.config.sections import LoraConfig
 
 
 class ObjectiveConfig(Section):
@@ -53,6 +54,8 @@ def objective_conflicts(objective: ObjectiveConfig, data: DataConfig, lora: Lora
             f"data.loss_on is {data.loss_on}, but with objective dpo a response is all that follows the prompt; remove "
             "data.loss_on"
         )
+    if data.thinking == "every_turn":
+        yield "data.thinking every_turn does nothing with objective dpo; set data.thinking to auto, drop or keep_last"
     if lora is not None and lora.dropout:
         yield (
             f"lora.dropout is {lora.dropout}, but objective dpo compares the model with a reference without dropout; "

@@ -5,12 +5,11 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from expertmesh.config.base import Section, refuse
+from expertmesh.config.data import DataConfig
 from expertmesh.config.objective import ObjectiveConfig, objective_conflicts
+from expertmesh.config.output import CheckpointConfig, LogConfig, SaveConfig
 from expertmesh.config.sections import (
-    CheckpointConfig,
-    DataConfig,
     DistributedConfig,
-    LogConfig,
     LoraConfig,
     ModelConfig,
     MoeConfig,
@@ -37,6 +36,7 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     moe: MoeConfig = MoeConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    save: SaveConfig = SaveConfig()
     distributed: DistributedConfig = DistributedConfig()
     log: LogConfig = LogConfig()
     output_dir: str = Field(min_length=1)
@@ -50,10 +50,25 @@ class Config(Section):
                 f"train.eval_every_steps is {self.train.eval_every_steps}, but data.eval is empty; name data "
                 "there or set train.eval_every_steps to null"
             )
+        if self.precision.frozen is not None and self.lora is None:
+            problems.append(
+                f"precision.frozen is {self.precision.frozen}, but without lora nothing is frozen; add lora or set "
+                "precision.frozen to null"
+            )
         if self.model.attention == "flash_attention_2" and self.precision.compute != "bfloat16":
             problems.append(
                 f"model.attention is flash_attention_2, which cannot compute in {self.precision.compute}; "
                 "set precision.compute to bfloat16 or model.attention to sdpa"
+            )
+        if self.optim.stochastic_rounding and self.precision.params != "bfloat16":
+            problems.append(
+                f"optim.stochastic_rounding is true, but precision.params is {self.precision.params}, which is not "
+                "rounded; set precision.params to bfloat16 or optim.stochastic_rounding to false"
+            )
+        if self.lora is not None and self.save.dtype != "auto":
+            problems.append(
+                f"save.dtype is {self.save.dtype}, but lora is set: adapters are written in precision.params; remove "
+                "save.dtype, and give --dtype to merge or export"
             )
         refuse(*problems)
         return self

@@ -16,7 +16,7 @@ from expertmesh.config.base import Listed, Section, refuse
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Dtype = Literal["float32", "bfloat16", "float64"]
-DataFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference"]
+OptimizerName = Literal["adamw", "adamw_8bit", "sgd"]
 BYTES_OF = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -46,6 +46,8 @@ class PrecisionConfig(Section):
     """Dtype in which forward and backward run; not wider than params."""
     reduce: Dtype = "float32"
     """Dtype in which gradients are reduced over ranks."""
+    frozen: Literal["float8", "nf4", "mxfp4", "nvfp4", "as_published"] | None = None
+    """How routed experts that LoRA has frozen stay in memory: in 8 or 4 bits; null keeps them in precision.compute."""
 
     @field_validator("params", "compute", "reduce", mode="before")
     @classmethod
@@ -70,40 +72,6 @@ class PrecisionConfig(Section):
             )
         refuse(*problems)
         return self
-
-
-class DataSource(Section):
-    """One source of samples."""
-
-    path: str = Field(min_length=1)
-    """File (JSON, JSONL, Parquet), directory of such files, or hub id of a data set."""
-    format: DataFormat = "auto"
-    """Layout of a row; auto detects it from the first rows and prints what it found."""
-
-
-class DataConfig(Section):
-    """Samples, and how they become token sequences."""
-
-    section: ClassVar[str] = "data"
-
-    train: Listed[DataSource] = Field(min_length=1)
-    """Sources to train on, read one after the other."""
-    eval: Listed[DataSource] = ()
-    """Sources to evaluate on; empty for no evaluation."""
-    format: DataFormat = "auto"
-    """Layout of the rows of all sources that say none themselves."""
-    max_length: int = Field(default=4096, ge=2)
-    """Longest sequence, in tokens."""
-    on_overlong: Literal["cut", "drop", "stop"] = "cut"
-    """What to do with a sample longer than max_length; cut and dropped samples are counted and reported."""
-    on_error: Literal["stop", "skip"] = "stop"
-    """What to do with a malformed row; skipped rows are counted and reported."""
-    packing: bool = True
-    """Fill each sequence with several samples; attention stays inside each of them."""
-    loss_on: Literal["assistant", "completion", "all"] = "assistant"
-    """Tokens that are targets: every assistant turn, the last turn only, or all tokens."""
-    shuffle: bool = True
-    """Shuffle samples anew in every epoch, by train.seed; false keeps the order of the sources."""
 
 
 class LoraConfig(Section):
@@ -150,17 +118,21 @@ class OptimConfig(Section):
     """The optimizer."""
 
     section: ClassVar[str] = "optim"
+    _OF_ADAMW: ClassVar[tuple[str, ...]] = ("betas", "eps", "stochastic_rounding")
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """AdamW, or plain stochastic gradient descent (no momentum)."""
+    name: OptimizerName = "adamw"
+    """AdamW, AdamW with moments in 8 bits, or plain stochastic gradient descent (no momentum)."""
     learning_rate: float = Field(default=1e-5, gt=0)
     """Peak learning rate, reached at the end of the warm-up."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Weight decay: decoupled for adamw, an L2 term for sgd."""
+    """Weight decay: decoupled, but an L2 term for sgd."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """Decay rates of AdamW's two moments; not for sgd."""
     eps: float = Field(default=1e-8, gt=0)
     """AdamW's denominator term; not for sgd."""
+    stochastic_rounding: bool = False
+    """Round bfloat16 parameters and moments up or down by chance, so that small updates count on average instead of
+    being lost; needs precision.params bfloat16; not for sgd."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global 2-norm; null does not clip."""
 
@@ -171,7 +143,7 @@ class OptimConfig(Section):
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
-        given = [key for key in ("betas", "eps") if key in self.model_fields_set]
+        given = [key for key in self._OF_ADAMW if key in self.model_fields_set]
         if self.name == "sgd":
             refuse(*(f"optim.{key} does nothing with optim.name sgd; remove it or use adamw" for key in given))
         return self
@@ -179,7 +151,7 @@ class OptimConfig(Section):
     @model_serializer(mode="wrap")
     def _without_what_does_nothing(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
         values = serialize(self)
-        return {k: v for k, v in values.items() if self.name == "adamw" or k not in ("betas", "eps")}
+        return {k: v for k, v in values.items() if self.name != "sgd" or k not in self._OF_ADAMW}
 
 
 class ScheduleConfig(Section):
@@ -332,24 +304,6 @@ class MoeConfig(Section):
         return getattr(self, key) not in ("from_model", 0.0)
 
 
-class CheckpointConfig(Section):
-    """Resumable checkpoints in output_dir/checkpoints; docs/checkpoints.md tells the rules."""
-
-    section: ClassVar[str] = "checkpoint"
-
-    every_steps: PositiveInt | None = 200
-    """Save every this many optimizer steps and after the last; null saves only by every_minutes or when stopped."""
-    every_minutes: float | None = Field(default=None, gt=0)
-    """Save when this many minutes have passed since the last save, by rank 0's clock; null for no such rule."""
-    keep_last: PositiveInt = 3
-    """How many of the newest checkpoints to keep."""
-    asynchronous: bool = True
-    """Copy the state to host memory and write it while training goes on; false waits until it is on the disk."""
-    resume: str = Field(default="auto", min_length=1)
-    """auto continues from the newest checkpoint, if there is one; never starts anew; or a checkpoint: its name
-    (step-00000200) in output_dir, or a path."""
-
-
 class DistributedConfig(Section):
     """How long ranks wait for each other."""
 
@@ -369,27 +323,3 @@ class DistributedConfig(Section):
                 f"distributed.timeout_seconds ({self.timeout_seconds}); change one of them"
             )
         return self
-
-
-class LogConfig(Section):
-    """What is reported, and how often."""
-
-    section: ClassVar[str] = "log"
-
-    every_steps: PositiveInt = 1
-    """Report every this many optimizer steps."""
-    report_to: Listed[Literal["jsonl", "tensorboard"]] = ("jsonl",)
-    """Where metrics go; jsonl (output_dir/metrics.jsonl) is always on, also when it is not named."""
-
-    @field_validator("report_to", mode="before")
-    @classmethod
-    def _later(cls, value: object) -> object:
-        for name in value if isinstance(value, list | tuple) else ():
-            if name in ("wandb", "trackio"):
-                raise ValueError(f"{name} is not available yet; use jsonl or tensorboard")
-        return value
-
-    @field_validator("report_to", mode="after")
-    @classmethod
-    def _jsonl_always(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(("jsonl", *value)))

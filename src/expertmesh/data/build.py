@@ -4,6 +4,7 @@ Each row either becomes a sample or is counted under the reason why not. Every r
 collective; data of billions of tokens should be tokenized elsewhere first.
 """
 
+import datetime
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
@@ -14,10 +15,22 @@ from transformers import PreTrainedTokenizerBase
 from expertmesh.config import DataConfig, DataSource
 from expertmesh.config.errors import InputError
 from expertmesh.data.encode import Encoded
-from expertmesh.data.formats import FORMATS, PREFERENCE, MalformedRow, Preference, Record, convert, fitting_formats
+from expertmesh.data.formats import (
+    FORMATS,
+    PREFERENCE,
+    Conversation,
+    MalformedRow,
+    Preference,
+    PromptCompletion,
+    Record,
+    convert,
+    fitting_formats,
+    visible,
+)
 from expertmesh.data.preference import PairEncoder
-from expertmesh.data.report import POSITIONS_KEPT, DataReport, SourceReport, histogram_of
+from expertmesh.data.report import ODD_ROWS, POSITIONS_KEPT, DataReport, SourceReport, histogram_of
 from expertmesh.data.sources import RawRow, SourceFile, read_source
+from expertmesh.data.targets import ChatOptions
 from expertmesh.data.tokenized import TokenizedDataset, refuse_unknown_id
 
 _ROWS_PER_TOKENIZER_CALL = 512
@@ -31,48 +44,52 @@ def build_dataset(
     *,
     model_vocab_size: int,
     pairs: bool = False,
+    date: datetime.date | None = None,
 ) -> tuple[TokenizedDataset, DataReport]:
     """Read and tokenize `sources` (`data.train` or `data.eval`) as `data_config` says.
 
     `model_vocab_size` is the number of the model's embeddings. With `pairs` rows are preferences, and each gives two
-    samples, the chosen one first. Raises `InputError` for data that cannot be
-    used: a malformed row under `on_error: stop`, a sample too long under `on_overlong: stop`, a token id
-    without an embedding, a chat template without a trustworthy mask, or a data set without a single target
-    token.
+    samples, the chosen one first. `date` is what a chat template writes that asks for today's, by default today's.
+    Raises `InputError` for data that cannot be used: a malformed row under `on_error: stop`, another row that
+    `data.on_*` stops at, a token id without an embedding, a chat template without a trustworthy mask, or a data set
+    without a single target token.
     """
     if not sources:
         raise InputError(
             "no data source is configured; name at least one file, directory or hub data set.", key="data.no-source"
         )
-    builder = _Builder(data_config, tokenizer, model_vocab_size, pairs)
+    options = ChatOptions(
+        data_config.loss_on, data_config.thinking, data_config.template_args, date or datetime.date.today()
+    )
+    builder = _Builder(data_config, PairEncoder(tokenizer, options), model_vocab_size, pairs)
+    if len(tokenizer) > model_vocab_size:
+        builder.note(
+            f"the tokenizer knows {len(tokenizer):,} tokens but the model has {model_vocab_size:,} embeddings: "
+            "is it the model's own tokenizer?"
+        )
     for source in sources:
         builder.add(source)
     return builder.finish()
 
 
 class _Builder:
-    def __init__(
-        self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, pairs: bool = False
-    ) -> None:
+    def __init__(self, config: DataConfig, encoder: PairEncoder, vocab_size: int, pairs: bool) -> None:
         self._config = config
-        self._encoder = PairEncoder(tokenizer, config.loss_on)
+        self._encoder = encoder
         self._formats = tuple(name for name in FORMATS if (name == PREFERENCE) is pairs)
         self._samples_per_row = 2 if pairs else 1
         self._vocab_size = vocab_size
         self._report = DataReport(config.max_length)
-        if len(tokenizer) > vocab_size:
-            self._report.notes.append(
-                f"the tokenizer knows {len(tokenizer):,} tokens but the model has {vocab_size:,} embeddings: "
-                "is it the model's own tokenizer?"
-            )
         self._input_ids: list[npt.NDArray[np.int32]] = []
         self._targets: list[npt.NDArray[np.bool_]] = []
         self._file_of: list[int] = []
         self._rows: list[int] = []
         self._files: dict[SourceFile, int] = {}
         self._lengths: list[int] = []
-        self._open_ended = 0
-        self._same = 0
+        self._open_ended = self._empty_thoughts = self._same = 0
+
+    def note(self, note: str) -> None:
+        self._report.notes.append(note)
 
     def add(self, source: DataSource) -> None:
         rows, files = 0, len(self._files)
@@ -130,13 +147,16 @@ class _Builder:
                 self._skip(raw, raw.problem or "")
                 continue
             try:
-                usable.append((raw, convert(raw.value, format_name)))
+                record = convert(raw.value, format_name)
             except MalformedRow as error:
                 self._skip(raw, str(error))
+                continue
+            if self._keeps(raw, _odd_kinds(record)):
+                usable.append((raw, record))
         for (raw, _), result in zip(usable, self._encode([record for _, record in usable]), strict=True):
             if isinstance(result, MalformedRow):
                 self._skip(raw, str(result))
-            else:
+            elif self._keeps(raw, ["dropped_thinking"] if any(each.dropped_thinking for each in result) else []):
                 self._add_samples(raw, result)
 
     def _encode(self, records: list[Record]) -> Iterator[Sequence[Encoded] | MalformedRow]:
@@ -145,9 +165,21 @@ class _Builder:
         if pairs:  # records of one source are of one format
             yield from self._encoder.encode_pairs(pairs)
             return
-        others = [record for record in records if not isinstance(record, Preference)]
-        for result in self._encoder.encode(others):
-            yield result if isinstance(result, MalformedRow) else (result,)
+        yield from self._encoder.encode([record for record in records if not isinstance(record, Preference)])
+
+    def _keeps(self, raw: RawRow, kinds: Sequence[str]) -> bool:
+        """Whether `data.on_*` keeps a row of these kinds, each of which is counted."""
+        decisions = [getattr(self._config, f"on_{kind}") for kind in kinds]
+        for kind, decision in zip(kinds, decisions, strict=True):
+            if decision == "stop":
+                raise InputError(
+                    f"{raw.position}: {ODD_ROWS[kind]}; correct the row, or set data.on_{kind} to keep or drop.",
+                    key="data.odd-row",
+                )
+            self._report.odd[kind] += 1
+            _keep(self._report.odd_at.setdefault(kind, []), raw.position)
+        self._report.left_out += "drop" in decisions
+        return "drop" not in decisions
 
     def _skip(self, raw: RawRow, reason: str) -> None:
         message = f"{raw.position}: {reason}"
@@ -185,6 +217,7 @@ class _Builder:
         self._report.cut += longest > limit
         self._report.methods[encoded[0].method] += 1
         self._open_ended += any(each.open_ended for each in encoded)
+        self._empty_thoughts += any(each.empty_thoughts for each in encoded)
         kept = [each.input_ids[:limit] for each in encoded]
         self._same += len(kept) > 1 and np.array_equal(kept[0], kept[1])
         self._input_ids += kept
@@ -198,7 +231,8 @@ class _Builder:
             first = next(iter((*report.skipped_at, *report.no_target_at)), None)
             raise InputError(
                 f"the data has no target token at all: of {report.rows:,} rows {report.skipped:,} are "
-                f"malformed, {report.dropped:,} too long and {report.no_target:,} without a target "
+                f"malformed, {report.dropped:,} too long, {report.left_out:,} left out by data.on_* and "
+                f"{report.no_target:,} without a target "
                 f"under data.loss_on: {self._config.loss_on}"
                 + (f" (first: {first})" if first else "")
                 + "; correct the data or data.loss_on.",
@@ -209,6 +243,12 @@ class _Builder:
                 f"in {self._open_ended:,} samples the last answer ends without a special token, so "
                 "the model is not taught where to stop"
             )
+        if self._empty_thoughts:
+            report.notes.append(
+                f"in {self._empty_thoughts:,} samples there are thinking blocks without a thought, which are no targets"
+            )
+        if self._encoder.date_written is not None:
+            report.notes.append(f"the chat template may write the date, which is {self._encoder.date_written}")
         if self._same:
             report.notes.append(
                 f"in {self._same:,} pairs chosen and rejected response have the same tokens, so that they teach nothing"
@@ -230,3 +270,19 @@ class _Builder:
 def _keep(positions: list[str], position: str) -> None:
     if len(positions) < POSITIONS_KEPT:
         positions.append(position)
+
+
+def _odd_kinds(record: Record) -> list[str]:
+    """Which of ODD_ROWS a record is, as far as it shows before a template has written it."""
+    if isinstance(record, PromptCompletion):
+        return [] if record.completion.strip() else ["empty_answer"]
+    if not isinstance(record, Conversation):
+        return []
+    answers = [
+        message
+        for place, message in enumerate(record.messages)
+        if message["role"] == "assistant" and place not in record.untrained
+    ]
+    is_empty = any(not visible(message) and not message.get("tool_calls") for message in answers)
+    unanswered = record.messages[-1]["role"] != "assistant"
+    return ["empty_answer"] * is_empty + ["unanswered"] * unanswered

@@ -6,6 +6,7 @@ Chat text is tokenized as the template wrote it. `text` and `prompt_completion` 
 that the tokenizer adds by itself (usually a bos) and, if it has one, an eos at the end.
 """
 
+import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,16 +15,17 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from expertmesh.data.chat import (
+from expertmesh.data.chat import ChatRenderer
+from expertmesh.data.formats import Conversation, MalformedRow, PlainText, PromptCompletion
+from expertmesh.data.targets import (
     EVERY_TOKEN,
     PREFIX_DIFFERENCE,
     STAND_INS,
-    ChatRenderer,
+    ChatOptions,
     Rendered,
     Span,
     special_strings,
 )
-from expertmesh.data.formats import Conversation, MalformedRow, PlainText, PromptCompletion
 
 COMPLETION = "completion"
 
@@ -32,57 +34,75 @@ COMPLETION = "completion"
 class Encoded:
     """One sample: `input_ids` [S] int32 and `targets` [S] bool.
 
-    `method` tells how the targets were found; `open_ended` that the last answer has no end token.
+    `method` tells how the targets were found; `open_ended` that the last answer has no end token; `empty_thoughts` and
+    `dropped_thinking` are those of `Rendered`.
     """
 
     input_ids: npt.NDArray[np.int32]
     targets: npt.NDArray[np.bool_]
     method: str
     open_ended: bool
+    empty_thoughts: int = 0
+    dropped_thinking: bool = False
 
 
 class Encoder:
-    """Encodes records with one tokenizer; `loss_on` is `data.loss_on`."""
+    """Encodes records with one tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: ChatOptions) -> None:
         self._tokenizer = tokenizer
-        self._loss_on = loss_on
+        self._options = options
         self._renderer: ChatRenderer | None = None
         self._eos: int | None = tokenizer.eos_token_id
         ids = [tokenizer.convert_tokens_to_ids(text) for text in special_strings(tokenizer)]
         self._special_ids = np.array([i for i in ids if i is not None], dtype=np.int64)
 
-    def encode(self, records: Sequence[Conversation | PlainText | PromptCompletion]) -> list[Encoded | MalformedRow]:
-        """Encode records, in order; one that cannot be encoded comes back as the reason why.
+    @property
+    def date_written(self) -> datetime.date | None:
+        """The date that the chat template may have written; None for one that writes none, or has not been used."""
+        return self._options.date if self._renderer is not None and self._renderer.writes_date else None
+
+    def encode(
+        self, records: Sequence[Conversation | PlainText | PromptCompletion]
+    ) -> list[list[Encoded] | MalformedRow]:
+        """The samples of each record, in order; of one that cannot be encoded the reason why.
 
         The tokenizer is called once for all chat records and once for all others.
         """
         chats = iter(self._render([record for record in records if isinstance(record, Conversation)]))
-        results: list[Encoded | MalformedRow | Rendered] = [
-            next(chats) if isinstance(record, Conversation) else self._document(record) for record in records
+        rendered = [next(chats) if isinstance(record, Conversation) else self._document(record) for record in records]
+        results: list[list[Encoded] | MalformedRow] = [
+            each if isinstance(each, MalformedRow) else [] for each in rendered
         ]
         for plain in (False, True):
-            of_group = [isinstance(record, Conversation) is not plain for record in records]
-            group = [(i, each) for i, each in enumerate(results) if of_group[i] and isinstance(each, Rendered)]
-            texts = [rendered.text for _, rendered in group]
-            for (index, rendered), tokens in zip(group, self._tokenize(texts, plain), strict=True):
-                results[index] = self._mask(rendered, *tokens, plain=plain)
-        return [result for result in results if not isinstance(result, Rendered)]
+            group = [
+                (i, each)
+                for i, (record, samples) in enumerate(zip(records, rendered, strict=True))
+                if isinstance(record, Conversation) is not plain and not isinstance(samples, MalformedRow)
+                for each in samples
+            ]
+            for (i, each), tokens in zip(group, self._tokenize([each.text for _, each in group], plain), strict=True):
+                found, encoded = results[i], self._mask(each, *tokens, plain=plain)
+                if isinstance(encoded, MalformedRow):
+                    results[i] = encoded
+                elif not isinstance(found, MalformedRow):
+                    found.append(encoded)
+        return results
 
-    def _render(self, conversations: list[Conversation]) -> list[Rendered | MalformedRow]:
+    def _render(self, conversations: list[Conversation]) -> list[list[Rendered] | MalformedRow]:
         return self._renderer_of_chats().render(conversations) if conversations else []
 
     def _renderer_of_chats(self) -> ChatRenderer:
-        self._renderer = self._renderer or ChatRenderer(self._tokenizer, self._loss_on)
+        self._renderer = self._renderer or ChatRenderer(self._tokenizer, self._options)
         return self._renderer
 
-    def _document(self, record: PlainText | PromptCompletion) -> Rendered:
+    def _document(self, record: PlainText | PromptCompletion) -> list[Rendered]:
         if isinstance(record, PlainText):
-            return Rendered(record.text, ((0, len(record.text)),), EVERY_TOKEN)
+            return [Rendered(record.text, ((0, len(record.text)),), EVERY_TOKEN)]
         text = record.prompt + record.completion
-        if self._loss_on == "all":
-            return Rendered(text, ((0, len(text)),), EVERY_TOKEN)
-        return Rendered(text, ((len(record.prompt), len(text)),), COMPLETION)
+        if self._options.loss_on == "all":
+            return [Rendered(text, ((0, len(text)),), EVERY_TOKEN)]
+        return [Rendered(text, ((len(record.prompt), len(text)),), COMPLETION)]
 
     def _tokenize(self, texts: list[str], add_special_tokens: bool) -> list[tuple[list[int], Any]]:
         """Ids and character offsets (None from a tokenizer that has none) of each text."""
@@ -114,7 +134,9 @@ class Encoder:
                 targets[self._without_trailing_space(tokens, ids) if trim else tokens] = True
         if plain:
             return self._closed(input_ids, targets, rendered.method)
-        return Encoded(input_ids, targets, rendered.method, self._is_open_ended(input_ids, targets))
+        is_open_ended = self._is_open_ended(input_ids, targets)
+        thinking = rendered.empty_thoughts, rendered.dropped_thinking
+        return Encoded(input_ids, targets, rendered.method, is_open_ended, *thinking)
 
     def _is_open_ended(self, input_ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_]) -> bool:
         # The last but one too: some marks include the line break after the end token.

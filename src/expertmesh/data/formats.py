@@ -3,25 +3,34 @@
 `messages`, `sharegpt` and `alpaca` rows become a `Conversation`, `prompt_completion` rows a
 `PromptCompletion`, `text` rows a `PlainText`, `preference` rows a `Preference`. `build_dataset` asks
 `fitting_formats` which formats a row could be, picks one per source and converts every row of the source with it.
-Whatever cannot be trained on faithfully (tool calls, images, unknown roles, per-message weights) is refused by name,
-never dropped.
+Tools and calls are brought to the one form that chat templates read. Whatever cannot be trained on faithfully (images,
+unknown roles, weights between 0 and 1) is refused by name, never dropped.
 """
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 PREFERENCE = "preference"
-ROLES = ("system", "developer", "user", "assistant")
-_SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
-_TOOL_ROLES = ("tool", "function", "function_call", "tool_call", "tool_response", "observation", "ipython")
+_ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")} | {"function": "tool"}
+_CALL = "call"  # an assistant message that is nothing but calls, as sharegpt rows have them
+_SHAREGPT_ROLES = {
+    **{"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"},
+    **dict.fromkeys(("function_call", "tool_call"), _CALL),
+    **dict.fromkeys(("observation", "tool_response", "function_response", "tool"), "tool"),
+}
 _TOOL_KEYS = ("tools", "functions", "tool_calls", "function_call", "tool_call_id")
 _MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
-_WEIGHT_KEYS = ("weight", "train", "train_on_turn")
+_TARGET_KEYS = ("weight", "train", "train_on_turn")
+THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
-# As a chat template takes them: `role`, a string `content`, and keys that pass through.
+# As a chat template takes them: `role`, a string `content`, and keys that pass through. With `tool_calls` there may be
+# no content.
 Messages = tuple[Mapping[str, Any], ...]
 
 
@@ -31,9 +40,16 @@ class MalformedRow(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One conversation, all of it."""
+    """One conversation, all of it.
+
+    `untrained`: places of messages that are no targets though their role is. `tools` and `template_args` are what the
+    row gives its chat template beside the messages.
+    """
 
     messages: Messages
+    untrained: frozenset[int] = frozenset()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    template_args: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +74,8 @@ class Preference:
     prompt: str | Messages
     chosen: str | Messages
     rejected: str | Messages
+    tools: tuple[Mapping[str, Any], ...] = ()
+    template_args: Mapping[str, Any] = field(default_factory=dict)
 
 
 Record = Conversation | PromptCompletion | PlainText | Preference
@@ -71,11 +89,31 @@ def fitting_formats(row: Mapping[str, Any]) -> tuple[str, ...]:
 def convert(row: Mapping[str, Any], format_name: str) -> Record:
     """Convert one row of the named format, or raise `MalformedRow` saying what is wrong with it."""
     fits, parse = _FORMATS[format_name]
-    _refuse_unsupported_keys(row, "the row")
+    _refuse_unsupported_keys(row, "the row", tools=format_name in ("messages", "sharegpt", PREFERENCE))
     if not fits(row):
         keys = ", ".join(map(str, row)) or "none"
         raise MalformedRow(f"the row does not have the keys of format {format_name} (its keys: {keys})")
     return parse(row)
+
+
+def visible(message: Mapping[str, Any]) -> str:
+    """The part of an answer that every template shows: many strip white space and earlier turns' thinking."""
+    content: str = message.get("content") or ""
+    return content.rpartition("</think>")[2].strip()
+
+
+def thoughts(message: Mapping[str, Any]) -> list[str]:
+    """The thinking of an answer, as it has to stand in the text: under a key of its own, or before the answer."""
+    found = [message[key] for key in THINKING_KEYS if isinstance(message.get(key), str)]
+    if in_content := _THOUGHT.match(message.get("content") or ""):
+        found.append(in_content[1])
+    return [thought.strip() for thought in found if thought.strip()]
+
+
+def without_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message without thinking under a key or at the beginning of its content."""
+    kept = {key: value for key, value in message.items() if key not in THINKING_KEYS}
+    return {**kept, "content": _THOUGHT.sub("", kept["content"], count=1)} if kept.get("content") else kept
 
 
 def _turns(row: Mapping[str, Any], marker: str) -> list[Any] | None:
@@ -99,10 +137,29 @@ def _parse_turns(row: Mapping[str, Any], role_key: str, text_key: str, roles: Ma
     turns = _turns(row, role_key)
     if not turns:
         raise MalformedRow("the conversation has no message")
-    messages: list[Mapping[str, Any]] = []
+    before: list[Mapping[str, Any]] = []
     if row.get("system") and role_key == "from":
-        messages.append({"role": "system", "content": _text(row["system"], "'system'")})
-    return Conversation((*messages, *_messages(turns, "message", role_key, text_key, roles)))
+        before.append({"role": "system", "content": _text(row["system"], "'system'")})
+    messages = _messages(turns, "message", role_key, text_key, roles)
+    untrained = [_says_no_target(turn, f"message {number}") for number, turn in enumerate(turns, start=1)]
+    places = frozenset(len(before) + place for place, says_no in enumerate(untrained) if says_no)
+    return Conversation((*before, *messages), places, *_for_template(row))
+
+
+def _for_template(row: Mapping[str, Any]) -> tuple[tuple[Mapping[str, Any], ...], Mapping[str, Any]]:
+    """The row's tools, and its arguments for the template, under the name that TRL gives them."""
+    args = row.get("chat_template_kwargs") or {}
+    if not isinstance(args, Mapping):
+        raise MalformedRow(f"'chat_template_kwargs' is {_kind(args)}, not an object")
+    key = "tools" if row.get("tools") else "functions"
+    tools = []
+    for number, tool in enumerate(_listed(row.get(key) or [], f"{key!r}"), start=1):
+        if not isinstance(tool, Mapping):
+            raise MalformedRow(f"tool {number} of {key!r} is {_kind(tool)}, not an object")
+        # What OpenAI called functions came without the wrapper that templates unpack.
+        bare = "function" not in tool and isinstance(tool.get("name"), str)
+        tools.append({"type": "function", "function": tool} if bare else tool)
+    return tuple(tools), args
 
 
 def _messages(turns: Sequence[Any], what: str, role_key: str, text_key: str, roles: Mapping[str, str]) -> Messages:
@@ -112,12 +169,52 @@ def _messages(turns: Sequence[Any], what: str, role_key: str, text_key: str, rol
         where = f"{what} {number}"
         if not isinstance(turn, Mapping):
             raise MalformedRow(f"{where} is {_kind(turn)}, not an object with {role_key!r} and {text_key!r}")
-        _refuse_unsupported_keys(turn, where)
+        _refuse_unsupported_keys(turn, where, tools=True)
         role = _role(turn.get(role_key), where, roles)
         # Keys such as `name` or `reasoning_content` mean something to some templates, so they stay.
-        extra = {k: v for k, v in turn.items() if k not in (role_key, text_key) and v is not None}
-        messages.append({**extra, "role": role, "content": _content(turn.get(text_key), where, text_key)})
+        own = (role_key, text_key, "tool_calls", "function_call", *_TARGET_KEYS)
+        message = {k: v for k, v in turn.items() if k not in own and v is not None}
+        called = turn.get(text_key) if role == _CALL else turn.get("tool_calls") or turn.get("function_call")
+        if called:
+            if role not in (_CALL, "assistant"):
+                raise MalformedRow(f"{where} has calls, and its role is {role!r}")
+            message["tool_calls"] = _calls(called, where)
+        if role != _CALL and not (called and turn.get(text_key) is None):
+            message["content"] = _content(turn.get(text_key), where, text_key)
+        messages.append({"role": "assistant" if role == _CALL else role, **message})
     return tuple(messages)
+
+
+def _calls(value: Any, where: str) -> list[Mapping[str, Any]]:
+    """Calls as templates read them: a function's name, and its arguments as an object."""
+    calls: list[Mapping[str, Any]] = []
+    for call in _listed(value, f"the calls of {where}"):
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise MalformedRow(f"{where} has a call that names no function")
+        arguments = function.get("arguments", function.get("parameters")) or {}
+        if isinstance(arguments, str):
+            arguments = _json(arguments, f"the arguments of the call of {function['name']!r} in {where}")
+        if not isinstance(arguments, Mapping):
+            raise MalformedRow(f"the arguments of the call of {function['name']!r} in {where} are no object")
+        also = {"id": call["id"]} if call.get("id") is not None else {}
+        calls.append({"type": "function", **also, "function": {"name": function["name"], "arguments": arguments}})
+    return calls
+
+
+def _listed(value: Any, what: str) -> list[Any]:
+    """A list, or one object, that may be written as JSON in a string, as tables keep what has no fixed columns."""
+    value = _json(value, what) if isinstance(value, str) else value
+    if not isinstance(value, (list, Mapping)):
+        raise MalformedRow(f"{what} is {_kind(value)}, not a list")
+    return value if isinstance(value, list) else [value]
+
+
+def _json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MalformedRow(f"{what} is a string that is not JSON ({error})") from None
 
 
 def _parse_alpaca(row: Mapping[str, Any]) -> Conversation:
@@ -148,8 +245,6 @@ def _parse_prompt_completion(row: Mapping[str, Any]) -> PromptCompletion:
 
 def _parse_preference(row: Mapping[str, Any]) -> Preference:
     """As TRL reads them: with a prompt of its own, or with one that both responses begin with."""
-    if row.get("chat_template_kwargs"):
-        raise MalformedRow("the row has 'chat_template_kwargs', and templates get no arguments by row")
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     for key in ("chosen", "rejected"):
         if row[key] == [] or (isinstance(row[key], str) and not row[key].strip()):
@@ -157,28 +252,35 @@ def _parse_preference(row: Mapping[str, Any]) -> Preference:
         if isinstance(row[key], list) != isinstance(chosen, list):
             raise MalformedRow(f"'chosen' is {_kind(chosen)} and 'rejected' {_kind(rejected)}; both must be alike")
     if isinstance(chosen, list):
-        return _parse_conversational_preference(prompt, chosen, rejected)
-    texts = [_text(chosen, "'chosen'"), _text(rejected, "'rejected'")]
+        return Preference(*_parse_conversational_preference(prompt, chosen, rejected), *_for_template(row))
+    for key in ("tools", "functions", "chat_template_kwargs"):
+        if row.get(key):
+            raise MalformedRow(f"the row has {key!r}, which is for chat templates, but its responses are plain text")
+    chosen, rejected = _text(chosen, "'chosen'"), _text(rejected, "'rejected'")
     if prompt is not None:
-        return Preference(_text(prompt, "'prompt'"), *texts)
-    shared = _shared(*texts)
+        return Preference(_text(prompt, "'prompt'"), chosen, rejected)
+    shared = _shared(chosen, rejected)
     shared -= shared > 0 and chosen[shared - 1] == " "  # a token begins with its space
     return Preference(chosen[:shared], chosen[shared:], rejected[shared:])
 
 
-def _parse_conversational_preference(prompt: Any, chosen: list[Any], rejected: list[Any]) -> Preference:
-    roles = {role: role for role in ROLES}
+def _parse_conversational_preference(
+    prompt: Any, chosen: list[Any], rejected: list[Any]
+) -> tuple[Messages, Messages, Messages]:
+    for turns in (chosen, rejected, prompt if isinstance(prompt, list) else ()):
+        if any(isinstance(turn, Mapping) and _says_no_target(turn, "a message") for turn in turns):
+            raise MalformedRow("a message says that it is no target, and of a pair both responses are")
     better, worse = (
-        _messages(turns, f"{key!r} message", "role", "content", roles)
+        _messages(turns, f"{key!r} message", "role", "content", _ROLES)
         for key, turns in (("chosen", chosen), ("rejected", rejected))
     )
     if isinstance(prompt, list):
-        before = _messages(prompt, "'prompt' message", "role", "content", roles)
+        before = _messages(prompt, "'prompt' message", "role", "content", _ROLES)
     else:
         shared = _shared(better, worse)
         before, better, worse = better[:shared], better[shared:], worse[shared:]
         # Many data sets repeat the last question as text.
-        if prompt is not None and (not before or before[-1]["content"] != _text(prompt, "'prompt'")):
+        if prompt is not None and (not before or before[-1].get("content") != _text(prompt, "'prompt'")):
             raise MalformedRow(
                 "'prompt' is a string, but not the text of the last message that 'chosen' and 'rejected' begin with; "
                 "give 'prompt' as a list of messages"
@@ -188,9 +290,9 @@ def _parse_conversational_preference(prompt: Any, chosen: list[Any], rejected: l
     for key, response in (("chosen", better), ("rejected", worse)):
         if others := [message["role"] for message in response if message["role"] != "assistant"]:
             raise MalformedRow(f"{key!r} has a message of role {others[0]!r} after the prompt, not only answers")
-        if not any(message["content"].strip() for message in response):
+        if not any(message.get("content", "").strip() or message.get("tool_calls") for message in response):
             raise MalformedRow(f"{key!r} is empty")
-    return Preference(before, better, worse)
+    return before, better, worse
 
 
 def _shared(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
@@ -202,8 +304,6 @@ def _shared(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
 def _role(value: Any, where: str, roles: Mapping[str, str]) -> str:
     if isinstance(value, str) and value in roles:
         return roles[value]
-    if value in _TOOL_ROLES:
-        raise MalformedRow(f"{where} has the role {value!r}, and tool messages are not supported")
     raise MalformedRow(f"{where} has the unknown role {value!r} (known: {', '.join(roles)})")
 
 
@@ -230,16 +330,24 @@ def _text(value: Any, what: str) -> str:
     return value
 
 
-def _refuse_unsupported_keys(item: Mapping[str, Any], where: str) -> None:
-    for keys, why in ((_TOOL_KEYS, "tool use is not supported"), (_MEDIA_KEYS, "only text can be trained on")):
+def _refuse_unsupported_keys(item: Mapping[str, Any], where: str, *, tools: bool) -> None:
+    for keys, why in (
+        (() if tools else _TOOL_KEYS, "tools are for rows of messages"),
+        (_MEDIA_KEYS, "only text can be trained on"),
+    ):
         for key in keys:
             if item.get(key):
                 raise MalformedRow(f"{where} has {key!r}, and {why}")
-    if where == "the row":
-        return
-    for key in _WEIGHT_KEYS:
-        if item.get(key) not in (None, True, 1):
-            raise MalformedRow(f"{where} has {key!r}: {item[key]!r}, and per-message weights are not supported")
+
+
+def _says_no_target(turn: Mapping[str, Any], where: str) -> bool:
+    said = {key: turn[key] for key in _TARGET_KEYS if turn.get(key) is not None}
+    for key, value in said.items():
+        if value not in (0, 1):
+            raise MalformedRow(f"{where} has {key!r}: {value!r}, but a message is a target or none; give true or false")
+    if len(set(map(bool, said.values()))) > 1:
+        raise MalformedRow(f"{where} has {' and '.join(map(repr, said))}, which contradict each other")
+    return False in said.values()
 
 
 def _kind(value: Any) -> str:
@@ -255,7 +363,7 @@ _Parse = Callable[[Mapping[str, Any]], Record]
 _FORMATS: dict[str, tuple[_Fits, _Parse]] = {
     "messages": (
         _has_turns("role", "messages"),
-        partial(_parse_turns, role_key="role", text_key="content", roles={role: role for role in ROLES}),
+        partial(_parse_turns, role_key="role", text_key="content", roles=_ROLES),
     ),
     "sharegpt": (
         _has_turns("from", "conversations"),

@@ -9,6 +9,13 @@ import numpy as np
 POSITIONS_KEPT = 20
 """How many positions of each kind of rejected row are named; the counts are always complete."""
 
+ODD_ROWS = {
+    "empty_answer": "an answer is empty",
+    "unanswered": "the conversation does not end with an answer",
+    "dropped_thinking": "the chat template leaves out thinking of an answer that is a target",
+}
+"""Rows that can be trained on and are seldom meant: kind, for which there is a key `data.on_<kind>`, and sentence."""
+
 
 @dataclass(frozen=True, slots=True)
 class SourceReport:
@@ -41,9 +48,11 @@ class HistogramBin:
 class DataReport:
     """Counts of one data set, added up while it is built.
 
-    `rows` = `samples` + `skipped` + `dropped` + `no_target`. `cut` counts samples shortened to `max_length`;
-    `no_target_after_cut` are those among `no_target` whose targets were all cut off. The `*_at` fields
-    name the first rows concerned. `methods` counts samples by how their targets were found.
+    `rows` = `samples` + `skipped` + `dropped` + `left_out` + `no_target`, unless `data.thinking: every_turn` makes
+    several samples of a row. `cut` counts samples shortened to `max_length`; `no_target_after_cut` are those among
+    `no_target` whose targets were all cut off. `odd` counts rows by their kind in ODD_ROWS, kept or not; `left_out` are
+    those that `data.on_*` drops. The `*_at` fields name the first rows concerned. `methods` counts samples by how their
+    targets were found.
     """
 
     max_length: int
@@ -57,6 +66,9 @@ class DataReport:
     no_target: int = 0
     no_target_at: list[str] = field(default_factory=list)
     no_target_after_cut: int = 0
+    odd: Counter[str] = field(default_factory=Counter)
+    odd_at: dict[str, list[str]] = field(default_factory=dict)
+    left_out: int = 0
     tokens: int = 0
     target_tokens: int = 0
     histogram: tuple[HistogramBin, ...] = ()
@@ -84,6 +96,11 @@ class DataReport:
             lines.append(
                 f"left out, no target token: {self.no_target:,}{cut} ({_listed(self.no_target_at, self.no_target)})"
             )
+        for kind, count in self.odd.items():
+            rows = f"{count:,} row{'s' * (count != 1)}"
+            lines.append(f"{ODD_ROWS[kind]}: {rows} ({_listed(self.odd_at[kind], count)}); data.on_{kind} decides")
+        if self.left_out:
+            lines.append(f"left out by data.on_*: {self.left_out:,}")
         return lines + [f"note: {note}" for note in self.notes]
 
 

@@ -217,7 +217,7 @@ def _read_parquet(file: Path) -> Iterator[RawRow]:
                 for index in range(batch.num_rows):
                     number += 1
                     try:
-                        yield RawRow(source, number, batch.slice(index, 1).to_pylist()[0])
+                        yield RawRow(source, number, _without_nulls(batch.slice(index, 1).to_pylist()[0]))
                     except UnicodeDecodeError as error:
                         yield RawRow(source, number, None, f"a string is not UTF-8 ({error.reason})")
     except pyarrow.ArrowException as error:
@@ -248,4 +248,11 @@ def _read_hub(path: str) -> Iterator[RawRow]:
         ) from error
     source = SourceFile(f"{match['id']}:{split}", by_line=False)
     for number, value in enumerate(table, start=1):
-        yield RawRow(source, number, value)
+        yield RawRow(source, number, _without_nulls(value))
+
+
+def _without_nulls(value: Any) -> Any:
+    """A row of a table has every key that any row has; null is how it says that this one has it not."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value

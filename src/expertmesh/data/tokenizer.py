@@ -1,16 +1,19 @@
 """The model's tokenizer. Code that comes with a model runs only if `model.trust_remote_code` is set."""
 
+from pathlib import Path
+
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from expertmesh.config import ModelConfig
 from expertmesh.config.errors import InputError
 
 
-def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: ModelConfig, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of `model.name_or_path`; every rank may call it, no collective.
 
-    Raises `InputError` when there is none, when it is damaged, or when it needs its own code and
-    `model.trust_remote_code` is off.
+    `chat_template` (`data.chat_template`) is a file whose text takes the place of the tokenizer's own template. Raises
+    `InputError` when there is no tokenizer, when it is damaged, when it needs its own code and
+    `model.trust_remote_code` is off, or when the file cannot be read.
     """
     name = model.name_or_path
     try:
@@ -37,4 +40,12 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
             key="tokenizer.no-vocabulary",
         )
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).expanduser().read_text("utf-8")
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"data.chat_template: {chat_template} cannot be read ({error}); name a file with a Jinja template.",
+                key="data.not-found",
+            ) from error
     return tokenizer

@@ -32,9 +32,12 @@ from expertmesh.experts.mlp_spec import (
 )
 from expertmesh.experts.pairs import LocalPairs, Segments, segment_sum, segments_of
 from expertmesh.experts.per_expert import PerExpertMlp, looped_mm
+from expertmesh.state.packed import PackedTensor
 
 # Rows of a grouped product must be multiples of 16 bytes, so a rank is padded with zeros to a multiple of this.
 _RANK_MULTIPLE = 8
+# Of packed weights, so many elements are dequantised together, but one expert's at least.
+DEQUANTISED_ELEMENTS = 1 << 22
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:
@@ -65,9 +68,10 @@ def expert_mlp(
     """For each row the weighted sum of its experts' outputs, `[R, H]`; differentiable in rows, weights and parameters.
 
     Computes in the dtype of `rows_RH`; parameters of another dtype (fp32 masters) are cast for each use, never kept in
-    both, and their gradients come back in their own. `weight_P` may be wider. Rows without pairs give zeros. Always
-    gives every trained parameter a gradient (zeros without tokens), so that FSDP2's reduce-scatter is never skipped on
-    a rank. With `adapters` the weights are frozen; `dropout` is that of the adapters, and numbers the rows.
+    both, and their gradients come back in their own. Packed weights (`PackedTensor`) are dequantised for each use.
+    `weight_P` may be wider. Rows without pairs give zeros. Always gives every trained parameter a gradient (zeros
+    without tokens), so that FSDP2's reduce-scatter is never skipped on a rank. With `adapters` the weights are frozen;
+    `dropout` is that of the adapters, and numbers the rows.
     """
     out_RH: torch.Tensor
     if mlp.per_expert and adapters is None:
@@ -102,7 +106,7 @@ class _ExpertMlp(torch.autograd.Function):
     ) -> torch.Tensor:
         product, end_L, dtype = looped_mm if mlp.per_expert else grouped_mm, pairs.expert_end_L, rows_RH.dtype
         x_PH = rows_RH.index_select(0, pairs.row_P)
-        pre_P2I = product(x_PH, _as_kn(up.to(dtype), mlp), end_L)
+        pre_P2I = _by_weight(product, x_PH, up, end_L, mlp)
         if up_bias is not None:
             pre_P2I += _per_pair(up_bias.to(dtype), pairs)
         low_up_Pr = low_down_Pr = None
@@ -113,7 +117,7 @@ class _ExpertMlp(torch.autograd.Function):
         del x_PH
         act_PI = activate(pre_P2I, mlp)
         act_PI *= weight_P.unsqueeze(1)
-        out_PH = product(act_PI, _as_kn(down.to(dtype), mlp), end_L)
+        out_PH = _by_weight(product, act_PI, down, end_L, mlp)
         if down_a is not None and down_b is not None:
             act_PI = _dropped(act_PI, dropout, pairs, first_expert)
             low_down_Pr = product(act_PI, down_a.to(dtype).transpose(1, 2), end_L)
@@ -141,7 +145,7 @@ class _ExpertMlp(torch.autograd.Function):
 
         grad_out_PH = grad_out_RH.index_select(0, pairs.row_P)
         # The gradient of the weighted activation; the routing weight is still on it.
-        grad_act_PI = product(grad_out_PH, _as_nk(down.to(dtype), mlp), end_L)
+        grad_act_PI = _by_weight(product, grad_out_PH, down, end_L, mlp, backward=True)
         if down_a is not None:
             grad_low_Pr = product(grad_out_PH, down_b.to(dtype), end_L).mul_(scaling)
             through_PI = product(grad_low_Pr, down_a.to(dtype), end_L)
@@ -166,7 +170,7 @@ class _ExpertMlp(torch.autograd.Function):
             x_PH = rows_RH.index_select(0, pairs.row_P)
             grad_up = _weight_gradient(product, x_PH, grad_pre_P2I, end_L, mlp).to(up.dtype)
             del x_PH
-        grad_x_PH = product(grad_pre_P2I, _as_nk(up.to(dtype), mlp), end_L) if trains_rows else None
+        grad_x_PH = _by_weight(product, grad_pre_P2I, up, end_L, mlp, backward=True) if trains_rows else None
         if up_a is not None:
             grad_low_Pr = product(grad_pre_P2I, up_b.to(dtype), end_L).mul_(scaling)
             grad_up_b = product(grad_pre_P2I.t(), low_up_Pr, end_L).mul_(scaling).to(up_b.dtype)
@@ -212,14 +216,35 @@ def normed_expert_mlp(
     return out_RH
 
 
-def _as_kn(weight: torch.Tensor, mlp: ExpertMlpSpec) -> torch.Tensor:
-    """`[L, in, out]`, for products from the input side."""
-    return weight if mlp.transposed else weight.transpose(1, 2)
+def _by_weight(
+    product: Any,
+    x_PK: torch.Tensor,
+    weight: torch.Tensor,
+    end_L: torch.Tensor,
+    mlp: ExpertMlpSpec,
+    backward: bool = False,
+) -> torch.Tensor:
+    """Each pair times its expert's weight, from the input side, or from the output side in backward.
 
-
-def _as_nk(weight: torch.Tensor, mlp: ExpertMlpSpec) -> torch.Tensor:
-    """`[L, out, in]`, for products from the output side (backward)."""
-    return weight.transpose(1, 2) if mlp.transposed else weight
+    Packed weights are dequantised for a few experts at a time, so that their values never exist all at once; the
+    experts' spans are then needed on the host, which waits for the device.
+    """
+    turned = mlp.transposed if backward else not mlp.transposed
+    if not isinstance(weight, PackedTensor):
+        weight = weight.to(x_PK.dtype)
+        out: torch.Tensor = product(x_PK, weight.transpose(1, 2) if turned else weight, end_L)
+        return out
+    out = x_PK.new_empty(x_PK.shape[0], weight.shape[1 if turned else 2])
+    start, ends = 0, end_L.tolist()
+    together = max(1, DEQUANTISED_ELEMENTS // weight.shape[1:].numel())
+    for first in range(0, len(ends), together):
+        last = min(first + together, len(ends))
+        if ends[last - 1] > start:
+            some = weight.experts(first, last).to(x_PK.dtype)
+            span, end_X = slice(start, ends[last - 1]), end_L[first:last] - start
+            out[span] = product(x_PK[span], some.transpose(1, 2) if turned else some, end_X)
+        start = ends[last - 1]
+    return out
 
 
 def _weight_gradient(

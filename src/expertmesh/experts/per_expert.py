@@ -14,6 +14,7 @@ import torch
 
 from expertmesh.experts.mlp_spec import ExpertMlpSpec, activate, activation_backward
 from expertmesh.experts.pairs import LocalPairs
+from expertmesh.state.packed import PackedTensor
 
 
 class PerExpertMlp(torch.autograd.Function):
@@ -36,12 +37,12 @@ class PerExpertMlp(torch.autograd.Function):
         out_RH = _wide_zeros(rows_RH)
         for expert, span in _spans(pairs):
             row_p, weight_p1, pre_pI2 = pairs.row_P[span], weight_P[span].unsqueeze(1), pre_PI2[span]
-            torch.mm(rows_RH.index_select(0, row_p), _in_out(up[expert], mlp).to(dtype), out=pre_pI2)
+            torch.mm(rows_RH.index_select(0, row_p), _in_out(up, expert, mlp, dtype), out=pre_pI2)
             if up_bias is not None:
                 pre_pI2 += up_bias[expert]
             act_pI = activate(pre_pI2, mlp)
             act_pI *= weight_p1
-            out_pH = act_pI @ _in_out(down[expert], mlp).to(dtype)
+            out_pH = act_pI @ _in_out(down, expert, mlp, dtype)
             if down_bias is not None:
                 out_pH += down_bias[expert] * weight_p1
             out_RH.index_add_(0, row_p, out_pH.to(out_RH.dtype))
@@ -63,7 +64,7 @@ class PerExpertMlp(torch.autograd.Function):
         for expert, span in _spans(pairs):
             row_p, weight_p = pairs.row_P[span], weight_P[span]
             grad_out_pH = grad_out_RH.index_select(0, row_p)
-            grad_act_pI = grad_out_pH @ _in_out(down[expert], mlp).to(dtype).t()
+            grad_act_pI = grad_out_pH @ _in_out(down, expert, mlp, dtype).t()
             act_pI, grad_pre_pI2, grad_weight_p = activation_backward(pre_PI2[span], grad_act_pI, weight_p, mlp)
             if down_bias is not None:
                 grad_weight_p = grad_weight_p + (grad_out_pH * down_bias[expert]).sum(1, dtype=grad_weight_p.dtype)
@@ -76,7 +77,7 @@ class PerExpertMlp(torch.autograd.Function):
                 _weight_gradient(rows_RH.index_select(0, row_p), grad_pre_pI2, grad_up[expert], mlp)
             if grad_up_bias is not None:
                 grad_up_bias[expert] = grad_pre_pI2.sum(0)
-            grad_rows_pH = grad_pre_pI2 @ _in_out(up[expert], mlp).to(dtype).t()
+            grad_rows_pH = grad_pre_pI2 @ _in_out(up, expert, mlp, dtype).t()
             grad_rows_RH.index_add_(0, row_p, grad_rows_pH.to(grad_rows_RH.dtype))
         return grad_rows_RH.to(dtype), grad_weight_P, *grads, None, None
 
@@ -98,9 +99,10 @@ def _spans(pairs: LocalPairs) -> Iterator[tuple[int, slice]]:
         start = end
 
 
-def _in_out(weight: torch.Tensor, mlp: ExpertMlpSpec) -> torch.Tensor:
-    """One expert's weight as `[in, out]`, whatever its layout."""
-    return weight if mlp.transposed else weight.t()
+def _in_out(weight: torch.Tensor, expert: int, mlp: ExpertMlpSpec, dtype: torch.dtype) -> torch.Tensor:
+    """One expert's weight as `[in, out]`, whatever its layout; dequantised, if it is packed."""
+    own = weight.experts(expert, expert + 1)[0] if isinstance(weight, PackedTensor) else weight[expert]
+    return (own if mlp.transposed else own.t()).to(dtype)
 
 
 def _weight_gradient(input_pk: torch.Tensor, grad_pn: torch.Tensor, out: torch.Tensor, mlp: ExpertMlpSpec) -> None:

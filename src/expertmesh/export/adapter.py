@@ -54,6 +54,7 @@ def export_adapter(
         directory=directory,
         files=(WEIGHTS_FILE,),
         tensors=len(files),
+        dtype=dtype or next(lazy.dtype for lazy in files.values()),
         total_bytes=layout.size,
         bytes_written=written,
         seconds=time.monotonic() - started,

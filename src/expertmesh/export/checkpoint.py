@@ -7,9 +7,9 @@ Optimizer files are not read.
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
+from expertmesh.checkpoint.companions import read_save_dtype
 from expertmesh.checkpoint.read import check_hashes, open_state
 from expertmesh.checkpoint.schema import Manifest
 from expertmesh.checkpoint.state import model_state
@@ -20,25 +20,26 @@ from expertmesh.io.boxes import Box
 from expertmesh.io.directory import check_target
 from expertmesh.weights.companions import CopiedFiles
 from expertmesh.weights.mapping import StateTensor
-from expertmesh.weights.save import SaveReport, save_values
+from expertmesh.weights.save import SavedDtype, SaveReport, dtype_of, save_values
 
 
 def export(
     checkpoint: Path,
     target: Path,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: SavedDtype = None,
     max_shard_bytes: int = 5_000_000_000,
     trust_remote_code: bool = False,
     adapter_format: AdapterFormat | None = None,
 ) -> tuple[Manifest, SaveReport]:
     """Write the model of the checkpoint directory `checkpoint` to `target`, which must not exist or be empty.
 
-    Of a LoRA run, that is its adapter in one file, as PEFT has it (None) or with keys for each expert. `dtype` casts
-    floating-point tensors (but for what the family keeps in fp32); None writes them as trained. Raises, before anything
-    is written: `InputError` (no such checkpoint, newer format, target not empty, disk too small, remote code without
-    the flag, an `adapter_format` of what is no adapter or has no such format), `SecurityError`, `IntegrityError`
-    (damaged); and with nothing left behind: disk full, values that `dtype` cannot hold.
+    Of a LoRA run, that is its adapter in one file, as PEFT has it (None) or with keys for each expert. `dtype` is that
+    of `save_model`; None takes the run's `save.dtype`. Adapters are written as trained, unless `dtype` is one. A
+    checkpoint of a version that noted neither is written as trained. Raises, before anything is written: `InputError`
+    (no such checkpoint, newer format, target not empty, disk too small, remote code without the flag, an
+    `adapter_format` of what is no adapter or has no such format), `SecurityError`, `IntegrityError` (damaged); and with
+    nothing left behind: disk full, values that `dtype` cannot hold.
     """
     check_target(target)
     with open_state(checkpoint) as state:
@@ -55,13 +56,14 @@ def export(
             return state.read(names[id(leaf.tensor)], box)
 
         if holds_adapters(state):
-            return state.manifest, export_adapter(state, model, target, values, dtype, adapter_format or "peft")
+            cast = dtype_of(dtype)
+            return state.manifest, export_adapter(state, model, target, values, cast, adapter_format or "peft")
         report = save_values(
             model,
             target,
             values,
             tokenizer=CopiedFiles(companion_files(state)),
-            dtype=dtype,
+            dtype=dtype or read_save_dtype(state.directory, state.manifest),
             max_shard_bytes=max_shard_bytes,
         )
     return state.manifest, report

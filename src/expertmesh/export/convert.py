@@ -21,7 +21,7 @@ from expertmesh.weights.mapping import StateTensor, plan_load, unique_tensors
 from expertmesh.weights.meta_model import build_meta_model, read_model_config
 from expertmesh.weights.quantised.published import method_of, quantisation
 from expertmesh.weights.reading import read_box
-from expertmesh.weights.save import SaveReport, save_values
+from expertmesh.weights.save import SavedDtype, SaveReport, save_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +40,15 @@ def convert(
     name_or_path: str,
     target: Path,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: SavedDtype = "auto",
     max_shard_bytes: int = 5_000_000_000,
     trust_remote_code: bool = False,
 ) -> ConvertReport:
     """Write the model at `name_or_path`, a hub id or directory, to `target`, which must not exist or be empty.
 
-    `dtype` is that of the weights written, except what the family keeps in fp32 (None: those of the files, bfloat16
-    where they are quantised). Raises, with nothing left behind: `InputError` (no such model, target not empty, disk
-    full), `SecurityError` (pickles), `IntegrityError` (damaged, scales that do not fit, values that `dtype` cannot
-    hold).
+    `dtype` is that of `save_model`; "auto" keeps those of the files, bfloat16 where they are quantised. Raises, with
+    nothing left behind: `InputError` (no such model, target not empty, disk full), `SecurityError` (pickles),
+    `IntegrityError` (damaged, scales that do not fit, values that `dtype` cannot hold).
     """
     started = time.monotonic()
     check_target(target)
@@ -63,8 +62,9 @@ def convert(
         names = {id(tensor): name for name, tensor in unique_tensors(model).items()}
 
         def read(leaf: StateTensor, box: Box) -> Tensor:
-            values = torch.empty(extents(box), dtype=leaf.dtype)
-            read_box(load.tensors[names[id(leaf.tensor)]], box, values, files.read)
+            lazy = load.tensors[names[id(leaf.tensor)]]
+            values = torch.empty(extents(box), dtype=lazy.dtype)
+            read_box(lazy, box, values, files.read)
             return values
 
         saved = save_values(

@@ -17,18 +17,19 @@ from expertmesh.adapters.plan import AdapterPlan, plan_adapters
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
 from expertmesh.export.deltas import Deltas, MergedValues
-from expertmesh.export.merge_base import base_model, check_base, companions, take_layout
+from expertmesh.export.merge_base import base_model, check_base, companions, take_layout, trained_base
 from expertmesh.export.merge_check import Compared, check_copies, compare_sample
 from expertmesh.io.directory import check_target
 from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.weights.load import weights_file
 from expertmesh.weights.mapping import plan_load, unique_tensors
-from expertmesh.weights.save import SaveReport, save_values
+from expertmesh.weights.save import SavedDtype, SaveReport, save_values
 
 
 @dataclass(frozen=True, slots=True)
 class MergeReport:
     """`base` is its directory; `base_checked`: the adapter said which weights it was trained on, and these are they.
+    `frozen`: the format that its experts were quantised to for training; they are merged as that keeps them.
 
     `unused[weight]` are the experts of an adapted weight whose B is all zero: nothing was added to them.
     """
@@ -36,6 +37,7 @@ class MergeReport:
     plan: AdapterPlan
     base: Path
     base_checked: bool
+    frozen: str | None
     saved: SaveReport
     unused: dict[str, tuple[int, ...]]
     compared: Compared
@@ -48,16 +50,16 @@ def merge(
     target: Path,
     *,
     base: str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: SavedDtype = "auto",
     max_shard_bytes: int = 5_000_000_000,
     trust_remote_code: bool = False,
 ) -> MergeReport:
     """Write base + adapter to `target`, which must not exist or be empty. `adapter` is a directory of PEFT.
 
-    `base` is a hub id or directory (None: what the adapter's config says), `dtype` that of the weights written (None:
-    those of the base's files). Raises, with nothing left behind: `InputError` (what cannot be merged, no such base,
-    target not empty, disk full), `SecurityError` (pickles), `IntegrityError` (damaged, keys missing, another base than
-    the adapter was trained on, values that `dtype` cannot hold).
+    `base` is a hub id or directory (None: what the adapter's config says), `dtype` that of `save_model` ("auto": those
+    of the base's files, bfloat16 where they are quantised). Raises, with nothing left behind: `InputError` (what cannot
+    be merged, no such base, target not empty, disk full), `SecurityError` (pickles), `IntegrityError` (damaged, keys
+    missing, another base than the adapter was trained on, values that `dtype` cannot hold).
     """
     started = time.monotonic()
     check_target(target)
@@ -73,8 +75,9 @@ def merge(
         load = plan_load(model, files)
         deltas = Deltas(plan, factors)
         check_copies(load, files)
-        checked = check_base(adapter, model, load, files, trust_remote_code)
         take_layout(model, load, files)
+        load, frozen = trained_base(adapter, model, load)
+        checked = check_base(adapter, model, load, files, trust_remote_code)
         saved = save_values(
             model,
             target,
@@ -88,4 +91,4 @@ def merge(
         except BaseException:
             shutil.rmtree(saved.directory, ignore_errors=True)  # nothing that was not compared stays
             raise
-    return MergeReport(plan, directory, checked, saved, deltas.unused, compared, time.monotonic() - started)
+    return MergeReport(plan, directory, checked, frozen, saved, deltas.unused, compared, time.monotonic() - started)

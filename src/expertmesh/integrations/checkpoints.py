@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,8 +52,8 @@ def on_rank_0(function: Callable[[], T]) -> T:
 
 
 def save_weights(model: PreTrainedModel, directory: Path, tokenizer: Any, *, adapters: bool) -> None:
-    """`em.save_model`, or `em.save_adapter`, also beside other files; earlier weights are replaced."""
-    save: Callable[..., Any] = em.save_adapter if adapters else em.save_model
+    """`em.save_model` as trained, or `em.save_adapter`, also beside other files; earlier weights are replaced."""
+    save: Callable[..., Any] = em.save_adapter if adapters else partial(em.save_model, dtype=None)
     if on_rank_0(lambda: not directory.exists() or not any(directory.iterdir())):
         save(model, directory, tokenizer=tokenizer)
         return

@@ -1,6 +1,7 @@
-"""How each parameter is split and sharded: what ep or tp splits, and which FSDP2 groups there are.
+"""How each parameter is split, sharded and kept: what ep or tp splits, which FSDP2 groups there are, and which frozen
+experts stay packed (`precision.frozen`).
 
-`plan_groups` decides, for `plan_shards`; `fsdp.shard` makes the groups. Plain arithmetic on names and shapes.
+`plan_groups` and `plan_frozen` decide, for `plan_shards`; `fsdp.shard` makes the groups. Nothing here communicates.
 """
 
 import itertools
@@ -8,12 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from expertmesh.anatomy import Anatomy, is_adapter, is_inside
+from expertmesh.anatomy import Anatomy, ExpertsSpec, describe, is_adapter, is_inside
+from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
+from expertmesh.experts.module_list import FusedExperts
 from expertmesh.parallel.refusals import adapter_shard_dim, expert_shard_dim
 from expertmesh.parallel.tensor_plan import TensorPlan
+from expertmesh.state.packed import PackedTensor
+from expertmesh.state.packed_format import PackedFormat, quantised_format
+from expertmesh.state.sharded_model import attach, sharded
 
 View = Literal["dense", "dense_tp", "expert"]
 
@@ -127,3 +135,79 @@ def _with_parameters(model: nn.Module, groups: Sequence[Group], splits: Mapping[
             members[by_place[view, module]].append(name)
     for group, names in zip(groups, members, strict=True):
         yield replace(group, parameters=tuple(names))
+
+
+def plan_frozen(
+    model: nn.Module, anatomy: Anatomy, expert_dims: Mapping[str, int], frozen: str | None
+) -> dict[str, PackedFormat]:
+    """The format of each expert parameter that is kept packed, by name. Raises `InputError` for what cannot be.
+
+    `expert_dims`: the dim that efsdp shards, by parameter. Those that are `as_published` have been found in the files'
+    headers before (weights/quantised/resident.py).
+    """
+    if frozen is None:
+        return {}
+    formats: dict[str, PackedFormat] = {}
+    for spec in anatomy.experts:
+        formats |= _published(model, spec) if frozen == "as_published" else quantised_formats(model, spec, frozen)
+    for name in formats:
+        if model.get_parameter(name).requires_grad:
+            raise _refused(frozen, f"{name} trains; add lora, or set precision.frozen to null")
+        if expert_dims[name] != 0:
+            raise _refused(
+                frozen,
+                f"efsdp cuts {name} inside its experts, which stay whole when they are packed; choose parallel sizes "
+                "at which ep * efsdp divides the number of experts",
+            )
+    return formats
+
+
+def attach_formats(model: nn.Module, frozen: str) -> None:
+    """Remember on a model, maybe on meta, which of its weights training has quantised to `frozen`."""
+    specs = describe(model).experts
+    formats = {name: kind for spec in specs for name, kind in quantised_formats(model, spec, frozen).items()}
+    attach(model, frozen_formats=formats)
+
+
+def pack_frozen(model: nn.Module, formats: Mapping[str, PackedFormat]) -> None:
+    """Put packed tensors in the place of the parameters in `formats`, of which ep has left this rank its experts.
+
+    Values are quantised expert by expert; on meta nothing is computed.
+    """
+    for name, kind in formats.items():
+        parent, _, leaf = name.rpartition(".")
+        module = model.get_submodule(parent)
+        whole = module.get_parameter(leaf).data
+        assert isinstance(whole, DTensor)
+        with torch.no_grad():
+            packed = PackedTensor.of(whole.to_local(), kind, whole.dtype)
+            own = DTensor.from_local(packed, whole.device_mesh, whole.placements, run_check=False)
+        setattr(module, leaf, nn.Parameter(own, requires_grad=False))
+
+
+def _published(model: nn.Module, spec: ExpertsSpec) -> dict[str, PackedFormat]:
+    formats: Mapping[str, PackedFormat] | None = sharded(model).frozen_formats
+    if formats is None:
+        raise _refused("as_published", "a model in memory has no files with codes; choose nf4, mxfp4, nvfp4 or float8")
+    return {
+        name: kind for name, kind in formats.items() if name in (f"{spec.name}.{spec.up}", f"{spec.name}.{spec.down}")
+    }
+
+
+def quantised_formats(model: nn.Module, spec: ExpertsSpec, frozen: str) -> dict[str, PackedFormat]:
+    """Those of one experts module whose weights are quantised to `frozen`; `InputError` where they cannot be."""
+    if spec.flat_gate is not None or isinstance(model.get_submodule(spec.name), FusedExperts):
+        raise _refused(frozen, f"{spec.name} does not hold its experts as one stack of matrices")
+    formats = {}
+    for name in (f"{spec.name}.{spec.up}", f"{spec.name}.{spec.down}"):
+        rows, columns = model.get_parameter(name).shape[1:]
+        if spec.transposed:
+            rows, columns = columns, rows
+        if columns % 2:
+            raise _refused(frozen, f"{name} has {columns} columns, and a byte holds the codes of two; choose float8")
+        formats[name] = quantised_format(frozen, rows, columns, transposed=spec.transposed)
+    return formats
+
+
+def _refused(frozen: str, why: str) -> InputError:
+    return InputError(f"precision.frozen: {frozen}: {why}", key="precision.frozen-unsupported")

@@ -8,6 +8,7 @@ it is: what has to be tried runs on its meta twin.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -19,11 +20,14 @@ from expertmesh.experts.balance import Balance
 from expertmesh.experts.install import choose_backend
 from expertmesh.parallel.checkpointing import CheckpointedLayers, CheckpointingMode, checkpointed_blocks
 from expertmesh.parallel.compiling import compiled_parts, refuse_compile
-from expertmesh.parallel.groups import Group, Split, plan_expert_dims, plan_groups
+from expertmesh.parallel.groups import Group, Split, plan_expert_dims, plan_frozen, plan_groups
 from expertmesh.parallel.pipeline import Cut, plan_cut
 from expertmesh.parallel.refusals import refuse_axes, refuse_dtypes, refuse_model
 from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
 from expertmesh.state.stage_view import MetaTwin
+
+if TYPE_CHECKING:
+    from expertmesh.state.packed_format import PackedFormat
 
 KeptInFp32 = Callable[[str], bool]
 
@@ -45,7 +49,8 @@ class ShardPlan:
 
     `compute`: the backend of each experts module. `frozen` are the routers that are not trained, `checkpointed` the
     blocks that are recomputed in backward, `compiled` the parts that are compiled. `splits` are those parameters that
-    ep or tp splits. `groups` are in the order of their `fully_shard` calls, the root last.
+    ep or tp splits. `groups` are in the order of their `fully_shard` calls, the root last. `packed` are the frozen
+    parameters that stay in 8 or 4 bits.
     """
 
     layout: Layout
@@ -59,6 +64,7 @@ class ShardPlan:
     cut: Cut | None
     splits: Mapping[str, Split]
     groups: tuple[Group, ...]
+    packed: "Mapping[str, PackedFormat]"
     checkpointed: tuple[str, ...]
     compiled: tuple[str, ...]
     twin: MetaTwin = field(repr=False)
@@ -108,6 +114,7 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
         cut=cut,
         splits=splits,
         groups=groups,
+        packed=plan_frozen(model, anatomy, expert_dims, precision.frozen),
         checkpointed=checkpointed,
         compiled=tuple(compiled_parts(model, anatomy)) if options.compile else (),
         twin=twin,

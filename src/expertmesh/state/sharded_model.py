@@ -11,7 +11,6 @@ from torch import nn
 
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.io.safetensors_reader import FileTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +47,12 @@ class ShardedModel:
     """Which adapters it has: `adapters.plan.plan_of`."""
     lora_base: Any = None
     """Hash of the frozen weights: `adapters.base.base_of`."""
+    frozen_formats: Any = None
+    """Formats of the experts that stay packed, by parameter, or None: `parallel.groups.plan_frozen`."""
     averages_gradients: bool = False
     """Whether gradients of its outputs are averaged over ranks: `state.other_code.like_ddp`."""
-    unmapped: tuple[FileTensor, ...] = ()
-    """What its files hold beside it: `weights.unmapped.remembered`."""
+    source: Any = None
+    """What is remembered of its files: `weights.source.source_of`."""
 
 
 @dataclass(slots=True)

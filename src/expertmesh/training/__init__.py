@@ -1,1 +1,1 @@
-"""Training: loop.py reads top to bottom; exchange, optimizer and metrics are its parts."""
+"""Training: loop.py reads top to bottom; exchange, optimizers and metrics are its parts."""

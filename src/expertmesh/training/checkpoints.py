@@ -91,7 +91,8 @@ def open_checkpoints(run: Prepared, state: RunState, lock: RunLock | None) -> Ru
     files: dict[str, bytes] = {}
     with raise_on_all_ranks("preparing checkpoints"):
         if is_main:
-            files = {"config.yaml": dump_config(config).encode(), **companions(run.model, run.data.tokenizer)}
+            own = companions(run.model, run.data.tokenizer, config.save.dtype)
+            files = {"config.yaml": dump_config(config).encode(), **own}
             files |= reference_file(run.data.datasets)
     with raise_on_all_ranks("cleaning up after interrupted checkpoints"):
         if is_main and (leftovers := [*clean(directory), *clean(output)]):

@@ -4,6 +4,7 @@ A resumed run must be the same run: model, data, seed, optimizer and batch decid
 spread over ranks, how long it goes on and what it reports may change, and each change is printed.
 """
 
+import datetime
 import hashlib
 import json
 import socket
@@ -20,10 +21,11 @@ from expertmesh.checkpoint.small_files import STATE_FILE, read_state_file
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.data import TokenizedDataset
+from expertmesh.data.report import ODD_ROWS
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 
 # What may differ from the run that is resumed: sections and keys.
-_FREE_SECTIONS = ("parallel", "checkpoint", "log", "distributed")
+_FREE_SECTIONS = ("parallel", "checkpoint", "save", "log", "distributed")
 _FREE_KEYS = (
     "train.max_steps",
     "train.num_epochs",
@@ -40,7 +42,16 @@ _FREE_KEYS = (
 
 
 # What runs had that were saved before there were these keys.
-_ADDED_LATER = {"objective.name": "sft", "data.format": "auto"}
+_ADDED_LATER = {
+    "objective.name": "sft",
+    "data.format": "auto",
+    "data.template_args": {},
+    "data.thinking": "auto",
+    **{f"data.on_{kind}": "keep" for kind in ODD_ROWS},
+    "optim.stochastic_rounding": False,
+}
+# How many of the first sample's token ids a checkpoint keeps, to show where others begin.
+_IDS_KEPT = 512
 
 
 @dataclass(slots=True)
@@ -61,16 +72,24 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What has to be the same for a run to be resumed: values of the configuration, and hashes of what they name."""
+    """What has to be the same for a run to be resumed: values of the configuration, and hashes of what they name.
+
+    `data`: counts of samples and tokens and the first ids, to tell how other data differ. `date` is that of the run's
+    first start, which chat templates may write.
+    """
 
     config: Mapping[str, Any]
     model_sha256: str
     data_sha256: str
+    data: Mapping[str, Any]
+    date: str
 
     @classmethod
-    def of(cls, config: Config, model_directory: Path, dataset: TokenizedDataset) -> "Identity":
+    def of(cls, config: Config, model_directory: Path, dataset: TokenizedDataset, date: datetime.date) -> "Identity":
         model = hashlib.sha256((model_directory / "config.json").read_bytes()).hexdigest()
-        return cls(flat(config.model_dump(mode="json")), model, dataset.sha256())
+        first = dataset.sample(0).input_ids[:_IDS_KEPT].tolist()
+        data = {"samples": len(dataset), "tokens": dataset.tokens, "first_ids": first}
+        return cls(flat(config.model_dump(mode="json")), model, dataset.sha256(), data, date.isoformat())
 
     def agree(self) -> None:
         """Raise `InputError` on all ranks alike unless all of them have the same identity, as ranks of different
@@ -97,7 +116,7 @@ class Identity:
         if saved["model_sha256"] != self.model_sha256:
             forbidden.append("model.name_or_path has another config.json than the run started with")
         if saved["data_sha256"] != self.data_sha256:
-            forbidden.append("data.train has other samples, or other tokens for them, than the run started with")
+            forbidden.append(_data_difference(saved.get("data"), self.data))
         return forbidden, changed
 
 
@@ -113,6 +132,39 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[
         free = key.partition(".")[0] in _FREE_SECTIONS or key in _FREE_KEYS
         (changed if free else forbidden).append(sentence)
     return forbidden, changed
+
+
+def _data_difference(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> str:
+    """How data differ, as far as the checkpoint tells; those of older versions tell nothing."""
+    sentence = "data.train has other samples, or other tokens for them, than the run started with"
+    if old is None:
+        return sentence
+    counts = [
+        f"{old[kind]:,} {kind} then and {new[kind]:,} now" for kind in ("samples", "tokens") if old[kind] != new[kind]
+    ]
+    then, now = old["first_ids"], new["first_ids"]
+    if then != now:
+        at = next(
+            (i for i, pair in enumerate(zip(then, now, strict=False)) if pair[0] != pair[1]), min(map(len, (then, now)))
+        )
+        counts.append(f"the first sample's ids from token {at} on {then[at : at + 4]} then and {now[at : at + 4]} now")
+    return f"{sentence} ({', '.join(counts) or 'as many of both, and the first one is the same'})"
+
+
+def date_of(start: Path | None) -> datetime.date:
+    """The date that chat templates write: that of the first start of the run whose checkpoint this is, or today's.
+
+    Reads the checkpoint's state: call it on one rank. Checkpoints of older versions know none.
+    """
+    if start is None:
+        return datetime.date.today()
+    saved = read_state_file(start, read_manifest(start)).state.get("identity", {})
+    try:
+        return datetime.date.fromisoformat(saved["date"]) if "date" in saved else datetime.date.today()
+    except (TypeError, ValueError) as error:
+        raise IntegrityError(
+            f"{start / STATE_FILE}: is not the state of a training run ({error})", key="checkpoint.damaged"
+        ) from error
 
 
 def find_start(config: Config) -> Path | None:
@@ -149,7 +201,7 @@ def check_start(path: Path, identity: Identity, total_steps: int, output_dir: Pa
     try:
         Counters(**saved["counters"])
         forbidden, changed = identity.differences(saved["identity"])
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise IntegrityError(
             f"{path / STATE_FILE}: is not the state of a training run ({error})", key="checkpoint.damaged"
         ) from error

@@ -11,8 +11,8 @@ from expertmesh.adapters.start import start as start_adapters
 from expertmesh.checkpoint.interface import load_directory
 from expertmesh.model import load_weights
 from expertmesh.training.control import Control
-from expertmesh.training.optimizer import build_optimizer, build_schedule
-from expertmesh.training.reporting.weights import adapter_lines, report_loaded, saved_lines
+from expertmesh.training.optimizers.build import build_optimizer, build_schedule
+from expertmesh.training.reporting.weights import adapter_lines, dtype_text, report_loaded, saved_lines
 from expertmesh.training.resume import Counters
 from expertmesh.training.startup.output_dir import ADAPTER, MODEL
 from expertmesh.training.startup.prepare import Prepared, say
@@ -47,7 +47,7 @@ def load_state(run: Prepared, control: Control) -> RunState:
     if run.checked.objective.precomputes:
         say(control, "the reference: log-probabilities of all pairs")
         run.checked.objective.give_reference(run.model, run.mesh, run.data.datasets, run.batch_layout, run.start)
-    optimizer, counters = build_optimizer(run.model, config.optim), Counters()
+    optimizer, counters = build_optimizer(run.model, config.optim, config.train.seed), Counters()
     if run.start is not None:
         say(control, "loading the checkpoint")
         saved = load_directory(run.model, optimizer, run.start)
@@ -67,7 +67,7 @@ def save_result(run: Prepared) -> None:
         adapter = save_adapter(run.model, directory / ADAPTER, tokenizer=tokenizer)
         lines = [*adapter_lines(adapter), f"saved {directory / ADAPTER}; {metrics}"]
     else:
-        saved = save_model(run.model, directory / MODEL, tokenizer=tokenizer)
-        lines = [*saved_lines(saved), f"saved {directory / MODEL} in {config.precision.params}; {metrics}"]
+        saved = save_model(run.model, directory / MODEL, tokenizer=tokenizer, dtype=config.save.dtype)
+        lines = [*saved_lines(saved), f"saved {directory / MODEL} in {dtype_text(saved)}; {metrics}"]
     if run.mesh.rank == 0:
         print("\n".join(lines), flush=True)

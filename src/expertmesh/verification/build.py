@@ -10,7 +10,7 @@ from expertmesh.distributed.mesh import init_mesh, set_timeout
 from expertmesh.model import ModelOptions, prepare_model
 from expertmesh.parallel.checkpointing import checkpointing_mode
 from expertmesh.training.objective import RunObjective
-from expertmesh.training.optimizer import build_optimizer
+from expertmesh.training.optimizers.build import build_optimizer
 from expertmesh.training.startup.model_check import shard_options
 from expertmesh.verification.job import Job
 from expertmesh.verification.reference.weights import set_adapters
@@ -44,7 +44,7 @@ def build(
     fill(model, setup.directory, allocate_on=mesh.device)
     start_adapters(model, config.train.seed)
     set_adapters(model)
-    job = Job(setup, mesh, model, build_optimizer(model, config.optim), precision)
+    job = Job(setup, mesh, model, build_optimizer(model, config.optim, config.train.seed), precision)
     if setup.steps[0].beta is not None and setup.steps[0].dataset.reference is None:
         _make_up_reference(job)
     return job

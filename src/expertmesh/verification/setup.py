@@ -102,7 +102,7 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
         dataset, pad = random_dataset(vocabulary, config.data.max_length, 64, config.train.seed), 0
         notes.append("token ids are random: no data was named")
     else:
-        tokenizer = load_tokenizer(config.model)
+        tokenizer = load_tokenizer(config.model, config.data.chat_template)
         pairs = config.objective.name == "dpo"
         dataset, _ = build_dataset(config.data.train, config.data, tokenizer, model_vocab_size=vocabulary, pairs=pairs)
         pad = padding_token_id(tokenizer, vocabulary)
@@ -125,7 +125,7 @@ def in_float32(precision: PrecisionConfig) -> PrecisionConfig:
     """The precision of comparisons that are about what is computed, not how finely; fp64 stays."""
     if precision.params == "float64":
         return precision
-    return PrecisionConfig(params="float32", compute="float32", reduce="float32")
+    return PrecisionConfig(params="float32", compute="float32", reduce="float32", frozen=precision.frozen)
 
 
 def _without_chance(config: Config) -> tuple[Config, list[str]]:

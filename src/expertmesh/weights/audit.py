@@ -26,12 +26,12 @@ from expertmesh.distributed.all_ranks import raise_on_all_ranks, sum_over_ranks
 from expertmesh.io.boxes import Box, blocks, extents, full_box, intersect, slices, volume
 from expertmesh.io.pieces import Leaf, Piece
 from expertmesh.io.safetensors_reader import FileTensor, as_bytes, open_weight_files
-from expertmesh.state.shards import local_box, local_tensor, owns_copy
+from expertmesh.state.shards import local_box, local_values, owns_copy
 from expertmesh.state.stage_view import is_on_other_stage
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import ExpertTensors, expert_tensors, named_source, weights_file
-from expertmesh.weights.mapping import LoadPlan, model_tensors, plan_load
-from expertmesh.weights.quantised.tensor import QuantisedTensor
+from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, model_tensors, plan_load
+from expertmesh.weights.quantised.resident import kept_plan
 from expertmesh.weights.reading import bytes_needed, read_box
 
 AuditMode = Literal["sampled", "full"]
@@ -97,9 +97,9 @@ def audit_weights(
 ) -> AuditReport:
     """Compare this rank's shards of `model`, filled from `directory`, with the files, bit for bit.
 
-    In the model's dtypes: what the files hold is cast first; of `new` tensors some may be missing there. Every rank
-    calls it. Raises `IntegrityError` on all of them alike, naming file, tensor and expert, when a value differs. Issues
-    one small all-reduce on the default group; `full` another one, of 256 bytes per expert.
+    In the model's dtypes: what the files hold is cast or quantised first; of `new` tensors some may be missing there.
+    Every rank calls it. Raises `IntegrityError` on all of them alike, naming file, tensor and expert, when a value
+    differs. Issues one small all-reduce on the default group; `full` another one, of 256 bytes per expert.
     """
     started = time.monotonic()
     with raise_on_all_ranks("comparing the weights with their files"):
@@ -107,6 +107,7 @@ def audit_weights(
             plan = plan_load(model, files, new)
         auditor = _Auditor(plan, model_tensors(model), expert_tensors(model))
         auditor.check_numbers()
+        auditor.plan = kept_plan(model, plan)
         hashed = auditor.full() if mode == "full" else auditor.sample()
     total_bytes, experts = (0, ()) if hashed is None else _joined(hashed, auditor.bytes)
     seconds = time.monotonic() - started
@@ -165,7 +166,7 @@ class _Auditor:
             first = None
             for piece in self.plan.tensors[name].pieces:
                 leaf, taken = piece.leaf, experts.experts(self.state[name], piece.dest[0]).start
-                if isinstance(leaf, (FileTensor, QuantisedTensor)) and (named := _EXPERT_NUMBER.search(leaf.name)):
+                if isinstance(leaf, FILE_LEAVES) and (named := _EXPERT_NUMBER.search(leaf.name)):
                     offset = int(named[1]) - taken
                     first = offset if first is None else first
                     if offset != first:
@@ -200,8 +201,7 @@ class _Auditor:
 
     def _compare(self, name: str, parts: Sequence[tuple[LazyTensor, Box]]) -> None:
         """Compare boxes of a shard with their values in the files; one wait for the device for all of them."""
-        local, box = local_tensor(self.state[name]), local_box(self.state[name])
-        held = torch.cat([local[slices(part, box)].reshape(-1) for _, part in parts]).cpu()
+        held = torch.cat([local_values(self.state[name], part).reshape(-1) for _, part in parts]).cpu()
         expected = torch.empty_like(held)
         runs = expected.split([volume(part) for _, part in parts])
         for (lazy, part), run in zip(parts, runs, strict=True):
@@ -230,7 +230,7 @@ class _Auditor:
             if digest is not None:
                 digest.update(as_bytes(values).numpy().data)
             if own is not None:
-                held = local_tensor(tensor)[slices(own, box)].cpu().reshape(-1)
+                held = local_values(tensor, own).cpu().reshape(-1)
                 self._equal(name, held, values[slices(own, read)].to(held.dtype).reshape(-1), [own])
         return "" if digest is None else digest.hexdigest()
 
@@ -272,7 +272,7 @@ def _samples(
                 inside = intersect(common, (experts.rows(tensor, number), *common[1:]))
             assert inside is not None
             part = _run(f"{name}:{number}:{piece.leaf.name}", piece, inside)
-            if isinstance(piece.leaf, (FileTensor, QuantisedTensor)) or bytes_needed(alone, part) <= _SAMPLE_BYTES:
+            if isinstance(piece.leaf, FILE_LEAVES) or bytes_needed(alone, part) <= _SAMPLE_BYTES:
                 yield alone, part
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from expertmesh.distributed.all_ranks import sum_over_ranks
 from expertmesh.io.boxes import Box, blocks, extents, slices
+from expertmesh.state.packed import values_at
 from expertmesh.state.shards import local_box, local_tensor, owns_copy
 from expertmesh.weights.mapping import unique_tensors
 
@@ -41,7 +42,7 @@ def element_sum(values: Tensor, box: Box, shape: torch.Size | tuple[int, ...]) -
     for part in blocks(box, _BLOCK_ELEMENTS):
         if any(size == 0 for size in extents(part)):
             continue
-        bits = values[slices(part, box)].contiguous()
+        bits = values_at(values, slices(part, box)).contiguous()
         bits = bits.view(_INTEGERS[bits.itemsize]).to(torch.int64)
         place = torch.zeros((), dtype=torch.int64, device=values.device)
         for (start, stop), size in zip(part, shape, strict=True):

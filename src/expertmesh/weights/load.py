@@ -17,14 +17,14 @@ from expertmesh.anatomy import describe
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.boxes import Box, slices
-from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, open_weight_files
+from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
+from expertmesh.state.packed import PackedTensor
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.weights.lazy import LazyTensor
-from expertmesh.weights.mapping import LoadPlan, model_tensors, plan_load
+from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, model_tensors, plan_load
 from expertmesh.weights.meta_model import materialize
-from expertmesh.weights.quantised.tensor import QuantisedTensor
 from expertmesh.weights.reading import bytes_needed, read_box
-from expertmesh.weights.unmapped import UnmappedTensors, remember, summarize_unmapped
+from expertmesh.weights.source import UnmappedTensors, remember_files, summarize_unmapped
 
 _CHECKED_ELEMENTS = 1 << 22
 
@@ -56,10 +56,10 @@ def fill(
 ) -> LoadReport:
     """Give each parameter and persistent buffer of `model` its value from the safetensors of `directory`.
 
-    `model` may be plain or parallelised (FSDP2, expert-parallel DTensors); its local shards have to be allocated,
-    or are allocated on the device `allocate_on`, once the files' headers fit the model. Every rank calls it. Tied
-    tensors are read once. The model remembers the file layout and the unmapped tensors, so that saving restores both.
-    Of `new` tensors those that the files lack keep what is in memory.
+    `model` may be plain or parallelised (FSDP2, expert-parallel DTensors); its local shards have to be allocated, or
+    are allocated on the device `allocate_on`, once the files' headers fit the model. Every rank calls it. Tied tensors
+    are read once. The model remembers the layout and dtypes of the files and the unmapped tensors, so that saving
+    restores them. Of `new` tensors those that the files lack keep what is in memory.
     Raises on all ranks alike: `InputError`, `SecurityError`, `IntegrityError` (see `open_weight_files`
     and `plan_load`), the last also for values that are not finite. Issues one small all-reduce on the default group.
     """
@@ -99,8 +99,7 @@ def fill_planned(model: PreTrainedModel, files: WeightFiles, plan: LoadPlan) -> 
         read_box(lazy, box, copy, files.read)
         if not torch.equal(copy, local):
             raise differing_copies(lazy, plan.tensors[name])
-    ignored = [files.tensors[name] for name in plan.ignored]
-    remember(model, plan.conversions, ignored)
+    source = remember_files(model, plan, files)
     return LoadReport(
         tensors=len(plan.tensors),
         bytes_read=files.bytes_read,
@@ -108,12 +107,21 @@ def fill_planned(model: PreTrainedModel, files: WeightFiles, plan: LoadPlan) -> 
         local_bytes=sum(local_tensor(state[name]).nbytes for name in plan.tensors),
         experts=_experts_held(model, state),
         ignored=plan.ignored,
-        unmapped=summarize_unmapped(ignored, files.tensors.keys() - set(plan.ignored)),
+        unmapped=summarize_unmapped(source.unmapped, files.tensors.keys() - set(plan.ignored)),
     )
 
 
 def refuse_non_finite(name: str, lazy: LazyTensor, box: Box, local: Tensor) -> None:
     if not local.is_floating_point() or local.numel() == 0:
+        return
+    if isinstance(local, PackedTensor):
+        if (expert := local.not_finite()) is not None:
+            index = [box[0][0] + expert, *(start for start, _ in box[1:])]
+            raise IntegrityError(
+                f"{named_source(lazy, index)}: expert {index[0]} of {name} holds a value that is not finite; the "
+                "checkpoint is damaged",
+                key="weights.not-finite",
+            )
         return
     # A sum is finite only if every term is: one pass, one wait for the device. If a sum overflows, the loop decides.
     wide = torch.promote_types(local.dtype, torch.float32)
@@ -148,7 +156,7 @@ def named_source(lazy: LazyTensor, index: list[int] | None = None) -> str:
     for piece in lazy.pieces:
         if all(start <= at < stop for at, (start, stop) in zip(index, piece.dest, strict=True)):
             leaf = piece.leaf
-            return f"{leaf.path}: tensor {leaf.name}" if isinstance(leaf, (FileTensor, QuantisedTensor)) else leaf.name
+            return f"{leaf.path}: tensor {leaf.name}" if isinstance(leaf, FILE_LEAVES) else leaf.name
     raise AssertionError(f"no piece of {lazy!r} holds {index}")
 
 

@@ -32,13 +32,16 @@ from expertmesh.anatomy import is_adapter
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.io.pieces import Leaf
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
+from expertmesh.state.sharded_model import sharded
 from expertmesh.state.stage_view import full_model, full_state
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.module_list import list_rules
-from expertmesh.weights.quantised.published import PublishedTensors, published_tensors
+from expertmesh.weights.quantised.published import PublishedTensors, published_tensors, quantisation
 from expertmesh.weights.quantised.tensor import QuantisedTensor
 
 _LISTED = 10
+# Leaves whose values are in files.
+FILE_LEAVES = (FileTensor, QuantisedTensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +51,14 @@ class LoadPlan:
     `tensors` has one entry for each tensor of the model, under the first of its names if it is tied.
     `copies` are further copies of tied tensors that the files hold: (name in `tensors`, the copy); they
     have to be equal. `ignored` are the file tensors that the family itself declares unused. `conversions`
-    are the rules that applied.
+    are the rules that applied, `published` is what the files hold.
     """
 
     tensors: dict[str, LazyTensor]
     copies: tuple[tuple[str, LazyTensor], ...]
     ignored: tuple[str, ...]
     conversions: tuple[WeightTransform, ...]
+    published: PublishedTensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,7 +94,7 @@ class _Mismatches:
 
     def add(self, kind: str, name: str, leaves: Iterable[Leaf] = ()) -> None:
         self.names.setdefault(kind, []).append(name)
-        self.files |= {leaf.path.name for leaf in leaves if isinstance(leaf, (FileTensor, QuantisedTensor))}
+        self.files |= {leaf.path.name for leaf in leaves if isinstance(leaf, FILE_LEAVES)}
 
     def refuse(self, model: nn.Module, directory: Path) -> None:
         """Raise `IntegrityError` if anything was added."""
@@ -124,16 +128,18 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in full_state(model).items() if is_adapter(name)}
 
 
-def plan_load(model: PreTrainedModel, files: WeightFiles, new: Sequence[str] = ()) -> LoadPlan:
+def plan_load(
+    model: PreTrainedModel, files: WeightFiles, new: Sequence[str] = (), *, complete: bool = True
+) -> LoadPlan:
     """Work out where each tensor of `model` (on meta or not, sharded or not) comes from.
 
     `new` may be missing, as a new head in place of the language model's (load.py), which is left out then.
 
     Quantised weights are read as the values that they stand for. Raises `IntegrityError` naming what is missing,
     unexpected, duplicated, incomplete, misshaped or mistyped, and what `published_tensors` raises. Reads nothing but
-    the headers that `files` already has.
+    the headers that `files` already has. With `complete` off, what does not fit is left for later.
     """
-    published = published_tensors(model.config, files)
+    published = published_tensors(quantisation(model.config), files)
     state = model_tensors(model)
     with own_classes(model):
         # Rules belong to classes of modules, of which a pipeline stage has only some.
@@ -151,8 +157,9 @@ def plan_load(model: PreTrainedModel, files: WeightFiles, new: Sequence[str] = (
             copies += [(names[0], filled[name]) for name in present[1:]]
         elif not failed & set(names) and names[0] not in new:
             planner.mismatches.add("missing", names[0])
-    planner.mismatches.refuse(model, files.directory)
-    return LoadPlan(tensors, tuple(copies), ignored, tuple(rule for rule in conversions if rule.was_used()))
+    if complete:
+        planner.mismatches.refuse(model, files.directory)
+    return LoadPlan(tensors, tuple(copies), ignored, tuple(rule for rule in conversions if rule.was_used()), published)
 
 
 def plan_save(model: PreTrainedModel) -> dict[str, LazyTensor]:
@@ -163,7 +170,11 @@ def plan_save(model: PreTrainedModel) -> dict[str, LazyTensor]:
     """
     state = model_tensors(model)
     kept = _untied(model, state) - set(model._keys_to_ignore_on_save or ())
-    lazies = {name: LazyTensor.of(StateTensor(name, state[name])) for name in state if name in kept}
+    # transformers adds the prefix when it loads files that lack it, and would leave it there.
+    prefix = f"{model.base_model_prefix}." if getattr(sharded(model).source, "bare", False) else ""
+    lazies = {
+        name.removeprefix(prefix): LazyTensor.of(StateTensor(name, state[name])) for name in state if name in kept
+    }
     whole: Any = full_model(model)
     if whole is not model:
         whole._weight_conversions = getattr(model, "_weight_conversions", None)  # what loading has remembered

@@ -14,7 +14,10 @@ from torch.utils import _pytree as pytree
 
 from expertmesh.io.boxes import Box, blocks, extents, full_box, intersect, slices, volume
 from expertmesh.io.pieces import Leaf, Piece
-from expertmesh.weights.lazy import Call, Computed, LazyTensor, Reshaped
+from expertmesh.state.packed import PackedTensor
+from expertmesh.state.packed_format import quantise, rounded
+from expertmesh.weights.lazy import Call, Computed, LazyTensor, Reshaped, Rounded
+from expertmesh.weights.quantised.resident import published_bytes
 from expertmesh.weights.quantised.tensor import QuantisedTensor, stored_bytes
 
 # Copies that change dtype, device or order go through host memory in parts of at most this many elements.
@@ -28,9 +31,13 @@ LeafReader = Callable[[Any, Box, Tensor], None]
 def read_box(lazy: LazyTensor, box: Box, out: Tensor, fetch: LeafReader) -> None:
     """Fill `out`, which has the extents of `box`, with those elements of `lazy`, cast to the dtype of `out`.
 
-    `out` may be on any device and have any strides. Every element is written once, or an assertion fails.
+    `out` may be on any device and have any strides. Every element is written once, or an assertion fails. A packed
+    `out` gets its experts one by one: the files' own codes, or codes of the values.
     """
-    _Reader(fetch).read(lazy, box, out)
+    if isinstance(out, PackedTensor):
+        _read_packed(lazy, box, out, fetch)
+    else:
+        _Reader(fetch).read(lazy, box, out)
 
 
 def bytes_needed(lazy: LazyTensor, box: Box) -> int:
@@ -43,6 +50,8 @@ def bytes_needed(lazy: LazyTensor, box: Box) -> int:
         if isinstance(piece.leaf, Reshaped):
             inner, _ = _widened(piece.leaf, piece.crop(common).source)
             total += bytes_needed(piece.leaf.lazy, inner)
+        elif isinstance(piece.leaf, Rounded):
+            total += bytes_needed(piece.leaf.lazy, piece.leaf.inner(piece.crop(common).source))
         elif isinstance(piece.leaf, QuantisedTensor):
             total += stored_bytes(piece.leaf, piece.crop(common).source)
         elif isinstance(piece.leaf, Computed):
@@ -50,6 +59,16 @@ def bytes_needed(lazy: LazyTensor, box: Box) -> int:
         else:
             total += volume(common) * piece.leaf.dtype.itemsize
     return total
+
+
+def _read_packed(lazy: LazyTensor, box: Box, out: PackedTensor, fetch: LeafReader) -> None:
+    for packed_B, expert in zip(out.packed_LB, range(*box[0]), strict=True):
+        if out.kind.published:
+            packed_B.copy_(published_bytes(lazy, expert, out.kind, fetch))
+            continue
+        values = torch.empty(extents(box[1:]), dtype=lazy.dtype)
+        _Reader(fetch).read(lazy, ((expert, expert + 1), *box[1:]), values.unsqueeze(0))
+        packed_B.copy_(quantise(values.to(out.device), out.kind))
 
 
 @dataclass(slots=True)
@@ -66,6 +85,11 @@ class _Reader:
             out.copy_(self.evaluated[id(leaf.call)][leaf.index][slices(box)])
         elif isinstance(leaf, Reshaped):
             self._reshaped(leaf, box, out)
+        elif isinstance(leaf, Rounded):
+            inner = leaf.inner(box)
+            values = torch.empty(extents(inner), dtype=leaf.lazy.dtype)
+            self.read(leaf.lazy, inner, values)
+            out.copy_(rounded(values[0], leaf.kind)[slices(box, inner[1:])])
         elif isinstance(leaf, QuantisedTensor):
             out.copy_(leaf.read(box, self.fetch))
         else:

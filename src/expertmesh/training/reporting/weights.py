@@ -8,7 +8,7 @@ from expertmesh.io.terminal import gib
 from expertmesh.weights.audit import AuditReport, write_audit
 from expertmesh.weights.load import LoadReport
 from expertmesh.weights.save import SaveReport
-from expertmesh.weights.unmapped import UnmappedTensors
+from expertmesh.weights.source import UnmappedTensors
 
 AUDIT_FILE = "audit.json"
 _LISTED = 10
@@ -37,11 +37,20 @@ def loaded_lines(loaded: LoadReport, audited: AuditReport, output_dir: Path) -> 
 
 
 def saved_lines(saved: SaveReport) -> Iterator[str]:
-    """Lines for the terminal, by rank 0, about tensors of the source that the model does not have."""
+    """Lines for the terminal, by rank 0: tensors that the model does not have, and what codes have cost."""
     for text in _listed(saved.kept):
         yield f"kept       {text}: not in the model, copied from the files it was loaded from"
     for text in _listed(saved.dropped):
         yield f"dropped    {text}: not in the model, and the files it was loaded from are gone or have changed"
+    for each in saved.rounded:
+        kept = f", {each.kept:.1%} of its blocks as they were" if each.kept else ""
+        yield f"rounded    {each.pattern} ({each.tensors:,} tensors): off by {each.error:.2%} of its norm{kept}"
+
+
+def dtype_text(saved: SaveReport) -> str:
+    """What most of the weights were written in."""
+    plain = str(saved.dtype).removeprefix("torch.")
+    return f"codes and {plain}" if saved.rounded else plain
 
 
 def adapter_lines(saved: AdapterReport) -> Iterator[str]:

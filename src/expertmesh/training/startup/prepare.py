@@ -3,6 +3,7 @@
 Every rank calls `prepare`. Afterwards all is known, nothing is allocated, and no weight has been read.
 """
 
+import datetime
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from expertmesh.distributed.layout import explicit
 from expertmesh.distributed.mesh import Mesh, build_mesh, current_device, set_timeout
 from expertmesh.parallel.apply import shard_model
 from expertmesh.training.control import Control
-from expertmesh.training.resume import Identity, check_start, find_start
+from expertmesh.training.resume import Identity, check_start, date_of, find_start
 from expertmesh.training.startup.model_check import Checked
 from expertmesh.training.startup.output_dir import write_config
 from expertmesh.weights.load import bytes_to_read
@@ -78,8 +79,15 @@ class Prepared:
 def prepare(config: Config, control: Control, checked: Checked) -> Prepared:
     """Get ready to read weights. Every rank calls it."""
     say(control, "reading the data")
+    start: Path | None = None
+    date = ""
+    with raise_on_all_ranks("looking for a checkpoint"):
+        if dist.get_rank() == 0:
+            start = find_start(config)
+            date = date_of(start).isoformat()
+    day = datetime.date.fromisoformat(from_rank_0(date))
     with raise_on_all_ranks("reading the data"):
-        data = _read_data(config, checked)
+        data = _read_data(config, checked, day)
     mesh = _open_mesh(config, checked)
     train, layout = config.train, _batch_layout(config, mesh, data)
     batches = TrainingBatches(
@@ -92,7 +100,14 @@ def prepare(config: Config, control: Control, checked: Checked) -> Prepared:
     evaluation = EvaluationBatches(data.evaluation, layout) if data.evaluation is not None else None
     total_steps = batches.total_steps(train.num_epochs)
     total_steps = min(total_steps, train.max_steps or total_steps)
-    identity, start, changes = _find_start(config, checked, data, total_steps)
+    with raise_on_all_ranks("comparing the data"):
+        identity = Identity.of(config, checked.directory, data.training, day)
+    identity.agree()
+    changes: Sequence[str] = ()
+    with raise_on_all_ranks("comparing with the checkpoint"):
+        if start is not None:
+            changes = check_start(start, identity, total_steps, Path(config.output_dir))
+    shared = from_rank_0(str(start or ""))
     say(control, "sharding the model")
     torch.manual_seed(train.seed + mesh.rank)
     shard_model(checked.model, checked.plan, mesh)
@@ -112,7 +127,7 @@ def prepare(config: Config, control: Control, checked: Checked) -> Prepared:
         total_steps,
         to_load,
         identity,
-        start,
+        Path(shared) if shared else None,
         tuple(changes),
     )
 
@@ -124,8 +139,8 @@ def say(control: Control, what: str) -> None:
         print(f"starting   {what}", flush=True)
 
 
-def _read_data(config: Config, checked: Checked) -> RunData:
-    tokenizer = load_tokenizer(config.model)
+def _read_data(config: Config, checked: Checked, date: datetime.date) -> RunData:
+    tokenizer = load_tokenizer(config.model, config.data.chat_template)
     pad_token_id = padding_token_id(tokenizer, checked.vocab_size)
     found = [
         build_dataset(
@@ -134,6 +149,7 @@ def _read_data(config: Config, checked: Checked) -> RunData:
             tokenizer,
             model_vocab_size=checked.vocab_size,
             pairs=config.objective.name == "dpo",
+            date=date,
         )
         for sources in (config.data.train, config.data.eval)
         if sources
@@ -168,19 +184,3 @@ def _batch_layout(config: Config, mesh: Mesh, data: RunData) -> BatchLayout:
         pad_token_id=data.pad_token_id,
         max_length=config.data.max_length,
     )
-
-
-def _find_start(
-    config: Config, checked: Checked, data: RunData, total_steps: int
-) -> tuple[Identity, Path | None, Sequence[str]]:
-    """What makes this run this one; the checkpoint to go on from, if any, and on rank 0 what has changed since."""
-    with raise_on_all_ranks("comparing the data"):
-        identity = Identity.of(config, checked.directory, data.training)
-    identity.agree()
-    found: Path | None = None
-    changes: list[str] = []
-    with raise_on_all_ranks("looking for a checkpoint"):
-        if dist.get_rank() == 0 and (found := find_start(config)) is not None:
-            changes = check_start(found, identity, total_steps, Path(config.output_dir))
-    shared = from_rank_0(str(found or ""))
-    return identity, Path(shared) if shared else None, changes

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from expertmesh.adapters.plan import plan_of
 from expertmesh.data import IGNORE
 from expertmesh.experts.balance import attached_balance
 from expertmesh.verification.compare import gather
@@ -84,7 +83,7 @@ class Reference:
             if isinstance(module, PreTrainedModel):
                 module.register_forward_hook(self._keep_router_logits)
         model.train()
-        self.weights = Weights(model, setup, plan_of(job.model), device)
+        self.weights = Weights(model, setup, job.model, device)
         self.places = places_of_list_members(setup)
         wanted = set().union(*gather(set(job.parameters())))
         self.trained = frozenset({*wanted, *(name for name, (into, _) in self.places.items() if into in wanted)})
@@ -152,7 +151,8 @@ class Reference:
         batch = self._batch(samples)
         forced = {name: batch.spread(value) for name, value in forced.items()} if samples else {}
         choices = Choices(job.setup.anatomy.experts, batch.ids_BS.numel(), forced)
-        weights = self.weights if adapters else Weights(self.streamed.model, job.setup, None, job.mesh.device)
+        base = Weights(self.streamed.model, job.setup, job.model, job.mesh.device, adapted=False)
+        weights = self.weights if adapters else base
         with self.streamed.fed_by(weights, choices.during):
             token_losses = unsharded.forward(self.streamed.model, batch)[1]
         rows = unsharded.row_log_probabilities(token_losses, batch).tolist()

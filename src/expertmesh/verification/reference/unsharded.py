@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from expertmesh.data import IGNORE
+from expertmesh.state.packed_format import rounded
+from expertmesh.state.sharded_model import sharded
 
 Sample = tuple[Tensor, Tensor]  # token ids and labels, each `[S]`
 StepT = TypeVar("StepT")
@@ -126,3 +128,12 @@ def _clip(gradients: list[Tensor], max_norm: float | None) -> float:
         for gradient in gradients:
             gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
     return norm
+
+
+@torch.no_grad()
+def round_experts(model: nn.Module, like: nn.Module) -> None:
+    """Give the experts of a plain model the values that `like`, which is sharded, keeps of them."""
+    for name, kind in (sharded(like).frozen_formats or {}).items():
+        if not kind.published:
+            for expert in model.get_parameter(name):
+                expert.copy_(rounded(expert, kind))

@@ -74,12 +74,21 @@ class QuantisedTensor:
         return [(part, boxes.get(id(part), full_box(part.shape))) for part in self.parts]
 
     def read(self, box: Box, fetch: Callable[[FileTensor, Box, Tensor], None]) -> Tensor:
-        """The values of `box` in `dtype`, with its extents.
+        """The values of `box` in `dtype`, with its extents. Raises what `stored` raises."""
+        raw, scales = self.stored(box, fetch)
+        values = self._decoded(raw[id(self.codes)], box)
+        if self.zero_point is not None:
+            values = values - self._zero_points(raw[id(self.zero_point)], box)
+        # In fp32 the product has at most one rounding; then one cast, as the formats are defined.
+        return (values.to(torch.float32) * spread(scales, self.block, box)).to(self.dtype)
+
+    def stored(self, box: Box, fetch: Callable[[FileTensor, Box, Tensor], None]) -> tuple[dict[int, Tensor], Tensor]:
+        """What the files hold for `box`, by the id of each of `parts`; and its scales in fp32, one for each block.
 
         `fetch` fills a contiguous CPU tensor with a box of a file tensor. Raises `IntegrityError` for a scale that is
         not finite, and for a file whose own note of the shape says otherwise.
         """
-        raw = {}
+        raw: dict[int, Tensor] = {}
         for part, wanted in self.needed(box):
             raw[id(part)] = torch.empty(extents(wanted), dtype=part.dtype)
             fetch(part, wanted, raw[id(part)])
@@ -95,11 +104,7 @@ class QuantisedTensor:
             scales = scales / total if self.global_divides else scales * total
         if not bool(scales.isfinite().all()):
             raise self._damaged(self.scale, "holds a scale that is not finite; the checkpoint is damaged")
-        values = self._decoded(raw[id(self.codes)], box)
-        if self.zero_point is not None:
-            values = values - self._zero_points(raw[id(self.zero_point)], box)
-        # In fp32 the product has at most one rounding; then one cast, as the formats are defined.
-        return (values.to(torch.float32) * spread(scales, self.block, box)).to(self.dtype)
+        return raw, scales
 
     def _decoded(self, codes: Tensor, box: Box) -> Tensor:
         if codes.dim() > len(box):

@@ -1,0 +1,67 @@
+"""Section `data`: where samples come from, and how rows become token sequences."""
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from expertmesh.config.base import Listed, Mapped, Section, refuse
+
+DataFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference"]
+WhatToDo = Literal["keep", "drop", "stop"]
+
+
+class DataSource(Section):
+    """One source of samples."""
+
+    path: str = Field(min_length=1)
+    """File (JSON, JSONL, Parquet), directory of such files, or hub id of a data set."""
+    format: DataFormat = "auto"
+    """Layout of a row; auto detects it from the first rows and prints what it found."""
+
+
+class DataConfig(Section):
+    """Samples, and how they become token sequences."""
+
+    section: ClassVar[str] = "data"
+
+    train: Listed[DataSource] = Field(min_length=1)
+    """Sources to train on, read one after the other."""
+    eval: Listed[DataSource] = ()
+    """Sources to evaluate on; empty for no evaluation."""
+    format: DataFormat = "auto"
+    """Layout of the rows of all sources that say none themselves."""
+    max_length: int = Field(default=4096, ge=2)
+    """Longest sequence, in tokens."""
+    on_overlong: Literal["cut", "drop", "stop"] = "cut"
+    """What to do with a sample longer than max_length; cut and dropped samples are counted and reported."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """What to do with a malformed row; skipped rows are counted and reported."""
+    on_empty_answer: WhatToDo = "keep"
+    """What to do with a row one of whose answers is empty; such rows are counted and reported."""
+    on_unanswered: WhatToDo = "keep"
+    """What to do with a conversation that does not end with an answer; such rows are counted and reported."""
+    on_dropped_thinking: WhatToDo = "keep"
+    """What to do with a row whose thinking the chat template leaves out, as many do in all turns but the last; such
+    rows are counted and reported."""
+    chat_template: str | None = None
+    """File of a chat template (Jinja) that takes the place of the tokenizer's, and is saved with the model."""
+    template_args: Mapped = Field(default_factory=dict, validate_default=True)
+    """What the chat template gets beside messages and tools, as enable_thinking: false."""
+    thinking: Literal["auto", "drop", "keep_last", "every_turn"] = "auto"
+    """Thinking in answers: what the template makes of it (auto), none, that of the last answer alone, or that of every
+    answer, for which a row becomes several samples if the template keeps that of the last one only."""
+    packing: bool = True
+    """Fill each sequence with several samples; attention stays inside each of them."""
+    loss_on: Literal["assistant", "completion", "all"] = "assistant"
+    """Tokens that are targets: every assistant turn, the last turn only, or all tokens."""
+    shuffle: bool = True
+    """Shuffle samples anew in every epoch, by train.seed; false keeps the order of the sources."""
+
+    @model_validator(mode="after")
+    def _combine(self) -> Self:
+        if self.thinking == "every_turn" and self.loss_on != "assistant":
+            refuse(
+                f"data.thinking every_turn does nothing with data.loss_on {self.loss_on}; set data.loss_on to "
+                "assistant or data.thinking to auto"
+            )
+        return self

@@ -1,0 +1,61 @@
+"""What a user may say about what a run writes: checkpoints, the model at its end, and reports."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from expertmesh.config.base import Listed, Section
+from expertmesh.config.sections import PositiveInt
+
+
+class CheckpointConfig(Section):
+    """Resumable checkpoints in output_dir/checkpoints; docs/checkpoints.md tells the rules."""
+
+    section: ClassVar[str] = "checkpoint"
+
+    every_steps: PositiveInt | None = 200
+    """Save every this many optimizer steps and after the last; null saves only by every_minutes or when stopped."""
+    every_minutes: float | None = Field(default=None, gt=0)
+    """Save when this many minutes have passed since the last save, by rank 0's clock; null for no such rule."""
+    keep_last: PositiveInt = 3
+    """How many of the newest checkpoints to keep."""
+    asynchronous: bool = True
+    """Copy the state to host memory and write it while training goes on; false waits until it is on the disk."""
+    resume: str = Field(default="auto", min_length=1)
+    """auto continues from the newest checkpoint, if there is one; never starts anew; or a checkpoint: its name
+    (step-00000200) in output_dir, or a path."""
+
+
+class SaveConfig(Section):
+    """The model that a run leaves in output_dir/model, and that export makes of its checkpoints."""
+
+    section: ClassVar[str] = "save"
+
+    dtype: Literal["auto", "bfloat16", "float16", "float32", "as_loaded"] = "auto"
+    """Dtype of its weights, except what the family keeps in float32; auto gives each tensor the dtype of the files that
+    it was loaded from, bfloat16 where these are quantised; as_loaded writes quantised files in their own format, what
+    training has not changed byte for byte. Adapters are written as trained."""
+
+
+class LogConfig(Section):
+    """What is reported, and how often."""
+
+    section: ClassVar[str] = "log"
+
+    every_steps: PositiveInt = 1
+    """Report every this many optimizer steps."""
+    report_to: Listed[Literal["jsonl", "tensorboard"]] = ("jsonl",)
+    """Where metrics go; jsonl (output_dir/metrics.jsonl) is always on, also when it is not named."""
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _later(cls, value: object) -> object:
+        for name in value if isinstance(value, list | tuple) else ():
+            if name in ("wandb", "trackio"):
+                raise ValueError(f"{name} is not available yet; use jsonl or tensorboard")
+        return value
+
+    @field_validator("report_to", mode="after")
+    @classmethod
+    def _jsonl_always(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(("jsonl", *value)))

@@ -1,0 +1,176 @@
+"""Frozen expert weights that stay packed: a tensor with the shape and the dtype of the values, which holds their codes.
+
+It takes a parameter's place, so that names, shapes, ep slices and FSDP2's shards are those of plain weights; FSDP2
+gathers its bytes (`fsdp_pre_all_gather`). Nothing but moving whole experts works on it: whoever needs values asks for
+those of a few experts at a time (`values_at`, experts/expert_mlp.py), and a wide copy of all never exists.
+
+    L experts on this rank, B bytes of one
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expertmesh.state.packed_format import PackedFormat, dequantise, quantise, scales_of
+
+aten = torch.ops.aten
+
+
+class PackedTensor(torch.Tensor):
+    """`[L, *kind.shape]` in `dtype` for whoever asks, `packed_LB` in memory."""
+
+    packed_LB: Tensor
+    kind: PackedFormat
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, packed_LB: Tensor, kind: PackedFormat, dtype: torch.dtype, shape: Sequence[int] | None = None
+    ) -> "PackedTensor":
+        shape = (packed_LB.shape[0], *kind.shape) if shape is None else shape
+        tensor: PackedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=dtype, device=packed_LB.device
+        )
+        tensor.packed_LB, tensor.kind = packed_LB, kind
+        return tensor
+
+    @classmethod
+    def of(cls, weight_LNK: Tensor, kind: PackedFormat, dtype: torch.dtype) -> "PackedTensor":
+        """`weight_LNK`, quantised expert by expert; of one on meta as many bytes on meta."""
+        packed_LB = torch.empty(weight_LNK.shape[0], kind.bytes, dtype=torch.uint8, device=weight_LNK.device)
+        if not weight_LNK.is_meta:
+            for packed_B, weight_NK in zip(packed_LB, weight_LNK, strict=True):
+                packed_B.copy_(quantise(weight_NK, kind))
+        return cls(packed_LB, kind, dtype)
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """What it holds."""
+        return self.packed_LB.nbytes
+
+    def experts(self, first: int, last: int) -> Tensor:
+        """The values of some experts."""
+        return dequantise(self.packed_LB[first:last], self.kind, self.dtype)
+
+    def not_finite(self) -> int | None:
+        """The first of its experts with a scale that is not finite, which is how values that are not end."""
+        for expert in range(len(self.packed_LB)):
+            if not bool(scales_of(self.packed_LB[expert : expert + 1], self.kind).isfinite().all()):
+                return expert
+        return None
+
+    def values_at(self, index: Sequence[slice]) -> Tensor:
+        """The values at `index`, a slice of each dim; dequantises the rows of the experts that it touches."""
+        experts, *rest = index
+        rows = rest[1 if self.kind.transposed else 0]
+        start, stop, _ = rows.indices(self.kind.rows)
+        values = dequantise(self.packed_LB[experts], self.kind, self.dtype, slice(start, stop))
+        return values[:, rest[0]] if self.kind.transposed else values[:, :, rest[1]]
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
+        """FSDP2 gathers the bytes of whole experts."""
+        return (self.packed_LB,), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple["PackedTensor", tuple[Tensor, ...]] | None:
+        """The gathered bytes, where FSDP2 frees and gathers them again, as a packed tensor."""
+        if out is not None:
+            return None  # it holds a view of the same storage
+        return PackedTensor(outputs[0], self.kind, dtype), ()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in _HANDLERS:
+            raise NotImplementedError(f"{func} does not work on packed weights; ask for values of some experts")
+        return _HANDLERS[func](*args, **(kwargs or {}))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"PackedTensor({tuple(self.shape)}, {self.dtype}, {self.kind.name}, {self.nbytes} bytes)"
+
+
+def values_at(local: Tensor, index: tuple[slice, ...]) -> Tensor:
+    """The values at `index` of a rank's local tensor, packed or not."""
+    return local.values_at(index) if isinstance(local, PackedTensor) else local[index]
+
+
+def stored(local: Tensor) -> Tensor:
+    """What a local tensor holds in memory: its bytes, if it is packed."""
+    return local.packed_LB if isinstance(local, PackedTensor) else local
+
+
+def _with(tensor: PackedTensor, packed_LB: Tensor) -> PackedTensor:
+    return PackedTensor(packed_LB, tensor.kind, tensor.dtype)
+
+
+def _same(tensor: PackedTensor, *_: Any, **__: Any) -> PackedTensor:
+    return PackedTensor(tensor.packed_LB, tensor.kind, tensor.dtype, tensor.shape)
+
+
+def _view(tensor: PackedTensor, size: Sequence[int]) -> PackedTensor:
+    # FSDP2 keeps its shard flat as well, and asks a tensor that gathers itself for nothing of it.
+    if tuple(size) not in ((-1,), tuple(tensor.shape)):
+        raise NotImplementedError(f"packed weights {tuple(tensor.shape)} cannot be seen as {tuple(size)}")
+    shape = (tensor.numel(),) if tuple(size) == (-1,) else tensor.shape
+    return PackedTensor(tensor.packed_LB, tensor.kind, tensor.dtype, shape)
+
+
+def _as_strided(tensor: PackedTensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> PackedTensor:
+    if tuple(size) != tuple(tensor.shape) or tuple(stride) != tensor.stride() or offset:
+        raise NotImplementedError(f"packed weights {tuple(tensor.shape)} cannot be seen as {tuple(size)}")
+    return _same(tensor)
+
+
+def _moved(tensor: PackedTensor, *, dtype: torch.dtype | None = None, **options: Any) -> PackedTensor:
+    if dtype not in (None, tensor.dtype):
+        raise NotImplementedError(f"packed weights of {tensor.dtype} cannot be cast to {dtype}")
+    options.pop("layout", None), options.pop("memory_format", None)
+    return _with(tensor, aten._to_copy(tensor.packed_LB, **options))
+
+
+def _empty_like(tensor: PackedTensor, *, device: Any = None, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    if dtype not in (None, tensor.dtype):
+        return torch.empty(tensor.shape, dtype=dtype, device=device or tensor.device)
+    return _with(tensor, torch.empty_like(tensor.packed_LB, device=device))
+
+
+def _new_zeros(tensor: PackedTensor, size: Sequence[int], **_: Any) -> PackedTensor:
+    assert tuple(size[1:]) == tuple(tensor.shape[1:]), f"whole experts only: {tuple(size)} of {tuple(tensor.shape)}"
+    return _with(tensor, tensor.packed_LB.new_zeros(size[0], tensor.packed_LB.shape[1]))
+
+
+def _split(tensor: PackedTensor, size: int, dim: int = 0) -> list[PackedTensor]:
+    assert dim == 0, "packed weights are cut between experts alone"
+    return [_with(tensor, part) for part in tensor.packed_LB.split(size)]
+
+
+def _slice(tensor: PackedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    assert dim == 0, "packed weights are cut between experts alone"
+    return _with(tensor, tensor.packed_LB[start:end:step])
+
+
+def _copy(tensor: PackedTensor, source: Tensor, non_blocking: bool = False) -> PackedTensor:
+    assert isinstance(source, PackedTensor), "packed weights can be copied from packed ones alone"
+    assert source.kind == tensor.kind, (source.kind, tensor.kind)
+    tensor.packed_LB.copy_(source.packed_LB, non_blocking)
+    return tensor
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _same,
+    aten.alias.default: _same,
+    aten.view.default: _view,
+    aten.as_strided.default: _as_strided,
+    aten.clone.default: lambda tensor, **_: _with(tensor, tensor.packed_LB.clone()),
+    aten._to_copy.default: _moved,
+    aten.empty_like.default: _empty_like,
+    aten.new_zeros.default: _new_zeros,
+    aten.split.Tensor: _split,
+    aten.slice.Tensor: _slice,
+    aten.copy_.default: _copy,
+}

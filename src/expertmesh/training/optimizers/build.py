@@ -1,0 +1,70 @@
+"""The optimizer and the learning rate over optimizer steps: torch's own, or one of this package, on DTensors."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from expertmesh.config import OptimConfig, ScheduleConfig
+from expertmesh.config.sections import OptimizerName
+from expertmesh.state.stage_view import stage_parameters
+from expertmesh.training.optimizers.adamw import AdamW, AdamW8bit
+from expertmesh.training.optimizers.blocks import is_quantised, scale_shape
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig, seed: int) -> torch.optim.Optimizer:
+    """What the configuration asks for, over the trainable parameters. `seed` is that of stochastic rounding.
+
+    Its `step` is to be called on every rank; what it communicates, if anything, the optimizer's class says.
+    """
+    trainable = {name: parameter for name, parameter in stage_parameters(model).items() if parameter.requires_grad}
+    rate, decay = config.learning_rate, config.weight_decay
+    if config.name == "sgd":
+        return torch.optim.SGD(trainable.values(), lr=rate, weight_decay=decay)
+    adamw: dict[str, Any] = {"lr": rate, "betas": config.betas, "eps": config.eps, "weight_decay": decay}
+    if config.name == "adamw" and not config.stochastic_rounding:
+        return torch.optim.AdamW(trainable.values(), **adamw, fused=True)
+    own = AdamW if config.name == "adamw" else AdamW8bit
+    return own(trainable.items(), **adamw, stochastic_rounding=config.stochastic_rounding, seed=seed)
+
+
+def moment_bytes(
+    optimizer: OptimizerName, shape: Sequence[int], width: int, here: float | None = None, cut: int = 1
+) -> float:
+    """What an optimizer keeps of a parameter of `shape`, stored in `width` bytes an element, but for counts of steps.
+
+    `here`: of so many elements of it, in rows that are one of `cut` parts of the whole ones.
+    """
+    here = math.prod(shape) if here is None else here
+    if optimizer == "sgd":
+        return 0.0
+    if optimizer == "adamw_8bit" and is_quantised(shape):
+        return 2 * (here + 4 * here * cut / shape[-1] * scale_shape(shape)[-1])
+    return 2 * here * width
+
+
+def build_schedule(
+    optimizer: torch.optim.Optimizer, config: ScheduleConfig, total_steps: int, done: int = 0
+) -> LambdaLR:
+    """The schedule after `done` optimizer steps. Call `.step()` once per optimizer step, after it."""
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])  # what torch asks for when a schedule does not start at 0
+    return LambdaLR(optimizer, lambda step: learning_rate_factor(config, step, total_steps), last_epoch=done - 1)
+
+
+def learning_rate_factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
+    """The share of the peak learning rate at optimizer step `step`, counted from 0.
+
+    Warm-up lasts `ceil(warmup_ratio * total_steps)` steps and rises linearly; its last step has the full rate, so the
+    first step is never lost to a rate of zero.
+    """
+    warmup = math.ceil(config.warmup_ratio * total_steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    if config.name == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    return 0.5 * (1 + math.cos(math.pi * progress)) if config.name == "cosine" else 1.0 - progress

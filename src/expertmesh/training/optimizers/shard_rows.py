@@ -1,0 +1,53 @@
+"""A rank's part of a parameter as rows of its last dim, and the passes in which optimizers go over them.
+
+What is not element by element at once is done in passes of bounded size, so that an optimizer's float32 copies never
+take more than a few of them. Nothing here communicates.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from expertmesh.io.boxes import Box, extents
+from expertmesh.state.shards import local_box, local_tensor
+
+_ELEMENTS_OF_A_PASS = {"cpu": 1 << 17}
+_ELEMENTS_ON_ACCELERATORS = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRows:
+    """R rows of C columns: the part `box` of a tensor of `shape`. A vector is one row, and so is a scalar."""
+
+    box: Box
+    shape: tuple[int, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "ShardRows":
+        return cls(local_box(tensor) or ((0, 1),), tuple(tensor.shape) or (1,), tensor.device)
+
+    @property
+    def rows(self) -> int:
+        return torch.Size(extents(self.box)[:-1]).numel()
+
+    @property
+    def columns(self) -> int:
+        return extents(self.box)[-1]
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """This rank's storage of a tensor that is sharded like this one, `[R, C]`; to be written to."""
+        return local_tensor(tensor).view(self.rows, self.columns)
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """The same to be read; a copy where the storage has gaps."""
+        return local_tensor(tensor).reshape(self.rows, self.columns)
+
+    def passes(self) -> Iterator[slice]:
+        """All rows, a few at a time: as many for all ranks that hold columns of the same rows."""
+        most = _ELEMENTS_OF_A_PASS.get(self.device.type, _ELEMENTS_ON_ACCELERATORS)
+        count = max(1, most // max(1, self.shape[-1]))
+        for start in range(0, self.rows, count):
+            yield slice(start, min(start + count, self.rows))

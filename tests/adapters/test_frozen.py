@@ -1,0 +1,224 @@
+"""Frozen experts that stay packed: adapters train as stock PEFT's do on the model whose base is what the codes say.
+
+Real gloo ranks, different rows on every data rank, as in test_parity.py. The reference's base weights are dequantised
+once, by the whole tensor; ours are quantised from the plain model and never are wide again.
+"""
+
+import copy
+import dataclasses
+import functools
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import expertmesh as em
+from expertmesh.adapters.peft_format import BASE_FILE
+from expertmesh.anatomy import describe
+from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.distributed.mesh import Mesh
+from expertmesh.export.merge import merge
+from expertmesh.state import packed_format
+from expertmesh.state.packed import PackedTensor
+from expertmesh.state.packed_format import quantised_format
+from tests.adapters.reference import AdapterDistance, PeftRun, tiny_peft_run, train_adapters
+from tests.adapters.stock import logits
+from tests.support.errors import refused
+from tests.support.models import tiny_model
+from tests.support.ranks import run_ranks
+
+TOLERANCE = 1e-5
+BITS = {"nf4": 4 + 32 / 64, "mxfp4": 4 + 8 / 32, "nvfp4": 4 + 8 / 16, "float8": 8 + 32 / 128**2}
+# Bytes of one expert are rounded up to 16, which small experts notice, and their last blocks are partial.
+SIZES = {"hidden_size": 128, "moe_intermediate_size": 64}
+
+
+def _precision(frozen: str, compute: str = "float32") -> em.PrecisionConfig:
+    return em.PrecisionConfig(params=compute, compute=compute, reduce=compute, frozen=frozen)  # type: ignore[arg-type]
+
+
+def _expert_weights(model: nn.Module) -> dict[str, bool]:
+    """Names of the experts' matrices, and whether they are transposed."""
+    return {f"{spec.name}.{name}": spec.transposed for spec in describe(model).experts for name in (spec.up, spec.down)}
+
+
+@torch.no_grad()
+def _dequantise_base(frozen: str, model: nn.Module) -> None:
+    for name, transposed in _expert_weights(model).items():
+        weight = model.get_parameter(name)
+        rows, columns = weight.shape[:0:-1] if transposed else weight.shape[1:]
+        kind = quantised_format(frozen, rows, columns, transposed=transposed)
+        weight.copy_(PackedTensor.of(weight.detach(), kind, weight.dtype).experts(0, len(weight)))
+
+
+@functools.cache
+def _expected(family: str, frozen: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PeftRun:
+    """Stock PEFT on the dequantised base; `initial` is the plain model."""
+    prepare = functools.partial(_dequantise_base, frozen)
+    directory = Path(tempfile.mkdtemp(prefix="frozen-"))
+    run = tiny_peft_run(family, directory, prepare=prepare, dtype=dtype, **changes)
+    plain = tiny_peft_run(family, Path(tempfile.mkdtemp(prefix="plain-")), dtype=dtype, **changes)
+    return dataclasses.replace(run, initial=plain.initial)
+
+
+def _train(
+    run: PeftRun, frozen: str, world: int, layouts: list[dict[str, int]], **options: Any
+) -> list[AdapterDistance]:
+    """By layout, as rank 0 sees it."""
+    compute = str(next(run.initial.parameters()).dtype).removeprefix("torch.")
+
+    def all_layouts() -> list[AdapterDistance]:
+        return [
+            train_adapters(run, em.ParallelConfig(**layout), precision=_precision(frozen, compute), **options)
+            for layout in layouts
+        ]
+
+    results: list[list[AdapterDistance]] = run_ranks(all_layouts, world)
+    return results[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "frozen", "world", "layouts"),
+    [
+        ("qwen3_moe", "nf4", 2, [{"ep": 2}, {"ep": 1}]),
+        ("gpt_oss", "nvfp4", 4, [{"ep": 2}, {"ep": 4}, {"ep": 2, "replicate": 2}]),
+        ("deepseek_v3", "float8", 4, [{"ep": 2}, {"ep": 1}]),
+        ("qwen3_moe", "mxfp4", 4, [{"ep": 2, "tp": 2}, {"ep": 2, "cp": 2}, {"ep": 2, "pp": 2}]),
+        ("mixtral", "nf4", 1, [{"ep": 1}]),
+    ],
+)
+def test_every_adapter_gradient_equals_stock_peft_on_the_dequantised_base(
+    family: str, frozen: str, world: int, layouts: list[dict[str, int]]
+) -> None:
+    for distance in _train(_expected(family, frozen), frozen, world, layouts):
+        distance.check(TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"moe": em.MoeConfig(compute="loop")},
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": "selective"},
+    ],
+    ids=["loop", "checkpointed", "selective"],
+)
+def test_the_other_ways_to_compute_give_the_same(options: dict[str, Any]) -> None:
+    _train(_expected("qwen3_moe", "nf4"), "nf4", 2, [{"ep": 1}], **options)[0].check(TOLERANCE)
+
+
+def test_in_double_precision_nothing_is_left_but_the_last_digits() -> None:
+    run = _expected("qwen3_moe", "nvfp4", torch.float64)
+    _train(run, "nvfp4", 2, [{"ep": 2}])[0].check(1e-10)
+
+
+def _held(model: nn.Module, mesh: Mesh) -> tuple[int, int, set[str]]:
+    """Bytes and elements of this rank's frozen experts, and the classes that hold them; checks that none is wide."""
+    held, elements, kinds = 0, 0, set()
+    for name in _expert_weights(model):
+        parameter: Any = model.get_parameter(name)
+        local = parameter.to_local()
+        held, elements = held + local.nbytes, elements + local.numel()
+        kinds.add(type(local).__name__)
+    return held, elements, kinds
+
+
+@pytest.mark.parametrize("frozen", BITS)
+def test_after_training_each_rank_holds_its_codes_and_scales_alone(frozen: str) -> None:
+    run = _expected("qwen3_moe", "nf4", **SIZES)
+    for distance in _train(run, frozen, 2, [{"ep": 2}, {"ep": 1}], after=_held):
+        held, elements, kinds = distance.after
+        assert kinds == {"PackedTensor"}
+        assert held <= 1.02 * elements * BITS[frozen] / 8
+
+
+def _swap_nibbles(model: nn.Module, mesh: Mesh) -> None:
+    for name in _expert_weights(model):
+        local: Any = model.get_parameter(name).to_local()  # type: ignore[operator]
+        _, start, end = local.kind.sections
+        codes = local.packed_LB[:, start:end]
+        codes.copy_(codes >> 4 | codes << 4)
+
+
+def _next_expert(model: nn.Module, mesh: Mesh) -> None:
+    for name in _expert_weights(model):
+        codes = model.get_parameter(name).to_local().packed_LB  # type: ignore[operator]
+        codes.copy_(codes.roll(1, 0))
+
+
+def _transposed_in_backward(model: nn.Module, mesh: Mesh) -> None:
+    """The second half of the experts is dequantised as the first in backward."""
+    dequantise = packed_format.dequantise
+
+    def wrong(packed_XB: torch.Tensor, *args: Any) -> torch.Tensor:
+        return dequantise(packed_XB if torch.is_grad_enabled() else packed_XB.flip(0), *args)
+
+    mock.patch("expertmesh.state.packed.dequantise", wrong).start()
+
+
+@pytest.mark.parametrize("bug", [_swap_nibbles, _next_expert, _transposed_in_backward])
+def test_a_planted_bug_turns_the_comparison_red(bug: Callable[[nn.Module, Mesh], None]) -> None:
+    distance = _train(_expected("qwen3_moe", "nf4"), "nf4", 2, [{"ep": 2}], tamper=bug)[0]
+    with pytest.raises(AssertionError):
+        distance.check(TOLERANCE)
+    assert max(distance.loss, distance.gradient[0]) > 1e-3
+
+
+def _refusal(frozen: str, lora: em.LoraConfig | None, **changes: Any) -> str:
+    model: Any = tiny_model("qwen3_moe", **changes)
+    with pytest.raises(InputError) as caught:
+        em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=1)), lora=lora, precision=_precision(frozen))
+    return f"{caught.value.key}: {caught.value}"
+
+
+def test_what_cannot_be_packed_is_refused_by_name() -> None:
+    lora = em.LoraConfig(r=2)
+    assert (
+        "precision.frozen-unsupported: precision.frozen: nf4: model.layers.0" in run_ranks(_refusal, 1, "nf4", None)[0]
+    )
+    assert "a model in memory has no files" in run_ranks(_refusal, 1, "as_published", lora)[0]
+    odd = run_ranks(functools.partial(_refusal, num_experts=6), 4, "nf4", lora)
+    assert "efsdp cuts model.layers.0.mlp.experts.gate_up_proj inside its experts" in odd[0]
+
+
+def _train_nothing(directory: Path, frozen: str, target: Path) -> dict[str, torch.Tensor]:
+    """Save the adapter; the weights that an inference engine would get."""
+    mesh = em.init_mesh(em.ParallelConfig(ep=2))
+    lora = em.LoraConfig(from_adapter=str(directory / "adapter"))
+    model = em.load_model(directory / "base", mesh, precision=_precision(frozen), lora=lora)
+    em.save_adapter(model, target / "adapter")
+    return {name: tensor.clone() for name, tensor in em.iter_hf_weights(model)}
+
+
+@pytest.mark.parametrize(("family", "frozen"), [("qwen3_moe", "nvfp4"), ("gpt_oss", "nf4")])
+def test_merging_adds_to_what_was_trained_on(family: str, frozen: str, tmp_path: Path) -> None:
+    """Base and adapter apart in PEFT, together by the command, and streamed to an engine: the same values."""
+    run = _expected(family, frozen)
+    plain: Any = run.initial
+    plain.save_pretrained(tmp_path / "base")
+    shutil.copytree(run.start, tmp_path / "adapter")
+    streamed = run_ranks(_train_nothing, 2, tmp_path, frozen, tmp_path / "out")[0]
+    report = merge(tmp_path / "out/adapter", tmp_path / "merged", base=str(tmp_path / "base"))
+    assert (report.base_checked, report.frozen) == (True, frozen)
+    written = load_file(tmp_path / "merged/model.safetensors")
+    assert written.keys() == streamed.keys()
+    for name, tensor in streamed.items():
+        assert torch.allclose(tensor, written[name], rtol=1e-5, atol=1e-6), name
+    base: Any = copy.deepcopy(run.initial)
+    _dequantise_base(frozen, base)
+    expected = logits(peft.PeftModel.from_pretrained(base, str(run.start)))
+    merged = type(plain).from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert float((logits(merged) - expected).norm() / expected.norm()) <= TOLERANCE
+    note = tmp_path / "out/adapter" / BASE_FILE
+    note.write_text(json.dumps({**json.loads(note.read_text()), "frozen": "mxfp4"}))
+    with refused("adapter.other-base", IntegrityError):
+        merge(tmp_path / "out/adapter", tmp_path / "refused", base=str(tmp_path / "base"))

@@ -1,0 +1,251 @@
+"""Calls, thinking, turns that are no targets and dates: what conversations hold beside questions and answers."""
+
+import datetime
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertmesh.config import DataConfig, DataSource
+from expertmesh.config.errors import InputError
+from expertmesh.data import build_dataset
+from expertmesh.data.chat import ChatRenderer
+from expertmesh.data.encode import Encoded, Encoder
+from expertmesh.data.formats import Conversation, MalformedRow
+from expertmesh.data.report import DataReport
+from expertmesh.data.targets import ChatOptions
+from expertmesh.data.tokenized import TokenizedDataset
+from tests.data import tokenizers_on_the_fly as on_the_fly
+from tests.data.test_chat import END, talk, target_texts
+from tests.data.tokenizers_on_the_fly import bpe_tokenizer
+from tests.support.errors import refused
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+def call(city: Any, name: str = "weather") -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": {"city": city}}}
+
+
+def agent(thinking: bool) -> Conversation:
+    """Two questions; the first takes two calls, one of them of two functions, the second one."""
+
+    def answer(thought: str, **said: Any) -> dict[str, Any]:
+        return {"role": "assistant", **({"reasoning_content": thought} if thinking else {}), **said}
+
+    return Conversation(
+        (
+            {"role": "user", "content": "Where is it warmer?"},
+            answer("Both.", tool_calls=[call("Rome")]),
+            {"role": "tool", "content": "22"},
+            answer("And Oslo.", tool_calls=[call(3.5)]),
+            {"role": "tool", "content": "14"},
+            answer("Compare.", content="In Rome."),
+            {"role": "user", "content": "And Cairo?"},
+            answer("Again.", content="", tool_calls=[call("Cairo"), call("Cairo", "time")]),
+            {"role": "tool", "content": "30"},
+            answer("Warm.", content="Warmer still."),
+        ),
+        tools=(TOOL,),
+    )
+
+
+def samples(template: str, conversation: Conversation, **options: Any) -> list[Encoded]:
+    (result,) = Encoder(bpe_tokenizer(template), ChatOptions(**options)).encode([conversation])
+    assert not isinstance(result, MalformedRow), result
+    return result
+
+
+def targets(template: str, conversation: Conversation, **options: Any) -> list[list[str]]:
+    """Of each sample, what it has for targets."""
+    return [target_texts(bpe_tokenizer(template), each) for each in samples(template, conversation, **options)]
+
+
+CALLS = [
+    '<call>weather {"city": "Rome"}</call>',
+    '<call>weather {"city": 3.5}</call>',
+    '<call>weather {"city": "Cairo"}</call><call>time {"city": "Cairo"}</call>',
+]
+IN_CHANNELS = [" to=weather " + text[len("<call>weather ") : -len("</call>")] + "<|eos|>" for text in CALLS[:2]]
+
+
+def test_calls_are_targets_and_results_are_not() -> None:
+    (found,) = targets(on_the_fly.WITH_TOOLS, agent(thinking=False), template_args={"enable_thinking": False})
+    assert found == [CALLS[0] + END, CALLS[1] + END, "In Rome." + END, CALLS[2] + END, "Warmer still." + END]
+    (text,) = samples(on_the_fly.WITH_TOOLS, agent(thinking=False))
+    assert json.dumps(TOOL["function"])[1:40] in bpe_tokenizer().decode(text.input_ids.tolist())
+
+
+def test_calls_whose_thinking_a_later_answer_removes_are_found_all_the_same() -> None:
+    (found,) = targets(on_the_fly.WITH_TOOLS, agent(thinking=True))
+    thoughts = [f"<think>\n{thought}\n</think>\n\n" for thought in ("Again.", "Warm.")]
+    before = [CALLS[0] + END, CALLS[1] + END, "In Rome." + END]
+    assert found == [*before, thoughts[0] + CALLS[2] + END, thoughts[1] + "Warmer still." + END]
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_token_that_ends_calls_and_results_that_name_the_call(thinking: bool) -> None:
+    (found,) = targets(on_the_fly.WITH_CHANNELS, Conversation(agent(thinking).messages[:6]))
+    thought = [" thinks Compare." + END + "<|im_start|>assistant says In Rome.<|return|>"]
+    assert found == IN_CHANNELS + (thought if thinking else [" says In Rome.<|return|>"])
+
+
+def test_a_call_that_cannot_be_located_is_refused() -> None:
+    repeated = on_the_fly.WITH_TOOLS + "{{- messages[1].tool_calls | tojson }}"
+    (result,) = Encoder(bpe_tokenizer(repeated), ChatOptions()).encode([agent(thinking=True)])
+    assert "repeats or leaves out the arguments of assistant message 2" in str(result)
+
+
+@pytest.mark.parametrize("template", [on_the_fly.CHATML, on_the_fly.CHATML_WITH_MARKS], ids=["chatml", "marks"])
+def test_turns_that_say_so_are_no_targets(template: str) -> None:
+    conversation = replace(talk("one", "two", "three", "four"), untrained=frozenset({1}))
+    assert targets(template, conversation) == [["four" + END]]
+    assert targets(template, replace(conversation, untrained=frozenset({0, 3}))) == [["two" + END]]
+
+
+THOUGHTS = Conversation(
+    tuple(
+        message
+        for number in (1, 2)
+        for message in (
+            {"role": "user", "content": f"Question {number}"},
+            {"role": "assistant", "reasoning_content": f"Thought {number}.", "content": f"Answer {number}."},
+        )
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("auto", [["Answer 1." + END, "<think>\nThought 2.\n</think>\n\nAnswer 2." + END]]),
+        ("keep_last", [["Answer 1." + END, "<think>\nThought 2.\n</think>\n\nAnswer 2." + END]]),
+        ("drop", [["Answer 1." + END, "Answer 2." + END]]),
+        (
+            "every_turn",
+            [[f"<think>\nThought {i}.\n</think>\n\nAnswer {i}." + END] for i in (1, 2)],
+        ),
+    ],
+)
+def test_thinking_is_what_the_key_says(mode: Any, expected: list[list[str]]) -> None:
+    assert targets(on_the_fly.WITH_TOOLS, THOUGHTS, thinking=mode) == expected
+    dropped = [each.dropped_thinking for each in samples(on_the_fly.WITH_TOOLS, THOUGHTS, thinking=mode)]
+    assert dropped == [mode == "auto"] * len(expected)
+
+
+def test_a_template_that_keeps_all_thinking_needs_one_sample_for_every_turn() -> None:
+    kept = on_the_fly.WITH_TOOLS.replace("loop.index0 > ns.question", "true")
+    assert len(samples(kept, THOUGHTS, thinking="every_turn")) == 1
+    never = on_the_fly.WITH_TOOLS.replace("loop.index0 > ns.question", "false")
+    (result,) = Encoder(bpe_tokenizer(never), ChatOptions(thinking="every_turn")).encode([THOUGHTS])
+    assert "leaves out the thinking of an answer, even of the last" in str(result)
+
+
+def test_thinking_before_the_answer_is_told_from_the_answer() -> None:
+    inside = Conversation(
+        ({"role": "user", "content": "Q"}, {"role": "assistant", "content": "<think>\nWhy.\n</think>\n\nA."})
+    )
+    assert targets(on_the_fly.CHATML, inside) == [["<think>\nWhy.\n</think>\n\nA." + END]]
+    assert targets(on_the_fly.CHATML, inside, thinking="drop") == [["A." + END]]
+
+
+def test_the_date_is_the_one_that_is_given() -> None:
+    (sample,) = samples(on_the_fly.WRITES_DATE, talk("Hi", "Hello."), date=datetime.date(2024, 2, 29))
+    text = bpe_tokenizer().decode(sample.input_ids.tolist())
+    assert text.startswith("Today is 29 February 2024 at 00:00.")
+
+
+def build(tmp_path: Path, rows: list[dict[str, Any]], **options: Any) -> tuple[TokenizedDataset, DataReport]:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    config = DataConfig(train=[DataSource(path=str(file))], **options)
+    tokenizer = bpe_tokenizer(on_the_fly.WITH_TOOLS)
+    return build_dataset(config.train, config, tokenizer, model_vocab_size=len(tokenizer))
+
+
+def messages(*contents: str, **keys: str) -> dict[str, Any]:
+    return {"messages": [*talk(*contents[:-1]).messages, {**talk(*contents).messages[-1], **keys}]}
+
+
+ROWS = [
+    messages("one", "two"),
+    messages("one", " \n", "three", "four"),
+    messages("one", "two", "three"),
+    {"messages": list(THOUGHTS.messages)},
+]
+
+
+def test_odd_rows_are_trained_on_counted_and_named(tmp_path: Path) -> None:
+    dataset, report = build(tmp_path, ROWS)
+    assert len(dataset) == 4
+    assert report.odd == {"empty_answer": 1, "unanswered": 1, "dropped_thinking": 1}
+    file = tmp_path / "rows.jsonl"
+    assert f"an answer is empty: 1 row ({file}:2); data.on_empty_answer decides" in report.lines()
+    assert (
+        f"the conversation does not end with an answer: 1 row ({file}:3); data.on_unanswered decides" in report.lines()
+    )
+    assert any("thinking blocks without a thought" in line for line in report.lines())
+
+
+@pytest.mark.parametrize(("kind", "line"), [("empty_answer", 2), ("unanswered", 3), ("dropped_thinking", 4)])
+def test_odd_rows_are_left_out_or_stop_as_the_key_says(tmp_path: Path, kind: str, line: int) -> None:
+    dataset, report = build(tmp_path, ROWS, **{f"on_{kind}": "drop"})
+    assert (len(dataset), report.left_out) == (3, 1)
+    assert all(dataset.position(index) != f"{tmp_path / 'rows.jsonl'}:{line}" for index in range(3))
+    with refused("data.odd-row", InputError, naming=f"rows.jsonl:{line}"):
+        build(tmp_path, ROWS, **{f"on_{kind}": "stop"})
+
+
+def test_every_turn_makes_several_samples_of_a_row(tmp_path: Path) -> None:
+    dataset, report = build(tmp_path, ROWS, thinking="every_turn")
+    assert [dataset.position(index)[-1] for index in range(len(dataset))] == ["1", "2", "3", "4", "4"]
+    assert not report.odd["dropped_thinking"]
+
+
+def test_arguments_of_transformers_are_none_of_a_template(tmp_path: Path) -> None:
+    with refused("data.template-args", naming="data.template_args.tokenize"):
+        build(tmp_path, ROWS, template_args={"tokenize": True})
+    with refused("data.malformed-row", naming="'messages', which is not for a template"):
+        build(tmp_path, [{**ROWS[0], "chat_template_kwargs": {"messages": []}}])
+    dataset, _ = build(tmp_path, [{**ROWS[0], "chat_template_kwargs": {"enable_thinking": False}}])
+    assert "<think>" not in bpe_tokenizer().decode(dataset.sample(0).input_ids.tolist())
+
+
+def _texts(template: str, conversation: Conversation) -> list[str]:
+    """What a published template's targets are, its special tokens being the tokenizer's."""
+    tokenizer = bpe_tokenizer(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted(set(re.findall(r"<\|[a-z_]+\|>", template)))})
+    (samples,) = ChatRenderer(tokenizer, ChatOptions()).render([conversation])
+    assert not isinstance(samples, MalformedRow), samples
+    return [samples[0].text[start:end].strip() for start, end in samples[0].spans]
+
+
+@pytest.mark.parametrize(
+    ("name", "header", "calls"),
+    [
+        ("qwen3", "", True),
+        ("qwen3_instruct_2507", "", True),
+        ("qwen3_5_think", "", True),
+        ("qwen3_5_nothink", "", True),
+        ("qwen3_vl", "", True),
+        ("lfm2_v2", "", True),
+        ("nemotron_3_nano", "", True),
+        ("qwen2_5", "", True),
+        ("gptoss", "<|start|>assistant", False),
+        ("muse_glimmer", "<|start|>assistant", False),
+        ("gemma3", "", False),
+        ("llama3", "", False),
+    ],
+)
+def test_published_templates_have_the_targets_of_their_copies_with_marks(name: str, header: str, calls: bool) -> None:
+    """TRL has both; its copies count the turn's header among the targets where `header` says so."""
+    templates = Path(pytest.importorskip("trl", reason="TRL is not installed").__file__).with_name("chat_templates")
+    published, marked = ((templates / f"{name}{end}.jinja").read_text() for end in ("", "_training"))
+    tool = {**TOOL, "function": {**TOOL["function"], "description": "Tells it."}}
+    conversations = [talk("one", "two", "three", "four"), replace(agent(thinking=False), tools=(tool,))]
+    for conversation in conversations[: 1 + calls]:
+        expected = [text.removeprefix(header).strip() for text in _texts(marked, conversation)]
+        assert _texts(published, conversation) == expected

@@ -1,0 +1,116 @@
+"""Packed weights: what codes stand for, that the nearest ones are taken, and that a packed tensor is cut by experts."""
+
+import itertools
+
+import pytest
+import torch
+
+from expertmesh.io.boxes import slices
+from expertmesh.state.packed import PackedTensor
+from expertmesh.state.packed_format import PackedFormat, quantise, quantised_format, rounded
+from expertmesh.weights.quantised.formats import e2m1, scale_values, spread
+
+NAMES = ("nf4", "mxfp4", "nvfp4", "float8")
+BITS = {"nf4": 4 + 32 / 64, "mxfp4": 4 + 8 / 32, "nvfp4": 4 + 8 / 16, "float8": 8 + 32 / 128**2}
+# bitsandbytes' create_normal_map / dDequantizeNF4, as its documentation lists them.
+NF4 = (-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0)
+NF4 += (0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)
+
+
+def _packed(
+    name: str, rows: int = 96, columns: int = 128, *, transposed: bool = False, experts: int = 2
+) -> PackedTensor:
+    kind = quantised_format(name, rows, columns, transposed=transposed)
+    values = torch.randn(experts, *kind.shape, generator=torch.Generator().manual_seed(3)) * 0.02
+    return PackedTensor.of(values, kind, torch.float32)
+
+
+def test_nf4_has_the_table_of_bitsandbytes_and_takes_the_nearest_of_it() -> None:
+    kind = quantised_format("nf4", 1, 64, transposed=False)
+    values = torch.linspace(-3, 3, 64)
+    kept = PackedTensor.of(values.view(1, 1, 64), kind, torch.float32).experts(0, 1).flatten()
+    table = torch.tensor(NF4)
+    nearest = table[(values[:, None] / 3 - table).abs().argmin(1)] * 3
+    torch.testing.assert_close(kept, nearest, rtol=1e-6, atol=1e-7)
+
+
+def test_e2m1_takes_the_nearest_value_and_the_even_code_on_a_tie() -> None:
+    kind = quantised_format("mxfp4", 1, 32, transposed=False)
+    values = torch.tensor([6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.26, 0.74, -5.01, 1.2]).repeat(3)[:32]
+    kept = PackedTensor.of(values.view(1, 1, 32), kind, torch.float32).experts(0, 1).flatten()
+    assert kept[:12].tolist() == [6.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, -0.5, 0.5, -6.0, 1.0]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [(96, 128), (130, 144), (7, 20)], ids=str)
+def test_a_value_is_within_half_a_step_of_what_is_kept(name: str, transposed: bool, shape: tuple[int, int]) -> None:
+    kind = quantised_format(name, *shape, transposed=transposed)
+    values = torch.randn(3, *kind.shape, generator=torch.Generator().manual_seed(1))
+    packed = PackedTensor.of(values, kind, torch.float32)
+    assert packed.shape == values.shape
+    kept = packed.experts(0, 3)
+    widest = {"nf4": 0.16, "mxfp4": 0.26, "nvfp4": 0.19, "float8": 0.04}[name]  # of the largest of a block
+    assert float((kept - values).abs().max()) <= widest * float(values.abs().max())
+    assert float((kept - values).norm() / values.norm()) <= {"float8": 0.03}.get(name, 0.13)
+    zeros = PackedTensor.of(torch.zeros_like(values), kind, torch.float32)
+    assert not zeros.experts(0, 3).any()
+
+
+@pytest.mark.parametrize(("name", "scale"), [("mxfp4", torch.uint8), ("nvfp4", torch.float8_e4m3fn)])
+def test_the_codes_are_those_that_files_hold(name: str, scale: torch.dtype) -> None:
+    """Decoded by what reads published files, which shares nothing with the packed tensor."""
+    packed = _packed(name, experts=1)
+    kind, raw = packed.kind, packed.packed_LB[0]
+    factors, codes, end = kind.sections
+    scales = scale_values(raw[factors : factors + 96 * 128 // kind.block[1]].view(scale)).view(kind.grid)
+    if kind.factor == "times":
+        scales = scales * raw[:factors].view(torch.float32)
+    box = ((0, 96), (0, 128))
+    values = e2m1(raw[codes:end].view(96, 64)) * spread(scales, kind.block, box)
+    assert torch.equal(packed.experts(0, 1)[0], values)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_are_those_of_codes_and_scales(name: str) -> None:
+    packed = _packed(name, 256, 512)
+    assert packed.numel() * BITS[name] / 8 <= packed.nbytes <= packed.numel() * BITS[name] / 8 + 2 * 32
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_part_is_what_the_whole_has_there(name: str, transposed: bool) -> None:
+    kind = quantised_format(name, 200, 160, transposed=transposed)
+    values = torch.randn(3, *kind.shape, generator=torch.Generator().manual_seed(5))
+    packed = PackedTensor.of(values, kind, torch.float32)
+    whole = packed.experts(0, 3)
+    for first, second in itertools.product((slice(0, 3), slice(127, 131), slice(150, 160)), repeat=2):
+        index = (slice(1, 3), first, second)
+        assert torch.equal(packed.values_at(index), whole[index])
+        box = packed.kind.whole_blocks(((first.start, first.stop), (second.start, second.stop)))
+        blocks = slices(((1, 2), *box))
+        if kind.factor == "none":
+            assert torch.equal(rounded(values[blocks][0], kind), whole[blocks][0])
+    assert torch.equal(rounded(values[2], kind), whole[2])
+
+
+def test_parts_of_a_fused_matrix_have_blocks_and_factors_of_their_own() -> None:
+    kind = PackedFormat("as_published", "e4m3", (128, 128), torch.float32, (130, 60), 130, "divides")
+    assert kind.grid == (3, 2)
+    assert kind.scale_rows(0, 190).tolist() == [0] * 128 + [1] * 2 + [2] * 60
+    assert kind.factor_rows().tolist() == [0, 0, 1]
+
+
+def test_nothing_widens_a_packed_tensor_by_accident() -> None:
+    packed = _packed("nf4")
+    for use in (lambda: packed + 1, lambda: packed.double(), lambda: packed[:, :5], lambda: packed.sum()):
+        with pytest.raises((NotImplementedError, AssertionError), match=r"packed weights|experts alone"):
+            use()
+    with pytest.raises(AssertionError, match="packed ones alone"):
+        packed.copy_(torch.zeros(packed.shape))
+
+
+def test_quantising_is_per_expert() -> None:
+    packed = _packed("nvfp4", experts=3)
+    alone = quantise(packed.experts(1, 2)[0] * 1000, packed.kind)
+    assert packed.packed_LB.shape == (3, len(alone))
