@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 POLL_SECONDS = 0.1
-
-
 THIS_MACHINE = Node("expertmesh", 0, 1, None, LOCALHOST, 0)
 
 
@@ -103,9 +101,10 @@ class Meeting:
             time.sleep(POLL_SECONDS)
         ranks = [int(store.get(key)) for key in keys]
         read = store.add("expertmesh/read", 1)
-        while (
-            node.number == 0 and read < node.count and time.monotonic() < deadline
-        ):  # the store ends with this process
+        # The store ends with this process: the others read it first.
+        while node.number == 0 and read < node.count and time.monotonic() < deadline:
+            if requests.requested or requests.forced:
+                return False
             time.sleep(POLL_SECONDS)
             read = store.add("expertmesh/read", 0)
         if len(set(ranks)) > 1:
