@@ -42,6 +42,12 @@ WAYS = (
     Way("AdamW, float32 masters", "float32", OptimConfig()),
     Way("AdamW, bfloat16, stochastic rounding", "bfloat16", OptimConfig(stochastic_rounding=True)),
     Way("AdamW, bfloat16, rounded to nearest", "bfloat16", OptimConfig()),
+    Way("AdamW 8-bit, float32 parameters", "float32", OptimConfig(name="adamw_8bit")),
+    Way(
+        "AdamW 8-bit, bfloat16, stochastic rounding",
+        "bfloat16",
+        OptimConfig(name="adamw_8bit", stochastic_rounding=True),
+    ),
 )
 
 

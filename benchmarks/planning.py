@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import expertmesh as em
-from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig
+from expertmesh.config import LoraConfig, OptimConfig, ParallelConfig, PrecisionConfig
+from expertmesh.config.sections import OptimizerName
 from expertmesh.distributed.layout import resolve_layout
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning.memory import memory_of, saved_of
@@ -29,8 +30,10 @@ from expertmesh.planning.stages import Batch, CheckpointedLayers, Workload, resi
 from expertmesh.planning.trackers import UsageTracker
 from expertmesh.planning.traffic import traffic_of
 from expertmesh.simulation.axes import planned_by_axis, sent_by_axis
+from expertmesh.state.packed import stored
 from expertmesh.step import forward_backward as training_step
 from expertmesh.step import pipeline_schedule as stages
+from expertmesh.training.optimizers.build import build_optimizer
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks
 
@@ -64,6 +67,7 @@ class Point:
     lora: LoraConfig | None = None
     batch: Batch = ONE
     layers: CheckpointedLayers = "all"
+    optimizer: OptimizerName = "adamw"
 
 
 def _points() -> tuple[Point, ...]:
@@ -86,6 +90,9 @@ def _points() -> tuple[Point, ...]:
         Point("qwen3 ep2 of 4, fp32", "qwen3_moe", 4, ep(2), precision=FP32),
         Point("qwen3 ep4 of 4, bf16 masters", "qwen3_moe", 4, ep(4), precision=BF16),
         Point("qwen3 ep2 of 4, LoRA", "qwen3_moe", 4, ep(2), lora=lora),
+        Point(
+            "qwen3 ep2 of 4, LoRA on nf4", "qwen3_moe", 4, ep(2), lora=lora, precision=em.PrecisionConfig(frozen="nf4")
+        ),
         Point("qwen3 ep4 of 4, LoRA, full", "qwen3_moe", 4, ep(4), "full", lora=lora),
         Point("deepseek ep2 of 4", "deepseek_v3", 4, ep(2)),
         Point("deepseek ep4 of 4, full", "deepseek_v3", 4, ep(4), "full"),
@@ -117,6 +124,9 @@ def _points() -> tuple[Point, ...]:
         Point("qwen3 ep2 of 4, selective, block 3", "qwen3_moe", 4, ep(2), "selective", layers=(3,)),
         Point("qwen3 tp2 ep2 of 4, full, blocks 0 and 1", "qwen3_moe", 4, ep(2, tp=2), "full", layers=(0, 1)),
         Point("deepseek ep2 of 4, full, every 2nd block", "deepseek_v3", 4, ep(2), "full", layers=2),
+        Point("qwen3 ep2 of 4, adamw_8bit", "qwen3_moe", 4, ep(2), optimizer="adamw_8bit"),
+        Point("qwen3 tp2 ep2 of 4, adamw_8bit", "qwen3_moe", 4, ep(2, tp=2), optimizer="adamw_8bit"),
+        Point("qwen3 ep2 of 4, LoRA, adamw_8bit", "qwen3_moe", 4, ep(2), lora=lora, optimizer="adamw_8bit"),
     )
 
 
@@ -146,14 +156,14 @@ def measure(point: Point) -> Honesty:
     results = run_ranks(_rank, point.ranks, point, timeout=120)
     model = figures_of(config_of(point), length=LENGTH, precision=point.precision, lora=point.lora, packed=False)
     layout = resolve_layout(point.parallel, point.ranks, EXPERTS)
-    workload = Workload(model, layout, point.batch, point.mode, point.layers, gloo=True)
+    workload = Workload(model, layout, point.batch, point.mode, point.layers, gloo=True, optimizer=point.optimizer)
     each = layout.ranks_per_stage
     states, saves = [], []
     sent: dict[tuple[str, str], list[float]] = {}
     for stage in range(layout.pp):
         ranks = results[stage * each : (stage + 1) * each]
-        state = resident_state(model, layout, stage)
-        states.append((state.frozen + 3 * state.master) / ranks[0]["state"] - 1)
+        state = resident_state(model, layout, stage, point.optimizer)
+        states.append((state.frozen + state.master + state.moments) / ranks[0]["state"] - 1)
         saved = saved_of(workload, stage=stage, chunk=0)
         saves.append(saved / (sum(rank["saved"] for rank in ranks) / each) - 1)
         for key, transfer in planned_by_axis(traffic_of(workload, stage), ranks[0]["sent"]).items():
@@ -191,7 +201,7 @@ def _rank(point: Point) -> dict[str, Any]:
         checkpoint_layers=point.layers,
         lora=point.lora,
     )
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
+    optimizer = build_optimizer(model, OptimConfig(name=point.optimizer), seed=0)
     generator = torch.Generator().manual_seed(mesh.data_rank)
     shape = (point.batch.rows, LENGTH)
     ids = [torch.randint(VOCABULARY, shape, generator=generator) for _ in range(point.batch.accumulation)]
@@ -250,7 +260,7 @@ def _gathered(model: Any) -> int:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return stored(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
 
 
 def main(names: list[str]) -> None:

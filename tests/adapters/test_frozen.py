@@ -4,26 +4,35 @@ Real gloo ranks, different rows on every data rank, as in test_parity.py. The re
 once, by the whole tensor; ours are quantised from the plain model and never are wide again.
 """
 
+import copy
 import dataclasses
 import functools
+import json
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import expertmesh as em
+from expertmesh.adapters.peft_format import BASE_FILE
 from expertmesh.anatomy import describe
-from expertmesh.config.errors import InputError
+from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.distributed.mesh import Mesh
+from expertmesh.export.merge import merge
 from expertmesh.state import packed_format
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.packed_format import quantised_format
 from tests.adapters.reference import AdapterDistance, PeftRun, tiny_peft_run, train_adapters
+from tests.adapters.stock import logits
+from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
 
@@ -179,3 +188,37 @@ def test_what_cannot_be_packed_is_refused_by_name() -> None:
     assert "a model in memory has no files" in run_ranks(_refusal, 1, "as_published", lora)[0]
     odd = run_ranks(functools.partial(_refusal, num_experts=6), 4, "nf4", lora)
     assert "efsdp cuts model.layers.0.mlp.experts.gate_up_proj inside its experts" in odd[0]
+
+
+def _train_nothing(directory: Path, frozen: str, target: Path) -> dict[str, torch.Tensor]:
+    """Save the adapter; the weights that an inference engine would get."""
+    mesh = em.init_mesh(em.ParallelConfig(ep=2))
+    lora = em.LoraConfig(from_adapter=str(directory / "adapter"))
+    model = em.load_model(directory / "base", mesh, precision=_precision(frozen), lora=lora)
+    em.save_adapter(model, target / "adapter")
+    return {name: tensor.clone() for name, tensor in em.iter_hf_weights(model)}
+
+
+@pytest.mark.parametrize(("family", "frozen"), [("qwen3_moe", "nvfp4"), ("gpt_oss", "nf4")])
+def test_merging_adds_to_what_was_trained_on(family: str, frozen: str, tmp_path: Path) -> None:
+    """Base and adapter apart in PEFT, together by the command, and streamed to an engine: the same values."""
+    run = _expected(family, frozen)
+    plain: Any = run.initial
+    plain.save_pretrained(tmp_path / "base")
+    shutil.copytree(run.start, tmp_path / "adapter")
+    streamed = run_ranks(_train_nothing, 2, tmp_path, frozen, tmp_path / "out")[0]
+    report = merge(tmp_path / "out/adapter", tmp_path / "merged", base=str(tmp_path / "base"))
+    assert (report.base_checked, report.frozen) == (True, frozen)
+    written = load_file(tmp_path / "merged/model.safetensors")
+    assert written.keys() == streamed.keys()
+    for name, tensor in streamed.items():
+        assert torch.allclose(tensor, written[name], rtol=1e-5, atol=1e-6), name
+    base: Any = copy.deepcopy(run.initial)
+    _dequantise_base(frozen, base)
+    expected = logits(peft.PeftModel.from_pretrained(base, str(run.start)))
+    merged = type(plain).from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert float((logits(merged) - expected).norm() / expected.norm()) <= TOLERANCE
+    note = tmp_path / "out/adapter" / BASE_FILE
+    note.write_text(json.dumps({**json.loads(note.read_text()), "frozen": "mxfp4"}))
+    with refused("adapter.other-base", IntegrityError):
+        merge(tmp_path / "out/adapter", tmp_path / "refused", base=str(tmp_path / "base"))

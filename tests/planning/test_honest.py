@@ -23,6 +23,7 @@ def _check(found: Honesty) -> None:
         "qwen3 ep2 of 4",
         "deepseek ep4 of 4, full",
         "qwen3 ep2 of 4, LoRA",
+        "qwen3 ep2 of 4, LoRA on nf4",
         "qwen3 tp2 ep2 of 4, LoRA",
         "qwen3 cp2 ep2 of 4, selective",
         "qwen3 tp2 cp2 ep4",
@@ -34,6 +35,16 @@ def _check(found: Honesty) -> None:
 )
 def test_predictions_are_what_ranks_hold_and_send(name: str) -> None:
     _check(measure(BY_NAME[name]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3 ep2 of 4, adamw_8bit", "qwen3 tp2 ep2 of 4, adamw_8bit", "qwen3 ep2 of 4, LoRA, adamw_8bit"],
+)
+def test_what_optimizers_keep_is_exact(name: str) -> None:
+    found = measure(BY_NAME[name])
+    _check(found)
+    assert abs(found.state) <= 1e-6, found
 
 
 def test_a_copy_of_a_token_for_each_expert_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

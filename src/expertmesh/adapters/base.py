@@ -19,20 +19,31 @@ from expertmesh.weights.load import weights_file
 from expertmesh.weights.mapping import plan_load
 from expertmesh.weights.quantised.resident import published_formats
 
+_FROZEN = (None, "float8", "nf4", "mxfp4", "nvfp4")
+
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """`sha256` is `content_hash` of the frozen weights in the dtypes that training had them in; `dtype` of the most."""
+    """`sha256` is `content_hash` of the frozen weights in the dtypes that training had them in; `dtype` of the most;
+    `frozen` the format that their experts were quantised to for training, if they were.
+    """
 
     sha256: str
     dtype: str
+    frozen: str | None = None
+
+    def __str__(self) -> str:
+        experts = "" if self.frozen is None else f", experts in {self.frozen}"
+        return f"{self.sha256[:12]} in {self.dtype}{experts}"
 
 
 def remember_base(model: nn.Module) -> None:
     """Hash the frozen weights of a model with adapters. Every rank calls it; one all-reduce."""
     frozen = (p for p in full_model(model).parameters() if not p.requires_grad)
     dtypes = [str(p.dtype).removeprefix("torch.") for p in frozen]
-    attach(model, lora_base=Base(content_hash(model), max(set(dtypes), key=dtypes.count)))
+    kinds = {kind.name for kind in (sharded(model).frozen_formats or {}).values() if not kind.published}
+    base = Base(content_hash(model), max(set(dtypes), key=dtypes.count), next(iter(kinds), None))
+    attach(model, lora_base=base)
 
 
 def remember_formats(model: Any, directory: Path) -> None:
@@ -52,14 +63,15 @@ def base_of(model: nn.Module) -> Base:
 
 def base_bytes(model: nn.Module) -> bytes:
     """The content of the file that goes with an adapter."""
-    return json.dumps(asdict(base_of(model))).encode() + b"\n"
+    said = {key: value for key, value in asdict(base_of(model)).items() if value is not None}
+    return json.dumps(said).encode() + b"\n"
 
 
 def read_base(path: Path, content: bytes) -> Base:
     """What `base_bytes` wrote to `path`. Raises `IntegrityError`."""
     try:
         base = Base(**json.loads(content))
-        if not isinstance(base.sha256, str) or not isinstance(base.dtype, str):
+        if not isinstance(base.sha256, str) or not isinstance(base.dtype, str) or base.frozen not in _FROZEN:
             raise TypeError("not text")
     except (TypeError, ValueError, RecursionError) as error:
         raise IntegrityError(
@@ -72,8 +84,7 @@ def check_base(path: Path, saved: Base, here: Base, otherwise: str = "") -> None
     """Raise `IntegrityError` if the base here is not the one that `path` says; `otherwise`: what else can be done."""
     if saved != here:
         raise IntegrityError(
-            f"{path}: the adapter was trained on another base (weights {saved.sha256[:12]} in {saved.dtype}, here "
-            f"{here.sha256[:12]} in {here.dtype}); use the model and the precision.compute it was trained "
-            f"with{otherwise}",
+            f"{path}: the adapter was trained on another base (weights {saved}, here {here}); use the model, the "
+            f"precision.compute and the precision.frozen it was trained with{otherwise}",
             key="adapter.other-base",
         )

@@ -70,6 +70,8 @@ def _lines(report: MergeReport) -> Iterator[str]:
         yield f"base        {report.base}: its weights are those that the adapter was trained on"
     else:
         yield f"base        {report.base}: cannot be checked, as the adapter has no {BASE_FILE} with its base's hash"
+    if report.frozen is not None:
+        yield f"            experts as {report.frozen} keeps them, which the adapter was trained on"
     lora = report.plan.lora
     yield f"            r {lora.r}, scaling {lora.scaling:g}, {len(report.plan.targets):,} adapted weights"
     layers: dict[str, list[Target]] = {}

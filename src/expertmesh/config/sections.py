@@ -16,6 +16,7 @@ from expertmesh.config.base import Listed, Section, refuse
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Dtype = Literal["float32", "bfloat16", "float64"]
+OptimizerName = Literal["adamw", "adamw_8bit", "sgd"]
 BYTES_OF = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -119,19 +120,19 @@ class OptimConfig(Section):
     section: ClassVar[str] = "optim"
     _OF_ADAMW: ClassVar[tuple[str, ...]] = ("betas", "eps", "stochastic_rounding")
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """AdamW, or plain stochastic gradient descent (no momentum)."""
+    name: OptimizerName = "adamw"
+    """AdamW, AdamW with moments in 8 bits, or plain stochastic gradient descent (no momentum)."""
     learning_rate: float = Field(default=1e-5, gt=0)
     """Peak learning rate, reached at the end of the warm-up."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Weight decay: decoupled for adamw, an L2 term for sgd."""
+    """Weight decay: decoupled, but an L2 term for sgd."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """Decay rates of AdamW's two moments; not for sgd."""
     eps: float = Field(default=1e-8, gt=0)
     """AdamW's denominator term; not for sgd."""
     stochastic_rounding: bool = False
     """Round bfloat16 parameters and moments up or down by chance, so that small updates count on average instead of
-    being lost; needs precision.params bfloat16 and adamw."""
+    being lost; needs precision.params bfloat16; not for sgd."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global 2-norm; null does not clip."""
 
@@ -150,7 +151,7 @@ class OptimConfig(Section):
     @model_serializer(mode="wrap")
     def _without_what_does_nothing(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
         values = serialize(self)
-        return {k: v for k, v in values.items() if self.name == "adamw" or k not in self._OF_ADAMW}
+        return {k: v for k, v in values.items() if self.name != "sgd" or k not in self._OF_ADAMW}
 
 
 class ScheduleConfig(Section):

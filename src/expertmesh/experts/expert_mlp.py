@@ -37,7 +37,7 @@ from expertmesh.state.packed import PackedTensor
 # Rows of a grouped product must be multiples of 16 bytes, so a rank is padded with zeros to a multiple of this.
 _RANK_MULTIPLE = 8
 # Of packed weights, so many elements are dequantised together, but one expert's at least.
-_DEQUANTISED_ELEMENTS = 1 << 22
+DEQUANTISED_ELEMENTS = 1 << 22
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:
@@ -236,7 +236,7 @@ def _by_weight(
         return out
     out = x_PK.new_empty(x_PK.shape[0], weight.shape[1 if turned else 2])
     start, ends = 0, end_L.tolist()
-    together = max(1, _DEQUANTISED_ELEMENTS // weight.shape[1:].numel())
+    together = max(1, DEQUANTISED_ELEMENTS // weight.shape[1:].numel())
     for first in range(0, len(ends), together):
         last = min(first + together, len(ends))
         if ends[last - 1] > start:

@@ -17,7 +17,7 @@ from expertmesh.adapters.plan import AdapterPlan, plan_adapters
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
 from expertmesh.export.deltas import Deltas, MergedValues
-from expertmesh.export.merge_base import base_model, check_base, companions, take_layout
+from expertmesh.export.merge_base import base_model, check_base, companions, take_layout, trained_base
 from expertmesh.export.merge_check import Compared, check_copies, compare_sample
 from expertmesh.io.directory import check_target
 from expertmesh.io.safetensors_reader import open_weight_files
@@ -29,6 +29,7 @@ from expertmesh.weights.save import SavedDtype, SaveReport, save_values
 @dataclass(frozen=True, slots=True)
 class MergeReport:
     """`base` is its directory; `base_checked`: the adapter said which weights it was trained on, and these are they.
+    `frozen`: the format that its experts were quantised to for training; they are merged as that keeps them.
 
     `unused[weight]` are the experts of an adapted weight whose B is all zero: nothing was added to them.
     """
@@ -36,6 +37,7 @@ class MergeReport:
     plan: AdapterPlan
     base: Path
     base_checked: bool
+    frozen: str | None
     saved: SaveReport
     unused: dict[str, tuple[int, ...]]
     compared: Compared
@@ -73,8 +75,9 @@ def merge(
         load = plan_load(model, files)
         deltas = Deltas(plan, factors)
         check_copies(load, files)
-        checked = check_base(adapter, model, load, files, trust_remote_code)
         take_layout(model, load, files)
+        load, frozen = trained_base(adapter, model, load)
+        checked = check_base(adapter, model, load, files, trust_remote_code)
         saved = save_values(
             model,
             target,
@@ -88,4 +91,4 @@ def merge(
         except BaseException:
             shutil.rmtree(saved.directory, ignore_errors=True)  # nothing that was not compared stays
             raise
-    return MergeReport(plan, directory, checked, saved, deltas.unused, compared, time.monotonic() - started)
+    return MergeReport(plan, directory, checked, frozen, saved, deltas.unused, compared, time.monotonic() - started)

@@ -15,9 +15,11 @@ from expertmesh.adapters.peft_format import BASE_FILE, CONFIG_FILE
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.export.merge_check import base_hash
 from expertmesh.io.safetensors_reader import INDEX_FILE, WeightFiles
+from expertmesh.parallel.groups import attach_formats
 from expertmesh.weights.companions import CopiedFiles
 from expertmesh.weights.mapping import LoadPlan, unique_tensors
 from expertmesh.weights.meta_model import DATA_FILES, build_meta_model, give_dtypes, read_model_config
+from expertmesh.weights.quantised.resident import kept_plan
 from expertmesh.weights.source import remember_files
 
 _NOT_COPIED = {"config.json", INDEX_FILE, CONFIG_FILE, BASE_FILE}
@@ -50,6 +52,17 @@ def base_model(
     return model, directory
 
 
+def trained_base(adapter: Path, model: PreTrainedModel, load: LoadPlan) -> tuple[LoadPlan, str | None]:
+    """The values that the adapter was trained on: those of `load`, with experts rounded to the format in which they
+    were frozen, if the adapter says one.
+    """
+    path = adapter / BASE_FILE
+    frozen = read_base(path, path.read_bytes()).frozen if path.exists() else None
+    if frozen is not None:
+        attach_formats(model, frozen)
+    return kept_plan(model, load), frozen
+
+
 def check_base(
     adapter: Path, model: PreTrainedModel, load: LoadPlan, files: WeightFiles, trust_remote_code: bool
 ) -> bool:
@@ -67,8 +80,8 @@ def check_base(
     here = base_hash(unique_tensors(as_trained), load, files)
     if here != trained_on.sha256:
         raise IntegrityError(
-            f"{path}: the adapter was trained on another base (weights {trained_on.sha256[:12]} in {trained_on.dtype}) "
-            f"than {files.directory} ({here[:12]}); give --base the one it was trained on",
+            f"{path}: the adapter was trained on another base (weights {trained_on}) than "
+            f"{files.directory} ({here[:12]}); give --base the one it was trained on",
             key="adapter.other-base",
         )
     return True

@@ -19,13 +19,12 @@ from expertmesh.adapters.peft_format import file_keys
 from expertmesh.config.errors import IntegrityError
 from expertmesh.export.deltas import Deltas
 from expertmesh.io.boxes import Box, blocks, extents, full_box
-from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, open_weight_files
+from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
 from expertmesh.weights.audit import LibraryFiles
 from expertmesh.weights.content import element_sum, joined_hash
-from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.lazy import LazyTensor, Rounded
 from expertmesh.weights.load import differing_copies, named_source
-from expertmesh.weights.mapping import LoadPlan, plan_load
-from expertmesh.weights.quantised.tensor import QuantisedTensor
+from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, plan_load
 from expertmesh.weights.reading import read_box
 
 _BLOCK_ELEMENTS = 1 << 22
@@ -106,7 +105,7 @@ def compare_sample(
 def _read_in_blocks(lazy: LazyTensor, files: WeightFiles, dtype: torch.dtype) -> Iterator[tuple[Box, Tensor]]:
     whole = full_box(lazy.shape)
     # What is computed from others would be computed anew for every block.
-    computed = not all(isinstance(piece.leaf, (FileTensor, QuantisedTensor)) for piece in lazy.pieces)
+    computed = not all(isinstance(piece.leaf, (*FILE_LEAVES, Rounded)) for piece in lazy.pieces)
     for part in [whole] if computed else blocks(whole, _BLOCK_ELEMENTS):
         values = torch.empty(extents(part), dtype=dtype)
         read_box(lazy, part, values, files.read)

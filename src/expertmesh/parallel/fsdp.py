@@ -56,7 +56,7 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
     _shard_groups(model, plan, mesh)
     model.register_forward_hook(_reshard_without_backward)
     _prefetch(model, anatomy, tensor)
-    attach(model, mesh=mesh, tensor_plan=plan.tensor, balance=plan.balance)
+    attach(model, mesh=mesh, tensor_plan=plan.tensor, balance=plan.balance, frozen_formats=plan.packed)
     split_blocks(model, plan.anatomy, mesh)
     split_attention(model, [block for block in decoder_blocks(plan.anatomy) if block in anatomy.blocks], mesh)
 

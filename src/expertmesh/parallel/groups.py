@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec, is_adapter, is_inside
+from expertmesh.anatomy import Anatomy, ExpertsSpec, describe, is_adapter, is_inside
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.experts.module_list import FusedExperts
@@ -21,7 +21,7 @@ from expertmesh.parallel.refusals import adapter_shard_dim, expert_shard_dim
 from expertmesh.parallel.tensor_plan import TensorPlan
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.packed_format import PackedFormat, quantised_format
-from expertmesh.state.sharded_model import sharded
+from expertmesh.state.sharded_model import attach, sharded
 
 View = Literal["dense", "dense_tp", "expert"]
 
@@ -149,7 +149,7 @@ def plan_frozen(
         return {}
     formats: dict[str, PackedFormat] = {}
     for spec in anatomy.experts:
-        formats |= _published(model, spec) if frozen == "as_published" else _quantised(model, spec, frozen)
+        formats |= _published(model, spec) if frozen == "as_published" else quantised_formats(model, spec, frozen)
     for name in formats:
         if model.get_parameter(name).requires_grad:
             raise _refused(frozen, f"{name} trains; add lora, or set precision.frozen to null")
@@ -160,6 +160,13 @@ def plan_frozen(
                 "at which ep * efsdp divides the number of experts",
             )
     return formats
+
+
+def attach_formats(model: nn.Module, frozen: str) -> None:
+    """Remember on a model, maybe on meta, which of its weights training has quantised to `frozen`."""
+    specs = describe(model).experts
+    formats = {name: kind for spec in specs for name, kind in quantised_formats(model, spec, frozen).items()}
+    attach(model, frozen_formats=formats)
 
 
 def pack_frozen(model: nn.Module, formats: Mapping[str, PackedFormat]) -> None:
@@ -187,7 +194,8 @@ def _published(model: nn.Module, spec: ExpertsSpec) -> dict[str, PackedFormat]:
     }
 
 
-def _quantised(model: nn.Module, spec: ExpertsSpec, frozen: str) -> dict[str, PackedFormat]:
+def quantised_formats(model: nn.Module, spec: ExpertsSpec, frozen: str) -> dict[str, PackedFormat]:
+    """Those of one experts module whose weights are quantised to `frozen`; `InputError` where they cannot be."""
     if spec.flat_gate is not None or isinstance(model.get_submodule(spec.name), FusedExperts):
         raise _refused(frozen, f"{spec.name} does not hold its experts as one stack of matrices")
     formats = {}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from expertmesh.config.sections import BYTES_OF
+from expertmesh.experts.expert_mlp import DEQUANTISED_ELEMENTS
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning.model_figures import Block, Experts, GroupBytes, ModelFigures, group_bytes
 from expertmesh.planning.stages import Workload
@@ -199,8 +200,8 @@ class _Experts:
         copied = reducing if self.sharding.gloo and efsdp > 1 else 0.0
         return ExpertsMemory(
             saved=self.saved(),
-            gathered=self.here(self.compute) if self.gathers else 0.0,
-            buffered=self.here(self.compute) if efsdp > 1 else 0.0,
+            gathered=self.gathered() if self.gathers else 0.0,
+            buffered=self.gathered() if efsdp > 1 else 0.0,
             forward=self.forward(),
             backward=self.backward(),
             reduced=max(gradients + reducing, reducing + copied + reducing / efsdp),
@@ -210,6 +211,19 @@ class _Experts:
     def here(self, width: int, *, trains: bool | None = None) -> float:
         """A rank's experts with `width` bytes per element."""
         return self.experts.elements(trains) * self.spec.num_experts / self.sharding.ep * width
+
+    def gathered(self) -> float:
+        """A rank's experts as FSDP2 gathers them."""
+        return self.experts.gathered(self.compute) * self.spec.num_experts / self.sharding.ep
+
+    def dequantised(self) -> float:
+        """What a few packed experts are while their values are looked up: codes, int32 indices, fp32 values."""
+        packed = [matrix.elements for matrix in self.experts.matrices if matrix.packed]
+        if not packed:
+            return 0.0
+        here = self.spec.num_experts / self.sharding.ep
+        together = 1 if self.experts.looped else max(1, DEQUANTISED_ELEMENTS // max(packed))
+        return min(here, together) * max(packed) * (0.5 + 2 + 4)
 
     def saved(self) -> float:
         """expert_mlp.py saves rows, pre-activations and indices; dispatch.py the indices of the way back."""
@@ -228,8 +242,8 @@ class _Experts:
     def forward(self) -> float:
         """On top of what is saved."""
         if self.experts.looped:
-            return self.rows_RH * (1 + 4 / self.compute)
-        return self.pairs_PI + self.pairs_PH + self.rows_RH
+            return self.rows_RH * (1 + 4 / self.compute) + self.dequantised()
+        return self.pairs_PI + self.pairs_PH + max(self.rows_RH, self.dequantised())
 
     def backward(self) -> float:
         """The largest of three moments, on top of what is saved."""
@@ -238,7 +252,7 @@ class _Experts:
         parts = part * spec.intermediate_size * (4 * self.compute + 4)
         here = spec.num_experts / self.sharding.ep
         up, down = (here * size * spec.hidden_size for size in (experts.width, spec.intermediate_size))
-        trains = any(train for _, train, _ in experts.matrices[:2]) and not experts.rank
+        trains = any(each.trains for each in experts.matrices[:2]) and not experts.rank
         # Weights that FSDP2 does not gather are cast in the forward, and their gradients cast back.
         cast = self.master != self.compute and not self.gathers and not experts.rank
         gradient = (self.compute + (self.master if cast else 0)) if trains else 0
@@ -246,12 +260,12 @@ class _Experts:
         if experts.looped:
             one = 3 / here
             looped = self.rows_RH + 4 * routed.rows * spec.hidden_size + one * (self.pairs_PH + self.pairs_PI)
-            return looped + (up + down) * stays
-        weight = self.compute if cast else 0
+            return looped + (up + down) * stays + self.dequantised()
+        weight, values = self.compute if cast else 0, self.dequantised()
         rows, pairs = self.rows_RH, self.pairs_PH
         down_stays, up_stays = (stays * down, up * stays) if trains else (0, 0)
         return max(
-            rows + pairs + self.pairs_PI + max(parts, down * max(gradient, weight)),
+            rows + pairs + self.pairs_PI + max(parts, down * max(gradient, weight), values),
             rows + down_stays + pairs + up * gradient,
-            rows + down_stays + up_stays + pairs + max(rows, up * weight),
+            rows + down_stays + up_stays + pairs + max(rows, up * weight, values),
         )

@@ -7,12 +7,14 @@ arithmetic on it.
 from dataclasses import dataclass
 from functools import cache
 from math import comb, prod
+from typing import NamedTuple
 
 from expertmesh.anatomy import Anatomy, ExpertsSpec
 from expertmesh.config import PrecisionConfig
-from expertmesh.config.sections import BYTES_OF
+from expertmesh.config.sections import BYTES_OF, OptimizerName
 from expertmesh.planning.feasibility import Feasibility
 from expertmesh.planning.probe import BlockFigures
+from expertmesh.training.optimizers.build import moment_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,11 @@ class Weight:
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def is_split_on_last(self) -> bool:
+        """Whether tp cuts its rows."""
+        return self.split is not None and self.split == len(self.shape) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,12 +56,13 @@ class ParamGroup:
 
 @dataclass(frozen=True, slots=True)
 class GroupBytes:
-    """Of a group on one rank: shards that do not train and that do; then, in the compute dtype, gathered parameters,
-    their flat buffer and their gradients. `reduced`: elements of the buffer that is reduced.
+    """Of a group on one rank: shards that do not train and that do, what the optimizer keeps; then, in the compute
+    dtype, gathered parameters, their flat buffer and gradients. `reduced`: elements of the buffer that is reduced.
     """
 
     frozen: float
     master: float
+    moments: float
     gathered: float
     flat: float
     gradients: float
@@ -62,9 +70,9 @@ class GroupBytes:
 
 
 @cache
-def group_bytes(group: ParamGroup | None, ranks: int, tp: int) -> GroupBytes:
+def group_bytes(group: ParamGroup | None, ranks: int, tp: int, optimizer: OptimizerName = "adamw") -> GroupBytes:
     """For `ranks` of fsdp and cp together."""
-    totals = [0.0] * 6
+    totals = [0.0] * 7
     for weight in () if group is None else group.weights:
         # FSDP2 pads dim 0, of which tp may have taken its part, over the ranks; what tp does not split is over its too.
         split = 1 if weight.split is None else tp
@@ -73,11 +81,13 @@ def group_bytes(group: ParamGroup | None, ranks: int, tp: int) -> GroupBytes:
         rows = first // split if weight.split == 0 else first
         shard = -(-rows // over) * prod(others) / (split if weight.split else 1)
         totals[1 if weight.trains else 0] += shard * weight.bytes
-        totals[2] += gathered * weight.compute
-        totals[3] += shard * over * weight.compute if over > 1 else 0
+        totals[3] += gathered * weight.compute
+        totals[4] += shard * over * weight.compute if over > 1 else 0
         if weight.trains:
-            totals[4] += gathered * weight.compute
-            totals[5] += shard * over
+            cut = tp if weight.is_split_on_last else 1
+            totals[2] += moment_bytes(optimizer, weight.shape, weight.bytes, shard, cut)
+            totals[5] += gathered * weight.compute
+            totals[6] += shard * over
     return GroupBytes(*totals)
 
 
@@ -126,21 +136,41 @@ def rows_per_token(router: TopKRouter, ranks: int) -> float:
     return ranks * used
 
 
+class ExpertWeight(NamedTuple):
+    """One parameter of routed experts, of all of them together; `elements` are of one expert, `bytes` per element as
+    stored; `packed`: it is gathered like that, too.
+    """
+
+    shape: tuple[int, ...]
+    elements: int
+    trains: bool
+    bytes: float
+    is_adapter_a: bool
+    packed: bool = False
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Experts:
-    """The routed experts of one block. `matrices` are per expert: (elements, trains, bytes as stored). `rank`: of their
-    adapters, 0 without.
-    """
+    """The routed experts of one block, `rank` that of their adapters, 0 without."""
 
     spec: ExpertsSpec
     router: TopKRouter
-    matrices: tuple[tuple[int, bool, int], ...]
+    matrices: tuple[ExpertWeight, ...]
     looped: bool
     rank: int
 
     def elements(self, trains: bool | None = None) -> int:
         """Of one expert; of what trains or does not, if asked so."""
-        return sum(size for size, train, _ in self.matrices if trains in (None, train))
+        return sum(each.elements for each in self.matrices if trains in (None, each.trains))
+
+    def gathered(self, compute: int) -> float:
+        """Bytes of one expert for computing in a dtype of `compute` bytes: those of its codes, where it is packed."""
+        return sum(each.elements * (each.bytes if each.packed else compute) for each in self.matrices)
+
+    @property
+    def packed(self) -> int:
+        """Elements of one expert that are dequantised for each use."""
+        return sum(each.elements for each in self.matrices if each.packed)
 
     @property
     def width(self) -> int:

@@ -21,6 +21,7 @@ from expertmesh.planning.feasibility import Feasibility
 from expertmesh.planning.model_figures import (
     Block,
     Experts,
+    ExpertWeight,
     ModelFigures,
     ParamGroup,
     TensorParallelParts,
@@ -115,7 +116,7 @@ class _Reader:
     ) -> None:
         self.model, self.fp32, self.lora, self.tensor_plan = model, fp32, lora, tensor_plan
         self.master, self.width, _ = plan.dtypes
-        self.backends = plan.compute
+        self.backends, self.packed = plan.compute, plan.packed
         self.specs = {spec.name: spec for spec in plan.anatomy.experts}
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.split_dims = {
@@ -176,11 +177,20 @@ class _Reader:
         return Experts(
             spec=spec,
             router=TopKRouter(spec.num_experts, spec.top_k, *((groups, best) if limited else ())),
-            matrices=tuple(
-                (p.numel() // spec.num_experts, p.requires_grad, self._stored(name).itemsize) for name, p in own.items()
-            ),
+            matrices=tuple(self._expert_weight(spec, name, parameter) for name, parameter in own.items()),
             looped=self.backends[spec.name] == "loop",
             rank=self.lora.r if self.lora is not None and any(map(is_adapter, own)) else 0,
+        )
+
+    def _expert_weight(self, spec: ExpertsSpec, leaf: str, parameter: nn.Parameter) -> ExpertWeight:
+        elements, kind = parameter.numel() // spec.num_experts, self.packed.get(f"{spec.name}.{leaf}")
+        return ExpertWeight(
+            shape=tuple(parameter.shape),
+            elements=elements,
+            trains=parameter.requires_grad,
+            bytes=self._stored(leaf).itemsize if kind is None else kind.bytes / elements,
+            is_adapter_a=is_adapter(leaf) and leaf.endswith("A"),
+            packed=kind is not None,
         )
 
     def _weight(self, name: str) -> Weight:

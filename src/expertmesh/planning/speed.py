@@ -18,6 +18,8 @@ from expertmesh.planning.traffic import Transfer, traffic_of
 
 # Operations of one expert layer, forward and backward, counted in benchmarks/planning.py.
 EXPERT_OPERATIONS = (75, 60)
+# Bytes read and written for each packed weight: code, index, fp32 value looked up, scaled and cast (packed_format.py).
+DEQUANTISING = 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ def speed_of(workload: Workload, devices: Devices) -> Speed:
     }
     # All others wait for the pp rank whose micro-batch takes longest.
     stage = max(each, key=lambda stage: each[stage].seconds)
-    slowest = each[stage]
+    slowest, state = each[stage], resident_state(model, layout, stage, workload.optimizer)
     tokens = batch.rows * times * model.length * layout.data_ranks
     return Speed(
         products=times * slowest.products,
@@ -86,8 +88,8 @@ def speed_of(workload: Workload, devices: Devices) -> Speed:
         memory=times * slowest.memory,
         host=times * slowest.host,
         head=times * slowest.head,
-        # AdamW reads parameter, gradient and moments and writes all but the gradient; the norm reads gradients once.
-        optimizer=8 * resident_state(model, layout, stage).master / rates.bandwidth,
+        # Parameters and moments are read and written, gradients read twice: by the norm as well.
+        optimizer=(4 * state.master + 2 * state.moments) / rates.bandwidth,
         links=tuple(_links(workload, stage, devices, times * slowest.of_blocks)),
         bubble=(layout.pp - 1) / (layout.pp_virtual_stages * times),
         tokens=tokens,
@@ -199,7 +201,9 @@ def _expert_seconds(
     hidden, inner = spec.hidden_size * compute, spec.intermediate_size * compute
     travelling = (3 * routed.sent + 2 * routed.rows) * hidden
     pairs = routed.pairs * (3 * hidden + 2 * experts.width * compute + 4 * inner)
-    return max(2 * elements * routed.pairs / rates.experts, reading), (travelling + pairs) / rates.bandwidth
+    dequantising = experts.packed * spec.num_experts / ep * DEQUANTISING / rates.bandwidth
+    products = max(2 * elements * routed.pairs / rates.experts, reading) + dequantising
+    return products, (travelling + pairs) / rates.bandwidth
 
 
 def _head_seconds(model: ModelFigures, tokens: float, rates: _Rates) -> float:

@@ -14,7 +14,8 @@ from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning.memory import CHUNK_TOKENS
 from expertmesh.planning.model_figures import Block, Experts, ModelFigures, group_bytes
-from expertmesh.planning.stages import PipelineRank, Workload, prefetches
+from expertmesh.planning.stages import PipelineRank, Workload, parts_of_last_dim, prefetches
+from expertmesh.training.optimizers.blocks import is_quantised, scale_shape
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
@@ -60,6 +61,8 @@ def traffic_of(workload: Workload, stage: int = 0) -> tuple[Transfer, ...]:
     found += _of_experts(model, rank, layout, times)
     found += _extra_gathers(model, rank, layout, times)
     found.append(Transfer("replicate", "all_reduce", calls, reduced, layout.replicate, True))
+    if workload.optimizer == "adamw_8bit":
+        found += _of_shared_blocks(rank, layout)
     return _summed(found)
 
 
@@ -71,6 +74,25 @@ def _summed(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
             key = (each.axis, each.kind, each.prefetched)
             found[key] = found[key].plus(each) if key in found else each
     return tuple(found.values())
+
+
+def _of_shared_blocks(rank: PipelineRank, layout: Layout) -> Iterator[Transfer]:
+    """Largest magnitudes of the blocks of both moments, where ranks hold parts of the same rows."""
+    over = layout.fsdp * layout.cp
+    for group, times in rank.groups:
+        for weight in group.weights:
+            if weight.trains and weight.is_split_on_last and is_quantised(weight.shape):
+                size = 2 * 4 * -(-weight.shape[0] // over) * scale_shape(weight.shape)[-1]
+                yield Transfer("tp", "all_reduce", 2 * times, times * size, layout.tp)
+    for block, times in rank.blocks:
+        if (experts := block.experts) is None:
+            continue
+        for matrix in experts.matrices:
+            parts = parts_of_last_dim(experts, matrix, layout)
+            if matrix.trains and parts > 1 and is_quantised(matrix.shape):
+                rows = matrix.elements // matrix.shape[-1] * experts.spec.num_experts // layout.ep
+                size = 2 * 4 * rows * scale_shape(matrix.shape)[-1]
+                yield Transfer("efsdp", "all_reduce", 2 * times, times * size, parts)
 
 
 @cache
@@ -159,7 +181,7 @@ def _experts(model: ModelFigures, rank: PipelineRank) -> tuple[int, float, float
         if block.experts is not None:
             every = times * block.experts.spec.num_experts
             layers += times
-            gathered += every * block.experts.elements() * model.compute_bytes
+            gathered += every * block.experts.gathered(model.compute_bytes)
             reduced += every * block.experts.elements(trains=True) * model.reduce_bytes
     return layers, gathered, reduced
 

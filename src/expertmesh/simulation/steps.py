@@ -6,6 +6,7 @@ from torch.distributed.tensor import DTensor
 
 from expertmesh.planning.stages import Batch
 from expertmesh.planning.trackers import UsageTracker
+from expertmesh.state.packed import stored
 from expertmesh.step.forward_backward import forward_backward
 from expertmesh.step.grad_norm import clip_grad_norm_
 
@@ -40,7 +41,7 @@ def counted_steps(model: nn.Module, batch: Batch, length: int, packed: bool) -> 
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return stored(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
 
 
 def _fake_buffers(model: nn.Module) -> None:

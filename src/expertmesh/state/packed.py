@@ -13,16 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.state.packed_format import (
-    PackedFormat,
-    decode,
-    dequantise,
-    encode,
-    factors_of,
-    quantise,
-    scales_of,
-    wide_scales,
-)
+from expertmesh.state.packed_format import PackedFormat, dequantise, quantise, scales_of
 
 aten = torch.ops.aten
 
@@ -78,19 +69,6 @@ class PackedTensor(torch.Tensor):
         start, stop, _ = rows.indices(self.kind.rows)
         values = dequantise(self.packed_LB[experts], self.kind, self.dtype, slice(start, stop))
         return values[:, rest[0]] if self.kind.transposed else values[:, :, rest[1]]
-
-    def as_kept(self, values: Tensor, expert: int) -> Tensor:
-        """What whole blocks of values of one expert of this rank become by being quantised as that expert is."""
-        kind = self.kind
-        values_RC = (values.t() if kind.transposed else values).to(torch.float32).contiguous()
-        factor = None
-        if kind.factor != "none":
-            factor = factors_of(self.packed_LB[expert : expert + 1], kind)[0].to(values.device)
-        codes, scales = encode(values_RC, kind, factor)
-        rows = torch.arange(values_RC.shape[0], device=values.device) // kind.block[0]
-        wide = wide_scales(scales, kind, factor).index_select(0, rows)
-        kept = decode(codes, wide, kind.code, kind.block[1]).to(self.dtype)
-        return kept.t() if kind.transposed else kept
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
         """FSDP2 gathers the bytes of whole experts."""

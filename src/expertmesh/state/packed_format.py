@@ -145,6 +145,16 @@ def quantise(values_RC: Tensor, kind: PackedFormat) -> Tensor:
     return joined(codes_RB, scales_G, factor, kind)
 
 
+def rounded(values: Tensor, kind: PackedFormat) -> Tensor:
+    """Whole blocks of one expert's matrix (all of it, where that has a factor), as quantising leaves them, in fp32."""
+    values_RC = (values.t() if kind.transposed else values).to(torch.float32).contiguous()
+    factor = None if kind.factor == "none" else factor_of(values_RC)
+    codes_RB, scales_G = encode(values_RC, kind, factor)
+    row_R = torch.arange(len(values_RC), device=values.device) // kind.block[0]
+    kept_RC = decode(codes_RB, wide_scales(scales_G, kind, factor).index_select(0, row_R), kind.code, kind.block[1])
+    return kept_RC.t() if kind.transposed else kept_RC
+
+
 def joined(codes_RB: Tensor, scales_G: Tensor, factors: Tensor | None, kind: PackedFormat) -> Tensor:
     """One expert's codes, scales and factors as its bytes."""
     packed_B = torch.zeros(kind.bytes, dtype=torch.uint8, device=codes_RB.device)

@@ -11,13 +11,14 @@ import math
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from expertmesh.compat import StridedShard
 from expertmesh.io.boxes import Box, extents, full_box, slices
-from expertmesh.state.packed import PackedTensor, values_at
-from expertmesh.state.stage_view import is_on_other_stage, placement_of
+from expertmesh.state.packed import PackedTensor, stored, values_at
+from expertmesh.state.sharded_model import sharded
+from expertmesh.state.stage_view import is_on_other_stage, on_other_stage, placement_of
 
 
 def local_box(tensor: Tensor) -> Box:
@@ -94,6 +95,16 @@ def full_values(tensor: DTensor) -> Tensor:
     return DTensor.from_local(local.experts(0, len(local)), tensor.device_mesh, tensor.placements).full_tensor()
 
 
+def as_stored(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """`tensor`, the one of `model` by this name; of packed experts their bytes `[E, bytes]`, in the same places."""
+    kind = (sharded(model).frozen_formats or {}).get(name)
+    if kind is None:
+        return tensor
+    if not isinstance(tensor, DTensor):
+        return on_other_stage(torch.uint8, (tensor.shape[0], kind.bytes))
+    return DTensor.from_local(stored(local_tensor(tensor)), tensor.device_mesh, tensor.placements, run_check=False)
+
+
 def _sharding_order(tensor: DTensor, dim: int) -> list[int]:
     """The mesh axes that shard `dim`, outermost first: the order in which the dim is cut.
 
@@ -103,8 +114,8 @@ def _sharding_order(tensor: DTensor, dim: int) -> list[int]:
     order: list[int] = []
     for axis in reversed(range(len(tensor.placements))):
         placement = tensor.placements[axis]
-        if _shard_dim(placement) != dim:
-            assert _shard_dim(placement) is not None or isinstance(placement, Replicate), f"{placement}"
+        if shard_dim(placement) != dim:
+            assert shard_dim(placement) is not None or isinstance(placement, Replicate), f"{placement}"
         elif isinstance(placement, StridedShard):
             inside = _prefix_of_size(tensor, order, int(placement.split_factor))
             order.insert(inside, axis)
@@ -120,6 +131,7 @@ def _prefix_of_size(tensor: DTensor, order: list[int], size: int) -> int:
     raise AssertionError(f"no axes of {tensor.placements} multiply to split factor {size}")
 
 
-def _shard_dim(placement: Placement) -> int | None:
+def shard_dim(placement: Placement) -> int | None:
+    """The dim that a placement cuts, or None."""
     # _StridedShard is a subclass of Shard in some torch versions and not in others.
     return placement.dim if isinstance(placement, (Shard, StridedShard)) else None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from expertmesh.adapters.peft_format import WEIGHTS_FILE
 from expertmesh.io.boxes import slices
 from expertmesh.parallel.pipeline import pipeline_of
-from expertmesh.state.shards import local_box, local_tensor
+from expertmesh.state.shards import as_stored, local_box, local_tensor
 from expertmesh.state.stage_view import stage_names
 from expertmesh.verification.compare import gather
 from expertmesh.verification.job import Job
@@ -73,7 +73,8 @@ def _swap_experts(job: Job) -> None:
     state = job.tensors()
     for experts in expert_tensors(job.model)[-1:]:
         for name in experts.names:
-            tensor, held, box = state[name], local_tensor(state[name]), local_box(state[name])
+            tensor = as_stored(job.model, name, state[name])
+            held, box = local_tensor(tensor), local_box(tensor)
             whole = job.whole(tensor, held)
             (start, middle), (_, stop) = (experts.rows(tensor, number) for number in (0, 1))
             whole[start:stop] = torch.cat([whole[middle:stop], whole[start:middle]])

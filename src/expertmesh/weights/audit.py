@@ -26,12 +26,12 @@ from expertmesh.distributed.all_ranks import raise_on_all_ranks, sum_over_ranks
 from expertmesh.io.boxes import Box, blocks, extents, full_box, intersect, slices, volume
 from expertmesh.io.pieces import Leaf, Piece
 from expertmesh.io.safetensors_reader import FileTensor, as_bytes, open_weight_files
-from expertmesh.state.packed import PackedTensor, values_at
-from expertmesh.state.shards import local_box, local_tensor, owns_copy
+from expertmesh.state.shards import local_box, local_values, owns_copy
 from expertmesh.state.stage_view import is_on_other_stage
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.load import ExpertTensors, expert_tensors, named_source, weights_file
 from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, model_tensors, plan_load
+from expertmesh.weights.quantised.resident import kept_plan
 from expertmesh.weights.reading import bytes_needed, read_box
 
 AuditMode = Literal["sampled", "full"]
@@ -97,9 +97,9 @@ def audit_weights(
 ) -> AuditReport:
     """Compare this rank's shards of `model`, filled from `directory`, with the files, bit for bit.
 
-    In the model's dtypes: what the files hold is cast first; of `new` tensors some may be missing there. Every rank
-    calls it. Raises `IntegrityError` on all of them alike, naming file, tensor and expert, when a value differs. Issues
-    one small all-reduce on the default group; `full` another one, of 256 bytes per expert.
+    In the model's dtypes: what the files hold is cast or quantised first; of `new` tensors some may be missing there.
+    Every rank calls it. Raises `IntegrityError` on all of them alike, naming file, tensor and expert, when a value
+    differs. Issues one small all-reduce on the default group; `full` another one, of 256 bytes per expert.
     """
     started = time.monotonic()
     with raise_on_all_ranks("comparing the weights with their files"):
@@ -107,6 +107,7 @@ def audit_weights(
             plan = plan_load(model, files, new)
         auditor = _Auditor(plan, model_tensors(model), expert_tensors(model))
         auditor.check_numbers()
+        auditor.plan = kept_plan(model, plan)
         hashed = auditor.full() if mode == "full" else auditor.sample()
     total_bytes, experts = (0, ()) if hashed is None else _joined(hashed, auditor.bytes)
     seconds = time.monotonic() - started
@@ -200,17 +201,11 @@ class _Auditor:
 
     def _compare(self, name: str, parts: Sequence[tuple[LazyTensor, Box]]) -> None:
         """Compare boxes of a shard with their values in the files; one wait for the device for all of them."""
-        local, box = local_tensor(self.state[name]), local_box(self.state[name])
-        if isinstance(local, PackedTensor) and _is_quantised(local):
-            # Codes are those of whole blocks, which pieces of files may share.
-            parts = [(self.plan.tensors[name], (part[0], *local.kind.whole_blocks(part[1:]))) for _, part in parts]
-        held = torch.cat([values_at(local, slices(part, box)).reshape(-1) for _, part in parts]).cpu()
+        held = torch.cat([local_values(self.state[name], part).reshape(-1) for _, part in parts]).cpu()
         expected = torch.empty_like(held)
         runs = expected.split([volume(part) for _, part in parts])
         for (lazy, part), run in zip(parts, runs, strict=True):
-            values = torch.empty(extents(part), dtype=lazy.dtype) if _is_quantised(local) else run.view(extents(part))
-            read_box(lazy, part, values, self.files)
-            run.copy_(_as_held(local, values, part[0][0] - box[0][0]).reshape(-1))
+            read_box(lazy, part, run.view(extents(part)), self.files)
         self._equal(name, held, expected, [part for _, part in parts])
 
     def _module(self, experts: ExpertTensors) -> HashedExperts:
@@ -235,10 +230,8 @@ class _Auditor:
             if digest is not None:
                 digest.update(as_bytes(values).numpy().data)
             if own is not None:
-                local = local_tensor(tensor)
-                held = values_at(local, slices(own, box)).cpu().reshape(-1)
-                expected = _as_held(local, values[slices(own, read)], own[0][0] - box[0][0])
-                self._equal(name, held, expected.to(held.dtype).reshape(-1), [own])
+                held = local_values(tensor, own).cpu().reshape(-1)
+                self._equal(name, held, values[slices(own, read)].to(held.dtype).reshape(-1), [own])
         return "" if digest is None else digest.hexdigest()
 
     def _equal(self, name: str, held: Tensor, expected: Tensor, parts: Sequence[Box]) -> None:
@@ -262,18 +255,6 @@ class _Auditor:
             "and report this as a bug",
             key="weights.loaded-wrongly",
         )
-
-
-def _is_quantised(local: Tensor) -> bool:
-    """Whether a local tensor holds codes that are not the files' own."""
-    return isinstance(local, PackedTensor) and not local.kind.published
-
-
-def _as_held(local: Tensor, values: Tensor, expert: int) -> Tensor:
-    """Values of the files as the rank holds them: of experts quantised at load, those of whole blocks of one."""
-    if isinstance(local, PackedTensor) and _is_quantised(local):
-        return local.as_kept(values[0], expert)
-    return values
 
 
 def _samples(

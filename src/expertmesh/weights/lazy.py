@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from expertmesh.io.boxes import full_box, intersect, volume
+from expertmesh.io.boxes import Box, full_box, intersect, volume
 from expertmesh.io.pieces import Leaf, Piece
+from expertmesh.state.packed_format import PackedFormat
 
 aten = torch.ops.aten
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
@@ -72,7 +73,7 @@ class LazyTensor(torch.Tensor):
         """The leaves with values (files' or the model's tensors), also those behind other leaves."""
         found: dict[int, Leaf] = {}
         for piece in self.pieces:
-            inner = piece.leaf.inputs() if isinstance(piece.leaf, (Reshaped, Computed)) else None
+            inner = piece.leaf.inputs() if isinstance(piece.leaf, (Reshaped, Computed, Rounded)) else None
             for leaf in [piece.leaf] if inner is None else [leaf for lazy in inner for leaf in lazy.leaves()]:
                 found[id(leaf)] = leaf
         return list(found.values())
@@ -95,6 +96,43 @@ class Reshaped:
 
     def inputs(self) -> list[LazyTensor]:
         return [self.lazy]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rounded:
+    """One expert's matrix of a lazy tensor `[E, ...]`, as quantising it to `kind` leaves it, in fp32."""
+
+    lazy: LazyTensor
+    expert: int
+    kind: PackedFormat
+
+    @property
+    def name(self) -> str:
+        return f"expert {self.expert} of {self.lazy!r}, rounded to {self.kind.name}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.kind.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def inputs(self) -> list[LazyTensor]:
+        return [self.lazy]
+
+    def inner(self, box: Box) -> Box:
+        """The box of the lazy tensor that `box` needs: whole blocks, or all of the matrix, if that has a factor."""
+        whole = full_box(self.shape) if self.kind.factor != "none" else self.kind.whole_blocks(box)
+        return ((self.expert, self.expert + 1), *whole)
+
+
+def rounded_experts(lazy: LazyTensor, kind: PackedFormat) -> LazyTensor:
+    """`lazy` `[E, ...]` as it is kept when each of its experts is quantised to `kind`."""
+    box = full_box(kind.shape)
+    leaves = (Rounded(lazy, expert, kind) for expert in range(lazy.shape[0]))
+    pieces = [Piece(((leaf.expert, leaf.expert + 1), *box), leaf, box, (None, 0, 1)) for leaf in leaves]
+    return LazyTensor(lazy.shape, torch.float32, pieces)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

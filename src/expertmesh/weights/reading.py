@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from expertmesh.io.boxes import Box, blocks, extents, full_box, intersect, slices, volume
 from expertmesh.io.pieces import Leaf, Piece
 from expertmesh.state.packed import PackedTensor
-from expertmesh.state.packed_format import quantise
-from expertmesh.weights.lazy import Call, Computed, LazyTensor, Reshaped
+from expertmesh.state.packed_format import quantise, rounded
+from expertmesh.weights.lazy import Call, Computed, LazyTensor, Reshaped, Rounded
 from expertmesh.weights.quantised.resident import published_bytes
 from expertmesh.weights.quantised.tensor import QuantisedTensor, stored_bytes
 
@@ -50,6 +50,8 @@ def bytes_needed(lazy: LazyTensor, box: Box) -> int:
         if isinstance(piece.leaf, Reshaped):
             inner, _ = _widened(piece.leaf, piece.crop(common).source)
             total += bytes_needed(piece.leaf.lazy, inner)
+        elif isinstance(piece.leaf, Rounded):
+            total += bytes_needed(piece.leaf.lazy, piece.leaf.inner(piece.crop(common).source))
         elif isinstance(piece.leaf, QuantisedTensor):
             total += stored_bytes(piece.leaf, piece.crop(common).source)
         elif isinstance(piece.leaf, Computed):
@@ -83,6 +85,11 @@ class _Reader:
             out.copy_(self.evaluated[id(leaf.call)][leaf.index][slices(box)])
         elif isinstance(leaf, Reshaped):
             self._reshaped(leaf, box, out)
+        elif isinstance(leaf, Rounded):
+            inner = leaf.inner(box)
+            values = torch.empty(extents(inner), dtype=leaf.lazy.dtype)
+            self.read(leaf.lazy, inner, values)
+            out.copy_(rounded(values[0], leaf.kind)[slices(box, inner[1:])])
         elif isinstance(leaf, QuantisedTensor):
             out.copy_(leaf.read(box, self.fetch))
         else:

@@ -21,7 +21,7 @@ def read_figures(options: PlanOptions, lora: LoraConfig | None) -> tuple[PreTrai
     """
     config, directory = read_model_config(options.model, trust_remote_code=options.trust_remote_code, weights=False)
     refuse_length("--seq-len", options.seq_len, config)
-    precision = PrecisionConfig(params=options.params, compute=options.compute)
+    precision = PrecisionConfig(params=options.params, compute=options.compute, frozen=options.frozen)
     built = ModelOptions(precision, lora, trust_remote_code=options.trust_remote_code, name=options.model)
     model = build_model(config, directory, built)
     why_unpacked = None if options.no_packing else packing_refusal(model)

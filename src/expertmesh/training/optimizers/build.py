@@ -1,30 +1,49 @@
 """The optimizer and the learning rate over optimizer steps: torch's own, or one of this package, on DTensors."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from expertmesh.config import OptimConfig, ScheduleConfig
+from expertmesh.config.sections import OptimizerName
 from expertmesh.state.stage_view import stage_parameters
-from expertmesh.training.optimizers.adamw import AdamW
+from expertmesh.training.optimizers.adamw import AdamW, AdamW8bit
+from expertmesh.training.optimizers.blocks import is_quantised, scale_shape
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, seed: int) -> torch.optim.Optimizer:
     """What the configuration asks for, over the trainable parameters. `seed` is that of stochastic rounding.
 
-    No communication: every rank updates its own shards.
+    Its `step` is to be called on every rank; what it communicates, if anything, the optimizer's class says.
     """
     trainable = {name: parameter for name, parameter in stage_parameters(model).items() if parameter.requires_grad}
     rate, decay = config.learning_rate, config.weight_decay
     if config.name == "sgd":
         return torch.optim.SGD(trainable.values(), lr=rate, weight_decay=decay)
-    if config.stochastic_rounding:
-        return AdamW(trainable.items(), lr=rate, betas=config.betas, eps=config.eps, weight_decay=decay, seed=seed)
-    return torch.optim.AdamW(
-        trainable.values(), lr=rate, betas=config.betas, eps=config.eps, weight_decay=decay, fused=True
-    )
+    adamw: dict[str, Any] = {"lr": rate, "betas": config.betas, "eps": config.eps, "weight_decay": decay}
+    if config.name == "adamw" and not config.stochastic_rounding:
+        return torch.optim.AdamW(trainable.values(), **adamw, fused=True)
+    own = AdamW if config.name == "adamw" else AdamW8bit
+    return own(trainable.items(), **adamw, stochastic_rounding=config.stochastic_rounding, seed=seed)
+
+
+def moment_bytes(
+    optimizer: OptimizerName, shape: Sequence[int], width: int, here: float | None = None, cut: int = 1
+) -> float:
+    """What an optimizer keeps of a parameter of `shape`, stored in `width` bytes an element, but for counts of steps.
+
+    `here`: of so many elements of it, in rows that are one of `cut` parts of the whole ones.
+    """
+    here = math.prod(shape) if here is None else here
+    if optimizer == "sgd":
+        return 0.0
+    if optimizer == "adamw_8bit" and is_quantised(shape):
+        return 2 * (here + 4 * here * cut / shape[-1] * scale_shape(shape)[-1])
+    return 2 * here * width
 
 
 def build_schedule(

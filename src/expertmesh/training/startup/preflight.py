@@ -6,6 +6,7 @@ functions. Reads config.json and file headers at most.
 """
 
 import importlib.util
+import math
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from expertmesh.config import Config
 from expertmesh.config.errors import InputError
 from expertmesh.data import load_tokenizer
 from expertmesh.io.directory import require_space
+from expertmesh.training.optimizers.build import moment_bytes
 from expertmesh.training.startup.model_check import Checked, check_model
 from expertmesh.training.startup.output_dir import refuse_output_dir
 from expertmesh.weights.meta_model import read_model_config
@@ -52,14 +54,15 @@ def refuse_config(config: Config) -> None:
 
 def refuse_disk(config: Config, model: nn.Module) -> None:
     """Refuse a disk that has no room for the result and, where the run saves some, for one checkpoint."""
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    size = trained * getattr(torch, config.precision.params).itemsize
+    width = getattr(torch, config.precision.params).itemsize
+    trained = [parameter.shape for parameter in model.parameters() if parameter.requires_grad]
+    size = sum(shape.numel() for shape in trained) * width
     saves = config.checkpoint.every_steps is not None or config.checkpoint.every_minutes is not None
-    moments = 2 if config.optim.name == "adamw" else 0
+    moments = sum(moment_bytes(config.optim.name, shape, width) for shape in trained)
     directory = Path(config.output_dir).absolute()
     while not directory.exists():
         directory = directory.parent
-    require_space(directory, size * (2 + moments if saves else 1))
+    require_space(directory, 2 * size + math.ceil(moments) if saves else size)
 
 
 def _refuse_local_paths(config: Config) -> None:

@@ -75,7 +75,7 @@ def _adapters(proof: Proof, job: Job, logits: Tensor, merges: bool) -> list[Chec
         if importlib.util.find_spec("peft") is None:
             read = Check.not_run(ADAPTER, "peft is not installed")
         else:
-            read = _compared(proof, ADAPTER, job, logits, lambda: _with_peft(proof, adapter))
+            read = _compared(proof, ADAPTER, job, logits, lambda: _with_peft(proof, job, adapter))
         if not merges and read.status != "not run":
             merged = Check.not_run(MERGED, "the adapter was read by PEFT")
         elif proof.setup.dropped is not None:
@@ -153,10 +153,12 @@ def _plain_model(proof: Proof, directory: Path, config: Any = None) -> Any:
     return loaded
 
 
-def _with_peft(proof: Proof, adapter: Path) -> Any:
+def _with_peft(proof: Proof, job: Job, adapter: Path) -> Any:
+    """On the base that the adapter was trained on: with experts as quantising them has left them."""
     with _quiet():
         peft: Any = importlib.import_module("peft")
     base = _plain_model(proof, proof.setup.directory, deepcopy(proof.setup.model_config))
+    unsharded.round_experts(base, job.model)
     with _quiet():
         return peft.PeftModel.from_pretrained(base, adapter)
 

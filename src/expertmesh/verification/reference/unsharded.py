@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from expertmesh.data import IGNORE
+from expertmesh.state.packed_format import rounded
+from expertmesh.state.sharded_model import sharded
 
 Sample = tuple[Tensor, Tensor]  # token ids and labels, each `[S]`
 StepT = TypeVar("StepT")
@@ -55,6 +57,20 @@ def forward(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     labels, predicting = batch.labels_BS[:, 1:], batch.labels_BS[:, 1:] != IGNORE
     wide = torch.promote_types(logits.dtype, torch.float32)
     return logits, F.cross_entropy(logits[:, :-1][predicting].to(wide), labels[predicting], reduction="none")
+
+
+def preference_loss(token_losses: Tensor, batch: Batch, reference_B: Tensor, beta: float) -> Tensor:
+    """The sum over pairs, rows 2p and 2p + 1 of `batch`, of DPO's loss (arXiv 2305.18290), in fp64; `token_losses` as
+    `forward` gives them, `reference_B` the log-probability of each row under the reference.
+    """
+    reward_B = beta * (row_log_probabilities(token_losses, batch) - reference_B)
+    return -F.logsigmoid(reward_B[0::2] - reward_B[1::2]).sum()
+
+
+def row_log_probabilities(token_losses: Tensor, batch: Batch) -> Tensor:
+    """`[B]` of the targets of each row, in fp64."""
+    counts = (batch.labels_BS[:, 1:] != IGNORE).sum(dim=1).tolist()
+    return -torch.stack([losses.double().sum() for losses in token_losses.split(counts)])
 
 
 def backward(model: Any, samples: Sequence[Sample]) -> float:
@@ -112,3 +128,12 @@ def _clip(gradients: list[Tensor], max_norm: float | None) -> float:
         for gradient in gradients:
             gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
     return norm
+
+
+@torch.no_grad()
+def round_experts(model: nn.Module, like: nn.Module) -> None:
+    """Give the experts of a plain model the values that `like`, which is sharded, keeps of them."""
+    for name, kind in (sharded(like).frozen_formats or {}).items():
+        if not kind.published:
+            for expert in model.get_parameter(name):
+                expert.copy_(rounded(expert, kind))

@@ -4,7 +4,8 @@ Files hold gate and up of each expert apart, or experts stacked; in memory their
 scales unchanged. Nothing here communicates.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,8 @@ from expertmesh.io.boxes import Box, extents, intersect
 from expertmesh.io.pieces import Piece
 from expertmesh.io.safetensors_reader import FileTensor
 from expertmesh.state.packed_format import Code, PackedFormat, joined
-from expertmesh.weights.lazy import LazyTensor
+from expertmesh.state.sharded_model import sharded
+from expertmesh.weights.lazy import LazyTensor, rounded_experts
 from expertmesh.weights.mapping import LoadPlan
 from expertmesh.weights.quantised.tensor import Encoding, QuantisedTensor
 
@@ -36,6 +38,14 @@ def published_formats(model: nn.Module, plan: LoadPlan) -> dict[str, PackedForma
     if not formats:
         raise _refused("the files hold plain weights; choose nf4, mxfp4, nvfp4 or float8")
     return formats
+
+
+def kept_plan(model: nn.Module, plan: LoadPlan) -> LoadPlan:
+    """`plan` with the values that `model` keeps, whose experts may be quantised when they are loaded."""
+    formats: Mapping[str, PackedFormat] = sharded(model).frozen_formats or {}
+    quantised = {name: kind for name, kind in formats.items() if not kind.published}
+    kept = {name: rounded_experts(plan.tensors[name], kind) for name, kind in quantised.items()}
+    return replace(plan, tensors=plan.tensors | kept)
 
 
 def published_bytes(
