@@ -30,7 +30,8 @@ def to_e2m1(values: Tensor) -> Tensor:
     size = values.abs().clamp_max_(E2M1_MAX)
     # Codes count steps of 0.5 up to 2, of 1 from there to 4, and of 2 to 6; even numbers of steps have even codes.
     upper = torch.where(size < 4, size.round().add_(2), (size / 2).round_().add_(4))
-    codes: Tensor = torch.where(size < 2, (2 * size).round_(), upper).to(torch.uint8) | values.signbit().to(torch.uint8) << 3
+    steps = torch.where(size < 2, (2 * size).round_(), upper)
+    codes = steps.to(torch.uint8) | values.signbit().to(torch.uint8) << 3
     return codes[..., ::2] | codes[..., 1::2] << 4
 
 
