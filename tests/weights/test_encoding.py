@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrai
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 import expertmesh as em
-from expertmesh.cli.options import PlainDtype, WrittenDtype
+from expertmesh.cli.options import MergedDtype, WrittenDtype
 from expertmesh.export.checkpoint import export
 from expertmesh.export.convert import convert
+from expertmesh.export.merge import merge
 from expertmesh.io.boxes import full_box, slices
 from expertmesh.io.safetensors_reader import FileTensor
 from expertmesh.state.shards import local_box, local_tensor
@@ -34,6 +35,7 @@ from expertmesh.weights.quantised.encode import Rounding, encode
 from expertmesh.weights.quantised.layouts import settings_of, stored_matrix
 from expertmesh.weights.quantised.tensor import QuantisedTensor
 from expertmesh.weights.save import save_model
+from tests.adapters.reference import random_adapter
 from tests.support.errors import refused
 from tests.support.ranks import run_ranks
 from tests.weights.published import FORMATS as PUBLISHED
@@ -351,4 +353,26 @@ def test_nibbles_in_the_other_order_turn_the_comparison_red() -> None:
 
 
 def test_the_command_line_has_the_names_that_saving_takes() -> None:
-    assert set(get_args(WrittenDtype)) == {*get_args(PlainDtype), *PACKED}
+    assert set(get_args(WrittenDtype)) == {*get_args(MergedDtype), *PACKED}
+
+
+@pytest.mark.parametrize("name", ["fp8 partial blocks", "mxfp4"])
+def test_an_adapter_is_merged_into_the_codes_of_its_base_and_what_rounding_has_left_is_told(
+    name: str, tmp_path: Path
+) -> None:
+    target = quantise(_source(tmp_path / "source", qwen3_moe(**SIZES)), tmp_path, PUBLISHED[name](), is_linear)
+    model = AutoModelForCausalLM.from_pretrained(target / "values", dtype=torch.float32)
+    random_adapter(model, tmp_path / "adapter", ["q_proj"], ["mlp.experts.down_proj"])
+    merge(tmp_path / "adapter", tmp_path / "plain", base=str(target / "quantised"), dtype="float32")
+    report = merge(tmp_path / "adapter", target / "again", base=str(target / "quantised"), dtype="as_loaded")
+    adapted = [key for key in _bytes_of(target / "quantised") if "q_proj" in key or "down_proj" in key]
+    _assert_as_before(target, tuple(adapted))
+    parameter = "model.layers.1.mlp.experts.down_proj"
+    base, merged = (_reread(directory, parameter) for directory in (target / "quantised", tmp_path / "plain"))
+    rounded = _reread(target / "again", parameter)
+    assert (rounded - merged).norm() < (0.03 if "fp8" in name else 0.15) * merged.norm()
+    left = float(((rounded - base) * (merged - base)).sum() / (merged - base).square().sum())
+    assert report.compared.left == pytest.approx(left, abs=0.1)
+    assert report.compared.left > 0.95 if "fp8" in name else 0.5 < report.compared.left < 0.9
+    with refused("config.wrong-value", naming="convert a plain result"):
+        merge(tmp_path / "adapter", tmp_path / "other", base=str(target / "quantised"), dtype="mxfp4")

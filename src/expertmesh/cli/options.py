@@ -54,7 +54,7 @@ Overrides = Annotated[
 ]
 Model = Annotated[str, Argument(metavar="MODEL", help="hub id or local directory")]
 Output = Annotated[str, Option(metavar="DIR", help="directory to write; new or empty")]
-PlainDtype = Literal["auto", "bfloat16", "float16", "float32"]
+MergedDtype = Literal["auto", "bfloat16", "float16", "float32", "as_loaded"]
 # As `save_model` takes them; a test compares the two.
 WrittenDtype = Literal["auto", "bfloat16", "float16", "float32", "as_loaded", "fp8", "int4", "mxfp4", "nvfp4"]
 Frozen = Literal["float8", "nf4", "mxfp4", "nvfp4", "as_published"]

@@ -67,13 +67,13 @@ def encode(
             changed = _decoded(leaf, box, old).to(band.dtype) != band
             same = largest_of_blocks(changed.to(torch.uint8), _block(leaf, box)) == 0
             new = {part: _mixed(leaf, box, part, same, old[part], new[part]) for part in new}
-        error = _decoded(leaf, box, new).to(band.dtype).double() - band.double()
-        rounding.error += float(error.square().sum())
-        rounding.size += float(band.double().square().sum())
+        wanted, got = (each.to(torch.float32) for each in (band, _decoded(leaf, box, new).to(band.dtype)))
+        rounding.error += float((got - wanted).square_().sum(dtype=torch.float64))
+        rounding.size += float(wanted.square().sum(dtype=torch.float64))
         rounding.blocks += same.numel()
         rounding.kept += int(same.sum())
-        for part, wanted in leaf.needed(box):
-            yield part, wanted, new[part]
+        for part, place in leaf.needed(box):
+            yield part, place, new[part]
 
 
 def _bands(leaf: QuantisedTensor) -> Iterator[Box]:

@@ -27,10 +27,11 @@ def e2m1(packed: Tensor) -> Tensor:
 
 def to_e2m1(values: Tensor) -> Tensor:
     """fp32 `[..., 2n]` -> bytes `[..., n]` of two 4-bit floats each; beyond the largest one it is that."""
-    grid = torch.tensor(_E2M1[:8])
-    middles = (grid[1:] + grid[:-1]) / 2
-    below, above = (torch.bucketize(values.abs(), middles, right=right) for right in (False, True))
-    codes: Tensor = torch.where(below % 2 == 0, below, above).to(torch.uint8) | values.signbit().to(torch.uint8) << 3
+    size = values.abs().clamp_max_(E2M1_MAX)
+    # Codes count steps of 0.5 up to 2, of 1 from there to 4, and of 2 to 6; even numbers of steps have even codes.
+    upper = torch.where(size < 4, size.round().add_(2), (size / 2).round_().add_(4))
+    steps = torch.where(size < 2, (2 * size).round_(), upper)
+    codes = steps.to(torch.uint8) | values.signbit().to(torch.uint8) << 3
     return codes[..., ::2] | codes[..., 1::2] << 4
 
 
