@@ -126,6 +126,8 @@ def _points() -> tuple[Point, ...]:
         Point("deepseek ep2 of 4, full, every 2nd block", "deepseek_v3", 4, ep(2), "full", layers=2),
         Point("qwen3 ep2 of 4, adamw_8bit", "qwen3_moe", 4, ep(2), optimizer="adamw_8bit"),
         Point("qwen3 tp2 ep2 of 4, adamw_8bit", "qwen3_moe", 4, ep(2, tp=2), optimizer="adamw_8bit"),
+        Point("qwen3 tp2 ep2 of 4, muon", "qwen3_moe", 4, ep(2, tp=2), optimizer="muon"),
+        Point("qwen3 ep2 of 4, LoRA, muon", "qwen3_moe", 4, ep(2), lora=lora, optimizer="muon"),
         Point("qwen3 ep2 of 4, LoRA, adamw_8bit", "qwen3_moe", 4, ep(2), lora=lora, optimizer="adamw_8bit"),
     )
 
@@ -201,7 +203,9 @@ def _rank(point: Point) -> dict[str, Any]:
         checkpoint_layers=point.layers,
         lora=point.lora,
     )
-    optimizer = build_optimizer(model, OptimConfig(name=point.optimizer), seed=0)
+    optimizer = build_optimizer(
+        model, OptimConfig(name=point.optimizer), seed=0, compute=getattr(torch, point.precision.compute)
+    )
     generator = torch.Generator().manual_seed(mesh.data_rank)
     shape = (point.batch.rows, LENGTH)
     ids = [torch.randint(VOCABULARY, shape, generator=generator) for _ in range(point.batch.accumulation)]

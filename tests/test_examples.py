@@ -25,6 +25,7 @@ RANKS_AND_EXPERTS = {
     "qwen3-30b-a3b": (8, 128),
     "qwen3-30b-a3b-lora": (8, 128),
     "qwen3-30b-a3b-dpo": (8, 128),
+    "qwen3-30b-a3b-qlora-24gb": (1, 128),
     "mixtral-8x7b": (16, 8),
     "deepseek-v3": (256, 256),
     "gpt-oss-20b-lora": (8, 32),

@@ -98,6 +98,8 @@ def test_what_is_not_built_yet_is_refused_with_the_value_that_turns_it_off(
         (["optim={name: sgd, eps: 1e-8}"], "optim.eps"),
         (["optim={name: sgd, stochastic_rounding: true}"], "optim.stochastic_rounding"),
         (["optim.stochastic_rounding=true"], "optim.stochastic_rounding is true"),
+        (["optim={name: adamw_8bit, momentum: 0.9}"], "optim.momentum"),
+        (["optim={name: sgd, momentum: 0.9}"], "optim.momentum"),
         (["parallel={ep: 4, fsdp: 6}"], "parallel.ep is 4"),
         (["distributed.timeout_seconds=3600"], "distributed.first_step_timeout_seconds (1800)"),
         (["moe={router: frozen, aux_loss_coef: 0.01}"], "moe.aux_loss_coef is 0.01"),
@@ -119,7 +121,7 @@ def test_impossible_combinations_are_refused_and_named(tmp_path: Path, overrides
 def test_valid_choices_of_every_kind_are_accepted(tmp_path: Path) -> None:
     overrides = [
         "precision={params: float64, compute: float64, reduce: float64}",
-        "optim={name: sgd, max_grad_norm: null}",
+        "optim={name: muon, momentum: 0.9, betas: [0.9, 0.99]}",
         "moe={aux_loss_coef: 0.0, router: frozen, dispatch: all_gather, compute: loop}",
         "schedule={name: constant, warmup_ratio: 0}",
         "parallel={ep: 2, fsdp: 4, replicate: 2}",

@@ -39,7 +39,12 @@ def test_predictions_are_what_ranks_hold_and_send(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3 ep2 of 4, adamw_8bit", "qwen3 tp2 ep2 of 4, adamw_8bit", "qwen3 ep2 of 4, LoRA, adamw_8bit"],
+    [
+        "qwen3 tp2 ep2 of 4, adamw_8bit",
+        "qwen3 ep2 of 4, LoRA, adamw_8bit",
+        "qwen3 tp2 ep2 of 4, muon",
+        "qwen3 ep2 of 4, LoRA, muon",
+    ],
 )
 def test_what_optimizers_keep_is_exact(name: str) -> None:
     found = measure(BY_NAME[name])

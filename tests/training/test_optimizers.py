@@ -7,9 +7,12 @@ import pytest
 import torch
 
 import expertmesh as em
+from expertmesh.anatomy import describe
 from expertmesh.config import LoraConfig, OptimConfig
+from expertmesh.training.optimizers import build
 from expertmesh.training.optimizers.blocks import Blocks, Codebook
 from expertmesh.training.optimizers.build import build_optimizer, moment_bytes
+from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.training.optimizers.rounding import Noise
 from expertmesh.training.run import train
 from expertmesh.verification.checkpoint.verify import verify
@@ -17,12 +20,13 @@ from tests.checkpoint.damage import change_manifest
 from tests.checkpoint.forge import forge_tensors
 from tests.support.errors import refused
 from tests.support.ranks import run_ranks
-from tests.training.given_gradients import Case, State, sharded_steps, whole_steps
+from tests.training.given_gradients import Case, State, given_gradient, sharded_steps, whole_steps
 from tests.training.tiny_run import rows_without_times, run_config, train_steps, weights, write_inputs
 
 OPTIM: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 0.1}
 ROUNDED = OptimConfig(stochastic_rounding=True, **OPTIM)
 EIGHT_BIT = OptimConfig(name="adamw_8bit", **OPTIM)
+MUON = OptimConfig(name="muon", **OPTIM)
 # Matrices of more than 4,096 elements whose rows are no multiple of a block, and that tp, ep and efsdp cut within one.
 WIDE: dict[str, Any] = {"hidden_size": 320, "moe_intermediate_size": 272, "num_hidden_layers": 1}
 CPU = torch.device("cpu")
@@ -58,15 +62,14 @@ def test_stochastic_rounding_is_the_same_on_every_layout(
         _equal(state, expected)
 
 
-@pytest.mark.parametrize("params", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("world", "axes", "changes"),
+    ("world", "axes", "changes", "params"),
     [
-        (2, {"ep": 2}, {}),
-        (4, {"ep": 2}, {}),
-        (4, {"ep": 2}, ODD_EXPERTS),
-        (4, {"ep": 2, "tp": 2}, {}),
-        (4, {"ep": 2, "replicate": 2}, {}),
+        (2, {"ep": 2}, {}, "float32"),
+        (4, {"ep": 2}, {}, "bfloat16"),
+        (4, {"ep": 2}, ODD_EXPERTS, "float32"),
+        (4, {"ep": 2, "tp": 2}, {}, "bfloat16"),
+        (4, {"ep": 2, "replicate": 2}, {}, "float32"),
     ],
 )
 def test_moments_of_8_bits_are_the_same_on_every_layout(
@@ -77,6 +80,69 @@ def test_moments_of_8_bits_are_the_same_on_every_layout(
     expected = whole_steps(case, 3)
     for state in run_ranks(sharded_steps, world, case, em.ParallelConfig(**axes), range(3)):
         _equal(state, expected)
+
+
+def _by_torch(case: Case, steps: int) -> State:
+    """torch's Muon on each matrix by itself, and torch's AdamW on all else."""
+    model = case.model()
+    count = matrices_of(model, describe(model))
+    split = {
+        name: [
+            torch.nn.Parameter(part) for part in parameter.detach().clone().view(count[name], -1, parameter.shape[-1])
+        ]
+        for name, parameter in model.named_parameters()
+        if name in count
+    }
+    others = {name: parameter for name, parameter in model.named_parameters() if name not in count}
+    rate, decay = case.optim.learning_rate, case.optim.weight_decay
+    matrices = [part for parts in split.values() for part in parts]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=rate, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others.values(), lr=rate, weight_decay=decay, betas=case.optim.betas, eps=case.optim.eps),
+    ]
+    for step in range(steps):
+        for name, parameter in model.named_parameters():
+            grad = given_gradient(name, step, parameter)
+            if name in count:
+                for part, of_part in zip(split[name], grad.view(count[name], -1, grad.shape[-1]), strict=True):
+                    part.grad = of_part
+            else:
+                parameter.grad = grad
+        for optimizer in optimizers:
+            optimizer.step()
+    joined = {name: torch.stack([part.detach() for part in parts]) for name, parts in split.items()}
+    return {n: joined[n].view(p.shape) if n in joined else p.detach() for n, p in model.named_parameters()}
+
+
+def _far(state: State, expected: State) -> float:
+    """The largest error of any tensor, relative to it."""
+    errors = {name: float((state[name] - wanted).norm() / wanted.norm()) for name, wanted in expected.items()}
+    return max(errors.values())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_muon_is_torch_s_muon_on_each_matrix_by_itself(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)  # in which torch's multiplies
+    case = Case(MUON, "float64", family)
+    expected = _by_torch(case, 3)
+    assert _far(whole_steps(case, 3, compute=torch.float64), expected) <= 1e-10
+    assert _far(whole_steps(case, 3, compute=torch.bfloat16), expected) <= 1e-3
+    monkeypatch.setattr(build, "matrices_of", lambda *given: dict.fromkeys(matrices_of(*given), 1))
+    assert _far(whole_steps(case, 3, compute=torch.float64), expected) > 1e-3  # stacks as one matrix
+
+
+@pytest.mark.parametrize(
+    ("world", "axes", "family", "changes"),
+    [*LAYOUTS, (4, {"ep": 1}, "qwen3_moe", ODD_EXPERTS), (4, {"ep": 2, "tp": 2, "pp": 2}, "qwen3_moe", {})][1:],
+)
+def test_muon_is_that_of_whole_matrices_on_every_layout(
+    world: int, axes: dict[str, int], family: str, changes: dict[str, Any]
+) -> None:
+    case = Case(MUON, "float64", family, changes)
+    expected = whole_steps(case, 3, compute=torch.float64)
+    for state in run_ranks(sharded_steps, max(world, 4 * axes.get("pp", 1)), case, em.ParallelConfig(**axes), range(3)):
+        assert state.keys() == expected.keys()
+        assert _far(state, expected) <= 1e-10
 
 
 def _blocks_of_own_columns() -> None:
@@ -109,20 +175,25 @@ def test_rounding_by_a_rank_s_own_places_would_be_noticed() -> None:
         _equal(state, whole_steps(case, 3))
 
 
-def test_adapters_are_rounded_alike_on_every_layout() -> None:
-    case = Case(ROUNDED, lora=LoraConfig(r=3, targets=("attention", "experts")))
+@pytest.mark.parametrize(("optim", "params"), [(ROUNDED, "bfloat16"), (MUON, "float64")])
+def test_adapters_are_updated_alike_on_every_layout(optim: OptimConfig, params: str) -> None:
+    case = Case(optim, params, lora=LoraConfig(r=3, targets=("attention", "experts")))
     expected = run_ranks(sharded_steps, 1, case, em.ParallelConfig(ep=1), range(3))[0]
-    _equal(run_ranks(sharded_steps, 4, case, em.ParallelConfig(ep=2), range(3))[0], expected)
+    state = run_ranks(sharded_steps, 4, case, em.ParallelConfig(ep=2), range(3))[0]
+    assert _far(state, expected) <= (1e-10 if optim is MUON else 0)
 
 
-@pytest.mark.parametrize("case", [Case(ROUNDED), Case(EIGHT_BIT, "float32", changes=WIDE)])
-def test_steps_go_on_bit_for_bit_at_another_layout(tmp_path: Path, case: Case) -> None:
-    expected = whole_steps(case, 4)
+@pytest.mark.parametrize("case", [Case(ROUNDED), Case(EIGHT_BIT, "float32", changes=WIDE), Case(MUON, "float64")])
+def test_steps_go_on_alike_at_another_layout(tmp_path: Path, case: Case) -> None:
+    expected = whole_steps(case, 4, compute=torch.float64)
     run_ranks(sharded_steps, 4, case, em.ParallelConfig(ep=2, tp=2), range(2), tmp_path)
     assert verify(tmp_path / "step-00000002").findings == ()
     for world, axes in ((4, {"ep": 2, "tp": 2}), (4, {"ep": 2}), (2, {"ep": 2, "pp": 1}), (1, {"ep": 1})):
         state = run_ranks(sharded_steps, world, case, em.ParallelConfig(**axes), range(2, 4), None, tmp_path)[0]
-        _equal(state, expected)
+        if case.optim is MUON:  # products of matrices may round otherwise
+            assert _far(state, expected) <= 1e-10
+        else:
+            _equal(state, expected)
 
 
 def _load_into_another_optimizer(case: Case, path: Path) -> None:
@@ -178,14 +249,16 @@ def test_a_stopped_run_with_stochastic_rounding_continues_bit_for_bit(tmp_path: 
 
 
 @pytest.mark.parametrize("params", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "muon"])
 def test_what_is_stored_is_what_is_planned(name: Any, params: str) -> None:
     case = Case(OptimConfig(name=name), params, changes=WIDE)
-    shapes = [parameter.shape for parameter in case.model().parameters()]
+    model = case.model()
+    matrices = matrices_of(model, describe(model))
     width = getattr(torch, params).itemsize
     stored = [tensor for key, tensor in whole_steps(case, 1).items() if key.startswith("optimizer.")]
     counted = sum(tensor.nbytes for tensor in stored if tensor.dim())
-    assert counted == sum(moment_bytes(name, shape, width) for shape in shapes)
+    parameters = model.named_parameters()
+    assert counted == sum(moment_bytes(name, p.shape, width, is_matrix=n in matrices) for n, p in parameters)
 
 
 def test_six_bytes_a_parameter_and_torch_s_names() -> None:

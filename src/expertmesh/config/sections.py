@@ -16,7 +16,7 @@ from expertmesh.config.base import Listed, Section, refuse
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Dtype = Literal["float32", "bfloat16", "float64"]
-OptimizerName = Literal["adamw", "adamw_8bit", "sgd"]
+OptimizerName = Literal["adamw", "adamw_8bit", "muon", "sgd"]
 BYTES_OF = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -118,16 +118,18 @@ class OptimConfig(Section):
     """The optimizer."""
 
     section: ClassVar[str] = "optim"
-    _OF_ADAMW: ClassVar[tuple[str, ...]] = ("betas", "eps", "stochastic_rounding")
 
     name: OptimizerName = "adamw"
-    """AdamW, AdamW with moments in 8 bits, or plain stochastic gradient descent (no momentum)."""
+    """AdamW, AdamW with moments in 8 bits, Muon (for matrices, each expert's by itself; AdamW for all else), or plain
+    stochastic gradient descent (no momentum)."""
     learning_rate: float = Field(default=1e-5, gt=0)
     """Peak learning rate, reached at the end of the warm-up."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Weight decay: decoupled, but an L2 term for sgd."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """Decay rates of AdamW's two moments; not for sgd."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Decay rate of Muon's momentum (Nesterov's form); for muon alone."""
     eps: float = Field(default=1e-8, gt=0)
     """AdamW's denominator term; not for sgd."""
     stochastic_rounding: bool = False
@@ -143,15 +145,24 @@ class OptimConfig(Section):
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
-        given = [key for key in self._OF_ADAMW if key in self.model_fields_set]
-        if self.name == "sgd":
-            refuse(*(f"optim.{key} does nothing with optim.name sgd; remove it or use adamw" for key in given))
+        without = [key for key in self._without_effect() if key in self.model_fields_set]
+        others = {"momentum": "muon"}
+        refuse(
+            *(
+                f"optim.{key} does nothing with optim.name {self.name}; remove it or use {others.get(key, 'adamw')}"
+                for key in without
+            )
+        )
         return self
 
     @model_serializer(mode="wrap")
     def _without_what_does_nothing(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
         values = serialize(self)
-        return {k: v for k, v in values.items() if self.name != "sgd" or k not in self._OF_ADAMW}
+        return {key: value for key, value in values.items() if key not in self._without_effect()}
+
+    def _without_effect(self) -> tuple[str, ...]:
+        of_adamw = ("betas", "eps", "stochastic_rounding") if self.name == "sgd" else ()
+        return of_adamw if self.name == "muon" else (*of_adamw, "momentum")
 
 
 class ScheduleConfig(Section):

@@ -37,7 +37,7 @@ from expertmesh.state.packed import PackedTensor
 # Rows of a grouped product must be multiples of 16 bytes, so a rank is padded with zeros to a multiple of this.
 _RANK_MULTIPLE = 8
 # Of packed weights, so many elements are dequantised together, but one expert's at least.
-DEQUANTISED_ELEMENTS = 1 << 22
+DEQUANTISED_ELEMENTS = 1 << 20
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:

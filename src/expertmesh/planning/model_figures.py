@@ -20,7 +20,7 @@ from expertmesh.training.optimizers.build import moment_bytes
 @dataclass(frozen=True, slots=True)
 class Weight:
     """One parameter that is not a routed expert's. `bytes` per element as stored, `compute` as computed with; `split`:
-    the dim that tp splits, or None.
+    the dim that tp splits, or None; `is_matrix`: whether Muon is for it.
     """
 
     shape: tuple[int, ...]
@@ -28,10 +28,16 @@ class Weight:
     bytes: int
     compute: int
     split: int | None
+    is_matrix: bool
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def is_muons(self) -> bool:
+        """Whether Muon updates it, if that is the optimizer."""
+        return self.trains and self.is_matrix
 
     @property
     def is_split_on_last(self) -> bool:
@@ -85,7 +91,9 @@ def group_bytes(group: ParamGroup | None, ranks: int, tp: int, optimizer: Optimi
         totals[4] += shard * over * weight.compute if over > 1 else 0
         if weight.trains:
             cut = tp if weight.is_split_on_last else 1
-            totals[2] += moment_bytes(optimizer, weight.shape, weight.bytes, shard, cut)
+            totals[2] += moment_bytes(
+                optimizer, weight.shape, weight.bytes, is_matrix=weight.is_matrix, here=shard, cut=cut
+            )
             totals[5] += gathered * weight.compute
             totals[6] += shard * over
     return GroupBytes(*totals)
@@ -138,7 +146,7 @@ def rows_per_token(router: TopKRouter, ranks: int) -> float:
 
 class ExpertWeight(NamedTuple):
     """One parameter of routed experts, of all of them together; `elements` are of one expert, `bytes` per element as
-    stored; `packed`: it is gathered like that, too.
+    stored; `is_matrix`: whether Muon is for each expert's; `packed`: it is gathered as it is stored, too.
     """
 
     shape: tuple[int, ...]
@@ -146,7 +154,18 @@ class ExpertWeight(NamedTuple):
     trains: bool
     bytes: float
     is_adapter_a: bool
+    is_matrix: bool
     packed: bool = False
+
+    @property
+    def is_muons(self) -> bool:
+        """Whether Muon updates it, if that is the optimizer."""
+        return self.trains and self.is_matrix
+
+    @property
+    def one(self) -> tuple[int, int]:
+        """The shape of one expert's matrix."""
+        return self.elements // self.shape[-1], self.shape[-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,6 +29,7 @@ from expertmesh.planning.model_figures import (
     Weight,
 )
 from expertmesh.planning.probe import BlockFigures, NotProbed, probe
+from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.weights.meta_model import kept_in_fp32
 
 
@@ -118,6 +119,7 @@ class _Reader:
         self.master, self.width, _ = plan.dtypes
         self.backends, self.packed = plan.compute, plan.packed
         self.specs = {spec.name: spec for spec in plan.anatomy.experts}
+        self.matrices = matrices_of(model, plan.anatomy)
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.split_dims = {
             f"{part.name}.{leaf}": dim
@@ -190,6 +192,7 @@ class _Reader:
             trains=parameter.requires_grad,
             bytes=self._stored(leaf).itemsize if kind is None else kind.bytes / elements,
             is_adapter_a=is_adapter(leaf) and leaf.endswith("A"),
+            is_matrix=f"{spec.name}.{leaf}" in self.matrices,
             packed=kind is not None,
         )
 
@@ -202,6 +205,7 @@ class _Reader:
             bytes=max(self._stored(name).itemsize, least),
             compute=max(self.width.itemsize, least),
             split=self.split_dims.get(name),
+            is_matrix=name in self.matrices,
         )
 
     def _stored(self, name: str) -> torch.dtype:

@@ -153,7 +153,9 @@ def _state(rank: PipelineRank, ranks: int, tp: int, ep: int, optimizer: Optimize
             if weight.trains:
                 master += here * weight.bytes
                 cut = parts_of_last_dim(experts, weight, layout)
-                moments += moment_bytes(optimizer, weight.shape, int(weight.bytes), here, cut)
+                moments += moment_bytes(
+                    optimizer, weight.shape, int(weight.bytes), is_matrix=weight.is_matrix, here=here, cut=cut
+                )
     return ResidentState(frozen, master, moments)
 
 

@@ -63,6 +63,8 @@ def traffic_of(workload: Workload, stage: int = 0) -> tuple[Transfer, ...]:
     found.append(Transfer("replicate", "all_reduce", calls, reduced, layout.replicate, True))
     if workload.optimizer == "adamw_8bit":
         found += _of_shared_blocks(rank, layout)
+    if workload.optimizer == "muon":
+        found += _of_matrices(model, rank, layout)
     return _summed(found)
 
 
@@ -93,6 +95,25 @@ def _of_shared_blocks(rank: PipelineRank, layout: Layout) -> Iterator[Transfer]:
                 rows = matrix.elements // matrix.shape[-1] * experts.spec.num_experts // layout.ep
                 size = 2 * 4 * rows * scale_shape(matrix.shape)[-1]
                 yield Transfer("efsdp", "all_reduce", 2 * times, times * size, parts)
+
+
+def _of_matrices(model: ModelFigures, rank: PipelineRank, layout: Layout) -> Iterator[Transfer]:
+    """Parts of matrices to the rank that orthogonalises each, and back; of ranks that get as many as others."""
+    width, over = model.compute_bytes, layout.fsdp * layout.cp * layout.tp
+    for group, times in rank.groups:
+        for weight in group.weights:
+            if weight.is_muons:
+                size = 2 * times * weight.numel / over * width
+                yield Transfer("fsdp", "all_to_all", 2 * times / over, size, over)
+    for block, times in rank.blocks:
+        experts = block.experts
+        if experts is None or experts.spec.num_experts // layout.ep % layout.efsdp == 0:
+            continue  # whole experts
+        here = experts.spec.num_experts // layout.ep
+        for matrix in experts.matrices:
+            if matrix.is_muons:
+                size = 2 * times * here * matrix.elements / layout.efsdp * width
+                yield Transfer("efsdp", "all_to_all", 2 * times * -(-here // layout.efsdp), size, layout.efsdp)
 
 
 @cache

@@ -97,13 +97,13 @@ class PackedFormat:
         sides = zip(box, self.shape, block, strict=True)
         return tuple((start // run * run, min(size, -(-stop // run) * run)) for (start, stop), size, run in sides)
 
-    def scale_rows(self, start: int, stop: int) -> Tensor:
-        """Which row of scales the rows from `start` to `stop` have."""
+    def scale_rows(self) -> Tensor:
+        """Which row of scales each row has."""
         found, first = [], 0
         for part in self.parts:
             found.append(torch.arange(part) // self.block[0] + first)
             first += -(-part // self.block[0])
-        return torch.cat(found)[start:stop]
+        return torch.cat(found)
 
     def factor_rows(self) -> Tensor:
         """Which part each row of scales belongs to."""
@@ -130,8 +130,10 @@ def dequantise(packed_XB: Tensor, kind: PackedFormat, dtype: torch.dtype, rows: 
     start, stop, _ = rows.indices(kind.rows)
     _, scales_end, end = kind.sections
     codes_XB = packed_XB[:, scales_end:end].unflatten(1, (kind.rows, kind.row_bytes))[:, start:stop]
-    scales_XG = scales_of(packed_XB, kind).index_select(1, kind.scale_rows(start, stop).to(packed_XB.device))
-    values_XRC = decode(codes_XB, scales_XG, kind.code, kind.block[1])
+    scales_XRG = scales_of(packed_XB, kind)
+    if kind.block[0] > 1:
+        scales_XRG = scales_XRG.index_select(1, _scale_rows(kind, packed_XB.device))
+    values_XRC = decode(codes_XB, scales_XRG[:, start:stop], kind.code, kind.block[1])
     values_XRC = values_XRC.to(kind.rounded).to(dtype)
     return values_XRC.transpose(1, 2) if kind.transposed else values_XRC
 
@@ -174,17 +176,19 @@ def scales_of(packed_XB: Tensor, kind: PackedFormat) -> Tensor:
     stored = packed_XB[:, start:stop].view(kind.scale).unflatten(1, kind.grid)
     if kind.factor == "none":
         return wide_scales(stored, kind, None)
-    factors = factors_of(packed_XB, kind).index_select(1, kind.factor_rows().to(packed_XB.device))
+    factors = factors_of(packed_XB, kind)
+    if len(kind.parts) > 1:
+        factors = factors.index_select(1, _factor_rows(kind, packed_XB.device))
     return wide_scales(stored, kind, factors.unsqueeze(-1))
 
 
 def wide_scales(stored: Tensor, kind: PackedFormat, factors: Tensor | None) -> Tensor:
     """Scales in fp32, with factors that broadcast."""
-    if kind.scale == torch.uint8:  # e8m0: 2 ** (byte - 127)
-        exponents = stored.to(torch.int32) - _E8M0_BIAS
-        scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
-        return scales.masked_fill(stored == _E8M0_NAN, torch.nan)
-    scales = stored.to(torch.float32)
+    if kind.scale.itemsize == 1:  # of which there are 256, and torch's casts are slow on a CPU
+        scales = _bytes(kind.scale, stored.device).index_select(0, stored.view(torch.uint8).flatten().to(torch.int32))
+        scales = scales.view(stored.shape)
+    else:
+        scales = stored.to(torch.float32)
     if factors is None:
         return scales
     return scales * factors if kind.factor == "times" else scales / factors
@@ -261,10 +265,32 @@ def _e2m1_bounds(device: torch.device) -> Tensor:
 
 def _lookup(codes: Tensor, code: Code) -> Tensor:
     """What codes stand for, in fp32. A byte is looked up once, two 4-bit codes together."""
+    index = codes.flatten().to(torch.int32)
     if code == "e4m3":
-        return codes.view(torch.float8_e4m3fn).to(torch.float32)
-    pairs = _pairs(code, codes.device).index_select(0, codes.flatten().to(torch.int32))
+        return _bytes(torch.float8_e4m3fn, codes.device).index_select(0, index).view(codes.shape)
+    pairs = _pairs(code, codes.device).index_select(0, index)
     return pairs.view(torch.float32).view(*codes.shape[:-1], 2 * codes.shape[-1])
+
+
+@cache
+def _scale_rows(kind: PackedFormat, device: torch.device) -> Tensor:
+    return kind.scale_rows().to(device)
+
+
+@cache
+def _factor_rows(kind: PackedFormat, device: torch.device) -> Tensor:
+    return kind.factor_rows().to(device)
+
+
+@cache
+def _bytes(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The fp32 value of each byte as an 8-bit float; of uint8 as e8m0, 2 ** (byte - 127)."""
+    byte = torch.arange(256, dtype=torch.uint8)
+    if dtype != torch.uint8:
+        return byte.view(dtype).to(torch.float32).to(device)
+    values = torch.ldexp(torch.ones(256), byte.to(torch.int32) - _E8M0_BIAS)
+    values[_E8M0_NAN] = torch.nan
+    return values.to(device)
 
 
 @cache

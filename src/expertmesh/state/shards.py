@@ -8,6 +8,7 @@ slice first, efsdp inside it). Nothing here communicates.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,16 @@ def local_box(tensor: Tensor) -> Box:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return tuple((0, 0) for _ in box)
-    ranges = list(box)
+    box = box_at(tensor, coordinate)
+    held = tuple(tensor.to_local().shape)
+    where = f"{tuple(tensor.shape)} {tensor.placements}"
+    assert held == extents(box), f"local tensor {held} is not box {box} of {where}"
+    return box
+
+
+def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
+    """The box of `tensor` that the rank at `coordinate` of its mesh holds."""
+    ranges = list(full_box(tensor.shape))
     for dim in range(tensor.dim()):
         start, stop = ranges[dim]
         for axis in _sharding_order(tensor, dim):
@@ -44,11 +54,7 @@ def local_box(tensor: Tensor) -> Box:
             first = min(start + chunk * coordinate[axis], stop)
             start, stop = first, min(first + chunk, stop)
         ranges[dim] = (start, stop)
-    box = tuple(ranges)
-    held = tuple(tensor.to_local().shape)
-    where = f"{tuple(tensor.shape)} {tensor.placements}"
-    assert held == extents(box), f"local tensor {held} is not box {box} of {where}"
-    return box
+    return tuple(ranges)
 
 
 def owns_copy(tensor: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from expertmesh.adapters.start import start as start_adapters
 from expertmesh.config import ParallelConfig, PrecisionConfig
@@ -44,7 +45,8 @@ def build(
     fill(model, setup.directory, allocate_on=mesh.device)
     start_adapters(model, config.train.seed)
     set_adapters(model)
-    job = Job(setup, mesh, model, build_optimizer(model, config.optim, config.train.seed), precision)
+    optimizer = build_optimizer(model, config.optim, config.train.seed, getattr(torch, precision.compute))
+    job = Job(setup, mesh, model, optimizer, precision)
     if setup.steps[0].beta is not None and setup.steps[0].dataset.reference is None:
         _make_up_reference(job)
     return job

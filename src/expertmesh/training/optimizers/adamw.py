@@ -35,7 +35,8 @@ class AdamW(torch.optim.Optimizer):
         seed: int,
     ) -> None:
         self.stochastic_rounding, self.seed = stochastic_rounding, seed
-        super().__init__(list(parameters), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._names = {parameter: name for name, parameter in parameters}
+        super().__init__(self._names, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def empty_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """What the first step starts from."""
@@ -46,9 +47,12 @@ class AdamW(torch.optim.Optimizer):
         """Update every parameter that has a gradient. Every rank calls it, for `Blocks` that several share."""
         assert closure is None, "gradients come from a whole step; there is nothing to evaluate again"
         for group in self.param_groups:
-            for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                if parameter.grad is not None:
-                    self._update(name, parameter, parameter.grad, group)
+            self._update_all(group)
+
+    def _update_all(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                self._update(self._names[parameter], parameter, parameter.grad, group)
 
     def _update(self, name: str, parameter: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
@@ -66,9 +70,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _stored(self, name: str, parameter: nn.Parameter, shard: ShardRows, wide: torch.dtype) -> dict[str, Stored]:
         """The parameter, under the empty name, and its moments."""
-        state, stored, noise = self.state[parameter], dict[str, Stored](), None
-        if self.stochastic_rounding and parameter.dtype == torch.bfloat16:
-            noise = Noise(f"{self.seed}/{int(state['step'])}/{name}", shard.box, shard.shape, shard.device)
+        state, stored, noise = self.state[parameter], dict[str, Stored](), self._noise(name, parameter, shard)
         tensors = {"": parameter.detach(), **{slot: state[slot] for slot in MOMENTS}}
         for (slot, tensor), factor in zip(tensors.items(), FACTORS, strict=True):
             if (scale := state.get(f"{slot}_scale")) is not None:
@@ -76,6 +78,11 @@ class AdamW(torch.optim.Optimizer):
             else:
                 stored[slot] = Plain(shard.view(tensor), wide, noise, factor)
         return stored
+
+    def _noise(self, name: str, parameter: nn.Parameter, shard: ShardRows) -> Noise | None:
+        if not self.stochastic_rounding or parameter.dtype != torch.bfloat16:
+            return None
+        return Noise(f"{self.seed}/{int(self.state[parameter]['step'])}/{name}", shard.box, shard.shape, shard.device)
 
 
 class AdamW8bit(AdamW):

@@ -8,15 +8,22 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from expertmesh.anatomy import describe
 from expertmesh.config import OptimConfig, ScheduleConfig
 from expertmesh.config.sections import OptimizerName
-from expertmesh.state.stage_view import stage_parameters
+from expertmesh.state.sharded_model import sharded
+from expertmesh.state.stage_view import full_model, stage_parameters
 from expertmesh.training.optimizers.adamw import AdamW, AdamW8bit
 from expertmesh.training.optimizers.blocks import is_quantised, scale_shape
+from expertmesh.training.optimizers.matrices import matrices_of
+from expertmesh.training.optimizers.muon import Muon
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig, seed: int) -> torch.optim.Optimizer:
-    """What the configuration asks for, over the trainable parameters. `seed` is that of stochastic rounding.
+def build_optimizer(
+    model: nn.Module, config: OptimConfig, seed: int, compute: torch.dtype = torch.float32
+) -> torch.optim.Optimizer:
+    """What the configuration asks for, over the trainable parameters. `seed` is that of stochastic rounding, `compute`
+    the dtype of Muon's products.
 
     Its `step` is to be called on every rank; what it communicates, if anything, the optimizer's class says.
     """
@@ -27,23 +34,35 @@ def build_optimizer(model: nn.Module, config: OptimConfig, seed: int) -> torch.o
     adamw: dict[str, Any] = {"lr": rate, "betas": config.betas, "eps": config.eps, "weight_decay": decay}
     if config.name == "adamw" and not config.stochastic_rounding:
         return torch.optim.AdamW(trainable.values(), **adamw, fused=True)
-    own = AdamW if config.name == "adamw" else AdamW8bit
-    return own(trainable.items(), **adamw, stochastic_rounding=config.stochastic_rounding, seed=seed)
+    adamw |= {"stochastic_rounding": config.stochastic_rounding, "seed": seed}
+    if config.name == "muon":
+        whole, mesh = full_model(model), sharded(model).mesh
+        matrices, group = matrices_of(whole, describe(whole)), None if mesh is None else mesh.shard_group
+        muon: dict[str, Any] = {"momentum": config.momentum, "compute": compute, "group": group}
+        return Muon(trainable.items(), matrices, **muon, **adamw)
+    return (AdamW if config.name == "adamw" else AdamW8bit)(trainable.items(), **adamw)
 
 
 def moment_bytes(
-    optimizer: OptimizerName, shape: Sequence[int], width: int, here: float | None = None, cut: int = 1
+    optimizer: OptimizerName,
+    shape: Sequence[int],
+    width: int,
+    *,
+    is_matrix: bool,
+    here: float | None = None,
+    cut: int = 1,
 ) -> float:
     """What an optimizer keeps of a parameter of `shape`, stored in `width` bytes an element, but for counts of steps.
 
-    `here`: of so many elements of it, in rows that are one of `cut` parts of the whole ones.
+    `is_matrix`: whether Muon is for it. `here`: of so many elements of it, in rows that are one of `cut` parts of the
+    whole ones.
     """
     here = math.prod(shape) if here is None else here
     if optimizer == "sgd":
         return 0.0
     if optimizer == "adamw_8bit" and is_quantised(shape):
         return 2 * (here + 4 * here * cut / shape[-1] * scale_shape(shape)[-1])
-    return 2 * here * width
+    return (1 if optimizer == "muon" and is_matrix else 2) * here * width
 
 
 def build_schedule(

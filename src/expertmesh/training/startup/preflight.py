@@ -12,11 +12,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from expertmesh.anatomy import describe
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError
 from expertmesh.data import load_tokenizer
 from expertmesh.io.directory import require_space
 from expertmesh.training.optimizers.build import moment_bytes
+from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.training.startup.model_check import Checked, check_model
 from expertmesh.training.startup.output_dir import refuse_output_dir
 from expertmesh.weights.meta_model import read_model_config
@@ -55,10 +57,11 @@ def refuse_config(config: Config) -> None:
 def refuse_disk(config: Config, model: nn.Module) -> None:
     """Refuse a disk that has no room for the result and, where the run saves some, for one checkpoint."""
     width = getattr(torch, config.precision.params).itemsize
-    trained = [parameter.shape for parameter in model.parameters() if parameter.requires_grad]
-    size = sum(shape.numel() for shape in trained) * width
+    trained = {name: parameter.shape for name, parameter in model.named_parameters() if parameter.requires_grad}
+    size = sum(shape.numel() for shape in trained.values()) * width
     saves = config.checkpoint.every_steps is not None or config.checkpoint.every_minutes is not None
-    moments = sum(moment_bytes(config.optim.name, shape, width) for shape in trained)
+    matrices, optimizer = matrices_of(model, describe(model)), config.optim.name
+    moments = sum(moment_bytes(optimizer, shape, width, is_matrix=name in matrices) for name, shape in trained.items())
     directory = Path(config.output_dir).absolute()
     while not directory.exists():
         directory = directory.parent

@@ -9,12 +9,12 @@ from expertmesh.checkpoint.schema import Manifest, TensorEntry
 from expertmesh.checkpoint.state import OPTIMIZER
 from expertmesh.training.optimizers.blocks import scale_shape
 
-_SCALE = "_scale"
+_SCALE, _MUON, _ADAMW = "_scale", "momentum_buffer", {"exp_avg", "exp_avg_sq"}
 
 
 def optimizer_problems(manifest: Manifest) -> tuple[list[str], tuple[str, ...], tuple[str, ...]]:
     """What is wrong: all trained parameters have to have the same kinds of state, in their own shapes; 8-bit codes have
-    scales as well.
+    scales as well, and with Muon a parameter has its momentum or AdamW's moments.
 
     With the kinds, and the trained parameters without any state, numbers as `*`: no step has reached their kind.
     """
@@ -37,7 +37,8 @@ def optimizer_problems(manifest: Manifest) -> tuple[list[str], tuple[str, ...], 
     for name in manifest.trained:
         slots = held.get(name, {})
         scales = {f"{slot}{_SCALE}" for slot, entry in slots.items() if entry.dtype == "U8"}
-        missing = sorted((same | scales) - slots.keys())
+        needed = same - (_ADAMW if _MUON in slots else {_MUON} if same & _ADAMW else set())
+        missing = sorted((needed | scales) - slots.keys())
         if model and name not in model:  # else it was saved without weights
             texts.append(f"{name}: is trained, but not in the checkpoint")
         elif name not in held and _pattern(name) not in kin:

@@ -6,17 +6,13 @@ the size that layer 3 allows is added to its gradients.
 """
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from expertmesh.config import OptimConfig
 from expertmesh.experts.balance import attached_balance
 from expertmesh.state.shards import local_tensor
-from expertmesh.training.optimizers.adamw import AdamW8bit
 from expertmesh.verification.compare import (
     OWN_ERRORS,
     TOLERANCE,
@@ -30,6 +26,7 @@ from expertmesh.verification.job import Job
 from expertmesh.verification.proof import Proof
 from expertmesh.verification.reference import unsharded
 from expertmesh.verification.reference.model import Expected
+from expertmesh.verification.reference.optimizer import plain_optimizer
 from expertmesh.verification.result import Check, Figure
 from expertmesh.verification.samples import StepData
 
@@ -105,7 +102,7 @@ def _train(proof: Proof, noise: float = 0.0) -> unsharded.UnshardedRun:
         return expected.losses.loss
 
     config = proof.setup.config.optim
-    optimizer = plain_optimizer(trained, config)
+    optimizer = plain_optimizer(trained, config, reference.job)
     run = unsharded.train(
         trained, optimizer, proof.setup.steps, backward, max_norm=config.max_grad_norm, keep_gradients=False
     )
@@ -113,17 +110,6 @@ def _train(proof: Proof, noise: float = 0.0) -> unsharded.UnshardedRun:
     for name, moved in run.moved.items():
         local.take(name, moved)
     return replace(run, moved=local.parts)
-
-
-def plain_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
-    """What the configuration asks for, on plain tensors: torch's own where it has it, one tensor after the other."""
-    learning_rate, decay = config.learning_rate, config.weight_decay
-    if config.name == "sgd":
-        return torch.optim.SGD(parameters.values(), lr=learning_rate, weight_decay=decay, foreach=False, fused=False)
-    adamw: dict[str, Any] = {"lr": learning_rate, "betas": config.betas, "eps": config.eps, "weight_decay": decay}
-    if config.name == "adamw_8bit":
-        return AdamW8bit(parameters.items(), **adamw, stochastic_rounding=False, seed=0)
-    return torch.optim.AdamW(parameters.values(), **adamw, foreach=False, fused=False)
 
 
 def _move_biases(job: Job, expected: Expected, held: dict[str, Tensor]) -> None:

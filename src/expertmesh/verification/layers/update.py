@@ -12,12 +12,16 @@ from expertmesh.state.shards import local_tensor
 from expertmesh.verification.compare import TOLERANCE, gather
 from expertmesh.verification.job import Job
 from expertmesh.verification.layers.bytes import replicas
-from expertmesh.verification.layers.trajectory import Trajectory, plain_optimizer, start_trajectory
+from expertmesh.verification.layers.trajectory import Trajectory, start_trajectory
 from expertmesh.verification.proof import Proof
+from expertmesh.verification.reference.optimizer import plain_optimizer
 from expertmesh.verification.result import Check, Figure
 
 _SAMPLED = 1 << 18
-_NOT_BY_ELEMENT = {"adamw_8bit": "moments are in blocks, of which a sample of elements has none whole"}
+_NOT_BY_ELEMENT = {
+    "adamw_8bit": "moments are in blocks, of which a sample of elements has none whole",
+    "muon": "matrices are orthogonalised, of which a sample of elements has none whole",
+}
 
 
 def check_update(proof: Proof) -> list[Check]:
@@ -75,7 +79,7 @@ class _RepeatedOptimizer:
     def __init__(self, job: Job) -> None:
         self.start = {name: _sample(parameter) for name, parameter in job.parameters().items()}
         self.parameters = {name: nn.Parameter(value.clone()) for name, value in self.start.items()}
-        self.optimizer = plain_optimizer(self.parameters, job.setup.config.optim)
+        self.optimizer = plain_optimizer(self.parameters, job.setup.config.optim, job)
         self.steps = 0
 
     def step(self, job: Job) -> None:
