@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from expertmesh.config import (
+    Config,
     DataConfig,
     DataSource,
     InputError,
+    LoraConfig,
     MoeConfig,
     OptimConfig,
     ParallelConfig,
@@ -194,3 +196,19 @@ def test_a_choice_of_blocks_needs_a_mode_and_names_each_block_once(tmp_path: Pat
         assert f"train.checkpoint_layers is {layers}, but a list names at least one block" in message
     config = load_config(write(tmp_path), ["train.activation_checkpointing=full", "train.checkpoint_layers=[0, 3]"])
     assert config.train.checkpoint_layers == (0, 3)
+
+
+def test_adapters_learn_faster_unless_a_rate_is_given(tmp_path: Path) -> None:
+    rates = {
+        "optim={}": 1e-5,
+        "lora={r: 4}": 1e-4,
+        "lora={r: 4} optim={eps: 1.0e-6}": 1e-4,
+        "lora={r: 4} optim={learning_rate: 1.0e-5}": 1e-5,
+        "lora={r: 4} objective={name: dpo} data.packing=false": 1e-5,
+    }
+    for overrides, rate in rates.items():
+        config = load_config(write(tmp_path), re.findall(r"\S+=(?:{.*?}|\S+)", overrides))
+        assert config.optim.learning_rate == rate, overrides
+    config = load_config(write(tmp_path))
+    lora = {"model": config.model, "data": config.data, "output_dir": "o", "lora": LoraConfig()}
+    assert Config(**lora, optim=OptimConfig(eps=1e-6)).optim.learning_rate == 1e-4

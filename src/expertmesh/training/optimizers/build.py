@@ -77,13 +77,20 @@ def build_schedule(
 def learning_rate_factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
     """The share of the peak learning rate at optimizer step `step`, counted from 0.
 
-    Warm-up lasts `ceil(warmup_ratio * total_steps)` steps and rises linearly; its last step has the full rate, so the
-    first step is never lost to a rate of zero.
+    Warm-up lasts `warmup_steps`, or `ceil(warmup_ratio * total_steps)` steps, and rises linearly; its last step has the
+    full rate, so the first step is never lost to a rate of zero.
     """
-    warmup = math.ceil(config.warmup_ratio * total_steps)
+    warmup = config.warmup_steps
+    warmup = math.ceil(config.warmup_ratio * total_steps) if warmup is None else warmup
     if step < warmup:
         return (step + 1) / warmup
     if config.name == "constant":
         return 1.0
-    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    return 0.5 * (1 + math.cos(math.pi * progress)) if config.name == "cosine" else 1.0 - progress
+    if config.name == "inverse_sqrt":
+        return math.sqrt(max(1, warmup) / (step + 1))
+    falls_from = warmup
+    if config.name == "wsd":
+        falls_from = max(warmup, total_steps - math.ceil(config.decay_ratio * total_steps))
+    progress = min(1.0, max(0, step - falls_from) / max(1, total_steps - falls_from))
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if config.name == "cosine" else 1.0 - progress
+    return config.min_ratio + (1 - config.min_ratio) * left
