@@ -25,6 +25,7 @@ from expertmesh.export.merge import merge
 from expertmesh.io.boxes import full_box, slices
 from expertmesh.io.safetensors_reader import FileTensor
 from expertmesh.state.shards import local_box, local_tensor
+from expertmesh.weights import write
 from expertmesh.weights.load import fill
 from expertmesh.weights.mapping import model_tensors
 from expertmesh.weights.meta_model import build_meta_model, materialize, read_model_config
@@ -169,6 +170,31 @@ def test_what_training_has_not_changed_is_written_byte_for_byte(
     assert len(set(reports)) == 1
     for rounded in reports[0]:
         assert (rounded.error, rounded.kept) == (0.0, 1.0)
+
+
+def _load_and_save(target: Path, parallel: em.ParallelConfig) -> None:
+    precision = em.PrecisionConfig(compute="float32")
+    model = em.load_model(target / "quantised", em.init_mesh(parallel), precision=precision)
+    em.save_model(model, target / "again", dtype="as_loaded")
+
+
+def _load_and_save_computed(target: Path, parallel: em.ParallelConfig) -> None:
+    """As for a family whose files hold values computed from those in memory."""
+    with mock.patch.object(write, "is_gathered", return_value=True):
+        _load_and_save(target, parallel)
+
+
+def test_what_is_computed_is_gathered_by_the_rank_that_encodes_it(tmp_path: Path) -> None:
+    target = quantise(_source(tmp_path / "source", qwen3_moe(**SIZES)), tmp_path, PUBLISHED["int4"](), is_linear)
+    run_ranks(_load_and_save_computed, 2, target, em.ParallelConfig(ep=2))
+    _assert_as_before(target)
+
+
+@pytest.mark.parametrize("axis", ["pp", "tp"])
+def test_stages_and_split_matrices_are_put_together_again(axis: str, tmp_path: Path) -> None:
+    target = quantise(_source(tmp_path / "source", qwen3_moe(**SIZES)), tmp_path, PUBLISHED["nvfp4"](), is_linear)
+    run_ranks(_load_and_save, 4, target, em.ParallelConfig(ep=2, **{axis: 2}))
+    _assert_as_before(target)
 
 
 def test_gpt_oss_is_written_in_its_own_order(tmp_path: Path) -> None:
