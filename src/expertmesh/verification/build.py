@@ -2,6 +2,9 @@
 
 from dataclasses import replace
 
+import torch
+from transformers import PreTrainedModel
+
 from expertmesh.adapters.start import start as start_adapters
 from expertmesh.config import ParallelConfig, PrecisionConfig
 from expertmesh.distributed.mesh import init_mesh, set_timeout
@@ -12,7 +15,7 @@ from expertmesh.training.startup.model_check import shard_options
 from expertmesh.verification.job import Job
 from expertmesh.verification.reference.weights import set_adapters
 from expertmesh.verification.setup import Setup
-from expertmesh.weights.load import fill
+from expertmesh.weights.load import fill, read_whole
 
 
 def build(
@@ -42,3 +45,12 @@ def build(
     start_adapters(model, config.train.seed)
     set_adapters(model)
     return Job(setup, mesh, model, build_optimizer(model, config.optim, config.train.seed), precision)
+
+
+def dequantised_base(setup: Setup, dtype: torch.dtype) -> PreTrainedModel:
+    """The unsharded model in one process with what the codes of its files stand for, which transformers' own reading
+    keeps quantised, or gets wrong for some formats. No communication.
+    """
+    model = setup.meta_model(dtype, fuse=False)
+    read_whole(model, setup.directory)
+    return model
