@@ -4,7 +4,8 @@
 
 Losses: `expertmesh train` on 2 ranks, ep 2, from one checkpoint on the same rows of real text (those of
 `benchmarks.layouts`), computing in bfloat16, at a learning rate whose updates are smaller than half a unit in the last
-place of most bfloat16 weights. Seconds: one step over 4 matrices and one stack of experts, one thread, median of 9.
+place of most bfloat16 weights. Seconds: one step over one layer
+of 16 experts with its vocabulary (8.1 M parameters), one process with one thread, median of 9.
 """
 
 from __future__ import annotations
@@ -18,15 +19,27 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 import torch
-from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from benchmarks.layouts import configuration, write_inputs
 from expertmesh.config import OptimConfig
 from expertmesh.training.optimizers.build import build_optimizer
 
 LEARNING_RATE, LAST = 3e-5, 20
+LAYER: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 512,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +55,14 @@ WAYS = (
     Way("AdamW, float32 masters", "float32", OptimConfig()),
     Way("AdamW, bfloat16, stochastic rounding", "bfloat16", OptimConfig(stochastic_rounding=True)),
     Way("AdamW, bfloat16, rounded to nearest", "bfloat16", OptimConfig()),
+    Way("AdamW 8-bit, float32 parameters", "float32", OptimConfig(name="adamw_8bit")),
+    Way(
+        "AdamW 8-bit, bfloat16, stochastic rounding",
+        "bfloat16",
+        OptimConfig(name="adamw_8bit", stochastic_rounding=True),
+    ),
+    Way("Muon, float32 masters", "float32", OptimConfig(name="muon")),
+    Way("Muon, bfloat16, stochastic rounding", "bfloat16", OptimConfig(name="muon", stochastic_rounding=True)),
 )
 
 
@@ -84,9 +105,9 @@ def state_and_seconds(way: Way) -> tuple[float, float]:
     """Bytes of parameters and optimizer, and seconds of a step, for each parameter."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = _Model().to(getattr(torch, way.params))
+    model: Any = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**LAYER), dtype=getattr(torch, way.params))
     count = sum(parameter.numel() for parameter in model.parameters())
-    optimizer, seconds = build_optimizer(model, way.optim, seed=0), []
+    optimizer, seconds = build_optimizer(model, way.optim, seed=0, compute=torch.bfloat16), []
     for _ in range(10):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
@@ -96,15 +117,6 @@ def state_and_seconds(way: Way) -> tuple[float, float]:
     slots = [tensor for state in optimizer.state.values() for tensor in state.values()]
     stored = sum(tensor.nbytes for tensor in (*model.parameters(), *slots) if tensor.dim())
     return stored / count, median(seconds[1:]) / count
-
-
-class _Model(nn.Module):
-    """The shapes of a layer: hidden 512, 16 experts of 256."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.ParameterList(nn.Parameter(torch.randn(512, 512)) for _ in range(4))
-        self.experts = nn.ParameterDict({"gate_up_proj": nn.Parameter(torch.randn(16, 512, 512))})
 
 
 if __name__ == "__main__":

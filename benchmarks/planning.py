@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import expertmesh as em
-from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig
+from expertmesh.config import LoraConfig, OptimConfig, ParallelConfig, PrecisionConfig
+from expertmesh.config.sections import OptimizerName
 from expertmesh.distributed.layout import resolve_layout
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning.memory import memory_of, saved_of
@@ -32,6 +33,7 @@ from expertmesh.simulation.axes import planned_by_axis, sent_by_axis
 from expertmesh.state.packed import stored
 from expertmesh.step import forward_backward as training_step
 from expertmesh.step import pipeline_schedule as stages
+from expertmesh.training.optimizers.build import build_optimizer
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks
 
@@ -65,6 +67,7 @@ class Point:
     lora: LoraConfig | None = None
     batch: Batch = ONE
     layers: CheckpointedLayers = "all"
+    optimizer: OptimizerName = "adamw"
 
 
 def _points() -> tuple[Point, ...]:
@@ -121,6 +124,11 @@ def _points() -> tuple[Point, ...]:
         Point("qwen3 ep2 of 4, selective, block 3", "qwen3_moe", 4, ep(2), "selective", layers=(3,)),
         Point("qwen3 tp2 ep2 of 4, full, blocks 0 and 1", "qwen3_moe", 4, ep(2, tp=2), "full", layers=(0, 1)),
         Point("deepseek ep2 of 4, full, every 2nd block", "deepseek_v3", 4, ep(2), "full", layers=2),
+        Point("qwen3 ep2 of 4, adamw_8bit", "qwen3_moe", 4, ep(2), optimizer="adamw_8bit"),
+        Point("qwen3 tp2 ep2 of 4, adamw_8bit", "qwen3_moe", 4, ep(2, tp=2), optimizer="adamw_8bit"),
+        Point("qwen3 tp2 ep2 of 4, muon", "qwen3_moe", 4, ep(2, tp=2), optimizer="muon"),
+        Point("qwen3 ep2 of 4, LoRA, muon", "qwen3_moe", 4, ep(2), lora=lora, optimizer="muon"),
+        Point("qwen3 ep2 of 4, LoRA, adamw_8bit", "qwen3_moe", 4, ep(2), lora=lora, optimizer="adamw_8bit"),
     )
 
 
@@ -150,14 +158,14 @@ def measure(point: Point) -> Honesty:
     results = run_ranks(_rank, point.ranks, point, timeout=120)
     model = figures_of(config_of(point), length=LENGTH, precision=point.precision, lora=point.lora, packed=False)
     layout = resolve_layout(point.parallel, point.ranks, EXPERTS)
-    workload = Workload(model, layout, point.batch, point.mode, point.layers, gloo=True)
+    workload = Workload(model, layout, point.batch, point.mode, point.layers, gloo=True, optimizer=point.optimizer)
     each = layout.ranks_per_stage
     states, saves = [], []
     sent: dict[tuple[str, str], list[float]] = {}
     for stage in range(layout.pp):
         ranks = results[stage * each : (stage + 1) * each]
-        state = resident_state(model, layout, stage)
-        states.append((state.frozen + 3 * state.master) / ranks[0]["state"] - 1)
+        state = resident_state(model, layout, stage, point.optimizer)
+        states.append((state.frozen + state.master + state.moments) / ranks[0]["state"] - 1)
         saved = saved_of(workload, stage=stage, chunk=0)
         saves.append(saved / (sum(rank["saved"] for rank in ranks) / each) - 1)
         for key, transfer in planned_by_axis(traffic_of(workload, stage), ranks[0]["sent"]).items():
@@ -195,7 +203,9 @@ def _rank(point: Point) -> dict[str, Any]:
         checkpoint_layers=point.layers,
         lora=point.lora,
     )
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
+    optimizer = build_optimizer(
+        model, OptimConfig(name=point.optimizer), seed=0, compute=getattr(torch, point.precision.compute)
+    )
     generator = torch.Generator().manual_seed(mesh.data_rank)
     shape = (point.batch.rows, LENGTH)
     ids = [torch.randint(VOCABULARY, shape, generator=generator) for _ in range(point.batch.accumulation)]

@@ -67,7 +67,7 @@ def line(job: Job) -> str:
     stage = fullest_stage(workload)
     found = simulate(config, workload, stage=stage)
     held = resident_state(model, layout, stage)
-    state = (held.frozen + 3 * held.master) / found.state - 1
+    state = (held.frozen + held.master + held.moments) / found.state - 1
     peak = memory_of(workload).total / found.peak - 1
     planned = planned_by_axis(traffic_of(workload, stage), found.sent)
     off = {key: planned[key].bytes / sent.bytes - 1 for key, sent in found.sent.items() if sent.bytes > 1024}

@@ -1,14 +1,11 @@
 """Marks the tests that `make test` leaves to `make test-all` as slow: those that slow.yaml names."""
 
-import os
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-# pyarrow's allocator, which comes with datasets, would start a thread; ranks are forked, and a fork copies no threads.
-os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 _SLOW: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("slow.yaml").read_text())
 
 

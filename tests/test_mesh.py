@@ -1,7 +1,9 @@
 """Both views of the ranks against rank lists worked out by hand, and every impossible combination by its sentence."""
 
+import gc
 import re
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -254,3 +256,17 @@ def test_a_training_step_does_not_wait_longer_than_the_limit(where: str, stack: 
     assert time.monotonic() - started < 30
     first = str(failed.value).split("rank 1 raised")[0]
     assert re.search(stack + f"Timed out waiting {2000 * LIMIT}ms", first, re.DOTALL), str(failed.value)
+
+
+def test_ranks_never_collect_the_garbage_of_the_process_that_forked() -> None:
+    class Holder:
+        pass
+
+    gc.disable()
+    try:
+        holder: Any = Holder()
+        holder.itself, holder.group = holder, dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))
+        del holder
+        run_ranks(gc.collect, 1, timeout=30)
+    finally:
+        gc.enable()

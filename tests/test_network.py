@@ -55,14 +55,15 @@ def test_what_somebody_has_named_stays(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert network.os.environ[GLOO] == "eth0"
 
 
-def test_one_machine_is_left_alone_and_an_unknown_route_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_machine_keeps_to_itself_and_an_unknown_route_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "172.16.0.1")
     said = choose_interface(1)
     assert said is not None
     assert "left to torch" in said
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert choose_interface(1) is None
-    assert GLOO not in network.os.environ
+    assert network.os.environ[GLOO] == "lo"
+    assert NCCL not in network.os.environ
 
 
 def test_a_name_without_an_address_is_waited_for_and_then_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from expertmesh.adapters.targets import Target
 from expertmesh.experts import lora_state
 from expertmesh.experts.lora_state import Dropout, adapter_state, keep_mask, salt_of
 from tests.adapters.reference import TARGETS, random_adapter, take_steps, trainables, worst
+from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
 from tests.support.reference import _rows
@@ -65,6 +66,27 @@ def test_every_layout_and_batch_drops_the_same(adapter: Path, alone: dict[str, t
     ]:
         trained = run_ranks(lambda options=options: _trained(adapter, **options), world)[0]
         assert worst(trained, alone)[0] <= 1e-5
+
+
+def _called(adapter: Path, give: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of a micro-batch, by our own function and by the model called alone, in that order."""
+    model: Any = tiny_model(FAMILY)
+    em.parallelize(
+        model, em.init_mesh(em.ParallelConfig(ep=1)), lora=em.LoraConfig(from_adapter=str(adapter), dropout=0.3)
+    )
+    ids_BS = torch.randint(96, (2, 10), generator=torch.Generator().manual_seed(0))
+    numbers = torch.arange(2) + 7
+    batch = {"input_ids": ids_BS, "labels": ids_BS, "row_numbers": numbers}
+    ours = em.causal_lm_loss(model, batch, target_tokens=18)
+    logits = model(input_ids=ids_BS, **({"row_numbers": numbers} if give else {})).logits
+    return ours.detach(), F.cross_entropy(logits[:, :-1].flatten(0, 1), ids_BS[:, 1:].flatten()).detach()
+
+
+def test_a_model_that_is_called_alone_takes_row_numbers_and_is_refused_without(adapter: Path) -> None:
+    ((ours, alone),) = run_ranks(_called, 1, adapter, True)
+    torch.testing.assert_close(alone, ours)
+    with refused_on_ranks("data.row-numbers-mismatch", naming="none are numbered"):
+        run_ranks(_called, 1, adapter, False)
 
 
 def test_a_mask_that_depends_on_the_rank_is_seen(adapter: Path, alone: dict[str, torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -13,12 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 
 import expertmesh as em
-from expertmesh.config.errors import IntegrityError
+from expertmesh.config.errors import IntegrityError, SecurityError
 from expertmesh.export.checkpoint import export
 from expertmesh.io import directory as directory_module
 from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
 from expertmesh.weights import reading, write
-from tests.checkpoint.damage import flip_a_bit
+from tests.checkpoint.damage import flip_a_bit, replace_file
 from tests.checkpoint.forge import forge_json
 from tests.checkpoint.tiny import Job
 from tests.data.tokenizers_on_the_fly import CHATML, bpe_tokenizer
@@ -235,3 +236,25 @@ def test_a_checkpoint_of_another_model_is_refused(copy: Path, tmp_path: Path) ->
     with refused("checkpoint.does-not-fit", IntegrityError, naming="model.layers.2."):
         export(copy, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_link_to_elsewhere_and_a_pickle_are_not_exported(run: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    for case in ("link", "linked directory", "pickle"):
+        path = tmp_path / case / STEP
+        shutil.copytree(run / "checkpoints" / STEP, path)
+        tokenizer = path / "huggingface" / "tokenizer.json"
+        if case == "pickle":
+            replace_file("huggingface/tokenizer.json", pickle.dumps({"a": 1}))(path)
+        elif case == "link":
+            secret.write_bytes(tokenizer.read_bytes())
+            tokenizer.unlink()
+            tokenizer.symlink_to(secret)
+        else:
+            shutil.move(path / "huggingface", tmp_path / "elsewhere")
+            (path / "huggingface").symlink_to(tmp_path / "elsewhere")
+        with refused(
+            "checkpoint.unsafe", SecurityError, naming="tokenizer.json" if case != "linked directory" else path.name
+        ):
+            export(path, tmp_path / "exported")
+        assert not (tmp_path / "exported").exists()

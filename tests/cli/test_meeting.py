@@ -5,13 +5,14 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from expertmesh.config import DistributedFailure, InputError
 from expertmesh.distributed.environment import Node
-from expertmesh.launcher.meeting import Meeting
+from expertmesh.launcher.meeting import THIS_MACHINE, Meeting
 from expertmesh.launcher.supervise import StopRequests
 
 
@@ -77,3 +78,12 @@ def test_waiting_for_the_others_ends_by_a_signal(number: int, port: int) -> None
     requests = StopRequests()
     threading.Timer(0.3, requests.receive, (signal.SIGTERM, None)).start()
     assert Meeting(1, node(number, port), 60).open(requests) is None
+
+
+def test_a_job_on_one_machine_is_reached_from_there_alone() -> None:
+    store = Meeting(2, THIS_MACHINE, 20).open(StopRequests())
+    assert store is not None
+    listening = f":{store.port:04X}"
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    addresses = [line.split()[1] for table in tables for line in table if line.split()[3] == "0A"]
+    assert [address for address in addresses if address.endswith(listening)] == [f"0100007F{listening}"]

@@ -33,7 +33,7 @@ def refusal(path: Path, *overrides: str) -> str:
             "it follows from train.global_batch_size, train.micro_batch_size",
         ),
         ("parallel.efsdp", "it follows from parallel.fsdp and parallel.ep; remove it"),
-        ("schedule.zzz", "the keys here are name, warmup_ratio"),
+        ("schedule.zzz", "the keys here are name, warmup_ratio, warmup_steps, min_ratio, decay_ratio"),
     ],
 )
 def test_an_unknown_key_is_answered_with_the_one_that_was_meant(tmp_path: Path, key: str, advice: str) -> None:
@@ -47,12 +47,15 @@ def test_an_unknown_key_is_answered_with_the_one_that_was_meant(tmp_path: Path, 
         ("parallel.ep=many", "parallel.ep must be an integer of at least 1 or auto, not 'many'"),
         ("moe.aux_loss_coef=many", "moe.aux_loss_coef must be a number of at least 0 or from_model, not 'many'"),
         ("optim.max_grad_norm=-1", "optim.max_grad_norm must be a number above 0 or null, not -1"),
-        ("schedule.name=cosin", "schedule.name must be one of cosine, linear, constant, not 'cosin'"),
+        (
+            "schedule.name=cosin",
+            "schedule.name must be one of cosine, linear, constant, wsd, inverse_sqrt, not 'cosin'",
+        ),
         (
             "model.revision=1e5",
             "model.revision must be text or null, not the number 100000.0; put it in quotes",
         ),
-        ("schedule=[]", "schedule must be a section of keys (name, warmup_ratio), not []"),
+        ("schedule=[]", "schedule must be a section of keys (name, warmup_ratio, "),
         (
             "data.train=[]",
             "data.train must be a list of one or more items, each a section of keys (path, format), not []",

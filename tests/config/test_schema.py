@@ -30,4 +30,10 @@ def test_every_key_has_a_description() -> None:
 def test_the_schema_refuses_unknown_keys_and_lists_choices() -> None:
     schema = json.loads(schema_text())
     assert schema["additionalProperties"] is False
-    assert schema["$defs"]["ScheduleConfig"]["properties"]["name"]["enum"] == ["cosine", "linear", "constant"]
+    assert schema["$defs"]["ScheduleConfig"]["properties"]["name"]["enum"] == [
+        "cosine",
+        "linear",
+        "constant",
+        "wsd",
+        "inverse_sqrt",
+    ]

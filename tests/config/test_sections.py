@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from expertmesh.config import (
+    Config,
     DataConfig,
     DataSource,
     InputError,
+    LoraConfig,
     MoeConfig,
     OptimConfig,
     ParallelConfig,
@@ -98,6 +100,8 @@ def test_what_is_not_built_yet_is_refused_with_the_value_that_turns_it_off(
         (["optim={name: sgd, eps: 1e-8}"], "optim.eps"),
         (["optim={name: sgd, stochastic_rounding: true}"], "optim.stochastic_rounding"),
         (["optim.stochastic_rounding=true"], "optim.stochastic_rounding is true"),
+        (["optim={name: adamw_8bit, momentum: 0.9}"], "optim.momentum"),
+        (["optim={name: sgd, momentum: 0.9}"], "optim.momentum"),
         (["parallel={ep: 4, fsdp: 6}"], "parallel.ep is 4"),
         (["distributed.timeout_seconds=3600"], "distributed.first_step_timeout_seconds (1800)"),
         (["moe={router: frozen, aux_loss_coef: 0.01}"], "moe.aux_loss_coef is 0.01"),
@@ -119,7 +123,7 @@ def test_impossible_combinations_are_refused_and_named(tmp_path: Path, overrides
 def test_valid_choices_of_every_kind_are_accepted(tmp_path: Path) -> None:
     overrides = [
         "precision={params: float64, compute: float64, reduce: float64}",
-        "optim={name: sgd, max_grad_norm: null}",
+        "optim={name: muon, momentum: 0.9, betas: [0.9, 0.99]}",
         "moe={aux_loss_coef: 0.0, router: frozen, dispatch: all_gather, compute: loop}",
         "schedule={name: constant, warmup_ratio: 0}",
         "parallel={ep: 2, fsdp: 4, replicate: 2}",
@@ -192,3 +196,19 @@ def test_a_choice_of_blocks_needs_a_mode_and_names_each_block_once(tmp_path: Pat
         assert f"train.checkpoint_layers is {layers}, but a list names at least one block" in message
     config = load_config(write(tmp_path), ["train.activation_checkpointing=full", "train.checkpoint_layers=[0, 3]"])
     assert config.train.checkpoint_layers == (0, 3)
+
+
+def test_adapters_learn_faster_unless_a_rate_is_given(tmp_path: Path) -> None:
+    rates = {
+        "optim={}": 1e-5,
+        "lora={r: 4}": 1e-4,
+        "lora={r: 4} optim={eps: 1.0e-6}": 1e-4,
+        "lora={r: 4} optim={learning_rate: 1.0e-5}": 1e-5,
+        "lora={r: 4} objective={name: dpo} data.packing=false": 1e-5,
+    }
+    for overrides, rate in rates.items():
+        config = load_config(write(tmp_path), re.findall(r"\S+=(?:{.*?}|\S+)", overrides))
+        assert config.optim.learning_rate == rate, overrides
+    config = load_config(write(tmp_path))
+    lora = {"model": config.model, "data": config.data, "output_dir": "o", "lora": LoraConfig()}
+    assert Config(**lora, optim=OptimConfig(eps=1e-6)).optim.learning_rate == 1e-4

@@ -290,7 +290,7 @@ def _train(reference: Reference, run: Run, target: Path, tamper: Callable[[nn.Mo
     assert weights.keys() == expected.weights.keys()
     gradient, tensor = _worst_gradient(gradients, expected)
     weight = max(_relative(weights[name], value, 1e-8) for name, value in expected.weights.items())
-    em.save_model(model, target)
+    em.save_model(model, target, dtype=None)
     if dist.get_rank() == 0:
         torch.save(weights, target.with_suffix(".pt"))
     return Errors(gradient, tensor, loss_error, weight)

@@ -37,6 +37,21 @@ def test_predictions_are_what_ranks_hold_and_send(name: str) -> None:
     _check(measure(BY_NAME[name]))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3 tp2 ep2 of 4, adamw_8bit",
+        "qwen3 ep2 of 4, LoRA, adamw_8bit",
+        "qwen3 tp2 ep2 of 4, muon",
+        "qwen3 ep2 of 4, LoRA, muon",
+    ],
+)
+def test_what_optimizers_keep_is_exact(name: str) -> None:
+    found = measure(BY_NAME[name])
+    _check(found)
+    assert abs(found.state) <= 1e-6, found
+
+
 def test_a_copy_of_a_token_for_each_expert_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def copies(router: TopKRouter, tokens: float, ranks: int, imbalance: float = 1.0) -> RoutedTokens:
         return RoutedTokens(tokens, tokens * router.top_k, tokens * router.top_k, tokens * router.top_k)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from expertmesh.cli.main import main
-from expertmesh.report.page import render
+from expertmesh.report.page import render, write
 from expertmesh.report.run import RESULTS, read_run
 from expertmesh.training.lock import RunLock, holder
 from expertmesh.training.startup.output_dir import ADAPTER, MODEL
@@ -302,3 +302,13 @@ def _without_matplotlib() -> Any:
         return None if name.partition(".")[0] == "matplotlib" else real(name, path, target)
 
     return find
+
+
+def test_a_page_is_never_written_through_a_link_in_the_run(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    for name in ("report.html", "report.html.tmp"):
+        (tmp_path / name).symlink_to(outside)
+    write(tmp_path / "report.html", "<html>")
+    assert outside.read_text() == "mine"
+    assert (tmp_path / "report.html").read_text() == "<html>"

@@ -65,7 +65,7 @@ def _check(
     workload = Workload(model, layout, batch, mode, layers)
     found = simulate(config, workload, lora=lora, stage=stage)
     state = resident_state(model, layout, stage)
-    assert found.state == pytest.approx(state.frozen + 3 * state.master, rel=0.001)
+    assert found.state == pytest.approx(state.frozen + state.master + state.moments, rel=0.001)
     assert found.peak == pytest.approx(peak_of(workload, stage), rel=0.05)
     planned = planned_by_axis(traffic_of(workload, stage), found.sent)
     for key, sent in found.sent.items():

@@ -7,6 +7,7 @@ whether it passes, fails or hangs.
 
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -57,9 +58,14 @@ def run_ranks(
             context.Process(target=_rank_main, args=(fn, args, rank, world_size, scratch, timeout), daemon=True)
             for rank in range(world_size)
         ]
-        for rank, process in enumerate(processes):
+        for rank in range(world_size):
             Path(scratch, f"stack-{rank}").touch()
-            process.start()
+        gc.disable()  # until the ranks have frozen what is here
+        try:
+            for process in processes:
+                process.start()
+        finally:
+            gc.enable()
         try:
             if meanwhile is not None:
                 meanwhile(processes)
@@ -111,6 +117,10 @@ def _collect(processes: list[Any], scratch: Path, timeout: float) -> list[Any]:
 def _rank_main(
     fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world: int, scratch: str, timeout: float
 ) -> None:
+    # Garbage of the process that forked must never be collected here: a process group in it would wait for its threads,
+    # which a fork does not copy.
+    gc.freeze()
+    gc.enable()
     torch.set_num_threads(1)
     stack = os.open(f"{scratch}/stack-{rank}", os.O_WRONLY)
     faulthandler.enable(stack)

@@ -41,13 +41,13 @@ class Case:
         return tiny_model(self.family, dtype=getattr(torch, self.params), **self.changes)
 
 
-def whole_steps(case: Case, steps: int, model: nn.Module | None = None) -> State:
-    """On whole tensors in one process."""
-    model = case.model() if model is None else model
-    optimizer = build_optimizer(model, case.optim, SEED)
+def whole_steps(case: Case, steps: int, compute: torch.dtype = torch.float32) -> State:
+    """On whole tensors in one process. `compute`: of Muon's products."""
+    model = case.model()
+    optimizer = build_optimizer(model, case.optim, SEED, compute)
     for step in range(steps):
         for name, parameter in model.named_parameters():
-            parameter.grad = _gradient(name, step, parameter)
+            parameter.grad = given_gradient(name, step, parameter)
         optimizer.step()
     return {name: tensor.detach().clone() for name, tensor in _tensors(model, optimizer).items()}
 
@@ -64,16 +64,18 @@ def sharded_steps(
     if tamper is not None:
         tamper()
     mesh = em.init_mesh(parallel)
-    precision = em.PrecisionConfig(params=case.params, compute=case.params)  # type: ignore[arg-type]
+    reduce = "float64" if case.params == "float64" else "float32"
+    precision = em.PrecisionConfig(params=case.params, compute=case.params, reduce=reduce)  # type: ignore[arg-type]
     model = em.parallelize(case.model(), mesh, precision=precision, lora=case.lora)
-    optimizer = build_optimizer(model, case.optim, SEED)
+    compute = torch.float32 if case.params == "bfloat16" else getattr(torch, case.params)
+    optimizer = build_optimizer(model, case.optim, SEED, compute)
     if load is not None:
         em.load_checkpoint(model, optimizer, load)
     last = 0
     for last in steps:
         for name, parameter in stage_parameters(model).items():
             if parameter.requires_grad:
-                whole = _gradient(name, last, parameter)
+                whole = given_gradient(name, last, parameter)
                 local = whole[slices(local_box(parameter))].clone()
                 parameter.grad = _like(parameter, local)
         optimizer.step()
@@ -84,7 +86,7 @@ def sharded_steps(
     return own if mesh.layout.pp == 1 else joined_stages(own, mesh)
 
 
-def _gradient(name: str, step: int, like: torch.Tensor) -> torch.Tensor:
+def given_gradient(name: str, step: int, like: torch.Tensor) -> torch.Tensor:
     """Of different sizes in different steps and rows."""
     seed = int.from_bytes(hashlib.sha256(f"{step} {name}".encode()).digest()[:6], "little")
     generator = torch.Generator().manual_seed(seed)

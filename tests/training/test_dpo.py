@@ -23,8 +23,6 @@ from expertmesh.training.reporting.first_loss import first_dpo_loss_lines
 from expertmesh.training.resume import config_differences
 from expertmesh.training.run import train
 from expertmesh.training.startup.preflight import preflight
-from expertmesh.verification.options import VerifyOptions
-from expertmesh.verification.setup import set_up
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.ranks import run_ranks
 from tests.training.dpo_by_trl import FIGURES, preference_config
@@ -179,8 +177,6 @@ def test_what_a_preference_run_cannot_have_is_refused_before_weights_are_read(in
         preference_config(inputs, tmp_path / "run", "data.format=text")
     with refused("config.combination", naming="objective.beta does nothing with objective.name sft"):
         preference_config(inputs, tmp_path / "run", "objective={beta: 0.1}")
-    with refused("config.not-verified", naming="objective.name dpo: verify proves"):
-        set_up(preference_config(inputs, tmp_path / "run"), VerifyOptions(), 1)
     noisy = write_inputs(tmp_path / "noisy", attention_dropout=0.1)
     with refused("model.noise-in-training", naming="attention_dropout 0.1"):
         preflight(preference_config(noisy, tmp_path / "run"), 1)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig
 
 from expertmesh.training.reporting.first_loss import first_loss_lines, untrained_excess
+from expertmesh.training.reporting.metrics import Collapse, StepMetrics
 from tests.support.models import tiny_config
 
 
@@ -54,3 +55,33 @@ def test_untrained_models_lie_within_the_margin_and_near_its_estimate(
     if initializer >= 0.2 and targets == 500:  # the margin is no wider than it has to be
         excess = sum(losses) / len(losses) - math.log(config.vocab_size)
         assert excess > untrained_excess(config, 10**9) / 2
+
+
+def _report(loss: float = 3.0, grad_norm: float = 1.0, dead: int = 0, skipped: str | None = None) -> StepMetrics:
+    load: list[dict[str, float | int]] = [{"max_over_mean": 1.0, "entropy": 1.0, "dead": each} for each in (0, dead)]
+    return StepMetrics(1, 0.1, loss, grad_norm, 1e-3, 4096, 1.0, 1, 1.0, load, skipped=skipped)
+
+
+@pytest.mark.parametrize(
+    ("report", "reports", "said"),
+    [
+        (_report(grad_norm=0.0), 3, "gradient norm has been 0"),
+        (_report(loss=math.log(1000) * 1.004), 20, "uniform guess, ln 1,000 = 6.91"),
+        (_report(dead=65), 3, "more than half of a layer's experts"),
+    ],
+)
+def test_a_run_that_learns_nothing_any_more_is_told_once(report: StepMetrics, reports: int, said: str) -> None:
+    collapse = Collapse(1000, experts=128, top_k=8)
+    told = [list(collapse.lines(report)) for _ in range(reports + 5)]
+    assert [number for number, lines in enumerate(told, start=1) if lines] == [reports]
+    assert said in told[reports - 1][0]
+    collapse = Collapse(1000, experts=128, top_k=8)
+    broken = [report] * (reports - 1) + [_report()] + [report] * (reports - 1)
+    assert not [line for each in broken for line in collapse.lines(each)]
+
+
+def test_steps_too_small_for_all_experts_and_losses_of_pairs_are_no_collapse() -> None:
+    few, pairs = Collapse(1000, experts=4096, top_k=8), Collapse(None, experts=128, top_k=8)
+    assert not [line for _ in range(30) for line in few.lines(_report(dead=4000))]
+    assert not [line for _ in range(30) for line in pairs.lines(_report(loss=math.log(1000)))]
+    assert not [line for _ in range(30) for line in pairs.lines(_report(grad_norm=0.0, skipped="no finite loss"))]

@@ -7,17 +7,28 @@ import pytest
 import torch
 
 import expertmesh as em
+from expertmesh.anatomy import describe
 from expertmesh.config import LoraConfig, OptimConfig
-from expertmesh.training.optimizers import rounding
-from expertmesh.training.optimizers.build import build_optimizer
+from expertmesh.training.optimizers import build
+from expertmesh.training.optimizers.blocks import Blocks, Codebook
+from expertmesh.training.optimizers.build import build_optimizer, moment_bytes
+from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.training.optimizers.rounding import Noise
 from expertmesh.training.run import train
+from expertmesh.verification.checkpoint.verify import verify
+from tests.checkpoint.damage import change_manifest
+from tests.checkpoint.forge import forge_tensors
+from tests.support.errors import refused
 from tests.support.ranks import run_ranks
-from tests.training.given_gradients import Case, State, sharded_steps, whole_steps
+from tests.training.given_gradients import Case, State, given_gradient, sharded_steps, whole_steps
 from tests.training.tiny_run import rows_without_times, run_config, train_steps, weights, write_inputs
 
 OPTIM: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 0.1}
 ROUNDED = OptimConfig(stochastic_rounding=True, **OPTIM)
+EIGHT_BIT = OptimConfig(name="adamw_8bit", **OPTIM)
+MUON = OptimConfig(name="muon", **OPTIM)
+# Matrices of more than 4,096 elements whose rows are no multiple of a block, and that tp, ep and efsdp cut within one.
+WIDE: dict[str, Any] = {"hidden_size": 320, "moe_intermediate_size": 272, "num_hidden_layers": 1}
 CPU = torch.device("cpu")
 # Parts of different sizes and an empty one (97 rows of the vocabulary and a norm of 5 elements on 4 ranks); experts
 # that efsdp cuts on a later dim (3 on 2 ranks).
@@ -51,15 +62,110 @@ def test_stochastic_rounding_is_the_same_on_every_layout(
         _equal(state, expected)
 
 
+@pytest.mark.parametrize(
+    ("world", "axes", "changes", "params"),
+    [
+        (2, {"ep": 2}, {}, "float32"),
+        (4, {"ep": 2}, {}, "bfloat16"),
+        (4, {"ep": 2}, ODD_EXPERTS, "float32"),
+        (4, {"ep": 2, "tp": 2}, {}, "bfloat16"),
+        (4, {"ep": 2, "replicate": 2}, {}, "float32"),
+    ],
+)
+def test_moments_of_8_bits_are_the_same_on_every_layout(
+    world: int, axes: dict[str, int], changes: dict[str, Any], params: str
+) -> None:
+    optim = EIGHT_BIT.model_copy(update={"stochastic_rounding": params == "bfloat16"})
+    case = Case(optim, params, changes={**WIDE, **changes})
+    expected = whole_steps(case, 3)
+    for state in run_ranks(sharded_steps, world, case, em.ParallelConfig(**axes), range(3)):
+        _equal(state, expected)
+
+
+def _by_torch(case: Case, steps: int) -> State:
+    """torch's Muon on each matrix by itself, and torch's AdamW on all else."""
+    model = case.model()
+    count = matrices_of(model, describe(model))
+    split = {
+        name: [
+            torch.nn.Parameter(part) for part in parameter.detach().clone().view(count[name], -1, parameter.shape[-1])
+        ]
+        for name, parameter in model.named_parameters()
+        if name in count
+    }
+    others = {name: parameter for name, parameter in model.named_parameters() if name not in count}
+    rate, decay = case.optim.learning_rate, case.optim.weight_decay
+    matrices = [part for parts in split.values() for part in parts]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=rate, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others.values(), lr=rate, weight_decay=decay, betas=case.optim.betas, eps=case.optim.eps),
+    ]
+    for step in range(steps):
+        for name, parameter in model.named_parameters():
+            grad = given_gradient(name, step, parameter)
+            if name in count:
+                for part, of_part in zip(split[name], grad.view(count[name], -1, grad.shape[-1]), strict=True):
+                    part.grad = of_part
+            else:
+                parameter.grad = grad
+        for optimizer in optimizers:
+            optimizer.step()
+    joined = {name: torch.stack([part.detach() for part in parts]) for name, parts in split.items()}
+    return {n: joined[n].view(p.shape) if n in joined else p.detach() for n, p in model.named_parameters()}
+
+
+def _far(state: State, expected: State) -> float:
+    """The largest error of any tensor, relative to it."""
+    errors = {name: float((state[name] - wanted).norm() / wanted.norm()) for name, wanted in expected.items()}
+    return max(errors.values())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_muon_is_torch_s_muon_on_each_matrix_by_itself(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)  # in which torch's multiplies
+    case = Case(MUON, "float64", family)
+    expected = _by_torch(case, 3)
+    assert _far(whole_steps(case, 3, compute=torch.float64), expected) <= 1e-10
+    assert _far(whole_steps(case, 3, compute=torch.bfloat16), expected) <= 1e-3
+    monkeypatch.setattr(build, "matrices_of", lambda *given: dict.fromkeys(matrices_of(*given), 1))
+    assert _far(whole_steps(case, 3, compute=torch.float64), expected) > 1e-3  # stacks as one matrix
+
+
+@pytest.mark.parametrize(
+    ("world", "axes", "family", "changes"),
+    [*LAYOUTS, (4, {"ep": 1}, "qwen3_moe", ODD_EXPERTS), (4, {"ep": 2, "tp": 2, "pp": 2}, "qwen3_moe", {})][1:],
+)
+def test_muon_is_that_of_whole_matrices_on_every_layout(
+    world: int, axes: dict[str, int], family: str, changes: dict[str, Any]
+) -> None:
+    case = Case(MUON, "float64", family, changes)
+    expected = whole_steps(case, 3, compute=torch.float64)
+    for state in run_ranks(sharded_steps, max(world, 4 * axes.get("pp", 1)), case, em.ParallelConfig(**axes), range(3)):
+        assert state.keys() == expected.keys()
+        assert _far(state, expected) <= 1e-10
+
+
+def _blocks_of_own_columns() -> None:
+    """As if ranks that share a block did not tell each other how large it is."""
+    Blocks.write.__globals__["_groups_of_last_dim"] = lambda tensor: []
+
+
+def test_blocks_that_ranks_do_not_share_would_be_noticed() -> None:
+    case = Case(EIGHT_BIT, "float32", changes=WIDE)
+    axes = em.ParallelConfig(ep=2, tp=2)
+    state = run_ranks(sharded_steps, 2, case, axes, range(3), None, None, _blocks_of_own_columns)[0]
+    with pytest.raises(AssertionError):
+        _equal(state, whole_steps(case, 3))
+
+
 def _round_by_own_places() -> None:
     """As if a rank's first element were the tensor's."""
-    own = Noise.of.__func__  # type: ignore[attr-defined]
+    own = Noise.__init__
 
-    def of(cls: type[Noise], key: str, box: Any, shape: Any, device: Any) -> Noise:
-        noise: Noise = own(cls, key, tuple((0, stop - start) for start, stop in box), shape, device)
-        return noise
+    def init(noise: Noise, key: str, box: Any, shape: Any, device: Any) -> None:
+        own(noise, key, tuple((0, stop - start) for start, stop in box), shape, device)
 
-    rounding.Noise.of = classmethod(of)  # type: ignore[assignment]
+    Noise.__init__ = init  # type: ignore[method-assign]
 
 
 def test_rounding_by_a_rank_s_own_places_would_be_noticed() -> None:
@@ -69,19 +175,65 @@ def test_rounding_by_a_rank_s_own_places_would_be_noticed() -> None:
         _equal(state, whole_steps(case, 3))
 
 
-def test_adapters_are_rounded_alike_on_every_layout() -> None:
-    case = Case(ROUNDED, lora=LoraConfig(r=3, targets=("attention", "experts")))
+@pytest.mark.parametrize(("optim", "params"), [(ROUNDED, "bfloat16"), (MUON, "float64")])
+def test_adapters_are_updated_alike_on_every_layout(optim: OptimConfig, params: str) -> None:
+    case = Case(optim, params, lora=LoraConfig(r=3, targets=("attention", "experts")))
     expected = run_ranks(sharded_steps, 1, case, em.ParallelConfig(ep=1), range(3))[0]
-    _equal(run_ranks(sharded_steps, 4, case, em.ParallelConfig(ep=2), range(3))[0], expected)
+    state = run_ranks(sharded_steps, 4, case, em.ParallelConfig(ep=2), range(3))[0]
+    assert _far(state, expected) <= (1e-10 if optim is MUON else 0)
 
 
-def test_a_step_goes_on_bit_for_bit_at_another_layout(tmp_path: Path) -> None:
-    case = Case(ROUNDED)
-    expected = whole_steps(case, 4)
-    run_ranks(sharded_steps, 4, case, em.ParallelConfig(ep=2), range(2), tmp_path)
-    for world, ep in ((4, 2), (2, 2), (1, 1)):
-        state = run_ranks(sharded_steps, world, case, em.ParallelConfig(ep=ep), range(2, 4), None, tmp_path)[0]
-        _equal(state, expected)
+@pytest.mark.parametrize("case", [Case(ROUNDED), Case(EIGHT_BIT, "float32", changes=WIDE), Case(MUON, "float64")])
+def test_steps_go_on_alike_at_another_layout(tmp_path: Path, case: Case) -> None:
+    expected = whole_steps(case, 4, compute=torch.float64)
+    run_ranks(sharded_steps, 4, case, em.ParallelConfig(ep=2, tp=2), range(2), tmp_path)
+    assert verify(tmp_path / "step-00000002").findings == ()
+    for world, axes in ((4, {"ep": 2, "tp": 2}), (4, {"ep": 2}), (2, {"ep": 2, "pp": 1}), (1, {"ep": 1})):
+        state = run_ranks(sharded_steps, world, case, em.ParallelConfig(**axes), range(2, 4), None, tmp_path)[0]
+        if case.optim is MUON:  # products of matrices may round otherwise
+            assert _far(state, expected) <= 1e-10
+        else:
+            _equal(state, expected)
+
+
+def _load_into_another_optimizer(case: Case, path: Path) -> None:
+    with refused("checkpoint.other-optimizer", naming="AdamW8bit"):
+        sharded_steps(case, em.ParallelConfig(ep=1), [], None, path)
+
+
+def test_moments_of_8_bits_are_no_moments_of_another_optimizer(tmp_path: Path) -> None:
+    case = Case(EIGHT_BIT, "float32", changes=WIDE)
+    run_ranks(sharded_steps, 1, case, em.ParallelConfig(ep=1), range(1), tmp_path)
+    run_ranks(_load_into_another_optimizer, 1, Case(OptimConfig(), "float32", changes=WIDE), tmp_path)
+
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    ("forget", "said"),
+    [
+        (["exp_avg_scale"], f"{EMBEDDING}: is trained, but its optimizer state exp_avg_scale is not in the checkpoint"),
+        (["exp_avg"], f"optimizer.{EMBEDDING}.exp_avg_scale: is the scale of what is not in 8 bits"),
+    ],
+)
+def test_codes_without_scales_and_scales_without_codes_are_found(tmp_path: Path, forget: list[str], said: str) -> None:
+    case = Case(EIGHT_BIT, "float32", changes=WIDE)
+    run_ranks(sharded_steps, 1, case, em.ParallelConfig(ep=1), range(1), tmp_path)
+    path = tmp_path / "step-00000001"
+    keys = [f"optimizer.{EMBEDDING}.{slot}" for slot in forget]
+
+    def unnamed(manifest: dict[str, Any]) -> None:
+        for key in keys:
+            del manifest["optimizer"][key]
+
+    def without(tensors: State) -> None:
+        for key in keys:
+            del tensors[key]
+
+    forge_tensors("optimizer-00000-of-00001.safetensors", without)(path)
+    change_manifest(unnamed)(path)
+    assert said in [finding.text for finding in verify(path).findings]
 
 
 def test_a_stopped_run_with_stochastic_rounding_continues_bit_for_bit(tmp_path: Path) -> None:
@@ -94,6 +246,19 @@ def test_a_stopped_run_with_stochastic_rounding_continues_bit_for_bit(tmp_path: 
     run_ranks(train, 2, broken)
     _equal(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
     assert rows_without_times(tmp_path / "broken") == rows_without_times(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("params", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "muon"])
+def test_what_is_stored_is_what_is_planned(name: Any, params: str) -> None:
+    case = Case(OptimConfig(name=name), params, changes=WIDE)
+    model = case.model()
+    matrices = matrices_of(model, describe(model))
+    width = getattr(torch, params).itemsize
+    stored = [tensor for key, tensor in whole_steps(case, 1).items() if key.startswith("optimizer.")]
+    counted = sum(tensor.nbytes for tensor in stored if tensor.dim())
+    parameters = model.named_parameters()
+    assert counted == sum(moment_bytes(name, p.shape, width, is_matrix=n in matrices) for n, p in parameters)
 
 
 def test_six_bytes_a_parameter_and_torch_s_names() -> None:
@@ -112,17 +277,17 @@ def test_rounding_keeps_the_expectation_and_every_value_that_needs_none() -> Non
     value = torch.randn(shape) * torch.logspace(-12, 12, 512)
     errors = torch.zeros(shape, dtype=torch.float64)
     for step in range(64):
-        rounded = Noise.of(f"{step}", box, shape, CPU).round(value, slice(None))
+        rounded = Noise(f"{step}", box, shape, CPU).round(value, slice(None))
         assert bool(((rounded.float() - value).abs() < value.abs() * 2**-7).all())
         errors += (rounded.double() - value.double()) / value.double().abs()
     # An error has at most the spread of one step: 2**-7 / 2, over 64 rounds of 512 x 512 elements.
     assert abs(float(errors.mean() / 64)) < 4 * 2**-8 / (64 * 512 * 512) ** 0.5
     assert float((errors / 64).square().mean().sqrt()) < 2**-8 / 64**0.5
-    exact = torch.tensor([[0.0, -0.0, 1.5, -3.0, float("inf"), -float("inf")]])
-    noise = Noise.of("", ((0, 1), (0, 6)), (1, 6), CPU)
+    exact = torch.tensor([[0.0, -0.0, 1.5, -3.0]])
+    noise = Noise("", ((0, 1), (0, 4)), (1, 4), CPU)
     assert torch.equal(noise.round(exact, slice(None)).float(), exact)
-    lost = torch.tensor([[0x7FFFFFFF]], dtype=torch.int32).view(torch.float32)  # NaN, as CUDA writes it
-    assert bool(Noise.of("", ((0, 1), (0, 1)), (1, 1), CPU).round(lost, slice(None)).isnan())
+    bits = torch.tensor([[0x7FFFFFFF, 0x7FC00000, 0x7F800000, -0x800000]], dtype=torch.int32)  # the first is CUDA's NaN
+    assert bool(noise.round(bits.view(torch.float32), slice(None)).isfinite().logical_not().all())
 
 
 def test_elements_steps_and_names_are_rounded_independently() -> None:
@@ -130,7 +295,7 @@ def test_elements_steps_and_names_are_rounded_independently() -> None:
     box = ((0, 256), (0, 256))
 
     def up(key: str) -> torch.Tensor:
-        return (Noise.of(key, box, (256, 256), CPU).round(value, slice(None)).double() - 1) * 2**8 - 1  # -1 or 1
+        return (Noise(key, box, (256, 256), CPU).round(value, slice(None)).double() - 1) * 2**8 - 1  # -1 or 1
 
     def alike(one: torch.Tensor, other: torch.Tensor) -> float:
         return float((one * other).mean().abs() * one.numel() ** 0.5)  # 1 is chance
@@ -142,6 +307,23 @@ def test_elements_steps_and_names_are_rounded_independently() -> None:
     assert alike(first[1:], first[:-1]) < 4
     assert alike(first[:, 1:], first[:, :-1]) < 4
     assert alike(first[1:, 1:] * first[:-1, :-1], first[1:, :-1] * first[:-1, 1:]) < 4
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_code_is_that_of_the_nearest_value(signed: bool) -> None:
+    codebook = Codebook.on(CPU, signed)
+    torch.manual_seed(0)
+    value = torch.cat([torch.randn(1 << 18) * torch.logspace(-9, 0, 1 << 18), codebook.values, codebook.borders[:-1]])
+    value = value.clamp(-1, 1) if signed else value.abs().clamp_max(1)
+    codes = codebook.nearest(value)
+    assert torch.equal(codes.long(), torch.bucketize(value, codebook.borders[:-1]))
+    inside = value[:-255] * (1 - 2**-20)  # not a border, whose own rounding decides
+    codes = codebook.nearest(inside)
+    distance = (codebook.values[codes.long()] - inside).abs()
+    for other in (-1, 1):
+        neighbour = codebook.values[(codes.long() + other).clamp(0, 255)]
+        assert bool((distance <= (neighbour - inside).abs()).all())
+    assert torch.equal(codebook.nearest(codebook.values), torch.arange(256, dtype=torch.uint8))
 
 
 def _mean_weight(optim: OptimConfig, params: str, steps: int) -> float:

@@ -22,6 +22,7 @@ from expertmesh.planning.forecast import train_with_forecast
 from expertmesh.state import stage_view
 from expertmesh.step import forward_backward as step_module
 from expertmesh.step.objective import Term
+from expertmesh.training import run as run_module
 from expertmesh.training.run import train
 from expertmesh.training.startup.preflight import preflight
 from expertmesh.weights import meta_model
@@ -174,6 +175,34 @@ def test_a_directory_that_holds_a_run_is_never_written_into(inputs: Path, tmp_pa
     run_ranks(train, 1, first)
     with refused(key):
         preflight(run_config(inputs, tmp_path / "run", "train.max_steps=1", *overrides), 1)
+
+
+def _run_out_of_memory(config: Config) -> str:
+    failing = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
+    with mock.patch.object(run_module, "load_state", side_effect=failing), pytest.raises(InputError) as caught:
+        train_with_forecast(config)
+    assert caught.value.key == "run.out-of-memory"
+    return str(caught.value)
+
+
+def test_a_start_that_did_no_step_gives_its_directory_to_any_configuration(inputs: Path, tmp_path: Path) -> None:
+    config = run_config(inputs, tmp_path / "run", "train.max_steps=1", "parallel.ep=2")
+    said = run_ranks(_run_out_of_memory, 2, config)
+    assert (tmp_path / "run" / "config.yaml").exists()
+    for rank, sentence in enumerate(said):
+        assert sentence.startswith(f"rank {rank} ran out of memory before the first step, ")
+        assert ": CUDA out of memory; predicted " in sentence
+        assert "predicted to fit, the fastest first: train.activation_checkpointing=" in sentence
+    run_ranks(train, 1, run_config(inputs, tmp_path / "run", "train.max_steps=1", "train.seed=7"))
+    with refused("run.other-configuration"):
+        preflight(config, 2)
+
+
+def test_fewer_steps_than_max_steps_are_said(inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(train, 1, run_config(inputs, tmp_path / "run", "train.max_steps=9"))
+    assert (
+        "steps      4 optimizer steps in 1 epoch of the data, fewer than train.max_steps 9, " in capfd.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(

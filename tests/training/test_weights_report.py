@@ -19,10 +19,12 @@ from expertmesh.state.shards import local_tensor
 from expertmesh.training.control import Control
 from expertmesh.training.reporting.weights import loaded_lines, saved_lines
 from expertmesh.training.run import train
+from expertmesh.training.startup.preflight import preflight
 from expertmesh.weights.audit import AuditReport
 from expertmesh.weights.load import LoadReport, fill
 from expertmesh.weights.save import SaveReport
 from expertmesh.weights.source import UnmappedTensors
+from tests.support.errors import refused
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import metrics, run_config, weights, write_inputs
 
@@ -83,6 +85,11 @@ def test_the_model_of_a_run_and_that_of_its_last_checkpoint_are_the_same_in_the_
     export(tmp_path / "run" / "checkpoints" / "step-00000003", tmp_path / "exported")
     for file in (tmp_path / "exported").iterdir():
         assert file.read_bytes() == (tmp_path / "run" / "model" / file.name).read_bytes(), file.name
+
+
+def test_a_plain_model_cannot_be_saved_as_quantised_files_were(inputs: Path, tmp_path: Path) -> None:
+    with refused("weights.not-quantised", naming="is not quantised"):
+        preflight(run_config(inputs, tmp_path / "run", "save.dtype=as_loaded"), 1)
 
 
 def _fill_and_lose_experts(model: PreTrainedModel, *arguments: Any, **options: Any) -> LoadReport:

@@ -12,6 +12,7 @@ from expertmesh.verification.options import LAYERS, VerifyOptions
 from expertmesh.verification.result import Report
 from expertmesh.verification.run import verify
 from tests.support.ranks import run_ranks
+from tests.training.dpo_by_trl import preference_config
 from tests.training.tiny_run import run_config, write_inputs
 from tests.weights.published import FORMATS, is_linear, quantise
 
@@ -64,6 +65,19 @@ JOBS = {
     ),
     "tp": Job("qwen3_moe", 2, ("parallel.tp=2", "parallel.ep=2"), {"ep 2 = ep 4", *ADAPTERS}, self_test=True),
     "cp": Job("qwen3_moe", 2, ("parallel.cp=2", "parallel.ep=2"), {"ep 2 = ep 4", *ADAPTERS}, self_test=True),
+    "dpo": Job(
+        "qwen3_moe",
+        4,
+        ("parallel.ep=2", "parallel.tp=2", "objective.beta=2.0"),
+        {"packed = separate samples", *ADAPTERS},
+        self_test=True,
+    ),
+    "dpo, adapters": Job(
+        "qwen3_moe",
+        2,
+        ("parallel.pp=2", "lora={r: 4, targets: [attention, experts]}"),
+        {"ep 1 = ep 2", "ep 1 = ep 4", "packed = separate samples", "saved model in plain transformers"},
+    ),
     "bytes of tp": Job("qwen3_moe", 2, ("parallel.tp=2", "parallel.ep=1"), set(), only=("bytes",)),
     "bytes of cp": Job("qwen3_moe", 2, ("parallel.cp=2", "parallel.ep=1"), set(), only=("bytes",)),
     "bytes of pp": Job("qwen3_moe", 2, ("parallel.pp=2", "parallel.ep=1"), set(), only=("bytes",)),
@@ -75,7 +89,8 @@ def test_a_sound_job_passes_every_layer(kind: str, tmp_path: Path) -> None:
     job = JOBS[kind]
     inputs = write_inputs(tmp_path / "inputs", job.family)
     (tmp_path / "runs").mkdir()
-    config = run_config(inputs, tmp_path / "runs" / "run", *job.overrides)
+    configured = preference_config if kind.startswith("dpo") else run_config
+    config = configured(inputs, tmp_path / "runs" / "run", *job.overrides)
     before = set(tmp_path.rglob("*"))
     options = VerifyOptions(tokens=256, only=job.only, self_test=job.self_test, report=str(tmp_path / "report.json"))
     reports: list[Report] = run_ranks(verify, job.ranks, config, Control(arguments=options.dump()), timeout=110)

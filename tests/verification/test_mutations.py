@@ -1,16 +1,27 @@
 """Every planted bug is caught by its layer, and a check that is red ends the verification on every rank."""
 
+import contextlib
+import json
+import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from expertmesh.config import Config
 from expertmesh.config.errors import IntegrityError
+from expertmesh.step import objective
+from expertmesh.training import objective as training
 from expertmesh.training.control import Control
 from expertmesh.verification import run as runner
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.proof import Proof
 from expertmesh.verification.result import Check, Figure, Mutation, Report
 from tests.support.ranks import run_ranks
+from tests.training.dpo_by_trl import preference_config
 from tests.training.tiny_run import run_config, write_inputs
 
 EXPECTED = {
@@ -58,6 +69,35 @@ def test_a_bug_that_the_job_leaves_no_room_for_is_named(inputs: Path) -> None:
         "moments lost when resuming": "sgd keeps no moments",
     }
     assert all(mutation.status == "pass" for mutation in report.mutations if mutation.bug not in left)
+
+
+def _layers_that_fail(config: Config, plant: Callable[[], Any]) -> set[str]:
+    options = VerifyOptions(tokens=256, only=("forward", "backward"), report=str(Path(config.output_dir) / "red.json"))
+
+    def job() -> None:
+        plant()
+        with pytest.raises(IntegrityError):
+            runner.verify(config, Control(arguments=options.dump()))
+
+    Path(config.output_dir).mkdir(exist_ok=True)
+    run_ranks(job, 2, timeout=100)
+    report = json.loads((Path(config.output_dir) / "red.json").read_text())
+    checks = [(layer["name"], check) for layer in report["layers"] for check in layer["checks"]]
+    return {f"{layer}: {check['name']}" for layer, check in checks if check["status"] == "fail"}
+
+
+def test_pairs_of_one_weight_are_seen(inputs: Path, tmp_path: Path) -> None:
+    """As before the first update, whatever their margins are by then."""
+    config = preference_config(inputs, tmp_path / "run")
+    one_weight = types.SimpleNamespace(**{**vars(torch), "sigmoid": lambda x: torch.full_like(x, 0.5)})
+    failing = _layers_that_fail(config, lambda: mock.patch.object(objective, "torch", one_weight).start())
+    assert failing == {"backward: float32: gradients", "backward: float32: global norm"}
+
+
+def test_a_reference_with_its_adapters_on_is_seen(inputs: Path, tmp_path: Path) -> None:
+    config = preference_config(inputs, tmp_path / "run", "lora={r: 4}")
+    off = mock.patch.object(training, "adapters_off", return_value=contextlib.nullcontext())
+    assert _layers_that_fail(config, off.start) == {"forward: float32: log-probabilities of the reference"}
 
 
 def _fails(config: object, control: Control) -> str:

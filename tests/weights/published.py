@@ -5,6 +5,7 @@ nothing here shares code with what is tested.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,8 +17,15 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import GptOssConfig, PreTrainedModel
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from tests.families.tiny import tiny_config
+from tests.weights import tiny
+
+# Columns are multiples of 32, which 4-bit formats demand; rows of neither block that is tried.
+SIZES: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 96, "head_dim": 16}
 
 # The tensors of the file by name, and the values that they stand for, in fp32.
 Written = tuple[dict[str, Tensor], Tensor]
@@ -56,6 +64,16 @@ def quantise(source: Path, target: Path, form: Format, chosen: Callable[[str], b
 def is_linear(name: str) -> bool:
     """The weights that published files quantise: projections, not routers, embeddings and heads."""
     return "_proj" in name and name.endswith(".weight")
+
+
+def is_expert_matrix(name: str) -> bool:
+    return name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+
+
+def gpt_oss_config() -> GptOssConfig:
+    sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 16}
+    common = {"vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return GptOssConfig(**common, **sizes, num_key_value_heads=2, max_position_embeddings=64)
 
 
 def _blocks(weight: Tensor, block: tuple[int, int], largest: float) -> tuple[Tensor, Tensor]:
@@ -122,6 +140,28 @@ def fp4_experts() -> Format:
         return {name: packed.view(torch.int8), f"{name.removesuffix('.weight')}.scale": scale}, values
 
     return Format(linear.settings, write)
+
+
+def deepseek_v4_model() -> PreTrainedModel:
+    """Of tiny sizes, with columns for blocks of 32."""
+    config = tiny_config("DeepseekV4ForCausalLM", "deepseek_v4")
+    config.moe_intermediate_size = 32
+    return tiny.random_model(config)
+
+
+def write_deepseek_v4(directory: Path) -> Path:
+    """A model under the names of the published files, which transformers itself does not quite write."""
+    deepseek_v4_model().save_pretrained(directory)
+    path = directory / "model.safetensors"
+    outside = {f"hc_head.hc_{part}": f"hc_head_{part}" for part in ("fn", "base", "scale")}
+    outside["embed_tokens.weight"] = "embed.weight"
+    names = ((name.removeprefix("model."), tensor) for name, tensor in load_file(path).items())
+    save_file({outside.get(name, name): tensor for name, tensor in names}, path, {"format": "pt"})
+    return directory
+
+
+def is_deepseek_v4_matrix(name: str) -> bool:
+    return bool(re.search(r"\.(experts\.\d+|shared_experts)\.w\d\.weight$|attn\.w(q_a|q_b|kv|o_a|o_b)\.weight$", name))
 
 
 def gpt_oss() -> Format:

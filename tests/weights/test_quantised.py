@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from expertmesh.config.errors import IntegrityError
 from expertmesh.export.convert import convert
@@ -22,16 +22,13 @@ from expertmesh.weights.load import bytes_to_read, fill
 from expertmesh.weights.mapping import model_tensors
 from expertmesh.weights.meta_model import build_meta_model, materialize, read_model_config
 from expertmesh.weights.quantised import formats, tensor
-from expertmesh.weights.quantised.published import published_tensors
+from expertmesh.weights.quantised.published import published_tensors, quantisation
 from expertmesh.weights.quantised.tensor import QuantisedTensor
 from expertmesh.weights.save import save_model
 from tests.support.errors import refused
 from tests.support.ranks import run_ranks
-from tests.weights.published import FORMATS, gpt_oss, is_linear, quantise
+from tests.weights.published import FORMATS, SIZES, gpt_oss, gpt_oss_config, is_expert_matrix, is_linear, quantise
 from tests.weights.tiny import deepseek_v3, qwen3_moe, random_model, shard_for_test
-
-# Columns are multiples of 32, which 4-bit formats demand; rows of neither block that is tried.
-SIZES: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 96, "head_dim": 16}
 
 
 def _source(config: PreTrainedConfig, directory: Path) -> Path:
@@ -39,7 +36,7 @@ def _source(config: PreTrainedConfig, directory: Path) -> Path:
     return directory
 
 
-def _differing(target: Path, dtype: torch.dtype, world: int, ep: int, sound: bool = True) -> list[str]:
+def differing(target: Path, dtype: torch.dtype, world: int, ep: int, sound: bool = True) -> list[str]:
     """The tensors whose shards differ between the quantised files and the files with their values.
 
     Where all is `sound`, the audits and the number of bytes to read agree as well.
@@ -65,7 +62,7 @@ def _differing(target: Path, dtype: torch.dtype, world: int, ep: int, sound: boo
 def test_values_are_those_of_public_tools(name: str, tmp_path: Path) -> None:
     form = FORMATS[name]()
     target = quantise(_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
-    assert _differing(target, form.dtype, 1, 1) == []
+    assert differing(target, form.dtype, 1, 1) == []
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -73,20 +70,13 @@ def test_values_are_those_of_public_tools(name: str, tmp_path: Path) -> None:
 def test_every_rank_has_its_part_of_them(name: str, world: int, ep: int, tmp_path: Path) -> None:
     form = FORMATS[name]()
     target = quantise(_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
-    assert run_ranks(_differing, world, target, form.dtype, world, ep) == [[]] * world
+    assert run_ranks(differing, world, target, form.dtype, world, ep) == [[]] * world
 
 
 @pytest.mark.parametrize(("world", "ep"), [(1, 1), (2, 2), (4, 2), (4, 4)])
 def test_gpt_oss_experts_are_read_in_their_own_order(world: int, ep: int, tmp_path: Path) -> None:
-    sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 16}
-    common = {"vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = GptOssConfig(**common, **sizes, num_key_value_heads=2, max_position_embeddings=64)
-    target = quantise(_source(config, tmp_path / "source"), tmp_path, gpt_oss(), _is_expert_matrix)
-    assert run_ranks(_differing, world, target, torch.float32, world, ep) == [[]] * world
-
-
-def _is_expert_matrix(name: str) -> bool:
-    return name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    target = quantise(_source(gpt_oss_config(), tmp_path / "source"), tmp_path, gpt_oss(), is_expert_matrix)
+    assert run_ranks(differing, world, target, torch.float32, world, ep) == [[]] * world
 
 
 @pytest.mark.parametrize("name", ["fp8 partial blocks", "int4"])
@@ -95,7 +85,7 @@ def test_latent_attention_and_dense_layers_are_read_too(name: str, tmp_path: Pat
     sizes = {**SIZES, "q_lora_rank": 32, "kv_lora_rank": 24 if "fp8" in name else 32, "v_head_dim": 16}
     config = deepseek_v3(**{key: value for key, value in sizes.items() if key != "head_dim"})
     target = quantise(_source(config, tmp_path / "source"), tmp_path, form, is_linear)
-    assert run_ranks(_differing, 4, target, form.dtype, 4, 2) == [[]] * 4
+    assert run_ranks(differing, 4, target, form.dtype, 4, 2) == [[]] * 4
 
 
 def _bytes_beyond_the_own(target: Path, world: int, ep: int) -> float:
@@ -114,7 +104,7 @@ def _bytes_beyond_the_own(target: Path, world: int, ep: int) -> float:
 
 
 def _published(config: PreTrainedConfig, files: Any) -> dict[str, Any]:
-    return dict(published_tensors(config, files).tensors)
+    return dict(published_tensors(quantisation(config), files).tensors)
 
 
 def _parts(lazy: Any) -> list[Any]:
@@ -168,7 +158,7 @@ def test_a_planted_bug_turns_the_comparison_red(bug: str, tmp_path: Path) -> Non
     form = FORMATS[name]()
     target = quantise(_source(qwen3_moe(**SIZES), tmp_path / "source"), tmp_path, form, is_linear)
     with plant():
-        assert "model.layers.0.mlp.experts.gate_up_proj" in _differing(target, form.dtype, 1, 1, sound=False)
+        assert "model.layers.0.mlp.experts.gate_up_proj" in differing(target, form.dtype, 1, 1, sound=False)
 
 
 Tensors = dict[str, Tensor]

@@ -22,8 +22,8 @@ from expertmesh.weights.load import fill
 from expertmesh.weights.mapping import model_tensors
 from expertmesh.weights.meta_model import build_meta_model, materialize, read_model_config
 from tests.support.ranks import run_ranks
-from tests.weights.published import FORMATS, gpt_oss, is_linear, quantise
-from tests.weights.test_quantised import SIZES, _is_expert_matrix, _source
+from tests.weights.published import FORMATS, SIZES, gpt_oss, is_expert_matrix, is_linear, quantise
+from tests.weights.test_quantised import _source
 from tests.weights.tiny import qwen3_moe
 
 LORA = em.LoraConfig(r=2, targets=("experts",))
@@ -81,7 +81,7 @@ def test_gpt_oss_codes_stay_in_the_transposed_layout(layout: tuple[int, int], tm
     sizes: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 16}
     common: dict[str, Any] = {"vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = GptOssConfig(**common, **sizes, num_key_value_heads=2, max_position_embeddings=64)
-    target = quantise(_source(config, tmp_path / "source"), tmp_path, gpt_oss(), _is_expert_matrix)
+    target = quantise(_source(config, tmp_path / "source"), tmp_path, gpt_oss(), is_expert_matrix)
     for found in run_ranks(_load, layout[0], target, "as_published", layout[1], torch.bfloat16):
         assert found == ([], 4, {"e2m1"})
 

@@ -35,6 +35,7 @@ def attach_adapters(model: nn.Module, targets: Sequence[Target], lora: LoraConfi
         if target.experts is None:
             mix_in(module, _LinearForward if target.parameter is None else _ParameterForward)
     model.register_forward_pre_hook(_take_row_numbers, with_kwargs=True)
+    model.register_forward_hook(_forget_row_numbers)
 
 
 def _take_row_numbers(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -42,9 +43,16 @@ def _take_row_numbers(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> An
     if "row_numbers" not in kwargs:
         return None
     row_numbers_B = kwargs.pop("row_numbers")
-    ids_BS = args[0] if args else next(kwargs[name] for name in ("input_ids", "inputs_embeds") if name in kwargs)
-    number_rows(model, row_numbers_B, ids_BS.shape[1], lambda number_BS: number_BS)
+    ids_BS = args[0] if args else kwargs.get("input_ids")
+    length = (kwargs["inputs_embeds"] if ids_BS is None else ids_BS).shape[1]
+    number_rows(model, row_numbers_B, length, lambda number_BS: number_BS)
     return args, kwargs
+
+
+def _forget_row_numbers(model: nn.Module, args: Any, output: Any) -> None:
+    """They are of one forward: the next one without numbers is refused, not given the same masks."""
+    if (state := adapter_state(model)) is not None:
+        state.number_T = None
 
 
 @contextmanager

@@ -41,6 +41,8 @@ def companions(model: PreTrainedModel, tokenizer: Tokenizer | None, save_dtype: 
         "left_out": [_described(tensor) for tensor in source.unmapped],
         "source_dtypes": {name: CODES[dtype] for name, dtype in source.dtypes.items()},
         "quantization_config": source.quantisation,
+        "quantised": [_described(tensor) for tensor in source.packed],
+        "bare": source.bare,
         "save_dtype": save_dtype,
     }
     dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
@@ -64,7 +66,9 @@ def read_layout(
         tensors = {name: _tensor(name, entry, directory / LAYOUT_FILE) for name, entry in layout["tensors"].items()}
         left_out = [_tensor(entry["name"], entry, Path(entry["path"])) for entry in layout["left_out"]]
         dtypes = {name: DTYPES[code] for name, code in layout.get("source_dtypes", {}).items()}
-        source = Source(dtypes, tuple(left_out), layout.get("quantization_config"))
+        packed = [_tensor(entry["name"], entry, Path(entry["path"])) for entry in layout.get("quantised", [])]
+        settings, bare = layout.get("quantization_config"), bool(layout.get("bare"))
+        source = Source(dtypes, tuple(left_out), settings, tuple(packed), bare)
     return plan_load(model, WeightFiles(directory, tensors)).conversions, source
 
 

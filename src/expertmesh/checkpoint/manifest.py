@@ -21,6 +21,9 @@ from expertmesh.io.versioned_json import read_content, validated
 MANIFEST = "manifest.json"
 # What a user can do about damage; ends the sentences that name it.
 MEND = "restore it, or remove this checkpoint to go on from the one before it"
+_PICKLE_NAMES = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".metadata")
+# Pickle protocols 2 to 5, and the zip files that torch.save makes.
+_PICKLE_STARTS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
 
 
 def read_manifest(directory: Path, *, rank: int = 0, ranks: int = 1) -> Manifest:
@@ -83,6 +86,23 @@ def _check_plain_paths(files: Iterable[FileEntry], where: Path) -> None:
                 f"{where}: names the file {file.name!r}, which is not a plain path inside the checkpoint",
                 key="checkpoint.unsafe",
             )
+
+
+def unsafe_content(path: Path, directory: Path) -> str | None:
+    """Why a file of the checkpoint `directory` must not be opened, as a sentence; None for one that may be."""
+    if not path.resolve().is_relative_to(directory.resolve()):
+        return f"{path}: leads out of the checkpoint, to {path.resolve()}; remove it"
+    if path.is_file() and _is_pickle(path):
+        return f"{path}: is a pickle, which can run code when it is read; no checkpoint holds one; remove it"
+    return None
+
+
+def _is_pickle(path: Path) -> bool:
+    if path.name.endswith(_PICKLE_NAMES):
+        return True
+    # A safetensors file begins with the length of its header, any number; its reader refuses what is none.
+    with path.open("rb") as file:
+        return file.read(4).startswith(_PICKLE_STARTS) and not path.name.endswith(".safetensors")
 
 
 def file_problems(directory: Path, manifest: Manifest, files: Iterable[FileEntry]) -> Iterator[str]:

@@ -5,6 +5,7 @@ Tensors are DTensors or plain ones that every rank holds. Nothing here communica
 """
 
 from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,14 @@ OPTIMIZER = "optimizer."
 _WORDS_PER_BLOCK = 1 << 22
 
 
+@runtime_checkable
+class HasEmptyState(Protocol):
+    """An optimizer that says itself what it keeps of a parameter: of any dtype and shape, DTensors of a DTensor."""
+
+    def empty_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """What its first step starts from, by slot."""
+
+
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers; tied ones once, under the first of their names.
 
@@ -34,10 +43,10 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Every slot of every parameter that has state. Raises `InputError` for state that is not tensors."""
-    slots = {}
+    slots, any_shape = {}, isinstance(optimizer, HasEmptyState)
     for name, parameter in trained(model, optimizer).items():
         for slot, value in optimizer.state.get(parameter, {}).items():
-            if not isinstance(value, Tensor) or (value.dim() and value.shape != parameter.shape):
+            if not isinstance(value, Tensor) or (value.dim() and value.shape != parameter.shape and not any_shape):
                 raise InputError(
                     f"{type(optimizer).__name__}: state {slot} of {name} is neither a scalar tensor nor shaped like "
                     "the parameter; checkpoints cannot hold it",
@@ -60,8 +69,8 @@ def allocate_optimizer_state(
     elsewhere = {
         name for name, tensor in full_state(model).items() if is_on_other_stage(tensor) and tensor.requires_grad
     }
-    places: dict[str, tuple[nn.Parameter, str]] = {}
-    for key, (_, shape) in saved.items():
+    slots, places = dict[str, Tensor](), list[tuple[nn.Parameter, str, str]]()
+    for key, (dtype, shape) in saved.items():
         name, _, slot = key.removeprefix(OPTIMIZER).rpartition(".")
         if name in elsewhere:
             continue
@@ -70,22 +79,31 @@ def allocate_optimizer_state(
                 f"the checkpoint has optimizer state {slot} of {name}, which this job does not train",
                 key="checkpoint.does-not-fit",
             )
-        parameter = updated[name]
-        if shape not in ((), tuple(parameter.shape)):
+        value = _empty_slot(optimizer, updated[name], slot, dtype, shape)
+        if value is None:
             raise IntegrityError(
-                f"optimizer state {slot} of {name} is {list(shape)}, not {list(parameter.shape)}",
+                f"optimizer state {slot} of {name} is {dtype} {list(shape)}, which {type(optimizer).__name__} does not "
+                f"keep of a parameter of {list(updated[name].shape)}",
                 key="checkpoint.does-not-fit",
             )
-        places[key] = parameter, slot
+        slots[key] = value
+        places.append((updated[name], slot, key))
     optimizer.state.clear()
-    slots = {}
-    for key, (parameter, slot) in places.items():
-        dtype, shape = saved[key]
-        # Like the parameter: a DTensor of a DTensor, and scalars where fused optimizers want their step counts.
-        value = torch.empty_like(parameter, dtype=dtype) if shape else torch.empty((), dtype=dtype)
-        slots[key] = value.detach() if shape else value.to(_scalar_device(optimizer, parameter))
+    for parameter, slot, key in places:
         optimizer.state[parameter][slot] = slots[key]
     return slots
+
+
+def _empty_slot(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, slot: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Tensor | None:
+    """Room for what was saved, or None if the optimizer keeps no such thing."""
+    if isinstance(optimizer, HasEmptyState):
+        value = optimizer.empty_state(parameter).get(slot)
+        return value if value is not None and (value.dtype, value.shape) == (dtype, shape) else None
+    if not shape:
+        return torch.empty((), dtype=dtype, device=_scalar_device(optimizer, parameter))
+    return torch.empty_like(parameter, dtype=dtype).detach() if shape == parameter.shape else None
 
 
 def fingerprint(tensor: Tensor) -> int:

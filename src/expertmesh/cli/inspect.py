@@ -115,7 +115,7 @@ def disk_text(config: PreTrainedConfig, directory: Path) -> str:
         for tensor in files.tensors.values():
             by_dtype[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
         total = bytes_text(files.total_bytes)
-        published = published_tensors(config, files).tensors.values()
+        published = published_tensors(quantisation(config), files).tensors.values()
         plain = sum(lazy.numel() * plain_dtype(lazy).itemsize for lazy in published)
     settings = quantisation(config)
     how = "" if settings is None else f"; quantised ({method_of(settings)}), {bytes_text(plain)} with bfloat16 instead"

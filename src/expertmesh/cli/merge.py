@@ -93,6 +93,8 @@ def _lines(report: MergeReport) -> Iterator[str]:
         f"compared    a sample of {compared.matrices:,} merged weights ({compared.experts:,} of one expert each) with "
         f"base + adapter: off by at most {compared.worst:.2f} of what rounding allows"
     )
+    if compared.left is not None:
+        yield f"            codes leave {compared.left:.0%} of what the adapter changes; --dtype bfloat16 leaves all"
 
 
 def _layer_of(target: Target) -> str:

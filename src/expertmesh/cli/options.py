@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from typer import Argument, Option
 
+from expertmesh.config.sections import OptimizerName
 from expertmesh.verification.options import DEFAULT_TOKENS, LAYERS
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -53,8 +54,10 @@ Overrides = Annotated[
 ]
 Model = Annotated[str, Argument(metavar="MODEL", help="hub id or local directory")]
 Output = Annotated[str, Option(metavar="DIR", help="directory to write; new or empty")]
+MergedDtype = Literal["auto", "bfloat16", "float16", "float32", "as_loaded"]
+# As `save_model` takes them; a test compares the two.
+WrittenDtype = Literal["auto", "bfloat16", "float16", "float32", "as_loaded", "fp8", "int4", "mxfp4", "nvfp4"]
 Frozen = Literal["float8", "nf4", "mxfp4", "nvfp4", "as_published"]
-WrittenDtype = Literal["auto", "bfloat16", "float16", "float32"]
 DTYPE = Option(help="of the weights written; auto: as in the model's files, bfloat16 where these are quantised")
 SHARD_SIZE = Option(
     metavar="SIZE",
@@ -76,6 +79,7 @@ class PlanOptions:
     global_batch_size: Annotated[int | None, N(help="sequences of a step (default: 64, or one per device)")] = None
     lora: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="adapters: r=16; again for more keys")] = None
     params: Annotated[Literal["float32", "bfloat16"], Option(help="dtype of the parameters that train")] = "float32"
+    optimizer: Annotated[OptimizerName, Option(help="what updates them")] = "adamw"
     compute: Annotated[Literal["float32", "bfloat16"], Option(help="dtype of forward and backward")] = "bfloat16"
     frozen: Annotated[Frozen | None, Option(help="how experts that adapters freeze stay in memory")] = None
     no_packing: Annotated[bool, Option("--no-packing", help="one sample per sequence, so no mask between them")] = False

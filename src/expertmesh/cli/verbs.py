@@ -22,6 +22,7 @@ from expertmesh.cli.options import (
     FILE,
     SHARD_SIZE,
     ConfigFile,
+    MergedDtype,
     Model,
     N,
     Output,
@@ -186,7 +187,7 @@ def verify(arguments: VerifyArguments) -> int:
 def export(
     checkpoint: Annotated[str, Argument(metavar="RUN_OR_CHECKPOINT", help="a checkpoint, or a run: its newest one")],
     output: Output,
-    dtype: Annotated[WrittenDtype | None, Option(help="as save.dtype (default: that of the run)")] = None,
+    dtype: Annotated[WrittenDtype | None, Option(help="as save.dtype, or a format (default: the run's)")] = None,
     max_shard_size: Annotated[int, SHARD_SIZE] = DEFAULT_SHARD_SIZE,
     trust_remote_code: TrustRemoteCode = False,
     adapter_format: Annotated[
@@ -207,7 +208,7 @@ def merge(
     ],
     output: Output,
     base: Annotated[str | None, Option(metavar="MODEL", help="hub id or directory (default: the adapter's)")] = None,
-    dtype: Annotated[WrittenDtype, DTYPE] = "auto",
+    dtype: Annotated[MergedDtype, DTYPE] = "auto",
     max_shard_size: Annotated[int, SHARD_SIZE] = DEFAULT_SHARD_SIZE,
     trust_remote_code: TrustRemoteCode = False,
 ) -> int:
@@ -223,7 +224,7 @@ def convert(
     max_shard_size: Annotated[int, SHARD_SIZE] = DEFAULT_SHARD_SIZE,
     trust_remote_code: TrustRemoteCode = False,
 ) -> int:
-    """write a model's weights in another dtype; quantised ones as plain values"""
+    """write a model's weights in another dtype, plain or quantised"""
     return call("expertmesh.cli.convert", model, output, dtype, max_shard_size, trust_remote_code)
 
 

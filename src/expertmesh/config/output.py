@@ -31,9 +31,10 @@ class SaveConfig(Section):
 
     section: ClassVar[str] = "save"
 
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    dtype: Literal["auto", "bfloat16", "float16", "float32", "as_loaded"] = "auto"
     """Dtype of its weights, except what the family keeps in float32; auto gives each tensor the dtype of the files that
-    it was loaded from, bfloat16 where these are quantised. Adapters are written as trained."""
+    it was loaded from, bfloat16 where these are quantised; as_loaded writes quantised files in their own format, what
+    training has not changed byte for byte. Adapters are written as trained."""
 
 
 class LogConfig(Section):

@@ -1,6 +1,6 @@
 """The whole configuration: all sections together, and the rules that span several of them."""
 
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -19,6 +19,8 @@ from expertmesh.config.sections import (
     ScheduleConfig,
     TrainConfig,
 )
+
+_RATE_OF_ADAPTERS = 1e-4
 
 
 class Config(Section):
@@ -41,6 +43,19 @@ class Config(Section):
     log: LogConfig = LogConfig()
     output_dir: str = Field(min_length=1)
     """Directory of the results; created if it does not exist."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rate_of_adapters(cls, values: Any) -> Any:
+        """Adapters start at zero and learn at a higher rate than a model that is there; pairs ask for a low one."""
+        if not isinstance(values, dict) or values.get("lora") is None or values.get("objective") is not None:
+            return values
+        optim = values.get("optim", {})
+        if isinstance(optim, dict) and "learning_rate" not in optim:
+            return {**values, "optim": {**optim, "learning_rate": _RATE_OF_ADAPTERS}}
+        if isinstance(optim, OptimConfig) and "learning_rate" not in optim.model_fields_set:
+            return {**values, "optim": optim.model_copy(update={"learning_rate": _RATE_OF_ADAPTERS})}
+        return values
 
     @model_validator(mode="after")
     def _combine(self) -> Self:

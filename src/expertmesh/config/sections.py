@@ -16,6 +16,7 @@ from expertmesh.config.base import Listed, Section, refuse
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Dtype = Literal["float32", "bfloat16", "float64"]
+OptimizerName = Literal["adamw", "adamw_8bit", "muon", "sgd"]
 BYTES_OF = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -117,21 +118,23 @@ class OptimConfig(Section):
     """The optimizer."""
 
     section: ClassVar[str] = "optim"
-    _OF_ADAMW: ClassVar[tuple[str, ...]] = ("betas", "eps", "stochastic_rounding")
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """AdamW, or plain stochastic gradient descent (no momentum)."""
+    name: OptimizerName = "adamw"
+    """AdamW, AdamW with moments in 8 bits, Muon (for matrices, each expert's by itself; AdamW for all else), or plain
+    stochastic gradient descent (no momentum)."""
     learning_rate: float = Field(default=1e-5, gt=0)
-    """Peak learning rate, reached at the end of the warm-up."""
+    """Peak learning rate, reached at the end of the warm-up; with lora and objective sft the default is 1e-4."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Weight decay: decoupled for adamw, an L2 term for sgd."""
+    """Weight decay: decoupled, but an L2 term for sgd."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """Decay rates of AdamW's two moments; not for sgd."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Decay rate of Muon's momentum (Nesterov's form); for muon alone."""
     eps: float = Field(default=1e-8, gt=0)
     """AdamW's denominator term; not for sgd."""
     stochastic_rounding: bool = False
     """Round bfloat16 parameters and moments up or down by chance, so that small updates count on average instead of
-    being lost; needs precision.params bfloat16 and adamw."""
+    being lost; needs precision.params bfloat16; not for sgd."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global 2-norm; null does not clip."""
 
@@ -142,15 +145,24 @@ class OptimConfig(Section):
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
-        given = [key for key in self._OF_ADAMW if key in self.model_fields_set]
-        if self.name == "sgd":
-            refuse(*(f"optim.{key} does nothing with optim.name sgd; remove it or use adamw" for key in given))
+        without = [key for key in self._without_effect() if key in self.model_fields_set]
+        others = {"momentum": "muon"}
+        refuse(
+            *(
+                f"optim.{key} does nothing with optim.name {self.name}; remove it or use {others.get(key, 'adamw')}"
+                for key in without
+            )
+        )
         return self
 
     @model_serializer(mode="wrap")
     def _without_what_does_nothing(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
         values = serialize(self)
-        return {k: v for k, v in values.items() if self.name == "adamw" or k not in self._OF_ADAMW}
+        return {key: value for key, value in values.items() if key not in self._without_effect()}
+
+    def _without_effect(self) -> tuple[str, ...]:
+        of_adamw = ("betas", "eps", "stochastic_rounding") if self.name == "sgd" else ()
+        return of_adamw if self.name == "muon" else (*of_adamw, "momentum")
 
 
 class ScheduleConfig(Section):
@@ -158,10 +170,41 @@ class ScheduleConfig(Section):
 
     section: ClassVar[str] = "schedule"
 
-    name: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up: to zero along a cosine or a line, or not at all."""
+    _ONLY_FOR: ClassVar[dict[str, tuple[str, ...]]] = {
+        "min_ratio": ("cosine", "linear", "wsd"),
+        "decay_ratio": ("wsd",),
+    }
+
+    name: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
+    """How the learning rate falls after the warm-up: along a cosine or a line to the end, not at all, along a line over
+    the last steps alone (wsd: warm-up, stable, decay), or with the square root of the steps."""
     warmup_ratio: float = Field(default=0.03, ge=0, le=1)
     """Share of all optimizer steps over which the learning rate rises linearly from zero."""
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    """The same as a number of steps, in place of warmup_ratio."""
+    min_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Where cosine, linear and wsd end, as a share of the peak."""
+    decay_ratio: float = Field(default=0.1, gt=0, le=1)
+    """Share of all optimizer steps over which wsd falls."""
+
+    @model_validator(mode="after")
+    def _combine(self) -> Self:
+        given = self.model_fields_set
+        problems = [
+            f"schedule.{key} does nothing with schedule.name {self.name}; remove it, or use {' or '.join(names)}"
+            for key, names in self._ONLY_FOR.items()
+            if key in given and self.name not in names
+        ]
+        if self.warmup_steps is not None and "warmup_ratio" in given:
+            problems.append("schedule.warmup_steps and schedule.warmup_ratio both say how long it is; remove one")
+        refuse(*problems)
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_what_does_nothing(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
+        off = {key for key, names in self._ONLY_FOR.items() if self.name not in names}
+        off.add("warmup_steps" if self.warmup_steps is None else "warmup_ratio")
+        return {key: value for key, value in serialize(self).items() if key not in off}
 
 
 class TrainConfig(Section):

@@ -27,11 +27,16 @@ _NCCL_SETTINGS = (Path("/etc/nccl.conf"), Path("~/.nccl.conf"))
 def choose_interface(timeout_seconds: float) -> str | None:
     """Let gloo and NCCL use the interface on the route to MASTER_ADDR, where the user has not named one.
 
-    For a rank of a job on several machines, before its process group; elsewhere it does nothing. Returns what was
-    decided, in words. Raises `DistributedFailure` when MASTER_ADDR has had no address for `timeout_seconds`.
+    Before a rank's process group. Gloo's ranks on one machine listen on its loopback interface alone. Returns what was
+    decided for several, in words. Raises `DistributedFailure` when MASTER_ADDR has had no address for
+    `timeout_seconds`.
     """
     master, here = os.environ["MASTER_ADDR"], os.environ.get("LOCAL_WORLD_SIZE")
-    if here == os.environ["WORLD_SIZE"] or GLOO in os.environ:
+    if GLOO in os.environ:
+        return None
+    if here == os.environ["WORLD_SIZE"]:
+        if loopback := _interface_of(ipaddress.ip_address("127.0.0.1")):
+            os.environ[GLOO] = loopback
         return None
     address = _own_address(master, timeout_seconds)
     name = None if address is None else _interface_of(address)

@@ -25,6 +25,8 @@ from expertmesh.weights.load import weights_file
 from expertmesh.weights.mapping import plan_load, unique_tensors
 from expertmesh.weights.save import SavedDtype, SaveReport, save_values
 
+_DTYPES = ("auto", "bfloat16", "float16", "float32", "as_loaded")
+
 
 @dataclass(frozen=True, slots=True)
 class MergeReport:
@@ -57,11 +59,16 @@ def merge(
     """Write base + adapter to `target`, which must not exist or be empty. `adapter` is a directory of PEFT.
 
     `base` is a hub id or directory (None: what the adapter's config says), `dtype` that of `save_model` ("auto": those
-    of the base's files, bfloat16 where they are quantised). Raises, with nothing left behind: `InputError` (what cannot
-    be merged, no such base, target not empty, disk full), `SecurityError` (pickles), `IntegrityError` (damaged, keys
-    missing, another base than the adapter was trained on, values that `dtype` cannot hold).
+    of the base's files, bfloat16 where they are quantised; "as_loaded": the codes of a quantised base). Raises, with
+    nothing left behind: `InputError` (what cannot be merged, no such base, target not empty, disk full),
+    `SecurityError` (pickles), `IntegrityError` (damaged, keys missing, another base than the adapter was trained on,
+    values that `dtype` cannot hold).
     """
     started = time.monotonic()
+    if isinstance(dtype, str) and dtype not in _DTYPES:
+        raise InputError(
+            f"merge: {dtype!r} is none of {', '.join(_DTYPES)}; convert a plain result", key="config.wrong-value"
+        )
     check_target(target)
     content = read_config(adapter)
     if not (adapter / WEIGHTS_FILE).exists():

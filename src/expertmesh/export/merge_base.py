@@ -20,7 +20,7 @@ from expertmesh.weights.companions import CopiedFiles
 from expertmesh.weights.mapping import LoadPlan, unique_tensors
 from expertmesh.weights.meta_model import DATA_FILES, build_meta_model, give_dtypes, read_model_config
 from expertmesh.weights.quantised.resident import kept_plan
-from expertmesh.weights.source import Source, remember
+from expertmesh.weights.source import remember_files
 
 _NOT_COPIED = {"config.json", INDEX_FILE, CONFIG_FILE, BASE_FILE}
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*")
@@ -90,7 +90,7 @@ def check_base(
 def take_layout(model: PreTrainedModel, load: LoadPlan, files: WeightFiles) -> None:
     """Let `model` be saved in the layout of its files, in their dtypes, with what they hold beside it."""
     give_dtypes(unique_tensors(model), {name: lazy.dtype for name, lazy in load.tensors.items()})
-    remember(model, load.conversions, Source.of(model, load, files))
+    remember_files(model, load, files)
 
 
 def companions(base: Path, adapter: Path, code: bool) -> CopiedFiles:

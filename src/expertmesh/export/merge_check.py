@@ -25,10 +25,12 @@ from expertmesh.weights.content import element_sum, joined_hash
 from expertmesh.weights.lazy import LazyTensor, Rounded
 from expertmesh.weights.load import differing_copies, named_source
 from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, plan_load
+from expertmesh.weights.quantised.tensor import QuantisedTensor
 from expertmesh.weights.reading import read_box
 
 _BLOCK_ELEMENTS = 1 << 22
 _SAMPLE_ELEMENTS = 1 << 18
+_HALF_A_CODE = 0.2
 # Of products and sums in fp32, against those in fp64.
 _FP32_ERROR = 2.0**-20
 
@@ -36,12 +38,14 @@ _FP32_ERROR = 2.0**-20
 @dataclass(frozen=True, slots=True)
 class Compared:
     """`matrices` were compared, `experts` of them of one expert each; `worst` is the largest difference, as a share of
-    what rounding allows.
+    what rounding allows. `left`: of what was written as codes, how much of the adapter's change rounding has left,
+    along that change; None where nothing was.
     """
 
     matrices: int
     experts: int
     worst: float
+    left: float | None = None
 
 
 def base_hash(tensors: Mapping[str, Tensor], load: LoadPlan, files: WeightFiles) -> str:
@@ -74,7 +78,7 @@ def compare_sample(
     library = LibraryFiles()
     with open_weight_files(directory) as files:
         written = plan_load(model, files)
-    targets, worst = list(deltas.targets.values()), 0.0
+    targets, worst, moved, wanted = list(deltas.targets.values()), 0.0, 0.0, 0.0
     for weight, target in deltas.targets.items():
         a_ErK, b_ENr = _as_peft_does(factors, file_keys(target, targets), target.experts or 1)
         expert = _some_expert(weight, b_ENr)
@@ -90,6 +94,11 @@ def compare_sample(
         rounding = max(torch.finfo(tensor.dtype).eps for tensor in (base, got))
         expected = base.double() + delta
         allowed = rounding * expected.abs() + _FP32_ERROR * (base.double().abs() + size)
+        if any(isinstance(leaf, QuantisedTensor) for leaf in written.tensors[weight].leaves()):
+            # Two codes of 4 bits are at most a third of the largest value of a block apart.
+            allowed = allowed + _HALF_A_CODE * expected.abs().max()
+            moved += float(((got.double() - base.double()) * delta).sum())
+            wanted += float(delta.square().sum())
         share = ((got.double() - expected).abs() / allowed.clamp_min(torch.finfo(got.dtype).tiny)).max()
         # Not `share > 1`, which holds for no NaN.
         if not bool(share <= 1):
@@ -99,7 +108,8 @@ def compare_sample(
                 key="adapter.merged-wrongly",
             )
         worst = max(worst, float(share))
-    return Compared(len(targets), sum(target.experts is not None for target in targets), worst)
+    of_experts = sum(target.experts is not None for target in targets)
+    return Compared(len(targets), of_experts, worst, moved / wanted if wanted else None)
 
 
 def _read_in_blocks(lazy: LazyTensor, files: WeightFiles, dtype: torch.dtype) -> Iterator[tuple[Box, Tensor]]:

@@ -12,9 +12,11 @@ from transformers import PreTrainedModel
 from expertmesh.adapters.peft_format import CONFIG_FILE
 from expertmesh.adapters.plan import adapt
 from expertmesh.checkpoint.companions import ADAPTER, HUGGINGFACE, read_layout
+from expertmesh.checkpoint.manifest import unsafe_content
 from expertmesh.checkpoint.read import SavedState, check_fits
 from expertmesh.checkpoint.state import model_state
 from expertmesh.config import LoraConfig
+from expertmesh.config.errors import SecurityError
 from expertmesh.io.safetensors_reader import DTYPES
 from expertmesh.weights.meta_model import build_meta_model, give_dtypes, read_model_config
 from expertmesh.weights.source import remember
@@ -48,7 +50,13 @@ def holds_adapters(state: SavedState) -> bool:
 
 
 def companion_files(state: SavedState) -> dict[str, Path]:
-    """What belongs beside the weights of the model, by its path there: config, tokenizer, chat template, code."""
+    """What belongs beside the weights of the model, by its path there: config, tokenizer, chat template, code.
+
+    Raises `SecurityError` for a link that leads out of the checkpoint, and for a pickle.
+    """
     prefix = f"{HUGGINGFACE}/"
     names = [file.name for file in state.manifest.files if file.name.startswith(prefix)]
+    for name in names:
+        if (reason := unsafe_content(state.directory / name, state.directory)) is not None:
+            raise SecurityError(reason, key="checkpoint.unsafe")
     return {name.removeprefix(prefix): state.directory / name for name in names}

@@ -50,7 +50,8 @@ class RowNumbers:
         step, ranks = self.trainer.state.global_step, dist.get_world_size()
         if step != self.step:
             self.step, self.rows = step, 0
-        ids_BS = args[0] if args else next(kwargs[name] for name in ("input_ids", "inputs_embeds") if name in kwargs)
+        ids_BS = args[0] if args else kwargs.get("input_ids")
+        ids_BS = kwargs["inputs_embeds"] if ids_BS is None else ids_BS
         rows = len(ids_BS)
         first = (step << _BITS_OF_ROWS) + self.rows + dist.get_rank() * rows
         self.rows += ranks * rows

@@ -106,7 +106,7 @@ def write_synced(path: Path, content: bytes, size: int | None = None) -> None:
 def replace_synced(path: Path, content: bytes) -> None:
     """Give `path` this content, whole or not at all, whatever ends the process or the machine.
 
-    What ends it can leave a file `NAME.tmp` behind; the next call takes its place.
+    What ends it can leave a file `NAME.tmp` behind; the next call takes its place, and never writes through a link.
     """
     unfinished = path.with_name(f"{path.name}.tmp")
     unfinished.unlink(missing_ok=True)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 POLL_SECONDS = 0.1
-
-
 THIS_MACHINE = Node("expertmesh", 0, 1, None, LOCALHOST, 0)
 
 
@@ -53,8 +51,8 @@ class Meeting:
         node, deadline = self.node, time.monotonic() + self.timeout_seconds
         if node.number == 0:
             try:
-                store = TCPStore(LOCALHOST, node.port, is_master=True, wait_for_workers=False)
-            except DistNetworkError as error:
+                store = self._hold(node)
+            except (DistNetworkError, OSError) as error:
                 raise InputError(
                     f"MASTER_PORT {node.port} cannot be had on this machine ({str(error).splitlines()[0]}); end what "
                     "uses it, or set another one on every machine",
@@ -75,6 +73,16 @@ class Meeting:
                 key="launch.node-missing",
             ) from error
 
+    def _hold(self, node: Node) -> "TCPStore":
+        """The store, at this machine's own address if the job is on no other: nobody else then reaches it."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        if node.count > 1:
+            return TCPStore(LOCALHOST, node.port, is_master=True, wait_for_workers=False)
+        with socket.create_server((LOCALHOST, node.port), backlog=socket.SOMAXCONN) as listening:
+            port, descriptor = listening.getsockname()[1], listening.detach()
+        return TCPStore(LOCALHOST, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+
     def _all_came(self, store: "TCPStore", deadline: float, requests: StopRequests) -> bool:
         """Compare numbers of ranks with the other launchers; False when asked to stop before all are there."""
         node = self.node
@@ -93,9 +101,10 @@ class Meeting:
             time.sleep(POLL_SECONDS)
         ranks = [int(store.get(key)) for key in keys]
         read = store.add("expertmesh/read", 1)
-        while (
-            node.number == 0 and read < node.count and time.monotonic() < deadline
-        ):  # the store ends with this process
+        # The store ends with this process: the others read it first.
+        while node.number == 0 and read < node.count and time.monotonic() < deadline:
+            if requests.requested or requests.forced:
+                return False
             time.sleep(POLL_SECONDS)
             read = store.add("expertmesh/read", 0)
         if len(set(ranks)) > 1:

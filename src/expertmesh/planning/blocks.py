@@ -252,7 +252,7 @@ class _Experts:
         parts = part * spec.intermediate_size * (4 * self.compute + 4)
         here = spec.num_experts / self.sharding.ep
         up, down = (here * size * spec.hidden_size for size in (experts.width, spec.intermediate_size))
-        trains = any(matrix.trains for matrix in experts.matrices[:2]) and not experts.rank
+        trains = any(each.trains for each in experts.matrices[:2]) and not experts.rank
         # Weights that FSDP2 does not gather are cast in the forward, and their gradients cast back.
         cast = self.master != self.compute and not self.gathers and not experts.rank
         gradient = (self.compute + (self.master if cast else 0)) if trains else 0

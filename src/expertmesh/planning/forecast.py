@@ -5,6 +5,8 @@ Training does not know the planner: `train_with_forecast` is what the command li
 """
 
 import os
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -53,7 +55,27 @@ def forecast(config: Config, checked: Checked) -> Forecast:
     notes += [warning] if warning else []
     if config.parallel.ep == "auto" and timed:
         notes += _other_ep(config, job, found)
-    return Forecast("; ".join(notes), prediction, warning)
+    return Forecast("; ".join(notes), prediction, warning, partial(_cures, config, checked, devices))
+
+
+def _cures(config: Config, checked: Checked, devices: Devices) -> list[str]:
+    """At most three changes of the configuration with which a step is predicted to fit, the fastest first."""
+    now = config.train.micro_batch_size, checkpointing_mode(config)
+    fitting: dict[str, float] = {}
+    for length in (config.data.max_length, config.data.max_length // 2):
+        data = config.data.model_copy(update={"max_length": length})
+        job = _job(config.model_copy(update={"data": data}), checked, devices)
+        for rows, mode in product(dict.fromkeys((now[0], 1)), dict.fromkeys((now[1], "selective", "full"))):
+            update = {"micro_batch_size": rows, "activation_checkpointing": mode}
+            changed = config.model_copy(update={"train": config.train.model_copy(update=update)})
+            found = _candidate(changed, job, checked.layout)
+            change = [
+                f"train.{key}={value}" for (key, value), old in zip(update.items(), now, strict=True) if value != old
+            ]
+            change += [f"data.max_length={length}"] * (length != config.data.max_length)
+            if change and found.fits(job):
+                fitting[f"{' '.join(change)} ({_figures(found)})"] = found.speed.seconds / length
+    return sorted(fitting, key=lambda cure: fitting[cure])[:3]
 
 
 def devices_here(world_size: int) -> Devices | None:
@@ -116,9 +138,8 @@ def _other_ep(config: Config, job: Job, found: Candidate) -> list[str]:
 def _job(config: Config, checked: Checked, devices: Devices) -> Job:
     length, packed = config.data.max_length, config.data.packing
     figures = figures_of_plan(checked.plan, length=length, lora=config.lora, packed=packed)
-    moments = 2 if config.optim.name == "adamw" else 0
     layers = config.train.checkpoint_layers
-    return Job(figures, devices, config.train.global_batch_size, moments, layers=layers)
+    return Job(figures, devices, config.train.global_batch_size, config.optim.name, layers=layers)
 
 
 def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:

@@ -48,17 +48,17 @@ class Memory:
         return self.frozen + self.master + self.gradients + self.moments
 
 
-def memory_of(workload: Workload, *, moments: int = 2, overhead: float = 0.0) -> Memory:
-    """The peak of the worst rank. `moments`: tensors the optimizer keeps per parameter (2 for AdamW, 0 for SGD)."""
+def memory_of(workload: Workload, *, overhead: float = 0.0) -> Memory:
+    """The peak of the worst rank."""
     memory = _RankMemory(workload)
-    found = [(memory.peak(stage, moments), stage) for stage in workload.distinct_stages()]
+    found = [(memory.peak(stage), stage) for stage in workload.distinct_stages()]
     (_, worst), stage = max(found, key=lambda each: each[0][0])
-    state = resident_state(workload.model, workload.layout, stage)
+    state = resident_state(workload.model, workload.layout, stage, workload.optimizer)
     return Memory(
         frozen=state.frozen,
         master=state.master,
         gradients=state.master * worst.accumulated,
-        moments=state.master * moments,
+        moments=state.moments,
         unsharded=worst.unsharded,
         activations=worst.activations,
         dispatch=worst.dispatch,
@@ -70,8 +70,8 @@ def memory_of(workload: Workload, *, moments: int = 2, overhead: float = 0.0) ->
 
 
 def peak_of(workload: Workload, stage: int) -> float:
-    """The peak of one pp rank under AdamW, without what the device takes for itself."""
-    return _RankMemory(workload).peak(stage, 2)[0]
+    """The peak of one pp rank, without what the device takes for itself."""
+    return _RankMemory(workload).peak(stage)[0]
 
 
 def fullest_stage(workload: Workload) -> int:
@@ -164,9 +164,9 @@ class _RankMemory:
         rounding = 2 * head * compute + (targets - (chunks - 1) * chunk) * vocabulary * compute
         return 3 * rows - self.head_input + head * wide + max(logits + again, product + again, rounding)
 
-    def peak(self, stage: int, moments: int) -> tuple[float, _Moment]:
+    def peak(self, stage: int) -> tuple[float, _Moment]:
         """The most bytes of everything that one pp rank holds, and when."""
-        state = resident_state(self.model, self.layout, stage)
+        state = resident_state(self.model, self.layout, stage, self.workload.optimizer)
         chunks = range(self.layout.pp_virtual_stages)
         saved = [self.saved(stage, chunk) for chunk in chunks]
         at_borders = [self.at_borders(stage, chunk) for chunk in chunks]
@@ -178,7 +178,7 @@ class _RankMemory:
                 if held > most:
                     most, worst = held, moment
         assert worst is not None
-        return most + state.frozen + state.master * (1 + moments), worst
+        return most + state.frozen + state.master + state.moments, worst
 
 
 class _Backward:

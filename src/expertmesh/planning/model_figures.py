@@ -11,15 +11,16 @@ from typing import NamedTuple
 
 from expertmesh.anatomy import Anatomy, ExpertsSpec
 from expertmesh.config import PrecisionConfig
-from expertmesh.config.sections import BYTES_OF
+from expertmesh.config.sections import BYTES_OF, OptimizerName
 from expertmesh.planning.feasibility import Feasibility
 from expertmesh.planning.probe import BlockFigures
+from expertmesh.training.optimizers.build import moment_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
     """One parameter that is not a routed expert's. `bytes` per element as stored, `compute` as computed with; `split`:
-    the dim that tp splits, or None.
+    the dim that tp splits, or None; `is_matrix`: whether Muon is for it.
     """
 
     shape: tuple[int, ...]
@@ -27,10 +28,21 @@ class Weight:
     bytes: int
     compute: int
     split: int | None
+    is_matrix: bool
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def is_muons(self) -> bool:
+        """Whether Muon updates it, if that is the optimizer."""
+        return self.trains and self.is_matrix
+
+    @property
+    def is_split_on_last(self) -> bool:
+        """Whether tp cuts its rows."""
+        return self.split is not None and self.split == len(self.shape) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,12 +62,13 @@ class ParamGroup:
 
 @dataclass(frozen=True, slots=True)
 class GroupBytes:
-    """Of a group on one rank: shards that do not train and that do; then, in the compute dtype, gathered parameters,
-    their flat buffer and their gradients. `reduced`: elements of the buffer that is reduced.
+    """Of a group on one rank: shards that do not train and that do, what the optimizer keeps; then, in the compute
+    dtype, gathered parameters, their flat buffer and gradients. `reduced`: elements of the buffer that is reduced.
     """
 
     frozen: float
     master: float
+    moments: float
     gathered: float
     flat: float
     gradients: float
@@ -63,9 +76,9 @@ class GroupBytes:
 
 
 @cache
-def group_bytes(group: ParamGroup | None, ranks: int, tp: int) -> GroupBytes:
+def group_bytes(group: ParamGroup | None, ranks: int, tp: int, optimizer: OptimizerName = "adamw") -> GroupBytes:
     """For `ranks` of fsdp and cp together."""
-    totals = [0.0] * 6
+    totals = [0.0] * 7
     for weight in () if group is None else group.weights:
         # FSDP2 pads dim 0, of which tp may have taken its part, over the ranks; what tp does not split is over its too.
         split = 1 if weight.split is None else tp
@@ -74,11 +87,15 @@ def group_bytes(group: ParamGroup | None, ranks: int, tp: int) -> GroupBytes:
         rows = first // split if weight.split == 0 else first
         shard = -(-rows // over) * prod(others) / (split if weight.split else 1)
         totals[1 if weight.trains else 0] += shard * weight.bytes
-        totals[2] += gathered * weight.compute
-        totals[3] += shard * over * weight.compute if over > 1 else 0
+        totals[3] += gathered * weight.compute
+        totals[4] += shard * over * weight.compute if over > 1 else 0
         if weight.trains:
-            totals[4] += gathered * weight.compute
-            totals[5] += shard * over
+            cut = tp if weight.is_split_on_last else 1
+            totals[2] += moment_bytes(
+                optimizer, weight.shape, weight.bytes, is_matrix=weight.is_matrix, here=shard, cut=cut
+            )
+            totals[5] += gathered * weight.compute
+            totals[6] += shard * over
     return GroupBytes(*totals)
 
 
@@ -127,22 +144,37 @@ def rows_per_token(router: TopKRouter, ranks: int) -> float:
     return ranks * used
 
 
-class Matrix(NamedTuple):
-    """One parameter of an expert: `bytes` per element as stored; `packed`: it is gathered like that, too."""
+class ExpertWeight(NamedTuple):
+    """One parameter of routed experts, of all of them together; `elements` are of one expert, `bytes` per element as
+    stored; `is_matrix`: whether Muon is for each expert's; `packed`: it is gathered as it is stored, too.
+    """
 
+    shape: tuple[int, ...]
     elements: int
     trains: bool
     bytes: float
+    is_adapter_a: bool
+    is_matrix: bool
     packed: bool = False
+
+    @property
+    def is_muons(self) -> bool:
+        """Whether Muon updates it, if that is the optimizer."""
+        return self.trains and self.is_matrix
+
+    @property
+    def one(self) -> tuple[int, int]:
+        """The shape of one expert's matrix."""
+        return self.elements // self.shape[-1], self.shape[-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experts:
-    """The routed experts of one block. `matrices` are those of one expert. `rank`: of their adapters, 0 without."""
+    """The routed experts of one block, `rank` that of their adapters, 0 without."""
 
     spec: ExpertsSpec
     router: TopKRouter
-    matrices: tuple[Matrix, ...]
+    matrices: tuple[ExpertWeight, ...]
     looped: bool
     rank: int
 

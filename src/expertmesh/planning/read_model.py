@@ -21,7 +21,7 @@ from expertmesh.planning.feasibility import Feasibility
 from expertmesh.planning.model_figures import (
     Block,
     Experts,
-    Matrix,
+    ExpertWeight,
     ModelFigures,
     ParamGroup,
     TensorParallelParts,
@@ -29,6 +29,7 @@ from expertmesh.planning.model_figures import (
     Weight,
 )
 from expertmesh.planning.probe import BlockFigures, NotProbed, probe
+from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.weights.meta_model import kept_in_fp32
 
 
@@ -118,6 +119,7 @@ class _Reader:
         self.master, self.width, _ = plan.dtypes
         self.backends, self.packed = plan.compute, plan.packed
         self.specs = {spec.name: spec for spec in plan.anatomy.experts}
+        self.matrices = matrices_of(model, plan.anatomy)
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.split_dims = {
             f"{part.name}.{leaf}": dim
@@ -177,15 +179,22 @@ class _Reader:
         return Experts(
             spec=spec,
             router=TopKRouter(spec.num_experts, spec.top_k, *((groups, best) if limited else ())),
-            matrices=tuple(self._matrix(spec, name, parameter) for name, parameter in own.items()),
+            matrices=tuple(self._expert_weight(spec, name, parameter) for name, parameter in own.items()),
             looped=self.backends[spec.name] == "loop",
             rank=self.lora.r if self.lora is not None and any(map(is_adapter, own)) else 0,
         )
 
-    def _matrix(self, spec: ExpertsSpec, leaf: str, parameter: nn.Parameter) -> Matrix:
+    def _expert_weight(self, spec: ExpertsSpec, leaf: str, parameter: nn.Parameter) -> ExpertWeight:
         elements, kind = parameter.numel() // spec.num_experts, self.packed.get(f"{spec.name}.{leaf}")
-        width = self._stored(leaf).itemsize if kind is None else kind.bytes / elements
-        return Matrix(elements, parameter.requires_grad, width, kind is not None)
+        return ExpertWeight(
+            shape=tuple(parameter.shape),
+            elements=elements,
+            trains=parameter.requires_grad,
+            bytes=self._stored(leaf).itemsize if kind is None else kind.bytes / elements,
+            is_adapter_a=is_adapter(leaf) and leaf.endswith("A"),
+            is_matrix=f"{spec.name}.{leaf}" in self.matrices,
+            packed=kind is not None,
+        )
 
     def _weight(self, name: str) -> Weight:
         parameter = self.parameters[name]
@@ -196,6 +205,7 @@ class _Reader:
             bytes=max(self._stored(name).itemsize, least),
             compute=max(self.width.itemsize, least),
             split=self.split_dims.get(name),
+            is_matrix=name in self.matrices,
         )
 
     def _stored(self, name: str) -> torch.dtype:

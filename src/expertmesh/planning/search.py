@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
+from expertmesh.config.sections import OptimizerName
 from expertmesh.distributed.layout import Layout, divisors, explicit, resolve_layout
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.parallel.refusals import expert_shard_dim
@@ -36,7 +37,7 @@ class Job:
     model: ModelFigures
     devices: Devices
     global_batch_size: int
-    optimizer_moments: int = 2
+    optimizer: OptimizerName = "adamw"
     imbalance: float = 1.0
     layers: CheckpointedLayers = "all"
 
@@ -133,8 +134,9 @@ def layouts(job: Job, fixed: ParallelConfig | None = None) -> Iterator[Layout]:
 
 def evaluate(job: Job, layout: Layout, mode: CheckpointingMode, batch: Batch) -> Candidate:
     """What one choice will take."""
-    workload = Workload(job.model, layout, batch, mode, job.layers, job.imbalance, gloo=job.devices.name == "cpu")
-    memory = memory_of(workload, moments=job.optimizer_moments, overhead=job.devices.hardware.overhead)
+    gloo = job.devices.name == "cpu"
+    workload = Workload(job.model, layout, batch, mode, job.layers, job.imbalance, gloo, job.optimizer)
+    memory = memory_of(workload, overhead=job.devices.hardware.overhead)
     return Candidate(workload, memory, speed_of(workload, job.devices))
 
 
@@ -172,8 +174,8 @@ def run_costs(
     hardware table's.
     """
     hardware, layout = job.devices.hardware, candidate.layout
-    master = sum(resident_state(job.model, layout, stage).master for stage in range(layout.pp))
-    size = master * (1 + job.optimizer_moments) * layout.world_size / layout.replicate / layout.pp
+    states = (resident_state(job.model, layout, stage, job.optimizer) for stage in range(layout.pp))
+    size = sum(state.master + state.moments for state in states) * layout.world_size / layout.replicate / layout.pp
     # The ranks of one copy write, each node at its own pace; training stands still only while the state is copied out.
     nodes = max(1.0, job.devices.nodes / layout.replicate)
     save = size / (nodes * hardware.storage)

@@ -79,7 +79,8 @@ def speed_of(workload: Workload, devices: Devices) -> Speed:
     }
     # All others wait for the pp rank whose micro-batch takes longest.
     stage = max(each, key=lambda stage: each[stage].seconds)
-    slowest = each[stage]
+    slowest, state = each[stage], resident_state(model, layout, stage, workload.optimizer)
+    muon = _orthogonalising(workload.rank(stage), layout) if workload.optimizer == "muon" else 0.0
     tokens = batch.rows * times * model.length * layout.data_ranks
     return Speed(
         products=times * slowest.products,
@@ -88,14 +89,26 @@ def speed_of(workload: Workload, devices: Devices) -> Speed:
         memory=times * slowest.memory,
         host=times * slowest.host,
         head=times * slowest.head,
-        # AdamW reads parameter, gradient and moments and writes all but the gradient; the norm reads gradients once.
-        optimizer=8 * resident_state(model, layout, stage).master / rates.bandwidth,
+        # Parameters and moments are read and written, gradients read twice: by the norm as well.
+        optimizer=(4 * state.master + 2 * state.moments) / rates.bandwidth + muon / rates.products,
         links=tuple(_links(workload, stage, devices, times * slowest.of_blocks)),
         bubble=(layout.pp - 1) / (layout.pp_virtual_stages * times),
         tokens=tokens,
         model_flops=model_flops(model) * tokens,
         peak_flops=devices.hardware.peak(model.precision.compute) * devices.count,
     )
+
+
+def _orthogonalising(rank: PipelineRank, layout: Layout) -> float:
+    """FLOPs of Muon's five Newton-Schulz steps on a rank's share of all matrices: of s rows and l columns, the gram
+    matrix, its square, and its product with the matrix.
+    """
+    ranks = layout.fsdp * layout.cp * layout.tp
+    found = [(weight.shape, times) for group, times in rank.groups for weight in group.weights if weight.is_muons]
+    for block, times in rank.blocks:
+        if (experts := block.experts) is not None:
+            found += [(each.one, times * experts.spec.num_experts) for each in experts.matrices if each.is_muons]
+    return sum(5 * times * (4 * min(shape) ** 2 * max(shape) + 2 * min(shape) ** 3) for shape, times in found) / ranks
 
 
 @cache

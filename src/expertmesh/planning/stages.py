@@ -11,9 +11,19 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, NamedTuple
 
+from expertmesh.config.sections import OptimizerName
 from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.checkpointing import CheckpointingMode, checkpointed_layers
-from expertmesh.planning.model_figures import Block, ModelFigures, ParamGroup, group_bytes
+from expertmesh.parallel.refusals import expert_shard_dim
+from expertmesh.planning.model_figures import (
+    Block,
+    Experts,
+    ExpertWeight,
+    ModelFigures,
+    ParamGroup,
+    group_bytes,
+)
+from expertmesh.training.optimizers.build import moment_bytes
 
 CheckpointedLayers = Literal["all"] | int | tuple[int, ...]
 Piece = tuple[Block, CheckpointingMode]
@@ -82,6 +92,7 @@ class Workload:
     layers: CheckpointedLayers = "all"
     imbalance: float = 1.0
     gloo: bool = False
+    optimizer: OptimizerName = "adamw"
 
     def rank(self, stage: int) -> PipelineRank:
         layout = self.layout
@@ -107,33 +118,53 @@ def _distinct(
 
 @dataclass(frozen=True, slots=True)
 class ResidentState:
-    """Bytes of one rank's shards: of what does not train, and of what does, as which its gradients take as many."""
+    """Bytes of one rank's shards: of what does not train, of what does, as which its gradients take as many, and of
+    what the optimizer keeps.
+    """
 
     frozen: float
     master: float
+    moments: float
 
 
-def resident_state(model: ModelFigures, layout: Layout, stage: int = 0) -> ResidentState:
+def resident_state(
+    model: ModelFigures, layout: Layout, stage: int = 0, optimizer: OptimizerName = "adamw"
+) -> ResidentState:
     """What rank 0 of a stage keeps of parameters; the largest shard of each, as FSDP2 gives the first ranks more."""
-    ranks = layout.fsdp * layout.cp
-    return _state(pipeline_rank(model, layout.pp, layout.pp_virtual_stages, stage), ranks, layout.tp, layout.ep)
+    ranks, rank = layout.fsdp * layout.cp, pipeline_rank(model, layout.pp, layout.pp_virtual_stages, stage)
+    return _state(rank, ranks, layout.tp, layout.ep, optimizer)
 
 
 @cache
-def _state(rank: PipelineRank, ranks: int, tp: int, ep: int) -> ResidentState:
-    frozen = master = 0.0
+def _state(rank: PipelineRank, ranks: int, tp: int, ep: int, optimizer: OptimizerName) -> ResidentState:
+    frozen = master = moments = 0.0
     for group, times in rank.groups:
-        sizes = group_bytes(group, ranks, tp)
+        sizes = group_bytes(group, ranks, tp, optimizer)
         frozen += times * sizes.frozen
         master += times * sizes.master
-    efsdp = ranks * tp // ep
+        moments += times * sizes.moments
+    layout = Layout(fsdp=ranks, tp=tp, ep=ep)
     for block, times in rank.blocks:
-        if block.experts is not None:
-            for matrix in block.experts.matrices:
-                size = times * matrix.elements * block.experts.spec.num_experts / ep / efsdp * matrix.bytes
-                frozen += 0 if matrix.trains else size
-                master += size if matrix.trains else 0
-    return ResidentState(frozen, master)
+        if (experts := block.experts) is None:
+            continue
+        for weight in experts.matrices:
+            here = times * weight.elements * experts.spec.num_experts / ep / layout.efsdp
+            frozen += 0 if weight.trains else here * weight.bytes
+            if weight.trains:
+                master += here * weight.bytes
+                cut = parts_of_last_dim(experts, weight, layout)
+                moments += moment_bytes(
+                    optimizer, weight.shape, int(weight.bytes), is_matrix=weight.is_matrix, here=here, cut=cut
+                )
+    return ResidentState(frozen, master, moments)
+
+
+def parts_of_last_dim(experts: Experts, weight: ExpertWeight, layout: Layout) -> int:
+    """Into how many parts efsdp cuts the rows of an expert's matrix."""
+    if experts.spec.num_experts // layout.ep % layout.efsdp == 0:
+        return 1
+    on_last = weight.is_adapter_a if experts.rank else expert_shard_dim(experts.spec, layout) == 2
+    return layout.efsdp if on_last else 1
 
 
 class InFlight(NamedTuple):

@@ -14,7 +14,8 @@ from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning.memory import CHUNK_TOKENS
 from expertmesh.planning.model_figures import Block, Experts, ModelFigures, group_bytes
-from expertmesh.planning.stages import PipelineRank, Workload, prefetches
+from expertmesh.planning.stages import PipelineRank, Workload, parts_of_last_dim, prefetches
+from expertmesh.training.optimizers.blocks import is_quantised, scale_shape
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
@@ -60,6 +61,10 @@ def traffic_of(workload: Workload, stage: int = 0) -> tuple[Transfer, ...]:
     found += _of_experts(model, rank, layout, times)
     found += _extra_gathers(model, rank, layout, times)
     found.append(Transfer("replicate", "all_reduce", calls, reduced, layout.replicate, True))
+    if workload.optimizer == "adamw_8bit":
+        found += _of_shared_blocks(rank, layout)
+    if workload.optimizer == "muon":
+        found += _of_matrices(model, rank, layout)
     return _summed(found)
 
 
@@ -71,6 +76,44 @@ def _summed(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
             key = (each.axis, each.kind, each.prefetched)
             found[key] = found[key].plus(each) if key in found else each
     return tuple(found.values())
+
+
+def _of_shared_blocks(rank: PipelineRank, layout: Layout) -> Iterator[Transfer]:
+    """Largest magnitudes of the blocks of both moments, where ranks hold parts of the same rows."""
+    over = layout.fsdp * layout.cp
+    for group, times in rank.groups:
+        for weight in group.weights:
+            if weight.trains and weight.is_split_on_last and is_quantised(weight.shape):
+                size = 2 * 4 * -(-weight.shape[0] // over) * scale_shape(weight.shape)[-1]
+                yield Transfer("tp", "all_reduce", 2 * times, times * size, layout.tp)
+    for block, times in rank.blocks:
+        if (experts := block.experts) is None:
+            continue
+        for matrix in experts.matrices:
+            parts = parts_of_last_dim(experts, matrix, layout)
+            if matrix.trains and parts > 1 and is_quantised(matrix.shape):
+                rows = matrix.elements // matrix.shape[-1] * experts.spec.num_experts // layout.ep
+                size = 2 * 4 * rows * scale_shape(matrix.shape)[-1]
+                yield Transfer("efsdp", "all_reduce", 2 * times, times * size, parts)
+
+
+def _of_matrices(model: ModelFigures, rank: PipelineRank, layout: Layout) -> Iterator[Transfer]:
+    """Parts of matrices to the rank that orthogonalises each, and back; of ranks that get as many as others."""
+    width, over = model.compute_bytes, layout.fsdp * layout.cp * layout.tp
+    for group, times in rank.groups:
+        for weight in group.weights:
+            if weight.is_muons:
+                size = 2 * times * weight.numel / over * width
+                yield Transfer("fsdp", "all_to_all", 2 * times / over, size, over)
+    for block, times in rank.blocks:
+        experts = block.experts
+        if experts is None or experts.spec.num_experts // layout.ep % layout.efsdp == 0:
+            continue  # whole experts
+        here = experts.spec.num_experts // layout.ep
+        for matrix in experts.matrices:
+            if matrix.is_muons:
+                size = 2 * times * here * matrix.elements / layout.efsdp * width
+                yield Transfer("efsdp", "all_to_all", 2 * times * -(-here // layout.efsdp), size, layout.efsdp)
 
 
 @cache

@@ -17,6 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from expertmesh.config.errors import InputError
+from expertmesh.io.safetensors_writer import replace_synced
 from expertmesh.report.metrics import WORST
 from expertmesh.report.plots import draw, short
 from expertmesh.report.run import CONFIG_FILE, Run
@@ -55,10 +56,8 @@ def render(run: Run) -> str:
 
 def write(path: Path, page: str) -> None:
     """Put the page at `path`, whole or not at all. `InputError` if that cannot be written."""
-    unfinished = path.with_name(f"{path.name}.tmp")
     try:
-        unfinished.write_text(page, encoding="utf-8")
-        unfinished.replace(path)
+        replace_synced(path, page.encode())
     except OSError as error:
         raise InputError(
             f"{path}: the report cannot be written: {error.strerror}; choose another --output",

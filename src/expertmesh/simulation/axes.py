@@ -12,8 +12,8 @@ from expertmesh.planning.traffic import Transfer
 
 # What each axis is used for. All-reduces over fsdp are of single numbers.
 _KINDS = {
-    "fsdp": ("all_gather", "reduce_scatter"),
-    "efsdp": ("all_gather", "reduce_scatter"),
+    "fsdp": ("all_gather", "reduce_scatter", "all_to_all"),
+    "efsdp": ("all_gather", "reduce_scatter", "all_to_all", "all_reduce"),
     "replicate": ("all_reduce",),
     "ep": ("all_to_all",),
     "tp": ("all_gather", "reduce_scatter", "all_reduce"),

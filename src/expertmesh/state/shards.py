@@ -8,6 +8,7 @@ slice first, efsdp inside it). Nothing here communicates.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,16 @@ def local_box(tensor: Tensor) -> Box:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return tuple((0, 0) for _ in box)
-    ranges = list(box)
+    box = box_at(tensor, coordinate)
+    held = tuple(tensor.to_local().shape)
+    where = f"{tuple(tensor.shape)} {tensor.placements}"
+    assert held == extents(box), f"local tensor {held} is not box {box} of {where}"
+    return box
+
+
+def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
+    """The box of `tensor` that the rank at `coordinate` of its mesh holds."""
+    ranges = list(full_box(tensor.shape))
     for dim in range(tensor.dim()):
         start, stop = ranges[dim]
         for axis in _sharding_order(tensor, dim):
@@ -44,11 +54,7 @@ def local_box(tensor: Tensor) -> Box:
             first = min(start + chunk * coordinate[axis], stop)
             start, stop = first, min(first + chunk, stop)
         ranges[dim] = (start, stop)
-    box = tuple(ranges)
-    held = tuple(tensor.to_local().shape)
-    where = f"{tuple(tensor.shape)} {tensor.placements}"
-    assert held == extents(box), f"local tensor {held} is not box {box} of {where}"
-    return box
+    return tuple(ranges)
 
 
 def owns_copy(tensor: Tensor) -> bool:
@@ -114,8 +120,8 @@ def _sharding_order(tensor: DTensor, dim: int) -> list[int]:
     order: list[int] = []
     for axis in reversed(range(len(tensor.placements))):
         placement = tensor.placements[axis]
-        if _shard_dim(placement) != dim:
-            assert _shard_dim(placement) is not None or isinstance(placement, Replicate), f"{placement}"
+        if shard_dim(placement) != dim:
+            assert shard_dim(placement) is not None or isinstance(placement, Replicate), f"{placement}"
         elif isinstance(placement, StridedShard):
             inside = _prefix_of_size(tensor, order, int(placement.split_factor))
             order.insert(inside, axis)
@@ -131,6 +137,7 @@ def _prefix_of_size(tensor: DTensor, order: list[int], size: int) -> int:
     raise AssertionError(f"no axes of {tensor.placements} multiply to split factor {size}")
 
 
-def _shard_dim(placement: Placement) -> int | None:
+def shard_dim(placement: Placement) -> int | None:
+    """The dim that a placement cuts, or None."""
     # _StridedShard is a subclass of Shard in some torch versions and not in others.
     return placement.dim if isinstance(placement, (Shard, StridedShard)) else None

@@ -7,7 +7,7 @@ changed when the run goes on, and a run that goes on has to minimise what it min
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,12 +69,14 @@ class RunObjective:
         """
         if not self.adapters_off:
             return batches
-        with adapters_off(model):
-            found = log_probabilities(model, batches)
         return [
             batch if row_B is None else {**batch, "reference": row_B}
-            for batch, row_B in zip(batches, found, strict=True)
+            for batch, row_B in zip(batches, self._of_reference(model, batches), strict=True)
         ]
+
+    def _of_reference(self, model: nn.Module, batches: Sequence[Batch]) -> list[torch.Tensor | None]:
+        with adapters_off(model) if self.adapters_off else nullcontext():
+            return log_probabilities(model, batches)
 
     def give_reference(
         self,
@@ -93,7 +95,22 @@ class RunObjective:
                 _read_reference(checkpoint, datasets)
             return
         for dataset in datasets:
-            dataset.reference = _computed(model, mesh, dataset, layout)
+            dataset.reference = self.table(model, mesh, dataset, layout)
+
+    def table(
+        self, model: nn.Module, mesh: Mesh, dataset: TokenizedDataset, layout: BatchLayout
+    ) -> npt.NDArray[np.float64]:
+        """The reference's log-probability of each sample of `dataset`, by `model` as it is now. Every rank calls it and
+        gets it: forwards over all samples, and one all-reduce.
+        """
+        table = torch.zeros(len(dataset), dtype=torch.float64, device=mesh.device)
+        for group in in_groups(EvaluationBatches(dataset, layout), mesh):
+            for batch, row_B in zip(group, self._of_reference(model, group), strict=True):
+                # Of the ranks that share a row one counts. Rows that only keep a rank busy are not real.
+                if row_B is not None and mesh.coordinate("cp") == mesh.coordinate("tp") == 0:
+                    table.index_add_(0, batch["row_numbers"], row_B * batch["real_tokens"].any(dim=1))
+        dist.all_reduce(table)
+        return table.cpu().numpy()
 
     def first_loss_lines(self, model_config: Any, loss: float, target_tokens: int) -> Iterator[str]:
         """What the first step's loss says, for the terminal."""
@@ -120,17 +137,6 @@ def _read_reference(checkpoint: Path, datasets: Sequence[TokenizedDataset]) -> N
                 key="checkpoint.no-reference",
             )
         dataset.reference = table.numpy()
-
-
-def _computed(model: nn.Module, mesh: Mesh, dataset: TokenizedDataset, layout: BatchLayout) -> npt.NDArray[np.float64]:
-    table = torch.zeros(len(dataset), dtype=torch.float64, device=mesh.device)
-    for group in in_groups(EvaluationBatches(dataset, layout), mesh):
-        for batch, row_B in zip(group, log_probabilities(model, group), strict=True):
-            # Of the ranks that share a row one counts. Rows that only keep a rank busy are not real.
-            if row_B is not None and mesh.coordinate("cp") == mesh.coordinate("tp") == 0:
-                table.index_add_(0, batch["row_numbers"], row_B * batch["real_tokens"].any(dim=1))
-    dist.all_reduce(table)
-    return table.cpu().numpy()
 
 
 def log_probabilities(model: nn.Module, batches: Sequence[Batch]) -> list[torch.Tensor | None]:

@@ -49,6 +49,7 @@ _ADDED_LATER = {
     "data.thinking": "auto",
     **{f"data.on_{kind}": "keep" for kind in ODD_ROWS},
     "optim.stochastic_rounding": False,
+    "schedule.min_ratio": 0.0,
 }
 # How many of the first sample's token ids a checkpoint keeps, to show where others begin.
 _IDS_KEPT = 512

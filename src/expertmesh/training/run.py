@@ -5,7 +5,9 @@ Called in every rank, under torchrun or our own launcher, before the process gro
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from expertmesh.config import Config
@@ -16,10 +18,13 @@ from expertmesh.training.control import Control
 from expertmesh.training.lock import RunLock
 from expertmesh.training.loop import TrainingLoop
 from expertmesh.training.reporting.plan_lines import Predict, print_plan
-from expertmesh.training.reporting.start import open_reports
+from expertmesh.training.reporting.start import open_reports, out_of_memory
 from expertmesh.training.run_state import load_state, save_result
 from expertmesh.training.startup.preflight import preflight
 from expertmesh.training.startup.prepare import prepare, say
+
+if TYPE_CHECKING:
+    from expertmesh.training.startup.model_check import Checked
 
 
 def train(config: Config, control: Control | None = None, predict: Predict | None = None) -> None:
@@ -30,10 +35,19 @@ def train(config: Config, control: Control | None = None, predict: Predict | Non
     """
     control = control or Control()
     start_process_group(current_device(), config.distributed.first_step_timeout_seconds)
-    is_main, lock = dist.get_rank() == 0, None
     say(control, "building the model on meta and planning its shards")
     with raise_on_all_ranks("checking the configuration"):
         checked = preflight(config, dist.get_world_size())
+    try:
+        _train(config, control, checked, predict)
+    except torch.OutOfMemoryError as error:
+        # Planned anew: what is sharded already cannot be planned with.
+        forecast = None if predict is None else predict(config, preflight(config, dist.get_world_size()))
+        raise out_of_memory(error, control.progress.status(), forecast) from error
+
+
+def _train(config: Config, control: Control, checked: "Checked", predict: Predict | None) -> None:
+    is_main, lock = dist.get_rank() == 0, None
     with ExitStack() as stack:
         with raise_on_all_ranks("locking output_dir"):
             if is_main:

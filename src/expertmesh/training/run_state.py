@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -47,7 +48,8 @@ def load_state(run: Prepared, control: Control) -> RunState:
     if run.checked.objective.precomputes:
         say(control, "the reference: log-probabilities of all pairs")
         run.checked.objective.give_reference(run.model, run.mesh, run.data.datasets, run.batch_layout, run.start)
-    optimizer, counters = build_optimizer(run.model, config.optim, config.train.seed), Counters()
+    compute = getattr(torch, config.precision.compute)
+    optimizer, counters = build_optimizer(run.model, config.optim, config.train.seed, compute), Counters()
     if run.start is not None:
         say(control, "loading the checkpoint")
         saved = load_directory(run.model, optimizer, run.start)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -10,6 +11,7 @@ from expertmesh.config import ParallelConfig, PrecisionConfig
 from expertmesh.distributed.mesh import init_mesh, set_timeout
 from expertmesh.model import ModelOptions, prepare_model
 from expertmesh.parallel.checkpointing import checkpointing_mode
+from expertmesh.training.objective import RunObjective
 from expertmesh.training.optimizers.build import build_optimizer
 from expertmesh.training.startup.model_check import shard_options
 from expertmesh.verification.job import Job
@@ -44,7 +46,23 @@ def build(
     fill(model, setup.directory, allocate_on=mesh.device)
     start_adapters(model, config.train.seed)
     set_adapters(model)
-    return Job(setup, mesh, model, build_optimizer(model, config.optim, config.train.seed), precision)
+    optimizer = build_optimizer(model, config.optim, config.train.seed, getattr(torch, precision.compute))
+    job = Job(setup, mesh, model, optimizer, precision)
+    if setup.steps[0].beta is not None and setup.steps[0].dataset.reference is None:
+        _make_up_reference(job)
+    return job
+
+
+def _make_up_reference(job: Job) -> None:
+    """Give the steps of objective dpo log-probabilities of a reference: the model's own, up to 1 / beta more or less.
+
+    Before its first update a model is its own reference, so that every pair has the same weight, and a mistake in these
+    weights would not show. A forward over all steps.
+    """
+    for number, data in enumerate(job.setup.steps):
+        assert data.beta is not None
+        away = np.random.default_rng(number).uniform(-1, 1, len(data.dataset)) / data.beta
+        data.dataset.reference = job.reference_table(data, RunObjective(data.beta)) + away
 
 
 def dequantised_base(setup: Setup, dtype: torch.dtype) -> PreTrainedModel:

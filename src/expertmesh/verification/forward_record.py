@@ -132,7 +132,7 @@ def _run(job: Job, batches: Any, recorder: _JobRecorder) -> None:
     """All micro-batches through a model that this rank has whole."""
     share = sequence_share(job.model)
     for number, batch in enumerate(padded(each, share) for each in batches):
-        inputs = {key: v for key, v in batch.items() if key not in ("labels", "row_numbers", "real_tokens")}
+        inputs = {key: batch[key] for key in batch if key not in ("labels", "row_numbers", "real_tokens", "reference")}
         recorder.last_outputs["logits"] = job.model(**inputs, use_cache=False).logits
         recorder.keep(number, batch)
 

@@ -6,8 +6,10 @@ say so.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,11 +23,14 @@ from expertmesh.experts.balance import attached_balance, update_router_bias
 from expertmesh.io.boxes import Box, slices
 from expertmesh.state.shards import local_box, local_tensor, owns_copy
 from expertmesh.state.stage_view import full_model, full_state, stage_parameters
-from expertmesh.step.forward_backward import forward_backward
+from expertmesh.step.forward_backward import minimise
 from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.verification.samples import StepData
 from expertmesh.verification.setup import Setup
 from expertmesh.weights.mapping import model_tensors
+
+if TYPE_CHECKING:
+    from expertmesh.training.objective import RunObjective
 
 Boxes = dict[str, Box]  # of tensors, by name
 
@@ -66,7 +71,7 @@ class Job:
 
         Issues the collectives of a step, and one all-reduce of the losses.
         """
-        losses = forward_backward(self.model, step.micro_batches, target_tokens=step.target_tokens)
+        losses = minimise(self.model, step.micro_batches, self.setup.steps[0].objective(step))
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -76,6 +81,14 @@ class Job:
         balance = attached_balance(self.model)
         total, aux, z = sums.tolist()
         return Losses(total, aux if balance.aux_loss_coef else None, z if balance.z_loss_coef else None)
+
+    def reference_table(self, data: StepData, objective: "RunObjective") -> npt.NDArray[np.float64]:
+        """The log-probability of each sample under the reference of `objective`, by the model as it is now. Collective:
+        a forward over the samples, and one all-reduce.
+        """
+        layout = self.mesh.layout
+        form = replace(data.form, data_rank=layout.data_rank(self.mesh.rank), data_ranks=layout.data_ranks)
+        return objective.table(self.model, self.mesh, data.dataset, form)
 
     def clip(self, max_norm: float | None) -> float:
         """The training loop's own norm and clipping. Issues its collectives."""

@@ -119,6 +119,7 @@ def _facts(setup: Setup, options: VerifyOptions) -> dict[str, Any]:
         "tokens_of_a_step": first.dataset.tokens,
         "targets_of_a_step": first.targets,
         "packing": config.data.packing,
+        "objective": config.objective.name,
         "only": list(options.only),
         "notes": list(setup.notes),
         "versions": {name: version(name) for name in ("expertmesh", "torch", "transformers")},

@@ -72,12 +72,6 @@ class Setup:
 
 def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
     """Read config.json, headers, tokenizer and data, and decide. Raises `InputError` for whatever cannot work."""
-    if config.objective.name != "sft":
-        raise InputError(
-            f"objective.name {config.objective.name}: verify proves a job by the loss of target tokens; the model, its "
-            "layout and its files are the same with objective.name sft and data for that, or with --model",
-            key="config.not-verified",
-        )
     config, notes = _without_chance(config)
     refuse_config(config)
     model_config, directory = read_model_config(
@@ -109,7 +103,8 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
         notes.append("token ids are random: no data was named")
     else:
         tokenizer = load_tokenizer(config.model, config.data.chat_template)
-        dataset, _ = build_dataset(config.data.train, config.data, tokenizer, model_vocab_size=vocabulary)
+        pairs = config.objective.name == "dpo"
+        dataset, _ = build_dataset(config.data.train, config.data, tokenizer, model_vocab_size=vocabulary, pairs=pairs)
         pad = padding_token_id(tokenizer, vocabulary)
     steps = steps_of(dataset, config, layout, tokens=options.tokens, steps=STEPS, pad_token_id=pad)
     return Setup(

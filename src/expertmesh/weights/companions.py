@@ -37,19 +37,32 @@ class CopiedFiles:
 
 
 def write_companions(
-    model: PreTrainedModel, directory: Path, layout: FilesLayout, tokenizer: Tokenizer | None, dtype: torch.dtype
+    model: PreTrainedModel,
+    directory: Path,
+    layout: FilesLayout,
+    tokenizer: Tokenizer | None,
+    dtype: torch.dtype,
+    quantisation: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write everything but the weights, and sync it. The config will say that the weights are in `dtype`."""
+    """Write everything but the weights, and sync it. The config will say that the weights are in `dtype`, and how they
+    are quantised, if they are.
+    """
     with io_errors(directory, layout.size):
         if layout.index is not None:
             create_index(directory, layout.index)
-        write_config(model, directory, tokenizer, dtype)
+        write_config(model, directory, tokenizer, dtype, quantisation)
         for path in directory.rglob("*"):
             sync(path)
         sync(directory)
 
 
-def write_config(model: PreTrainedModel, directory: Path, tokenizer: Tokenizer | None, dtype: torch.dtype) -> None:
+def write_config(
+    model: PreTrainedModel,
+    directory: Path,
+    tokenizer: Tokenizer | None,
+    dtype: torch.dtype,
+    quantisation: Mapping[str, Any] | None = None,
+) -> None:
     """Write config, generation config, a remote-code model's own code, and the tokenizer's files."""
     config = deepcopy(model.config)
     config.dtype = str(dtype).removeprefix("torch.")
@@ -58,6 +71,8 @@ def write_config(model: PreTrainedModel, directory: Path, tokenizer: Tokenizer |
     for name in ("transformers_weights", "quantization_config"):
         if hasattr(config, name):
             delattr(config, name)
+    if quantisation is not None:
+        config.quantization_config = dict(quantisation)
     if model.is_remote_code():
         with own_classes(model):
             custom_object_save(model, directory, config=config)  # type: ignore[arg-type]

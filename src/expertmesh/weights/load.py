@@ -24,7 +24,7 @@ from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, model_tensors, plan_load
 from expertmesh.weights.meta_model import materialize
 from expertmesh.weights.reading import bytes_needed, read_box
-from expertmesh.weights.source import Source, UnmappedTensors, remember, summarize_unmapped
+from expertmesh.weights.source import UnmappedTensors, remember_files, summarize_unmapped
 
 _CHECKED_ELEMENTS = 1 << 22
 
@@ -107,8 +107,7 @@ def fill_planned(model: PreTrainedModel, files: WeightFiles, plan: LoadPlan) -> 
         read_box(lazy, box, copy, files.read)
         if not torch.equal(copy, local):
             raise differing_copies(lazy, plan.tensors[name])
-    source = Source.of(model, plan, files)
-    remember(model, plan.conversions, source)
+    source = remember_files(model, plan, files)
     return LoadReport(
         tensors=len(plan.tensors),
         bytes_read=files.bytes_read,

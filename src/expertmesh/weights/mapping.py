@@ -32,10 +32,11 @@ from expertmesh.anatomy import is_adapter
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.io.pieces import Leaf
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
+from expertmesh.state.sharded_model import sharded
 from expertmesh.state.stage_view import full_model, full_state
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.module_list import list_rules
-from expertmesh.weights.quantised.published import PublishedTensors, published_tensors
+from expertmesh.weights.quantised.published import PublishedTensors, published_tensors, quantisation
 from expertmesh.weights.quantised.tensor import QuantisedTensor
 
 _LISTED = 10
@@ -50,13 +51,14 @@ class LoadPlan:
     `tensors` has one entry for each tensor of the model, under the first of its names if it is tied.
     `copies` are further copies of tied tensors that the files hold: (name in `tensors`, the copy); they
     have to be equal. `ignored` are the file tensors that the family itself declares unused. `conversions`
-    are the rules that applied.
+    are the rules that applied, `published` is what the files hold.
     """
 
     tensors: dict[str, LazyTensor]
     copies: tuple[tuple[str, LazyTensor], ...]
     ignored: tuple[str, ...]
     conversions: tuple[WeightTransform, ...]
+    published: PublishedTensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +139,7 @@ def plan_load(
     unexpected, duplicated, incomplete, misshaped or mistyped, and what `published_tensors` raises. Reads nothing but
     the headers that `files` already has. With `complete` off, what does not fit is left for later.
     """
-    published = published_tensors(model.config, files)
+    published = published_tensors(quantisation(model.config), files)
     state = model_tensors(model)
     with own_classes(model):
         # Rules belong to classes of modules, of which a pipeline stage has only some.
@@ -157,7 +159,7 @@ def plan_load(
             planner.mismatches.add("missing", names[0])
     if complete:
         planner.mismatches.refuse(model, files.directory)
-    return LoadPlan(tensors, tuple(copies), ignored, tuple(rule for rule in conversions if rule.was_used()))
+    return LoadPlan(tensors, tuple(copies), ignored, tuple(rule for rule in conversions if rule.was_used()), published)
 
 
 def plan_save(model: PreTrainedModel) -> dict[str, LazyTensor]:
@@ -168,7 +170,11 @@ def plan_save(model: PreTrainedModel) -> dict[str, LazyTensor]:
     """
     state = model_tensors(model)
     kept = _untied(model, state) - set(model._keys_to_ignore_on_save or ())
-    lazies = {name: LazyTensor.of(StateTensor(name, state[name])) for name in state if name in kept}
+    # transformers adds the prefix when it loads files that lack it, and would leave it there.
+    prefix = f"{model.base_model_prefix}." if getattr(sharded(model).source, "bare", False) else ""
+    lazies = {
+        name.removeprefix(prefix): LazyTensor.of(StateTensor(name, state[name])) for name in state if name in kept
+    }
     whole: Any = full_model(model)
     if whole is not model:
         whole._weight_conversions = getattr(model, "_weight_conversions", None)  # what loading has remembered

@@ -24,11 +24,13 @@ from expertmesh.weights.companions import Tokenizer, write_companions
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import plan_save
 from expertmesh.weights.meta_model import kept_in_fp32, refuse_other_names
+from expertmesh.weights.packing import PACKED, Rounded, plan_packing, write_packed
 from expertmesh.weights.source import Source, UnmappedTensors, source_of, still_readable, summarize_unmapped
-from expertmesh.weights.write import StateReader, live_values, write_directory
+from expertmesh.weights.write import OpenFiles, StateReader, live_values, write_directory
 
 # "auto": the dtypes of the files that the model was loaded from, bfloat16 where these are quantised, and those of its
-# parameters if it was made in memory. None: those of its parameters.
+# parameters if it was made in memory. None: those of its parameters. A name of `PACKED`: codes with scales, the rest as
+# in "auto".
 SavedDtype = torch.dtype | str | None
 
 
@@ -38,7 +40,7 @@ class SaveReport:
     of most of them.
 
     `kept` are tensors that the model does not have, copied from the files that it was loaded from; `dropped` those
-    that could not be, because these files are gone or have changed.
+    that could not be, because these files are gone or have changed. `rounded`: what writing codes has added.
     """
 
     directory: Path
@@ -50,16 +52,20 @@ class SaveReport:
     seconds: float
     kept: tuple[UnmappedTensors, ...]
     dropped: tuple[UnmappedTensors, ...]
+    rounded: tuple[Rounded, ...] = ()
 
 
 def dtype_of(dtype: SavedDtype) -> torch.dtype | None:
     """The one that all tensors are cast to; None where they are not. Raises `InputError` for a name that is none."""
-    if dtype in ("auto", None) or isinstance(dtype, torch.dtype):
-        return dtype if isinstance(dtype, torch.dtype) else None
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype in (None, "auto", *PACKED):
+        return None
     found = getattr(torch, str(dtype), None)
     if not isinstance(found, torch.dtype):
         raise InputError(
-            f"dtype {dtype!r}: is none to save in; give auto, bfloat16, float16 or float32", key="config.wrong-value"
+            f"dtype {dtype!r}: is none to save in; give auto, bfloat16, float16, float32 or one of {', '.join(PACKED)}",
+            key="config.wrong-value",
         )
     return found
 
@@ -74,16 +80,17 @@ def save_model(
 ) -> SaveReport:
     """Write weights, index, config, generation config and tokenizer to `directory`.
 
-    Every rank calls it, with the same arguments; all must see the same file system; `directory` must not
-    exist or be empty. The layout on disk is the one that the weights were read from, or else the family's
-    published one; what those files held beside the model (MTP layers) is copied from them. `dtype`
-    casts floating-point tensors on the way (except what the family keeps in fp32); "auto" gives each the dtype that
-    it had in the files it was loaded from, bfloat16 where these are quantised, or its own if there were none; None
-    leaves all as trained. Files hold at most `max_shard_bytes` of tensors, or one larger tensor.
-    Raises on all ranks alike: `InputError` (target not empty, disk full, no shared file system, names that are not
-    those of the model's class, so that `from_pretrained` would make weights up),
-    `IntegrityError` (values that `dtype` cannot hold). Issues a few small collectives on the default group;
-    weights travel only where a conversion computes across shards, one tensor at a time.
+    Every rank calls it, with the same arguments; all must see the same file system; `directory` must not exist or be
+    empty. The layout on disk is the one that the weights were read from, or else the family's published one; what those
+    files held beside the model (MTP layers) is copied from them. `dtype` casts floating-point tensors on the way
+    (except what the family keeps in fp32); "auto" gives each the dtype that it had in the files it was loaded from,
+    bfloat16 where these are quantised, or its own if there were none; None leaves all as trained. "as_loaded" writes
+    quantised files as they were: blocks that have not changed byte for byte, the others rounded anew; "fp8", "int4",
+    "mxfp4" and "nvfp4" quantise. Files hold at most `max_shard_bytes` of tensors, or one larger tensor. Raises on all
+    ranks alike: `InputError` (target not empty, disk full, no shared file system, names that are not those of the
+    model's class, so that `from_pretrained` would make weights up), `IntegrityError` (values that `dtype` cannot hold).
+    Issues a few small collectives on the default group; weights travel only where a conversion computes across shards
+    or codes are written, one tensor at a time.
     """
     return save_values(model, directory, live_values, tokenizer=tokenizer, dtype=dtype, max_shard_bytes=max_shard_bytes)
 
@@ -108,20 +115,33 @@ def save_values(
         check_target(directory)
         refuse_other_names(model)
         lazies = plan_save(model)
+        packing = plan_packing(model, lazies, dtype)
         unmapped = [tensor for tensor in source_of(model).unmapped if tensor.name not in lazies]
-    unreadable = sum_over_ranks(torch.tensor([not still_readable(unmapped)], dtype=torch.int64))
-    kept = [] if unreadable.any() else unmapped
+    lost = [not still_readable([*unmapped, *packing.sources])]
+    readable = not sum_over_ranks(torch.tensor(lost, dtype=torch.int64)).any()
+    copied = [*unmapped, *packing.copied] if readable else []
+    plain = {name: lazy for name, lazy in lazies.items() if name not in packing.packed}
     with raise_on_all_ranks("planning what to save"):
-        specs = saved_specs(model, {**lazies, **{tensor.name: LazyTensor.of(tensor) for tensor in kept}}, dtype)
-    main_dtype = _main_dtype({name: specs[name] for name in lazies})
+        copies = {tensor.name: LazyTensor.of(tensor) for tensor in copied}
+        specs = saved_specs(model, {**plain, **copies}, "auto" if packing.packed else dtype)
+    main_dtype = _main_dtype({name: specs[name] for name in plain})
+    specs |= {part.name: (part.dtype, part.shape) for part in packing.parts}
     whole_model: Any = full_model(model)
+    rounded: tuple[Rounded, ...] = ()
+
+    def write_rest(files: OpenFiles) -> None:
+        nonlocal rounded
+        if packing.packed:
+            rounded = write_packed(packing, files, values, from_source=readable and bool(packing.sources))
+
     layout, written = write_directory(
         directory,
-        lazies,
+        plain,
         lambda temporary: lay_out(temporary, specs, max_shard_bytes, whole_model.num_parameters()),
-        lambda temporary, layout: write_companions(model, temporary, layout, tokenizer, main_dtype),
+        lambda temporary, layout: write_companions(model, temporary, layout, tokenizer, main_dtype, packing.settings),
         values,
-        kept,
+        copied,
+        write_rest,
     )
     return SaveReport(
         directory=directory,
@@ -131,8 +151,9 @@ def save_values(
         total_bytes=layout.size,
         bytes_written=written,
         seconds=time.monotonic() - started,
-        kept=summarize_unmapped(kept, lazies),
-        dropped=() if kept else summarize_unmapped(unmapped, lazies),
+        kept=summarize_unmapped(unmapped if readable else (), lazies),
+        dropped=() if readable else summarize_unmapped([*unmapped, *packing.copied], lazies),
+        rounded=rounded,
     )
 
 

@@ -7,7 +7,7 @@ files they came from (write.py). They are never trained. Nothing here communicat
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from transformers.core_model_loading import WeightTransform
 from expertmesh.config.errors import ExpertmeshError
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, read_header
 from expertmesh.state.sharded_model import attach, sharded
-from expertmesh.weights.mapping import LoadPlan, model_tensors, tied_names
+from expertmesh.weights.mapping import LoadPlan, model_tensors, plan_save, tied_names
 from expertmesh.weights.quantised.published import plain_dtype, quantisation
 
 
@@ -26,20 +26,37 @@ from expertmesh.weights.quantised.published import plain_dtype, quantisation
 class Source:
     """`dtypes`: those of the files, bfloat16 where they hold codes, by state name; none of a model made in memory.
 
-    `unmapped` are the tensors that the files hold and the model does not; `quantisation` is the `quantization_config`.
+    `unmapped` are the tensors that the files hold and the model does not; `quantisation` is the `quantization_config`,
+    and `packed` are the codes and scales, and what belongs to them, of the tensors that the model has. `bare`: the
+    files name what is inside the base model without its prefix.
     """
 
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     unmapped: tuple[FileTensor, ...] = ()
     quantisation: Mapping[str, Any] | None = None
+    packed: tuple[FileTensor, ...] = ()
+    bare: bool = False
 
-    @classmethod
-    def of(cls, model: PreTrainedModel, plan: LoadPlan, files: WeightFiles) -> "Source":
-        """Of `files`, from which `plan` fills `model`."""
-        names = tied_names(model_tensors(model))
-        filled = (tied for tied in names if tied[0] in plan.tensors)  # a new head is in no file
-        dtypes = {name: plain_dtype(plan.tensors[tied[0]]) for tied in filled for name in tied}
-        return cls(dtypes, tuple(files.tensors[name] for name in plan.ignored), quantisation(model.config))
+
+def remember_files(model: PreTrainedModel, plan: LoadPlan, files: WeightFiles) -> Source:
+    """`remember` what there is to know of `files`, from which `plan` fills `model`."""
+    # A new head, which the files lack, has the dtype of its own.
+    tied = [names for names in tied_names(model_tensors(model)) if names[0] in plan.tensors]
+    dtypes = {name: plain_dtype(plan.tensors[names[0]]) for names in tied for name in names}
+    unmapped, published = set(plan.ignored), plan.published
+    packed = [part for name in published.quantised for part in published.stored[name] if part not in unmapped]
+    source = Source(
+        dtypes,
+        tuple(files.tensors[name] for name in plan.ignored),
+        quantisation(model.config),
+        tuple(files.tensors[name] for name in packed),
+    )
+    remember(model, plan.conversions, source)
+    if not any(name.startswith(f"{model.base_model_prefix}.") for name in published.tensors):
+        remember(model, plan.conversions, replace(source, bare=True))
+        if not plan_save(model).keys() <= published.tensors.keys():
+            remember(model, plan.conversions, source)
+    return source_of(model)
 
 
 def remember(model: nn.Module, conversions: Iterable[WeightTransform], source: Source) -> None:

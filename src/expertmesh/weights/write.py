@@ -43,13 +43,15 @@ def write_directory(
     write_others: Callable[[Path, FilesLayout], None],
     values: StateReader,
     kept: Sequence[FileTensor] = (),
+    write_more: Callable[["OpenFiles"], None] | None = None,
 ) -> tuple[FilesLayout, int]:
     """Write tensors, and what `write_others` adds on rank 0, into a directory that appears when it is complete.
 
-    Every rank calls it. Returns the layout and the bytes that this rank wrote. `kept` are copied from their files.
+    Every rank calls it. Returns the layout and the bytes that this rank wrote. `kept` are copied from their files;
+    `write_more`, on every rank, writes what else the layout has.
     Raises and communicates as `save_model` does.
     """
-    _check_ownership(lazies)
+    check_ownership(lazies)
     # Of a link, what it leads to is replaced: no directory can take the link's own place.
     directory = directory.resolve() if directory.is_symlink() else directory
     temporary = directory.with_name(f"{directory.name}.tmp-{from_rank_0(f'{time.time_ns():x}')}")
@@ -61,11 +63,13 @@ def write_directory(
         with raise_on_all_ranks("looking for the files that rank 0 created"):
             for file in layout.files:
                 wait_until_seen(file.path, file.size)
-        files = _OpenFiles(layout)
+        files = OpenFiles(layout)
         with raise_on_all_ranks("writing weights"), files.synced():
             _write_own(lazies, files, values)
             _copy_own(kept, files)
         _write_gathered(lazies, files, values)
+        if write_more is not None:
+            write_more(files)
         with raise_on_all_ranks("writing config and tokenizer"):
             if _is_first():
                 write_others(temporary, layout)
@@ -89,7 +93,7 @@ def is_gathered(lazy: LazyTensor) -> bool:
     return not all(isinstance(piece.leaf, StateTensor) for piece in lazy.pieces)
 
 
-def _check_ownership(lazies: Mapping[str, LazyTensor]) -> None:
+def check_ownership(lazies: Mapping[str, LazyTensor]) -> None:
     """All ranks together own each element once; anything else would leave holes in the files, or races.
 
     Issues one all-reduce of an integer per tensor of the files on the default group.
@@ -105,7 +109,7 @@ def _check_ownership(lazies: Mapping[str, LazyTensor]) -> None:
             )
 
 
-class _OpenFiles:
+class OpenFiles:
     """The files of a layout, opened for writing when first written to. Counts the bytes `written`."""
 
     def __init__(self, layout: FilesLayout) -> None:
@@ -133,7 +137,7 @@ class _OpenFiles:
                     os.close(self._descriptors.popitem()[1])
 
 
-def _write_own(lazies: Mapping[str, LazyTensor], files: _OpenFiles, values: StateReader) -> None:
+def _write_own(lazies: Mapping[str, LazyTensor], files: OpenFiles, values: StateReader) -> None:
     """Write this rank's parts of all tensors that only move values. No collective."""
     for name, lazy in lazies.items():
         if is_gathered(lazy):
@@ -145,7 +149,7 @@ def _write_own(lazies: Mapping[str, LazyTensor], files: _OpenFiles, values: Stat
                 files.write(name, part, cropped.arrange(values(cropped.leaf, cropped.source)))
 
 
-def _copy_own(kept: Sequence[FileTensor], files: _OpenFiles) -> None:
+def _copy_own(kept: Sequence[FileTensor], files: OpenFiles) -> None:
     """Copy this rank's share, by tensors in turn, of what the model does not have. No collective."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for source in kept[rank::ranks]:
@@ -171,7 +175,7 @@ def _cast(values: Tensor, target: FileTensor) -> Tensor:
     return cast.cpu().contiguous()
 
 
-def _write_gathered(lazies: Mapping[str, LazyTensor], files: _OpenFiles, values: StateReader) -> None:
+def _write_gathered(lazies: Mapping[str, LazyTensor], files: OpenFiles, values: StateReader) -> None:
     """Gather the inputs of each computed tensor, one at a time, and write it on rank 0.
 
     Issues, for each of these tensors, the all-gathers of its sharded inputs and one small all-reduce.
@@ -180,15 +184,40 @@ def _write_gathered(lazies: Mapping[str, LazyTensor], files: _OpenFiles, values:
         if not is_gathered(lazy):
             continue
         gathered = gather(lazy)
-
-        def fetch(leaf: StateTensor, box: Box, out: Tensor, gathered: dict[str, Tensor] = gathered) -> None:
-            out.copy_(gathered[leaf.name][slices(box)] if leaf.name in gathered else values(leaf, box))
-
         with raise_on_all_ranks(f"writing {name}"), files.synced():
             if _is_first():
-                computed = torch.empty(tuple(lazy.shape), dtype=lazy.dtype)
-                read_box(lazy, full_box(lazy.shape), computed, fetch)
-                files.write(name, full_box(lazy.shape), computed)
+                files.write(name, full_box(lazy.shape), _computed(lazy, gathered, values))
+
+
+def _computed(lazy: LazyTensor, gathered: Mapping[str, Tensor], values: StateReader) -> Tensor:
+    """All of a tensor whose inputs are `gathered`, or here."""
+
+    def fetch(leaf: StateTensor, box: Box, out: Tensor) -> None:
+        out.copy_(gathered[leaf.name][slices(box)] if leaf.name in gathered else values(leaf, box))
+
+    computed = torch.empty(tuple(lazy.shape), dtype=lazy.dtype)
+    read_box(lazy, full_box(lazy.shape), computed, fetch)
+    return computed
+
+
+def assemble(lazy: LazyTensor, values: StateReader, rank: int) -> Tensor | None:
+    """All of a tensor, on `rank` alone. Every rank calls it: a reduction of its bytes, or what `gather` issues."""
+    here, several = (dist.get_rank(), True) if dist.is_initialized() else (0, False)
+    if is_gathered(lazy):
+        gathered = gather(lazy)
+        return _computed(lazy, gathered, values) if here == rank else None
+    size = lazy.numel() * lazy.dtype.itemsize
+    stored = torch.zeros(size, dtype=torch.uint8, device=collective_device() if several else "cpu")
+    tensor = stored.view(lazy.dtype).view(tuple(lazy.shape))
+    for piece in owned_pieces(lazy):
+        for part in blocks(piece.dest, _COPIED_ELEMENTS):
+            cropped = piece.crop(part)
+            assert isinstance(cropped.leaf, StateTensor)
+            tensor[slices(part)].copy_(cropped.arrange(values(cropped.leaf, cropped.source)))
+    if several:
+        # Each byte is one rank's and zero on all others: no rounding, and no sign of a zero is lost.
+        dist.reduce(stored, rank, dist.ReduceOp.MAX)
+    return tensor if here == rank else None
 
 
 def gather(lazy: LazyTensor) -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ def _run(options: PlanOptions) -> int:
     lora = None if options.lora is None else _lora(options.lora)
     config, figures, why_unpacked = read_figures(options, lora)
     size = options.global_batch_size or max(64, devices.count)
-    job = Job(figures, devices, size, imbalance=options.imbalance)
+    job = Job(figures, devices, size, options.optimizer, options.imbalance)
     found = plan(job, options.goal)
     best = found.best
     if best is None:
@@ -72,6 +72,8 @@ def _run(options: PlanOptions) -> int:
 def _check(options: PlanOptions) -> None:
     if options.mtbf is not None and not 0 < options.mtbf < inf:
         raise InputError(f"--mtbf {options.mtbf:g}: must be more than 0 hours", key="cli.usage")
+    if options.simulate and options.optimizer != "adamw":
+        raise InputError(f"--simulate runs adamw, not {options.optimizer}; leave one of the two out", key="cli.usage")
     if options.price is not None and not 0 <= options.price < inf:
         raise InputError(f"--price {options.price:g}: must be a number of at least 0", key="cli.usage")
     if options.simulate and options.frozen is not None:
@@ -107,6 +109,7 @@ def _yaml(options: PlanOptions, job: Job, best: Candidate, lora: LoraConfig | No
                 "max_length": options.seq_len,
                 "packing": job.model.packed,
             },
+            "optim": {"name": options.optimizer},
             "lora": None if lora is None else lora.model_dump(mode="json"),
             "train": {
                 "global_batch_size": job.global_batch_size,

@@ -31,7 +31,7 @@ def run(config: PreTrainedConfig, best: Candidate, lora: LoraConfig | None) -> N
     found = simulate(config, workload, lora=lora, stage=stage)
     state = resident_state(workload.model, best.layout, stage)
     compared = [
-        ("state of a rank", found.state, state.frozen + 3 * state.master),
+        ("state of a rank", found.state, state.frozen + state.master + state.moments),
         ("peak of a rank", found.peak, memory_of(workload).total),
     ]
     transfers = planned_by_axis(traffic_of(workload, stage), found.sent)

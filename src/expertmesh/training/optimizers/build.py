@@ -1,30 +1,68 @@
 """The optimizer and the learning rate over optimizer steps: torch's own, or one of this package, on DTensors."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from expertmesh.anatomy import describe
 from expertmesh.config import OptimConfig, ScheduleConfig
-from expertmesh.state.stage_view import stage_parameters
-from expertmesh.training.optimizers.adamw import AdamW
+from expertmesh.config.sections import OptimizerName
+from expertmesh.state.sharded_model import sharded
+from expertmesh.state.stage_view import full_model, stage_parameters
+from expertmesh.training.optimizers.adamw import AdamW, AdamW8bit
+from expertmesh.training.optimizers.blocks import is_quantised, scale_shape
+from expertmesh.training.optimizers.matrices import matrices_of
+from expertmesh.training.optimizers.muon import Muon
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig, seed: int) -> torch.optim.Optimizer:
-    """What the configuration asks for, over the trainable parameters. `seed` is that of stochastic rounding.
+def build_optimizer(
+    model: nn.Module, config: OptimConfig, seed: int, compute: torch.dtype = torch.float32
+) -> torch.optim.Optimizer:
+    """What the configuration asks for, over the trainable parameters. `seed` is that of stochastic rounding, `compute`
+    the dtype of Muon's products.
 
-    No communication: every rank updates its own shards.
+    Its `step` is to be called on every rank; what it communicates, if anything, the optimizer's class says.
     """
     trainable = {name: parameter for name, parameter in stage_parameters(model).items() if parameter.requires_grad}
     rate, decay = config.learning_rate, config.weight_decay
     if config.name == "sgd":
         return torch.optim.SGD(trainable.values(), lr=rate, weight_decay=decay)
-    if config.stochastic_rounding:
-        return AdamW(trainable.items(), lr=rate, betas=config.betas, eps=config.eps, weight_decay=decay, seed=seed)
-    return torch.optim.AdamW(
-        trainable.values(), lr=rate, betas=config.betas, eps=config.eps, weight_decay=decay, fused=True
-    )
+    adamw: dict[str, Any] = {"lr": rate, "betas": config.betas, "eps": config.eps, "weight_decay": decay}
+    if config.name == "adamw" and not config.stochastic_rounding:
+        return torch.optim.AdamW(trainable.values(), **adamw, fused=True)
+    adamw |= {"stochastic_rounding": config.stochastic_rounding, "seed": seed}
+    if config.name == "muon":
+        whole, mesh = full_model(model), sharded(model).mesh
+        matrices, group = matrices_of(whole, describe(whole)), None if mesh is None else mesh.shard_group
+        muon: dict[str, Any] = {"momentum": config.momentum, "compute": compute, "group": group}
+        return Muon(trainable.items(), matrices, **muon, **adamw)
+    return (AdamW if config.name == "adamw" else AdamW8bit)(trainable.items(), **adamw)
+
+
+def moment_bytes(
+    optimizer: OptimizerName,
+    shape: Sequence[int],
+    width: int,
+    *,
+    is_matrix: bool,
+    here: float | None = None,
+    cut: int = 1,
+) -> float:
+    """What an optimizer keeps of a parameter of `shape`, stored in `width` bytes an element, but for counts of steps.
+
+    `is_matrix`: whether Muon is for it. `here`: of so many elements of it, in rows that are one of `cut` parts of the
+    whole ones.
+    """
+    here = math.prod(shape) if here is None else here
+    if optimizer == "sgd":
+        return 0.0
+    if optimizer == "adamw_8bit" and is_quantised(shape):
+        return 2 * (here + 4 * here * cut / shape[-1] * scale_shape(shape)[-1])
+    return (1 if optimizer == "muon" and is_matrix else 2) * here * width
 
 
 def build_schedule(
@@ -39,13 +77,20 @@ def build_schedule(
 def learning_rate_factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
     """The share of the peak learning rate at optimizer step `step`, counted from 0.
 
-    Warm-up lasts `ceil(warmup_ratio * total_steps)` steps and rises linearly; its last step has the full rate, so the
-    first step is never lost to a rate of zero.
+    Warm-up lasts `warmup_steps`, or `ceil(warmup_ratio * total_steps)` steps, and rises linearly; its last step has the
+    full rate, so the first step is never lost to a rate of zero.
     """
-    warmup = math.ceil(config.warmup_ratio * total_steps)
+    warmup = config.warmup_steps
+    warmup = math.ceil(config.warmup_ratio * total_steps) if warmup is None else warmup
     if step < warmup:
         return (step + 1) / warmup
     if config.name == "constant":
         return 1.0
-    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    return 0.5 * (1 + math.cos(math.pi * progress)) if config.name == "cosine" else 1.0 - progress
+    if config.name == "inverse_sqrt":
+        return math.sqrt(max(1, warmup) / (step + 1))
+    falls_from = warmup
+    if config.name == "wsd":
+        falls_from = max(warmup, total_steps - math.ceil(config.decay_ratio * total_steps))
+    progress = min(1.0, max(0, step - falls_from) / max(1, total_steps - falls_from))
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if config.name == "cosine" else 1.0 - progress
+    return config.min_ratio + (1 - config.min_ratio) * left

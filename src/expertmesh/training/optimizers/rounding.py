@@ -9,7 +9,6 @@ Shapes: R rows (all dims but the last) and C columns (the last dim) of a rank's 
 """
 
 import hashlib
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,34 +17,37 @@ from expertmesh.io.boxes import Box
 
 _GOLDEN = -0x61C8864680B583EB  # splitmix64's constants as signed integers
 _FIRST, _SECOND = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-_ODD = 0x7FEB352D
+# Of the words that an element's parameter and moments are rounded by: one mixed word, times odd numbers.
+FACTORS = (0x7FEB352D, 0x2C1B3C6D, 0x297A2D39)
 
 
-@dataclass(frozen=True, slots=True)
 class Noise:
-    """Random bits of one tensor in one step, for each element those of its row and its column mixed."""
+    """Random bits of one parameter in one step, for each element those of its row and its column mixed."""
 
-    rows_R: Tensor
-    columns_C: Tensor
-
-    @classmethod
-    def of(cls, key: str, box: Box, shape: tuple[int, ...], device: torch.device) -> "Noise":
+    def __init__(self, key: str, box: Box, shape: tuple[int, ...], device: torch.device) -> None:
         """For the part `box` of a tensor of `shape`; `key` has to be another one for each tensor and step."""
         seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
         rows = torch.zeros(1, dtype=torch.int64, device=device)
         for (start, stop), size in zip(box[:-1], shape[:-1], strict=True):
             rows = (rows[:, None] * size + torch.arange(start, stop, device=device)).flatten()
         columns = torch.arange(*box[-1], device=device)
-        return cls(_hash(rows * _GOLDEN + seed), _hash(columns * _GOLDEN ^ ~seed))
+        self.rows_R, self.columns_C = _hash(rows * _GOLDEN + seed), _hash(columns * _GOLDEN ^ ~seed)
+        self._mixed: tuple[slice | None, Tensor] = (None, self.rows_R)
 
-    def round(self, value_RC: Tensor, rows: slice) -> Tensor:
-        """`rows` of the part, float32, in bfloat16. What is not finite stays as it is."""
-        noise_RC = self.rows_R[rows, None] ^ self.columns_C
-        noise_RC ^= (noise_RC >> 16) & 0xFFFF  # shifts of integers are arithmetic
-        noise_RC *= _ODD
+    def round(self, value_RC: Tensor, rows: slice, factor: int = FACTORS[0]) -> Tensor:
+        """`rows` of the part, float32, in bfloat16. What is not finite becomes NaN."""
+        bits_RC = self._of(rows) * factor
         # Magnitudes grow with their bits: what is added to those that go carries over as often as they are large.
-        bits_RC = ((noise_RC >> 16) & 0xFFFF).add_(value_RC.view(torch.int32)).bitwise_and_(-0x10000)
-        return torch.where(value_RC.isfinite(), bits_RC.view(torch.float32), value_RC).to(torch.bfloat16)
+        bits_RC = bits_RC.bitwise_right_shift_(16).bitwise_and_(0xFFFF).add_(value_RC.view(torch.int32))
+        rounded_RC = bits_RC.bitwise_and_(-0x10000).view(torch.float32)
+        return rounded_RC.add_(value_RC - value_RC).to(torch.bfloat16)  # 0, or NaN: its bits may have overflown
+
+    def _of(self, rows: slice) -> Tensor:
+        """A word for each element, kept until other rows are asked for."""
+        if self._mixed[0] != rows:
+            word_RC = self.rows_R[rows, None] ^ self.columns_C
+            self._mixed = rows, word_RC.bitwise_xor_((word_RC >> 16).bitwise_and_(0xFFFF))  # shifts are arithmetic
+        return self._mixed[1]
 
 
 def _hash(number: Tensor) -> Tensor:

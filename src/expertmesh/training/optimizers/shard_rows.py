@@ -46,8 +46,8 @@ class ShardRows:
         return local_tensor(tensor).reshape(self.rows, self.columns)
 
     def passes(self) -> Iterator[slice]:
-        """All rows, a few at a time; none of an empty part."""
+        """All rows, a few at a time: as many for all ranks that hold columns of the same rows."""
         most = _ELEMENTS_OF_A_PASS.get(self.device.type, _ELEMENTS_ON_ACCELERATORS)
-        count = max(1, most // max(1, self.columns))
-        for start in range(0, self.rows if self.columns else 0, count):
+        count = max(1, most // max(1, self.shape[-1]))
+        for start in range(0, self.rows, count):
             yield slice(start, min(start + count, self.rows))

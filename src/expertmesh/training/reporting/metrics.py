@@ -8,7 +8,8 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +26,10 @@ from expertmesh.experts.layer import ExpertLayer, layer_of
 from expertmesh.io.directory import io_errors
 from expertmesh.io.safetensors_writer import replace_synced
 from expertmesh.state.stage_view import stage_names
+
+# Collapse: how near to ln(vocabulary) a loss is that of a guess, and from how many tokens an expert should have some.
+_NEARLY = 0.005
+_TOKENS_PER_EXPERT = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,17 +178,56 @@ class Writer(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(slots=True)
+class Collapse:
+    """Signs that a run learns nothing any more, each told once. `vocabulary`: of the model; None where the loss is no
+    cross-entropy. Experts are counted where a step has at least _TOKENS_PER_EXPERT tokens for each.
+    """
+
+    vocabulary: int | None
+    experts: int
+    top_k: int
+    _seen: Counter[str] = field(default_factory=Counter)
+
+    def lines(self, metrics: StepMetrics) -> Iterator[str]:
+        """What to print after this report."""
+        if metrics.skipped:
+            return
+        uniform = math.log(self.vocabulary) if self.vocabulary is not None else math.inf
+        many = metrics.target_tokens * self.top_k >= _TOKENS_PER_EXPERT * self.experts
+        dead = max((layer["dead"] for layer in metrics.expert_load), default=0) if many else 0
+        signs = {
+            "the gradient norm has been 0: nothing is trained": (metrics.grad_norm == 0, 3),
+            f"the loss has been that of a uniform guess, ln {self.vocabulary or 0:,} = {uniform:.2f}: the model has "
+            "collapsed, or learns nothing": (abs(metrics.loss - uniform) < _NEARLY * uniform, 20),
+            "more than half of a layer's experts have been without a token: the routers have collapsed": (
+                dead > self.experts / 2,
+                3,
+            ),
+        }
+        for sign, (shows, reports) in signs.items():
+            told = self._seen[sign] >= reports
+            self._seen[sign] = self._seen[sign] + 1 if shows or told else 0
+            if not told and self._seen[sign] == reports:
+                yield f"warning: for {reports} reports in a row {sign}"
+
+
 class Reporter:
     """Where metrics go. Make it with `open_reporter`; on ranks other than 0 it has no writers and prints nothing."""
 
-    def __init__(self, writers: list[Writer], show: Callable[[StepMetrics], None] | None) -> None:
+    def __init__(
+        self, writers: list[Writer], show: Callable[[StepMetrics], None] | None, collapse: Collapse | None = None
+    ) -> None:
         self.writers = writers
         self.show = show
+        self.collapse = collapse
 
     def step(self, metrics: StepMetrics) -> None:
         self._write(metrics.row())
         if self.show is not None:
             self.show(metrics)
+            for line in self.collapse.lines(metrics) if self.collapse is not None else ():
+                print(line, flush=True)
 
     def evaluation(self, step: int, metrics: EvalMetrics) -> None:
         self._write({"step": step, **metrics.row()})
@@ -205,7 +249,15 @@ class Reporter:
             writer.write(row)
 
 
-def open_reporter(config: LogConfig, directory: Path, total_steps: int, *, is_main: bool, done: int = 0) -> Reporter:
+def open_reporter(
+    config: LogConfig,
+    directory: Path,
+    total_steps: int,
+    *,
+    is_main: bool,
+    done: int = 0,
+    collapse: Collapse | None = None,
+) -> Reporter:
     """Open `directory/metrics.jsonl`, TensorBoard if configured, and the display that fits the terminal.
 
     A run that continues after `done` steps goes on in the same files; what they say of later steps is removed.
@@ -218,8 +270,8 @@ def open_reporter(config: LogConfig, directory: Path, total_steps: int, *, is_ma
     if sys.stdout.isatty():
         bar = _Bar(total_steps, done)
         writers.append(bar)
-        return Reporter(writers, bar.show)
-    return Reporter(writers, lambda metrics: print(metrics.line(total_steps), flush=True))
+        return Reporter(writers, bar.show, collapse)
+    return Reporter(writers, lambda metrics: print(metrics.line(total_steps), flush=True), collapse)
 
 
 def keep_rows(path: Path, done: int) -> None:

@@ -74,7 +74,11 @@ def plan_lines(run: Prepared, forecast: Forecast | None) -> Iterator[str]:
         f"batch      {train.global_batch_size} {sequences} = {train.micro_batch_size} micro-batch × {ranks} data ranks "
         f"× {batches.accumulation} accumulation"
     )
-    yield f"steps      {run.total_steps} optimizer steps, {config.optim.name}, {config.schedule.name} schedule"
+    steps = f"{run.total_steps} optimizer steps"
+    if train.max_steps is not None and train.max_steps > run.total_steps:
+        epochs = f"{train.num_epochs} epoch{'s' * (train.num_epochs > 1)}"
+        steps += f" in {epochs} of the data, fewer than train.max_steps {train.max_steps}"
+    yield f"steps      {steps}, {config.optim.name}, {config.schedule.name} schedule"
     if forecast is not None:
         yield f"predicted  {forecast.line}"
 

@@ -4,6 +4,7 @@ Rank 0 writes it whenever a run starts or is resumed (start.py); `expertmesh rep
 for every start whose rows are still in `metrics.jsonl`. Nothing here needs torch, and training never reads it back.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -61,12 +62,14 @@ class Prediction(_Strict):
 class Forecast:
     """What somebody expects of a start: a line to print, and the figures where there are any.
 
-    `warning` is the part of the line that says that memory may run out.
+    `warning` is the part of the line that says that memory may run out. `cures` gives changes of the configuration with
+    which a step is expected to fit, the best first.
     """
 
     line: str
     prediction: Prediction | None = None
     warning: str | None = None
+    cures: Callable[[], list[str]] = list
 
 
 class Start(_Strict):

@@ -1,4 +1,6 @@
-"""Opens what a run reports with when it starts or goes on: metrics and `output_dir/run.json` (record.py)."""
+"""Opens what a run reports with when it starts or goes on: metrics and `output_dir/run.json` (record.py). Also what it
+reports when memory runs out.
+"""
 
 import os
 import platform
@@ -6,12 +8,13 @@ from collections import Counter
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 import transformers
 
-from expertmesh.config.errors import ExpertmeshError
+from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.distributed.all_ranks import collective_device, raise_on_all_ranks
 from expertmesh.distributed.collectives import all_gather
 from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES
@@ -19,7 +22,7 @@ from expertmesh.io.boxes import volume
 from expertmesh.io.directory import io_errors
 from expertmesh.io.safetensors_writer import replace_synced
 from expertmesh.state.shards import local_box, owns_copy
-from expertmesh.training.reporting.metrics import ExpertLoad, Reporter, open_reporter
+from expertmesh.training.reporting.metrics import Collapse, ExpertLoad, Reporter, open_reporter
 from expertmesh.training.reporting.plan_lines import local_parameters, plan_lines
 from expertmesh.training.reporting.record import (
     RECORD_FILE,
@@ -33,6 +36,9 @@ from expertmesh.training.reporting.record import (
 )
 from expertmesh.training.startup.prepare import Prepared
 
+if TYPE_CHECKING:
+    from expertmesh.training.progress import RankStatus
+
 
 def open_reports(run: Prepared, forecast: Forecast | None, *, after_step: int) -> tuple[Reporter, ExpertLoad]:
     """What the loop reports with, opened in `output_dir`; this start is added to the run's run.json.
@@ -42,9 +48,29 @@ def open_reports(run: Prepared, forecast: Forecast | None, *, after_step: int) -
     """
     config, mesh, directory = run.config, run.mesh, Path(run.config.output_dir)
     with raise_on_all_ranks("opening the metrics"):
-        reporter = open_reporter(config.log, directory, run.total_steps, is_main=mesh.rank == 0, done=after_step)
+        experts = run.checked.anatomy.experts[0]
+        vocabulary = run.checked.vocab_size if config.objective.name == "sft" else None
+        collapse = Collapse(vocabulary, experts.num_experts, experts.top_k or 1)
+        reporter = open_reporter(
+            config.log, directory, run.total_steps, is_main=mesh.rank == 0, done=after_step, collapse=collapse
+        )
     _record_start(run, forecast, after_step)
     return reporter, ExpertLoad(run.model, run.checked.anatomy, mesh)
+
+
+def out_of_memory(error: torch.OutOfMemoryError, at: "RankStatus", forecast: Forecast | None) -> InputError:
+    """What a rank that ran out of device memory reports. The same start would fail again, so it is no failure to retry.
+
+    `at`: where the rank was.
+    """
+    sentence = f"rank {dist.get_rank()} ran out of memory {at}: {str(error).strip().split('. ')[0].rstrip('.')}"
+    if torch.accelerator.is_available():
+        sentence += f"; it held {torch.accelerator.max_memory_allocated() / 2**30:.2f} GiB at its peak"
+    if forecast is not None:
+        cures = "; or ".join(forecast.cures())
+        sentence += f"; predicted {forecast.line}; "
+        sentence += f"predicted to fit, the fastest first: {cures}" if cures else "nothing tried is predicted to fit"
+    return InputError(f"{sentence}; change the configuration or use more devices", key="run.out-of-memory")
 
 
 def _record_start(run: Prepared, forecast: Forecast | None, after_step: int) -> None:

@@ -37,15 +37,20 @@ def loaded_lines(loaded: LoadReport, audited: AuditReport, output_dir: Path) -> 
 
 
 def saved_lines(saved: SaveReport) -> Iterator[str]:
-    """Lines for the terminal, by rank 0, about tensors of the source that the model does not have."""
+    """Lines for the terminal, by rank 0: tensors that the model does not have, and what codes have cost."""
     for text in _listed(saved.kept):
         yield f"kept       {text}: not in the model, copied from the files it was loaded from"
     for text in _listed(saved.dropped):
         yield f"dropped    {text}: not in the model, and the files it was loaded from are gone or have changed"
+    for each in saved.rounded:
+        kept = f", {each.kept:.1%} of its blocks as they were" if each.kept else ""
+        yield f"rounded    {each.pattern} ({each.tensors:,} tensors): off by {each.error:.2%} of its norm{kept}"
 
 
 def dtype_text(saved: SaveReport) -> str:
-    return str(saved.dtype).removeprefix("torch.")
+    """What most of the weights were written in."""
+    plain = str(saved.dtype).removeprefix("torch.")
+    return f"codes and {plain}" if saved.rounded else plain
 
 
 def adapter_lines(saved: AdapterReport) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from expertmesh.checkpoint.directory import CHECKPOINTS, published
 from expertmesh.config import Config, dump_config, load_config
 from expertmesh.config.errors import InputError
 from expertmesh.io.directory import io_errors
@@ -32,6 +33,8 @@ def refuse_output_dir(config: Config) -> None:
             f"output_dir {directory} is not empty and holds no run of ours; choose another directory",
             key="output.not-empty",
         )
+    if did_no_step(directory):
+        return
     old, new = (flat(each.model_dump(mode="json")) for each in (load_config(written), config))
     forbidden, _ = config_differences(old, new)
     if forbidden:
@@ -50,9 +53,25 @@ def refuse_output_dir(config: Config) -> None:
     find_start(config)
 
 
+def did_no_step(directory: Path) -> bool:
+    """Whether a start in this directory of a run came to nothing: no result, no checkpoint and no row of metrics."""
+    metrics = directory / "metrics.jsonl"
+    results = [directory / name for name in (MODEL, ADAPTER, "report.html")]
+    return not (
+        published(directory / CHECKPOINTS)
+        or any(path.exists() for path in results)
+        or (metrics.exists() and metrics.stat().st_size > 0)
+    )
+
+
 def write_config(config: Config) -> None:
-    """Whole or not at all: a run that is killed here must find a configuration it can read."""
+    """Whole or not at all: a run that is killed here must find a configuration it can read.
+
+    What an earlier start without a step has left of another configuration goes.
+    """
     path, content = Path(config.output_dir) / CONFIG_FILE, dump_config(config).encode()
     with io_errors(path, len(content)):
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.read_bytes() != content and did_no_step(path.parent):
+            (path.parent / "run.json").unlink(missing_ok=True)
         replace_synced(path, content)

@@ -6,18 +6,23 @@ functions. Reads config.json and file headers at most.
 """
 
 import importlib.util
+import math
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from expertmesh.anatomy import describe
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError
 from expertmesh.data import load_tokenizer
 from expertmesh.io.directory import require_space
+from expertmesh.training.optimizers.build import moment_bytes
+from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.training.startup.model_check import Checked, check_model
 from expertmesh.training.startup.output_dir import refuse_output_dir
 from expertmesh.weights.meta_model import read_model_config
+from expertmesh.weights.quantised.published import quantisation
 
 
 def preflight(config: Config, world_size: int, ranks_per_node: int | None = None, *, weights: bool = True) -> Checked:
@@ -32,6 +37,11 @@ def preflight(config: Config, world_size: int, ranks_per_node: int | None = None
     model_config, directory = read_model_config(
         model.name_or_path, model.revision, model.trust_remote_code, weights=weights
     )
+    if config.save.dtype == "as_loaded" and quantisation(model_config) is None:
+        raise InputError(
+            f"save.dtype is as_loaded, but {model.name_or_path} is not quantised; set save.dtype to auto",
+            key="weights.not-quantised",
+        )
     checked = check_model(config, model_config, directory, world_size, ranks_per_node)
     refuse_disk(config, checked.model)
     load_tokenizer(model, config.data.chat_template)
@@ -46,14 +56,16 @@ def refuse_config(config: Config) -> None:
 
 def refuse_disk(config: Config, model: nn.Module) -> None:
     """Refuse a disk that has no room for the result and, where the run saves some, for one checkpoint."""
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    size = trained * getattr(torch, config.precision.params).itemsize
+    width = getattr(torch, config.precision.params).itemsize
+    trained = {name: parameter.shape for name, parameter in model.named_parameters() if parameter.requires_grad}
+    size = sum(shape.numel() for shape in trained.values()) * width
     saves = config.checkpoint.every_steps is not None or config.checkpoint.every_minutes is not None
-    moments = 2 if config.optim.name == "adamw" else 0
+    matrices, optimizer = matrices_of(model, describe(model)), config.optim.name
+    moments = sum(moment_bytes(optimizer, shape, width, is_matrix=name in matrices) for name, shape in trained.items())
     directory = Path(config.output_dir).absolute()
     while not directory.exists():
         directory = directory.parent
-    require_space(directory, size * (2 + moments if saves else 1))
+    require_space(directory, 2 * size + math.ceil(moments) if saves else size)
 
 
 def _refuse_local_paths(config: Config) -> None:

@@ -1,10 +1,6 @@
-"""What a checkpoint's small files say, and what its manifest says of the optimizer, against each other.
-
-For verify.py. What is wrong comes as sentences.
-"""
+"""What a checkpoint's small files say, against each other. For verify.py; what is wrong comes as sentences."""
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +13,6 @@ from expertmesh.checkpoint.manifest import MANIFEST
 from expertmesh.checkpoint.publish import CONFIG_FILE, SavedJob
 from expertmesh.checkpoint.schema import Manifest
 from expertmesh.checkpoint.small_files import STATE_FILE, read_generators, read_small, read_state_file, rng_file
-from expertmesh.checkpoint.state import OPTIMIZER
 from expertmesh.checkpoint.write import AXES
 from expertmesh.config.errors import IntegrityError
 from expertmesh.verification.checkpoint.files import FileCheck
@@ -65,36 +60,3 @@ def _is_json(path: Path) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def optimizer_problems(manifest: Manifest) -> tuple[list[str], tuple[str, ...], tuple[str, ...]]:
-    """What is wrong: all trained parameters have to have the same kinds of state, in their own shapes.
-
-    With the kinds, and the trained parameters without any state, numbers as `*`: no step has reached their kind.
-    """
-    texts, model, trained, held = [], manifest.model, set(manifest.trained), dict[str, set[str]]()
-    for key, entry in manifest.optimizer.items():
-        name, _, slot = key.removeprefix(OPTIMIZER).rpartition(".")
-        held.setdefault(name, set()).add(slot)
-        if name not in trained:
-            texts.append(f"{key}: is optimizer state of a parameter that is not trained")
-        elif name in model and entry.shape not in ([], model[name].shape):
-            texts.append(f"{key}: has the shape {entry.shape}, its parameter {model[name].shape}")
-    kinds = {slot for slots in held.values() for slot in slots}
-    kin = {_pattern(name): name for name in held}
-    without = dict[str, None]()
-    for name in manifest.trained:
-        missing = sorted(kinds - held.get(name, set()))
-        if model and name not in model:  # else it was saved without weights
-            texts.append(f"{name}: is trained, but not in the checkpoint")
-        elif name not in held and _pattern(name) not in kin:
-            without[_pattern(name)] = None
-        elif missing:
-            texts.append(
-                f"{name}: is trained, but its optimizer state {' and '.join(missing)} is not in the checkpoint"
-            )
-    return texts, tuple(sorted(kinds)), tuple(without)
-
-
-def _pattern(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from expertmesh.checkpoint.manifest import MANIFEST, file_problems, tensor_problems
+from expertmesh.checkpoint.manifest import MANIFEST, file_problems, tensor_problems, unsafe_content
 from expertmesh.checkpoint.read import file_sha256, fingerprints_in, match_header
 from expertmesh.checkpoint.schema import FileEntry, Manifest, is_tensor_file
 from expertmesh.checkpoint.state import fingerprint_share
@@ -21,9 +21,6 @@ from expertmesh.config.errors import ExpertmeshError, SecurityError
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, read_header
 
 _BLOCK_BYTES = 1 << 24
-_PICKLE_NAMES = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".metadata")
-# Pickle protocols 2 to 5, and the zip files that torch.save makes.
-_PICKLE_STARTS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +45,8 @@ class FileCheck:
 
 def unsafe_files(directory: Path) -> list[Finding]:
     """Pickles, and links that lead out of the directory."""
-    findings = []
-    for path in _everything(directory):
-        if path.is_symlink() and not path.resolve().is_relative_to(directory.resolve()):
-            text = f"{path}: leads out of the checkpoint, to {path.resolve()}; remove it"
-            findings.append(Finding(text, unsafe=True))
-        elif path.is_file() and _is_pickle(path):
-            text = f"{path}: is a pickle, which can run code when it is read; no checkpoint holds one; remove it"
-            findings.append(Finding(text, unsafe=True))
-    return findings
+    texts = (unsafe_content(path, directory) for path in _everything(directory))
+    return [Finding(text, unsafe=True) for text in texts if text is not None]
 
 
 def check_files(directory: Path, manifest: Manifest, files: WeightFiles) -> FileCheck:
@@ -100,14 +90,6 @@ def _everything(directory: Path) -> Iterator[Path]:
     for root, directories, names in os.walk(directory):
         linked = [name for name in directories if os.path.islink(os.path.join(root, name))]
         yield from (Path(root, name) for name in sorted([*names, *linked]))
-
-
-def _is_pickle(path: Path) -> bool:
-    if path.name.endswith(_PICKLE_NAMES):
-        return True
-    # A safetensors file begins with the length of its header, any number; its reader refuses what is none.
-    with path.open("rb") as file:
-        return file.read(4).startswith(_PICKLE_STARTS) and not path.name.endswith(".safetensors")
 
 
 def _has_size(directory: Path, file: FileEntry) -> bool:

@@ -17,9 +17,10 @@ from expertmesh.checkpoint.schema import Manifest
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
 from expertmesh.export.stored_model import stored_model
 from expertmesh.io.safetensors_reader import WeightFiles
-from expertmesh.verification.checkpoint.contents import needed_files, optimizer_problems, small_file_problems
+from expertmesh.verification.checkpoint.contents import needed_files, small_file_problems
 from expertmesh.verification.checkpoint.experts import VerifiedExperts, look_at_experts, what_is_odd
 from expertmesh.verification.checkpoint.files import FileCheck, Finding, check_files, unsafe_files
+from expertmesh.verification.checkpoint.optimizer import optimizer_problems
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,23 @@ with the unsharded model following the job's choices.
 """
 
 import math
+from contextlib import nullcontext
 
 import torch
 
-from expertmesh.verification.compare import OWN_ERRORS, differ, gather, scalar, summed_over_ranks
+from expertmesh.adapters.attach import adapters_off
+from expertmesh.training.objective import RunObjective
+from expertmesh.verification.compare import (
+    OWN_ERRORS,
+    Distance,
+    differ,
+    figures,
+    gather,
+    scalar,
+    squares,
+    summed_over_ranks,
+)
+from expertmesh.verification.forward_record import record_forward
 from expertmesh.verification.proof import PrecisionRun, Proof
 from expertmesh.verification.reference.model import Expected
 from expertmesh.verification.result import Check, Figure
@@ -21,7 +34,8 @@ _CHANCE = 1e-6
 
 def check_forward(proof: Proof) -> list[Check]:
     """Every rank calls it; runs the job and the reference on the first step."""
-    return [check for run in proof.runs for check in _checks(run)]
+    checks = [check for run in proof.runs for check in _checks(run)]
+    return checks if proof.setup.steps[0].beta is None else [*checks, _compare_reference(proof)]
 
 
 def _checks(run: PrecisionRun) -> list[Check]:
@@ -32,13 +46,29 @@ def _checks(run: PrecisionRun) -> list[Check]:
     if not limit:
         own, exact = run.expected(torch.bfloat16), compared.expected
         errors = sum(gather(float((own.token_losses - exact.token_losses).abs().sum())))
-        limit = OWN_ERRORS * errors / run.proof.setup.steps[0].targets / abs(exact.losses.loss)
+        limit = OWN_ERRORS * errors * run.proof.setup.steps[0].share / abs(exact.losses.loss)
     return [
         choices,
         Check.of(f"{name}: outputs of blocks", [each for each in compared.figures if each.tensor != "logits"]),
         Check.of(f"{name}: logits", [each for each in compared.figures if each.tensor == "logits"]),
         Check.of(f"{name}: losses", _losses(run, compared.expected, limit, own)),
     ]
+
+
+def _compare_reference(proof: Proof) -> Check:
+    """The first step's log-probabilities under the reference that a preference run would have. Every rank calls it: two
+    forwards of the job, one of the unsharded model.
+    """
+    data, job, objective = proof.setup.steps[0], proof.exact.job, RunObjective.of(proof.setup.config)
+    without, got = objective.adapters_off, job.reference_table(data, objective)
+    with adapters_off(job.model) if without else nullcontext():
+        chosen = record_forward(job, data).choices
+    mine = proof.reference(proof.exact.judge).row_log_probabilities(data, chosen, adapters=not without)
+    rows = {index: row for part in gather(mine if job.answers_for_rows else {}) for index, row in part.items()}
+    wanted = torch.tensor([rows[index] for index in range(len(data.dataset))], dtype=torch.float64)
+    distance = Distance(*squares(torch.from_numpy(got), wanted))
+    name = f"{proof.exact.name}: log-probabilities of the reference"
+    return Check.of(name, figures({"samples": distance}, proof.exact.limit), "adapters off" if without else "")
 
 
 def _losses(run: PrecisionRun, expected: Expected, limit: float, own: Expected | None) -> list[Figure]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from expertmesh.config import OptimConfig
 from expertmesh.experts.balance import attached_balance
 from expertmesh.state.shards import local_tensor
 from expertmesh.verification.compare import (
@@ -27,6 +26,7 @@ from expertmesh.verification.job import Job
 from expertmesh.verification.proof import Proof
 from expertmesh.verification.reference import unsharded
 from expertmesh.verification.reference.model import Expected
+from expertmesh.verification.reference.optimizer import plain_optimizer
 from expertmesh.verification.result import Check, Figure
 from expertmesh.verification.samples import StepData
 
@@ -102,7 +102,7 @@ def _train(proof: Proof, noise: float = 0.0) -> unsharded.UnshardedRun:
         return expected.losses.loss
 
     config = proof.setup.config.optim
-    optimizer = plain_optimizer(list(trained.values()), config)
+    optimizer = plain_optimizer(trained, config, reference.job)
     run = unsharded.train(
         trained, optimizer, proof.setup.steps, backward, max_norm=config.max_grad_norm, keep_gradients=False
     )
@@ -110,22 +110,6 @@ def _train(proof: Proof, noise: float = 0.0) -> unsharded.UnshardedRun:
     for name, moved in run.moved.items():
         local.take(name, moved)
     return replace(run, moved=local.parts)
-
-
-def plain_optimizer(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
-    """What the configuration asks for, by torch alone, one tensor after the other."""
-    learning_rate, decay = config.learning_rate, config.weight_decay
-    if config.name == "sgd":
-        return torch.optim.SGD(parameters, lr=learning_rate, weight_decay=decay, foreach=False, fused=False)
-    return torch.optim.AdamW(
-        parameters,
-        lr=learning_rate,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=decay,
-        foreach=False,
-        fused=False,
-    )
 
 
 def _move_biases(job: Job, expected: Expected, held: dict[str, Tensor]) -> None:

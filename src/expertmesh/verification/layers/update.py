@@ -1,8 +1,8 @@
 """Layer 4: optimizer steps are those of plain torch, a few steps end where the unsharded model ends, replicas agree.
 
 Each rank repeats its optimizer's arithmetic in fp64, from its own weights and clipped gradients, on a sample of
-elements of each shard: weights and moments must be the rounding of that. Where the whole unsharded model fits in the
-machine, it takes the same steps (trajectory.py).
+elements of each shard: weights and moments must be the rounding of that. Optimizers that treat many elements at once
+have no such sample. Where the whole unsharded model fits in the machine, it takes the same steps (trajectory.py).
 """
 
 import torch
@@ -12,11 +12,16 @@ from expertmesh.state.shards import local_tensor
 from expertmesh.verification.compare import TOLERANCE, gather
 from expertmesh.verification.job import Job
 from expertmesh.verification.layers.bytes import replicas
-from expertmesh.verification.layers.trajectory import Trajectory, plain_optimizer, start_trajectory
+from expertmesh.verification.layers.trajectory import Trajectory, start_trajectory
 from expertmesh.verification.proof import Proof
+from expertmesh.verification.reference.optimizer import plain_optimizer
 from expertmesh.verification.result import Check, Figure
 
 _SAMPLED = 1 << 18
+_NOT_BY_ELEMENT = {
+    "adamw_8bit": "moments are in blocks, of which a sample of elements has none whole",
+    "muon": "matrices are orthogonalised, of which a sample of elements has none whole",
+}
 
 
 def check_update(proof: Proof) -> list[Check]:
@@ -35,22 +40,26 @@ def check_update(proof: Proof) -> list[Check]:
 def _steps(proof: Proof, job: Job, name: str, trajectory: Trajectory | str | None) -> list[Check]:
     """All steps of the setup: checks of the arithmetic, and of the trajectory if there is one."""
     config = proof.setup.config.optim
-    repeated = _RepeatedOptimizer(job)
+    repeated = None if config.name in _NOT_BY_ELEMENT else _RepeatedOptimizer(job)
     losses, norms = [], []
     for data in proof.setup.steps:
         losses.append(job.backward(job.batches(data)).loss)
         proof.hooks.backward(job)
         norms.append(proof.hooks.clip(job, config.max_grad_norm))
-        repeated.step(job)
+        if repeated is not None:
+            repeated.step(job)
         job.update()
         proof.hooks.updated(job)
     what = f"{name}: {len(losses)} steps of {config.name} in fp64"
-    weights = _worst_of_each_rank(repeated.weights(job))
-    lost = "storing the weights rounds more than they move" if any(figure.limit >= 1 for figure in weights) else ""
-    checks = [
-        Check.of(f"{what}: weights", weights, lost),
-        Check.of(f"{what}: moments", _worst_of_each_rank(repeated.moments(job))),
-    ]
+    if repeated is None:
+        checks = [Check.not_run(what, _NOT_BY_ELEMENT[config.name])]
+    else:
+        weights = _worst_of_each_rank(repeated.weights(job))
+        lost = "storing the weights rounds more than they move" if any(figure.limit >= 1 for figure in weights) else ""
+        checks = [
+            Check.of(f"{what}: weights", weights, lost),
+            Check.of(f"{what}: moments", _worst_of_each_rank(repeated.moments(job))),
+        ]
     if isinstance(trajectory, str):
         checks.append(Check.not_run(f"{name}: trajectory of the unsharded model", trajectory))
     elif trajectory is not None:
@@ -70,7 +79,7 @@ class _RepeatedOptimizer:
     def __init__(self, job: Job) -> None:
         self.start = {name: _sample(parameter) for name, parameter in job.parameters().items()}
         self.parameters = {name: nn.Parameter(value.clone()) for name, value in self.start.items()}
-        self.optimizer = plain_optimizer(list(self.parameters.values()), job.setup.config.optim)
+        self.optimizer = plain_optimizer(self.parameters, job.setup.config.optim, job)
         self.steps = 0
 
     def step(self, job: Job) -> None:

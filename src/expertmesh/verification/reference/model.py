@@ -30,7 +30,7 @@ from expertmesh.verification.reference.local_parts import FusedPlaces, LocalPart
 from expertmesh.verification.reference.recorder import Choices
 from expertmesh.verification.reference.streaming import StreamedModel
 from expertmesh.verification.reference.weights import Weights
-from expertmesh.verification.samples import StepData
+from expertmesh.verification.samples import PlacedSample, StepData
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +103,8 @@ class Reference:
         gets every gradient whole, summed over ranks.
         """
         job, streamed = self.job, self.streamed
-        samples = [(placed.input_ids, placed.labels) for placed in data.placed(job.mesh.layout, job.mesh.rank)]
-        # A rank without samples still takes part in every all-reduce, with a sample that does not count.
-        batch = unsharded.Batch.of(samples or [_no_sample()], job.mesh.device)
+        samples = data.placed(job.mesh.layout, job.mesh.rank)
+        batch = self._batch(samples)
         balance = attached_balance(job.model)
         anatomy, outputs, index = job.setup.anatomy, dict[str, Tensor](), dict[str, Tensor]()
         forced = {name: batch.spread(value) for name, value in (forced or {}).items()} if samples else {}
@@ -118,7 +117,7 @@ class Reference:
 
         with recorded, streamed.fed_by(weights or self.weights, choices.during):
             logits, token_losses = unsharded.forward(streamed.model, batch)
-            loss = token_losses.sum() / data.targets
+            loss = self._loss(data, samples, batch, token_losses)
             aux = z = torch.zeros((), device=loss.device)
             if balance.has_losses:
                 aux, z = self._router_losses([own(each) for each in self.router_logits])
@@ -140,6 +139,40 @@ class Reference:
             ),
             gradients=sums.local.parts,
             squares=sums.squares,
+        )
+
+    @torch.no_grad()
+    def row_log_probabilities(
+        self, data: StepData, forced: Mapping[str, Tensor], *, adapters: bool
+    ) -> dict[int, float]:
+        """Of this rank's samples by their numbers; `forced` as for `run`. No communication."""
+        job = self.job
+        samples = data.placed(job.mesh.layout, job.mesh.rank)
+        batch = self._batch(samples)
+        forced = {name: batch.spread(value) for name, value in forced.items()} if samples else {}
+        choices = Choices(job.setup.anatomy.experts, batch.ids_BS.numel(), forced)
+        base = Weights(self.streamed.model, job.setup, job.model, job.mesh.device, adapted=False)
+        weights = self.weights if adapters else base
+        with self.streamed.fed_by(weights, choices.during):
+            token_losses = unsharded.forward(self.streamed.model, batch)[1]
+        rows = unsharded.row_log_probabilities(token_losses, batch).tolist()
+        return {sample.index: row for sample, row in zip(samples, rows, strict=False)}
+
+    def _batch(self, samples: Sequence[PlacedSample]) -> unsharded.Batch:
+        """A rank without samples still takes part in every all-reduce, with a sample that does not count."""
+        own = [(placed.input_ids, placed.labels) for placed in samples]
+        return unsharded.Batch.of(own or [_no_sample()], self.job.mesh.device)
+
+    def _loss(
+        self, data: StepData, samples: Sequence[PlacedSample], batch: unsharded.Batch, token_losses: Tensor
+    ) -> Tensor:
+        """This rank's share of the step's."""
+        if data.beta is None or not samples:
+            return token_losses.sum() / data.targets
+        assert data.dataset.reference is not None
+        reference = torch.from_numpy(data.dataset.reference[[sample.index for sample in samples]])
+        return unsharded.preference_loss(token_losses, batch, reference.to(batch.ids_BS.device), data.beta) / len(
+            data.rows
         )
 
     def _keep_router_logits(self, module: nn.Module, args: Any, output: Any) -> None:

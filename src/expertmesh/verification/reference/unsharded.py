@@ -59,6 +59,20 @@ def forward(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     return logits, F.cross_entropy(logits[:, :-1][predicting].to(wide), labels[predicting], reduction="none")
 
 
+def preference_loss(token_losses: Tensor, batch: Batch, reference_B: Tensor, beta: float) -> Tensor:
+    """The sum over pairs, rows 2p and 2p + 1 of `batch`, of DPO's loss (arXiv 2305.18290), in fp64; `token_losses` as
+    `forward` gives them, `reference_B` the log-probability of each row under the reference.
+    """
+    reward_B = beta * (row_log_probabilities(token_losses, batch) - reference_B)
+    return -F.logsigmoid(reward_B[0::2] - reward_B[1::2]).sum()
+
+
+def row_log_probabilities(token_losses: Tensor, batch: Batch) -> Tensor:
+    """`[B]` of the targets of each row, in fp64."""
+    counts = (batch.labels_BS[:, 1:] != IGNORE).sum(dim=1).tolist()
+    return -torch.stack([losses.double().sum() for losses in token_losses.split(counts)])
+
+
 def backward(model: Any, samples: Sequence[Sample]) -> float:
     """Add the gradients of one step to the model's, each sample run by itself; the step's mean loss per target."""
     targets = sum(int((labels[1:] != IGNORE).sum()) for _, labels in samples)

@@ -30,8 +30,8 @@ from expertmesh.weights.reading import read_box
 @dataclass
 class Weights:
     """Whole tensors of `model` (on meta), by the first of each tensor's names: from its files, or those that are `held`
-    in host memory. The adapters of the sharded `job_model` are added as what they mean, `W + scaling * B A`; its packed
-    experts have the values that their codes stand for.
+    in host memory. The adapters of the sharded `job_model` are added as what they mean, `W + scaling * B A`, unless
+    `adapted` is off; its packed experts have the values that their codes stand for.
 
     Files are read through the safetensors library, as the audit does: a mistake of expertmesh's own reader shows.
     """
@@ -40,6 +40,7 @@ class Weights:
     setup: Setup
     job_model: PreTrainedModel
     device: torch.device
+    adapted: bool = True
     held: dict[str, Tensor] | None = None
     files: LibraryFiles = field(default_factory=LibraryFiles)
     plan: LoadPlan = field(init=False)
@@ -50,7 +51,7 @@ class Weights:
     def __post_init__(self) -> None:
         with open_weight_files(self.setup.directory, weights_file(self.model)) as checkpoint:
             self.plan = kept_plan(self.job_model, plan_load(self.model, checkpoint))
-        self.adapters = plan_of(self.job_model)
+        self.adapters = plan_of(self.job_model) if self.adapted else None
         self.state = model_tensors(self.model)
         targets = self.adapters.targets if self.adapters is not None else ()
         self.targets = {parameter_name(target): target for target in targets}

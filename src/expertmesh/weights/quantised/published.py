@@ -25,26 +25,27 @@ _MX, _NV = (1, 32), (1, 16)
 class PublishedTensors:
     """What the files hold, by name: plain tensors as they are, codes with their scales as one tensor of values.
 
-    `stored` are the names of the file tensors behind each.
+    `stored` are the names of the file tensors behind each, `quantised` the names of what is quantised.
     """
 
     tensors: Mapping[str, LazyTensor]
     stored: Mapping[str, tuple[str, ...]]
+    quantised: frozenset[str] = frozenset()
 
 
-def published_tensors(config: PreTrainedConfig, files: WeightFiles) -> PublishedTensors:
+def published_tensors(settings: Mapping[str, Any] | None, files: WeightFiles) -> PublishedTensors:
     """The tensors of `files`, those that are quantised as the values that they stand for.
 
-    Reads nothing but the headers that `files` already has. Raises `InputError` for a method or a variant that is not
-    supported, and `IntegrityError` for codes without scales, scales without codes, and grids that do not fit.
+    `settings` is what `quantisation` says of the model's config. Reads nothing but the headers that `files` already
+    has. Raises `InputError` for a method or a variant that is not supported, and `IntegrityError` for codes without
+    scales, scales without codes, and grids that do not fit.
     """
-    settings = quantisation(config)
     tensors = {name: LazyTensor.of(tensor) for name, tensor in files.tensors.items()}
     stored = {name: (name,) for name in tensors}
     if settings is None:
         return PublishedTensors(tensors, stored)
-    grouping = _Grouping(files, settings)
-    refuse_unsupported(config, files.directory)
+    grouping = _Grouping(files, dict(settings))
+    _refuse_other_methods(settings, files.directory)
     read, suffixes = _METHODS[method_of(settings)]
     read(grouping)
     grouping.refuse_leftovers(suffixes)
@@ -52,7 +53,7 @@ def published_tensors(config: PreTrainedConfig, files: WeightFiles) -> Published
         for name in names:
             tensors.pop(name, None)
             stored.pop(name, None)
-    return PublishedTensors(tensors | grouping.found, stored | grouping.taken)
+    return PublishedTensors(tensors | grouping.found, stored | grouping.taken, frozenset(grouping.found))
 
 
 def quantisation(config: PreTrainedConfig) -> dict[str, Any] | None:
@@ -73,7 +74,10 @@ def plain_dtype(lazy: LazyTensor) -> torch.dtype:
 
 def refuse_unsupported(config: PreTrainedConfig, where: object) -> None:
     """Raise `InputError` for a model whose files are quantised by a method that is not read."""
-    settings = quantisation(config)
+    _refuse_other_methods(quantisation(config), where)
+
+
+def _refuse_other_methods(settings: Mapping[str, Any] | None, where: object) -> None:
     if settings is not None and method_of(settings) not in _METHODS:
         raise InputError(
             f"{where}: weights are quantised by {method_of(settings)!r}, which is not supported (supported: "

@@ -1,0 +1,163 @@
+"""Matrices of parameters, each orthogonalised as a whole wherever its parts are.
+
+A stack of experts is one matrix for each expert. A rank that holds whole matrices (experts that ep and efsdp shard by
+expert) does them alone. Of a matrix in parts, one rank gets all of them, orthogonalises it and sends the parts back:
+as many matrices at a time as there are ranks, each on another one. So each rank computes its share, and hands the
+group two all-to-alls of about the size of its own shards.
+
+Shapes: N matrices of A rows and B columns.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from expertmesh.anatomy import Anatomy, is_adapter, is_inside
+from expertmesh.distributed.collectives import all_to_all
+from expertmesh.io.boxes import Box, extents, full_box, intersect, slices, volume
+from expertmesh.state.shards import box_at
+
+# Keller Jordan's: they bring singular values to between 0.7 and 1.2 in five steps, not to 1.
+_COEFFICIENTS, _STEPS, _LEAST_NORM = (3.4445, -4.7750, 2.0315), 5, 1e-7
+_ELEMENTS_AT_ONCE = 1 << 25
+
+
+def matrices_of(model: nn.Module, anatomy: Anatomy) -> dict[str, int]:
+    """How many matrices each parameter is that Muon is for: weights of linear layers, routers, experts and adapters.
+
+    Not embeddings, heads, norms, biases and convolutions. `model` is whole; it may be on meta.
+    """
+    experts = {f"{spec.name}.{leaf}": spec for spec in anatomy.experts for leaf in spec.parameters}
+    stacks = {spec.name: spec.num_experts for spec in anatomy.experts}
+    around = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]  # type: ignore[operator]
+    vocabulary = [
+        name for name, module in model.named_modules() if isinstance(module, nn.Embedding) or module in around
+    ]
+    found = {}
+    for name, parameter in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        if name in experts:
+            if parameter.dim() == 3 or experts[name].flat_gate is not None:
+                found[name] = experts[name].num_experts
+        elif parameter.dim() == 3 and is_adapter(name) and owner in stacks:
+            found[name] = stacks[owner]
+        elif parameter.dim() == 2 and not any(owner == each or is_inside(name, each) for each in vocabulary):
+            found[name] = 1
+    return found
+
+
+@torch.no_grad()
+def orthogonalised(matrix_NAB: Tensor) -> Tensor:
+    """Five Newton-Schulz steps towards the nearest matrices with orthonormal rows or columns, in their dtype."""
+    is_tall = matrix_NAB.shape[-2] > matrix_NAB.shape[-1]
+    value = matrix_NAB.mT if is_tall else matrix_NAB
+    value = value / value.norm(dim=(-2, -1), keepdim=True).clamp(min=_LEAST_NORM)
+    a, b, c = _COEFFICIENTS
+    for _ in range(_STEPS):
+        gram = value @ value.mT
+        value = torch.baddbmm(value, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), value, beta=a)
+    return value.mT if is_tall else value
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """A parameter as `count` matrices, and the ranks that hold parts of them; `group` is None where no other does."""
+
+    parameter: nn.Parameter
+    count: int
+    group: dist.ProcessGroup | None
+
+    @cached_property
+    def shape(self) -> tuple[int, int]:
+        """Of one matrix."""
+        *_, columns = self.parameter.shape
+        return self.parameter.numel() // self.count // columns, columns
+
+    @cached_property
+    def boxes(self) -> list[Box]:
+        """What each rank of the group holds of the parameter."""
+        if self.group is None:
+            return [full_box(self.parameter.shape)]
+        assert isinstance(self.parameter, DTensor)
+        mesh = self.parameter.device_mesh
+        places = dict(zip(mesh.mesh.flatten().tolist(), product(*map(range, mesh.shape)), strict=True))
+        return [box_at(self.parameter, places[rank]) for rank in dist.get_process_group_ranks(self.group)]
+
+    @cached_property
+    def wholes(self) -> list[Box]:
+        """The boxes of the matrices of which ranks of the group hold anything."""
+        size = self.parameter.shape[0] // self.count
+        first = [full_box(self.parameter.shape)] if self.count == 1 else []
+        stacked = [
+            ((number * size, (number + 1) * size), *full_box(self.parameter.shape[1:])) for number in range(self.count)
+        ]
+        return [box for box in first or stacked if any(intersect(box, held) is not None for held in self.boxes)]
+
+    @cached_property
+    def are_local(self) -> bool:
+        """Whether every matrix lies on one rank as a whole."""
+        return all(any(intersect(box, held) == box for held in self.boxes) for box in self.wholes)
+
+
+def orthogonalise(together: Sequence[Matrices], local: Sequence[Tensor]) -> list[Tensor]:
+    """Of the parts of parameters that this rank holds, the parts of the orthogonalised matrices.
+
+    All of them are local, without communication; or all have one group, every rank of which calls it with the same.
+    """
+    if all(each.are_local for each in together):
+        return [_on_this_rank(each, value) for each, value in zip(together, local, strict=True)]
+    group = together[0].group
+    assert group is not None
+    units = [_Unit(index, box, each) for index, each in enumerate(together) for box in each.wholes]
+    results = [torch.empty_like(value) for value in local]
+    for start in range(0, len(units), group.size()):
+        _exchange(units[start : start + group.size()], local, results, group)
+    return results
+
+
+def _on_this_rank(matrices: Matrices, local: Tensor) -> Tensor:
+    value_NAB = local.reshape(-1, *matrices.shape)
+    at_once = max(1, _ELEMENTS_AT_ONCE // max(1, value_NAB[:1].numel()))
+    return torch.cat([orthogonalised(part) for part in value_NAB.split(at_once)]).reshape(local.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """One matrix: the box that it is of the parameter number `index`."""
+
+    index: int
+    box: Box
+    of: Matrices
+
+    def piece(self, rank: int) -> Box:
+        """The part of it on a rank of the group; an empty one has no volume."""
+        nothing = tuple((start, start) for start, _ in self.box)
+        return intersect(self.box, self.of.boxes[rank]) or nothing
+
+
+def _exchange(units: list[_Unit], local: Sequence[Tensor], results: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Orthogonalise the k-th of `units` on the k-th rank: two all-to-alls over the group."""
+    me, ranks = group.rank(), group.size()
+    own = [(unit.piece(me), unit.of.boxes[me], unit.index) for unit in units]
+    send = [volume(piece) for piece, _, _ in own] + [0] * (ranks - len(units))
+    pieces = [units[me].piece(rank) for rank in range(ranks)] if me < len(units) else []
+    receive = [volume(piece) for piece in pieces] or [0] * ranks
+    parts = [local[index][slices(piece, held)].reshape(-1) for piece, held, index in own if volume(piece)]
+    received, _ = all_to_all(torch.cat([local[0].new_empty(0), *parts]), send, receive, group)
+    if pieces:
+        unit = units[me]
+        whole = received.new_empty(extents(unit.box))
+        for piece, values in zip(pieces, received.split(receive), strict=True):
+            whole[slices(piece, unit.box)] = values.view(extents(piece))
+        whole = orthogonalised(whole.view(1, *unit.of.shape)).reshape(whole.shape)
+        received = torch.cat([whole[slices(piece, unit.box)].reshape(-1) for piece in pieces])
+    returned, _ = all_to_all(received, receive, send, group)
+    for (piece, held, index), values in zip(own, returned.split(send), strict=False):
+        if volume(piece):
+            results[index][slices(piece, held)] = values.view(extents(piece))

@@ -1,0 +1,32 @@
+"""The reference's optimizer: torch's own where it has it, one tensor after the other; else ours on whole tensors, which
+tests/training/test_optimizers.py compares with torch's.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from expertmesh.config import OptimConfig
+from expertmesh.state.stage_view import full_model
+from expertmesh.training.optimizers.adamw import AdamW8bit
+from expertmesh.training.optimizers.matrices import matrices_of
+from expertmesh.training.optimizers.muon import Muon
+from expertmesh.verification.job import Job
+
+
+def plain_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimConfig, job: Job) -> torch.optim.Optimizer:
+    """What the configuration asks for, on plain tensors, named as those of the job."""
+    learning_rate, decay = config.learning_rate, config.weight_decay
+    if config.name == "sgd":
+        return torch.optim.SGD(parameters.values(), lr=learning_rate, weight_decay=decay, foreach=False, fused=False)
+    adamw: dict[str, Any] = {"lr": learning_rate, "betas": config.betas, "eps": config.eps, "weight_decay": decay}
+    if config.name == "adamw":
+        return torch.optim.AdamW(parameters.values(), **adamw, foreach=False, fused=False)
+    adamw |= {"stochastic_rounding": False, "seed": 0}
+    if config.name == "adamw_8bit":
+        return AdamW8bit(parameters.items(), **adamw)
+    matrices = matrices_of(full_model(job.model), job.setup.anatomy)
+    compute = next(iter(parameters.values())).dtype
+    return Muon(parameters.items(), matrices, momentum=config.momentum, compute=compute, group=None, **adamw)

@@ -1,0 +1,198 @@
+"""Which tensors of a model are written as codes and scales, and the writing of them: as in the files that the model was
+loaded from, or in one of `FORMATS`.
+
+One tensor after the other is put together from all ranks' parts on one of them, in turns, which encodes and writes it
+(quantised/encode.py). So a rank holds its shard and one tensor of the files.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from expertmesh.anatomy import describe, is_inside
+from expertmesh.config.errors import InputError
+from expertmesh.distributed.all_ranks import raise_on_all_ranks, sum_over_ranks
+from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
+from expertmesh.state.stage_view import full_model
+from expertmesh.weights.lazy import LazyTensor
+from expertmesh.weights.quantised.encode import Rounding, encode
+from expertmesh.weights.quantised.layouts import FORMATS, multiple_of, settings_of, stored_matrix
+from expertmesh.weights.quantised.published import published_tensors
+from expertmesh.weights.quantised.tensor import QuantisedTensor
+from expertmesh.weights.source import Source, source_of
+from expertmesh.weights.write import OpenFiles, StateReader, assemble, check_ownership
+
+AS_LOADED = "as_loaded"
+PACKED = (AS_LOADED, *FORMATS)
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """What a format has added to tensors whose names differ in numbers alone: the norm of all differences over that of
+    all values. `kept`: the share of blocks that were written as they had been read.
+    """
+
+    pattern: str
+    tensors: int
+    error: float
+    kept: float
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A tensor of values, in the orientation of the codes, and the parts that it is written as."""
+
+    lazy: LazyTensor
+    leaf: QuantisedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """`packed` by the names of their values; `settings` is the `quantization_config`. `sources` are the tensors of the
+    files that it was loaded from, if these were like that; `copied` those of them that are written again unread.
+    """
+
+    packed: Mapping[str, Packed] = field(default_factory=dict)
+    settings: Mapping[str, Any] | None = None
+    sources: tuple[FileTensor, ...] = ()
+    copied: tuple[FileTensor, ...] = ()
+
+    @property
+    def parts(self) -> list[FileTensor]:
+        """What is written of what is packed."""
+        return [part for packed in self.packed.values() for part in packed.leaf.parts]
+
+
+def plan_packing(model: PreTrainedModel, lazies: Mapping[str, LazyTensor], form: object) -> Packing:
+    """What is packed of `lazies`, the tensors that saving `model` writes: nothing unless `form` is one of `PACKED`.
+
+    Raises `InputError` for what cannot be written in it.
+    """
+    if form == AS_LOADED:
+        return _as_loaded(source_of(model), lazies)
+    return _in_format(model, lazies, str(form)) if form in FORMATS else Packing()
+
+
+def _as_loaded(source: Source, lazies: Mapping[str, LazyTensor]) -> Packing:
+    if source.quantisation is None:
+        raise InputError(
+            "as_loaded: the model was not loaded from quantised files; give auto",
+            key="weights.not-quantised",
+        )
+    files = WeightFiles(Path(), {tensor.name: tensor for tensor in source.packed})
+    published = published_tensors(source.quantisation, files)
+    packed: dict[str, Packed] = {}
+    used: set[str] = set()
+    for name in published.quantised:
+        (piece,) = published.tensors[name].pieces
+        if name not in lazies:
+            raise InputError(
+                f"as_loaded: {name} of the files is not among the tensors that are saved, so that it cannot be written "
+                "as it was; give auto",
+                key="weights.not-quantised",
+            )
+        assert isinstance(piece.leaf, QuantisedTensor)
+        order = [piece.dims.index(dim) for dim in range(len(piece.dims))]
+        packed[name] = Packed(_lazy(lazies[name].permute(order)), piece.leaf)
+        used.update(part.name for part in piece.leaf.parts)
+    copied = tuple(tensor for tensor in source.packed if tensor.name not in used)
+    return Packing(packed, source.quantisation, source.packed, copied)
+
+
+def _in_format(model: PreTrainedModel, lazies: Mapping[str, LazyTensor], form: str) -> Packing:
+    """4-bit formats are for routed experts, fp8 for all linear layers of the blocks but routers."""
+    stacks = form == "mxfp4" and model.config.model_type == "gpt_oss"
+    chosen = _chosen(model, experts_only=form != "fp8")
+    packed: dict[str, Packed] = {}
+    for name, lazy in lazies.items():
+        if lazy.dim() < 2 or not all(leaf.name in chosen for leaf in lazy.leaves()):
+            continue
+        if not stacks and (lazy.dim() > 2 or not name.endswith(".weight")):
+            raise InputError(
+                f"{form}: {name} holds all experts in one tensor, which transformers reads quantised of GPT-OSS "
+                "in mxfp4 alone; give a plain dtype",
+                key="weights.format-unsuited",
+            )
+        oriented = _lazy(lazy.transpose(-1, -2)) if stacks else lazy
+        if oriented.shape[-1] % multiple_of(form):
+            raise InputError(
+                f"{form}: {name} has {oriented.shape[-1]} columns, no multiple of {multiple_of(form)}; give fp8",
+                key="weights.format-unsuited",
+            )
+        packed[name] = Packed(oriented, stored_matrix(form, name, tuple(oriented.shape)))
+    plain = [name for name, lazy in lazies.items() if name not in packed and lazy.dim() == 2]
+    skipped = sorted(name.removesuffix(".weight") for name in plain if name.endswith(".weight"))
+    return Packing(packed, settings_of(form, skipped, stacks=stacks))
+
+
+def _chosen(model: PreTrainedModel, *, experts_only: bool) -> set[str]:
+    """Names of the parameters to be quantised."""
+    anatomy, whole = describe(model), full_model(model)
+    matrices = {
+        f"{spec.name}.{name}" for spec in anatomy.experts for name in spec.parameters if not name.endswith("_bias")
+    }
+    if experts_only:
+        return matrices
+    for name, module in whole.named_modules():
+        inside = any(is_inside(name, block) for block in anatomy.blocks)
+        routes = any(name == router or is_inside(name, router) for router in anatomy.routers)
+        # A gate of one row has too few elements to be worth a scale.
+        if isinstance(module, torch.nn.Linear) and inside and not routes and module.out_features > 1:
+            matrices.add(f"{name}.weight")
+    return matrices
+
+
+def _lazy(tensor: Tensor) -> LazyTensor:
+    assert isinstance(tensor, LazyTensor)
+    return tensor
+
+
+def write_packed(packing: Packing, files: OpenFiles, values: StateReader, *, from_source: bool) -> tuple[Rounded, ...]:
+    """Encode and write what is packed, each tensor on one rank, in turns; what the format has added.
+
+    With `from_source` what has not changed is written as it is in the files that it was loaded from. Every rank calls
+    it. Issues, for each tensor, a reduction of its bytes to one rank, or the all-gathers of what it is computed from;
+    for each round of as many tensors as ranks a small all-reduce; and one in the end.
+    """
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    items = list(packing.packed.items())
+    found: dict[str, Rounding] = {_pattern(name): Rounding() for name, _ in items}
+    sources = WeightFiles(Path(), {})
+    check_ownership({name: packed.lazy for name, packed in items})
+    with files.synced(), sources:
+        for first in range(0, len(items), ranks):
+            own: list[tuple[str, Packed, Tensor]] = []
+            for writer, (name, packed) in enumerate(items[first : first + ranks]):
+                whole = assemble(packed.lazy, values, writer)
+                if writer == rank:
+                    assert whole is not None
+                    own.append((name, packed, whole))
+            with raise_on_all_ranks("writing quantised weights"):
+                for name, packed, whole in own:
+                    before = sources.read if from_source else None
+                    for part, box, stored in encode(packed.leaf, whole, found[_pattern(name)], before):
+                        files.write(part.name, box, stored)
+    return _joined(found, [name for name, _ in items])
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _joined(found: Mapping[str, Rounding], names: list[str]) -> tuple[Rounded, ...]:
+    """Over all ranks. One all-reduce."""
+    numbers = torch.tensor(
+        [[each.error, each.size, each.kept, each.blocks] for each in found.values()], dtype=torch.float64
+    ).reshape(-1, 4)
+    tensors = [_pattern(name) for name in names]
+    return tuple(
+        Rounded(pattern, tensors.count(pattern), (error / size) ** 0.5 if size else 0.0, kept / max(blocks, 1))
+        for pattern, (error, size, kept, blocks) in zip(found, sum_over_ranks(numbers).tolist(), strict=True)
+    )

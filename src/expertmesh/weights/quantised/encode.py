@@ -1,0 +1,209 @@
+"""Values as the codes and scales of a published format: the way back of `tensor`.
+
+A tensor that was loaded from codes can keep them: every block whose values are what its codes stand for is written as
+it was, byte for byte, and only what has changed is rounded anew. One band of rows is worked on at a time. Nothing here
+communicates or writes a file.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from expertmesh.io.boxes import Box, extents, full_box, slices
+from expertmesh.io.safetensors_reader import FileTensor
+from expertmesh.weights.quantised.formats import (
+    E2M1_MAX,
+    E4M3_MAX,
+    INT4_MAX,
+    largest_of_blocks,
+    scale_values,
+    spread,
+    to_e2m1,
+    to_e4m3,
+    to_e8m0,
+    to_int4,
+)
+from expertmesh.weights.quantised.tensor import Encoding, QuantisedTensor
+
+_BAND_ELEMENTS = 1 << 22
+_CODE_MAX = {Encoding.E4M3: E4M3_MAX, Encoding.E2M1: E2M1_MAX, Encoding.INT4: INT4_MAX}
+# An 8-bit float up to here is rounded to the largest one.
+_E4M3_ROUNDED = 464.0
+
+# Fills a contiguous CPU tensor with a box of a file tensor.
+Fetch = Callable[[FileTensor, Box, Tensor], None]
+
+
+@dataclass(slots=True)
+class Rounding:
+    """What the format has added: squares of differences and of values, in the dtype of the values; `kept` blocks."""
+
+    error: float = 0.0
+    size: float = 0.0
+    blocks: int = 0
+    kept: int = 0
+
+
+def encode(
+    leaf: QuantisedTensor, values: Tensor, rounding: Rounding, before: Fetch | None = None
+) -> Iterator[tuple[FileTensor, Box, Tensor]]:
+    """Parts of `leaf`, by boxes, that stand for `values`; what this adds is added to `rounding`.
+
+    With `before`, which reads the parts that `values` were loaded from, blocks that have not changed keep theirs, and
+    so does a factor of the whole tensor as long as it is large enough.
+    """
+    total, keeps = _total(leaf, values, before)
+    for box in _bands(leaf):
+        band = values[slices(box)].cpu()
+        new = _encoded(leaf, box, band.to(torch.float32), total)
+        same = torch.zeros(_grid(leaf, box), dtype=torch.bool)
+        if before is not None and keeps:
+            old = _read(leaf, box, before)
+            changed = _decoded(leaf, box, old).to(band.dtype) != band
+            same = largest_of_blocks(changed.to(torch.uint8), _block(leaf, box)) == 0
+            new = {part: _mixed(leaf, box, part, same, old[part], new[part]) for part in new}
+        wanted, got = (each.to(torch.float32) for each in (band, _decoded(leaf, box, new).to(band.dtype)))
+        rounding.error += float((got - wanted).square_().sum(dtype=torch.float64))
+        rounding.size += float(wanted.square().sum(dtype=torch.float64))
+        rounding.blocks += same.numel()
+        rounding.kept += int(same.sum())
+        for part, place in leaf.needed(box):
+            yield part, place, new[part]
+
+
+def _bands(leaf: QuantisedTensor) -> Iterator[Box]:
+    """Boxes of whole blocks, and whole words of zero points, that make up the tensor."""
+    *lead, rows, columns = leaf.shape
+    step = min(8 * leaf.block[0], rows)
+    step *= max(1, _BAND_ELEMENTS // (step * columns))
+    for index in itertools.product(*map(range, lead)):
+        for start in range(0, rows, step):
+            yield (*((at, at + 1) for at in index), (start, min(start + step, rows)), (0, columns))
+
+
+def _total(leaf: QuantisedTensor, values: Tensor, before: Fetch | None) -> tuple[Tensor | None, bool]:
+    """The factor of the whole tensor as it is stored, for formats that have one, and whether it is that of before."""
+    part, scalar = leaf.global_scale, math.prod(leaf.scale.shape) == 1
+    if leaf.zero_point is not None or (part is None and not scalar):
+        return None, True
+    largest = torch.stack([values[slices(box)].abs().amax() for box in _bands(leaf)]).amax().float().cpu()
+    # The value of one unit of scale and code, if the largest value is to have the largest of both.
+    code_max = _CODE_MAX[leaf.encoding] * (1.0 if part is None else E4M3_MAX)
+    part = part or leaf.scale
+    if before is not None:
+        old = torch.empty(part.shape, dtype=part.dtype)
+        before(part, full_box(part.shape), old)
+        value = scale_values(old).reshape(())
+        unit = 1 / value if part is leaf.global_scale and leaf.global_divides else value
+        limit = code_max / E4M3_MAX * _E4M3_ROUNDED
+        if bool(largest <= unit * limit):
+            return old, True
+    unit = largest / code_max if bool(largest > 0) else torch.tensor(1.0)
+    if part is leaf.scale and _has_exponents(leaf):
+        return to_e8m0(largest, code_max).view(part.dtype).reshape(part.shape), False
+    new = code_max / largest if part is leaf.global_scale and leaf.global_divides and bool(largest > 0) else unit
+    return new.to(part.dtype).reshape(part.shape), False
+
+
+def _encoded(leaf: QuantisedTensor, box: Box, values: Tensor, total: Tensor | None) -> dict[FileTensor, Tensor]:
+    """The parts of a band, as they are stored."""
+    stored: dict[FileTensor, Tensor] = {}
+    points: Tensor | float = 0.0
+    if leaf.zero_point is not None:
+        scale, points_GG = _asymmetric(leaf, box, values)
+        points = spread(points_GG, leaf.block, box)
+        packed = F.pad(points_GG, (0, 0, 0, -points_GG.shape[-2] % leaf.encoding.value))
+        stored[leaf.zero_point] = to_int4(packed.transpose(-1, -2)).transpose(-1, -2).contiguous()
+    elif total is not None and leaf.global_scale is None:
+        scale = total
+    else:
+        scale = _scales(leaf, box, values, total)
+    factors = scale_values(scale).reshape((1,) * len(box) if scale.numel() == 1 else _grid(leaf, box))
+    if leaf.global_scale is not None:
+        assert total is not None
+        factors = factors / total if leaf.global_divides else factors * total
+        stored[leaf.global_scale] = total
+    units = values / spread(factors, leaf.block, box) + points
+    codes = {Encoding.E4M3: to_e4m3, Encoding.E2M1: to_e2m1, Encoding.INT4: to_int4}[leaf.encoding](units)
+    if leaf.stored_shape is not None:
+        stored[leaf.stored_shape] = torch.tensor(leaf.shape, dtype=leaf.stored_shape.dtype)
+    boxes = dict(leaf.needed(box))
+    stored[leaf.codes] = codes.view(leaf.codes.dtype).reshape(extents(boxes[leaf.codes]))
+    stored[leaf.scale] = scale.reshape(extents(boxes[leaf.scale]))
+    return stored
+
+
+def _scales(leaf: QuantisedTensor, box: Box, values: Tensor, total: Tensor | None) -> Tensor:
+    """One scale a block, as it is stored; 1 for zeros."""
+    largest, dtype = largest_of_blocks(values, _block(leaf, box)), leaf.scale.dtype
+    if _has_exponents(leaf):
+        return to_e8m0(largest, _CODE_MAX[leaf.encoding]).view(dtype)
+    scales = largest / _CODE_MAX[leaf.encoding]
+    if total is not None:
+        scales = scales * total if leaf.global_divides else scales / total
+    smallest = torch.finfo(dtype).smallest_normal if dtype.itemsize > 1 else 2.0**-9
+    stored = to_e4m3(scales) if dtype == torch.float8_e4m3fn else scales.to(dtype)
+    return torch.where(largest == 0, 1.0, stored.to(torch.float32).clamp_min(smallest)).to(dtype)
+
+
+def _asymmetric(leaf: QuantisedTensor, box: Box, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales, and integers that stand for zero, so that codes reach from the smallest to the largest of each block."""
+    high, low = (largest_of_blocks(part.clamp_min(0), _block(leaf, box)) for part in (values, -values))
+    scale = torch.where(high + low == 0, 1.0, (high + low) / 15).to(leaf.scale.dtype)
+    return scale, (low / scale.to(torch.float32) - 8).round().clamp(-8, 7)
+
+
+def _mixed(leaf: QuantisedTensor, box: Box, part: FileTensor, same: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """`old` where blocks are the `same`, else `new`: two tensors of what is stored of one part."""
+    if part is leaf.codes:
+        mask = spread(same, leaf.block, box)[..., :: leaf.encoding.value].reshape(old.shape)
+    elif part is leaf.scale:
+        mask = same.reshape(old.shape)
+    elif part is leaf.zero_point:
+        # Words of eight: their integers are mixed one by one.
+        return _mixed_points(same, old, new)
+    else:
+        return old
+    bits = torch.uint8 if old.itemsize == 1 else old.dtype  # not every operation has 8-bit floats
+    return torch.where(mask, old.view(bits), new.view(bits)).view(old.dtype)
+
+
+def _mixed_points(same: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    nibbles = F.pad(same, (0, 0, 0, -same.shape[-2] % 8)).transpose(-1, -2).unflatten(-1, (-1, 8)).to(torch.int64)
+    mask: Tensor = (nibbles * 15 << torch.arange(0, 32, 4)).sum(-1).to(torch.int32).transpose(-1, -2)
+    return (old & mask | new & ~mask).contiguous()
+
+
+def _read(leaf: QuantisedTensor, box: Box, fetch: Fetch) -> dict[FileTensor, Tensor]:
+    raw = {}
+    for part, wanted in leaf.needed(box):
+        raw[part] = torch.empty(extents(wanted), dtype=part.dtype)
+        fetch(part, wanted, raw[part])
+    return raw
+
+
+def _decoded(leaf: QuantisedTensor, box: Box, parts: dict[FileTensor, Tensor]) -> Tensor:
+    def fetch(part: FileTensor, _: Box, out: Tensor) -> None:
+        out.copy_(parts[part])
+
+    return leaf.read(box, fetch)
+
+
+def _has_exponents(leaf: QuantisedTensor) -> bool:
+    return leaf.scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
+
+
+def _block(leaf: QuantisedTensor, box: Box) -> tuple[int, int]:
+    """A block of the whole tensor is the whole box."""
+    rows, columns = extents(box)[-2:]
+    return min(leaf.block[0], rows), min(leaf.block[1], columns)
+
+
+def _grid(leaf: QuantisedTensor, box: Box) -> tuple[int, ...]:
+    rows, columns = extents(box)[-2:]
+    return (*extents(box)[:-2], -(-rows // leaf.block[0]), -(-columns // leaf.block[1]))

@@ -1,0 +1,85 @@
+"""The formats that plain weights can be written in: the tensors that stand for one matrix, and what the config says.
+
+Names and settings are those that the public tools write: transformers' FP8, OpenAI's MXFP4 for GPT-OSS, and
+compressed-tensors for the others. `published` reads all of them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from expertmesh.io.safetensors_reader import FileTensor
+from expertmesh.weights.quantised.tensor import Encoding, QuantisedTensor
+
+_FP8_BLOCK = (128, 128)
+_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+_FP4 = {"num_bits": 4, "type": "float", "symmetric": True}
+# By compressed-tensors: its own name of the format, and its settings.
+_COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "int4": ("pack-quantized", _INT4),
+    "mxfp4": ("mxfp4-pack-quantized", {**_FP4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}),
+    "nvfp4": (
+        "nvfp4-pack-quantized",
+        {**_FP4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"},
+    ),
+}
+FORMATS = ("fp8", *sorted(_COMPRESSED))
+
+
+def multiple_of(form: str) -> int:
+    """What the number of columns has to be a multiple of."""
+    return 1 if form == "fp8" else int(_COMPRESSED[form][1]["group_size"])
+
+
+def stored_matrix(form: str, name: str, shape: tuple[int, ...]) -> QuantisedTensor:
+    """How `form` stores the weight `name`, a matrix `[out, in]`, or in GPT-OSS' mxfp4 a stack of them."""
+    *lead, rows, columns = shape
+
+    def part(name: str, dtype: torch.dtype, *shape: int) -> FileTensor:
+        return FileTensor(name, dtype, shape, Path(), 0)
+
+    if form == "fp8":
+        grid = (-(-rows // _FP8_BLOCK[0]), -(-columns // _FP8_BLOCK[1]))
+        scale = part(f"{name}_scale_inv", torch.float32, *grid)
+        codes = part(name, torch.float8_e4m3fn, *shape)
+        return QuantisedTensor(name, shape, torch.float32, Encoding.E4M3, _FP8_BLOCK, codes, scale)
+    size = multiple_of(form)
+    if not name.endswith(".weight"):
+        codes = part(f"{name}_blocks", torch.uint8, *lead, rows, columns // size, size // 2)
+        scale = part(f"{name}_scales", torch.uint8, *lead, rows, columns // size)
+        return QuantisedTensor(name, shape, torch.float32, Encoding.E2M1, (1, size), codes, scale)
+    grid = (rows, columns // size)
+    if form == "int4":
+        return QuantisedTensor(
+            name, shape, torch.bfloat16, Encoding.INT4, (1, size),
+            part(f"{name}_packed", torch.int32, rows, columns // 8), part(f"{name}_scale", torch.bfloat16, *grid),
+            stored_shape=part(f"{name}_shape", torch.int64, 2),
+        )  # fmt: skip
+    scale_dtype = torch.uint8 if form == "mxfp4" else torch.float8_e4m3fn
+    return QuantisedTensor(
+        name, shape, torch.float32, Encoding.E2M1, (1, size),
+        part(f"{name}_packed", torch.uint8, rows, columns // 2), part(f"{name}_scale", scale_dtype, *grid),
+        global_scale=part(f"{name}_global_scale", torch.float32, 1) if form == "nvfp4" else None, global_divides=True,
+    )  # fmt: skip
+
+
+def settings_of(form: str, skipped: list[str], *, stacks: bool) -> dict[str, Any]:
+    """The `quantization_config`; `skipped` are the modules that stay plain, `stacks`: experts are GPT-OSS' stacks."""
+    if form == "fp8":
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(_FP8_BLOCK),
+            "modules_to_not_convert": skipped,
+        }
+    if stacks:
+        return {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
+    name, weights = _COMPRESSED[form]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": name,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": name}},
+        "ignore": skipped,
+    }
