@@ -30,11 +30,13 @@ from expertmesh.export.merge import merge
 from expertmesh.state import packed_format
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.packed_format import quantised_format
-from tests.adapters.reference import AdapterDistance, PeftRun, tiny_peft_run, train_adapters
+from tests.adapters import test_dropout
+from tests.adapters.reference import TARGETS, AdapterDistance, PeftRun, random_adapter, tiny_peft_run, train_adapters
 from tests.adapters.stock import logits
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
+from tests.support.reference import worst
 
 TOLERANCE = 1e-5
 BITS = {"nf4": 4 + 32 / 64, "mxfp4": 4 + 8 / 32, "nvfp4": 4 + 8 / 16, "float8": 8 + 32 / 128**2}
@@ -119,6 +121,15 @@ def test_the_other_ways_to_compute_give_the_same(options: dict[str, Any]) -> Non
 def test_in_double_precision_nothing_is_left_but_the_last_digits() -> None:
     run = _expected("qwen3_moe", "nvfp4", torch.float64)
     _train(run, "nvfp4", 2, [{"ep": 2}])[0].check(1e-10)
+
+
+def test_dropout_drops_the_same_in_every_layout(tmp_path: Path) -> None:
+    random_adapter(tiny_model(test_dropout.FAMILY), tmp_path, *TARGETS[test_dropout.FAMILY])
+    trained = functools.partial(test_dropout._trained, tmp_path, precision=_precision("nf4"))
+    (alone,) = run_ranks(trained, 1, 1)
+    for options in ({"ep": 2, "micro_batch": 2}, {"ep": 1, "activation_checkpointing": True}):
+        assert worst(run_ranks(functools.partial(trained, **options), 2)[0], alone)[0] <= TOLERANCE
+    assert worst(run_ranks(functools.partial(test_dropout._trained, tmp_path, 2), 2)[0], alone)[0] > 1e-3  # plain base
 
 
 def _held(model: nn.Module, mesh: Mesh) -> tuple[int, int, set[str]]:

@@ -1,5 +1,6 @@
 """The proof passes on sound jobs of several kinds and axes (stages: test_stages.py), and leaves nothing behind."""
 
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from expertmesh.verification.run import verify
 from tests.support.ranks import run_ranks
 from tests.training.dpo_by_trl import preference_config
 from tests.training.tiny_run import run_config, write_inputs
+from tests.weights.published import FORMATS, is_linear, quantise
 
 BLOCKS = 2
 ADAPTERS = {"adapter in stock PEFT", "merged adapter in plain transformers"}
@@ -117,3 +119,19 @@ def test_a_model_too_large_for_one_process_is_read_back_block_by_block(
     saved = checks["saved model in plain transformers"]
     assert (saved.status, saved.note) == ("pass", "read one block at a time: too large for one process")
     assert "are free" in checks["float32: trajectory of the unsharded model"].note
+
+
+def test_a_job_whose_experts_stay_as_published_passes(tmp_path: Path) -> None:
+    """NVFP4, which transformers reads wrongly for experts: stock PEFT is on what the codes stand for."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 96, "head_dim": 16}
+    inputs = write_inputs(tmp_path / "inputs", **sizes)
+    quantise(inputs / "model", tmp_path / "published", FORMATS["nvfp4"](), is_linear)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tmp_path / "published/quantised" / name, inputs / "model" / name)
+    overrides = ("lora={r: 4, targets: [attention, experts]}", "precision.frozen=as_published", "parallel.ep=2")
+    config = run_config(inputs, tmp_path / "run", *overrides)
+    options = VerifyOptions(tokens=64, only=("bytes", "forward", "artifacts"), report=str(tmp_path / "report.json"))
+    report: Report = run_ranks(verify, 2, config, Control(arguments=options.dump()), timeout=110)[0]
+    assert report.status == "pass", report.failures
+    passed = {check.name for layer in report.layers for check in layer.checks if check.status == "pass"}
+    assert passed >= ADAPTERS

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from expertmesh.adapters.start import start as start_adapters
 from expertmesh.config import ParallelConfig, PrecisionConfig
@@ -16,7 +17,7 @@ from expertmesh.training.startup.model_check import shard_options
 from expertmesh.verification.job import Job
 from expertmesh.verification.reference.weights import set_adapters
 from expertmesh.verification.setup import Setup
-from expertmesh.weights.load import fill
+from expertmesh.weights.load import fill, read_whole
 
 
 def build(
@@ -62,3 +63,12 @@ def _make_up_reference(job: Job) -> None:
         assert data.beta is not None
         away = np.random.default_rng(number).uniform(-1, 1, len(data.dataset)) / data.beta
         data.dataset.reference = job.reference_table(data, RunObjective(data.beta)) + away
+
+
+def dequantised_base(setup: Setup, dtype: torch.dtype) -> PreTrainedModel:
+    """The unsharded model in one process with what the codes of its files stand for, which transformers' own reading
+    keeps quantised, or gets wrong for some formats. No communication.
+    """
+    model = setup.meta_model(dtype, fuse=False)
+    read_whole(model, setup.directory)
+    return model

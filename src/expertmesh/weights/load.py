@@ -71,6 +71,14 @@ def fill(
     return replace(report, new=tuple(name for name in new if name not in plan.tensors))
 
 
+def read_whole(model: PreTrainedModel, directory: str | Path) -> None:
+    """`fill` for one process by itself, with a model on meta that is not sharded. No communication."""
+    with open_weight_files(directory, weights_file(model)) as files:
+        plan = plan_load(model, files)
+        materialize(model, "cpu")
+        fill_planned(model, files, plan)
+
+
 def bytes_to_read(model: PreTrainedModel, directory: str | Path) -> int:
     """How many bytes of tensor data `fill` will read on this rank, from headers; `model` may be on meta.
 

@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 from expertmesh.adapters.save import save_adapter
 from expertmesh.config.errors import ExpertmeshError, IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
-from expertmesh.verification.build import build
+from expertmesh.verification.build import build, dequantised_base
 from expertmesh.verification.compare import OWN_ERRORS, Distance, distances, figures, gather, squares
 from expertmesh.verification.forward_record import kept_tokens, record_forward
 from expertmesh.verification.job import Job
@@ -157,7 +157,12 @@ def _with_peft(proof: Proof, job: Job, adapter: Path) -> Any:
     """On the base that the adapter was trained on: with experts as quantising them has left them."""
     with _quiet():
         peft: Any = importlib.import_module("peft")
-    base = _plain_model(proof, proof.setup.directory, deepcopy(proof.setup.model_config))
+    if hasattr(proof.setup.model_config, "quantization_config"):
+        base = dequantised_base(proof.setup, proof.exact.judge)
+        if hasattr(base, "set_experts_implementation"):
+            base.set_experts_implementation("eager")
+    else:
+        base = _plain_model(proof, proof.setup.directory, deepcopy(proof.setup.model_config))
     unsharded.round_experts(base, job.model)
     with _quiet():
         return peft.PeftModel.from_pretrained(base, adapter)
