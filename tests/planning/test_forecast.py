@@ -52,6 +52,14 @@ def test_a_pair_is_two_sequences_and_a_reference_beside_the_step_has_no_time(tmp
     assert re.fullmatch(r"\S+ [GM]iB of tensors a rank", adapted.line)
 
 
+def test_dropout_of_adapters_takes_memory_and_is_no_reason_for_no_plan(tmp_path: Path) -> None:
+    configs = [_config(tmp_path, "parallel.ep=2", f"lora={{r: 4, dropout: {rate}}}") for rate in (0.0, 0.1)]
+    without, dropped = (forecast(each, _checked(each, tiny_config("qwen3_moe"), 2)).prediction for each in configs)
+    assert without is not None
+    assert dropped is not None
+    assert dropped.peak_memory_bytes > without.peak_memory_bytes  # type: ignore[operator]
+
+
 def test_the_table_knows_this_machine() -> None:
     if not torch.accelerator.is_available():
         devices: Any = devices_here(2)

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from expertmesh.anatomy import Anatomy
 from expertmesh.config.errors import InputError
+from expertmesh.experts.lora_state import number_rows
 from expertmesh.planning.trackers import UsageTracker
 from expertmesh.state.patching import forwards_replaced
 
@@ -206,6 +207,7 @@ def _run(
     inputs: dict[str, Any] = {"input_ids": torch.zeros(shape, dtype=torch.int64, device="meta")}
     if packed:
         inputs["attention_mask"] = torch.zeros(shape[0], 1, shape[1], shape[1], dtype=torch.bool, device="meta")
+    number_rows(model, torch.zeros(shape[0], dtype=torch.int64, device="meta"), shape[1], lambda number_BS: number_BS)
     with ExitStack() as hooks:
         for name in latents:
             if any(name.startswith(f"{block}.") for block in measured):
