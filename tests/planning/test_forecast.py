@@ -97,7 +97,7 @@ def test_a_model_whose_top_k_is_unknown_is_trained_without_a_prediction(
 
 def test_memory_of_the_machine_is_shared_by_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.accelerator.is_available():
-        pytest.skip("on a machine without accelerators")
+        pytest.skip("this machine has an accelerator, and the test is about one without")
     monkeypatch.setattr(planner, "host_memory", lambda: 2.0**30)
     config = _config(tmp_path, *SIZED)
     said = forecast(config, _checked(config, qwen3_30b_a3b(), 8)).line
