@@ -175,11 +175,20 @@ def test_adapters_on_experts_alone_are_planned(kind: str, family: str) -> None:
         ("h100", "plan.invalid-devices", "h100"),
         ("12 h100", "plan.invalid-devices", "8 devices"),
         ("0 h100", "plan.invalid-devices", "0 devices"),
+        ("2x8", "plan.invalid-devices", "2x8"),
     ],
 )
 def test_bad_devices_are_refused(text: str, key: str, named: str) -> None:
     with refused(key, naming=named):
         _devices(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "per_node"), [("8xh100", 1, 8), ("2x8xh200", 2, 8), ("2 x 8 h200", 2, 8), ("16XH200", 2, 8)]
+)
+def test_devices_may_be_written_as_one_word(text: str, nodes: int, per_node: int) -> None:
+    found = _devices(text)
+    assert (found.nodes, found.per_node) == (nodes, per_node)
 
 
 def test_hardware_of_the_users_joins_the_table_and_is_checked(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from expertmesh.cli.options import (
     FILE,
     SHARD_SIZE,
     ConfigFile,
+    InitOptions,
     MergedDtype,
     Model,
     N,
@@ -110,6 +111,13 @@ def root(
     ] = False,
 ) -> None:
     """What stands before the verb."""
+
+
+@verb
+@with_options(InitOptions)
+def init(options: InitOptions) -> int:
+    """write a configuration that fits a model, its data and these devices"""
+    return call("expertmesh.cli.plan.init", options)
 
 
 @verb
