@@ -259,6 +259,16 @@ def bench(
 
 
 @verb
+def doctor(
+    output: Annotated[str, Option(metavar="DIR", help="where runs will be written")] = ".",
+    nproc: Annotated[int | None, N(help="local ranks to try (default: as in train)")] = None,
+    json: Annotated[bool, Option("--json", help="print everything as JSON")] = False,
+) -> int:
+    """say whether this machine can train, in a block for bug reports"""
+    return call("expertmesh.cli.doctor.run", output, nproc, json)
+
+
+@verb
 def schema() -> int:
     """print the JSON schema of the configuration, for editors"""
     print(schema_text(), end="")
