@@ -120,6 +120,11 @@ def hardware_table(extra: str | Path | None = None) -> dict[str, Hardware]:
     return table
 
 
+def name_of(called: str, table: Mapping[str, Hardware]) -> str | None:
+    """The entry for a device that the driver calls so, or None; the first that matches counts."""
+    return next((name for name, each in table.items() if any(p.lower() in called.lower() for p in each.matches)), None)
+
+
 def parse_devices(text: str, table: Mapping[str, Hardware]) -> Devices:
     """`2x8 h200` or `2x8xh200` (nodes x devices), `16 h200` or `16xh200` (whole nodes as far as they go). `InputError`
     names what is wrong.
