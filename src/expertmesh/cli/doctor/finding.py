@@ -8,7 +8,7 @@ from dataclasses import dataclass
 HIDDEN = "***"
 # What decides where ranks meet, what they compute on and what they download.
 _TELLING = re.compile(
-    r"(NCCL|GLOO|TORCH|PYTORCH|CUDA|HIP|ROCR|ASCEND|HF|HUGGING_?FACE|TRANSFORMERS|OMP|PET|OMPI_COMM_WORLD)_?\w*"
+    r"(NCCL|GLOO|PYTORCH|CUDA|HIP|ROCR|ASCEND|HF|HUGGING_?FACE|TRANSFORMERS|OMP|PET|OMPI_COMM_WORLD|PMI)_\w+|TORCH\w+"
     r"|(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|SLURM_(JOB_ID|NNODES|NTASKS|PROCID|LOCALID|STEP_ID|STEP_NODELIST)"
     r"|(https?|no|all)_proxy",
     re.IGNORECASE,
