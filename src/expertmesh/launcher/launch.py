@@ -208,7 +208,8 @@ def launch(
 
 def _continued(config: Config) -> Config:
     """For a restart: from the newest checkpoint of this run, if it has written one, whatever it started from."""
-    if not any(Path(config.output_dir, "checkpoints").glob("step-*[0-9]")):
+    own = any(Path(config.output_dir, "checkpoints").glob("step-*[0-9]"))
+    if not own or config.checkpoint.resume_weights_only:  # which prefers them anyway
         return config
     checkpoint = config.checkpoint.model_copy(update={"resume": "auto"})
     return config.model_copy(update={"checkpoint": checkpoint})
