@@ -1,10 +1,13 @@
 """The sentences about unknown, missing and mistyped keys."""
 
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
-from expertmesh.config import InputError, load_config
+from expertmesh.config import Config, InputError, load_config
+from expertmesh.config.base import Section
+from expertmesh.config.other_names import DERIVED, ELSEWHERE, NOT_YET, THEIRS
 from tests.config.minimal import write
 
 
@@ -33,12 +36,35 @@ def refusal(path: Path, *overrides: str) -> str:
             "it follows from train.global_batch_size, train.micro_batch_size",
         ),
         ("parallel.efsdp", "it follows from parallel.fsdp and parallel.ep; remove it"),
+        ("lora.lora_alpha", "did you mean lora.alpha?"),
+        ("load_in_4bit", "did you mean precision.frozen: nf4?"),
+        ("train.per-device-train-batch-size", "did you mean train.micro_batch_size?"),
+        ("deepspeed", "it follows from section parallel, as FSDP2 shards every model; remove it"),
+        ("lora.use_dora", "DoRA is not in expertmesh yet; remove it"),
         ("schedule.zzz", "the keys here are name, warmup_ratio, warmup_steps, min_ratio, decay_ratio"),
     ],
 )
 def test_an_unknown_key_is_answered_with_the_one_that_was_meant(tmp_path: Path, key: str, advice: str) -> None:
     message = refusal(write(tmp_path), f"{key}=1")
     assert message.startswith(f"override '{key}=1': {key} is not a key of the configuration; {advice}")
+
+
+def test_names_of_other_trainers_lead_to_keys_that_exist() -> None:
+    keys: set[str] = set()
+    unread: list[tuple[tuple[str, ...], Any]] = [((), Config)]
+    while unread:
+        path, section = unread.pop()
+        for name, field in section.model_fields.items():
+            keys.add(".".join((*path, name)))
+            kinds = (field.annotation, *get_args(field.annotation))
+            unread += [((*path, name), kind) for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+    ours = {target.partition(":")[0].replace("train.0.format", "format") for target in ELSEWHERE.values()}
+    assert ours - keys == set()
+    assert len(ELSEWHERE) > 60
+    own = {key.rpartition(".")[2] for key in keys}
+    assert own & {*ELSEWHERE, *DERIVED, *NOT_YET} == set()
+    assert len({*ELSEWHERE, *DERIVED, *NOT_YET}) == len(ELSEWHERE) + len(DERIVED) + len(NOT_YET)
+    assert sum(map(len, (names.split() for names in THEIRS.values()))) == len(ELSEWHERE)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from expertmesh.cli.options import (
     FILE,
     SHARD_SIZE,
     ConfigFile,
+    InitOptions,
     MergedDtype,
     Model,
     N,
@@ -110,6 +111,13 @@ def root(
     ] = False,
 ) -> None:
     """What stands before the verb."""
+
+
+@verb
+@with_options(InitOptions)
+def init(options: InitOptions) -> int:
+    """write a configuration that fits a model, its data and these devices"""
+    return call("expertmesh.cli.plan.init", options)
 
 
 @verb
@@ -248,6 +256,16 @@ def bench(
     # torch reads it when it is imported; its profiler warns of every block that was there before.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return call("expertmesh.cli.bench", parts or [], quick, nproc, json)
+
+
+@verb
+def doctor(
+    output: Annotated[str, Option(metavar="DIR", help="where runs will be written")] = ".",
+    nproc: Annotated[int | None, N(help="local ranks to try (default: as in train)")] = None,
+    json: Annotated[bool, Option("--json", help="print everything as JSON")] = False,
+) -> int:
+    """say whether this machine can train, in a block for bug reports"""
+    return call("expertmesh.cli.doctor.run", output, nproc, json)
 
 
 @verb

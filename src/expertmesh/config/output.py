@@ -1,10 +1,10 @@
 """What a user may say about what a run writes: checkpoints, the model at its end, and reports."""
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from expertmesh.config.base import Listed, Section
+from expertmesh.config.base import Listed, Section, refuse
 from expertmesh.config.sections import PositiveInt
 
 
@@ -24,6 +24,18 @@ class CheckpointConfig(Section):
     resume: str = Field(default="auto", min_length=1)
     """auto continues from the newest checkpoint, if there is one; never starts anew; or a checkpoint: its name
     (step-00000200) in output_dir, or a path."""
+    resume_weights_only: bool = False
+    """Start another run from the weights, or adapters, of the checkpoint that resume names, with a new optimizer,
+    schedule and pass over the data; once it has checkpoints of its own, it continues from the newest of these."""
+
+    @model_validator(mode="after")
+    def _combine(self) -> Self:
+        if self.resume_weights_only and self.resume in ("auto", "never"):
+            refuse(
+                f"checkpoint.resume_weights_only needs the path of another run's checkpoint in checkpoint.resume, not "
+                f"{self.resume}; name one, or set checkpoint.resume_weights_only to false"
+            )
+        return self
 
 
 class SaveConfig(Section):

@@ -30,9 +30,9 @@ from expertmesh.distributed.layout import explicit
 from expertmesh.distributed.mesh import Mesh, build_mesh, current_device, set_timeout
 from expertmesh.parallel.apply import shard_model
 from expertmesh.training.control import Control
-from expertmesh.training.resume import Identity, check_start, date_of, find_start
+from expertmesh.training.resume import Identity, check_start, date_of, find_start, find_weights
 from expertmesh.training.startup.model_check import Checked
-from expertmesh.training.startup.output_dir import write_config
+from expertmesh.training.startup.output_dir import refuse_no_more_steps, set_result_aside, write_config
 from expertmesh.weights.load import bytes_to_read
 
 
@@ -55,7 +55,8 @@ class RunData:
 class Prepared:
     """A run on the point of reading weights, as this rank sees it. Its model is sharded and may still be on meta.
 
-    `start`: the checkpoint to go on from; `changes`: on rank 0, what has changed since.
+    `start`: the checkpoint to go on from; `changes`: on rank 0, what has changed since. `weights`: another run's
+    checkpoint that this one begins with.
     """
 
     config: Config
@@ -69,6 +70,7 @@ class Prepared:
     bytes_to_load: int
     identity: Identity
     start: Path | None
+    weights: Path | None
     changes: tuple[str, ...]
 
     @property
@@ -80,10 +82,11 @@ def prepare(config: Config, control: Control, checked: Checked) -> Prepared:
     """Get ready to read weights. Every rank calls it."""
     say(control, "reading the data")
     start: Path | None = None
+    weights: Path | None = None
     date = ""
     with raise_on_all_ranks("looking for a checkpoint"):
         if dist.get_rank() == 0:
-            start = find_start(config)
+            start, weights = find_start(config), find_weights(config)
             date = date_of(start).isoformat()
     day = datetime.date.fromisoformat(from_rank_0(date))
     with raise_on_all_ranks("reading the data"):
@@ -106,8 +109,9 @@ def prepare(config: Config, control: Control, checked: Checked) -> Prepared:
     changes: Sequence[str] = ()
     with raise_on_all_ranks("comparing with the checkpoint"):
         if start is not None:
-            changes = check_start(start, identity, total_steps, Path(config.output_dir))
-    shared = from_rank_0(str(start or ""))
+            changes = check_start(start, identity, total_steps, config)
+            refuse_no_more_steps(config, start, total_steps)
+    shared, begun = from_rank_0(str(start or "")), from_rank_0(str(weights or ""))
     say(control, "sharding the model")
     torch.manual_seed(train.seed + mesh.rank)
     shard_model(checked.model, checked.plan, mesh)
@@ -115,6 +119,8 @@ def prepare(config: Config, control: Control, checked: Checked) -> Prepared:
         to_load = bytes_to_read(checked.model, checked.directory)
     with raise_on_all_ranks("writing the configuration"):
         if mesh.rank == 0:
+            if start is not None:
+                set_result_aside(config, start)
             write_config(config)
     return Prepared(
         config,
@@ -128,6 +134,7 @@ def prepare(config: Config, control: Control, checked: Checked) -> Prepared:
         to_load,
         identity,
         Path(shared) if shared else None,
+        Path(begun) if begun else None,
         tuple(changes),
     )
 
