@@ -24,7 +24,7 @@ _MOST = {
     "dim": 2**24,
     "rank": 2**24,
 }
-_MOST_EXPERTS_IN_ALL = 2**18
+_MOST_EXPERTS_IN_ALL = 2**20
 _COUNT = re.compile(rf"(?:.*_)?({'|'.join(_MOST)})")
 _NEVER_ZERO = {
     "vocab_size",
@@ -32,7 +32,6 @@ _NEVER_ZERO = {
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
-    "head_dim",
     "num_experts",
     "n_routed_experts",
     "num_local_experts",
@@ -69,7 +68,7 @@ def refuse_impossible(content: Mapping[str, Any], path: Path) -> None:
         raise InputError(f"{path}: {shortened(where)} {problem}; correct it", key="model.invalid-config")
 
 
-def _impossible(content: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+def _impossible(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it), those of configs inside included."""
     for key, value in content.items():
         where = f"{prefix}{key}"
@@ -79,20 +78,23 @@ def _impossible(content: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, 
             for place, each in enumerate(value):
                 if isinstance(each, Mapping):
                     yield from _impossible(each, f"{where}.{place}.")
-                elif problem := _number_problem(key, each, inside=True):
+                elif problem := _number_problem(str(key), each, inside=True):
                     yield where, problem
-        elif problem := _number_problem(key, value, inside=False):
+        elif problem := _number_problem(str(key), value, inside=False):
             yield where, problem
-    experts = next(((key, content[key]) for key in _EXPERTS if type(content.get(key)) is int), None)
-    if experts is None:
+    if content.get("head_dim") == 0 and not content.get("v_head_dim"):  # latent attention has other names for it
+        yield f"{prefix}head_dim", "is 0, which must be at least 1"
+    counts = [(content[key], key) for key in _EXPERTS if type(content.get(key)) is int]
+    if not counts:
         return
+    experts, named = min(counts)
     for key in _TOP_K:
-        if type(top_k := content.get(key)) is int and not 1 <= top_k <= experts[1]:
-            yield f"{prefix}{key}", f"is {top_k:,}, but {prefix}{experts[0]} is {experts[1]:,}"
-    layers = content.get("num_hidden_layers")
-    if type(layers) is int and layers * experts[1] > _MOST_EXPERTS_IN_ALL:
-        problem = f"is {experts[1]:,} in {layers:,} layers, and no model has more than {_MOST_EXPERTS_IN_ALL:,} experts"
-        yield f"{prefix}{experts[0]}", problem
+        if type(top_k := content.get(key)) is int and not 1 <= top_k <= experts:
+            yield f"{prefix}{key}", f"is {top_k:,}, but {prefix}{named} is {experts:,}"
+    layers, (experts, named) = content.get("num_hidden_layers"), max(counts)
+    if type(layers) is int and layers * experts > _MOST_EXPERTS_IN_ALL:
+        problem = f"is {experts:,} in {layers:,} layers, and no model has more than {_MOST_EXPERTS_IN_ALL:,} experts"
+        yield f"{prefix}{named}", problem
 
 
 def _number_problem(key: str, value: Any, *, inside: bool) -> str | None:
@@ -107,5 +109,6 @@ def _number_problem(key: str, value: Any, *, inside: bool) -> str | None:
         return f"is {value}, which must be above 0"
     if inside or not (kind := _COUNT.fullmatch(key)):
         return None
-    least, most = int(key in _NEVER_ZERO), _MOST["vocab_size" if key.endswith("vocab_size") else kind[1]]
+    # -1 is how some say that there is no limit.
+    least, most = 1 if key in _NEVER_ZERO else -1, _MOST["vocab_size" if key.endswith("vocab_size") else kind[1]]
     return None if least <= value <= most else f"is {value:,}, which must be from {least} to {most:,}"
