@@ -8,14 +8,29 @@ interprets the rows.
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from expertmesh.config.errors import InputError
+from expertmesh.io.reading import (
+    MAX_LIST_BYTES,
+    MAX_ROW_BYTES,
+    MiB,
+    check_depth,
+    first_repeated,
+    opened,
+    read_file,
+    rows,
+    shortened,
+    too_large,
+)
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+# How many times as large as its file a table may be: repetition is cheap to store, and costly to read.
+_MOST_EXPANSION = 1000
 _SPACE = re.compile(r"\s*")
 # `name` or `org/name`, then an optional split: what the hub allows, and nothing that looks like a local path.
 _HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?::(?P<split>[\w.-]+))?")
@@ -97,8 +112,8 @@ def _read_file(file: Path) -> Iterator[RawRow]:
 
 def _read_lines(file: Path) -> Iterator[RawRow]:
     source = SourceFile(str(file), by_line=True)
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
+    with opened(file, sys.maxsize) as stream:
+        for number, line in enumerate(rows(stream, file), start=1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if line.strip():
@@ -122,14 +137,14 @@ def _parse_line(source: SourceFile, number: int, line: bytes) -> RawRow:
 
 def _read_json(file: Path) -> Iterator[RawRow]:
     """A `.json` file holds a list of rows, or JSON lines."""
-    with file.open("rb") as stream:
+    with opened(file, sys.maxsize) as stream:
         head = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     if not head.startswith(b"["):
         yield from _read_lines(file)
         return
     source = SourceFile(str(file), by_line=False)
     try:
-        text = file.read_text("utf-8-sig")
+        text = read_file(file, MAX_LIST_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(
             f"{file} is not UTF-8 ({error.reason} at byte {error.start + 1}); convert it.", key="data.damaged-file"
@@ -181,8 +196,7 @@ def _decoder(duplicates: list[str]) -> json.JSONDecoder:
     def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         built = dict(pairs)
         if len(built) != len(pairs):
-            keys = [key for key, _ in pairs]
-            duplicates.extend(key for key in built if keys.count(key) > 1)
+            duplicates.append(shortened(first_repeated(pairs)))
         return built
 
     def refuse(constant: str) -> Any:
@@ -200,6 +214,10 @@ def _json_reason(error: Exception) -> str:
 def _object_row(source: SourceFile, number: int, value: Any, duplicates: list[str]) -> RawRow:
     if not isinstance(value, dict):
         return RawRow(source, number, None, "the row is not a JSON object")
+    try:
+        check_depth(value)
+    except ValueError as error:
+        return RawRow(source, number, None, f"the row cannot be used: {error}")
     if duplicates:
         return RawRow(source, number, None, f"the key {duplicates[0]!r} appears twice in one object")
     return RawRow(source, number, value)
@@ -210,22 +228,64 @@ def _read_parquet(file: Path) -> Iterator[RawRow]:
     from pyarrow import parquet
 
     source = SourceFile(str(file), by_line=False)
-    number = 0
+    number, size = 0, 0
     try:
-        with parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches(batch_size=1024):
-                for index in range(batch.num_rows):
-                    number += 1
-                    try:
-                        yield RawRow(source, number, _without_nulls(batch.slice(index, 1).to_pylist()[0]))
-                    except UnicodeDecodeError as error:
-                        yield RawRow(source, number, None, f"a string is not UTF-8 ({error.reason})")
-    except pyarrow.ArrowException as error:
-        reason = str(error).splitlines()[0]
+        with opened(file, sys.maxsize) as stream, parquet.ParquetFile(stream) as table:
+            texts = _refuse_bomb(table.metadata, file)
+            # As a dictionary: a text that many rows share is held once, however many they are.
+            with parquet.ParquetFile(stream, read_dictionary=texts) as rows_of:
+                for batch in rows_of.iter_batches(batch_size=1024):
+                    for index in range(batch.num_rows):
+                        number += 1
+                        row = _parquet_row(source, number, batch.slice(index, 1))
+                        size += _characters(row.value)
+                        if size > 1024 * MiB and size > _MOST_EXPANSION * file.stat().st_size:
+                            raise too_large(row.position, f"the rows so far have {size:,} characters", 1024 * MiB)
+                        yield row
+    except (pyarrow.ArrowException, MemoryError) as error:
+        reason = shortened((str(error) or type(error).__name__).splitlines()[0])
         raise InputError(
             f"{source.position(number + 1)}: not readable as Parquet ({reason}); write it anew.",
             key="data.damaged-file",
         ) from error
+
+
+def _refuse_bomb(metadata: Any, file: Path) -> list[str]:
+    """The columns of text. `InputError` for a part that would be a thousand times as large in memory as in the file."""
+    texts = []
+    for group in range(metadata.num_row_groups):
+        for place in range(metadata.num_columns):
+            column = metadata.row_group(group).column(place)
+            stored, size = column.total_compressed_size, column.total_uncompressed_size
+            if size > 256 * MiB and size > _MOST_EXPANSION * max(stored, 1):
+                raise too_large(
+                    f"{file}, column {column.path_in_schema}", f"has {size:,} bytes in {stored:,}", 256 * MiB
+                )
+            if group == 0 and column.physical_type == "BYTE_ARRAY":
+                texts.append(column.path_in_schema)
+    return texts
+
+
+def _characters(value: Any) -> int:
+    """Of all texts in a row."""
+    if isinstance(value, dict):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else len(value) if isinstance(value, str) else 0
+
+
+def _parquet_row(source: SourceFile, number: int, row: Any) -> RawRow:
+    import pyarrow
+
+    try:
+        value = _without_nulls(row.to_pylist()[0])
+        if _characters(value) > MAX_ROW_BYTES:
+            raise too_large(source.position(number), "the row is longer", MAX_ROW_BYTES)
+        return RawRow(source, number, value)
+    except UnicodeDecodeError as error:
+        return RawRow(source, number, None, f"a string is not UTF-8 ({error.reason})")
+    except (ValueError, OverflowError, KeyError, TypeError, RecursionError, pyarrow.ArrowException) as error:
+        # A date beyond the year 9999, two fields of one name: what Python has no value for.
+        return RawRow(source, number, None, f"a value cannot be read ({shortened(str(error).splitlines()[0])})")
 
 
 def _read_hub(path: str) -> Iterator[RawRow]:

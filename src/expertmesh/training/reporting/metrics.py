@@ -24,6 +24,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.layer import ExpertLayer, layer_of
 from expertmesh.io.directory import io_errors
+from expertmesh.io.reading import MAX_METRICS_BYTES, opened, rows
 from expertmesh.io.safetensors_writer import replace_synced
 from expertmesh.state.stage_view import stage_names
 
@@ -279,10 +280,17 @@ def keep_rows(path: Path, done: int) -> None:
 
     Raises `InputError` for a file that cannot be read or written, or has a line that is no row.
     """
+    kept, line = [], b"\n"
     with io_errors(path, path.stat().st_size if path.exists() else 0):
-        lines = path.read_bytes().splitlines(keepends=True) if done and path.exists() else []
-        whole = [(number, line) for number, line in enumerate(lines, start=1) if line.endswith(b"\n")]
-        replace_synced(path, b"".join(line for number, line in whole if _step_of(line, path, number) <= done))
+        if done and path.exists():
+            with opened(path, MAX_METRICS_BYTES) as file:
+                for number, line in enumerate(rows(file, path), start=1):
+                    if line.endswith(b"\n") and _step_of(line, path, number) <= done:
+                        kept.append(line)
+        if not line.endswith(b"\n"):  # blocks of zeros are what a power loss leaves
+            what = "zeros" if line.strip(b"\0") == b"" else "a row that was cut short"
+            print(f"{path}: ended in {what}; cut back to its last whole row", flush=True)
+        replace_synced(path, b"".join(kept))
 
 
 def _step_of(line: bytes, path: Path, number: int) -> int:
