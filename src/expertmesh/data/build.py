@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from expertmesh.config import DataConfig, DataSource
 from expertmesh.config.errors import InputError
-from expertmesh.data.encode import Encoded
+from expertmesh.data.encoding.encode import Encoded
 from expertmesh.data.formats import (
     FORMATS,
     PREFERENCE,
@@ -27,10 +27,10 @@ from expertmesh.data.formats import (
     fitting_formats,
     visible,
 )
-from expertmesh.data.preference import PairEncoder
+from expertmesh.data.encoding.preference import PairEncoder
 from expertmesh.data.report import ODD_ROWS, POSITIONS_KEPT, DataReport, SourceReport, histogram_of
 from expertmesh.data.sources import RawRow, SourceFile, read_source
-from expertmesh.data.targets import ChatOptions
+from expertmesh.data.encoding.targets import ChatOptions
 from expertmesh.data.tokenized import TokenizedDataset, refuse_unknown_id
 
 _ROWS_PER_TOKENIZER_CALL = 512

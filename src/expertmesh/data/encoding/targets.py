@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from expertmesh.data.formats import THINKING_KEYS, MalformedRow, thoughts, visible, without_thinking
-from expertmesh.data.sandbox import LimitExceeded, restart_clock
+from expertmesh.data.encoding.sandbox import LimitExceeded, restart_clock
 
 GENERATION_MARKS = "generation marks"
 SOME_TURNS_MARKED = "generation marks on some assistant turns only"
