@@ -17,8 +17,8 @@ from expertmesh.config import Config
 from expertmesh.config.errors import SecurityError
 from expertmesh.data.encoding import sandbox
 from expertmesh.data.encoding.chat import ChatRenderer
-from expertmesh.data.formats import Conversation, MalformedRow
 from expertmesh.data.encoding.targets import MAX_ADDED_CHARACTERS, ChatOptions, Rendered
+from expertmesh.data.formats import Conversation, MalformedRow
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer

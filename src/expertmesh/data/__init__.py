@@ -7,7 +7,7 @@ trains on. Nothing here communicates.
 from expertmesh.data.build import build_dataset
 from expertmesh.data.loader import BatchLayout, EvaluationBatches, Step, TrainingBatches, padding_token_id
 from expertmesh.data.report import DataReport
-from expertmesh.data.tokenized import IGNORE, Sample, TokenizedDataset, check_vocabulary
+from expertmesh.data.tokenized import IGNORE, Sample, TokenizedDataset
 from expertmesh.data.tokenizer import load_tokenizer
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "TokenizedDataset",
     "TrainingBatches",
     "build_dataset",
-    "check_vocabulary",
     "load_tokenizer",
     "padding_token_id",
 ]

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from expertmesh.data.encoding.chat import ChatRenderer
-from expertmesh.data.formats import Conversation, MalformedRow, PlainText, PromptCompletion
 from expertmesh.data.encoding.targets import (
     EVERY_TOKEN,
     PREFIX_DIFFERENCE,
@@ -26,6 +25,7 @@ from expertmesh.data.encoding.targets import (
     Span,
     special_strings,
 )
+from expertmesh.data.formats import Conversation, MalformedRow, PlainText, PromptCompletion
 
 COMPLETION = "completion"
 
