@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase, Qwen3MoeConfig
 
-from expertmesh.cli import check
+from expertmesh.cli.data import check
 from expertmesh.config import Config
 from expertmesh.config.errors import SecurityError
 from expertmesh.data.encoding import sandbox

@@ -12,7 +12,7 @@ from itertools import groupby
 
 from transformers import PreTrainedTokenizerBase
 
-from expertmesh.config import DataConfig, DataSource
+from expertmesh.config import Config, DataConfig, DataSource
 from expertmesh.config.errors import InputError
 from expertmesh.data.blocks import Block, BlockEncoder, BlockFacts, Place
 from expertmesh.data.encoding.preference import PairEncoder
@@ -40,6 +40,18 @@ class Recipe:
     pairs: bool = False
     date: datetime.date | None = None
 
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        sources: Sequence[DataSource],
+        tokenizer: PreTrainedTokenizerBase,
+        model_vocab_size: int,
+        date: datetime.date | None = None,
+    ) -> "Recipe":
+        """That of a run for one of its lists of sources."""
+        return cls(sources, config.data, tokenizer, model_vocab_size, config.objective.name == "dpo", date)
+
     @property
     def samples_per_row(self) -> int:
         return 2 if self.pairs else 1
@@ -65,7 +77,11 @@ def build_dataset(
     `data.on_*` stops at, a token id without an embedding, a chat template without a trustworthy mask, or a data set
     without a single target token.
     """
-    recipe = Recipe(sources, data_config, tokenizer, model_vocab_size, pairs, date)
+    return build(Recipe(sources, data_config, tokenizer, model_vocab_size, pairs, date))
+
+
+def build(recipe: Recipe) -> tuple[TokenizedDataset, DataReport]:
+    """The data set of `recipe`, in memory; raises as `build_dataset`."""
     reader = BlockReader(recipe)
     blocks = list(reader)
     report, files = joined(recipe, reader.sources, [block.facts() for block in blocks])

@@ -9,7 +9,6 @@ Nothing here communicates: processes meet in a directory that they have agreed o
 
 import datetime
 import hashlib
-import importlib.metadata
 import json
 import os
 import shutil
@@ -26,9 +25,10 @@ from pydantic import BaseModel, ConfigDict
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
 from expertmesh.data.blocks import BlockFacts, Place
-from expertmesh.data.build import BlockReader, Recipe, joined
+from expertmesh.data.build import BlockReader, Recipe, build, joined
+from expertmesh.data.fingerprints import Origin, Origins, settings_of, sha256_of
 from expertmesh.data.report import DataReport, SourceReport
-from expertmesh.data.sources import Share, SourceFile, locations
+from expertmesh.data.sources import Share, SourceFile
 from expertmesh.data.tokenized import SampleIndex, TokenizedDataset, index_of
 from expertmesh.io.safetensors_writer import replace_synced, sync
 from expertmesh.io.versioned_json import read_versioned
@@ -37,18 +37,8 @@ DIRECTORY = "prepared"
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
 _BUILDING = ".building-"
-# Keys of `data` that tokens do not depend on; the template's text counts, not its file.
-_NO_MATTER = {"train", "eval", "packing", "shuffle", "chat_template", "prepared_path"}
 _ERRORS = {kind.__name__: kind for kind in (InputError, IntegrityError, SecurityError)}
 _ABANDONED_AFTER_SECONDS = 24 * 3600
-
-
-class _Origin(BaseModel):
-    """One location as it was read."""
-
-    name: str
-    stamp: str
-    content: str
 
 
 class _Manifest(BaseModel):
@@ -57,7 +47,7 @@ class _Manifest(BaseModel):
     schema_version: int = SCHEMA_VERSION
     settings: dict[str, Any]
     date: datetime.date | None
-    origins: list[_Origin]
+    origins: list[Origin]
     files: list[SourceFile]
     shard_bytes: dict[str, int]
     index_sha256: str
@@ -108,21 +98,12 @@ class Preparation:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """All but the rows that tokens depend on."""
-        recipe = self.recipe
-        return {
-            "code": _code_sha256(),
-            "versions": {name: importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")},
-            "tokenizer": _tokenizer_sha256(recipe),
-            "model_vocab_size": recipe.model_vocab_size,
-            "pairs": recipe.pairs,
-            "sources": [source.model_dump(mode="json") for source in recipe.sources],
-            "data": recipe.config.model_dump(mode="json", exclude=_NO_MATTER),
-        }
+        return settings_of(self.recipe)
 
     @cached_property
     def key(self) -> str:
         """Names the settings."""
-        return _sha256(json.dumps(self.settings, sort_keys=True))[:16]
+        return sha256_of(json.dumps(self.settings, sort_keys=True))[:16]
 
     def find(self) -> PreparedData | None:
         """The tokens, if they have been prepared from the rows as they are now.
@@ -130,7 +111,7 @@ class Preparation:
         Raises `IntegrityError` for files that are not what the manifest says.
         """
         fitting: list[tuple[str, Path, _Manifest]] = []
-        now = _Origins(self.recipe)
+        now = Origins(self.recipe)
         for path in sorted(self.directory.glob(f"{self.key}-*/{MANIFEST}")):
             manifest = read_versioned(path, _Manifest, SCHEMA_VERSION, key="data.damaged-preparation")
             wanted = self.recipe.date is None or manifest.date in (None, self.recipe.date)
@@ -158,7 +139,7 @@ class Preparation:
             building.mkdir(parents=True, exist_ok=True)
             _remove_abandoned(self.directory)
         reader = BlockReader(replace(self.recipe, date=self.recipe.date or datetime.date.today()), share)
-        stamps = _Origins(self.recipe).stamps()
+        stamps = Origins(self.recipe).stamps()
         facts: list[BlockFacts] = []
         indices: list[SampleIndex] = []
         tokens = 0
@@ -204,7 +185,7 @@ class Preparation:
         )
         blocks = [written[process].blocks[at] for _, process, at in order]
         recipe = replace(self.recipe, date=self.recipe.date or datetime.date.today())
-        origins = _Origins(self.recipe).now()
+        origins = Origins(self.recipe).now()
         for each in written:
             changed = [now.name for now, stamp in zip(origins, each.stamps, strict=True) if now.stamp != stamp]
             if changed:
@@ -234,7 +215,7 @@ class Preparation:
             )
             manifest.data_sha256 = _opened(building, manifest, self.recipe).sha256()
             replace_synced(building / MANIFEST, manifest.model_dump_json(indent=1).encode())
-            content = _sha256(json.dumps([origin.content for origin in manifest.origins]))[:16]
+            content = sha256_of(json.dumps([origin.content for origin in manifest.origins]))[:16]
             final = self.directory / f"{self.key}-{content}{f'-{manifest.date}' if manifest.date else ''}"
             try:
                 os.rename(building, final)
@@ -244,35 +225,12 @@ class Preparation:
             sync(self.directory)
 
 
-class _Origins:
-    """The locations of a recipe, looked at once."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self._locations = [each for source in recipe.sources for each in locations(source.path)]
-        self._contents: dict[int, str] = {}
-
-    def are(self, before: list[_Origin]) -> bool:
-        """Whether these are the locations that were read, with the same content."""
-        if [each.name for each in self._locations] != [origin.name for origin in before]:
-            return False
-        return all(
-            location.stamp() == origin.stamp or self._content(at) == origin.content
-            for at, (location, origin) in enumerate(zip(self._locations, before, strict=True))
-        )
-
-    def stamps(self) -> list[str]:
-        return [location.stamp() for location in self._locations]
-
-    def now(self) -> list[_Origin]:
-        return [
-            _Origin(name=location.name, stamp=location.stamp(), content=self._content(at))
-            for at, location in enumerate(self._locations)
-        ]
-
-    def _content(self, at: int) -> str:
-        if at not in self._contents:
-            self._contents[at] = self._locations[at].content()
-        return self._contents[at]
+def found_or_built(config: Config, recipe: Recipe) -> tuple[TokenizedDataset, DataReport]:
+    """The tokens of `recipe` where they are prepared, else made in memory; nothing is written."""
+    found = Preparation.of(config, recipe).find()
+    if found is not None:
+        return found.dataset, found.report
+    return build(recipe)
 
 
 def _opened(directory: Path, manifest: _Manifest, recipe: Recipe) -> TokenizedDataset:
@@ -368,31 +326,3 @@ def _unwritable(directory: Path) -> Iterator[None]:
             "space, or set data.prepared_path to another directory",
             key="output.unwritable",
         ) from error
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _code_sha256() -> str:
-    """Of the code that makes tokens of rows: what an earlier version of it has made is not taken."""
-    here = Path(__file__).parent
-    return _sha256("".join(path.read_text("utf-8") for path in sorted(here.rglob("*.py")) if path.stem not in _READERS))
-
-
-# What only reads tokens.
-_READERS = {"loader", "packing", "prepared", "__init__"}
-
-
-def _tokenizer_sha256(recipe: Recipe) -> str:
-    tokenizer = recipe.tokenizer
-    if tokenizer.is_fast:
-        backend = json.loads(tokenizer.backend_tokenizer.to_str())
-        for state in ("truncation", "padding"):  # calls change them
-            backend.pop(state, None)
-    else:
-        files = [Path(str(getattr(tokenizer, name, ""))) for name in tokenizer.vocab_files_names]
-        backend = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()}
-        backend |= {"vocabulary": tokenizer.get_vocab(), "arguments": repr(sorted(tokenizer.init_kwargs.items()))}
-    special = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
-    return _sha256(json.dumps([type(tokenizer).__name__, backend, tokenizer.chat_template, special], sort_keys=True))

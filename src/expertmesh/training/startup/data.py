@@ -17,9 +17,15 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from expertmesh.config import Config
-from expertmesh.data import DataReport, TokenizedDataset, load_tokenizer, padding_token_id
-from expertmesh.data.build import Recipe
-from expertmesh.data.prepared import Preparation, PreparedData
+from expertmesh.data import (
+    DataReport,
+    Preparation,
+    PreparedData,
+    Recipe,
+    TokenizedDataset,
+    load_tokenizer,
+    padding_token_id,
+)
 from expertmesh.data.sources import Share
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks, sum_over_ranks
 from expertmesh.training.startup.model_check import Checked
@@ -54,8 +60,7 @@ def read_data(config: Config, checked: Checked, date: datetime.date | None, say:
     found: list[PreparedData] = []
     for sources in (config.data.train, config.data.eval):
         if sources:
-            pairs = config.objective.name == "dpo"
-            recipe = Recipe(sources, config.data, tokenizer, checked.vocab_size, pairs, date)
+            recipe = Recipe.of(config, sources, tokenizer, checked.vocab_size, date)
             found.append(_on_all_ranks(Preparation.of(config, recipe), say))
             date = date or found[0].date or datetime.date.today()
     assert date is not None
