@@ -113,9 +113,9 @@ def test_damaged_parquet_is_refused_by_name(tmp_path: Path) -> None:
 def test_paths_that_hold_no_data_are_refused(tmp_path: Path) -> None:
     with refused("data.no-files", naming=".jsonl, .ndjson, .json, .parquet"):
         read(tmp_path)
-    (tmp_path / "a.csv").write_text("text\n")
-    with refused("data.unsupported-file", naming="'.csv'"):
-        read(tmp_path / "a.csv")
+    (tmp_path / "a.xlsx").write_text("text\n")
+    with refused("data.unsupported-file", naming="'.xlsx'"):
+        read(tmp_path / "a.xlsx")
 
 
 @pytest.mark.parametrize("path", ["nowhere/train.jsonl", "./train", "/no/such/dir", "a/b/c", "train.parquet"])

@@ -171,7 +171,17 @@ def check(
     nproc: Annotated[int | None, N(help="for so many ranks (default: as in train)")] = None,
 ) -> int:
     """validate a YAML file, its data and its tokenizer without training"""
-    return call("expertmesh.cli.check", load_config(config, overrides or ()), samples, nproc)
+    return call("expertmesh.cli.data.check", load_config(config, overrides or ()), samples, nproc)
+
+
+@verb
+def prepare(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    workers: Annotated[int | None, N(help="processes (default: one for each processor)")] = None,
+) -> int:
+    """tokenize the data of a YAML file once, for every start that comes"""
+    return call("expertmesh.cli.data.prepare", load_config(config, overrides or ()), workers)
 
 
 @verb

@@ -50,6 +50,8 @@ class DataConfig(Section):
     thinking: Literal["auto", "drop", "keep_last", "every_turn"] = "auto"
     """Thinking in answers: what the template makes of it (auto), none, that of the last answer alone, or that of every
     answer, for which a row becomes several samples if the template keeps that of the last one only."""
+    prepared_path: str | None = None
+    """Directory for tokens, which runs that name the same one share; null for prepared in output_dir."""
     packing: bool = True
     """Fill each sequence with several samples; attention stays inside each of them."""
     loss_on: Literal["assistant", "completion", "all"] = "assistant"

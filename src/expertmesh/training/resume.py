@@ -38,6 +38,7 @@ _FREE_KEYS = (
     "moe.dispatch",
     "moe.compute",
     "data.eval",
+    "data.prepared_path",
     "output_dir",
 )
 # What a run began with, though its section is free.
@@ -154,13 +155,14 @@ def _data_difference(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> s
     return f"{sentence} ({', '.join(counts) or 'as many of both, and the first one is the same'})"
 
 
-def date_of(start: Path | None) -> datetime.date:
-    """The date that chat templates write: that of the first start of the run whose checkpoint this is, or today's.
+def date_of(start: Path | None) -> datetime.date | None:
+    """The date that chat templates write: that of the first start of the run whose checkpoint this is; None for a run
+    that starts anew.
 
-    Reads the checkpoint's state: call it on one rank. Checkpoints of older versions know none.
+    Reads the checkpoint's state: call it on one rank. Checkpoints of older versions know none, which is today's.
     """
     if start is None:
-        return datetime.date.today()
+        return None
     saved = read_state_file(start, read_manifest(start)).state.get("identity", {})
     try:
         return datetime.date.fromisoformat(saved["date"]) if "date" in saved else datetime.date.today()
