@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig
 
 from expertmesh.training.reporting.first_loss import first_loss_lines, untrained_excess
-from expertmesh.training.reporting.metrics import Collapse, StepMetrics
+from expertmesh.training.reporting.metrics import StepMetrics
+from expertmesh.training.reporting.reporter import Collapse
 from tests.support.models import tiny_config
 
 

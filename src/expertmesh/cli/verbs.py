@@ -38,6 +38,7 @@ from expertmesh.config.schema import schema_text
 from expertmesh.launcher.launch import RunOptions
 from expertmesh.launcher.launch import run as run_ranks
 from expertmesh.launcher.lazy_imports import lazy_imports
+from expertmesh.training.startup.packages import refuse_missing_packages
 
 TRAIN = "expertmesh.planning.forecast:train_with_forecast"
 ErrorFormat = Literal["text", "json"]
@@ -134,7 +135,9 @@ def train(
 ) -> int:
     """fine-tune the model that a YAML file describes"""
     options = RunOptions(nproc=nproc, max_seconds=max_time, max_restarts=max_restarts, audit=audit)
-    return run_ranks(load_config(config, overrides or ()), TRAIN, options, _preflight)
+    read = load_config(config, overrides or ())
+    refuse_missing_packages(read)
+    return run_ranks(read, TRAIN, options, _preflight)
 
 
 def _preflight(config: Config, ranks: int, ranks_per_node: int) -> None:

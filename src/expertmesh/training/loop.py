@@ -7,6 +7,7 @@ of `train_step` is the same sequence of collectives on all of them.
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,11 @@ from expertmesh.training.checkpoints import RunCheckpoints
 from expertmesh.training.control import Control, Stopped
 from expertmesh.training.exchange import NonFiniteGuard, RankFacts, StepFacts, exchange
 from expertmesh.training.objective import RunObjective, evaluating, in_groups, on_device
-from expertmesh.training.reporting.metrics import EvalMetrics, ExpertLoad, Reporter, StepMetrics
+from expertmesh.training.reporting.metrics import EvalMetrics, ExpertLoad, StepMetrics, expert_load, tokens_are_due
 from expertmesh.training.resume import Counters
+
+if TYPE_CHECKING:
+    from expertmesh.training.reporting.reporter import Reporter
 
 
 @dataclass(slots=True)
@@ -39,7 +43,7 @@ class TrainingLoop:
     train_batches: TrainingBatches
     eval_batches: EvaluationBatches | None
     total_steps: int
-    reporter: Reporter
+    reporter: "Reporter"
     expert_load: ExpertLoad
     checkpoints: RunCheckpoints
     control: Control
@@ -84,9 +88,10 @@ class TrainingLoop:
             self.checkpoints.finish()
 
     def _report(self, number: int, step: Step, result: "_StepResult", clock: "_Clock") -> None:
-        load, peak_memory = self.expert_load.take()
+        tokens_LE, peak_memory = self.expert_load.take()
         elapsed, seconds = clock.read()
         balance = attached_balance(self.model)
+        due = tokens_are_due(number, self.config.log.every_steps, self.total_steps)
         self.reporter.step(
             StepMetrics(
                 step=number,
@@ -98,7 +103,8 @@ class TrainingLoop:
                 tokens_per_second=self.counters.tokens / seconds,
                 peak_memory_bytes=peak_memory,
                 elapsed_seconds=elapsed,
-                expert_load=load,
+                expert_load=expert_load(tokens_LE),
+                expert_tokens=tokens_LE.tolist() if due else None,
                 figures=result.facts.figures,
                 aux_loss=result.facts.aux_loss if balance.aux_loss_coef else None,
                 z_loss=result.facts.z_loss if balance.z_loss_coef else None,

@@ -17,8 +17,8 @@ from expertmesh.training.checkpoints import open_checkpoints
 from expertmesh.training.control import Control
 from expertmesh.training.lock import RunLock
 from expertmesh.training.loop import TrainingLoop
-from expertmesh.training.reporting.plan_lines import Predict, print_plan
-from expertmesh.training.reporting.start import open_reports, out_of_memory
+from expertmesh.training.reporting.plan_lines import Predict, out_of_memory, print_plan
+from expertmesh.training.reporting.reporter import open_reporter, start_reports
 from expertmesh.training.run_state import load_state, save_result
 from expertmesh.training.startup.preflight import preflight
 from expertmesh.training.startup.prepare import prepare, say
@@ -57,8 +57,9 @@ def _train(config: Config, control: Control, checked: "Checked", predict: Predic
         run = prepare(config, control, checked)
         if is_main:
             print_plan(run, forecast)
+        reporter = stack.enter_context(open_reporter(run))
         state = load_state(run, control)
-        reporter, expert_load = open_reports(run, forecast, after_step=state.counters.step)
+        expert_load = start_reports(reporter, run, forecast, state.counters.step)
         loop = TrainingLoop(
             config=config,
             mesh=run.mesh,
@@ -75,10 +76,7 @@ def _train(config: Config, control: Control, checked: "Checked", predict: Predic
             control=control,
             counters=state.counters,
         )
-        try:
-            loop.run()
-        finally:
-            reporter.close()
+        loop.run()
         control.progress.at(state.counters.step, "saving the result")
         if lock is not None:
             lock.check()

@@ -1,8 +1,13 @@
-"""The plan that `train` prints before it reads weights: every derived value, so that nobody has to guess one."""
+"""The plan that `train` prints before it reads weights: every derived value, so that nobody has to guess one. Also what
+a rank says that ran out of memory, beside what was predicted.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.tensor import DTensor
@@ -10,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from expertmesh.adapters.plan import plan_lines as adapter_plan_lines
 from expertmesh.adapters.plan import plan_of
 from expertmesh.anatomy import Anatomy, is_adapter
-from expertmesh.config import Config
+from expertmesh.config import Config, InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.io.terminal import gib
 from expertmesh.parallel.context import context_lines
@@ -20,6 +25,9 @@ from expertmesh.step.pipeline_schedule import schedule_kind
 from expertmesh.training.reporting.record import Forecast
 from expertmesh.training.startup.model_check import Checked
 from expertmesh.training.startup.prepare import Prepared
+
+if TYPE_CHECKING:
+    from expertmesh.training.progress import RankStatus
 
 Predict = Callable[[Config, Checked], Forecast]
 """What a step of a checked run will take. Training has no predictor of its own."""
@@ -31,6 +39,21 @@ def print_plan(run: Prepared, forecast: Forecast | None) -> None:
     if run.start is None and (directory / "metrics.jsonl").exists():
         print(f"{directory} holds an unfinished run without a checkpoint; it starts again from the beginning")
     print("\n".join(plan_lines(run, forecast)), flush=True)
+
+
+def out_of_memory(error: torch.OutOfMemoryError, at: "RankStatus", forecast: Forecast | None) -> InputError:
+    """What a rank that ran out of device memory reports. The same start would fail again, so it is no failure to retry.
+
+    `at`: where the rank was.
+    """
+    sentence = f"rank {dist.get_rank()} ran out of memory {at}: {str(error).strip().split('. ')[0].rstrip('.')}"
+    if torch.accelerator.is_available():
+        sentence += f"; it held {torch.accelerator.max_memory_allocated() / 2**30:.2f} GiB at its peak"
+    if forecast is not None:
+        cures = "; or ".join(forecast.cures())
+        sentence += f"; predicted {forecast.line}; "
+        sentence += f"predicted to fit, the fastest first: {cures}" if cures else "nothing tried is predicted to fit"
+    return InputError(f"{sentence}; change the configuration or use more devices", key="run.out-of-memory")
 
 
 def plan_lines(run: Prepared, forecast: Forecast | None) -> Iterator[str]:

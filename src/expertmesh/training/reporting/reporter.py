@@ -1,0 +1,203 @@
+"""Where a run's figures go: `metrics.jsonl` always, trackers when asked, a progress bar or one line per step.
+
+Only rank 0 writes. Numbers that are not finite are written as null, because JSON has no NaN.
+"""
+
+import json
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from expertmesh.checkpoint.manifest import read_manifest
+from expertmesh.checkpoint.small_files import read_state_file
+from expertmesh.config.errors import InputError
+from expertmesh.distributed.all_ranks import raise_on_all_ranks
+from expertmesh.io.directory import io_errors
+from expertmesh.io.safetensors_writer import replace_synced
+from expertmesh.training.control import Stopped
+from expertmesh.training.reporting.metrics import EvalMetrics, ExpertLoad, StepMetrics, shown
+from expertmesh.training.reporting.record import Forecast
+from expertmesh.training.reporting.start import record_start
+from expertmesh.training.reporting.trackers import Trackers, open_trackers
+from expertmesh.training.startup.prepare import Prepared
+
+# Collapse: how near to ln(vocabulary) a loss is that of a guess, and from how many tokens an expert should have some.
+_NEARLY = 0.005
+_TOKENS_PER_EXPERT = 32
+
+
+@dataclass(slots=True)
+class Collapse:
+    """Signs that a run learns nothing any more, each told once. `vocabulary`: of the model; None where the loss is no
+    cross-entropy. Experts are counted where a step has at least _TOKENS_PER_EXPERT tokens for each.
+    """
+
+    vocabulary: int | None
+    experts: int
+    top_k: int
+    _seen: Counter[str] = field(default_factory=Counter)
+
+    def lines(self, metrics: StepMetrics) -> Iterator[str]:
+        """What to print after this report."""
+        if metrics.skipped:
+            return
+        uniform = math.log(self.vocabulary) if self.vocabulary is not None else math.inf
+        many = metrics.target_tokens * self.top_k >= _TOKENS_PER_EXPERT * self.experts
+        dead = max((layer["dead"] for layer in metrics.expert_load), default=0) if many else 0
+        signs = {
+            "the gradient norm has been 0: nothing is trained": (metrics.grad_norm == 0, 3),
+            f"the loss has been that of a uniform guess, ln {self.vocabulary or 0:,} = {uniform:.2f}: the model has "
+            "collapsed, or learns nothing": (abs(metrics.loss - uniform) < _NEARLY * uniform, 20),
+            "more than half of a layer's experts have been without a token: the routers have collapsed": (
+                dead > self.experts / 2,
+                3,
+            ),
+        }
+        for sign, (shows, reports) in signs.items():
+            told = self._seen[sign] >= reports
+            self._seen[sign] = self._seen[sign] + 1 if shows or told else 0
+            if not told and self._seen[sign] == reports:
+                yield f"warning: for {reports} reports in a row {sign}"
+
+
+@dataclass(slots=True)
+class Reporter:
+    """Where metrics go; without a writer and silent on ranks other than 0. A context that closes what is open."""
+
+    trackers: Trackers = field(default_factory=Trackers)
+    rows: "_Jsonl | None" = None
+    bar: "_Bar | None" = None
+    collapse: Collapse | None = None
+    total_steps: int = 0
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._write(metrics.row())
+        if self.bar is not None:
+            self.bar.show(metrics)
+        elif self.rows is not None:
+            print(metrics.line(self.total_steps), flush=True)
+        for line in self.collapse.lines(metrics) if self.collapse is not None else ():
+            print(line, flush=True)
+
+    def evaluation(self, step: int, metrics: EvalMetrics) -> None:
+        self._write({"step": step, **metrics.row()})
+        if self.rows is not None:
+            figures = "".join(f"  {each}" for each in shown(metrics.figures))
+            print(f"step {step}  eval loss {metrics.loss:.4f} over {metrics.over}{figures}", flush=True)
+
+    def sync(self) -> None:
+        """Have the disk hold every row so far: a checkpoint that is resumed must not have lost its steps' rows."""
+        if self.rows is not None:
+            self.rows.sync()
+        self.trackers.sync()
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self.rows is not None:
+            self.rows.write(row)
+        self.trackers.write(row)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if self.rows is not None:
+            self.rows.file.close()
+        if self.bar is not None:
+            self.bar.progress.stop()
+        self.trackers.close(failed=kind is not None and not issubclass(kind, Stopped))
+
+
+def open_reporter(run: Prepared) -> Reporter:
+    """With what may refuse before weights are read: the trackers. Every rank calls it; issues one small all-reduce.
+
+    Raises `InputError` on all ranks if one cannot be opened.
+    """
+    reporter = Reporter()
+    with raise_on_all_ranks("opening the trackers"):
+        if run.mesh.rank == 0:
+            done = 0 if run.start is None else read_state_file(run.start, read_manifest(run.start)).step
+            reporter.trackers = open_trackers(run.config, done)
+    return reporter
+
+
+def start_reports(reporter: Reporter, run: Prepared, forecast: Forecast | None, after_step: int) -> ExpertLoad:
+    """Open `output_dir/metrics.jsonl` and the display that fits the terminal; add this start to the run's run.json.
+
+    A run that continues after some steps goes on in the same file; what it says of later steps is removed. Every rank
+    calls it; issues one all-gather of five integers and two small all-reduces. Raises `InputError` on all ranks if
+    rank 0 cannot write.
+    """
+    with raise_on_all_ranks("opening the metrics"):
+        if run.mesh.rank == 0:
+            experts = run.checked.anatomy.experts[0]
+            vocabulary = run.checked.vocab_size if run.config.objective.name == "sft" else None
+            reporter.collapse = Collapse(vocabulary, experts.num_experts, experts.top_k or 1)
+            reporter.rows = _Jsonl(Path(run.config.output_dir) / "metrics.jsonl", after_step)
+            reporter.total_steps = run.total_steps
+            reporter.bar = _Bar(run.total_steps, after_step) if sys.stdout.isatty() else None
+    record_start(run, forecast, after_step)
+    return ExpertLoad(run.model, run.checked.anatomy, run.mesh)
+
+
+def keep_rows(path: Path, done: int) -> None:
+    """Drop the rows of steps after `done` from a metrics.jsonl, and a last line that was cut short.
+
+    Raises `InputError` for a file that cannot be read or written, or has a line that is no row.
+    """
+    with io_errors(path, path.stat().st_size if path.exists() else 0):
+        lines = path.read_bytes().splitlines(keepends=True) if done and path.exists() else []
+        whole = [(number, line) for number, line in enumerate(lines, start=1) if line.endswith(b"\n")]
+        replace_synced(path, b"".join(line for number, line in whole if _step_of(line, path, number) <= done))
+
+
+def _step_of(line: bytes, path: Path, number: int) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{path}:{number}: is no row of metrics; remove the line, or move the file away", key="run.damaged-metrics"
+        ) from error
+
+
+class _Jsonl:
+    def __init__(self, path: Path, done: int) -> None:
+        keep_rows(path, done)
+        self.path = path
+        self.file = path.open("ab", buffering=0)
+
+    def write(self, row: dict[str, Any]) -> None:
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        line = json.dumps(finite, allow_nan=False).encode() + b"\n"
+        with io_errors(self.path, len(line)):
+            while line:
+                line = line[self.file.write(line) :]
+
+    def sync(self) -> None:
+        with io_errors(self.path, 0):
+            os.fsync(self.file.fileno())
+
+
+class _Bar:
+    """A live progress bar."""
+
+    def __init__(self, total_steps: int, done: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.progress = Progress(
+            BarColumn(bar_width=16), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
+        )
+        self.task = self.progress.add_task("", total=total_steps, completed=done)
+        self.total = total_steps
+        self.progress.start()
+
+    def show(self, metrics: StepMetrics) -> None:
+        if metrics.skipped:
+            print(metrics.line(self.total))
+        text = f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s"
+        text += f"  {metrics.peak_memory_bytes / 2**30:.2f} GiB"
+        self.progress.update(self.task, completed=metrics.step, description=text)
