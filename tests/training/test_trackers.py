@@ -18,6 +18,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from expertmesh.config import Config, load_config
+from expertmesh.io.terminal import print_log
 from expertmesh.training.reporting.metrics import tokens_are_due
 from expertmesh.training.reporting.trackers import TRACKERS_FILE, Trackers, figures_of, heat_map, open_trackers
 from expertmesh.training.startup.packages import refuse_missing_packages
@@ -192,6 +193,7 @@ def test_a_tracker_that_fails_is_said_once_and_given_up(capsys: pytest.CaptureFi
         def log(self, *arguments: Any) -> None:
             raise ConnectionError("the server is away.\nmore")
 
+    print_log("warning")
     trackers = Trackers({"mlflow": Broken()})  # type: ignore[dict-item]
     for _ in range(2):
         trackers.write(STEP)

@@ -46,6 +46,8 @@ class LogConfig(Section):
     """Report every this many optimizer steps."""
     report_to: Listed[Literal["jsonl", "tensorboard", "wandb", "trackio", "mlflow"]] = ("jsonl",)
     """Where metrics go; jsonl (output_dir/metrics.jsonl) is always on, also when it is not named."""
+    level: Literal["debug", "info", "warning"] = "info"
+    """What is printed: warnings alone, what rank 0 does as well, or at debug where every rank is when it starts."""
     project: str | None = Field(default=None, min_length=1)
     """Of wandb and trackio, and MLflow's experiment; null for WANDB_PROJECT, TRACKIO_PROJECT or MLFLOW_EXPERIMENT_NAME,
     or expertmesh."""

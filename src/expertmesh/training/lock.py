@@ -15,6 +15,7 @@ reading can remove a living lock.
 
 import errno
 import json
+import logging
 import os
 import socket
 import threading
@@ -26,6 +27,8 @@ from types import TracebackType
 from typing import Self
 
 from expertmesh.config.errors import InputError
+
+log = logging.getLogger(__name__)
 
 NAME = "lock.json"
 BEAT_SECONDS = 15.0
@@ -133,7 +136,7 @@ class RunLock:
         if not self._inherit(holder):
             return False
         if holder.launch is None or holder.launch != self.owner.launch:
-            print(f"{self.path}: the run that held it has ended without giving it back ({holder}); taken over")
+            log.info(f"{self.path}: the run that held it has ended without giving it back ({holder}); taken over")
         return True
 
     def _inherit(self, dead: Owner) -> bool:

@@ -2,11 +2,26 @@
 
 import os
 import platform
+import socket
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import transformers
+
+from expertmesh.distributed.mesh import current_device
+
+
+def machine_lines(output_dir: str) -> Iterator[str]:
+    """With what and where this job runs, for its log. Called by rank 0."""
+    found = versions()
+    yield "versions   " + ", ".join(f"{name} {number}" for name, number in found.items())
+    ranks, here = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    machines = f", {here} on each of {ranks // here} machines" if ranks > here else ""
+    yield f"ranks      {ranks} × {device_name(current_device())}{machines}; rank 0 on {socket.gethostname()}"
+    yield f"output     {Path(output_dir).absolute()}"
 
 
 def versions() -> dict[str, str]:

@@ -4,6 +4,7 @@ import math
 import resource
 import sys
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from expertmesh.anatomy import Anatomy
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.layer import ExpertLayer, layer_of
+from expertmesh.io.terminal import duration
 from expertmesh.state.stage_view import stage_names
 
 # A run reports the tokens of every expert so many times.
@@ -24,8 +26,10 @@ class StepMetrics:
     """One row of `metrics.jsonl`.
 
     `loss`: summed token loss over target tokens of the whole step, auxiliary losses apart. `grad_norm`: before
-    clipping. `tokens_per_second`: input tokens of the whole job, without padding. `peak_memory_bytes`: the largest of
-    all ranks since the start (device memory; resident memory on a CPU). `expert_load`: per MoE layer the busiest
+    clipping. `tokens_per_second`: input tokens of the whole job, without padding; `step_seconds`: of a step, pauses
+    left out; `mfu`: model FLOP utilisation, None where the device or the model's FLOPs are not known.
+    `peak_memory_bytes`: the largest of all ranks since the start (device memory; resident memory on a CPU).
+    `expert_load`: per MoE layer the busiest
     expert's tokens over the mean, the entropy of the experts' shares over that of equal ones, and the experts without
     a token. `aux_loss` and `z_loss`: of the whole step, without their factors; only where they are on. `expert_tokens`:
     `[L][E]`, what `expert_load` summarises, in some rows. `figures`: what the objective reports beside its loss, each a
@@ -41,7 +45,9 @@ class StepMetrics:
     tokens_per_second: float
     peak_memory_bytes: int
     elapsed_seconds: float
+    step_seconds: float
     expert_load: list[dict[str, float | int]]
+    mfu: float | None = None
     aux_loss: float | None = None
     z_loss: float | None = None
     skipped: str | None = None
@@ -54,12 +60,19 @@ class StepMetrics:
             key: value for key, value in asdict(self).items() if value is not None and key != "figures"
         } | self.figures
 
-    def line(self, total_steps: int) -> str:
-        """One line for a log."""
-        parts = [f"step {self.step}/{total_steps}", f"loss {self.loss:.4f}", *shown(self.figures)]
-        parts.append(f"grad norm {self.grad_norm:.3f}")
-        parts += [f"lr {self.learning_rate:.2e}", f"{self.tokens_per_second:,.0f} tokens/s"]
+    def line(self, total_steps: int, seconds_left: float, devices: int) -> str:
+        """One line for a log of a job on so many devices."""
+        rate = f"{self.step_seconds:.3g} s/step"
+        if self.step_seconds < 1:
+            rate = f"{1 / max(self.step_seconds, 1e-9):.3g} steps/s"
+        speed = f"{self.tokens_per_second:,.0f} tokens/s"
+        speed += f" ({self.tokens_per_second / devices:,.0f} a device)" if devices > 1 else ""
+        parts = [f"{datetime.now():%H:%M:%S}", f"step {self.step}/{total_steps}", f"epoch {self.epoch:.2f}"]
+        parts += [f"loss {self.loss:.4f}", *shown(self.figures), f"grad norm {self.grad_norm:.3f}"]
+        parts += [f"lr {self.learning_rate:.2e}", rate, speed]
+        parts += [f"MFU {self.mfu:.1%}"] if self.mfu is not None else []
         parts += [f"{self.peak_memory_bytes / 2**30:.2f} GiB", f"load {self.load_summary()}"]
+        parts += [f"{duration(round(seconds_left))} left"] if self.step < total_steps else []
         return "  ".join(parts) + (f"  SKIPPED: {self.skipped}" if self.skipped else "")
 
     def load_summary(self) -> str:

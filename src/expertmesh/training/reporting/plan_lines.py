@@ -2,6 +2,7 @@
 a rank says that ran out of memory, beside what was predicted.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,23 +23,26 @@ from expertmesh.parallel.context import context_lines
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.shard_plan import ShardPlan
 from expertmesh.step.pipeline_schedule import schedule_kind
+from expertmesh.training.reporting.machine import machine_lines
 from expertmesh.training.reporting.record import Forecast
 from expertmesh.training.startup.model_check import Checked
-from expertmesh.training.startup.prepare import Prepared
 
 if TYPE_CHECKING:
     from expertmesh.training.progress import RankStatus
+    from expertmesh.training.startup.prepare import Prepared
+
+log = logging.getLogger(__name__)
 
 Predict = Callable[[Config, Checked], Forecast]
 """What a step of a checked run will take. Training has no predictor of its own."""
 
 
-def print_plan(run: Prepared, forecast: Forecast | None) -> None:
+def print_plan(run: "Prepared", forecast: Forecast | None) -> None:
     """Print the plan, and that an earlier start of the run has come to nothing. For rank 0."""
     directory = Path(run.config.output_dir)
     if run.start is None and (directory / "metrics.jsonl").exists():
-        print(f"{directory} holds an unfinished run without a checkpoint; it starts again from the beginning")
-    print("\n".join(plan_lines(run, forecast)), flush=True)
+        log.info(f"{directory} holds an unfinished run without a checkpoint; it starts again from the beginning")
+    log.info("\n".join([*machine_lines(run.config.output_dir), *plan_lines(run, forecast)]))
 
 
 def out_of_memory(error: torch.OutOfMemoryError, at: "RankStatus", forecast: Forecast | None) -> InputError:
@@ -56,7 +60,7 @@ def out_of_memory(error: torch.OutOfMemoryError, at: "RankStatus", forecast: For
     return InputError(f"{sentence}; change the configuration or use more devices", key="run.out-of-memory")
 
 
-def plan_lines(run: Prepared, forecast: Forecast | None) -> Iterator[str]:
+def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
     """The plan of this rank, line by line. No communication."""
     config, checked, mesh, model, batches = run.config, run.checked, run.mesh, run.model, run.batches
     layout, anatomy, plan = mesh.layout, checked.anatomy, checked.plan

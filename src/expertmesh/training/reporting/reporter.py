@@ -1,17 +1,19 @@
-"""Where a run's figures go: `metrics.jsonl` always, trackers when asked, a progress bar or one line per step.
+"""Where a run's figures go: `metrics.jsonl` always, trackers when asked, a line per report, a bar on a terminal.
 
 Only rank 0 writes. Numbers that are not finite are written as null, because JSON has no NaN.
 """
 
 import json
+import logging
 import math
 import os
-import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from expertmesh.checkpoint.manifest import read_manifest
 from expertmesh.checkpoint.small_files import read_state_file
@@ -19,12 +21,17 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.directory import io_errors
 from expertmesh.io.safetensors_writer import replace_synced
+from expertmesh.io.terminal import bars, has_bars
 from expertmesh.training.control import Stopped
 from expertmesh.training.reporting.metrics import EvalMetrics, ExpertLoad, StepMetrics, shown
 from expertmesh.training.reporting.record import Forecast
 from expertmesh.training.reporting.start import record_start
 from expertmesh.training.reporting.trackers import Trackers, open_trackers
-from expertmesh.training.startup.prepare import Prepared
+
+if TYPE_CHECKING:
+    from expertmesh.training.startup.prepare import Prepared
+
+log = logging.getLogger(__name__)
 
 # Collapse: how near to ln(vocabulary) a loss is that of a guess, and from how many tokens an expert should have some.
 _NEARLY = 0.005
@@ -74,21 +81,35 @@ class Reporter:
     bar: "_Bar | None" = None
     collapse: Collapse | None = None
     total_steps: int = 0
+    devices: int = 1
+    peak_tokens_per_second: float | None = None
+    _began: tuple[int, float] | None = None
 
     def step(self, metrics: StepMetrics) -> None:
+        if self.rows is None:
+            return
+        if self.peak_tokens_per_second is not None:
+            metrics = replace(metrics, mfu=metrics.tokens_per_second / self.peak_tokens_per_second)
         self._write(metrics.row())
+        log.info(metrics.line(self.total_steps, self._seconds_left(metrics), self.devices))
         if self.bar is not None:
             self.bar.show(metrics)
-        elif self.rows is not None:
-            print(metrics.line(self.total_steps), flush=True)
         for line in self.collapse.lines(metrics) if self.collapse is not None else ():
-            print(line, flush=True)
+            log.warning(line)
+
+    def _seconds_left(self, metrics: StepMetrics) -> float:
+        """At the pace since this start's first report, pauses included."""
+        now, left = time.monotonic(), self.total_steps - metrics.step
+        if self._began is None:
+            self._began = metrics.step, now
+            return left * metrics.step_seconds
+        step, began = self._began
+        return left * (now - began) / (metrics.step - step)
 
     def evaluation(self, step: int, metrics: EvalMetrics) -> None:
         self._write({"step": step, **metrics.row()})
-        if self.rows is not None:
-            figures = "".join(f"  {each}" for each in shown(metrics.figures))
-            print(f"step {step}  eval loss {metrics.loss:.4f} over {metrics.over}{figures}", flush=True)
+        figures = "".join(f"  {each}" for each in shown(metrics.figures))
+        log.info(f"step {step}  eval loss {metrics.loss:.4f} over {metrics.over}{figures}")
 
     def sync(self) -> None:
         """Have the disk hold every row so far: a checkpoint that is resumed must not have lost its steps' rows."""
@@ -108,11 +129,11 @@ class Reporter:
         if self.rows is not None:
             self.rows.file.close()
         if self.bar is not None:
-            self.bar.progress.stop()
+            self.bar.close()
         self.trackers.close(failed=kind is not None and not issubclass(kind, Stopped))
 
 
-def open_reporter(run: Prepared) -> Reporter:
+def open_reporter(run: "Prepared") -> Reporter:
     """With what may refuse before weights are read: the trackers. Every rank calls it; issues one small all-reduce.
 
     Raises `InputError` on all ranks if one cannot be opened.
@@ -122,10 +143,12 @@ def open_reporter(run: Prepared) -> Reporter:
         if run.mesh.rank == 0:
             done = 0 if run.start is None else read_state_file(run.start, read_manifest(run.start)).step
             reporter.trackers = open_trackers(run.config, done)
+            for name, tracker in reporter.trackers.trackers.items():
+                log.info(f"tracker    {name}: {tracker.known_as}")
     return reporter
 
 
-def start_reports(reporter: Reporter, run: Prepared, forecast: Forecast | None, after_step: int) -> ExpertLoad:
+def start_reports(reporter: Reporter, run: "Prepared", forecast: Forecast | None, after_step: int) -> ExpertLoad:
     """Open `output_dir/metrics.jsonl` and the display that fits the terminal; add this start to the run's run.json.
 
     A run that continues after some steps goes on in the same file; what it says of later steps is removed. Every rank
@@ -138,8 +161,9 @@ def start_reports(reporter: Reporter, run: Prepared, forecast: Forecast | None, 
             vocabulary = run.checked.vocab_size if run.config.objective.name == "sft" else None
             reporter.collapse = Collapse(vocabulary, experts.num_experts, experts.top_k or 1)
             reporter.rows = _Jsonl(Path(run.config.output_dir) / "metrics.jsonl", after_step)
-            reporter.total_steps = run.total_steps
-            reporter.bar = _Bar(run.total_steps, after_step) if sys.stdout.isatty() else None
+            reporter.total_steps, reporter.devices = run.total_steps, run.mesh.layout.world_size
+            reporter.peak_tokens_per_second = None if forecast is None else forecast.peak_tokens_per_second
+            reporter.bar = _Bar(run.total_steps, after_step) if has_bars() else None
     record_start(run, forecast, after_step)
     return ExpertLoad(run.model, run.checked.anatomy, run.mesh)
 
@@ -183,21 +207,15 @@ class _Jsonl:
 
 
 class _Bar:
-    """A live progress bar."""
+    """How far the run is, below the lines on a terminal."""
 
     def __init__(self, total_steps: int, done: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self.progress = Progress(
-            BarColumn(bar_width=16), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
-        )
-        self.task = self.progress.add_task("", total=total_steps, completed=done)
-        self.total = total_steps
-        self.progress.start()
+        self._open = ExitStack()
+        self._bars = self._open.enter_context(bars())
+        self._task = self._bars.add_task("training", total=total_steps, completed=done)
 
     def show(self, metrics: StepMetrics) -> None:
-        if metrics.skipped:
-            print(metrics.line(self.total))
-        text = f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s"
-        text += f"  {metrics.peak_memory_bytes / 2**30:.2f} GiB"
-        self.progress.update(self.task, completed=metrics.step, description=text)
+        self._bars.update(self._task, completed=metrics.step, description=f"training  loss {metrics.loss:.4f}")
+
+    def close(self) -> None:
+        self._open.close()

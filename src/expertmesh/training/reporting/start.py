@@ -1,5 +1,6 @@
 """Writes `output_dir/run.json` (record.py) when a run starts or goes on."""
 
+import logging
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,6 +29,8 @@ from expertmesh.training.reporting.record import (
     read_record,
 )
 from expertmesh.training.startup.prepare import Prepared
+
+log = logging.getLogger(__name__)
 
 
 def record_start(run: Prepared, forecast: Forecast | None, after_step: int) -> None:
@@ -81,7 +84,7 @@ def _write_record(record: RunRecord, directory: Path) -> None:
         earlier = read_record(directory)
     except ExpertmeshError as error:
         # Nothing that training needs is in it; a run must not end over it.
-        print(f"{error}; the run's earlier starts are left out of it from here on", flush=True)
+        log.warning(f"{error}; the run's earlier starts are left out of it from here on")
         earlier = None
     content = record.after(earlier).model_dump_json(indent=1).encode() + b"\n"
     with io_errors(directory / RECORD_FILE, len(content)):

@@ -8,6 +8,7 @@ and given up: metrics.jsonl has every row.
 """
 
 import importlib
+import logging
 import math
 import os
 import uuid
@@ -26,6 +27,8 @@ from expertmesh.config.errors import InputError
 from expertmesh.io.safetensors_writer import replace_synced
 from expertmesh.io.versioned_json import read_versioned
 from expertmesh.training.resume import flat
+
+log = logging.getLogger(__name__)
 
 TRACKERS_FILE = "trackers.json"
 PROJECT = "expertmesh"
@@ -104,10 +107,9 @@ class Trackers:
             failed = self.trackers.pop(name)
             with suppress(Exception):  # for whatever reason it has failed, it may fail again
                 failed.close(failed=True)
-            print(
+            log.warning(
                 f"warning: {name} failed ({_first_line(error)}); this start reports nothing more to it, and "
-                "metrics.jsonl has every row",
-                flush=True,
+                "metrics.jsonl has every row"
             )
 
 

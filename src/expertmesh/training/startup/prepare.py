@@ -5,6 +5,7 @@ Every rank calls `prepare`. Afterwards all is known, nothing is allocated, and n
 
 import datetime
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,8 @@ from expertmesh.training.resume import Identity, check_start, date_of, find_star
 from expertmesh.training.startup.model_check import Checked
 from expertmesh.training.startup.output_dir import write_config
 from expertmesh.weights.load import bytes_to_read
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +138,7 @@ def prepare(config: Config, control: Control, checked: Checked) -> Prepared:
 def say(control: Control, what: str) -> None:
     """Tell the launcher what this rank does now, and whoever looks on, by rank 0."""
     control.progress.at(0, what)
-    if dist.get_rank() == 0:
-        print(f"starting   {what}", flush=True)
+    log.log(logging.INFO if dist.get_rank() == 0 else logging.DEBUG, f"starting   {what}")
 
 
 def _read_data(config: Config, checked: Checked, date: datetime.date) -> RunData:
