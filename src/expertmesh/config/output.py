@@ -56,16 +56,15 @@ class LogConfig(Section):
 
     every_steps: PositiveInt = 1
     """Report every this many optimizer steps."""
-    report_to: Listed[Literal["jsonl", "tensorboard"]] = ("jsonl",)
+    report_to: Listed[Literal["jsonl", "tensorboard", "wandb", "trackio", "mlflow"]] = ("jsonl",)
     """Where metrics go; jsonl (output_dir/metrics.jsonl) is always on, also when it is not named."""
-
-    @field_validator("report_to", mode="before")
-    @classmethod
-    def _later(cls, value: object) -> object:
-        for name in value if isinstance(value, list | tuple) else ():
-            if name in ("wandb", "trackio"):
-                raise ValueError(f"{name} is not available yet; use jsonl or tensorboard")
-        return value
+    level: Literal["debug", "info", "warning"] = "info"
+    """What is printed: warnings alone, what rank 0 does as well, or at debug where every rank is when it starts."""
+    project: str | None = Field(default=None, min_length=1)
+    """Of wandb and trackio, and MLflow's experiment; null for WANDB_PROJECT, TRACKIO_PROJECT or MLFLOW_EXPERIMENT_NAME,
+    or expertmesh."""
+    run_name: str | None = Field(default=None, min_length=1)
+    """What trackers call the run; null for the last part of output_dir."""
 
     @field_validator("report_to", mode="after")
     @classmethod

@@ -124,7 +124,7 @@ class _File:
         else:
             stream = self.filesystem.open(self.path, "rb")
         if compression is None:
-            return stream  # type: ignore[no-any-return]
+            return stream
         from fsspec.compression import compr
 
         if compression not in compr:

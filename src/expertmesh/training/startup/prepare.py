@@ -5,6 +5,7 @@ Every rank calls `prepare`. Afterwards all is known, nothing is allocated, and n
 
 import datetime
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,8 @@ from expertmesh.training.startup.data import RunData, read_data
 from expertmesh.training.startup.model_check import Checked
 from expertmesh.training.startup.output_dir import refuse_no_more_steps, set_result_aside, write_config
 from expertmesh.weights.load import bytes_to_read
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +120,7 @@ def prepare(config: Config, control: Control, checked: Checked) -> Prepared:
 def say(control: Control, what: str) -> None:
     """Tell the launcher what this rank does now, and whoever looks on, by rank 0."""
     control.progress.at(0, what)
-    if dist.get_rank() == 0:
-        print(f"starting   {what}", flush=True)
+    log.log(logging.INFO if dist.get_rank() == 0 else logging.DEBUG, f"starting   {what}")
 
 
 def _open_mesh(config: Config, checked: Checked) -> Mesh:
