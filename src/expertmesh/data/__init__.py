@@ -6,6 +6,7 @@ trains on. Nothing here communicates.
 
 from expertmesh.data.build import Recipe, build_dataset
 from expertmesh.data.loader import BatchLayout, EvaluationBatches, Step, TrainingBatches, padding_token_id
+from expertmesh.data.mixture import Mixture
 from expertmesh.data.prepared import Preparation, PreparedData, found_or_built
 from expertmesh.data.report import DataReport
 from expertmesh.data.tokenized import IGNORE, Sample, TokenizedDataset
@@ -16,6 +17,7 @@ __all__ = [
     "BatchLayout",
     "DataReport",
     "EvaluationBatches",
+    "Mixture",
     "Preparation",
     "PreparedData",
     "Recipe",
