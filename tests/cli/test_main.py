@@ -62,6 +62,9 @@ def test_train_reads_overrides_before_and_after_options(config: str, calls: list
     ((read, function, options, _),) = calls
     assert (read.train.seed, read.train.max_steps, options) == (1, 2, RunOptions(nproc=3))
     assert function == "expertmesh.planning.forecast:train_with_forecast"
+    assert read.log.level == "info"
+    assert main(["train", config, "-q"]) == 0
+    assert calls[1][0].log.level == "warning"
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,14 @@ def test_generation_marks_are_no_way_round_the_limits(template: str) -> None:
 
 
 @pytest.mark.usefixtures("half_a_second")
+def test_the_time_is_that_of_the_whole_row_however_often_it_is_rendered() -> None:
+    slow = "{% for a in range(99999) %}{% for b in range(8) %}{% endfor %}{% endfor %}" + on_the_fly.CHATML
+    turns = Conversation(HELLO.messages * 60)
+    with refused("tokenizer.unsafe-chat-template", SecurityError, naming="does not finish within 0.5 s"):
+        render(slow, turns)
+
+
+@pytest.mark.usefixtures("half_a_second")
 def test_a_template_that_waits_for_certain_data_is_refused_when_it_comes() -> None:
     template = "{% if messages[0].content == 'now' %}" + NESTED_LOOPS + "{% endif %}" + on_the_fly.CHATML
     now = Conversation(({"role": "user", "content": "now"}, *HELLO.messages[1:]))

@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from fsspec.registry import known_implementations
 from pyarrow import parquet
 
+from expertmesh.config.errors import SecurityError
 from expertmesh.data.sources import RawRow, locations, read_source, refuse_url
 from tests.support.errors import refused
 
@@ -223,3 +225,56 @@ def test_urls_that_nothing_here_can_open_are_refused_by_name(monkeypatch: pytest
     monkeypatch.setitem(known_implementations, "absent", {"class": "absent.Fs", "err": "Install absent"})
     with refused("install.missing-package", naming="Install absent"):
         refuse_url("absent://bucket/a.jsonl")
+
+
+def test_tables_of_what_python_has_no_value_for_are_named_by_row(tmp_path: Path) -> None:
+    twice = pyarrow.StructArray.from_arrays([pyarrow.array(["x"]), pyarrow.array(["y"])], names=["a", "a"])
+    late = pyarrow.array([10**16], pyarrow.timestamp("ms"))
+    for name, column in (("twice", twice), ("late", late)):
+        path = tmp_path / f"{name}.parquet"
+        parquet.write_table(pyarrow.table({"text": column}), path)
+        (row,) = read(path)
+        assert row.value is None
+        assert str(row.problem).startswith("a value cannot be read")
+
+
+def test_a_small_table_that_stands_for_gigabytes_is_refused(tmp_path: Path) -> None:
+    path, text = tmp_path / "bomb.parquet", "x" * (1 << 20)
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 100_000, pyarrow.int32()), pyarrow.array([text]))
+    parquet.write_table(pyarrow.table({"text": column}), path)
+    with refused("file.too-large", naming="bomb.parquet:row 1025"):
+        for _ in read_source(str(path)):
+            pass
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with refused("file.unsafe", SecurityError, naming=name):
+        read(tmp_path / name)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    with refused("file.unsafe", SecurityError, naming=name):
+        read(tmp_path / name)
+
+
+def test_a_row_without_end_is_refused_by_its_line_before_it_is_read(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", ROWS)
+    os.truncate(path, 1 << 40)
+    with refused("file.too-large", naming="a.jsonl:4"):
+        read(path)
+    listed = tmp_path / "b.json"
+    listed.write_text("[")
+    os.truncate(listed, 1 << 40)
+    with refused("file.too-large", naming="b.json"):
+        read(listed)
+
+
+def test_deep_rows_and_rows_of_a_million_keys_are_judged_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    keys = ",".join(f'"k{n}": 1' for n in range(200_000))
+    path.write_text('{"text": ' + "[" * 500 + "]" * 500 + "}\n" + "[" * 100_000 + "\n{" + keys + ', "k7": 2}\n')
+    deep, deeper, wide = read(path)
+    assert deep.problem == "the row cannot be used: it is nested more than 100 deep"
+    assert deeper.problem == "the line is not JSON (nested too deeply)"
+    assert wide.problem == "the key 'k7' appears twice in one object"

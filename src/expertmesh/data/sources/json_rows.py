@@ -7,6 +7,7 @@ from typing import IO, Any
 
 from expertmesh.config.errors import InputError
 from expertmesh.data.sources.rows import RawRow, SourceFile, Takes
+from expertmesh.io.reading import MAX_LIST_BYTES, check_depth, first_repeated, rows, shortened, too_large
 
 _SPACE = re.compile(r"\s*")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -15,7 +16,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 def read_lines(stream: IO[bytes], name: str, takes: Takes) -> Iterator[RawRow | None]:
     """JSON lines; blank lines are no rows."""
     source = SourceFile(name, by_line=True)
-    for number, line in enumerate(stream, start=1):
+    for number, line in enumerate(rows(stream, name), start=1):
         if number == 1:
             line = line.removeprefix(_BYTE_ORDER_MARK)
         if line.strip():
@@ -46,7 +47,10 @@ def read_json(stream: IO[bytes], name: str, takes: Takes) -> Iterator[RawRow | N
         return
     source = SourceFile(name, by_line=False)
     try:
-        text = stream.read().decode("utf-8-sig")
+        content = stream.read(MAX_LIST_BYTES + 1)
+        if len(content) > MAX_LIST_BYTES:
+            raise too_large(name, "is one list, and longer", MAX_LIST_BYTES)
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(
             f"{name} is not UTF-8 ({error.reason} at byte {error.start + 1}); convert it.", key="data.damaged-file"
@@ -99,8 +103,7 @@ def _decoder(duplicates: list[str]) -> json.JSONDecoder:
     def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         built = dict(pairs)
         if len(built) != len(pairs):
-            keys = [key for key, _ in pairs]
-            duplicates.extend(key for key in built if keys.count(key) > 1)
+            duplicates.append(shortened(first_repeated(pairs)))
         return built
 
     def refuse(constant: str) -> Any:
@@ -118,6 +121,10 @@ def _json_reason(error: Exception) -> str:
 def _object_row(source: SourceFile, number: int, value: Any, duplicates: list[str]) -> RawRow:
     if not isinstance(value, dict):
         return RawRow(source, number, None, "the row is not a JSON object")
+    try:
+        check_depth(value)
+    except ValueError as error:
+        return RawRow(source, number, None, f"the row cannot be used: {error}")
     if duplicates:
         return RawRow(source, number, None, f"the key {duplicates[0]!r} appears twice in one object")
     return RawRow(source, number, value)

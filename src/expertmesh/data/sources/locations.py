@@ -5,6 +5,7 @@ changes when its content may have changed, and a hash of the content itself.
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.data.sources.json_rows import read_json, read_lines
 from expertmesh.data.sources.rows import RawRow, SourceFile, Takes
 from expertmesh.data.sources.tables import read_arrow, read_csv, read_parquet, read_table
+from expertmesh.io.reading import open_file
 
 _READERS = {
     **{".jsonl": read_lines, ".ndjson": read_lines, ".json": read_json, ".parquet": read_parquet},
@@ -117,9 +119,12 @@ class _File:
             return digest.hexdigest()
 
     def _open(self, compression: str | None) -> IO[bytes]:
-        stream = self.path.open("rb") if self.filesystem is None else self.filesystem.open(self.path, "rb")
+        if self.filesystem is None:
+            stream = os.fdopen(open_file(self.path), "rb")
+        else:
+            stream = self.filesystem.open(self.path, "rb")
         if compression is None:
-            return stream  # type: ignore[no-any-return]
+            return stream
         from fsspec.compression import compr
 
         if compression not in compr:

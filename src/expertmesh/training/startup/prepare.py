@@ -5,6 +5,7 @@ Every rank calls `prepare`. Afterwards all is known, nothing is allocated, and n
 
 import datetime
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,18 +22,21 @@ from expertmesh.distributed.layout import explicit
 from expertmesh.distributed.mesh import Mesh, build_mesh, current_device, set_timeout
 from expertmesh.parallel.apply import shard_model
 from expertmesh.training.control import Control
-from expertmesh.training.resume import Identity, check_start, date_of, find_start
+from expertmesh.training.resume import Identity, check_start, date_of, find_start, find_weights
 from expertmesh.training.startup.data import RunData, read_data
 from expertmesh.training.startup.model_check import Checked
-from expertmesh.training.startup.output_dir import write_config
+from expertmesh.training.startup.output_dir import refuse_no_more_steps, set_result_aside, write_config
 from expertmesh.weights.load import bytes_to_read
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A run on the point of reading weights, as this rank sees it. Its model is sharded and may still be on meta.
 
-    `start`: the checkpoint to go on from; `changes`: on rank 0, what has changed since.
+    `start`: the checkpoint to go on from; `changes`: on rank 0, what has changed since. `weights`: another run's
+    checkpoint that this one begins with.
     """
 
     config: Config
@@ -46,6 +50,7 @@ class Prepared:
     bytes_to_load: int
     identity: Identity
     start: Path | None
+    weights: Path | None
     changes: tuple[str, ...]
 
     @property
@@ -56,10 +61,11 @@ class Prepared:
 def prepare(config: Config, control: Control, checked: Checked) -> Prepared:
     """Get ready to read weights. Every rank calls it."""
     start: Path | None = None
+    weights: Path | None = None
     date = ""
     with raise_on_all_ranks("looking for a checkpoint"):
         if dist.get_rank() == 0:
-            start = find_start(config)
+            start, weights = find_start(config), find_weights(config)
             date = str(date_of(start) or "")
     known = from_rank_0(date)
     data = read_data(config, checked, datetime.date.fromisoformat(known) if known else None, partial(say, control))
@@ -82,8 +88,9 @@ def prepare(config: Config, control: Control, checked: Checked) -> Prepared:
     changes: Sequence[str] = ()
     with raise_on_all_ranks("comparing with the checkpoint"):
         if start is not None:
-            changes = check_start(start, identity, total_steps, Path(config.output_dir))
-    shared = from_rank_0(str(start or ""))
+            changes = check_start(start, identity, total_steps, config)
+            refuse_no_more_steps(config, start, total_steps)
+    shared, begun = from_rank_0(str(start or "")), from_rank_0(str(weights or ""))
     say(control, "sharding the model")
     torch.manual_seed(train.seed + mesh.rank)
     shard_model(checked.model, checked.plan, mesh)
@@ -91,6 +98,8 @@ def prepare(config: Config, control: Control, checked: Checked) -> Prepared:
         to_load = bytes_to_read(checked.model, checked.directory)
     with raise_on_all_ranks("writing the configuration"):
         if mesh.rank == 0:
+            if start is not None:
+                set_result_aside(config, start)
             write_config(config)
     return Prepared(
         config,
@@ -104,6 +113,7 @@ def prepare(config: Config, control: Control, checked: Checked) -> Prepared:
         to_load,
         identity,
         Path(shared) if shared else None,
+        Path(begun) if begun else None,
         tuple(changes),
     )
 
@@ -111,8 +121,7 @@ def prepare(config: Config, control: Control, checked: Checked) -> Prepared:
 def say(control: Control, what: str) -> None:
     """Tell the launcher what this rank does now, and whoever looks on, by rank 0."""
     control.progress.at(0, what)
-    if dist.get_rank() == 0:
-        print(f"starting   {what}", flush=True)
+    log.log(logging.INFO if dist.get_rank() == 0 else logging.DEBUG, f"starting   {what}")
 
 
 def _open_mesh(config: Config, checked: Checked) -> Mesh:
