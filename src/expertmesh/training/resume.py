@@ -54,6 +54,7 @@ _ADDED_LATER = {
     "schedule.min_ratio": 0.0,
     _FROM_WEIGHTS: False,
 }
+_SOURCE_ADDED_LATER = {"weight": None, "repeat": 1, "max_rows": None}
 # How many of the first sample's token ids a checkpoint keeps, to show where others begin.
 _IDS_KEPT = 512
 
@@ -126,7 +127,7 @@ class Identity:
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """(forbidden, allowed) differences between two flat configurations, as sentences."""
-    old, new = _ADDED_LATER | dict(old), _ADDED_LATER | dict(new)
+    old, new = _with_keys_added_later(old), _with_keys_added_later(new)
     forbidden: list[str] = []
     changed: list[str] = []
     for key in sorted(old.keys() | new.keys()):
@@ -136,6 +137,14 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[
         free = (key.partition(".")[0] in _FREE_SECTIONS and key != _FROM_WEIGHTS) or key in _FREE_KEYS
         (changed if free else forbidden).append(sentence)
     return forbidden, changed
+
+
+def _with_keys_added_later(config: Mapping[str, Any]) -> dict[str, Any]:
+    known: dict[str, Any] = {**_ADDED_LATER, **config}
+    for key in ("data.train", "data.eval"):
+        if isinstance(known.get(key), list):
+            known[key] = [_SOURCE_ADDED_LATER | source for source in known[key]]
+    return known
 
 
 def _data_difference(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> str:
