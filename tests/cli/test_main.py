@@ -24,6 +24,7 @@ VERBS = (
     "train",
     "inspect",
     "check",
+    "prepare",
     "plan",
     "verify",
     "export",
@@ -50,7 +51,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Every verb replaced by one that records its arguments and returns 0."""
     seen: list[tuple[Any, ...]] = []
     fake = SimpleNamespace(run=lambda *arguments: seen.append(arguments) or 0)
-    for name in ("inspect", "check", "plan.run", "bench", "export", "report"):
+    for name in ("inspect", "data.check", "data.prepare", "plan.run", "bench", "export", "report"):
         monkeypatch.setitem(sys.modules, f"expertmesh.cli.{name}", fake)
     monkeypatch.setattr(verbs, "run_ranks", fake.run)
     return seen

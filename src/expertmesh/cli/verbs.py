@@ -22,6 +22,7 @@ from expertmesh.cli.options import (
     FILE,
     SHARD_SIZE,
     ConfigFile,
+    InitOptions,
     MergedDtype,
     Model,
     N,
@@ -117,6 +118,13 @@ def root(
 
 
 @verb
+@with_options(InitOptions)
+def init(options: InitOptions) -> int:
+    """write a configuration that fits a model, its data and these devices"""
+    return call("expertmesh.cli.plan.init", options)
+
+
+@verb
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -174,7 +182,17 @@ def check(
     nproc: Annotated[int | None, N(help="for so many ranks (default: as in train)")] = None,
 ) -> int:
     """validate a YAML file, its data and its tokenizer without training"""
-    return call("expertmesh.cli.check", load_config(config, overrides or ()), samples, nproc)
+    return call("expertmesh.cli.data.check", load_config(config, overrides or ()), samples, nproc)
+
+
+@verb
+def prepare(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    workers: Annotated[int | None, N(help="processes (default: one for each processor)")] = None,
+) -> int:
+    """tokenize the data of a YAML file once, for every start that comes"""
+    return call("expertmesh.cli.data.prepare", load_config(config, overrides or ()), workers)
 
 
 @verb
@@ -259,6 +277,16 @@ def bench(
     # torch reads it when it is imported; its profiler warns of every block that was there before.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return call("expertmesh.cli.bench", parts or [], quick, nproc, json)
+
+
+@verb
+def doctor(
+    output: Annotated[str, Option(metavar="DIR", help="where runs will be written")] = ".",
+    nproc: Annotated[int | None, N(help="local ranks to try (default: as in train)")] = None,
+    json: Annotated[bool, Option("--json", help="print everything as JSON")] = False,
+) -> int:
+    """say whether this machine can train, in a block for bug reports"""
+    return call("expertmesh.cli.doctor.run", output, nproc, json)
 
 
 @verb

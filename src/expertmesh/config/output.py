@@ -1,11 +1,11 @@
 """What a user may say about what a run writes: checkpoints, the model at its end, and reports."""
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from expertmesh.config.base import Listed, Section
-from expertmesh.config.sections import PositiveInt
+from expertmesh.config.base import Listed, Name, Section, refuse
+from expertmesh.config.sections import MAX_SECONDS, PositiveInt
 
 
 class CheckpointConfig(Section):
@@ -15,15 +15,27 @@ class CheckpointConfig(Section):
 
     every_steps: PositiveInt | None = 200
     """Save every this many optimizer steps and after the last; null saves only by every_minutes or when stopped."""
-    every_minutes: float | None = Field(default=None, gt=0)
+    every_minutes: float | None = Field(default=None, gt=0, le=MAX_SECONDS / 60)
     """Save when this many minutes have passed since the last save, by rank 0's clock; null for no such rule."""
     keep_last: PositiveInt = 3
     """How many of the newest checkpoints to keep."""
     asynchronous: bool = True
     """Copy the state to host memory and write it while training goes on; false waits until it is on the disk."""
-    resume: str = Field(default="auto", min_length=1)
+    resume: Name = "auto"
     """auto continues from the newest checkpoint, if there is one; never starts anew; or a checkpoint: its name
     (step-00000200) in output_dir, or a path."""
+    resume_weights_only: bool = False
+    """Start another run from the weights, or adapters, of the checkpoint that resume names, with a new optimizer,
+    schedule and pass over the data; once it has checkpoints of its own, it continues from the newest of these."""
+
+    @model_validator(mode="after")
+    def _combine(self) -> Self:
+        if self.resume_weights_only and self.resume in ("auto", "never"):
+            refuse(
+                f"checkpoint.resume_weights_only needs the path of another run's checkpoint in checkpoint.resume, not "
+                f"{self.resume}; name one, or set checkpoint.resume_weights_only to false"
+            )
+        return self
 
 
 class SaveConfig(Section):

@@ -28,6 +28,7 @@ from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.launcher.meeting import THIS_MACHINE, Meeting
 from expertmesh.launcher.rank_files import UNEXPECTED
 from expertmesh.launcher.supervise import Job, StopRequests, start_ranks, stop_requests
+from expertmesh.launcher.torchrun import has_to_tell
 from expertmesh.launcher.worker import run_rank
 from expertmesh.training.control import Control
 
@@ -98,8 +99,9 @@ def _run_here(config: Config, function: str, control: Control) -> int:
     except ExpertmeshError:
         raise
     except (Exception, SystemExit):
-        where = f"rank {os.environ['RANK']} failed {control.progress.status()}"
-        print(printable(f"error: {where}:\n{traceback.format_exc().rstrip()}"), file=sys.stderr)
+        what = f"rank {os.environ['RANK']} failed {control.progress.status()}:\n{traceback.format_exc().rstrip()}"
+        if has_to_tell(what, may_follow=True):
+            print(printable(f"error: {what}"), file=sys.stderr)
         return UNEXPECTED
 
 
@@ -211,7 +213,8 @@ def launch(
 
 def _continued(config: Config) -> Config:
     """For a restart: from the newest checkpoint of this run, if it has written one, whatever it started from."""
-    if not any(Path(config.output_dir, "checkpoints").glob("step-*[0-9]")):
+    own = any(Path(config.output_dir, "checkpoints").glob("step-*[0-9]"))
+    if not own or config.checkpoint.resume_weights_only:  # which prefers them anyway
         return config
     checkpoint = config.checkpoint.model_copy(update={"resume": "auto"})
     return config.model_copy(update={"checkpoint": checkpoint})

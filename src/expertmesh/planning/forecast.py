@@ -14,7 +14,7 @@ import torch
 from expertmesh.config import Config
 from expertmesh.distributed.layout import Layout, explicit
 from expertmesh.io.terminal import gib
-from expertmesh.planning.hardware import Devices, hardware_table
+from expertmesh.planning.hardware import Devices, hardware_table, name_of
 from expertmesh.planning.probe import NotProbed
 from expertmesh.planning.read_model import figures_of_plan
 from expertmesh.planning.search import GIB, Candidate, Job, evaluate, layouts, supported_mode
@@ -90,8 +90,7 @@ def devices_here(world_size: int) -> Devices | None:
         kind = torch.accelerator.current_accelerator()
         assert kind is not None
         module = torch.get_device_module(kind)
-        called = module.get_device_name().lower()
-        name = next((key for key, each in table.items() if any(part.lower() in called for part in each.matches)), None)
+        name = name_of(module.get_device_name(), table)
         if name is None:
             return None
         memory = float(module.get_device_properties(module.current_device()).total_memory)

@@ -66,6 +66,7 @@ class RunCheckpoints:
             if self.lock is not None:
                 self.lock.check()
         state: dict[str, Any] = {"identity": asdict(self.run.identity), "counters": asdict(counters)}
+        state["total_steps"] = self.run.total_steps
         files = {**self.files, STATE_FILE: state_bytes(counters.step, state, self.optimizer)}
         saved = self.writer.save(self.run.model, self.optimizer, counters.step, files)
         self.saved_step, self.saved_at = counters.step, time.monotonic()

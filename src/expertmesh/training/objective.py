@@ -50,7 +50,8 @@ class RunObjective:
         if config.objective.name == "sft":
             return cls()
         # An adapter that is continued is part of what the run starts from.
-        new_adapters = config.lora is not None and config.lora.from_adapter is None
+        continued = config.checkpoint.resume_weights_only or (config.lora is not None and config.lora.from_adapter)
+        new_adapters = config.lora is not None and not continued
         return cls(config.objective.beta, not new_adapters, new_adapters)
 
     def line(self) -> str | None:

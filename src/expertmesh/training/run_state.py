@@ -40,7 +40,7 @@ def load_state(run: Prepared, control: Control) -> RunState:
     calls it.
     """
     config, is_main = run.config, run.mesh.rank == 0
-    if run.start is None or config.lora is not None:
+    if (run.start is None and run.weights is None) or config.lora is not None:
         say(control, "loading weights")
         loaded, audited = load_weights(run.model, run.checked.directory, run.mesh, control.audit)
         if is_main:
@@ -48,6 +48,12 @@ def load_state(run: Prepared, control: Control) -> RunState:
         start_adapters(run.model, config.train.seed)
     else:
         materialize(run.model, run.mesh.device)
+    if run.weights is not None:
+        say(control, "loading the weights of another run's checkpoint")
+        step = load_directory(run.model, None, run.weights).step
+        torch.manual_seed(config.train.seed + run.mesh.rank)  # generators come with a checkpoint
+        if is_main:
+            print(f"weights    {run.weights}, after step {step}; all else begins anew", flush=True)
     if run.checked.objective.precomputes:
         say(control, "the reference: log-probabilities of all pairs")
         run.checked.objective.give_reference(run.model, run.mesh, run.data.datasets, run.batch_layout, run.start)

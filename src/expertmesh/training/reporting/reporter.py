@@ -3,10 +3,8 @@
 Only rank 0 writes. Numbers that are not finite are written as null, because JSON has no NaN.
 """
 
-import json
 import logging
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -17,13 +15,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from expertmesh.checkpoint.manifest import read_manifest
 from expertmesh.checkpoint.small_files import read_state_file
-from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
-from expertmesh.io.directory import io_errors
-from expertmesh.io.safetensors_writer import replace_synced
 from expertmesh.io.terminal import bars, has_bars
 from expertmesh.training.control import Stopped
 from expertmesh.training.reporting.metrics import EvalMetrics, ExpertLoad, StepMetrics, shown
+from expertmesh.training.reporting.metrics_file import MetricsFile
 from expertmesh.training.reporting.record import Forecast
 from expertmesh.training.reporting.start import record_start
 from expertmesh.training.reporting.trackers import Trackers, open_trackers
@@ -77,7 +73,7 @@ class Reporter:
     """Where metrics go; without a writer and silent on ranks other than 0. A context that closes what is open."""
 
     trackers: Trackers = field(default_factory=Trackers)
-    rows: "_Jsonl | None" = None
+    rows: MetricsFile | None = None
     bar: "_Bar | None" = None
     collapse: Collapse | None = None
     total_steps: int = 0
@@ -160,50 +156,12 @@ def start_reports(reporter: Reporter, run: "Prepared", forecast: Forecast | None
             experts = run.checked.anatomy.experts[0]
             vocabulary = run.checked.vocab_size if run.config.objective.name == "sft" else None
             reporter.collapse = Collapse(vocabulary, experts.num_experts, experts.top_k or 1)
-            reporter.rows = _Jsonl(Path(run.config.output_dir) / "metrics.jsonl", after_step)
+            reporter.rows = MetricsFile(Path(run.config.output_dir) / "metrics.jsonl", after_step)
             reporter.total_steps, reporter.devices = run.total_steps, run.mesh.layout.world_size
             reporter.peak_tokens_per_second = None if forecast is None else forecast.peak_tokens_per_second
             reporter.bar = _Bar(run.total_steps, after_step) if has_bars() else None
     record_start(run, forecast, after_step)
     return ExpertLoad(run.model, run.checked.anatomy, run.mesh)
-
-
-def keep_rows(path: Path, done: int) -> None:
-    """Drop the rows of steps after `done` from a metrics.jsonl, and a last line that was cut short.
-
-    Raises `InputError` for a file that cannot be read or written, or has a line that is no row.
-    """
-    with io_errors(path, path.stat().st_size if path.exists() else 0):
-        lines = path.read_bytes().splitlines(keepends=True) if done and path.exists() else []
-        whole = [(number, line) for number, line in enumerate(lines, start=1) if line.endswith(b"\n")]
-        replace_synced(path, b"".join(line for number, line in whole if _step_of(line, path, number) <= done))
-
-
-def _step_of(line: bytes, path: Path, number: int) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(
-            f"{path}:{number}: is no row of metrics; remove the line, or move the file away", key="run.damaged-metrics"
-        ) from error
-
-
-class _Jsonl:
-    def __init__(self, path: Path, done: int) -> None:
-        keep_rows(path, done)
-        self.path = path
-        self.file = path.open("ab", buffering=0)
-
-    def write(self, row: dict[str, Any]) -> None:
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        line = json.dumps(finite, allow_nan=False).encode() + b"\n"
-        with io_errors(self.path, len(line)):
-            while line:
-                line = line[self.file.write(line) :]
-
-    def sync(self) -> None:
-        with io_errors(self.path, 0):
-            os.fsync(self.file.fileno())
 
 
 class _Bar:
