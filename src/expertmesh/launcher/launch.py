@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from expertmesh.config import Config, dump_config
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError
@@ -42,14 +42,19 @@ class RunOptions:
     """What is said beside the configuration: how to run, not what to compute. Not part of a run's identity.
 
     `max_seconds` counts from the start of the command, over all restarts; None is no limit. `audit`: compare samples or
-    all of the loaded weights with their files. `arguments`: see `Control`.
+    all of the loaded weights with their files. `profile`, `arguments`: see `Control`.
     """
 
     nproc: int | None = None
     max_seconds: float | None = None
     max_restarts: int = 0
     audit: Literal["sampled", "full"] = "sampled"
+    profile: tuple[int, int] | None = None
     arguments: str = ""
+
+    def told(self) -> dict[str, Any]:
+        """What ranks are told of it, for `Control`."""
+        return {"audit": self.audit, "profile": self.profile, "arguments": self.arguments}
 
 
 def run(
@@ -72,7 +77,7 @@ def run(
         if place.rank == 0:
             by = "" if place.starter == "RANK" else f" that {place.starter} has started"
             log.info(f"starting   rank 0 of {place.world_size}{by}: importing torch and transformers")
-        return _run_here(config, function, Control(deadline=deadline, audit=options.audit, arguments=options.arguments))
+        return _run_here(config, function, Control(deadline=deadline, **options.told()))
     for name in ("RANK", "WORLD_SIZE"):  # where they count machines, and this process is no rank
         os.environ.pop(name, None)
     log.info("starting   importing torch" + (" and transformers, checking the configuration" if preflight else ""))
@@ -186,7 +191,7 @@ def launch(
     `deadline` is of `time.monotonic()`.
     """
     options = options or RunOptions()
-    control = {"deadline": deadline, "launch": uuid.uuid4().hex, "audit": options.audit, "arguments": options.arguments}
+    control = {"deadline": deadline, "launch": uuid.uuid4().hex, **options.told()}
     worker = [function, str(os.getpid()), json.dumps(control)]
     meeting = Meeting(ranks, node, config.distributed.first_step_timeout_seconds)
     with stop_requests() as requests, tempfile.TemporaryDirectory(prefix="expertmesh-") as temporary:
