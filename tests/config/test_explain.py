@@ -54,7 +54,7 @@ def test_an_unknown_key_is_answered_with_the_one_that_was_meant(tmp_path: Path, 
         ),
         (
             "model.revision=1e5",
-            "model.revision must be text that is not empty or null, not the number 100000.0; put it in quotes",
+            "model.revision must be text or null, not the number 100000.0; put it in quotes",
         ),
         ("schedule=[]", "schedule must be a section of keys (name, warmup_ratio, "),
         (

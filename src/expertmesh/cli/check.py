@@ -7,7 +7,6 @@ tokenizer; never its weights, and never starts a process group.
 """
 
 import math
-import sys
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -17,6 +16,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from expertmesh.adapters.plan import plan_lines, plan_of
+from expertmesh.cli.printing import Terminal
 from expertmesh.config import Config, ParallelConfig
 from expertmesh.data import (
     IGNORE,
@@ -51,7 +51,7 @@ def run(config: Config, samples: int = 3, nproc: int | None = None) -> int:
     ranks = nproc or (here if here % _fewest_ranks(config.parallel) == 0 else _fewest_ranks(config.parallel))
     checked = preflight(config, ranks, ranks_per_node=per_node if ranks == here else None, weights=False)
     tokenizer = load_tokenizer(config.model, config.data.chat_template)
-    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     vocab_size = checked.vocab_size
     console.print(f"model {config.model.name_or_path}: {vocab_size:,} embeddings, {len(tokenizer):,} tokens known")
     _print_job(console, config, checked, here)

@@ -9,7 +9,6 @@ machines (Kubeflow's pods) each machine has one such launcher, and the first of 
 import itertools
 import json
 import os
-import sys
 import tempfile
 import time
 import traceback
@@ -22,7 +21,7 @@ from typing import Literal
 from expertmesh.config import Config, dump_config
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError
 from expertmesh.distributed.environment import Node, Rank, find_place
-from expertmesh.io.terminal import printable
+from expertmesh.io.terminal import lasting_output, tell
 from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.launcher.meeting import THIS_MACHINE, Meeting
 from expertmesh.launcher.rank_files import UNEXPECTED
@@ -60,17 +59,23 @@ def run(
     work once and early. Prints what is being done. Returns the exit code; raises `ExpertmeshError` before ranks start,
     or when they have ended by it.
     """
-    options = options or RunOptions()
+    with lasting_output():
+        return _run(config, function, options or RunOptions(), preflight)
+
+
+def _run(
+    config: Config, function: str, options: RunOptions, preflight: Callable[[Config, int, int], object] | None
+) -> int:
     deadline = None if options.max_seconds is None else time.monotonic() + options.max_seconds
     place = join_job(options)
     if isinstance(place, Rank):
         if place.rank == 0:
             by = "" if place.starter == "RANK" else f" that {place.starter} has started"
-            _say(f"starting   rank 0 of {place.world_size}{by}: importing torch and transformers")
+            tell(f"starting   rank 0 of {place.world_size}{by}: importing torch and transformers")
         return _run_here(config, function, Control(deadline=deadline, audit=options.audit, arguments=options.arguments))
     for name in ("RANK", "WORLD_SIZE"):  # where they count machines, and this process is no rank
         os.environ.pop(name, None)
-    _say("starting   importing torch" + (" and transformers, checking the configuration" if preflight else ""))
+    tell("starting   importing torch" + (" and transformers, checking the configuration" if preflight else ""))
     node = place or THIS_MACHINE
     with lazy_imports():
         ranks = local_ranks(options.nproc or node.ranks)
@@ -78,12 +83,8 @@ def run(
         preflight(config, ranks * node.count, ranks)
     where = "" if node.count == 1 else f" (node {node.number} of {node.count}, {node.address}:{node.port})"
     each = "each of which imports torch and transformers"
-    _say(f"           {ranks} rank{'s' * (ranks > 1)} on this machine{where}, {each}")
+    tell(f"           {ranks} rank{'s' * (ranks > 1)} on this machine{where}, {each}")
     return launch(config, ranks, function, options, deadline, node)
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 def _run_here(config: Config, function: str, control: Control) -> int:
@@ -94,7 +95,7 @@ def _run_here(config: Config, function: str, control: Control) -> int:
         raise
     except (Exception, SystemExit):
         where = f"rank {os.environ['RANK']} failed {control.progress.status()}"
-        print(printable(f"error: {where}:\n{traceback.format_exc().rstrip()}"), file=sys.stderr)
+        tell(f"error: {where}:\n{traceback.format_exc().rstrip()}", error=True)
         return UNEXPECTED
 
 
@@ -200,7 +201,7 @@ def launch(
                 if restart > options.max_restarts or requests.requested or late:
                     raise
                 again = f"all ranks are started again (restart {restart} of {options.max_restarts})"
-                print(printable(f"{failure}\n{again}"), file=sys.stderr, flush=True)
+                tell(f"{failure}\n{again}", error=True)
     raise AssertionError("every attempt returns or raises")
 
 

@@ -18,7 +18,7 @@ from expertmesh.checkpoint.small_files import STATE_FILE, state_bytes
 from expertmesh.checkpoint.write import CheckpointWriter, SavedCheckpoint
 from expertmesh.config import dump_config
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
-from expertmesh.io.terminal import gib
+from expertmesh.io.terminal import gib, tell
 from expertmesh.training.lock import RunLock
 from expertmesh.training.objective import reference_file
 from expertmesh.training.resume import Counters
@@ -74,10 +74,9 @@ class RunCheckpoints:
 
     def _tell(self, saved: SavedCheckpoint | None) -> None:
         if saved is not None and self.run.mesh.rank == 0:
-            print(
+            tell(
                 f"checkpoint {saved.directory.name}: {saved.files} files, {gib(saved.total_bytes)}, "
                 f"written in {saved.seconds:.1f} s, training paused {saved.paused_seconds:.2f} s",
-                flush=True,
             )
 
 
@@ -96,7 +95,7 @@ def open_checkpoints(run: Prepared, state: RunState, lock: RunLock | None) -> Ru
             files |= reference_file(run.data.datasets)
     with raise_on_all_ranks("cleaning up after interrupted checkpoints"):
         if is_main and (leftovers := [*clean(directory), *clean(output)]):
-            print(f"removed what interrupted saves left: {', '.join(leftovers)}", flush=True)
+            tell(f"removed what interrupted saves left: {', '.join(leftovers)}")
     writer = CheckpointWriter(
         directory, keep_last=config.checkpoint.keep_last, asynchronous=config.checkpoint.asynchronous
     )

@@ -29,6 +29,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from expertmesh.config.errors import InputError
 from expertmesh.io.reading import read_file
+from expertmesh.io.terminal import tell
 
 NAME = "lock.json"
 BEAT_SECONDS = 15.0
@@ -143,7 +144,7 @@ class RunLock:
         if not self._inherit(holder):
             return False
         if holder.launch is None or holder.launch != self.owner.launch:
-            print(f"{self.path}: the run that held it has ended without giving it back ({holder}); taken over")
+            tell(f"{self.path}: the run that held it has ended without giving it back ({holder}); taken over")
         return True
 
     def _inherit(self, dead: Owner) -> bool:

@@ -26,6 +26,7 @@ from expertmesh.experts.layer import ExpertLayer, layer_of
 from expertmesh.io.directory import io_errors
 from expertmesh.io.reading import MAX_METRICS_BYTES, opened, rows
 from expertmesh.io.safetensors_writer import replace_synced
+from expertmesh.io.terminal import tell
 from expertmesh.state.stage_view import stage_names
 
 # Collapse: how near to ln(vocabulary) a loss is that of a guess, and from how many tokens an expert should have some.
@@ -228,13 +229,13 @@ class Reporter:
         if self.show is not None:
             self.show(metrics)
             for line in self.collapse.lines(metrics) if self.collapse is not None else ():
-                print(line, flush=True)
+                tell(line)
 
     def evaluation(self, step: int, metrics: EvalMetrics) -> None:
         self._write({"step": step, **metrics.row()})
         if self.show is not None:
             figures = "".join(f"  {shown}" for shown in _shown(metrics.figures))
-            print(f"step {step}  eval loss {metrics.loss:.4f} over {metrics.over}{figures}", flush=True)
+            tell(f"step {step}  eval loss {metrics.loss:.4f} over {metrics.over}{figures}")
 
     def sync(self) -> None:
         """Have the disk hold every row so far: a checkpoint that is resumed must not have lost its steps' rows."""
@@ -272,7 +273,7 @@ def open_reporter(
         bar = _Bar(total_steps, done)
         writers.append(bar)
         return Reporter(writers, bar.show, collapse)
-    return Reporter(writers, lambda metrics: print(metrics.line(total_steps), flush=True), collapse)
+    return Reporter(writers, lambda metrics: tell(metrics.line(total_steps)), collapse)
 
 
 def keep_rows(path: Path, done: int) -> None:
@@ -289,7 +290,7 @@ def keep_rows(path: Path, done: int) -> None:
                         kept.append(line)
         if not line.endswith(b"\n"):  # blocks of zeros are what a power loss leaves
             what = "zeros" if line.strip(b"\0") == b"" else "a row that was cut short"
-            print(f"{path}: ended in {what}; cut back to its last whole row", flush=True)
+            tell(f"{path}: ended in {what}; cut back to its last whole row")
         replace_synced(path, b"".join(kept))
 
 
@@ -359,7 +360,7 @@ class _Bar:
 
     def show(self, metrics: StepMetrics) -> None:
         if metrics.skipped:
-            print(metrics.line(self.total))
+            tell(metrics.line(self.total))
         text = f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s"
         text += f"  {metrics.peak_memory_bytes / 2**30:.2f} GiB"
         self.progress.update(self.task, completed=metrics.step, description=text)

@@ -12,7 +12,7 @@ from expertmesh.adapters.plan import plan_of
 from expertmesh.anatomy import Anatomy, is_adapter
 from expertmesh.config import Config
 from expertmesh.distributed.layout import Layout
-from expertmesh.io.terminal import gib
+from expertmesh.io.terminal import gib, tell
 from expertmesh.parallel.context import context_lines
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.shard_plan import ShardPlan
@@ -29,8 +29,8 @@ def print_plan(run: Prepared, forecast: Forecast | None) -> None:
     """Print the plan, and that an earlier start of the run has come to nothing. For rank 0."""
     directory = Path(run.config.output_dir)
     if run.start is None and (directory / "metrics.jsonl").exists():
-        print(f"{directory} holds an unfinished run without a checkpoint; it starts again from the beginning")
-    print("\n".join(plan_lines(run, forecast)), flush=True)
+        tell(f"{directory} holds an unfinished run without a checkpoint; it starts again from the beginning")
+    tell("\n".join(plan_lines(run, forecast)))
 
 
 def plan_lines(run: Prepared, forecast: Forecast | None) -> Iterator[str]:

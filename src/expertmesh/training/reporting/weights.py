@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from expertmesh.adapters.save import AdapterReport
-from expertmesh.io.terminal import gib
+from expertmesh.io.terminal import gib, tell
 from expertmesh.weights.audit import AuditReport, write_audit
 from expertmesh.weights.load import LoadReport
 from expertmesh.weights.save import SaveReport
@@ -19,7 +19,16 @@ def report_loaded(loaded: LoadReport, audited: AuditReport, source: Path, output
     if audited.mode == "full":
         write_audit(output_dir / AUDIT_FILE, audited, source)
     for line in loaded_lines(loaded, audited, output_dir):
-        print(line, flush=True)
+        tell(line)
+
+
+def report_resumed(checkpoint: Path, step: int, changes: Sequence[str], *, audit: bool) -> None:
+    """Print what a run goes on from, and what has changed; `audit`: weights were to be compared with the model's files.
+    For rank 0.
+    """
+    tell(f"resume     {checkpoint.name}, after step {step}; {'; '.join(changes)}")
+    if audit:
+        tell("audit      nothing was read from the model's files; expertmesh verify checks the checkpoint")
 
 
 def loaded_lines(loaded: LoadReport, audited: AuditReport, output_dir: Path) -> Iterator[str]:
