@@ -1,5 +1,6 @@
 """The sentences about unknown, missing and mistyped keys."""
 
+import time
 from pathlib import Path
 from typing import Any, get_args
 
@@ -79,12 +80,13 @@ def test_names_of_other_trainers_lead_to_keys_that_exist() -> None:
         ),
         (
             "model.revision=1e5",
-            "model.revision must be text or null, not the number 100000.0; put it in quotes",
+            "model.revision must be text that is not empty or null, not the number 100000.0; put it in quotes",
         ),
         ("schedule=[]", "schedule must be a section of keys (name, warmup_ratio, "),
         (
             "data.train=[]",
-            "data.train must be a list of one or more items, each a section of keys (path, format), not []",
+            "data.train must be a list of one or more items, each a section of keys (path, format, "
+            "weight, repeat, max_rows), not []",
         ),
         (
             "optim.betas=[1, 2, 3]",
@@ -109,9 +111,50 @@ def test_missing_keys_are_named_in_full(tmp_path: Path) -> None:
 
 def test_a_list_with_a_bad_item_is_not_also_called_too_short(tmp_path: Path) -> None:
     assert refusal(write(tmp_path), "data.train=[3]") == (
-        "override 'data.train=[3]': data.train.0 must be a section of keys (path, format), not 3"
+        "override 'data.train=[3]': data.train.0 must be a section of keys (path, format, weight, repeat, "
+        "max_rows), not 3"
     )
 
 
 def test_a_long_value_is_shown_cut(tmp_path: Path) -> None:
     assert len(refusal(write(tmp_path), f"schedule.name={'x' * 5000}").partition("': ")[2]) < 200
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("train.num_epochs=1000000000", "must be an integer of at least 1 and of at most 1,000,000, not 1000000000"),
+        ("train.global_batch_size=1000000000000000000", "of at most 16,777,216, not"),
+        ("parallel.fsdp=1000000000000", "of at most 1,048,576 or auto, not"),
+        ("parallel={fsdp: 1000000, tp: 1000000, ep: 3}", "are 1,000,000,000,000 ranks, more than 1,048,576"),
+        (f"distributed.timeout_seconds=1{'0' * 30}", "of at most 31,622,400, not"),
+        ("lora.r=1000000000000000000", "of at most 65,536, not"),
+        ("lora.alpha=1e308", "of at most 1e+06, not"),
+        ("optim.learning_rate=1e999", "optim.learning_rate must be a number above 0, not inf"),
+        (f"optim.learning_rate=1{'0' * 5000}", "optim.learning_rate must be"),
+        (f"model.name_or_path={'a' * 5000}", "a name has at most 255 bytes"),
+        ('model.name_or_path="a\\0b"', "a name has no control characters"),
+        ('output_dir="\\ud800"', ""),
+        ("output_dir=~nouser/runs", "there is no such user"),
+        ("data.train.²=x", "data.train is a list of 1"),
+        ("data.train.0.path=~nouser/x", "there is no such user"),
+        ("data.template_args=" + "[" * 100_000, "nested too deeply"),
+        ("data.template_args=" + "{" * 100 + "}" * 100, "nested too deeply"),
+    ],
+    ids=lambda text: text[:50],
+)
+def test_values_that_cannot_be_are_refused_in_a_sentence_and_at_once(
+    tmp_path: Path, override: str, sentence: str
+) -> None:
+    started = time.monotonic()
+    said = refusal(write(tmp_path), override)
+    assert sentence in said
+    assert len(said) < 1000
+    assert time.monotonic() - started < 2
+
+
+def test_thousands_of_wrong_keys_take_no_longer_than_twenty(tmp_path: Path) -> None:
+    path = write(tmp_path, "".join(f"key_{n}: 1\n" for n in range(8000)) + f"? {'k' * 50_000}\n: 1\n")
+    said = refusal(path)
+    assert len(said.splitlines()) == 21
+    assert said.endswith("8,001 problems in all")

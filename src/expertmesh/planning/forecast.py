@@ -55,7 +55,10 @@ def forecast(config: Config, checked: Checked) -> Forecast:
     notes += [warning] if warning else []
     if config.parallel.ep == "auto" and timed:
         notes += _other_ep(config, job, found)
-    return Forecast("; ".join(notes), prediction, warning, partial(_cures, config, checked, devices))
+    cures, peak = partial(_cures, config, checked, devices), None
+    if timed and devices.name != "cpu":  # of a processor the table has no peak, but what one reached
+        peak = found.speed.peak_flops * found.speed.tokens / found.speed.model_flops
+    return Forecast("; ".join(notes), prediction, warning, cures, peak)
 
 
 def _cures(config: Config, checked: Checked, devices: Devices) -> list[str]:

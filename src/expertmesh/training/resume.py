@@ -38,6 +38,7 @@ _FREE_KEYS = (
     "moe.dispatch",
     "moe.compute",
     "data.eval",
+    "data.prepared_path",
     "output_dir",
 )
 # What a run began with, though its section is free.
@@ -53,6 +54,7 @@ _ADDED_LATER = {
     "schedule.min_ratio": 0.0,
     _FROM_WEIGHTS: False,
 }
+_SOURCE_ADDED_LATER = {"weight": None, "repeat": 1, "max_rows": None}
 # How many of the first sample's token ids a checkpoint keeps, to show where others begin.
 _IDS_KEPT = 512
 
@@ -125,7 +127,7 @@ class Identity:
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """(forbidden, allowed) differences between two flat configurations, as sentences."""
-    old, new = _ADDED_LATER | dict(old), _ADDED_LATER | dict(new)
+    old, new = _with_keys_added_later(old), _with_keys_added_later(new)
     forbidden: list[str] = []
     changed: list[str] = []
     for key in sorted(old.keys() | new.keys()):
@@ -135,6 +137,14 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[
         free = (key.partition(".")[0] in _FREE_SECTIONS and key != _FROM_WEIGHTS) or key in _FREE_KEYS
         (changed if free else forbidden).append(sentence)
     return forbidden, changed
+
+
+def _with_keys_added_later(config: Mapping[str, Any]) -> dict[str, Any]:
+    known: dict[str, Any] = {**_ADDED_LATER, **config}
+    for key in ("data.train", "data.eval"):
+        if isinstance(known.get(key), list):
+            known[key] = [_SOURCE_ADDED_LATER | source for source in known[key]]
+    return known
 
 
 def _data_difference(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> str:
@@ -154,13 +164,14 @@ def _data_difference(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> s
     return f"{sentence} ({', '.join(counts) or 'as many of both, and the first one is the same'})"
 
 
-def date_of(start: Path | None) -> datetime.date:
-    """The date that chat templates write: that of the first start of the run whose checkpoint this is, or today's.
+def date_of(start: Path | None) -> datetime.date | None:
+    """The date that chat templates write: that of the first start of the run whose checkpoint this is; None for a run
+    that starts anew.
 
-    Reads the checkpoint's state: call it on one rank. Checkpoints of older versions know none.
+    Reads the checkpoint's state: call it on one rank. Checkpoints of older versions know none, which is today's.
     """
     if start is None:
-        return datetime.date.today()
+        return None
     saved = read_state_file(start, read_manifest(start)).state.get("identity", {})
     try:
         return datetime.date.fromisoformat(saved["date"]) if "date" in saved else datetime.date.today()

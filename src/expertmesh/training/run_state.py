@@ -1,5 +1,6 @@
 """What a run trains and steps: weights, optimizer, schedule and counters, filled at its start and saved at its end."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from expertmesh.training.startup.output_dir import ADAPTER, MODEL
 from expertmesh.training.startup.prepare import Prepared, say
 from expertmesh.weights.meta_model import materialize
 from expertmesh.weights.save import save_model
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +64,9 @@ def load_state(run: Prepared, control: Control) -> RunState:
         saved = load_directory(run.model, optimizer, run.start)
         counters = Counters(**saved.state["counters"])
         if is_main:
-            print(f"resume     {run.start.name}, after step {saved.step}; {'; '.join(run.changes)}", flush=True)
+            log.info(f"resume     {run.start.name}, after step {saved.step}; {'; '.join(run.changes)}")
             if control.audit == "full" and config.lora is None:
-                print("audit      nothing was read from the model's files; expertmesh verify checks the checkpoint")
+                log.info("audit      nothing was read from the model's files; expertmesh verify checks the checkpoint")
     return RunState(optimizer, build_schedule(optimizer, config.schedule, run.total_steps, counters.step), counters)
 
 
@@ -78,4 +81,4 @@ def save_result(run: Prepared) -> None:
         saved = save_model(run.model, directory / MODEL, tokenizer=tokenizer, dtype=config.save.dtype)
         lines = [*saved_lines(saved), f"saved {directory / MODEL} in {dtype_text(saved)}; {metrics}"]
     if run.mesh.rank == 0:
-        print("\n".join(lines), flush=True)
+        log.info("\n".join(lines))

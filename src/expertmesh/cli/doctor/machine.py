@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from expertmesh.cli.doctor.finding import Finding
 from expertmesh.cli.printing import bytes_text
 from expertmesh.planning.forecast import devices_here, host_memory
-from expertmesh.training.reporting.start import device_name, versions
+from expertmesh.training.reporting.machine import device_name, versions
 
 _FOR_DEVELOPERS = 'extra == "dev"'
 OPEN_FILES = 1024

@@ -25,7 +25,7 @@ from expertmesh.launcher.failures import TRACEBACK_FOLLOWS
 from expertmesh.launcher.launch import RunOptions, launch, local_ranks
 from expertmesh.launcher.meeting import THIS_MACHINE
 from expertmesh.training.control import Control
-from expertmesh.training.reporting.start import versions
+from expertmesh.training.reporting.machine import versions
 
 SECONDS = 120
 ELEMENTS = 2**18

@@ -7,14 +7,15 @@ from expertmesh.checkpoint.directory import CHECKPOINTS, published, step_name
 from expertmesh.config import Config, TrainConfig, dump_config, load_config
 from expertmesh.config.errors import InputError
 from expertmesh.io.directory import io_errors
+from expertmesh.io.reading import read_file
 from expertmesh.io.safetensors_writer import replace_synced
 from expertmesh.training.resume import config_differences, find_start, find_weights, flat
 
 CONFIG_FILE = "config.yaml"
 MODEL, ADAPTER = "model", "adapter"
 # What a run that was killed before it had written config.yaml may have left behind, none of it worth keeping, and what
-# `verify` writes before there is a run.
-_LEFT_BY_A_START = re.compile(r"lock\.json(\..+)?|config\.yaml\.tmp|verification\.json")
+# `verify` and `prepare` write before there is a run.
+_LEFT_BY_A_START = re.compile(r"lock\.json(\..+)?|config\.yaml\.tmp|verification\.json|prepared")
 
 
 def refuse_output_dir(config: Config) -> None:
@@ -109,6 +110,6 @@ def write_config(config: Config) -> None:
     path, content = Path(config.output_dir) / CONFIG_FILE, dump_config(config).encode()
     with io_errors(path, len(content)):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.read_bytes() != content and did_no_step(path.parent):
+        if path.exists() and read_file(path) != content and did_no_step(path.parent):
             (path.parent / "run.json").unlink(missing_ok=True)
         replace_synced(path, content)
