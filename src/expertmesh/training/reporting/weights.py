@@ -73,6 +73,8 @@ def adapter_lines(saved: AdapterReport) -> Iterator[str]:
         if still:
             shown = ", ".join(still[:_LISTED]) + (f" and {len(still) - _LISTED} more" if len(still) > _LISTED else "")
             yield f"           {name}: B of experts {shown} is all zero; they have seen no token"
+    for sentence in saved.unread:
+        yield f"serving    not read as it is by {sentence}"
 
 
 def _listed(groups: Sequence[UnmappedTensors]) -> Iterator[str]:
