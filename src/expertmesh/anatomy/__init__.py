@@ -3,6 +3,7 @@
 from expertmesh.anatomy.structure import (
     Anatomy,
     ExpertsSpec,
+    alike_as_one,
     describe,
     experts_spec,
     is_adapter,
@@ -10,4 +11,13 @@ from expertmesh.anatomy.structure import (
     is_inside,
 )
 
-__all__ = ["Anatomy", "ExpertsSpec", "describe", "experts_spec", "is_adapter", "is_classifier", "is_inside"]
+__all__ = [
+    "Anatomy",
+    "ExpertsSpec",
+    "alike_as_one",
+    "describe",
+    "experts_spec",
+    "is_adapter",
+    "is_classifier",
+    "is_inside",
+]

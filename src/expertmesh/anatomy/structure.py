@@ -8,7 +8,8 @@ Everything here works on models on meta, and refuses by name what it does not re
 """
 
 import inspect
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -70,6 +71,11 @@ class Anatomy:
 
     def is_expert_parameter(self, name: str) -> bool:
         return any(name.removeprefix(f"{spec.name}.") in spec.parameters for spec in self.experts)
+
+
+def alike_as_one(names: Iterable[str]) -> str:
+    """Names of parameters for a printed line: those of different blocks that are alike once, without their block."""
+    return ", ".join(dict.fromkeys(re.sub(r"^.*\.\d+\.", "", name) for name in names))
 
 
 def is_inside(name: str, module: str) -> bool:

@@ -328,6 +328,9 @@ class MoeConfig(Section):
 
     router: Literal["train", "frozen"] = "train"
     """Whether router weights are trained."""
+    router_dtype: Literal["float32", "compute"] = "float32"
+    """What routers compute in where precision.compute is narrower: float32 for their input, weights and scores, as far
+    as the family's code runs so, or precision.compute as everything else. What it became is printed."""
     aux_loss_coef: Annotated[float, Field(ge=0, le=MAX_FACTOR)] | Literal["from_model"] = "from_model"
     """Factor of the load-balancing loss, taken over the whole batch of an optimizer step; from_model takes the model's
     own (none unless its config has output_router_logits), 0.0 leaves the loss out."""
