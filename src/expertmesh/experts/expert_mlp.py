@@ -32,12 +32,10 @@ from expertmesh.experts.mlp_spec import (
 )
 from expertmesh.experts.pairs import LocalPairs, Segments, segment_sum, segments_of
 from expertmesh.experts.per_expert import PerExpertMlp, looped_mm
-from expertmesh.state.packed import PackedTensor
+from expertmesh.state.packed import PackedTensor, units_together
 
 # Rows of a grouped product must be multiples of 16 bytes, so a rank is padded with zeros to a multiple of this.
 _RANK_MULTIPLE = 8
-# Of packed weights, so many elements are dequantised together, but one expert's at least.
-DEQUANTISED_ELEMENTS = 1 << 20
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:
@@ -236,7 +234,7 @@ def _by_weight(
         return out
     out = x_PK.new_empty(x_PK.shape[0], weight.shape[1 if turned else 2])
     start, ends = 0, end_L.tolist()
-    together = max(1, DEQUANTISED_ELEMENTS // weight.shape[1:].numel())
+    together = units_together(weight.kind)
     for first in range(0, len(ends), together):
         last = min(first + together, len(ends))
         if ends[last - 1] > start:

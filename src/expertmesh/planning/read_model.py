@@ -197,13 +197,15 @@ class _Reader:
         )
 
     def _weight(self, name: str) -> Weight:
-        parameter = self.parameters[name]
+        parameter, kind = self.parameters[name], self.packed.get(name)
         least = 4 if self.fp32(name) else 0
+        packed = None if kind is None else kind.bytes / kind.columns
         return Weight(
             shape=tuple(parameter.shape),
             trains=parameter.requires_grad,
-            bytes=max(self._stored(name).itemsize, least),
-            compute=max(self.width.itemsize, least),
+            bytes=packed or max(self._stored(name).itemsize, least),
+            compute=packed or max(self.width.itemsize, least),
+            packed=kind is not None,
             split=self.split_dims.get(name),
             is_matrix=name in self.matrices,
         )
