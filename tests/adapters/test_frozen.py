@@ -29,7 +29,7 @@ from expertmesh.distributed.mesh import Mesh
 from expertmesh.export.merge import merge
 from expertmesh.state import packed_format
 from expertmesh.state.packed import PackedTensor
-from expertmesh.state.packed_format import quantised_format
+from expertmesh.state.packed_format import Sections, quantised_format
 from tests.adapters import test_dropout
 from tests.adapters.reference import TARGETS, AdapterDistance, PeftRun, random_adapter, tiny_peft_run, train_adapters
 from tests.adapters.stock import logits
@@ -185,8 +185,10 @@ def _transposed_in_backward(model: nn.Module, mesh: Mesh) -> None:
     """The second half of the experts is dequantised as the first in backward."""
     dequantise = packed_format.dequantise
 
-    def wrong(packed_XB: torch.Tensor, *args: Any) -> torch.Tensor:
-        return dequantise(packed_XB if torch.is_grad_enabled() else packed_XB.flip(0), *args)
+    def wrong(sections: Sections, *args: Any, **options: Any) -> torch.Tensor:
+        codes = sections.codes_XRB
+        codes = codes if torch.is_grad_enabled() else codes.flip(0)
+        return dequantise(dataclasses.replace(sections, codes_XRB=codes), *args, **options)
 
     mock.patch("expertmesh.state.packed.dequantise", wrong).start()
 

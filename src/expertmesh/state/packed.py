@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.state.packed_format import PackedFormat, cut_columns, dequantise, quantise, scales_of
+from expertmesh.state.codes import Scratch
+from expertmesh.state.packed_format import PackedFormat, Sections, cut_columns, dequantise, quantise, scales_of
 
 aten = torch.ops.aten
 # Of packed weights, so many elements are dequantised together, but one expert's at least.
@@ -28,6 +29,7 @@ class PackedTensor(torch.Tensor):
 
     packed_LB: Tensor
     kind: PackedFormat
+    _sections: Sections | None
 
     @staticmethod
     def __new__(
@@ -37,7 +39,7 @@ class PackedTensor(torch.Tensor):
         tensor: PackedTensor = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=dtype, device=packed_LB.device
         )
-        tensor.packed_LB, tensor.kind = packed_LB, kind
+        tensor.packed_LB, tensor.kind, tensor._sections = packed_LB, kind, None
         return tensor
 
     @classmethod
@@ -51,38 +53,46 @@ class PackedTensor(torch.Tensor):
         return cls(packed_LB, kind, dtype)
 
     @property
+    def sections(self) -> Sections:
+        """Views of what it holds, made once: experts are dequantised a few at a time."""
+        if self._sections is None:
+            self._sections = Sections.of(self.packed_LB, self.kind)
+        return self._sections
+
+    @property
     def nbytes(self) -> int:  # type: ignore[override]
         """What it holds."""
         return self.packed_LB.nbytes
 
-    def experts(self, first: int, last: int) -> Tensor:
-        """The values of some experts, or rows."""
-        return dequantise(self.packed_LB[first:last], self.kind, self.dtype)
+    def experts(self, first: int, last: int, scratch: Scratch | None = None) -> Tensor:
+        """The values of some experts, or rows; with `scratch` they lie in it."""
+        return dequantise(self.sections[first:last], self.kind, self.dtype, scratch=scratch)
 
     def values(self) -> Tensor:
         """All values."""
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        together = units_together(self.kind)
-        for packed_XB, part in zip(self.packed_LB.split(together), out.split(together), strict=True):
-            part.copy_(dequantise(packed_XB, self.kind, self.dtype))
+        together, scratch = units_together(self.kind), Scratch()
+        for first in range(0, len(out), together):
+            out[first : first + together] = self.experts(first, first + together, scratch)
         return out
 
     def not_finite(self) -> int | None:
         """The first of its units with a scale that is not finite, which is how values that are not end."""
-        for number, packed_XB in enumerate(self.packed_LB.split(units_together(self.kind))):
-            finite_X = scales_of(packed_XB, self.kind).isfinite().flatten(1).all(1)
+        together = units_together(self.kind)
+        for first in range(0, len(self.packed_LB), together):
+            finite_X = scales_of(self.sections[first : first + together], self.kind).isfinite().flatten(1).all(1)
             if not bool(finite_X.all()):
-                return number * units_together(self.kind) + int(finite_X.logical_not().nonzero()[0])
+                return first + int(finite_X.logical_not().nonzero()[0])
         return None
 
     def values_at(self, index: Sequence[slice]) -> Tensor:
         """The values at `index`, a slice of each dim; dequantises the rows that it touches."""
         experts, *rest = index
         if self.kind.by_rows:
-            return dequantise(self.packed_LB[experts], self.kind, self.dtype)[:, rest[0]]
+            return dequantise(self.sections[experts], self.kind, self.dtype)[:, rest[0]]
         rows = rest[1 if self.kind.transposed else 0]
         start, stop, _ = rows.indices(self.kind.rows)
-        values = dequantise(self.packed_LB[experts], self.kind, self.dtype, slice(start, stop))
+        values = dequantise(self.sections[experts], self.kind, self.dtype, slice(start, stop))
         return values[:, rest[0]] if self.kind.transposed else values[:, :, rest[1]]
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:

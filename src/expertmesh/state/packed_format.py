@@ -18,6 +18,7 @@ from torch import Tensor
 from expertmesh.state.codes import (
     Code,
     Factor,
+    Scratch,
     codes_of,
     factor_for,
     largest_of_blocks,
@@ -130,20 +131,50 @@ def quantised_format(
     return PackedFormat(name, code, block, scale, parts, columns, factor, transposed=transposed, by_rows=by_rows)
 
 
-def dequantise(packed_XB: Tensor, kind: PackedFormat, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
-    """The matrices `[X, R, C]` (`[X, C, R]` if `transposed`; rows `[X, C]`) of units' bytes `[X, B]`, those of `rows`
-    alone.
+@dataclass(frozen=True, slots=True)
+class Sections:
+    """The bytes of units, `[X, B]`, as what they are: views of codes, scales in their own dtype, and factors."""
 
-    Computed in fp32, with one rounding of the product, and cast once.
+    codes_XRB: Tensor
+    scales_XGG: Tensor
+    factors_XP: Tensor | None
+
+    @classmethod
+    def of(cls, packed_XB: Tensor, kind: PackedFormat) -> "Sections":
+        factors_end, scales_end, end = kind.sections
+        scales = packed_XB[:, factors_end : factors_end + math.prod(kind.grid) * kind.scale.itemsize]
+        return cls(
+            packed_XB[:, scales_end:end].unflatten(1, (kind.rows, kind.row_bytes)),
+            scales.view(kind.scale).unflatten(1, kind.grid),
+            packed_XB[:, :factors_end].view(torch.float32) if factors_end else None,
+        )
+
+    def __getitem__(self, units: slice) -> "Sections":
+        factors_XP = None if self.factors_XP is None else self.factors_XP[units]
+        return Sections(self.codes_XRB[units], self.scales_XGG[units], factors_XP)
+
+
+def dequantise(
+    sections: Sections,
+    kind: PackedFormat,
+    dtype: torch.dtype,
+    rows: slice | None = None,
+    scratch: Scratch | None = None,
+) -> Tensor:
+    """The matrices `[X, R, C]` (`[X, C, R]` if `transposed`; rows `[X, C]`) of units, those of `rows` alone.
+
+    Computed in fp32, with one rounding of the product, and cast once. With `scratch` the result lies in it.
     """
-    start, stop, _ = rows.indices(kind.rows)
-    _, scales_end, end = kind.sections
-    codes_XB = packed_XB[:, scales_end:end].unflatten(1, (kind.rows, kind.row_bytes))[:, start:stop]
-    scales_XRG = scales_of(packed_XB, kind)
+    scratch = scratch or Scratch()
+    codes_XRB, scales_XRG = sections.codes_XRB, scales_of(sections, kind)
     if kind.block[0] > 1:
-        scales_XRG = scales_XRG.index_select(1, _scale_rows(kind, packed_XB.device))
-    values_XRC = _scaled(values_of(codes_XB, kind.code), scales_XRG[:, start:stop], kind.block[1])
-    return _in_model(values_XRC.to(kind.rounded).to(dtype), kind)
+        scales_XRG = scales_XRG.index_select(1, _scale_rows(kind, codes_XRB.device))
+    if rows is not None:
+        codes_XRB, scales_XRG = codes_XRB[:, rows], scales_XRG[:, rows]
+    values_XRC = _scaled(values_of(codes_XRB, kind.code, scratch), scales_XRG, kind.block[1]).to(kind.rounded)
+    if values_XRC.dtype != dtype:
+        values_XRC = scratch.take(values_XRC.shape, dtype, values_XRC.device).copy_(values_XRC)
+    return _in_model(values_XRC, kind)
 
 
 def _scaled(values: Tensor, scales_XRG: Tensor, block: int) -> Tensor:
@@ -204,24 +235,19 @@ def cut_columns(packed_XB: Tensor, kind: PackedFormat, start: int, stop: int) ->
     part, block = replace(kind, columns=stop - start), kind.block[1]
     assert kind.by_rows, kind
     assert kind.grid[1] == 1 or start % block == 0, (kind, start)
-    factors_end, scales_end, end = kind.sections
-    grid = slice(start // block, -(-stop // block))
-    scales = packed_XB[:, factors_end : factors_end + kind.grid[1] * kind.scale.itemsize].view(kind.scale)[:, grid]
-    in_row = kind.columns // kind.row_bytes
-    codes = packed_XB[:, scales_end:end][:, start // in_row : stop // in_row]
-    return joined(codes, scales, packed_XB[:, :factors_end] if factors_end else None, part), part
+    uncut, in_byte = Sections.of(packed_XB, kind), kind.columns // kind.row_bytes
+    scales = uncut.scales_XGG[..., start // block : -(-stop // block)]
+    codes = uncut.codes_XRB[..., start // in_byte : stop // in_byte]
+    return joined(codes, scales, uncut.factors_XP, part), part
 
 
-def scales_of(packed_XB: Tensor, kind: PackedFormat) -> Tensor:
+def scales_of(sections: Sections, kind: PackedFormat) -> Tensor:
     """The scales `[X, *grid]` in fp32, with their factors."""
-    start = kind.sections[0]
-    stop = start + math.prod(kind.grid) * kind.scale.itemsize
-    scales = scale_values(packed_XB[:, start:stop].view(kind.scale).unflatten(1, kind.grid))
-    if kind.factor == "none":
+    scales, factors = scale_values(sections.scales_XGG), sections.factors_XP
+    if factors is None:
         return scales
-    factors = packed_XB[:, :start].view(torch.float32)
     if len(kind.parts) > 1:
-        factors = factors.index_select(1, _factor_rows(kind, packed_XB.device))
+        factors = factors.index_select(1, _factor_rows(kind, scales.device))
     return with_factor(scales, factors.unsqueeze(-1), kind.factor)
 
 
