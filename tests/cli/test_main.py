@@ -24,6 +24,7 @@ VERBS = (
     "train",
     "inspect",
     "check",
+    "prepare",
     "plan",
     "verify",
     "export",
@@ -50,7 +51,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Every verb replaced by one that records its arguments and returns 0."""
     seen: list[tuple[Any, ...]] = []
     fake = SimpleNamespace(run=lambda *arguments: seen.append(arguments) or 0)
-    for name in ("inspect", "check", "plan.run", "bench", "export", "report"):
+    for name in ("inspect", "data.check", "data.prepare", "plan.run", "bench", "export", "report"):
         monkeypatch.setitem(sys.modules, f"expertmesh.cli.{name}", fake)
     monkeypatch.setattr(verbs, "run_ranks", fake.run)
     return seen
@@ -61,6 +62,9 @@ def test_train_reads_overrides_before_and_after_options(config: str, calls: list
     ((read, function, options, _),) = calls
     assert (read.train.seed, read.train.max_steps, options) == (1, 2, RunOptions(nproc=3))
     assert function == "expertmesh.planning.forecast:train_with_forecast"
+    assert read.log.level == "info"
+    assert main(["train", config, "-q"]) == 0
+    assert calls[1][0].log.level == "warning"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Every row arrives with its position, in file order; damage is named by file and line or row."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from expertmesh.config.errors import SecurityError
 from expertmesh.data.sources import RawRow, read_source
 from tests.support.errors import refused
 
@@ -111,9 +113,9 @@ def test_damaged_parquet_is_refused_by_name(tmp_path: Path) -> None:
 def test_paths_that_hold_no_data_are_refused(tmp_path: Path) -> None:
     with refused("data.no-files", naming=".jsonl, .ndjson, .json, .parquet"):
         read(tmp_path)
-    (tmp_path / "a.csv").write_text("text\n")
-    with refused("data.unsupported-file", naming="'.csv'"):
-        read(tmp_path / "a.csv")
+    (tmp_path / "a.xlsx").write_text("text\n")
+    with refused("data.unsupported-file", naming="'.xlsx'"):
+        read(tmp_path / "a.xlsx")
 
 
 @pytest.mark.parametrize("path", ["nowhere/train.jsonl", "./train", "/no/such/dir", "a/b/c", "train.parquet"])
@@ -143,3 +145,56 @@ def test_hub_failure_says_that_the_path_is_not_local_either(monkeypatch: pytest.
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with refused("data.not-found", naming="no route to the hub"):
         read("org/name")
+
+
+def test_tables_of_what_python_has_no_value_for_are_named_by_row(tmp_path: Path) -> None:
+    twice = pyarrow.StructArray.from_arrays([pyarrow.array(["x"]), pyarrow.array(["y"])], names=["a", "a"])
+    late = pyarrow.array([10**16], pyarrow.timestamp("ms"))
+    for name, column in (("twice", twice), ("late", late)):
+        path = tmp_path / f"{name}.parquet"
+        parquet.write_table(pyarrow.table({"text": column}), path)
+        (row,) = read(path)
+        assert row.value is None
+        assert str(row.problem).startswith("a value cannot be read")
+
+
+def test_a_small_table_that_stands_for_gigabytes_is_refused(tmp_path: Path) -> None:
+    path, text = tmp_path / "bomb.parquet", "x" * (1 << 20)
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 100_000, pyarrow.int32()), pyarrow.array([text]))
+    parquet.write_table(pyarrow.table({"text": column}), path)
+    with refused("file.too-large", naming="bomb.parquet:row 1025"):
+        for _ in read_source(str(path)):
+            pass
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with refused("file.unsafe", SecurityError, naming=name):
+        read(tmp_path / name)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    with refused("file.unsafe", SecurityError, naming=name):
+        read(tmp_path / name)
+
+
+def test_a_row_without_end_is_refused_by_its_line_before_it_is_read(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", ROWS)
+    os.truncate(path, 1 << 40)
+    with refused("file.too-large", naming="a.jsonl:4"):
+        read(path)
+    listed = tmp_path / "b.json"
+    listed.write_text("[")
+    os.truncate(listed, 1 << 40)
+    with refused("file.too-large", naming="b.json"):
+        read(listed)
+
+
+def test_deep_rows_and_rows_of_a_million_keys_are_judged_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    keys = ",".join(f'"k{n}": 1' for n in range(200_000))
+    path.write_text('{"text": ' + "[" * 500 + "]" * 500 + "}\n" + "[" * 100_000 + "\n{" + keys + ', "k7": 2}\n')
+    deep, deeper, wide = read(path)
+    assert deep.problem == "the row cannot be used: it is nested more than 100 deep"
+    assert deeper.problem == "the line is not JSON (nested too deeply)"
+    assert wide.problem == "the key 'k7' appears twice in one object"

@@ -14,6 +14,7 @@ from expertmesh.training.run import train
 from tests.report.made_up import record, start
 from tests.support.errors import refused
 from tests.support.ranks import run_ranks
+from tests.training.test_trackers import stand_in
 from tests.training.tiny_run import ROWS, STEPS, run_config, train_steps, write_inputs
 
 
@@ -53,10 +54,16 @@ def test_a_run_leaves_its_layout_and_what_every_rank_holds(inputs: Path, tmp_pat
     assert min(predicted.step_seconds or 0, predicted.tokens_per_second or 0, predicted.peak_memory_bytes or 0) > 0
 
 
-def test_a_resumed_run_adds_a_start_and_one_that_begins_anew_has_no_other(inputs: Path, tmp_path: Path) -> None:
-    run_ranks(train_steps, 2, _config(inputs, tmp_path / "run", "parallel.ep=2"), 1)
+def test_a_resumed_run_adds_a_start_and_one_that_begins_anew_has_no_other(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch, "wandb")
+    tracked = "log.report_to=[wandb]"
+    run_ranks(train_steps, 2, _config(inputs, tmp_path / "run", "parallel.ep=2", tracked), 1)
+    known_as = (tmp_path / "run" / "trackers.json").read_text()
     run_ranks(train_steps, 1, _config(inputs, tmp_path / "run"), 1)
-    run_ranks(train, 1, _config(inputs, tmp_path / "run"))
+    run_ranks(train, 1, _config(inputs, tmp_path / "run", tracked))
+    assert (tmp_path / "run" / "trackers.json").read_text() == known_as
     found = read_record(tmp_path / "run")
     assert found is not None
     assert [(each.after_step, each.world_size) for each in found.starts] == [(0, 2), (1, 1), (2, 1)]

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from expertmesh.config.errors import IntegrityError
+from expertmesh.io.reading import parse_json, read_file
 from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.state.sharded_model import attach, sharded
 from expertmesh.state.stage_view import full_model
@@ -67,13 +68,13 @@ def base_bytes(model: nn.Module) -> bytes:
     return json.dumps(said).encode() + b"\n"
 
 
-def read_base(path: Path, content: bytes) -> Base:
-    """What `base_bytes` wrote to `path`. Raises `IntegrityError`."""
+def read_base(path: Path, content: bytes | None = None) -> Base:
+    """What `base_bytes` wrote to `path`, whose `content` may have been read. Raises `IntegrityError`."""
     try:
-        base = Base(**json.loads(content))
+        base = Base(**parse_json(read_file(path) if content is None else content))
         if not isinstance(base.sha256, str) or not isinstance(base.dtype, str) or base.frozen not in _FROZEN:
             raise TypeError("not text")
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError) as error:
         raise IntegrityError(
             f"{path}: does not say which base the adapter belongs to ({error})", key="adapter.damaged"
         ) from error

@@ -15,6 +15,7 @@ from pathlib import Path
 from expertmesh.checkpoint.schema import KINDS, SCHEMA_VERSION, FileEntry, Manifest, tensor_file, writer_of
 from expertmesh.checkpoint.schema1 import Schema1Manifest, upgraded
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
+from expertmesh.io.reading import MAX_MANIFEST_BYTES
 from expertmesh.io.safetensors_reader import DTYPES
 from expertmesh.io.versioned_json import read_content, validated
 
@@ -63,7 +64,7 @@ def parse_manifest(directory: Path) -> Manifest:
     if not path.is_file():  # reading a pipe would never end
         raise missing
     try:
-        content = read_content(path, SCHEMA_VERSION, MEND, key="checkpoint.damaged")
+        content = read_content(path, SCHEMA_VERSION, MEND, key="checkpoint.damaged", limit=MAX_MANIFEST_BYTES)
     except FileNotFoundError as error:
         raise missing from error
     if isinstance(content, dict) and content.get("schema_version") == 1:

@@ -5,7 +5,7 @@ before a value is used, and so is each file's hash. Never opens a pickle. Nothin
 """
 
 import hashlib
-import json
+import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +22,7 @@ from expertmesh.checkpoint.small_files import other_content
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.io.boxes import Box, extents, full_box, volume
 from expertmesh.io.pieces import Piece
+from expertmesh.io.reading import open_file, parse_json
 from expertmesh.io.safetensors_reader import DTYPES, FileTensor, WeightFiles, read_header, read_metadata
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.reading import read_box
@@ -109,7 +110,7 @@ def check_hashes(state: SavedState, *, rank: int = 0, ranks: int = 1, optimizer:
 
 
 def file_sha256(path: Path) -> str:
-    with path.open("rb", buffering=0) as file:
+    with os.fdopen(open_file(path), "rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -144,7 +145,7 @@ def check_fits(state: SavedState, targets: Mapping[str, Tensor]) -> None:
 def saved_offsets(path: Path) -> dict[str, list[int]]:
     """Where in their tensors the parts of a file start, by name, as its header says. Raises `IntegrityError`."""
     with expecting(path, "damaged: its header does not say where its tensors belong"):
-        entries = json.loads(read_metadata(path)["DCP_SHARDING_INFO"])
+        entries = parse_json(read_metadata(path)["DCP_SHARDING_INFO"])
         return {name: [int(start) for start in entry["saved_offsets"]] for name, entry in entries.items()}
 
 
@@ -153,7 +154,7 @@ def fingerprints_in(path: Path, manifest: Manifest) -> Mapping[str, Any]:
     if manifest.schema1_fingerprints is not None:
         return manifest.schema1_fingerprints.get(path.name, {})
     with expecting(path, "damaged: its header does not hold fingerprints"):
-        return dict(json.loads(read_metadata(path).get("fingerprints", "{}")))
+        return dict(parse_json(read_metadata(path).get("fingerprints", "{}")))
 
 
 def match_header(path: Path, header: Mapping[str, FileTensor], manifest: Manifest) -> list[str]:

@@ -66,9 +66,20 @@ class Tiling(Strict):
     def shape(self) -> list[int]:
         return [cuts[-1] for cuts in self.cuts]
 
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        """Which cell, in row-major order, each rank wrote."""
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
     def cell_of(self, rank: int) -> Box | None:
         """The part that `rank` wrote."""
-        return next((box for writer, box in zip(self.ranks, _boxes(self.cuts), strict=False) if writer == rank), None)
+        if (place := self._places.get(rank)) is None:
+            return None
+        box: list[tuple[int, int]] = []
+        for cuts in reversed(self.cuts):
+            place, at = divmod(place, len(cuts) - 1)
+            box.insert(0, (cuts[at], cuts[at + 1]))
+        return tuple(box)
 
     def within(self, box: Box) -> Iterator[tuple[int, Box]]:
         """(the rank that wrote it, its box) of the parts that share elements with `box`, which is not empty."""

@@ -102,6 +102,21 @@ class PlanOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class InitOptions:
+    """Of `expertmesh init`; `lora` None takes full fine-tuning if it fits."""
+
+    model: Model
+    data: Annotated[str, Option(metavar="PATH", help="file, directory or hub id of the data to train on")]
+    devices: Annotated[
+        str | None, Option(metavar="DEVICES", help="as of plan, e.g. 8xh100 (default: those of this machine)")
+    ] = None
+    lora: Annotated[bool | None, Option("--lora/--full", help="adapters or all weights (default: what fits)")] = None
+    max_length: Annotated[int | None, N(min=2, help="tokens of a sequence (default: 4096, or the model's own)")] = None
+    output: Annotated[str | None, FILE(help="file to write (default: the model's name with .yaml)")] = None
+    trust_remote_code: TrustRemoteCode = False
+
+
+@dataclass(frozen=True, slots=True)
 class VerifyArguments:
     """Of `expertmesh verify`: `what` is a configuration, a checkpoint or a run; all else but `json` is of a proof."""
 

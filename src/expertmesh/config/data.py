@@ -4,7 +4,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from expertmesh.config.base import Listed, Mapped, Section, refuse
+from expertmesh.config.base import Listed, Mapped, Name, Section, refuse
 
 DataFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference"]
 WhatToDo = Literal["keep", "drop", "stop"]
@@ -13,7 +13,7 @@ WhatToDo = Literal["keep", "drop", "stop"]
 class DataSource(Section):
     """One source of samples."""
 
-    path: str = Field(min_length=1)
+    path: Name
     """File (JSON, JSONL, Parquet), directory of such files, or hub id of a data set."""
     format: DataFormat = "auto"
     """Layout of a row; auto detects it from the first rows and prints what it found."""
@@ -30,7 +30,7 @@ class DataConfig(Section):
     """Sources to evaluate on; empty for no evaluation."""
     format: DataFormat = "auto"
     """Layout of the rows of all sources that say none themselves."""
-    max_length: int = Field(default=4096, ge=2)
+    max_length: int = Field(default=4096, ge=2, le=2**24)
     """Longest sequence, in tokens."""
     on_overlong: Literal["cut", "drop", "stop"] = "cut"
     """What to do with a sample longer than max_length; cut and dropped samples are counted and reported."""
@@ -43,13 +43,15 @@ class DataConfig(Section):
     on_dropped_thinking: WhatToDo = "keep"
     """What to do with a row whose thinking the chat template leaves out, as many do in all turns but the last; such
     rows are counted and reported."""
-    chat_template: str | None = None
+    chat_template: Name | None = None
     """File of a chat template (Jinja) that takes the place of the tokenizer's, and is saved with the model."""
     template_args: Mapped = Field(default_factory=dict, validate_default=True)
     """What the chat template gets beside messages and tools, as enable_thinking: false."""
     thinking: Literal["auto", "drop", "keep_last", "every_turn"] = "auto"
     """Thinking in answers: what the template makes of it (auto), none, that of the last answer alone, or that of every
     answer, for which a row becomes several samples if the template keeps that of the last one only."""
+    prepared_path: str | None = None
+    """Directory for tokens, which runs that name the same one share; null for prepared in output_dir."""
     packing: bool = True
     """Fill each sequence with several samples; attention stays inside each of them."""
     loss_on: Literal["assistant", "completion", "all"] = "assistant"

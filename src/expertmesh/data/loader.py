@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from expertmesh.config.errors import InputError
-from expertmesh.data.packing import Batch, PackedRows, Row, pack, packed_batch, padded_batch
+from expertmesh.data.packing import Batch, PackedRows, Row, Rows, pack, packed_batch, padded_batch
 from expertmesh.data.tokenized import IGNORE, TokenizedDataset
 
 
@@ -62,7 +62,8 @@ class BatchLayout:
             return pack(dataset.lengths, order, self.max_length)
         fill = float(dataset.lengths.sum()) / (len(dataset) * self.max_length)
         each = dataset.samples_per_row
-        return PackedRows(tuple(order[:, None] * each + np.arange(each)), fill)
+        samples = (order[:, None] * each + np.arange(each)).reshape(-1)
+        return PackedRows(Rows(samples, np.arange(len(order) + 1) * each), fill)
 
     def micro_batches(self, dataset: TokenizedDataset, rows: Sequence[Row], first_number: int = 0) -> Iterator[Batch]:
         """This rank's micro-batches of `rows`, which are numbered from `first_number`.

@@ -205,15 +205,41 @@ def normed_expert_mlp(
     def compute(rows_RH: torch.Tensor, weight_P: torch.Tensor) -> torch.Tensor:
         place_P = torch.arange(pairs.row_P.shape[0], device=rows_RH.device)
         alone = LocalPairs(place_P, pairs.expert_end_L, segments_of(place_P, len(place_P)))
-        rows_PH = rows_RH.index_select(0, pairs.row_P)
+        rows_PH: torch.Tensor = _GatherRows.apply(rows_RH, pairs)
         out_PH = expert_mlp(rows_PH, torch.ones_like(weight_P), alone, weights, mlp)
         weighted_PH = norm(out_PH) * weight_P.unsqueeze(1)
         # In the wider dtype of the two, as the weights may be fp32, and back.
-        out_RH = torch.zeros_like(rows_RH, dtype=weighted_PH.dtype).index_add(0, pairs.row_P, weighted_PH)
+        out_RH: torch.Tensor = _SumPairs.apply(weighted_PH, pairs)
         return out_RH.to(rows_RH.dtype)
 
     out_RH: torch.Tensor = checkpoint(compute, rows_RH, weight_P, use_reentrant=False, preserve_rng_state=False)
     return out_RH
+
+
+class _GatherRows(torch.autograd.Function):
+    """rows_RH -> rows_PH, each pair its row. Like `_SumPairs`, without the atomic additions of torch's own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RH: torch.Tensor, pairs: LocalPairs) -> torch.Tensor:
+        ctx.save_for_backward(*pairs.tensors())
+        return rows_RH.index_select(0, pairs.row_P)
+
+    @staticmethod
+    def backward(ctx: Any, grad_PH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return segment_sum(grad_PH, LocalPairs.of(*ctx.saved_tensors).by_row), None
+
+
+class _SumPairs(torch.autograd.Function):
+    """values_PH -> out_RH, the sum of each row's pairs."""
+
+    @staticmethod
+    def forward(ctx: Any, values_PH: torch.Tensor, pairs: LocalPairs) -> torch.Tensor:
+        ctx.save_for_backward(*pairs.tensors())
+        return segment_sum(values_PH, pairs.by_row)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grad_RH.index_select(0, LocalPairs.of(*ctx.saved_tensors).row_P), None
 
 
 def _by_weight(

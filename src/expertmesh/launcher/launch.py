@@ -8,6 +8,7 @@ machines (Kubeflow's pods) each machine has one such launcher, and the first of 
 
 import itertools
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -22,13 +23,16 @@ from typing import Literal
 from expertmesh.config import Config, dump_config
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError
 from expertmesh.distributed.environment import Node, Rank, find_place
-from expertmesh.io.terminal import printable
+from expertmesh.io.terminal import print_log, printable
 from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.launcher.meeting import THIS_MACHINE, Meeting
 from expertmesh.launcher.rank_files import UNEXPECTED
 from expertmesh.launcher.supervise import Job, StopRequests, start_ranks, stop_requests
+from expertmesh.launcher.torchrun import has_to_tell
 from expertmesh.launcher.worker import run_rank
 from expertmesh.training.control import Control
+
+log = logging.getLogger(__name__)
 
 CPU_RANKS = 2
 
@@ -60,17 +64,18 @@ def run(
     work once and early. Prints what is being done. Returns the exit code; raises `ExpertmeshError` before ranks start,
     or when they have ended by it.
     """
+    print_log(config.log.level)
     options = options or RunOptions()
     deadline = None if options.max_seconds is None else time.monotonic() + options.max_seconds
     place = join_job(options)
     if isinstance(place, Rank):
         if place.rank == 0:
             by = "" if place.starter == "RANK" else f" that {place.starter} has started"
-            _say(f"starting   rank 0 of {place.world_size}{by}: importing torch and transformers")
+            log.info(f"starting   rank 0 of {place.world_size}{by}: importing torch and transformers")
         return _run_here(config, function, Control(deadline=deadline, audit=options.audit, arguments=options.arguments))
     for name in ("RANK", "WORLD_SIZE"):  # where they count machines, and this process is no rank
         os.environ.pop(name, None)
-    _say("starting   importing torch" + (" and transformers, checking the configuration" if preflight else ""))
+    log.info("starting   importing torch" + (" and transformers, checking the configuration" if preflight else ""))
     node = place or THIS_MACHINE
     with lazy_imports():
         ranks = local_ranks(options.nproc or node.ranks)
@@ -78,12 +83,8 @@ def run(
         preflight(config, ranks * node.count, ranks)
     where = "" if node.count == 1 else f" (node {node.number} of {node.count}, {node.address}:{node.port})"
     each = "each of which imports torch and transformers"
-    _say(f"           {ranks} rank{'s' * (ranks > 1)} on this machine{where}, {each}")
+    log.info(f"           {ranks} rank{'s' * (ranks > 1)} on this machine{where}, {each}")
     return launch(config, ranks, function, options, deadline, node)
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 def _run_here(config: Config, function: str, control: Control) -> int:
@@ -93,8 +94,9 @@ def _run_here(config: Config, function: str, control: Control) -> int:
     except ExpertmeshError:
         raise
     except (Exception, SystemExit):
-        where = f"rank {os.environ['RANK']} failed {control.progress.status()}"
-        print(printable(f"error: {where}:\n{traceback.format_exc().rstrip()}"), file=sys.stderr)
+        what = f"rank {os.environ['RANK']} failed {control.progress.status()}:\n{traceback.format_exc().rstrip()}"
+        if has_to_tell(what, may_follow=True):
+            print(printable(f"error: {what}"), file=sys.stderr)
         return UNEXPECTED
 
 
@@ -206,7 +208,8 @@ def launch(
 
 def _continued(config: Config) -> Config:
     """For a restart: from the newest checkpoint of this run, if it has written one, whatever it started from."""
-    if not any(Path(config.output_dir, "checkpoints").glob("step-*[0-9]")):
+    own = any(Path(config.output_dir, "checkpoints").glob("step-*[0-9]"))
+    if not own or config.checkpoint.resume_weights_only:  # which prefers them anyway
         return config
     checkpoint = config.checkpoint.model_copy(update={"resume": "auto"})
     return config.model_copy(update={"checkpoint": checkpoint})

@@ -24,6 +24,7 @@ from expertmesh.training.control import Control, Stopped
 from expertmesh.training.progress import Progress
 
 BEAT_SECONDS = 0.5
+TEARDOWN_SECONDS = 30
 PR_SET_PDEATHSIG = 1
 
 
@@ -32,6 +33,9 @@ def run_rank(config: Config, function: str, control: Control) -> int:
 
     Called on every rank, before a process group exists; issues no collective. Raises what the function raises.
     """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # The rows that experts receive are others in every step: blocks of fixed sizes would fragment.
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     module, _, name = function.partition(":")
     with lazy_imports():
         imported = importlib.import_module(module)
@@ -48,16 +52,19 @@ def run_rank(config: Config, function: str, control: Control) -> int:
 def leave(code: int) -> NoReturn:
     """End this rank's process with `code`, whatever the libraries in it would make of that.
 
-    On CPU, gloo's threads abort some processes in tear-down after a correct run ("terminate called without an
-    active exception"); after a failure, NCCL's tear-down can wait for peers that are gone. Both would replace
-    the exit code.
+    gloo's threads abort some processes in tear-down after a correct run ("terminate called without an active
+    exception"); after a failure, NCCL's tear-down can wait for peers that are gone. Both would replace the exit code.
     """
+    torch = sys.modules.get("torch")
+    if code == 0 and torch is not None and torch.accelerator.is_available() and torch.distributed.is_initialized():
+        torch.accelerator.synchronize()
+        # NCCL's communicators want to be closed by all; a peer that does not must not keep the others.
+        closing = threading.Thread(target=torch.distributed.destroy_process_group, daemon=True)
+        closing.start()
+        closing.join(TEARDOWN_SECONDS)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    torch = sys.modules.get("torch")
-    if code == 0 and torch is not None and torch.accelerator.is_available():
-        sys.exit(0)
     os._exit(code)
 
 

@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from expertmesh.config.errors import InputError
+from expertmesh.io.reading import MAX_METRICS_BYTES, opened
+from expertmesh.io.reading import rows as lines
 
 Column = npt.NDArray[np.float64]
 NUMBERS = (
@@ -110,8 +112,8 @@ def read_metrics(path: Path) -> Metrics:
     """The rows of `path`; no rows if there is no such file. `InputError` if it cannot be read."""
     rows = _Rows()
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+        with opened(path, MAX_METRICS_BYTES) as file:
+            for number, line in enumerate(lines(file, path), start=1):
                 if not line.endswith(b"\n"):
                     # Only what ends in a newline was written whole.
                     rows.cut_short = True

@@ -18,6 +18,7 @@ from markupsafe import Markup
 
 from expertmesh.config.errors import InputError
 from expertmesh.io.safetensors_writer import replace_synced
+from expertmesh.io.terminal import duration
 from expertmesh.report.metrics import WORST
 from expertmesh.report.plots import draw, short
 from expertmesh.report.run import CONFIG_FILE, Run
@@ -35,7 +36,7 @@ def render(run: Run) -> str:
         loader=PackageLoader("expertmesh", "report"), autoescape=True, undefined=StrictUndefined, finalize=_visible,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    words = {"number": number, "whole": whole, "size": size, "duration": duration, "plural": plural, "short": short}
+    words = {"number": number, "whole": whole, "size": size, "duration": _duration, "plural": plural, "short": short}
     environment.filters |= words
     environment.globals |= words | {"summarize": summarize, "ratio": _ratio, "earlier": _earlier, "NOTHING": NOTHING}
     metrics = run.metrics
@@ -131,15 +132,8 @@ def size(value: float) -> str:
     return f"{value:.0f} bytes"
 
 
-def duration(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return NOTHING
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min" if minutes < 72 * 60 else f"{seconds / 86400:.1f} days"
+def _duration(seconds: float) -> str:
+    return duration(seconds) if math.isfinite(seconds) else NOTHING
 
 
 def plural(count: int, word: str) -> str:

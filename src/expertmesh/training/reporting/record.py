@@ -63,13 +63,15 @@ class Forecast:
     """What somebody expects of a start: a line to print, and the figures where there are any.
 
     `warning` is the part of the line that says that memory may run out. `cures` gives changes of the configuration with
-    which a step is expected to fit, the best first.
+    which a step is expected to fit, the best first. `peak_tokens_per_second`: of a job that computes at the peak of its
+    devices, None where that is not known.
     """
 
     line: str
     prediction: Prediction | None = None
     warning: str | None = None
     cures: Callable[[], list[str]] = list
+    peak_tokens_per_second: float | None = None
 
 
 class Start(_Strict):

@@ -1,5 +1,6 @@
 """What there is to say about a run's weights: how the audit went, what becomes of tensors that the model leaves out."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from expertmesh.weights.load import LoadReport
 from expertmesh.weights.save import SaveReport
 from expertmesh.weights.source import UnmappedTensors
 
+log = logging.getLogger(__name__)
+
 AUDIT_FILE = "audit.json"
 _LISTED = 10
 
@@ -19,7 +22,7 @@ def report_loaded(loaded: LoadReport, audited: AuditReport, source: Path, output
     if audited.mode == "full":
         write_audit(output_dir / AUDIT_FILE, audited, source)
     for line in loaded_lines(loaded, audited, output_dir):
-        print(line, flush=True)
+        log.info(line)
 
 
 def loaded_lines(loaded: LoadReport, audited: AuditReport, output_dir: Path) -> Iterator[str]:

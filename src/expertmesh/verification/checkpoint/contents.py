@@ -1,6 +1,5 @@
 """What a checkpoint's small files say, against each other. For verify.py; what is wrong comes as sentences."""
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from expertmesh.checkpoint.schema import Manifest
 from expertmesh.checkpoint.small_files import STATE_FILE, read_generators, read_small, read_state_file, rng_file
 from expertmesh.checkpoint.write import AXES
 from expertmesh.config.errors import IntegrityError
+from expertmesh.io.reading import MAX_TOKENIZER_BYTES, read_json
 from expertmesh.verification.checkpoint.files import FileCheck
 
 _ADAPTER_CONFIG, _BASE = f"{ADAPTER}/{ADAPTER_CONFIG_FILE}", f"{ADAPTER}/{BASE_FILE}"
@@ -56,7 +56,7 @@ def needed_files(manifest: Manifest) -> set[str]:
 
 def _is_json(path: Path) -> bool:
     try:
-        json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
+        read_json(path, MAX_TOKENIZER_BYTES)
+    except ValueError:
         return False
     return True

@@ -2,13 +2,13 @@
 
 For someone about to start a run: what `train` would refuse before it reads weights, the layout and what a step is
 predicted to take, then the first samples as the chat template renders them, with the target tokens in colour (between
-[[ and ]] when piped), and file and line of rows that will not be trained on. Reads the model's config.json and
-tokenizer; never its weights, and never starts a process group.
+[[ and ]] when piped), and file and line of rows that will not be trained on. Data that is prepared is not tokenized
+again. Reads the model's config.json and tokenizer; never its weights, and never starts a process group.
 """
 
 import math
 import sys
-from functools import partial
+from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 
@@ -22,9 +22,10 @@ from expertmesh.data import (
     IGNORE,
     BatchLayout,
     DataReport,
+    Recipe,
     TokenizedDataset,
     TrainingBatches,
-    build_dataset,
+    found_or_built,
     load_tokenizer,
     padding_token_id,
 )
@@ -47,9 +48,8 @@ def run(config: Config, samples: int = 3, nproc: int | None = None) -> int:
     in `config` make. Raises `InputError` for what would stop training: all that preflight refuses, a malformed row
     under `data.on_error: stop`, data without any target.
     """
-    here, per_node = job_size()
-    ranks = nproc or (here if here % _fewest_ranks(config.parallel) == 0 else _fewest_ranks(config.parallel))
-    checked = preflight(config, ranks, ranks_per_node=per_node if ranks == here else None, weights=False)
+    checked = checked_here(config, nproc)
+    here, _ = job_size()
     tokenizer = load_tokenizer(config.model, config.data.chat_template)
     console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
     vocab_size = checked.vocab_size
@@ -60,16 +60,23 @@ def run(config: Config, samples: int = 3, nproc: int | None = None) -> int:
         for line in plan_lines(adapters, checked.anatomy):
             console.print(f"lora {line}")
 
-    build = partial(build_dataset, model_vocab_size=vocab_size, pairs=config.objective.name == "dpo")
-    dataset, report = build(config.data.train, config.data, tokenizer)
+    recipe = Recipe.of(config, config.data.train, tokenizer, vocab_size)
+    dataset, report = found_or_built(config, recipe)
     for index in range(min(samples * dataset.samples_per_row, len(dataset))):
         _print_sample(console, dataset, index, tokenizer)
     _print_report(console, "train", config, report)
     _print_steps(console, config, dataset, padding_token_id(tokenizer, vocab_size))
     if config.data.eval:
-        _, report = build(config.data.eval, config.data, tokenizer)
+        _, report = found_or_built(config, replace(recipe, sources=config.data.eval))
         _print_report(console, "eval", config, report)
     return 0
+
+
+def checked_here(config: Config, nproc: int | None = None) -> Checked:
+    """What preflight says of `nproc` ranks, by default those that `train` would start here."""
+    here, per_node = job_size()
+    ranks = nproc or (here if here % _fewest_ranks(config.parallel) == 0 else _fewest_ranks(config.parallel))
+    return preflight(config, ranks, ranks_per_node=per_node if ranks == here else None, weights=False)
 
 
 def _fewest_ranks(parallel: ParallelConfig) -> int:

@@ -31,15 +31,10 @@ class LimitExceeded(Exception):
     """What the child did that it must not, as a verb phrase: "does not finish within 10 s"."""
 
 
-def restart_clock() -> None:
-    """Give this process `TIME_LIMIT_SECONDS` from now before the kernel ends it; only for use in the child."""
-    signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT_SECONDS)
-
-
 class Sandbox:
     """Applies `function` to items in a child process; it may raise `LimitExceeded` and must return JSON values.
 
-    The clock runs from each `restart_clock()` in `function` to the next, or to the end of the item.
+    Each item has `TIME_LIMIT_SECONDS` before the kernel ends the child.
     """
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
@@ -110,6 +105,7 @@ def _blocks(answers: Iterable[str]) -> Iterator[bytes]:
 
 
 def _answer(function: Callable[[Any], Any], item: Any) -> str:
+    signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT_SECONDS)
     try:
         return json.dumps({"result": function(item)})
     except LimitExceeded as error:
