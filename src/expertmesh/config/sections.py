@@ -52,7 +52,8 @@ class PrecisionConfig(Section):
     reduce: Dtype = "float32"
     """Dtype in which gradients are reduced over ranks."""
     frozen: Literal["float8", "nf4", "mxfp4", "nvfp4", "as_published"] | None = None
-    """How routed experts that LoRA has frozen stay in memory: in 8 or 4 bits; null keeps them in precision.compute."""
+    """How routed experts and linear layers that LoRA has frozen stay in memory: in 8 or 4 bits; null keeps them in
+    precision.compute."""
 
     @field_validator("params", "compute", "reduce", mode="before")
     @classmethod

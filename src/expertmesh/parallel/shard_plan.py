@@ -118,7 +118,7 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
     casts = refuse_dtypes(model, anatomy, precision, kept_in_fp32, twin, options.moe.router_dtype)
     checkpointed = checkpointed_blocks(model, anatomy, options.activation_checkpointing, options.checkpoint_layers)
     if options.compile:
-        refuse_compile(model, layout)
+        refuse_compile(model, layout, precision.frozen)
     splits, groups = plan_groups(model, anatomy, layout, tensor, expert_dims, casts.kept)
     dispatch = "all_to_all" if options.moe.dispatch == "auto" else options.moe.dispatch
     return ShardPlan(
@@ -135,7 +135,7 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
         groups=groups,
         cast_buffers=casts.buffers,
         wide_routers=casts.routers,
-        packed=plan_frozen(model, anatomy, expert_dims, precision.frozen),
+        packed=plan_frozen(model, anatomy, layout, splits, expert_dims, precision.frozen),
         checkpointed=checkpointed,
         compiled=tuple(compiled_parts(model, anatomy)) if options.compile else (),
         twin=twin,

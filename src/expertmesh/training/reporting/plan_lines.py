@@ -78,7 +78,7 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
     yield f"per rank   {counts}, {gib(run.bytes_to_load)} to load"
     precision, lora = config.precision, plan_of(model)
     what, base = ("parameters", "") if lora is None else ("adapters", "base and ")
-    kept = "" if precision.frozen is None else f", experts in {precision.frozen}"
+    kept = "" if precision.frozen is None else f", experts and linear layers in {precision.frozen}"
     yield f"precision  {precision.params} {what}, {precision.compute} {base}compute, {precision.reduce} reduce{kept}"
     if plan.uncast:
         uncast = (name for name, _ in plan.twin.module.named_parameters() if name in plan.uncast)
