@@ -4,8 +4,9 @@ import re
 from pathlib import Path
 
 from expertmesh.checkpoint.directory import CHECKPOINTS, published
-from expertmesh.config import Config, dump_config, load_config
+from expertmesh.config import Config, dump_config
 from expertmesh.config.errors import InputError
+from expertmesh.config.files import config_from
 from expertmesh.io.directory import io_errors
 from expertmesh.io.reading import read_file
 from expertmesh.io.safetensors_writer import replace_synced
@@ -28,15 +29,17 @@ def refuse_output_dir(config: Config) -> None:
         raise InputError(f"output_dir {directory} is a file; choose another directory", key="output.is-a-file")
     if not directory.exists() or all(_LEFT_BY_A_START.fullmatch(path.name) for path in directory.iterdir()):
         return
-    written = directory / CONFIG_FILE
-    if not written.is_file():
+    # Somebody may have removed the run's own; each checkpoint holds one.
+    known = (directory, *(path for _, path in reversed(published(directory / CHECKPOINTS))))
+    written = next((path / CONFIG_FILE for path in known if (path / CONFIG_FILE).is_file()), None)
+    if written is None:
         raise InputError(
             f"output_dir {directory} is not empty and holds no run of ours; choose another directory",
             key="output.not-empty",
         )
     if did_no_step(directory):
         return
-    old, new = (flat(each.model_dump(mode="json")) for each in (load_config(written), config))
+    old, new = (flat(each.model_dump(mode="json")) for each in (_read(written), config))
     forbidden, _ = config_differences(old, new)
     if forbidden:
         raise InputError(
@@ -46,12 +49,18 @@ def refuse_output_dir(config: Config) -> None:
         )
     result = directory / (MODEL if config.lora is None else ADAPTER)
     if result.exists():
+        start = "model.name_or_path" if config.lora is None else "lora.from_adapter"
         raise InputError(
             f"output_dir {directory} holds this run already, finished; choose another directory, or move {result} away "
-            "to go on from the last checkpoint with more steps",
+            "to go on from the last checkpoint with more steps (train.num_epochs, train.max_steps); other data are for "
+            f"a run of their own, with {start}: {result}",
             key="run.finished",
         )
     find_start(config)
+
+
+def _read(path: Path) -> Config:
+    return config_from(read_file(path).decode(errors="backslashreplace"), str(path))
 
 
 def did_no_step(directory: Path) -> bool:
