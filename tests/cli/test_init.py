@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.shapes import qwen3_30b_a3b
-from expertmesh.cli import check
+from expertmesh.cli.data import check
 from expertmesh.cli.main import main
 from expertmesh.config import Config, load_config
 from expertmesh.planning.forecast import devices_here, forecast

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from expertmesh.config.errors import InputError
+from expertmesh.io.terminal import tell
 
 PAGE = "report.html"
 # Runs are told apart by letters.
@@ -34,12 +35,12 @@ def run(paths: Sequence[str], output: str | None = None) -> int:
     runs = [read_run(Path(path)) for path in paths]
     page = Path(output) if output is not None else Path(PAGE) if len(runs) > 1 else Path(paths[0]) / PAGE
     write(page, content := render_together(runs) if len(runs) > 1 else render(runs[0]))
-    print(f"report      {page}, {len(content.encode()) / 1024:,.0f} KiB; open it in a browser")
+    tell(f"report      {page}, {len(content.encode()) / 1024:,.0f} KiB; open it in a browser")
     for found in runs:
         which = f"{found.directory}: " if len(runs) > 1 else ""
         total = f" of {found.total_steps:,}" if found.total_steps is not None else ""
         reported = f"{len(found.metrics.step):,} steps reported"
-        print(f"            {which}{found.state}, step {found.last_step:,}{total}, {reported}")
+        tell(f"            {which}{found.state}, step {found.last_step:,}{total}, {reported}")
         for note in found.notes:
-            print(f"            {note}")
+            tell(f"            {note}")
     return 0

@@ -10,7 +10,6 @@ import itertools
 import json
 import logging
 import os
-import sys
 import tempfile
 import time
 import traceback
@@ -23,7 +22,7 @@ from typing import Any, Literal
 from expertmesh.config import Config, dump_config
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError
 from expertmesh.distributed.environment import Node, Rank, find_place
-from expertmesh.io.terminal import print_log, printable
+from expertmesh.io.terminal import lasting_output, print_log, tell
 from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.launcher.meeting import THIS_MACHINE, Meeting
 from expertmesh.launcher.rank_files import UNEXPECTED
@@ -70,7 +69,13 @@ def run(
     or when they have ended by it.
     """
     print_log(config.log.level)
-    options = options or RunOptions()
+    with lasting_output():
+        return _run(config, function, options or RunOptions(), preflight)
+
+
+def _run(
+    config: Config, function: str, options: RunOptions, preflight: Callable[[Config, int, int], object] | None
+) -> int:
     deadline = None if options.max_seconds is None else time.monotonic() + options.max_seconds
     place = join_job(options)
     if isinstance(place, Rank):
@@ -101,7 +106,7 @@ def _run_here(config: Config, function: str, control: Control) -> int:
     except (Exception, SystemExit):
         what = f"rank {os.environ['RANK']} failed {control.progress.status()}:\n{traceback.format_exc().rstrip()}"
         if has_to_tell(what, may_follow=True):
-            print(printable(f"error: {what}"), file=sys.stderr)
+            tell(f"error: {what}", error=True)
         return UNEXPECTED
 
 
@@ -207,7 +212,7 @@ def launch(
                 if restart > options.max_restarts or requests.requested or late:
                     raise
                 again = f"all ranks are started again (restart {restart} of {options.max_restarts})"
-                print(printable(f"{failure}\n{again}"), file=sys.stderr, flush=True)
+                tell(f"{failure}\n{again}", error=True)
     raise AssertionError("every attempt returns or raises")
 
 

@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from expertmesh.config import DataConfig
 from expertmesh.config.errors import InputError
-from expertmesh.data.encode import Encoder
+from expertmesh.data.encoding.encode import Encoder
+from expertmesh.data.encoding.targets import ChatOptions
 from expertmesh.data.formats import PREFERENCE, MalformedRow, convert, fitting_formats
 from expertmesh.data.sources import RawRow, read_source
-from expertmesh.data.targets import ChatOptions
 
 ROWS = 100
 
