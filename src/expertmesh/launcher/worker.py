@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import NoReturn
 
