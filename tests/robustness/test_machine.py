@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from expertmesh.data.sandbox import Sandbox
+from expertmesh.data.encoding.sandbox import Sandbox
 
 import expertmesh.cli.main as command_line
 from expertmesh.cli.main import entry_point
