@@ -28,8 +28,10 @@ from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.export.merge import merge
 from expertmesh.state import packed_format
+from expertmesh.state.host_memory import HostCopies
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.packed_format import Sections, quantised_format
+from expertmesh.state.shards import local_tensor
 from tests.adapters import test_dropout
 from tests.adapters.reference import TARGETS, AdapterDistance, PeftRun, random_adapter, tiny_peft_run, train_adapters
 from tests.adapters.stock import logits
@@ -216,6 +218,100 @@ def test_a_planted_bug_turns_the_comparison_red(bug: Callable[[nn.Module, Mesh],
     with pytest.raises(AssertionError):
         distance.check(TOLERANCE)
     assert max(distance.loss, distance.gradient[0]) > 1e-3
+
+
+OFFLOADED = [
+    {"ep": 2},
+    {"ep": 1},
+    {"ep": 2, "replicate": 2},
+    {"ep": 2, "tp": 2},
+    {"ep": 2, "pp": 2},
+]
+
+
+def _streamed(events: list[tuple[int, int, int]], model: nn.Module, mesh: Mesh) -> None:
+    """Note in `events` each copy from host memory: which layer's, which layer was used last, and how many layers'
+    experts are there with it, copied or gathered.
+    """
+    own = {name: local_tensor(p) for name, p in model.named_parameters() if "experts" in name}
+    layers = {id(t.host): int(name.split(".")[2]) for name, t in own.items() if isinstance(t, PackedTensor)}
+    gathered: dict[int, list[torch.UntypedStorage]] = {}
+    copied: set[int] = set()
+    last = [-1]
+    start, take, gather = HostCopies._start, HostCopies.take, PackedTensor.fsdp_post_all_gather
+
+    def started(self: HostCopies, device: Any) -> None:
+        layer = layers[id(self)]
+        here = {layer for layer, storages in gathered.items() if any(each.size() for each in storages)}
+        copied.add(layer)
+        events.append((layer, last[0], len(here | copied)))
+        start(self, device)
+
+    def taken(self: HostCopies, *args: Any) -> Any:
+        last[0] = layers[id(self)]
+        return take(self, *args)
+
+    def used(self: PackedTensor, outputs: Any, *args: Any, **options: Any) -> Any:
+        if self.host is not None:
+            gathered.setdefault(layers[id(self.host)], []).append(outputs[0].untyped_storage())
+            copied.discard(layers[id(self.host)])
+        return gather(self, outputs, *args, **options)
+
+    mock.patch.object(HostCopies, "_start", started).start()
+    mock.patch.object(HostCopies, "take", taken).start()
+    mock.patch.object(PackedTensor, "fsdp_post_all_gather", used).start()
+
+
+def _offloaded(
+    run: PeftRun, layout: dict[str, int], **options: Any
+) -> tuple[AdapterDistance, list[tuple[int, int, int]]]:
+    events: list[tuple[int, int, int]] = []
+    parallel = em.ParallelConfig(offload="experts", **layout)  # type: ignore[arg-type]
+    tamper = functools.partial(_streamed, events)
+    return train_adapters(run, parallel, precision=_precision("mxfp4"), tamper=tamper, **options), events
+
+
+@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}], ids=["plain", "checkpointed"])
+def test_experts_from_host_memory_come_a_layer_ahead_in_both_directions(options: dict[str, Any]) -> None:
+    run = _expected("qwen3_moe", "mxfp4", num_hidden_layers=4)
+    distance, events = run_ranks(functools.partial(_offloaded, **options), 2, run, {"ep": 2})[0]
+    distance.check(TOLERANCE)
+    assert max(layers for *_, layers in events) == 2
+    # Of the second step: two matrices of each layer, both ways, while the one before is used; the ends are not ahead.
+    forward = [(0, 0)] * 2 + [(layer, layer - 1) for layer in range(1, 4) for _ in range(2)]
+    backward = [(3, 3)] * 2 + [(layer, layer + 1) for layer in (2, 1, 0) for _ in range(2)]
+    assert sorted(event[:2] for event in events[16:24]) == sorted(forward)
+    assert sorted(event[:2] for event in events[24:32]) == sorted(backward)
+    assert len(events) % 16 == 0
+
+
+@pytest.mark.parametrize(("world", "layout"), [(4, layout) for layout in OFFLOADED[2:]] + [(1, {"ep": 1})], ids=str)
+def test_experts_from_host_memory_train_the_same_in_every_layout(world: int, layout: dict[str, int]) -> None:
+    distance, events = run_ranks(_offloaded, world, _expected("qwen3_moe", "mxfp4"), layout)[0]
+    distance.check(TOLERANCE)
+    assert max(layers for *_, layers in events) <= 2
+
+
+def test_experts_of_another_layer_from_host_memory_turn_the_comparison_red() -> None:
+    (distance,) = _train(
+        _expected("qwen3_moe", "mxfp4"), "mxfp4", 2, [{"ep": 2, "offload": "experts"}], tamper=_first_layers
+    )
+    with pytest.raises(AssertionError):
+        distance.check(TOLERANCE)
+
+
+def _first_layers(model: nn.Module, mesh: Mesh) -> None:
+    """Each copy is of the first layer's experts."""
+    names = list(_expert_weights(model))
+    local = {name: local_tensor(model.get_parameter(name)) for name in names}
+    first = {tensor.kind: tensor.packed_LB for tensor in reversed(local.values())}
+    copy = PackedTensor.fsdp_pre_all_gather
+
+    def wrong(self: PackedTensor, mesh: Any) -> Any:
+        (packed_LB,), rest = copy(self, mesh)
+        return (packed_LB.copy_(first[self.kind]) if self.host is not None else packed_LB,), rest
+
+    mock.patch.object(PackedTensor, "fsdp_pre_all_gather", wrong).start()
 
 
 def _refusal(frozen: str, lora: em.LoraConfig | None, tp: int = 1, **changes: Any) -> str:

@@ -6,35 +6,29 @@ never starts a process group. Models that expertmesh cannot shard are refused he
 refuse them.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedConfig
 
 from expertmesh.adapters.targets import candidates, listed
 from expertmesh.anatomy import Anatomy, ExpertsSpec, alike_as_one, describe, is_inside
 from expertmesh.cli.printing import Terminal, bytes_text, count_text, print_rows
+from expertmesh.cli.sizes import COMPUTE_BYTES, disk_text, frozen_rows
 from expertmesh.config import MoeConfig, ParallelConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout, divisors, resolve_layout
-from expertmesh.io.safetensors_reader import INDEX_FILE, SINGLE_FILE, open_weight_files, read_index
 from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.refusals import expert_shard_dim
 from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.weights.meta_model import kept_in_fp32, read_model_config
-from expertmesh.weights.quantised.published import method_of, plain_dtype, published_tensors, quantisation
 
 DEFAULT_WORLD_SIZES = (1, 2, 4, 8)
 # What training keeps of each parameter: float32 weight, gradient and the two moments of AdamW.
 STATE_BYTES = 16
-# What forward and backward run in by default; sizes the parameters of one block while they are gathered.
-COMPUTE_BYTES = 2
 LEGEND = f"""\
 state: {STATE_BYTES} bytes per parameter (float32 weight, gradient and two AdamW moments)
 experts here: how many a rank computes; of these kept: its share, the rest is gathered for each use
@@ -84,7 +78,8 @@ def run(model: str, world_size: int | None = None, trust_remote_code: bool = Fal
     plan_model(built, Layout(), ShardOptions(precision, MoeConfig(aux_loss_coef=0.0)))
     facts = examine(built)
     console = Terminal()
-    print_rows(console, model, None, [*describe_rows(built, facts), ("on disk", disk_text(config, directory))])
+    lines = [*describe_rows(built, facts), *frozen_rows(built), ("on disk", disk_text(config, directory))]
+    print_rows(console, model, None, lines)
     for size in (world_size,) if world_size else DEFAULT_WORLD_SIZES:
         rows = [layout_row(facts, layout) for layout in layouts(facts, size)]
         if rows:
@@ -93,32 +88,6 @@ def run(model: str, world_size: int | None = None, trust_remote_code: bool = Fal
             console.print(f"{size} ranks: no layout, the experts cannot be sharded evenly over them\n")
     console.print(LEGEND, soft_wrap=True)
     return 0
-
-
-def disk_text(config: PreTrainedConfig, directory: Path) -> str:
-    """Size, number of files, dtypes and quantisation of a directory's weights, from headers alone.
-
-    Weights need not be there, or not all of them; `IntegrityError` for a file that is there but damaged.
-    """
-    expected = {SINGLE_FILE} if (directory / SINGLE_FILE).exists() else set[str]()
-    if not expected and (directory / INDEX_FILE).exists():
-        expected = set(read_index(directory / INDEX_FILE).values())
-    missing = [name for name in expected if not (directory / name).exists()]
-    if not expected or len(missing) == len(expected):
-        return "no weight files here; counts are from the configuration"
-    if missing:
-        return f"{len(expected) - len(missing)} of {len(expected)} weight files, the others are not here"
-    with open_weight_files(directory) as files:
-        by_dtype = Counter[str]()
-        for tensor in files.tensors.values():
-            by_dtype[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
-        total = bytes_text(files.total_bytes)
-        published = published_tensors(quantisation(config), files).tensors.values()
-        plain = sum(lazy.numel() * plain_dtype(lazy).itemsize for lazy in published)
-    settings = quantisation(config)
-    how = "" if settings is None else f"; quantised ({method_of(settings)}), {bytes_text(plain)} with bfloat16 instead"
-    kinds = ", ".join(f"{dtype} {bytes_text(size)}" for dtype, size in by_dtype.most_common())
-    return f"{total} in {len(expected)} file{'s' if len(expected) > 1 else ''} ({kinds}){how}"
 
 
 def examine(model: nn.Module) -> Facts:

@@ -90,7 +90,8 @@ class PlanOptions:
     params: Annotated[Literal["float32", "bfloat16"], Option(help="dtype of the parameters that train")] = "float32"
     optimizer: Annotated[OptimizerName, Option(help="what updates them")] = "adamw"
     compute: Annotated[Literal["float32", "bfloat16"], Option(help="dtype of forward and backward")] = "bfloat16"
-    frozen: Annotated[Frozen | None, Option(help="how experts that adapters freeze stay in memory")] = None
+    frozen: Annotated[Frozen | None, Option(help="how weights that adapters freeze stay in memory")] = None
+    offload: Annotated[Literal["none", "experts"], Option(help="frozen experts in host memory, streamed")] = "none"
     no_packing: Annotated[bool, Option("--no-packing", help="one sample per sequence, so no mask between them")] = False
     goal: Annotated[Literal["speed", "memory"], Option(help="what to rank by")] = "speed"
     top: Annotated[int, N(help="layouts to show")] = 8

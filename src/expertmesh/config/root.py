@@ -70,6 +70,11 @@ class Config(Section):
                 f"precision.frozen is {self.precision.frozen}, but without lora nothing is frozen; add lora or set "
                 "precision.frozen to null"
             )
+        if self.parallel.offload != "none" and self.precision.frozen is None:
+            problems.append(
+                f"parallel.offload is {self.parallel.offload}, but no experts stay packed; set precision.frozen, with "
+                "lora, or parallel.offload to none"
+            )
         if self.model.attention == "flash_attention_2" and self.precision.compute != "bfloat16":
             problems.append(
                 f"model.attention is flash_attention_2, which cannot compute in {self.precision.compute}; "

@@ -282,6 +282,9 @@ class ParallelConfig(Section):
     """In which order stages run micro-batches forward and backward; auto is 1f1b, interleaved with virtual stages."""
     pp_virtual_stages: Ranks = 1
     """Stages that each pp rank holds; more than 1 make interleaved_1f1b, whose ranks wait less."""
+    offload: Literal["none", "experts"] = "none"
+    """What lives in host memory: with experts the packed routed experts of precision.frozen, copied to the device one
+    layer ahead."""
 
     @field_validator("pp_schedule", mode="before")
     @classmethod

@@ -22,7 +22,9 @@ RANKS_PER_NODE = 8
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of all axes. Build it with `resolve_layout`, which refuses impossible combinations."""
+    """Sizes of all axes, how stages take turns, and what lives in host memory. Build it with `resolve_layout`, which
+    refuses impossible combinations.
+    """
 
     pp: int = 1
     replicate: int = 1
@@ -32,6 +34,7 @@ class Layout:
     ep: int = 1
     pp_schedule: str = "1f1b"
     pp_virtual_stages: int = 1
+    offload: str = "none"
 
     @property
     def efsdp(self) -> int:
@@ -132,12 +135,13 @@ def resolve_layout(
     schedule = parallel.pp_schedule
     if schedule == "auto":
         schedule = "1f1b" if parallel.pp_virtual_stages == 1 else "interleaved_1f1b"
-    return Layout(fsdp=fsdp, ep=ep, pp_schedule=schedule, pp_virtual_stages=parallel.pp_virtual_stages, **fixed)
+    virtual, offload = parallel.pp_virtual_stages, parallel.offload
+    return Layout(fsdp=fsdp, ep=ep, pp_schedule=schedule, pp_virtual_stages=virtual, offload=offload, **fixed)
 
 
 def explicit(layout: Layout) -> ParallelConfig:
     """The configuration that resolves to this layout and nothing else."""
-    axes = ("ep", "fsdp", "replicate", "tp", "cp", "pp", "pp_schedule", "pp_virtual_stages")
+    axes = ("ep", "fsdp", "replicate", "tp", "cp", "pp", "pp_schedule", "pp_virtual_stages", "offload")
     return ParallelConfig.model_validate({axis: getattr(layout, axis) for axis in axes})
 
 

@@ -23,7 +23,7 @@ from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.install import install
 from expertmesh.parallel.context import split_attention
-from expertmesh.parallel.groups import Group, cast_in_forward, pack_experts, pack_linears, view_of
+from expertmesh.parallel.groups import Group, cast_in_forward, link_copies, pack_experts, pack_linears, view_of
 from expertmesh.parallel.pipeline import cut, pipeline_of
 from expertmesh.parallel.sequence import decoder_blocks, split_blocks
 from expertmesh.parallel.shard_plan import ShardPlan
@@ -54,13 +54,16 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
     packed = {name: kind for name, kind in plan.packed.items() if _is_here(name, plan, mesh)}
     pack_linears(model, packed, mesh.device)
     _split_parameters(model, plan, mesh)
-    pack_experts(model, packed)
+    pack_experts(model, packed, on_host=plan.layout.offload == "experts")
     split_parts(model, tensor, mesh)
     buffers, routers = (_all_here(names, plan, mesh) for names in (plan.cast_buffers, plan.wide_routers))
     cast_in_forward(model, buffers, routers, compute)
     _shard_groups(model, plan, mesh)
     model.register_forward_hook(_reshard_without_backward)
     _prefetch(model, anatomy, tensor)
+    if mesh.layout.efsdp == 1:
+        pipeline = pipeline_of(model)
+        link_copies(model, anatomy, lambda block: pipeline is not None and pipeline.stage_starts(block))
     attach(model, mesh=mesh, tensor_plan=plan.tensor, balance=plan.balance, frozen_formats=plan.packed)
     split_blocks(model, plan.anatomy, mesh)
     split_attention(model, [block for block in decoder_blocks(plan.anatomy) if block in anatomy.blocks], mesh)

@@ -22,10 +22,12 @@ from expertmesh.experts.module_list import FusedExperts
 from expertmesh.introspection.compute_dtype import cast_inputs
 from expertmesh.parallel.refusals import adapter_shard_dim, expert_shard_dim
 from expertmesh.parallel.tensor_plan import TensorPlan
+from expertmesh.state.host_memory import HostCopies
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.packed_format import PackedFormat, quantised_format
 from expertmesh.state.patching import exchanged, replace_forward
 from expertmesh.state.sharded_model import attach, sharded
+from expertmesh.state.shards import local_tensor
 
 View = Literal["dense", "dense_tp", "expert"]
 
@@ -112,7 +114,8 @@ def _groups(
             # Shared by all experts, so dense: its gradient is summed over all ranks, not over efsdp alone.
             yield Group((f"{spec.name}.post_expert_norm",), "dense")
         # With one rank there is nothing to gather or reduce; FSDP2 would copy parameters and gradients all the same.
-        if layout.replicate * layout.efsdp > 1:
+        # From host memory it has to copy.
+        if layout.replicate * layout.efsdp > 1 or layout.offload == "experts":
             dims = {name: dim for name, dim in expert_dims.items() if is_inside(name, spec.name)}
             yield Group((spec.name,), "expert", dims=dims)
     yield from (Group((block,), "dense") for block in anatomy.blocks)
@@ -169,6 +172,11 @@ def plan_frozen(
     headers before (weights/quantised/resident.py).
     """
     if frozen is None:
+        if layout.offload != "none":
+            raise InputError(
+                f"parallel.offload: {layout.offload}: no experts stay packed; give precision.frozen, with lora",
+                key="layout.offload-needs-frozen",
+            )
         return {}
     formats = _published(model) if frozen == "as_published" else quantised_formats(model, anatomy, frozen)
     for name, kind in formats.items():
@@ -221,8 +229,9 @@ def pack_linears(model: nn.Module, formats: Mapping[str, PackedFormat], device: 
             _replace(model, name, packed if packed.is_meta else packed.to(device))
 
 
-def pack_experts(model: nn.Module, formats: Mapping[str, PackedFormat]) -> None:
-    """Put packed tensors in the place of the experts in `formats`, of which ep has left this rank its own.
+def pack_experts(model: nn.Module, formats: Mapping[str, PackedFormat], on_host: bool) -> None:
+    """Put packed tensors in the place of the experts in `formats`, of which ep has left this rank its own; `on_host`:
+    in host memory.
 
     Values are quantised expert by expert; on meta nothing is computed.
     """
@@ -231,9 +240,27 @@ def pack_experts(model: nn.Module, formats: Mapping[str, PackedFormat]) -> None:
             whole = model.get_parameter(name).data
             assert isinstance(whole, DTensor)
             with torch.no_grad():
-                packed = PackedTensor.of(whole.to_local(), kind, whole.dtype)
+                packed = PackedTensor.of(whole.to_local(), kind, whole.dtype, HostCopies() if on_host else None)
                 own = DTensor.from_local(packed, whole.device_mesh, whole.placements, run_check=False)
             _replace(model, name, own)
+
+
+def link_copies(model: nn.Module, anatomy: Anatomy, stage_starts: Callable[[str], bool]) -> None:
+    """Let experts be copied from host memory one layer ahead where FSDP2 does not: a group of one rank gathers nothing.
+
+    The blocks are this rank's; nothing is ahead of the one where a pipeline stage starts.
+    """
+    before: dict[str, HostCopies] = {}
+    for block in anatomy.blocks:
+        before = {} if stage_starts(block) else before
+        for spec in anatomy.experts:
+            if is_inside(spec.name, block):
+                for role, leaf in (("up", spec.up), ("down", spec.down)):
+                    local = local_tensor(model.get_submodule(spec.name).get_parameter(leaf))
+                    if isinstance(local, PackedTensor) and local.host is not None:
+                        if (previous := before.get(role)) is not None:
+                            previous.following, local.host.preceding = local.host, previous
+                        before[role] = local.host
 
 
 def _replace(model: nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ _LOOKED_UP = 0.5 + 2 + 4
 @dataclass(frozen=True, slots=True)
 class BlockSharding:
     """What a block's bytes depend on beside the model: `ranks` of fsdp and cp, tp, cp, ep, whether there are replicas,
-    `rows` sequences of a micro-batch, `imbalance`, and whether gloo is at work.
+    `rows` sequences of a micro-batch, `imbalance`, whether gloo is at work, and whether experts live in host memory.
     """
 
     ranks: int
@@ -35,6 +35,7 @@ class BlockSharding:
     rows: int
     imbalance: float
     gloo: bool
+    offload: bool = False
 
     @classmethod
     def of(cls, workload: Workload) -> "BlockSharding":
@@ -48,6 +49,7 @@ class BlockSharding:
             rows=workload.batch.rows,
             imbalance=workload.imbalance,
             gloo=workload.gloo and layout.world_size > 1,
+            offload=layout.offload == "experts",
         )
 
     @property
@@ -202,7 +204,7 @@ class _Experts:
         self.compute, self.reduce = model.compute_bytes, model.reduce_bytes
         self.master = BYTES_OF[model.precision.params]
         self.routed = experts.router.routed(sharding.part * model.length, sharding.ep, sharding.imbalance)
-        self.gathers = sharding.efsdp > 1 or sharding.replicated
+        self.gathers = sharding.efsdp > 1 or sharding.replicated or sharding.offload
         self.rows_RH = self.routed.rows * self.spec.hidden_size * self.compute
         self.pairs_PH = self.routed.pairs * self.spec.hidden_size * self.compute
         self.pairs_PI = self.routed.pairs * self.spec.intermediate_size * self.compute
@@ -215,7 +217,7 @@ class _Experts:
         return ExpertsMemory(
             saved=self.saved(),
             gathered=self.gathered() if self.gathers else 0.0,
-            buffered=self.gathered() if efsdp > 1 else 0.0,
+            buffered=self.gathered() if efsdp > 1 or self.sharding.offload else 0.0,
             forward=self.forward(),
             backward=self.backward(),
             reduced=max(gradients + reducing, reducing + copied + reducing / efsdp),

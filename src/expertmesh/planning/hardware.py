@@ -56,6 +56,8 @@ class Hardware(Section):
     """Bandwidth of one device to the others of its node."""
     between_nodes: PositiveFloat
     """Bandwidth of one device to other nodes."""
+    host_link: PositiveFloat = 25.0e9
+    """Bytes per second that one device copies from its node's memory: PCIe 4.0 x16, less its protocol."""
     devices_per_node: PositiveInt = 8
     overhead: float = Field(default=3.5e9, ge=0)
     """Bytes that the driver's context and communication buffers take of each device."""

@@ -23,6 +23,8 @@ from expertmesh.planning.speed import Speed, speed_of
 from expertmesh.planning.stages import Batch, CheckpointedLayers, Workload, pipeline_rank, resident_state
 
 Goal = Literal["speed", "memory"]
+# Sizes of cards that are told apart, and what CUDA takes of one without NCCL.
+CARDS, ALONE = (12, 24, 48, 80), 0.8e9
 GIB = 2**30
 # Layouts of which every mode and micro-batch size is looked at, and the most sequences of a micro-batch.
 FULLY_CONSIDERED = 100
@@ -40,6 +42,7 @@ class Job:
     optimizer: OptimizerName = "adamw"
     imbalance: float = 1.0
     layers: CheckpointedLayers = "all"
+    offload: str = "none"
 
     @property
     def budget(self) -> float:
@@ -123,6 +126,7 @@ def layouts(job: Job, fixed: ParallelConfig | None = None) -> Iterator[Layout]:
         for axis, most in limits.items()
     ]
     chosen = "auto" if fixed is None else fixed.ep
+    offload = job.offload if fixed is None else fixed.offload
     expert_ranks = divisors(model.anatomy.num_experts) if chosen == "auto" else [chosen]
     for pp, tp, cp, replicate in product(*sizes):
         rest, shares = pp * tp * cp * replicate, cp * tp
@@ -130,7 +134,16 @@ def layouts(job: Job, fixed: ParallelConfig | None = None) -> Iterator[Layout]:
             continue
         for ep in expert_ranks:
             if world // (pp * replicate) % ep == 0:
-                yield Layout(pp, replicate, world // rest, cp, tp, ep, *_schedule(pp, fixed))
+                yield Layout(pp, replicate, world // rest, cp, tp, ep, *_schedule(pp, fixed), offload)
+
+
+def cards_that_fit(job: Job) -> tuple[float, list[int]]:
+    """Bytes of one device that trains alone, one sequence at a time with as much recomputed as there is, and which of
+    the usual cards, in GB, have as much and the device's headroom.
+    """
+    alone = Workload(job.model, Layout(offload=job.offload), Batch(1, 2), modes(job.model)[-1], job.layers)
+    needed = memory_of(alone, overhead=ALONE).total
+    return needed, [size for size in CARDS if needed <= size * GIB * (1 - job.devices.hardware.headroom)]
 
 
 def evaluate(job: Job, layout: Layout, mode: CheckpointingMode, batch: Batch) -> Candidate:

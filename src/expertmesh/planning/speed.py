@@ -14,7 +14,7 @@ from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout
 from expertmesh.planning.hardware import Devices
 from expertmesh.planning.model_figures import Block, ModelFigures
 from expertmesh.planning.stages import PipelineRank, Workload, resident_state
-from expertmesh.planning.traffic import Transfer, traffic_of
+from expertmesh.planning.traffic import Transfer, host_copies, traffic_of
 
 # Operations of one expert layer, forward and backward, counted in benchmarks/planning.py.
 EXPERT_OPERATIONS = (75, 60)
@@ -231,6 +231,12 @@ def _links(workload: Workload, stage: int, devices: Devices, compute: float) -> 
     reach = devices.hardware.efficiency
     room = compute * reach.overlap
     in_node = _ranks_in_node(workload.layout, devices.per_node)
+    copies = host_copies(workload, stage)
+    if copies.bytes:
+        seconds = copies.bytes / (devices.hardware.host_link * reach.links)
+        hidden = min(seconds, room)
+        room -= hidden
+        yield Link(copies, seconds, seconds - hidden)
     for transfer in traffic_of(workload, stage):
         seconds = _transfer_seconds(transfer, in_node[transfer.axis], devices)
         hidden = min(seconds, room) if transfer.prefetched else 0.0

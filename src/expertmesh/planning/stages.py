@@ -132,11 +132,11 @@ def resident_state(
 ) -> ResidentState:
     """What rank 0 of a stage keeps of parameters; the largest shard of each, as FSDP2 gives the first ranks more."""
     ranks, rank = layout.fsdp * layout.cp, pipeline_rank(model, layout.pp, layout.pp_virtual_stages, stage)
-    return _state(rank, ranks, layout.tp, layout.ep, optimizer)
+    return _state(rank, ranks, layout.tp, layout.ep, optimizer, layout.offload)
 
 
 @cache
-def _state(rank: PipelineRank, ranks: int, tp: int, ep: int, optimizer: OptimizerName) -> ResidentState:
+def _state(rank: PipelineRank, ranks: int, tp: int, ep: int, optimizer: OptimizerName, offload: str) -> ResidentState:
     frozen = master = moments = 0.0
     for group, times in rank.groups:
         sizes = group_bytes(group, ranks, tp, optimizer)
@@ -149,7 +149,8 @@ def _state(rank: PipelineRank, ranks: int, tp: int, ep: int, optimizer: Optimize
             continue
         for weight in experts.matrices:
             here = times * weight.elements * experts.spec.num_experts / ep / layout.efsdp
-            frozen += 0 if weight.trains else here * weight.bytes
+            on_host = offload == "experts" and weight.packed
+            frozen += 0 if weight.trains or on_host else here * weight.bytes
             if weight.trains:
                 master += here * weight.bytes
                 cut = parts_of_last_dim(experts, weight, layout)

@@ -68,6 +68,18 @@ def traffic_of(workload: Workload, stage: int = 0) -> tuple[Transfer, ...]:
     return _summed(found)
 
 
+def host_copies(workload: Workload, stage: int) -> Transfer:
+    """Of a rank in an optimizer step: its packed experts from host memory, before forward and again before backward."""
+    layers = size = 0.0
+    for block, times in workload.rank(stage).blocks:
+        if block.experts is not None:
+            packed = sum(each.elements * each.bytes for each in block.experts.matrices if each.packed)
+            layers += times
+            size += times * packed * block.experts.spec.num_experts / workload.layout.ep / workload.layout.efsdp
+    passes = 2 * workload.batch.accumulation if workload.layout.offload == "experts" else 0
+    return Transfer("host", "send", passes * layers, passes * size, 1, True)
+
+
 def _summed(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
     """One for each axis and kind, in the order of the first; those of one rank or no bytes left out."""
     found: dict[tuple[str, CollectiveKind, bool], Transfer] = {}

@@ -5,6 +5,8 @@ FSDP2 gathers its bytes (`fsdp_pre_all_gather`). Two things work on it beside mo
 a row of a linear layer's): asking for the values of some (`experts`, `values_at`; experts/expert_mlp.py), and
 `F.linear`, which dequantises one weight at a time, again in backward.
 
+With `host` it stays in host memory (host_memory.py), whatever device it is moved to, and FSDP2 gathers from a copy.
+
     L units on this rank, B bytes of one
 """
 
@@ -17,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expertmesh.state.codes import Scratch
+from expertmesh.state.host_memory import HostCopies, in_host_memory
 from expertmesh.state.packed_format import PackedFormat, Sections, cut_columns, dequantise, quantise, scales_of
 
 aten = torch.ops.aten
@@ -29,28 +32,38 @@ class PackedTensor(torch.Tensor):
 
     packed_LB: Tensor
     kind: PackedFormat
+    host: HostCopies | None
     _sections: Sections | None
 
     @staticmethod
     def __new__(
-        cls, packed_LB: Tensor, kind: PackedFormat, dtype: torch.dtype, shape: Sequence[int] | None = None
+        cls,
+        packed_LB: Tensor,
+        kind: PackedFormat,
+        dtype: torch.dtype,
+        shape: Sequence[int] | None = None,
+        host: HostCopies | None = None,
     ) -> "PackedTensor":
         shape = (packed_LB.shape[0], *kind.shape) if shape is None else shape
         tensor: PackedTensor = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=dtype, device=packed_LB.device
         )
-        tensor.packed_LB, tensor.kind, tensor._sections = packed_LB, kind, None
+        tensor.packed_LB, tensor.kind, tensor.host, tensor._sections = packed_LB, kind, host, None
         return tensor
 
     @classmethod
-    def of(cls, weight: Tensor, kind: PackedFormat, dtype: torch.dtype) -> "PackedTensor":
+    def of(
+        cls, weight: Tensor, kind: PackedFormat, dtype: torch.dtype, host: HostCopies | None = None
+    ) -> "PackedTensor":
         """`weight` `[L, ...]`, quantised unit by unit; of one on meta as many bytes on meta."""
         packed_LB = torch.empty(weight.shape[0], kind.bytes, dtype=torch.uint8, device=weight.device)
         if not weight.is_meta:
             together = units_together(kind)
             for packed_XB, units in zip(packed_LB.split(together), weight.split(together), strict=True):
                 packed_XB.copy_(quantise(units, kind))
-        return cls(packed_LB, kind, dtype)
+        if host is not None and not weight.is_meta:
+            packed_LB = in_host_memory(packed_LB, weight.device)
+        return cls(packed_LB, kind, dtype, host=host)
 
     @property
     def sections(self) -> Sections:
@@ -96,8 +109,10 @@ class PackedTensor(torch.Tensor):
         return values[:, rest[0]] if self.kind.transposed else values[:, :, rest[1]]
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
-        """FSDP2 gathers the bytes of whole units."""
-        return (self.packed_LB,), None
+        """FSDP2 gathers the bytes of whole units, on the stream that it copies on."""
+        if self.host is None:
+            return (self.packed_LB,), None
+        return (self.host.take(self.packed_LB, torch.device(mesh.device_type)),), None
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
@@ -165,11 +180,11 @@ def stored(local: Tensor) -> Tensor:
 
 
 def _with(tensor: PackedTensor, packed_LB: Tensor) -> PackedTensor:
-    return PackedTensor(packed_LB, tensor.kind, tensor.dtype)
+    return PackedTensor(packed_LB, tensor.kind, tensor.dtype, host=tensor.host)
 
 
 def _same(tensor: PackedTensor, *_: Any, **__: Any) -> PackedTensor:
-    return PackedTensor(tensor.packed_LB, tensor.kind, tensor.dtype, tensor.shape)
+    return PackedTensor(tensor.packed_LB, tensor.kind, tensor.dtype, tensor.shape, tensor.host)
 
 
 def _view(tensor: PackedTensor, size: Sequence[int]) -> PackedTensor:
@@ -177,7 +192,7 @@ def _view(tensor: PackedTensor, size: Sequence[int]) -> PackedTensor:
     if tuple(size) not in ((-1,), tuple(tensor.shape)):
         raise NotImplementedError(f"packed weights {tuple(tensor.shape)} cannot be seen as {tuple(size)}")
     shape = (tensor.numel(),) if tuple(size) == (-1,) else tensor.shape
-    return PackedTensor(tensor.packed_LB, tensor.kind, tensor.dtype, shape)
+    return PackedTensor(tensor.packed_LB, tensor.kind, tensor.dtype, shape, tensor.host)
 
 
 def _as_strided(tensor: PackedTensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> PackedTensor:
@@ -190,12 +205,16 @@ def _moved(tensor: PackedTensor, *, dtype: torch.dtype | None = None, **options:
     if dtype not in (None, tensor.dtype):
         raise NotImplementedError(f"packed weights of {tensor.dtype} cannot be cast to {dtype}")
     options.pop("layout", None), options.pop("memory_format", None)
+    if tensor.host is not None and (device := options.pop("device", None)) is not None:
+        return _with(tensor, in_host_memory(tensor.packed_LB, torch.device(device)))
     return _with(tensor, aten._to_copy(tensor.packed_LB, **options))
 
 
 def _empty_like(tensor: PackedTensor, *, device: Any = None, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     if dtype not in (None, tensor.dtype):
         return torch.empty(tensor.shape, dtype=dtype, device=device or tensor.device)
+    if tensor.host is not None and device is not None:
+        return _with(tensor, in_host_memory(torch.empty_like(tensor.packed_LB, device="cpu"), torch.device(device)))
     return _with(tensor, torch.empty_like(tensor.packed_LB, device=device))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from expertmesh.cli.options import PlanOptions
 from expertmesh.cli.plan.read import read_figures
-from expertmesh.cli.plan.tables import as_json, print_best, print_candidates, rejection_lines
+from expertmesh.cli.plan.tables import as_json, cards_lines, print_best, print_candidates, rejection_lines
 from expertmesh.cli.printing import Terminal
 from expertmesh.config import Config, LoraConfig, dump_config
 from expertmesh.config.errors import InputError
@@ -41,11 +41,12 @@ def _run(options: PlanOptions) -> int:
     lora = None if options.lora is None else _lora(options.lora)
     config, figures, why_unpacked = read_figures(options, lora)
     size = options.global_batch_size or max(64, devices.count)
-    job = Job(figures, devices, size, options.optimizer, options.imbalance)
+    job = Job(figures, devices, size, options.optimizer, options.imbalance, offload=options.offload)
     found = plan(job, options.goal)
     best = found.best
     if best is None:
-        raise InputError("\n".join([f"no layout fits on {devices}", *rejection_lines(found)]), key="plan.nothing-fits")
+        lines = [f"no layout fits on {devices}", *rejection_lines(found), *cards_lines(job)]
+        raise InputError("\n".join(lines), key="plan.nothing-fits")
     if options.yaml:
         print(_yaml(options, job, best, lora, why_unpacked), end="")
         return 0
@@ -56,6 +57,7 @@ def _run(options: PlanOptions) -> int:
     console = Terminal()
     print_candidates(console, options.model, job, found.candidates[: options.top])
     print_best(console, job, best, costs)
+    console.print(*cards_lines(job), sep="\n", soft_wrap=True)
     if found.rejected:
         console.print("rejected", *(f"  {line}" for line in rejection_lines(found)), sep="\n", soft_wrap=True)
     if why_unpacked is not None:
@@ -80,6 +82,8 @@ def _check(options: PlanOptions) -> None:
             "not say; leave --simulate or --frozen out",
             key="cli.usage",
         )
+    if options.offload != "none" and options.frozen is None:
+        raise InputError(f"--offload {options.offload}: packed experts alone; give --frozen as well", key="cli.usage")
     if not 1 <= options.imbalance < inf:
         raise InputError(f"--imbalance {options.imbalance}: the busiest rank has at least the mean, 1", key="cli.usage")
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from expertmesh.cli.printing import bytes_text, count_text, print_rows
 from expertmesh.distributed.layout import CONFIGURED_AXES, Layout, crossing_warning
 from expertmesh.planning.blocks import saved_by_kind
-from expertmesh.planning.search import GIB, Candidate, Job, Plan, RunCosts, modes
+from expertmesh.planning.search import CARDS, GIB, Candidate, Job, Plan, RunCosts, cards_that_fit, modes
 
 REJECTED_SHOWN = 6
 COLUMNS = (*CONFIGURED_AXES, "checkpointing", "micro-batch", "peak", "s/step", "tokens/s/device", "MFU")
@@ -69,6 +69,15 @@ def rejection_lines(found: Plan) -> list[str]:
     lines = [f"{' or '.join(names[:3])}{' ...' if len(names) > 3 else ''}: {why}" for why, names in by_reason.items()]
     more = len(lines) - REJECTED_SHOWN
     return lines[:REJECTED_SHOWN] + ([f"... and {more} more reasons (--json lists all)"] if more > 0 else [])
+
+
+def cards_lines(job: Job) -> Iterator[str]:
+    """Of a base that stays packed: which cards train it alone."""
+    if job.model.precision.frozen is None:
+        return
+    needed, cards = cards_that_fit(job)
+    sizes = ("" if cards else "none of ") + ", ".join(f"{size} GB" for size in cards or CARDS)
+    yield f"one device by itself, one sequence at a time: {needed / GIB:.1f} GiB, which fits on {sizes}"
 
 
 def as_json(found: Plan, best: Candidate, costs: RunCosts) -> dict[str, Any]:
