@@ -81,7 +81,7 @@ def test_names_of_other_trainers_lead_to_keys_that_exist() -> None:
         ),
         (
             "model.revision=1e5",
-            "model.revision must be text that is not empty or null, not the number 100000.0; put it in quotes",
+            "model.revision must be text or null, not the number 100000.0; put it in quotes",
         ),
         ("schedule=[]", "schedule must be a section of keys (name, warmup_ratio, "),
         (
