@@ -18,14 +18,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from expertmesh.anatomy import Anatomy, is_inside
+from expertmesh.anatomy import Anatomy, decoder_blocks, is_inside
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.install import install
 from expertmesh.parallel.context import split_attention
 from expertmesh.parallel.groups import Group, cast_in_forward, pack_frozen, view_of
 from expertmesh.parallel.pipeline import cut, pipeline_of
-from expertmesh.parallel.sequence import decoder_blocks, split_blocks
+from expertmesh.parallel.sequence import separate_samples, split_blocks
 from expertmesh.parallel.shard_plan import ShardPlan
 from expertmesh.parallel.tensor import split_parts
 from expertmesh.parallel.tensor_plan import TensorPlan
@@ -53,6 +53,7 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
     install(model, anatomy, mesh, dispatch=plan.dispatch, compute=plan.compute, dtype=compute)
     _split_parameters(model, plan, mesh)
     pack_frozen(model, {name: kind for name, kind in plan.packed.items() if _is_here(name, plan, mesh)})
+    separate_samples(model, anatomy, compute)
     split_parts(model, tensor, mesh)
     buffers, routers = (_all_here(names, plan, mesh) for names in (plan.cast_buffers, plan.wide_routers))
     cast_in_forward(model, buffers, routers, compute)
