@@ -1,10 +1,14 @@
 """The sentences about unknown, missing and mistyped keys."""
 
+import time
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
-from expertmesh.config import InputError, load_config
+from expertmesh.config import Config, DataSource, InputError, load_config
+from expertmesh.config.base import Section
+from expertmesh.config.other_names import DERIVED, ELSEWHERE, NOT_YET, THEIRS
 from tests.config.minimal import write
 
 
@@ -33,12 +37,36 @@ def refusal(path: Path, *overrides: str) -> str:
             "it follows from train.global_batch_size, train.micro_batch_size",
         ),
         ("parallel.efsdp", "it follows from parallel.fsdp and parallel.ep; remove it"),
+        ("lora.lora_alpha", "did you mean lora.alpha?"),
+        ("load_in_4bit", "did you mean precision.frozen: nf4?"),
+        ("train.per-device-train-batch-size", "did you mean train.micro_batch_size?"),
+        ("deepspeed", "it follows from section parallel, as FSDP2 shards every model; remove it"),
+        ("lora.use_dora", "DoRA is not in expertmesh yet; remove it"),
         ("schedule.zzz", "the keys here are name, warmup_ratio, warmup_steps, min_ratio, decay_ratio"),
     ],
 )
 def test_an_unknown_key_is_answered_with_the_one_that_was_meant(tmp_path: Path, key: str, advice: str) -> None:
     message = refusal(write(tmp_path), f"{key}=1")
     assert message.startswith(f"override '{key}=1': {key} is not a key of the configuration; {advice}")
+
+
+def test_names_of_other_trainers_lead_to_keys_that_exist() -> None:
+    keys: set[str] = set()
+    unread: list[tuple[tuple[str, ...], Any]] = [((), Config)]
+    while unread:
+        path, section = unread.pop()
+        for name, field in section.model_fields.items():
+            keys.add(".".join((*path, name)))
+            kinds = (field.annotation, *get_args(field.annotation))
+            unread += [((*path, name), kind) for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+    keys |= {f"data.train.0.{name}" for name in DataSource.model_fields}
+    ours = {target.partition(":")[0] for target in ELSEWHERE.values()}
+    assert ours - keys == set()
+    assert len(ELSEWHERE) > 60
+    own = {key.rpartition(".")[2] for key in keys}
+    assert own & {*ELSEWHERE, *DERIVED, *NOT_YET} == set()
+    assert len({*ELSEWHERE, *DERIVED, *NOT_YET}) == len(ELSEWHERE) + len(DERIVED) + len(NOT_YET)
+    assert sum(map(len, (names.split() for names in THEIRS.values()))) == len(ELSEWHERE)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +86,8 @@ def test_an_unknown_key_is_answered_with_the_one_that_was_meant(tmp_path: Path, 
         ("schedule=[]", "schedule must be a section of keys (name, warmup_ratio, "),
         (
             "data.train=[]",
-            "data.train must be a list of one or more items, each a section of keys (path, format), not []",
+            "data.train must be a list of one or more items, each a section of keys (path, format, "
+            "weight, repeat, max_rows), not []",
         ),
         (
             "optim.betas=[1, 2, 3]",
@@ -83,9 +112,50 @@ def test_missing_keys_are_named_in_full(tmp_path: Path) -> None:
 
 def test_a_list_with_a_bad_item_is_not_also_called_too_short(tmp_path: Path) -> None:
     assert refusal(write(tmp_path), "data.train=[3]") == (
-        "override 'data.train=[3]': data.train.0 must be a section of keys (path, format), not 3"
+        "override 'data.train=[3]': data.train.0 must be a section of keys (path, format, weight, repeat, "
+        "max_rows), not 3"
     )
 
 
 def test_a_long_value_is_shown_cut(tmp_path: Path) -> None:
     assert len(refusal(write(tmp_path), f"schedule.name={'x' * 5000}").partition("': ")[2]) < 200
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("train.num_epochs=1000000000", "must be an integer of at least 1 and of at most 1,000,000, not 1000000000"),
+        ("train.global_batch_size=1000000000000000000", "of at most 16,777,216, not"),
+        ("parallel.fsdp=1000000000000", "of at most 1,048,576 or auto, not"),
+        ("parallel={fsdp: 1000000, tp: 1000000, ep: 3}", "are 1,000,000,000,000 ranks, more than 1,048,576"),
+        (f"distributed.timeout_seconds=1{'0' * 30}", "of at most 31,622,400, not"),
+        ("lora.r=1000000000000000000", "of at most 65,536, not"),
+        ("lora.alpha=1e308", "of at most 1e+06, not"),
+        ("optim.learning_rate=1e999", "optim.learning_rate must be a number above 0, not inf"),
+        (f"optim.learning_rate=1{'0' * 5000}", "optim.learning_rate must be"),
+        (f"model.name_or_path={'a' * 5000}", "a name has at most 255 bytes"),
+        ('model.name_or_path="a\\0b"', "a name has no control characters"),
+        ('output_dir="\\ud800"', ""),
+        ("output_dir=~nouser/runs", "there is no such user"),
+        ("data.train.²=x", "data.train is a list of 1"),
+        ("data.train.0.path=~nouser/x", "there is no such user"),
+        ("data.template_args=" + "[" * 100_000, "nested too deeply"),
+        ("data.template_args=" + "{" * 100 + "}" * 100, "nested too deeply"),
+    ],
+    ids=lambda text: text[:50],
+)
+def test_values_that_cannot_be_are_refused_in_a_sentence_and_at_once(
+    tmp_path: Path, override: str, sentence: str
+) -> None:
+    started = time.monotonic()
+    said = refusal(write(tmp_path), override)
+    assert sentence in said
+    assert len(said) < 1000
+    assert time.monotonic() - started < 2
+
+
+def test_thousands_of_wrong_keys_take_no_longer_than_twenty(tmp_path: Path) -> None:
+    path = write(tmp_path, "".join(f"key_{n}: 1\n" for n in range(8000)) + f"? {'k' * 50_000}\n: 1\n")
+    said = refusal(path)
+    assert len(said.splitlines()) == 21
+    assert said.endswith("8,001 problems in all")

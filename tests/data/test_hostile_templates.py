@@ -12,13 +12,13 @@ import pytest
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase, Qwen3MoeConfig
 
-from expertmesh.cli import check
+from expertmesh.cli.data import check
 from expertmesh.config import Config
 from expertmesh.config.errors import SecurityError
-from expertmesh.data import sandbox
-from expertmesh.data.chat import ChatRenderer
+from expertmesh.data.encoding import sandbox
+from expertmesh.data.encoding.chat import ChatRenderer
+from expertmesh.data.encoding.targets import MAX_ADDED_CHARACTERS, ChatOptions, Rendered
 from expertmesh.data.formats import Conversation, MalformedRow
-from expertmesh.data.targets import MAX_ADDED_CHARACTERS, ChatOptions, Rendered
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
@@ -120,6 +120,14 @@ def test_endless_templates_are_refused_when_their_time_is_over(template: str) ->
 def test_generation_marks_are_no_way_round_the_limits(template: str) -> None:
     with refused("tokenizer.unsafe-chat-template", SecurityError, naming="some/model"):
         render(f"{{% generation %}}{template}{{% endgeneration %}}{on_the_fly.CHATML_WITH_MARKS}")
+
+
+@pytest.mark.usefixtures("half_a_second")
+def test_the_time_is_that_of_the_whole_row_however_often_it_is_rendered() -> None:
+    slow = "{% for a in range(99999) %}{% for b in range(8) %}{% endfor %}{% endfor %}" + on_the_fly.CHATML
+    turns = Conversation(HELLO.messages * 60)
+    with refused("tokenizer.unsafe-chat-template", SecurityError, naming="does not finish within 0.5 s"):
+        render(slow, turns)
 
 
 @pytest.mark.usefixtures("half_a_second")

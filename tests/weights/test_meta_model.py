@@ -1,6 +1,8 @@
 """The empty model is, but for its values, the model that `from_pretrained` gives."""
 
 import json
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+from expertmesh.config.errors import InputError, SecurityError
 from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32, materialize, read_model_config
 from tests.support.errors import refused
+from tests.support.models import tiny_config
 from tests.weights.tiny import FAMILIES, deepseek_v3, qwen3_moe, random_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
@@ -172,3 +176,74 @@ def test_what_is_neither_a_directory_nor_on_the_hub_is_refused(monkeypatch: pyte
     for name in ("no/such-model", "no such name!", "/no/such/directory"):
         with refused("model.not-found", naming=name):
             read_model_config(name, revision="main")
+
+
+def build(directory: Path) -> None:
+    config, files = read_model_config(str(directory))
+    build_meta_model(config, torch.float32, directory=files)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"vocab_size": -5}, "vocab_size is -5, which must be from 1 to"),
+        ({"vocab_size": 2**62}, "vocab_size is 4,611,686,018,427,387,904, which must be from 1 to"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"head_dim": 0}, "head_dim is 0"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but num_local_experts is 8"),
+        ({"num_local_experts": 1}, "num_experts_per_tok is 2, but num_local_experts is 1"),
+        ({"num_experts": 0}, "num_experts is 0"),
+        ({"num_experts": 10**9}, "num_experts is 1,000,000,000"),
+        ({"num_experts": 60_000, "num_hidden_layers": 4000}, "num_experts is 60,000 in 4,000 layers"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1,000,000,000"),
+        ({"num_hidden_layers": 10**400}, "num_hidden_layers is 1000000000000"),
+        ({"rope_parameters": {"rope_theta": 0, "rope_type": "default"}}, "rope_parameters.rope_theta is 0"),
+        ({"rope_parameters": {"rope_theta": float("inf"), "rope_type": "default"}}, "rope_theta is inf"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"auto_map": ["a", "b"]}, "auto_map is not an object of names"),
+        ({"auto_map": {"AutoConfig": {"a": 1}}, "model_type": "new"}, "the model brings its own code"),
+        ({"configuration_files": ["config.4.0.0.json"]}, "configuration_files names other files"),
+        ({"hidden_act": "os.system"}, "transformers cannot build a causal LM of it: KeyError"),
+        ({"hidden_size": "64"}, ""),
+        ({"hidden_size": True}, ""),
+        ({"num_hidden_layers": None}, ""),
+        ({"layer_types": 7}, ""),
+        ({"model_type": ["qwen3_moe"]}, ""),
+        ({"text_config": {"text_config": {"num_hidden_layers": 10**9}}}, "text_config.text_config.num_hidden_layers"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_values_that_no_model_has_are_refused_by_name_and_at_once(
+    changes: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    content = tiny_config("qwen3_moe").to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**content, **changes}))
+    started = time.monotonic()
+    with pytest.raises(InputError) as caught:
+        build(tmp_path)
+    assert sentence in str(caught.value)
+    assert len(str(caught.value)) < 700
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_configs_that_are_no_files_or_have_no_end_are_refused(name: str, tmp_path: Path) -> None:
+    tiny_config("qwen3_moe").save_pretrained(tmp_path)
+    path = tmp_path / name
+
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with refused("file.unsafe", SecurityError, naming=name):
+        build(tmp_path)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with refused("file.unsafe", SecurityError, naming=name):
+        build(tmp_path)
+    path.unlink()
+    for content, key in (("[" * 100_000, ""), ('{"a":' * 500 + "1" + "}" * 500, ""), ("x", "file.too-large")):
+        path.write_text(content)
+        if key:
+            os.truncate(path, 1 << 40)
+        with pytest.raises(InputError) as caught:
+            build(tmp_path)
+        assert key in ("", caught.value.key)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from expertmesh.config.errors import IntegrityError
+from expertmesh.io.reading import parse_json, read_file
 from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.state.sharded_model import attach, sharded
 from expertmesh.state.stage_view import full_model
@@ -25,7 +26,7 @@ _FROZEN = (None, "float8", "nf4", "mxfp4", "nvfp4")
 @dataclass(frozen=True, slots=True)
 class Base:
     """`sha256` is `content_hash` of the frozen weights in the dtypes that training had them in; `dtype` of the most;
-    `frozen` the format that their experts were quantised to for training, if they were.
+    `frozen` the format that they were quantised to for training, if they were.
     """
 
     sha256: str
@@ -33,8 +34,8 @@ class Base:
     frozen: str | None = None
 
     def __str__(self) -> str:
-        experts = "" if self.frozen is None else f", experts in {self.frozen}"
-        return f"{self.sha256[:12]} in {self.dtype}{experts}"
+        packed = "" if self.frozen is None else f", packed as {self.frozen}"
+        return f"{self.sha256[:12]} in {self.dtype}{packed}"
 
 
 def remember_base(model: nn.Module) -> None:
@@ -47,7 +48,7 @@ def remember_base(model: nn.Module) -> None:
 
 
 def remember_formats(model: Any, directory: Path) -> None:
-    """Find out from headers how the files in `directory` hold the experts of `model`, on meta, that stay packed.
+    """Find out from headers how the files in `directory` hold the weights of `model`, on meta, that stay packed.
 
     Raises `InputError` for codes that cannot stay. No communication.
     """
@@ -67,13 +68,13 @@ def base_bytes(model: nn.Module) -> bytes:
     return json.dumps(said).encode() + b"\n"
 
 
-def read_base(path: Path, content: bytes) -> Base:
-    """What `base_bytes` wrote to `path`. Raises `IntegrityError`."""
+def read_base(path: Path, content: bytes | None = None) -> Base:
+    """What `base_bytes` wrote to `path`, whose `content` may have been read. Raises `IntegrityError`."""
     try:
-        base = Base(**json.loads(content))
+        base = Base(**parse_json(read_file(path) if content is None else content))
         if not isinstance(base.sha256, str) or not isinstance(base.dtype, str) or base.frozen not in _FROZEN:
             raise TypeError("not text")
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError) as error:
         raise IntegrityError(
             f"{path}: does not say which base the adapter belongs to ({error})", key="adapter.damaged"
         ) from error

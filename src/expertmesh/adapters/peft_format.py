@@ -10,7 +10,8 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -18,7 +19,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from expertmesh.adapters.targets import Target
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
+from expertmesh.config.sections import MAX_ALPHA, MAX_RANK
 from expertmesh.introspection.known_families import own_class
+from expertmesh.io.reading import read_json, shortened
 from expertmesh.state.stage_view import full_model
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import StateTensor
@@ -60,6 +63,12 @@ _KNOWN = (
     "corda_config",
     "lora_ga_config",
 )
+# What their values have to be, where they say anything.
+_IS_BOOL = ("use_rslora", "inference_mode", "ensure_weight_tying")
+_IS_TEXT = ("task_type", "bias", "base_model_name_or_path", "revision", "peft_version")
+# A branch, a tag or a commit; it becomes part of a path in the hub's cache.
+_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+-]{0,199}")
+_MAX_NAMES = 100_000
 # Ways to start that take something out of the base: the adapter alone is not all that was learned.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -139,6 +148,8 @@ def _stored(
         raise IntegrityError(
             f"{path}: {key} is {list(files[key].shape)}, not {list(shape)}", key="adapter.differs-from-its-config"
         )
+    if not files[key].dtype.is_floating_point:
+        raise IntegrityError(f"{path}: {key} is {files[key].dtype}, not numbers", key="adapter.differs-from-its-config")
     return files[key]
 
 
@@ -197,7 +208,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """adapter_config.json of a PEFT directory. Raises `InputError` for what we cannot train exactly, by name."""
     path = directory / CONFIG_FILE
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
     except (OSError, ValueError) as error:
         raise InputError(
             f"{path}: cannot be read as an adapter's config: {error}", key="adapter.unreadable-config"
@@ -222,7 +233,7 @@ def refuse_content(content: Mapping[str, Any], path: Path | str) -> None:
     if said or content.get("bias", "none") != "none":
         key = said[0] if said else "bias"
         raise InputError(
-            f"{path}: {key} is {content[key]!r}, which is not supported; train a plain LoRA adapter",
+            f"{path}: {key} is {shortened(repr(content[key]))}, which is not supported; train a plain LoRA adapter",
             key="adapter.unsupported-option",
         )
     init = content.get("init_lora_weights")
@@ -236,9 +247,37 @@ def refuse_content(content: Mapping[str, Any], path: Path | str) -> None:
         listed = content.get(key) or []
         text = [listed] if isinstance(listed, str) and key != "target_parameters" else listed
         if not isinstance(text, list) or not all(isinstance(name, str) for name in text):
-            raise InputError(f"{path}: {key} is {listed!r}, not a list of names", key="adapter.invalid-config")
-    if not isinstance(content.get("r"), int) or not isinstance(content.get("lora_alpha"), int | float):
-        raise InputError(f"{path}: r and lora_alpha are not numbers", key="adapter.invalid-config")
+            raise InputError(
+                f"{path}: {key} is {shortened(repr(listed))}, not a list of names", key="adapter.invalid-config"
+            )
+        if len(text) > _MAX_NAMES:
+            raise InputError(f"{path}: {key} has {len(text):,} names", key="adapter.invalid-config")
+    for key, problem in _wrong_values(content):
+        raise InputError(
+            f"{path}: {key} is {shortened(repr(content.get(key)))}, {problem}", key="adapter.invalid-config"
+        )
+
+
+def _wrong_values(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(key, why) of what no adapter can have."""
+    yield from ((key, "not true or false") for key in _IS_BOOL if type(content.get(key, False)) not in (bool, NoneType))
+    yield from ((key, "not text") for key in _IS_TEXT if not isinstance(content.get(key, ""), str | None))
+    if not isinstance(content.get("init_lora_weights", True), bool | str | None):
+        yield "init_lora_weights", "neither true, false nor a name"
+    r, alpha, dropout = content.get("r"), content.get("lora_alpha"), content.get("lora_dropout", 0.0)
+    if type(r) is not int or not 0 < r <= MAX_RANK:
+        yield "r", f"not a number of 1 to {MAX_RANK:,}"
+    if not _is_number(alpha) or not 0 < alpha <= MAX_ALPHA:
+        yield "lora_alpha", f"not a number above 0 and of at most {MAX_ALPHA:g}"
+    if dropout is not None and (not _is_number(dropout) or not 0 <= dropout < 1):
+        yield "lora_dropout", "not a number from 0 to below 1"
+    revision = content.get("revision")
+    if isinstance(revision, str) and (not _REVISION.fullmatch(revision) or ".." in revision):
+        yield "revision", "not a branch, tag or commit"
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return type(value) in (int, float)
 
 
 def refuse_names(content: Mapping[str, Any], path: Path | str) -> None:
@@ -314,4 +353,4 @@ def _ends_of(name: str, least: int) -> Iterator[str]:
 
 def _selected(endings: Sequence[str], every: Sequence[str]) -> set[str]:
     """The names that are one of `endings` or end with it after a dot."""
-    return {name for name in every for end in endings if name == end or name.endswith(f".{end}")}
+    return {name for name in every if not set(_ends_of(name, 1)).isdisjoint(endings)}

@@ -73,7 +73,7 @@ def _lazy(checkpoint: WeightFiles) -> dict[str, LazyTensor]:
 def _check_same_base(model: nn.Module, path: Path) -> None:
     """Where the adapter says which base it was trained on, it has to be this one. PEFT's own do not say."""
     if path.exists():
-        saved = read_base(path, path.read_bytes())
+        saved = read_base(path)
         check_base(path, saved, base_of(model), ", or remove this file to start from the adapter on this base instead")
 
 

@@ -4,22 +4,28 @@ from expertmesh.anatomy.structure import (
     Anatomy,
     ExpertsSpec,
     alike_as_one,
+    carries_state,
     decoder_blocks,
+    dense_linears,
     describe,
     experts_spec,
     is_adapter,
     is_classifier,
     is_inside,
+    packable_linears,
 )
 
 __all__ = [
     "Anatomy",
     "ExpertsSpec",
     "alike_as_one",
+    "carries_state",
     "decoder_blocks",
+    "dense_linears",
     "describe",
     "experts_spec",
     "is_adapter",
     "is_classifier",
     "is_inside",
+    "packable_linears",
 ]

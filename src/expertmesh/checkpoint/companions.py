@@ -17,7 +17,7 @@ from expertmesh.adapters.plan import plan_of
 from expertmesh.adapters.save import small_files
 from expertmesh.checkpoint.manifest import expecting
 from expertmesh.checkpoint.schema import Manifest
-from expertmesh.checkpoint.small_files import read_small
+from expertmesh.checkpoint.small_files import read_small, read_small_json
 from expertmesh.io.safetensors_reader import DTYPES, FileTensor, WeightFiles
 from expertmesh.io.safetensors_writer import CODES
 from expertmesh.weights.companions import Tokenizer, write_config
@@ -62,7 +62,7 @@ def read_layout(
     of its checkpoint. One of an earlier version has no dtypes of its source. Raises `IntegrityError`.
     """
     with expecting(directory / LAYOUT_FILE, "is not a layout of weights files"):
-        layout = json.loads(read_small(directory, manifest, LAYOUT_FILE))
+        layout = read_small_json(directory, manifest, LAYOUT_FILE)
         tensors = {name: _tensor(name, entry, directory / LAYOUT_FILE) for name, entry in layout["tensors"].items()}
         left_out = [_tensor(entry["name"], entry, Path(entry["path"])) for entry in layout["left_out"]]
         dtypes = {name: DTYPES[code] for name, code in layout.get("source_dtypes", {}).items()}
@@ -75,7 +75,7 @@ def read_layout(
 def read_save_dtype(directory: Path, manifest: Manifest) -> str:
     """The `save.dtype` of the run that wrote the checkpoint. Raises `IntegrityError`."""
     with expecting(directory / LAYOUT_FILE, "is not a layout of weights files"):
-        return str(json.loads(read_small(directory, manifest, LAYOUT_FILE)).get("save_dtype", "auto"))
+        return str(read_small_json(directory, manifest, LAYOUT_FILE).get("save_dtype", "auto"))
 
 
 def check_adapter_base(model: PreTrainedModel, directory: Path, manifest: Manifest) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from expertmesh.checkpoint.manifest import MANIFEST, MEND, damaged, expecting
 from expertmesh.checkpoint.schema import FileEntry, Manifest
 from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.io.reading import MAX_MANIFEST_BYTES, parse_json, read_file
 from expertmesh.io.safetensors_reader import WeightFiles, read_header
 from expertmesh.io.safetensors_writer import sync, write_synced
 
@@ -54,8 +55,10 @@ def read_state_file(directory: Path, manifest: Manifest) -> StateFile:
     """A checkpoint's `state.json`. Raises `IntegrityError`."""
     path = directory / STATE_FILE
     with expecting(path, "is not the state of a checkpoint"):
-        content = json.loads(read_small(directory, manifest, STATE_FILE))
-        found = StateFile(int(content["step"]), dict(content["state"]), content.get("optimizer"))
+        content = read_small_json(directory, manifest, STATE_FILE)
+        found = StateFile(content["step"], dict(content["state"]), content.get("optimizer"))
+        if type(found.step) is not int or not isinstance(found.optimizer, str | None):
+            raise TypeError("step is no whole number, or optimizer no name")
     if found.step != manifest.step:
         raise damaged(f"{path}: is of step {found.step}, the manifest of step {manifest.step}")
     return found
@@ -116,7 +119,7 @@ def read_generators(directory: Path, manifest: Manifest, ranks: Iterable[int]) -
 def _read_generators_of_schema_1(directory: Path, manifest: Manifest, ranks: Iterable[int]) -> list[dict[str, Tensor]]:
     path = directory / SCHEMA_1_RNG_FILE
     with expecting(path, "does not hold the states of torch's generators"):
-        content = json.loads(read_small(directory, manifest, SCHEMA_1_RNG_FILE))
+        content = read_small_json(directory, manifest, SCHEMA_1_RNG_FILE)
         saved = [{kind: _decoded(text) for kind, text in states.items()} for states in content]
     if len(saved) != manifest.world_size:
         raise damaged(f"{path}: holds generators of {len(saved)} ranks, not of {manifest.world_size}")
@@ -137,10 +140,15 @@ def _decoded(text: str) -> Tensor:
 def read_small(directory: Path, manifest: Manifest, name: str) -> bytes:
     """A whole file. `IntegrityError` if the manifest does not name it, or another content of it."""
     entry = entry_of(directory, manifest, name)
-    content = (directory / name).read_bytes()
+    content = read_file(directory / name, MAX_MANIFEST_BYTES)
     if hashlib.sha256(content).hexdigest() != entry.sha256:
         raise other_content(directory / name)
     return content
+
+
+def read_small_json(directory: Path, manifest: Manifest, name: str) -> Any:
+    """The value of a whole JSON file. `ValueError` for what is none, else as `read_small`."""
+    return parse_json(read_small(directory, manifest, name))
 
 
 def entry_of(directory: Path, manifest: Manifest, name: str) -> FileEntry:

@@ -6,7 +6,6 @@ never starts a process group. Models that expertmesh cannot shard are refused he
 refuse them.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
 
 from expertmesh.adapters.targets import candidates, listed
 from expertmesh.anatomy import Anatomy, ExpertsSpec, alike_as_one, decoder_blocks, describe, is_inside
-from expertmesh.cli.printing import bytes_text, count_text, print_rows
+from expertmesh.cli.printing import Terminal, bytes_text, count_text, print_rows
 from expertmesh.config import MoeConfig, ParallelConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout, divisors, resolve_layout
@@ -86,7 +84,7 @@ def run(model: str, world_size: int | None = None, trust_remote_code: bool = Fal
     # What settings could mend is not asked about here, so they are those that every family can have.
     plan_model(built, Layout(), ShardOptions(precision, MoeConfig(aux_loss_coef=0.0)))
     facts = examine(built)
-    console = Console(file=sys.stdout, highlight=False, markup=False)
+    console = Terminal()
     print_rows(console, model, None, [*describe_rows(built, facts), ("on disk", disk_text(config, directory))])
     for size in (world_size,) if world_size else DEFAULT_WORLD_SIZES:
         rows = [layout_row(facts, layout) for layout in layouts(facts, size)]

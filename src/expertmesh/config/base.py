@@ -6,9 +6,11 @@ where a number is asked) and that no key is ignored. Built from YAML or from Pyt
 """
 
 import json
+import unicodedata
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from expertmesh.config.explain import explain
 
@@ -48,6 +50,28 @@ class _Frozen(dict[str, Any]):
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(json.dumps(self, sort_keys=True, default=str))
 
+
+_MAX_TEXT, _MAX_PART = 4096, 255  # of a path, and of a name in it, in bytes
+
+
+def _plain(text: str) -> str:
+    """A name or path as an operating system can have it."""
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
+        raise ValueError("a name has no control characters; remove them")
+    if len(text.encode()) > _MAX_TEXT or any(len(part.encode()) > _MAX_PART for part in text.split("/")):
+        raise ValueError(
+            f"a name has at most {_MAX_PART} bytes, and a path of names at most {_MAX_TEXT:,}; give another one"
+        )
+    try:
+        Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError("there is no such user; write the path in full") from None
+    return text
+
+
+Plain = Annotated[str, AfterValidator(_plain)]
+Name = Annotated[Plain, Field(min_length=1)]
+"""A path, or the name of something."""
 
 Mapped = Annotated[dict[str, Any], AfterValidator(_Frozen)]
 """Keys and values that nobody here knows, as given."""

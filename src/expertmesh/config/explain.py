@@ -12,29 +12,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from expertmesh.config.errors import InputError
+from expertmesh.config.other_names import DERIVED, ELSEWHERE, NOT_YET
 from expertmesh.config.yaml_text import Path, dotted
 
-ELSEWHERE = {
-    "lr": "optim.learning_rate",
-    "batch_size": "train.global_batch_size",
-    "per_device_train_batch_size": "train.micro_batch_size",
-    "epochs": "train.num_epochs",
-    "num_train_epochs": "train.num_epochs",
-    "max_seq_length": "data.max_length",
-    "seq_len": "data.max_length",
-    "gradient_checkpointing": "train.activation_checkpointing",
-    "activation_checkpoint": "train.activation_checkpointing",
-    "torch_compile": "train.compile",
-    "dtype": "precision.compute",
-    "dataset": "data.train",
-}
-"""Names that other trainers use for our keys."""
-DERIVED = {
-    "gradient_accumulation_steps": "train.global_batch_size, train.micro_batch_size and the data ranks",
-    "efsdp": "parallel.fsdp and parallel.ep",
-    "world_size": "the number of ranks (--nproc, or the launcher)",
-}
-"""Names of values that nobody sets, because they follow from others."""
+# More would not be read, and each takes a search through all keys.
+_MOST_PROBLEMS = 20
+_LONGEST_KEY = 100
 _TYPES = {"integer": "an integer", "number": "a number", "boolean": "true or false", "string": "text", "null": "null"}
 _LIMITS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "of at most", "exclusiveMaximum": "below"}
 
@@ -52,6 +35,9 @@ def explain(
     explained: set[Path] = set()
     problems = error.errors(include_url=False)
     for problem in problems:
+        if len(lines) >= _MOST_PROBLEMS:
+            lines.append(f"{where(())}{len(problems):,} problems in all")
+            break
         path = schema.path_of(problem["loc"])
         if path in explained:  # a union complains once per member
             continue
@@ -107,7 +93,8 @@ class _Schema:
             case "string_type" if isinstance(value, int | float):
                 yield path, f"{key} must be {self._accepts(node)}, not the number {show(value)}; put it in quotes"
             case _:
-                yield path, f"{key} must be {self._accepts(node)}, not {show(value)}"
+                too_large = problem["type"] == "less_than_equal"
+                yield path, f"{key} must be {self._accepts(node, too_large)}, not {show(value)}"
 
     def _resolved(self, node: dict[str, Any]) -> dict[str, Any]:
         """Behind a reference, and for a section that may also be null, the section."""
@@ -131,13 +118,15 @@ class _Schema:
             node = self._resolved(members.get(0 if alike else part, {}))
         return node
 
-    def _accepts(self, node: dict[str, Any]) -> str:
-        """What a node accepts, in words: "an integer of at least 1 or null"."""
+    def _accepts(self, node: dict[str, Any], too_large: bool = False) -> str:
+        """What a node accepts, in words: "an integer of at least 1 or null". The most that is let through, far beyond
+        what makes sense, is said where it is exceeded.
+        """
         match node:
             case {"anyOf": options}:
-                return " or ".join(self._accepts(option) for option in options)
+                return " or ".join(self._accepts(option, too_large) for option in options)
             case {"$ref": _}:
-                return self._accepts(self._resolved(node))
+                return self._accepts(self._resolved(node), too_large)
             case {"const": value}:
                 return str(value)
             case {"enum": choices}:
@@ -150,21 +139,25 @@ class _Schema:
                 return f"a list of {'one or more' if 'minItems' in node else 'any'} items, each {self._accepts(item)}"
             case {"additionalProperties": value}:
                 return f"keys of your own, each {self._accepts(value)}"
-        limits = " and ".join(f"{words} {node[name]}" for name, words in _LIMITS.items() if name in node)
+        said = [name for name in _LIMITS if name in node and (name != "maximum" or too_large or node[name] <= 1)]
+        limits = " and ".join(f"{_LIMITS[name]} {_number(node[name])}" for name in said)
         limits = "that is not empty" if "minLength" in node else limits
         return f"{_TYPES[node['type']]} {limits}".rstrip()
 
     def _advice(self, path: Path) -> str:
         """What to do about the unknown key at `path`."""
-        key = str(path[-1])
-        if key in DERIVED:
-            return f"it follows from {DERIVED[key]}; remove it"
+        key = str(path[-1])[:_LONGEST_KEY]
+        theirs = key.replace("-", "_")
+        if theirs in DERIVED:
+            return f"it follows from {DERIVED[theirs]}; remove it"
         keys = list(self._all_keys(self._schema))
         homes = [dotted((*self._prefix, *known[:-1])) for known in keys if known[-1] == key]
         if homes:
             return f"it belongs {' or '.join(f'under {home}' if home else 'at the top level' for home in homes)}"
-        if key in ELSEWHERE:
-            return f"did you mean {ELSEWHERE[key]}?"
+        if theirs in ELSEWHERE:
+            return f"did you mean {ELSEWHERE[theirs]}?"
+        if theirs in NOT_YET:
+            return f"{NOT_YET[theirs]} is not in expertmesh yet; remove it"
         siblings = [str(sibling) for sibling in self._inside(self._at(path[:-1]))]
         if near := difflib.get_close_matches(key, siblings, n=1):
             return f"did you mean {dotted((*self._prefix, *path[:-1], near[0]))}?"
@@ -180,6 +173,10 @@ class _Schema:
             yield from self._all_keys(member, (*path, part))
 
 
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
 def show(value: object) -> str:
     """A value as its author knows it from YAML; text in quotes, so that '10' and 10 look different."""
     if value is None or isinstance(value, bool):
@@ -187,5 +184,5 @@ def show(value: object) -> str:
     if isinstance(value, dict | BaseModel):
         return "a section of keys"
     items = value if isinstance(value, list | tuple) else None
-    text = repr(value) if items is None else f"[{', '.join(show(item) for item in items)}]"
+    text = repr(value) if items is None else f"[{', '.join(show(item) for item in items[:40])}]"
     return text if len(text) <= 80 else f"{text[:76]} ..."

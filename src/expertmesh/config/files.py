@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from expertmesh.config.errors import InputError
-from expertmesh.config.explain import explain
+from expertmesh.config.explain import explain, show
 from expertmesh.config.overrides import apply_override
 from expertmesh.config.root import Config
 from expertmesh.config.yaml_text import Path, dump_yaml, parse_yaml
@@ -24,11 +24,16 @@ def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Con
     `overrides` are `dotted.key=value` texts, applied in order. Raises `InputError` with one line per problem.
     """
     source = str(path)
-    document = parse_yaml(_read(source), source)
+    return config_from(_read(source), source, overrides)
+
+
+def config_from(text: str, source: str, overrides: Sequence[str] = ()) -> Config:
+    """The same of the `text` of a file that `source` names."""
+    document = parse_yaml(text, source)
     values = {} if document.value is None else document.value
     if not isinstance(values, dict):
         raise InputError(
-            f"{source}: a configuration is a set of keys such as model and data, not {values!r}",
+            f"{source}: a configuration is a set of keys such as model and data, not {show(values)}",
             key="config.wrong-value",
         )
     lines = {key: f"{source}:{line}: " for key, line in document.lines.items() if key}
@@ -49,7 +54,7 @@ def make_config(
     for override in overrides:
         changed = apply_override(values, override)
         origins = {key: origin for key, origin in origins.items() if key[: len(changed)] != changed}
-        origins[changed] = f"override {override!r}: "
+        origins[changed] = f"override {show(override)}: "
 
     def where(key: Path) -> str:
         ancestors = (key[:length] for length in range(len(key), 0, -1))

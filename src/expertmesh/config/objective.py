@@ -7,7 +7,7 @@ from pydantic import Field, model_serializer, model_validator
 
 from expertmesh.config.base import Section, refuse
 from expertmesh.config.data import DataConfig
-from expertmesh.config.sections import LoraConfig
+from expertmesh.config.sections import MAX_FACTOR, LoraConfig
 
 
 class ObjectiveConfig(Section):
@@ -18,7 +18,7 @@ class ObjectiveConfig(Section):
     name: Literal["sft", "dpo"] = "sft"
     """Cross-entropy of target tokens (sft), or the preference loss of pairs of responses (dpo, arXiv 2305.18290), whose
     data have the format preference; batch sizes then count pairs."""
-    beta: float = Field(default=0.1, gt=0)
+    beta: float = Field(default=0.1, gt=0, le=MAX_FACTOR)
     """What dpo multiplies differences of log-probabilities by: the larger, the closer the model stays to the reference,
     which is the model before its first step; not for sft."""
 

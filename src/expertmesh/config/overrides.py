@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from expertmesh.config.errors import InputError
+from expertmesh.config.explain import show
 from expertmesh.config.yaml_text import Path, dotted, parse_yaml
 
 Container = dict[str, Any] | list[Any]
@@ -19,10 +20,10 @@ def apply_override(values: dict[str, Any], override: str) -> Path:
     parts = key_text.split(".")
     if not equals or not all(parts):
         raise InputError(
-            f"override {override!r} is not of the form key=value; write for example train.max_steps=10",
+            f"override {show(override)} is not of the form key=value; write for example train.max_steps=10",
             key="config.invalid-override",
         )
-    value = parse_yaml(text, f"override {override!r}").value
+    value = parse_yaml(text, f"override {show(override)}").value
     container: Container = values
     path: Path = ()
     new: Path = ()
@@ -31,13 +32,13 @@ def apply_override(values: dict[str, Any], override: str) -> Path:
         path = (*path, key)
         inner = _get(container, key)
         if inner is None:
-            inner = [] if following.isdigit() else {}
+            inner = [] if _is_place(following) else {}
             _put(container, key, inner)
             new = new or path
         if not isinstance(inner, dict | list):
             here = dotted(path)
             raise InputError(
-                f"override {override!r}: {here} is {inner!r}, which has no keys; set {here} itself",
+                f"override {show(override)}: {here} is {show(inner)}, which has no keys; set {here} itself",
                 key="config.invalid-override",
             )
         container = inner
@@ -50,13 +51,18 @@ def _key_in(container: Container, part: str, path: Path, override: str) -> str |
     """`part` as a key or position of `container`; `InputError` where a list has no such position."""
     if isinstance(container, dict):
         return part
-    if not part.isdigit() or int(part) > len(container):
+    if not _is_place(part) or int(part) > len(container):
         raise InputError(
-            f"override {override!r}: {dotted(path)} is a list of {len(container)}, counted from 0, and "
+            f"override {show(override)}: {dotted(path)} is a list of {len(container)}, counted from 0, and "
             f"{part} is not in it; use a smaller number, or {len(container)} to append",
             key="config.invalid-override",
         )
     return int(part)
+
+
+def _is_place(part: str) -> bool:
+    """Whether it is a position in a list; Python's own digits have many scripts, and powers."""
+    return part.isascii() and part.isdigit() and len(part) < 10
 
 
 def _get(container: Container, key: str | int) -> Any:

@@ -2,9 +2,9 @@
 
 from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from expertmesh.config.base import Section, refuse
+from expertmesh.config.base import Name, Section, refuse
 from expertmesh.config.data import DataConfig
 from expertmesh.config.objective import ObjectiveConfig, objective_conflicts
 from expertmesh.config.output import CheckpointConfig, LogConfig, SaveConfig
@@ -41,7 +41,7 @@ class Config(Section):
     save: SaveConfig = SaveConfig()
     distributed: DistributedConfig = DistributedConfig()
     log: LogConfig = LogConfig()
-    output_dir: str = Field(min_length=1)
+    output_dir: Name
     """Directory of the results; created if it does not exist."""
 
     @model_validator(mode="before")

@@ -12,9 +12,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_serializer, model_validator
 
-from expertmesh.config.base import Listed, Section, refuse
+from expertmesh.config.base import Listed, Name, Plain, Section, refuse
 
-PositiveInt = Annotated[int, Field(ge=1)]
+# Beyond what anybody trains with: what is larger is a slip, and would be noticed late.
+MAX_RANKS, MAX_SECONDS, MAX_RANK, MAX_ALPHA, MAX_FACTOR = 2**20, 366 * 86400, 2**16, 1e6, 1e6
+PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
+Seconds = Annotated[int, Field(ge=1, le=MAX_SECONDS)]
+Sequences = Annotated[int, Field(ge=1, le=2**24)]
 Dtype = Literal["float32", "bfloat16", "float64"]
 OptimizerName = Literal["adamw", "adamw_8bit", "muon", "sgd"]
 BYTES_OF = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -25,9 +30,9 @@ class ModelConfig(Section):
 
     section: ClassVar[str] = "model"
 
-    name_or_path: str = Field(min_length=1)
+    name_or_path: Name
     """Hugging Face hub id or local directory of the model, with its tokenizer."""
-    revision: str | None = None
+    revision: Plain | None = None
     """Branch, tag or commit on the hub; null takes the default branch."""
     trust_remote_code: bool = False
     """Whether Python code that the model brings along may run on this machine."""
@@ -47,7 +52,8 @@ class PrecisionConfig(Section):
     reduce: Dtype = "float32"
     """Dtype in which gradients are reduced over ranks."""
     frozen: Literal["float8", "nf4", "mxfp4", "nvfp4", "as_published"] | None = None
-    """How routed experts that LoRA has frozen stay in memory: in 8 or 4 bits; null keeps them in precision.compute."""
+    """How routed experts and linear layers that LoRA has frozen stay in memory: in 8 or 4 bits; null keeps them in
+    precision.compute."""
 
     @field_validator("params", "compute", "reduce", mode="before")
     @classmethod
@@ -80,13 +86,13 @@ class LoraConfig(Section):
     section: ClassVar[str] = "lora"
     _SAID_BY_ADAPTER: ClassVar[tuple[str, ...]] = ("r", "alpha", "targets", "exclude", "use_rslora", "init")
 
-    r: PositiveInt = 16
+    r: Annotated[int, Field(ge=1, le=MAX_RANK)] = 16
     """Rank of the adapters."""
-    alpha: float = Field(default=32.0, gt=0)
+    alpha: float = Field(default=32.0, gt=0, le=MAX_ALPHA)
     """Adapters are scaled by alpha / r (alpha / sqrt(r) with use_rslora)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the input of every adapter, in training only."""
-    targets: Listed[str] = Field(default=("attention", "experts"), min_length=1)
+    targets: Listed[Name] = Field(default=("attention", "experts"), min_length=1)
     """What gets adapters: attention, experts, shared_experts, dense_mlp, router, lm_head, all-linear (every linear
     layer but lm_head; no routed experts), or names of modules or parameters, with * for any text."""
     exclude: Listed[str] = ()
@@ -95,7 +101,7 @@ class LoraConfig(Section):
     """Scale by alpha / sqrt(r) (arXiv 2312.03732)."""
     init: Literal["default", "gaussian"] = "default"
     """How A starts, as PEFT does it: uniform (Kaiming), or normal with deviation 1 / r. B starts at zero."""
-    from_adapter: str | None = None
+    from_adapter: Plain | None = None
     """Directory of a PEFT adapter to continue from; it then says r, alpha, targets, use_rslora and init."""
 
     @model_validator(mode="after")
@@ -124,15 +130,15 @@ class OptimConfig(Section):
     name: OptimizerName = "adamw"
     """AdamW, AdamW with moments in 8 bits, Muon (for matrices, each expert's by itself; AdamW for all else), or plain
     stochastic gradient descent (no momentum)."""
-    learning_rate: float = Field(default=1e-5, gt=0)
+    learning_rate: float = Field(default=1e-5, gt=0, le=MAX_FACTOR)
     """Peak learning rate, reached at the end of the warm-up; with lora and objective sft the default is 1e-4."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """Weight decay: decoupled, but an L2 term for sgd."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """Decay rates of AdamW's two moments; not for sgd."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """Decay rate of Muon's momentum (Nesterov's form); for muon alone."""
-    eps: float = Field(default=1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0, le=1)
     """AdamW's denominator term; not for sgd."""
     stochastic_rounding: bool = False
     """Round bfloat16 parameters and moments up or down by chance, so that small updates count on average instead of
@@ -182,7 +188,7 @@ class ScheduleConfig(Section):
     the last steps alone (wsd: warm-up, stable, decay), or with the square root of the steps."""
     warmup_ratio: float = Field(default=0.03, ge=0, le=1)
     """Share of all optimizer steps over which the learning rate rises linearly from zero."""
-    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    warmup_steps: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     """The same as a number of steps, in place of warmup_ratio."""
     min_ratio: float = Field(default=0.0, ge=0, le=1)
     """Where cosine, linear and wsd end, as a share of the peak."""
@@ -214,11 +220,11 @@ class TrainConfig(Section):
 
     section: ClassVar[str] = "train"
 
-    global_batch_size: PositiveInt = 64
+    global_batch_size: Sequences = 64
     """Sequences per optimizer step over the whole job; gradient accumulation follows and is printed."""
-    micro_batch_size: PositiveInt = 1
+    micro_batch_size: Sequences = 1
     """Sequences per forward pass on one data rank."""
-    num_epochs: PositiveInt = 1
+    num_epochs: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     """Passes over the training data."""
     max_steps: PositiveInt | None = None
     """Stop after this many optimizer steps if the epochs have not ended before; null for no such limit."""
@@ -262,21 +268,21 @@ class ParallelConfig(Section):
 
     section: ClassVar[str] = "parallel"
 
-    ep: PositiveInt | Literal["auto"] = "auto"
+    ep: Ranks | Literal["auto"] = "auto"
     """Contiguous ranks that together hold all routed experts once; auto takes what model and ranks allow."""
-    fsdp: PositiveInt | Literal["auto"] = "auto"
+    fsdp: Ranks | Literal["auto"] = "auto"
     """Ranks over which parameters are sharded; auto takes all that the other axes leave."""
-    replicate: PositiveInt = 1
+    replicate: Ranks = 1
     """Copies of the sharded model (hybrid sharding)."""
-    tp: PositiveInt = 1
+    tp: Ranks = 1
     """Ranks over which attention, dense MLPs and vocabulary are split, positions between them (tensor parallelism)."""
-    cp: PositiveInt = 1
+    cp: Ranks = 1
     """Ranks over which each sequence is split (context parallelism, Ulysses)."""
-    pp: PositiveInt = 1
+    pp: Ranks = 1
     """Ranks over which the decoder's blocks are split, one after the other (pipeline parallelism)."""
     pp_schedule: Literal["auto", "gpipe", "1f1b", "interleaved_1f1b"] = "auto"
     """In which order stages run micro-batches forward and backward; auto is 1f1b, interleaved with virtual stages."""
-    pp_virtual_stages: PositiveInt = 1
+    pp_virtual_stages: Ranks = 1
     """Stages that each pp rank holds; more than 1 make interleaved_1f1b, whose ranks wait less."""
 
     @field_validator("pp_schedule", mode="before")
@@ -302,6 +308,9 @@ class ParallelConfig(Section):
                 "parallel.pp_schedule is interleaved_1f1b, but each rank has one stage; set parallel.pp_virtual_stages "
                 "to 2 or more"
             )
+        ranks = math.prod(size for size in (self.pp, self.replicate, self.fsdp, self.cp, self.tp) if size != "auto")
+        if ranks > MAX_RANKS:
+            problems.append(f"parallel.pp × replicate × fsdp × cp × tp are {ranks:,} ranks, more than {MAX_RANKS:,}")
         if isinstance(self.ep, int) and isinstance(self.fsdp, int) and not problems:
             ranks = self.fsdp * self.cp * self.tp
             if ranks % self.ep:
@@ -325,12 +334,12 @@ class MoeConfig(Section):
     router_dtype: Literal["float32", "compute"] = "float32"
     """What routers compute in where precision.compute is narrower: float32 for their input, weights and scores, as far
     as the family's code runs so, or precision.compute as everything else. What it became is printed."""
-    aux_loss_coef: Annotated[float, Field(ge=0)] | Literal["from_model"] = "from_model"
+    aux_loss_coef: Annotated[float, Field(ge=0, le=MAX_FACTOR)] | Literal["from_model"] = "from_model"
     """Factor of the load-balancing loss, taken over the whole batch of an optimizer step; from_model takes the model's
     own (none unless its config has output_router_logits), 0.0 leaves the loss out."""
-    z_loss_coef: float = Field(default=0.0, ge=0)
+    z_loss_coef: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """Factor of the router z-loss (arXiv 2202.08906): the mean of logsumexp(router logits) squared."""
-    bias_update_rate: float = Field(default=0.0, ge=0)
+    bias_update_rate: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """How far the routers' correction biases move towards balance after each optimizer step (arXiv 2408.15664), for
     models that have them; 0.0 leaves them as published."""
     dispatch: Literal["auto", "all_to_all", "all_gather"] = "auto"
@@ -356,9 +365,9 @@ class DistributedConfig(Section):
 
     section: ClassVar[str] = "distributed"
 
-    timeout_seconds: PositiveInt = 600
+    timeout_seconds: Seconds = 600
     """Longest time one collective may take before the job ends."""
-    first_step_timeout_seconds: PositiveInt = 1800
+    first_step_timeout_seconds: Seconds = 1800
     """The same up to the end of the first step, which also loads weights and warms up."""
 
     @model_validator(mode="after")

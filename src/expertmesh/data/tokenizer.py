@@ -1,11 +1,20 @@
 """The model's tokenizer. Code that comes with a model runs only if `model.trust_remote_code` is set."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from expertmesh.config import ModelConfig
-from expertmesh.config.errors import InputError
+from expertmesh.config.errors import InputError, SecurityError
+from expertmesh.io.reading import MAX_TOKENIZER_BYTES, opened, parse_json, read_file
+
+# What tokenizers of transformers are read from.
+_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*")
+# How many characters a normaliser may make of one, and texts of a thousand characters stay harmless.
+_MOST_GROWTH = 10_000
 
 
 def load_tokenizer(model: ModelConfig, chat_template: str | None = None) -> PreTrainedTokenizerBase:
@@ -16,6 +25,7 @@ def load_tokenizer(model: ModelConfig, chat_template: str | None = None) -> PreT
     `model.trust_remote_code` is off, or when the file cannot be read.
     """
     name = model.name_or_path
+    _refuse_hostile_files(Path(name))
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=model.revision, trust_remote_code=model.trust_remote_code
@@ -40,12 +50,63 @@ def load_tokenizer(model: ModelConfig, chat_template: str | None = None) -> PreT
             key="tokenizer.no-vocabulary",
         )
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    whole = Path(name) / "tokenizer.json" if Path(name).is_dir() else _cached(model)
+    if whole is not None and whole.exists():
+        _refuse_growth(whole)
     if chat_template is not None:
         try:
-            tokenizer.chat_template = Path(chat_template).expanduser().read_text("utf-8")
+            tokenizer.chat_template = read_file(Path(chat_template).expanduser()).decode("utf-8")
         except (OSError, ValueError) as error:
             raise InputError(
                 f"data.chat_template: {chat_template} cannot be read ({error}); name a file with a Jinja template.",
                 key="data.not-found",
             ) from error
     return tokenizer
+
+
+def _refuse_hostile_files(directory: Path) -> None:
+    """Raise `SecurityError` for what is no file, and `InputError` for what is too large to be part of a tokenizer:
+    transformers and its Rust library have no limits of their own.
+    """
+    for path in sorted(path for pattern in _FILES for path in directory.glob(pattern)):
+        if not path.is_dir():
+            with opened(path, MAX_TOKENIZER_BYTES):
+                pass
+
+
+def _cached(model: ModelConfig) -> Path | None:
+    """The tokenizer.json of a model of the hub, which has been downloaded by now."""
+    found = try_to_load_from_cache(model.name_or_path, "tokenizer.json", revision=model.revision)
+    return Path(found) if isinstance(found, str) else None
+
+
+def _refuse_growth(path: Path) -> None:
+    """Raise `SecurityError` for a tokenizer.json that would make gigabytes of a short text."""
+    try:
+        content = parse_json(read_file(path, MAX_TOKENIZER_BYTES))
+    except ValueError as error:
+        raise InputError(
+            f"{path}: cannot be read as a tokenizer ({error}); copy or download it again", key="tokenizer.not-loaded"
+        ) from error
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        growth = 1
+        for content_of in _replacements(content.get(part) if isinstance(content, dict) else None):
+            growth *= max(1, len(content_of))
+        if growth > _MOST_GROWTH:
+            raise SecurityError(
+                f"{path}: refused: its {part} makes up to {growth:,} characters of one; read it, and take a tokenizer "
+                "that you trust",
+                key="tokenizer.unsafe",
+            )
+
+
+def _replacements(step: Any) -> Iterator[str]:
+    """What the replacing steps of a part of a tokenizer put in the place of something."""
+    if isinstance(step, dict):
+        if step.get("type") == "Replace" and isinstance(step.get("content"), str):
+            yield step["content"]
+        for inner in step.values():
+            yield from _replacements(inner)
+    elif isinstance(step, list):
+        for inner in step:
+            yield from _replacements(inner)

@@ -57,7 +57,7 @@ def trained_base(adapter: Path, model: PreTrainedModel, load: LoadPlan) -> tuple
     were frozen, if the adapter says one.
     """
     path = adapter / BASE_FILE
-    frozen = read_base(path, path.read_bytes()).frozen if path.exists() else None
+    frozen = read_base(path).frozen if path.exists() else None
     if frozen is not None:
         attach_formats(model, frozen)
     return kept_plan(model, load), frozen
@@ -70,7 +70,7 @@ def check_base(
     path = adapter / BASE_FILE
     if not path.exists():
         return False
-    trained_on = read_base(path, path.read_bytes())
+    trained_on = read_base(path)
     dtype = getattr(torch, trained_on.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise IntegrityError(

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, decoder_blocks, describe, is_inside
+from expertmesh.anatomy import Anatomy, carries_state, decoder_blocks, describe, is_inside
 from expertmesh.introspection.source_code import along_the_sequence, mask_refusal, registry_call, takes_masks
 
 # Kinds of layers (config.layer_types) that mix positions by something other than attention over all of them.
@@ -40,7 +40,7 @@ def carried_state(model: nn.Module, within: Sequence[str] = ("",)) -> str | None
         return f"{recurrent[0]} layers"
     for parent in within:
         for name, module in model.get_submodule(parent).named_modules(prefix=parent):
-            if _has_state(module):
+            if carries_state(module):
                 return str(name)
     return None
 
@@ -107,7 +107,7 @@ def recurrent_mixers(model: nn.Module, anatomy: Anatomy) -> list[str] | None:
     """
     blocks, experts = decoder_blocks(anatomy), [spec.name for spec in anatomy.experts]
     inside = {name for block in blocks for name, _ in model.get_submodule(block).named_modules(prefix=block)}
-    if any(name not in inside and _has_state(module) for name, module in model.named_modules()):
+    if any(name not in inside and carries_state(module) for name, module in model.named_modules()):
         return None
     found: list[str] = []
     for block in blocks:
@@ -120,7 +120,7 @@ def recurrent_mixers(model: nn.Module, anatomy: Anatomy) -> list[str] | None:
                 for part, each in module.named_modules(prefix=name)
                 if not any(part == expert or is_inside(part, expert) for expert in experts)
             }
-            if not any(_has_state(part) or along_the_sequence(part) is not None for part in parts.values()):
+            if not any(carries_state(part) or along_the_sequence(part) is not None for part in parts.values()):
                 continue
             attends = any(registry_call(part) is not None for part in parts.values())
             holds_experts = any(expert == name or is_inside(expert, name) for expert in experts)
@@ -128,11 +128,6 @@ def recurrent_mixers(model: nn.Module, anatomy: Anatomy) -> list[str] | None:
                 return None
             found.append(name)
     return found
-
-
-def _has_state(module: nn.Module) -> bool:
-    own = {leaf for leaf, _ in module.named_parameters(recurse=False)}
-    return isinstance(module, nn.Conv1d) or bool({"A_log", "dt_bias"} & own)
 
 
 def _takes_rows_alone(module: nn.Module) -> bool:

@@ -10,7 +10,6 @@ the rank's. It never opens a pickle.
 import json
 import math
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,11 +22,14 @@ from torch import Tensor
 
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
 from expertmesh.io.boxes import Box, volume
+from expertmesh.io.reading import open_file, parse_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # The bound that the safetensors library itself sets to headers; here also that of an index.
 MAX_HEADER_BYTES = 100_000_000
+# Of one file. The largest published model has some 200,000 in all of its files together.
+MAX_TENSORS = 500_000
 # Larger numbers mean damage, and their products would take long to compute.
 _MAX_DIMS, _MAX_NUMBER = 64, 1 << 63
 # Short rows closer together than a page come from the disk together in any case: one read with the gaps is faster.
@@ -229,8 +231,8 @@ def read_index(path: Path) -> dict[str, str]:
             _unsafe(path, f"an index of {size} bytes")
         text = _pread(path, descriptor, size, 0)
     try:
-        content = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, path))
-    except (ValueError, RecursionError) as error:
+        content = parse_json(text)
+    except ValueError as error:
         raise IntegrityError(f"{path}: is not JSON ({error})", key="weights.damaged") from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
@@ -269,11 +271,13 @@ def _header_entries(path: Path) -> tuple[dict[str, Any], int, int]:
     with _opened(path) as (descriptor, size):
         header = _pread(path, descriptor, _header_length(path, descriptor, size), 8)
     try:
-        entries = json.loads(header, object_pairs_hook=lambda pairs: _unique(pairs, path))
-    except (ValueError, RecursionError) as error:
+        entries = parse_json(header)
+    except ValueError as error:
         _damaged(path, f"header is not JSON ({error})")
     if not isinstance(entries, dict):
         _damaged(path, "header is not a JSON object")
+    if len(entries) > MAX_TENSORS:
+        _unsafe(path, f"a header of {len(entries):,} tensors")
     return entries, 8 + len(header), size
 
 
@@ -354,19 +358,17 @@ def _weights_name(directory: Path) -> str:
 
 
 def _open(path: Path) -> int:
+    mend = "remove it and download the checkpoint again"
     try:
-        # A pipe would otherwise wait for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        return open_file(path, key="weights.unsafe", mend=mend)
+    except IsADirectoryError as error:
+        problem = f"{path}: is neither a file nor a link to one; {mend}"
+        raise SecurityError(problem, key="weights.unsafe") from error
     except FileNotFoundError as error:
         problem = f"{path}: no such file, but the checkpoint needs it; download it"
         raise InputError(problem, key="weights.not-found") from error
     except OSError as error:
         raise InputError(f"{path}: cannot be opened: {error.strerror}", key="file.unreadable") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        problem = f"{path}: is neither a file nor a link to one; remove it and download the checkpoint again"
-        raise SecurityError(problem, key="weights.unsafe")
-    return descriptor
 
 
 @contextmanager
@@ -381,15 +383,6 @@ def _pread(path: Path, descriptor: int, length: int, offset: int) -> bytes:
         return os.pread(descriptor, length, offset)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}", key="file.unreadable") from error
-
-
-def _unique(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in content:
-            _damaged(path, f"{key} appears twice")
-        content[key] = value
-    return content
 
 
 def _damaged(path: Path, what: str) -> NoReturn:

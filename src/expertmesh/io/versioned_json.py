@@ -1,12 +1,12 @@
 """Reading our own JSON files, which say their `schema_version`: a manifest, a run's record."""
 
-import json
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.io.reading import MAX_SMALL_BYTES, parse_json, read_file, shortened
 
 Content = TypeVar("Content", bound=BaseModel)
 
@@ -20,18 +20,23 @@ def read_versioned(path: Path, kind: type[Content], version: int, *, key: str) -
     return validated(path, kind, read_content(path, version, key=key), key=key)
 
 
-def read_content(path: Path, version: int, mend: str = "", *, key: str) -> Any:
-    """What the file says, of schema `version` or an older one; `mend` says what to do about damage."""
+def read_content(path: Path, version: int, mend: str = "", *, key: str, limit: int = MAX_SMALL_BYTES) -> Any:
+    """What the file, of at most `limit` bytes, says, of schema `version` or an older one; `mend` says what to do about
+    damage.
+    """
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(read_file(path, limit))
     except FileNotFoundError:
         raise
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}", key="file.unreadable") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise IntegrityError(f"{path}: damaged: is not JSON ({error}){mend and f'; {mend}'}", key=key) from error
     found = content.get("schema_version") if isinstance(content, dict) else None
-    if type(found) is int and found > version:
+    if found is not None and type(found) is not int:  # true and 1.0 are equal to 1
+        problem = f"{path}: damaged: schema_version is {shortened(repr(found))}, not a whole number"
+        raise IntegrityError(f"{problem}{mend and f'; {mend}'}", key=key)
+    if found is not None and found > version:
         raise InputError(
             f"{path}: has schema version {found}, newer than the {version} that this version of expertmesh reads; "
             "update expertmesh",
@@ -50,5 +55,6 @@ def validated(path: Path, kind: type[Content], content: Any, mend: str = "", *, 
 
 def first_problem(error: ValidationError) -> str:
     """Where and what, in a few words."""
-    first = error.errors()[0]
-    return ": ".join(filter(None, (".".join(str(part) for part in first["loc"]), first["msg"])))
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(shortened(str(part)) for part in first["loc"])
+    return ": ".join(filter(None, (where, shortened(first["msg"]))))

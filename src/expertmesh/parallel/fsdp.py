@@ -23,7 +23,7 @@ from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.install import install
 from expertmesh.parallel.context import split_attention
-from expertmesh.parallel.groups import Group, cast_in_forward, pack_frozen, view_of
+from expertmesh.parallel.groups import Group, cast_in_forward, pack_experts, pack_linears, view_of
 from expertmesh.parallel.pipeline import cut, pipeline_of
 from expertmesh.parallel.sequence import separate_samples, split_blocks
 from expertmesh.parallel.shard_plan import ShardPlan
@@ -51,8 +51,10 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
         anatomy = cut(model, plan.cut, anatomy, mesh, compute, twin)
     tensor = plan.tensor.within(anatomy.blocks)
     install(model, anatomy, mesh, dispatch=plan.dispatch, compute=plan.compute, dtype=compute)
+    packed = {name: kind for name, kind in plan.packed.items() if _is_here(name, plan, mesh)}
+    pack_linears(model, packed, mesh.device)
     _split_parameters(model, plan, mesh)
-    pack_frozen(model, {name: kind for name, kind in plan.packed.items() if _is_here(name, plan, mesh)})
+    pack_experts(model, packed)
     separate_samples(model, anatomy, compute)
     split_parts(model, tensor, mesh)
     buffers, routers = (_all_here(names, plan, mesh) for names in (plan.cast_buffers, plan.wide_routers))

@@ -1,5 +1,5 @@
 """How each parameter is split, sharded and kept: what ep or tp splits, which FSDP2 groups there are, and which frozen
-experts stay packed (`precision.frozen`).
+weights stay packed (`precision.frozen`).
 
 `plan_groups` and `plan_frozen` decide, for `plan_shards`; `fsdp.shard` makes the groups. Nothing here communicates.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec, describe, is_adapter, is_inside
+from expertmesh.anatomy import Anatomy, describe, is_adapter, is_inside, packable_linears
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.experts.module_list import FusedExperts
@@ -156,22 +156,28 @@ def _with_parameters(
 
 
 def plan_frozen(
-    model: nn.Module, anatomy: Anatomy, expert_dims: Mapping[str, int], frozen: str | None
+    model: nn.Module,
+    anatomy: Anatomy,
+    layout: Layout,
+    splits: Mapping[str, Split],
+    expert_dims: Mapping[str, int],
+    frozen: str | None,
 ) -> dict[str, PackedFormat]:
-    """The format of each expert parameter that is kept packed, by name. Raises `InputError` for what cannot be.
+    """The format of each parameter that is kept packed, by name. Raises `InputError` for what cannot be.
 
     `expert_dims`: the dim that efsdp shards, by parameter. Those that are `as_published` have been found in the files'
     headers before (weights/quantised/resident.py).
     """
     if frozen is None:
         return {}
-    formats: dict[str, PackedFormat] = {}
-    for spec in anatomy.experts:
-        formats |= _published(model, spec) if frozen == "as_published" else quantised_formats(model, spec, frozen)
-    for name in formats:
-        if model.get_parameter(name).requires_grad:
+    formats = _published(model) if frozen == "as_published" else quantised_formats(model, anatomy, frozen)
+    for name, kind in formats.items():
+        parameter = model.get_parameter(name)
+        if parameter.requires_grad:
             raise _refused(frozen, f"{name} trains; add lora, or set precision.frozen to null")
-        if expert_dims[name] != 0:
+        if kind.by_rows:
+            _refuse_cut_rows(frozen, name, parameter.shape, kind, layout, splits.get(name))
+        elif expert_dims[name] != 0:
             raise _refused(
                 frozen,
                 f"efsdp cuts {name} inside its experts, which stay whole when they are packed; choose parallel sizes "
@@ -180,27 +186,59 @@ def plan_frozen(
     return formats
 
 
+def _refuse_cut_rows(
+    frozen: str, name: str, shape: torch.Size, kind: PackedFormat, layout: Layout, split: Split | None
+) -> None:
+    """Raise `InputError` unless each rank gets as many whole rows as the others, and tp whole blocks of them."""
+    rows, columns = shape
+    rows = rows // layout.tp if split is not None and split.dim == 0 else rows
+    ranks = layout.fsdp * layout.cp * (1 if split is not None else layout.tp)
+    if rows % ranks:
+        raise _refused(frozen, f"{ranks} ranks cannot share the {rows} rows of {name} evenly; choose other sizes")
+    part = columns // layout.tp
+    if split is not None and split.dim == 1 and (part % 2 or (kind.grid[1] > 1 and part % kind.block[1])):
+        raise _refused(
+            frozen,
+            f"tp {layout.tp} cuts {name} inside its blocks of {kind.block[1]} columns, of which it has {columns}; "
+            "choose a smaller tp",
+        )
+
+
 def attach_formats(model: nn.Module, frozen: str) -> None:
     """Remember on a model, maybe on meta, which of its weights training has quantised to `frozen`."""
-    specs = describe(model).experts
-    formats = {name: kind for spec in specs for name, kind in quantised_formats(model, spec, frozen).items()}
-    attach(model, frozen_formats=formats)
+    attach(model, frozen_formats=quantised_formats(model, describe(model), frozen))
 
 
-def pack_frozen(model: nn.Module, formats: Mapping[str, PackedFormat]) -> None:
-    """Put packed tensors in the place of the parameters in `formats`, of which ep has left this rank its experts.
+def pack_linears(model: nn.Module, formats: Mapping[str, PackedFormat], device: torch.device) -> None:
+    """Put packed tensors on `device` in the place of those parameters in `formats` whose units are rows.
+
+    Values are quantised before tp splits them; on meta nothing is computed.
+    """
+    for name, kind in formats.items():
+        if kind.by_rows:
+            whole = model.get_parameter(name).detach()
+            packed = PackedTensor.of(whole, kind, whole.dtype)
+            _replace(model, name, packed if packed.is_meta else packed.to(device))
+
+
+def pack_experts(model: nn.Module, formats: Mapping[str, PackedFormat]) -> None:
+    """Put packed tensors in the place of the experts in `formats`, of which ep has left this rank its own.
 
     Values are quantised expert by expert; on meta nothing is computed.
     """
     for name, kind in formats.items():
-        parent, _, leaf = name.rpartition(".")
-        module = model.get_submodule(parent)
-        whole = module.get_parameter(leaf).data
-        assert isinstance(whole, DTensor)
-        with torch.no_grad():
-            packed = PackedTensor.of(whole.to_local(), kind, whole.dtype)
-            own = DTensor.from_local(packed, whole.device_mesh, whole.placements, run_check=False)
-        setattr(module, leaf, nn.Parameter(own, requires_grad=False))
+        if not kind.by_rows:
+            whole = model.get_parameter(name).data
+            assert isinstance(whole, DTensor)
+            with torch.no_grad():
+                packed = PackedTensor.of(whole.to_local(), kind, whole.dtype)
+                own = DTensor.from_local(packed, whole.device_mesh, whole.placements, run_check=False)
+            _replace(model, name, own)
+
+
+def _replace(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))
 
 
 def cast_in_forward(model: nn.Module, buffers: Sequence[str], routers: Sequence[str], dtype: torch.dtype) -> None:
@@ -224,27 +262,35 @@ def _with_cast_buffers(
         return forward(*args, **kwargs)
 
 
-def _published(model: nn.Module, spec: ExpertsSpec) -> dict[str, PackedFormat]:
+def _published(model: nn.Module) -> dict[str, PackedFormat]:
     formats: Mapping[str, PackedFormat] | None = sharded(model).frozen_formats
     if formats is None:
         raise _refused("as_published", "a model in memory has no files with codes; choose nf4, mxfp4, nvfp4 or float8")
-    return {
-        name: kind for name, kind in formats.items() if name in (f"{spec.name}.{spec.up}", f"{spec.name}.{spec.down}")
-    }
+    return dict(formats)
 
 
-def quantised_formats(model: nn.Module, spec: ExpertsSpec, frozen: str) -> dict[str, PackedFormat]:
-    """Those of one experts module whose weights are quantised to `frozen`; `InputError` where they cannot be."""
-    if spec.flat_gate is not None or isinstance(model.get_submodule(spec.name), FusedExperts):
-        raise _refused(frozen, f"{spec.name} does not hold its experts as one stack of matrices")
+def quantised_formats(model: nn.Module, anatomy: Anatomy, frozen: str) -> dict[str, PackedFormat]:
+    """Those of the weights that are quantised to `frozen`: routed experts, and linear layers of the blocks.
+
+    Raises `InputError` for experts that cannot be.
+    """
     formats = {}
-    for name in (f"{spec.name}.{spec.up}", f"{spec.name}.{spec.down}"):
-        rows, columns = model.get_parameter(name).shape[1:]
-        if spec.transposed:
-            rows, columns = columns, rows
-        if columns % 2:
-            raise _refused(frozen, f"{name} has {columns} columns, and a byte holds the codes of two; choose float8")
-        formats[name] = quantised_format(frozen, rows, columns, transposed=spec.transposed)
+    for spec in anatomy.experts:
+        if spec.flat_gate is not None or isinstance(model.get_submodule(spec.name), FusedExperts):
+            raise _refused(frozen, f"{spec.name} does not hold its experts as one stack of matrices")
+        for name in (f"{spec.name}.{spec.up}", f"{spec.name}.{spec.down}"):
+            rows, columns = model.get_parameter(name).shape[1:]
+            if spec.transposed:
+                rows, columns = columns, rows
+            if columns % 2:
+                raise _refused(
+                    frozen, f"{name} has {columns} columns, and a byte holds the codes of two; choose float8"
+                )
+            formats[name] = quantised_format(frozen, rows, columns, transposed=spec.transposed)
+    for layer in packable_linears(model, anatomy):
+        rows, columns = model.get_parameter(f"{layer}.weight").shape
+        if columns % 2 == 0:
+            formats[f"{layer}.weight"] = quantised_format(frozen, rows, columns, by_rows=True)
     return formats
 
 

@@ -110,7 +110,8 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
     """
     anatomy, twin, precision = describe(model), MetaTwin(model), options.precision
     compute = getattr(torch, precision.compute)
-    backends = {spec.name: choose_backend(spec, options.moe.compute, compute) for spec in anatomy.experts}
+    asked, ep = options.moe.compute, layout.ep
+    backends = {spec.name: choose_backend(spec, asked, compute, spec.num_experts // ep) for spec in anatomy.experts}
     expert_dims = plan_expert_dims(model, anatomy, layout)
     frozen = anatomy.routers if options.moe.router == "frozen" else ()
     tensor, cut = plan_axes(model, anatomy, layout, twin, kept_in_fp32=kept_in_fp32, frozen=frozen)
@@ -118,7 +119,7 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
     casts = refuse_dtypes(model, anatomy, precision, kept_in_fp32, twin, options.moe.router_dtype)
     checkpointed = checkpointed_blocks(model, anatomy, options.activation_checkpointing, options.checkpoint_layers)
     if options.compile:
-        refuse_compile(model, layout)
+        refuse_compile(model, layout, precision.frozen)
     splits, groups = plan_groups(model, anatomy, layout, tensor, expert_dims, casts.kept)
     dispatch = "all_to_all" if options.moe.dispatch == "auto" else options.moe.dispatch
     return ShardPlan(
@@ -135,7 +136,7 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
         groups=groups,
         cast_buffers=casts.buffers,
         wide_routers=casts.routers,
-        packed=plan_frozen(model, anatomy, expert_dims, precision.frozen),
+        packed=plan_frozen(model, anatomy, layout, splits, expert_dims, precision.frozen),
         checkpointed=checkpointed,
         compiled=tuple(compiled_parts(model, anatomy)) if options.compile else (),
         twin=twin,

@@ -203,13 +203,15 @@ class _Reader:
         )
 
     def _weight(self, name: str) -> Weight:
-        parameter = self.parameters[name]
+        parameter, kind = self.parameters[name], self.packed.get(name)
         least = 4 if self.fp32(name) else 0  # of a base that is stored in the compute dtype
+        packed = None if kind is None else kind.bytes / kind.columns
         return Weight(
             shape=tuple(parameter.shape),
             trains=parameter.requires_grad,
-            bytes=max(self._stored(name).itemsize, least),
-            compute=4 if name in self.uncast else self.width.itemsize,
+            bytes=packed or max(self._stored(name).itemsize, least),
+            compute=packed or (4 if name in self.uncast else self.width.itemsize),
+            packed=kind is not None,
             split=self.split_dims.get(name),
             is_matrix=name in self.matrices,
         )

@@ -12,11 +12,14 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from expertmesh.checkpoint.directory import CHECKPOINTS, published
-from expertmesh.config import Config, load_config
+from expertmesh.config import Config
 from expertmesh.config.errors import ExpertmeshError, InputError
+from expertmesh.config.files import config_from
+from expertmesh.io.reading import read_file, read_json, shortened
 from expertmesh.io.versioned_json import first_problem
 from expertmesh.report.metrics import Metrics, read_metrics
 from expertmesh.training.lock import Owner, holder
+from expertmesh.training.reporting.data_record import DATA_FILE, DataRecord
 from expertmesh.training.reporting.record import RECORD_FILE, RunRecord, read_record
 
 CONFIG_FILE, METRICS_FILE, VERIFICATION_FILE, AUDIT_FILE = (
@@ -103,6 +106,7 @@ class Run:
     record: RunRecord | None
     verification: Verification | None
     audit: Audit | None
+    data: DataRecord | None
     checkpoints: tuple[int, ...]
     results: tuple[str, ...]
     owner: Owner | None
@@ -165,6 +169,7 @@ def read_run(directory: Path) -> Run:
         record=_record(directory, notes),
         verification=_json_file(directory / VERIFICATION_FILE, Verification, notes),
         audit=_json_file(directory / AUDIT_FILE, Audit, notes),
+        data=_json_file(directory / DATA_FILE, DataRecord, notes),
         checkpoints=tuple(step for step, _ in published(directory / CHECKPOINTS)),
         results=tuple(name for name in RESULTS if (directory / name).is_dir()),
         owner=holder(directory),
@@ -174,12 +179,13 @@ def read_run(directory: Path) -> Run:
 
 def _config(path: Path, notes: list[str]) -> tuple[str | None, Config | None]:
     try:
-        text = path.read_text(encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        notes.append(f"{CONFIG_FILE} cannot be read ({error.strerror}), so the configuration is not shown.")
+        text = read_file(path).decode(errors="backslashreplace")
+    except (OSError, ExpertmeshError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        notes.append(f"{CONFIG_FILE} cannot be read ({reason}), so the configuration is not shown.")
         return None, None
     try:
-        return text, load_config(path)
+        return text, config_from(text, str(path))
     except ExpertmeshError as error:
         notes.append(f"{CONFIG_FILE} is no configuration for this version of expertmesh: {error}")
         return text, None
@@ -199,12 +205,12 @@ def _record(directory: Path, notes: list[str]) -> RunRecord | None:
 def _json_file(path: Path, kind: type[Content], notes: list[str]) -> Content | None:
     """The file as `kind`; None if it is not there, and with a note if it is something else."""
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return kind.model_validate(read_json(path))
     except FileNotFoundError:
         return None
-    except OSError as error:
-        notes.append(f"{path.name} is left out: it cannot be read ({error.strerror}).")
-    except ValidationError as error:
-        problem = first_problem(error)
+    except (OSError, ExpertmeshError) as error:
+        notes.append(f"{path.name} is left out: it cannot be read ({getattr(error, 'strerror', error)}).")
+    except ValueError as error:
+        problem = first_problem(error) if isinstance(error, ValidationError) else shortened(str(error))
         notes.append(f"{path.name} is left out: it is not what this version of expertmesh reads ({problem}).")
     return None

@@ -15,6 +15,7 @@ reading can remove a living lock.
 
 import errno
 import json
+import logging
 import os
 import socket
 import threading
@@ -23,9 +24,14 @@ import uuid
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Annotated, ClassVar, Self
+
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from expertmesh.config.errors import InputError
+from expertmesh.io.reading import read_file
+
+log = logging.getLogger(__name__)
 
 NAME = "lock.json"
 BEAT_SECONDS = 15.0
@@ -34,20 +40,24 @@ BEAT_SECONDS = 15.0
 STALE_SECONDS = 300.0
 # How long a lock may be unreadable because its owner is just writing it.
 _WRITING_SECONDS = 2.0
+_MAX_BYTES = 1 << 16
+_MAX_TIME = 1e11  # what `time.localtime` still knows
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
     """Who holds a lock. Times are of the wall clock. `space`: where the number of the process has a meaning."""
 
-    token: str
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
+
+    token: Annotated[str, Field(pattern=r"^[0-9a-f]{1,64}$")]  # part of a file's name
     host: str
     space: str
-    process: int
+    process: Annotated[int, Field(ge=0, lt=2**31)]
     process_started: str
     launch: str | None
-    started: float
-    heartbeat: float
+    started: Annotated[float, Field(ge=0, lt=_MAX_TIME)]
+    heartbeat: Annotated[float, Field(ge=0, lt=_MAX_TIME)]
 
     def is_gone(self) -> bool:
         """Where the process can be looked up, that decides, also against a heartbeat that has stopped."""
@@ -58,6 +68,9 @@ class Owner:
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started))
         return f"process {self.process} on {self.host}, since {since}"
+
+
+_OWNER = TypeAdapter(Owner)
 
 
 class RunLock:
@@ -133,7 +146,7 @@ class RunLock:
         if not self._inherit(holder):
             return False
         if holder.launch is None or holder.launch != self.owner.launch:
-            print(f"{self.path}: the run that held it has ended without giving it back ({holder}); taken over")
+            log.info(f"{self.path}: the run that held it has ended without giving it back ({holder}); taken over")
         return True
 
     def _inherit(self, dead: Owner) -> bool:
@@ -150,8 +163,14 @@ class RunLock:
 
     def _holder(self) -> Owner | None:
         """The owner in `lock.json`, or the last of those who are taking it over from each other."""
-        owner = _read(self.path)
+        owner, seen = _read(self.path), set[str]()
         while owner is not None and (heir := _read(self._claim_after(owner))) is not None:
+            seen.add(owner.token)
+            if heir.token in seen:  # no run writes such files
+                raise InputError(
+                    f"{self.path}: is taken over in a circle; remove it and {NAME}.after-* beside it",
+                    key="output.unwritable",
+                )
             owner = heir
         return owner
 
@@ -230,10 +249,10 @@ def _read(path: Path) -> Owner | None:
     deadline = time.monotonic() + _WRITING_SECONDS
     while True:
         try:
-            return Owner(**json.loads(path.read_text("utf-8")))
+            return _OWNER.validate_json(read_file(path, _MAX_BYTES))
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError):
+        except ValueError:
             if time.monotonic() > deadline:
                 return _unreadable(path)
             time.sleep(0.01)
@@ -245,7 +264,7 @@ def _unreadable(path: Path) -> Owner | None:
         written = path.stat().st_mtime
     except FileNotFoundError:
         return None
-    return Owner("unreadable", "an unknown host", "", 0, "", None, written, written)
+    return Owner("0", "an unknown host", "", 0, "", None, written, written)
 
 
 def _process_space() -> str:

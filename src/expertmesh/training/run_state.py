@@ -1,5 +1,6 @@
 """What a run trains and steps: weights, optimizer, schedule and counters, filled at its start and saved at its end."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +14,14 @@ from expertmesh.checkpoint.interface import load_directory
 from expertmesh.model import load_weights
 from expertmesh.training.control import Control
 from expertmesh.training.optimizers.build import build_optimizer, build_schedule
-from expertmesh.training.reporting.weights import adapter_lines, dtype_text, report_loaded, saved_lines
+from expertmesh.training.reporting.weights import adapter_lines, dtype_text, report_loaded, report_resumed, saved_lines
 from expertmesh.training.resume import Counters
 from expertmesh.training.startup.output_dir import ADAPTER, MODEL
 from expertmesh.training.startup.prepare import Prepared, say
 from expertmesh.weights.meta_model import materialize
 from expertmesh.weights.save import save_model
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ def load_state(run: Prepared, control: Control) -> RunState:
     calls it.
     """
     config, is_main = run.config, run.mesh.rank == 0
-    if run.start is None or config.lora is not None:
+    if (run.start is None and run.weights is None) or config.lora is not None:
         say(control, "loading weights")
         loaded, audited = load_weights(run.model, run.checked.directory, run.mesh, control.audit)
         if is_main:
@@ -45,6 +48,12 @@ def load_state(run: Prepared, control: Control) -> RunState:
         start_adapters(run.model, config.train.seed)
     else:
         materialize(run.model, run.mesh.device)
+    if run.weights is not None:
+        say(control, "loading the weights of another run's checkpoint")
+        step = load_directory(run.model, None, run.weights).step
+        torch.manual_seed(config.train.seed + run.mesh.rank)  # generators come with a checkpoint
+        if is_main:
+            log.info(f"weights    {run.weights}, after step {step}; all else begins anew")
     if run.checked.objective.precomputes:
         say(control, "the reference: log-probabilities of all pairs")
         run.checked.objective.give_reference(run.model, run.mesh, run.data.datasets, run.batch_layout, run.start)
@@ -55,9 +64,7 @@ def load_state(run: Prepared, control: Control) -> RunState:
         saved = load_directory(run.model, optimizer, run.start)
         counters = Counters(**saved.state["counters"])
         if is_main:
-            print(f"resume     {run.start.name}, after step {saved.step}; {'; '.join(run.changes)}", flush=True)
-            if control.audit == "full" and config.lora is None:
-                print("audit      nothing was read from the model's files; expertmesh verify checks the checkpoint")
+            report_resumed(run.start, saved.step, run.changes, audit=control.audit == "full" and config.lora is None)
     return RunState(optimizer, build_schedule(optimizer, config.schedule, run.total_steps, counters.step), counters)
 
 
@@ -72,4 +79,4 @@ def save_result(run: Prepared) -> None:
         saved = save_model(run.model, directory / MODEL, tokenizer=tokenizer, dtype=config.save.dtype)
         lines = [*saved_lines(saved), f"saved {directory / MODEL} in {dtype_text(saved)}; {metrics}"]
     if run.mesh.rank == 0:
-        print("\n".join(lines), flush=True)
+        log.info("\n".join(lines))

@@ -5,7 +5,6 @@ non-persistent buffers (rotary frequencies and the like) computed by the model's
 meta: no memory here grows with the model.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -27,8 +26,10 @@ from transformers import (
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from expertmesh.config.errors import InputError
+from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.experts.module_list import FusedExperts
+from expertmesh.io.model_config import read_model_json, refuse_impossible
+from expertmesh.io.reading import read_json, shortened
 from expertmesh.state.stage_view import full_model
 from expertmesh.weights.mapping import model_tensors, own_class, tied_names
 from expertmesh.weights.module_list import fuse_lists_of_experts
@@ -52,21 +53,18 @@ def read_model_config(
     if not directory.is_dir():
         directory = _download(name_or_path, revision, trust_remote_code, weights)
     path = directory / "config.json"
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read as a model's config: {error}", key="model.invalid-config") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: is not a JSON object", key="model.invalid-config")
+    content = read_model_json(path)
     _refuse_remote_code(path, content, trust_remote_code)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except Exception as error:
         # A family's config class can raise anything on wrong values.
         raise InputError(
-            f"{path}: is not a config that transformers understands: {error}", key="model.invalid-config"
+            f"{path}: is not a config that transformers understands: {shortened(str(error))}",
+            key="model.invalid-config",
         ) from error
     assert isinstance(config, PreTrainedConfig)
+    refuse_impossible(config.to_dict(), path)  # with the family's own values where the file says none
     refuse_unsupported(config, directory)
     return config, directory
 
@@ -98,9 +96,10 @@ def build_meta_model(
     try:
         with torch.device("meta"), meta_device_safe_creation_ops():
             model = auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
-    except (ValueError, ImportError, AttributeError, TypeError) as error:
+    except Exception as error:  # as above: a division by zero, a name that is no activation
+        reason = f"{type(error).__name__}: {shortened(str(error))}"
         raise InputError(
-            f"{config.model_type}: transformers cannot build a causal LM of it: {error}", key="model.no-causal-lm"
+            f"{config.model_type}: transformers cannot build a causal LM of it: {reason}", key="model.no-causal-lm"
         ) from error
     assert isinstance(model, PreTrainedModel)
     if fuse:
@@ -225,15 +224,20 @@ def _read_generation_config(model: PreTrainedModel, path: Path) -> None:
     if not path.exists():
         return
     try:
+        read_json(path)  # within limits, which transformers has none of
         model.generation_config = GenerationConfig.from_pretrained(path.parent)
-    except (OSError, ValueError, TypeError) as error:
+    except ExpertmeshError:
+        raise
+    except Exception as error:
         raise InputError(
-            f"{path}: is not a generation config: {error}", key="model.invalid-generation-config"
+            f"{path}: is not a generation config: {shortened(str(error))}", key="model.invalid-generation-config"
         ) from error
 
 
 def _refuse_remote_code(path: Path, content: dict[str, Any], trust_remote_code: bool) -> None:
     remote = content.get("auto_map") or {}
+    if not isinstance(remote, dict):
+        raise InputError(f"{path}: auto_map is not an object of names", key="model.invalid-config")
     if remote and content.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
         code = ", ".join(sorted({str(reference) for reference in remote.values()}))
         raise InputError(

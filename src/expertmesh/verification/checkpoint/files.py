@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from expertmesh.checkpoint.manifest import MANIFEST, file_problems, tensor_problems, unsafe_content
+from expertmesh.checkpoint.manifest import MANIFEST, file_problems, header_problems, tensor_problems, unsafe_content
 from expertmesh.checkpoint.read import file_sha256, fingerprints_in, match_header
 from expertmesh.checkpoint.schema import FileEntry, Manifest, is_tensor_file
 from expertmesh.checkpoint.state import fingerprint_share
 from expertmesh.config.errors import ExpertmeshError, SecurityError
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, read_header
+from expertmesh.io.terminal import tracked
 
 _BLOCK_BYTES = 1 << 24
 
@@ -55,11 +56,12 @@ def check_files(directory: Path, manifest: Manifest, files: WeightFiles) -> File
     named = {MANIFEST, *(file.name for file in manifest.files)}
     extra = sorted(path.relative_to(directory).as_posix() for path in _everything(directory))
     texts = [f"{directory / name}: is not part of the checkpoint; remove it" for name in extra if name not in named]
+    texts += header_problems(directory, manifest)
     texts += file_problems(directory, manifest, manifest.files)
     contradictions = list(tensor_problems(directory, manifest))
     check.findings += [Finding(text) for text in texts + contradictions]
     check.unreadable.update(file.name for file in manifest.files if is_tensor_file(file.name))
-    for file in manifest.files:
+    for file in tracked(manifest.files, len(manifest.files), "reading", "files"):
         path = directory / file.name
         if not _has_size(directory, file):
             check.damaged.add(file.name)

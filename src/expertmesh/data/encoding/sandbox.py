@@ -22,6 +22,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from expertmesh.io.parent import end_with_parent
+
 TIME_LIMIT_SECONDS = 10
 MEMORY_LIMIT_BYTES = 1 << 30
 _BLOCK_CHARACTERS = 1 << 16
@@ -31,15 +33,10 @@ class LimitExceeded(Exception):
     """What the child did that it must not, as a verb phrase: "does not finish within 10 s"."""
 
 
-def restart_clock() -> None:
-    """Give this process `TIME_LIMIT_SECONDS` from now before the kernel ends it; only for use in the child."""
-    signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT_SECONDS)
-
-
 class Sandbox:
     """Applies `function` to items in a child process; it may raise `LimitExceeded` and must return JSON values.
 
-    The clock runs from each `restart_clock()` in `function` to the next, or to the end of the item.
+    Each item has `TIME_LIMIT_SECONDS` before the kernel ends the child.
     """
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
@@ -77,6 +74,7 @@ def _result(answer: Any) -> Any:
 def _serve(connection: Connection, function: Callable[[Any], Any]) -> NoReturn:
     """The whole life of the child; it ends without the parent's exit handlers."""
     try:
+        end_with_parent()
         # The parent's handlers must not run here as well; the parent handles Ctrl-C.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -110,6 +108,7 @@ def _blocks(answers: Iterable[str]) -> Iterator[bytes]:
 
 
 def _answer(function: Callable[[Any], Any], item: Any) -> str:
+    signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT_SECONDS)
     try:
         return json.dumps({"result": function(item)})
     except LimitExceeded as error:

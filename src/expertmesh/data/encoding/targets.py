@@ -18,8 +18,8 @@ from jinja2.exceptions import SecurityError as SandboxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
+from expertmesh.data.encoding.sandbox import LimitExceeded
 from expertmesh.data.formats import THINKING_KEYS, MalformedRow, thoughts, visible, without_thinking
-from expertmesh.data.sandbox import LimitExceeded, restart_clock
 
 GENERATION_MARKS = "generation marks"
 SOME_TURNS_MARKED = "generation marks on some assistant turns only"
@@ -312,7 +312,6 @@ class TargetFinder:
 
 def _execute(apply: Callable[[], Any]) -> Any:
     """Run the template. Whatever else it raises is its way of refusing the conversation."""
-    restart_clock()
     try:
         return apply()
     except MemoryError:
