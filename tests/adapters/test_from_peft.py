@@ -1,5 +1,6 @@
 """A LoraConfig of PEFT becomes ours: it adapts what PEFT adapts, or the field that it cannot honour is named."""
 
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -40,6 +41,28 @@ def test_it_adapts_what_peft_adapts(family: str) -> None:
     assert all(key.startswith(PREFIX) for key in keys)
 
 
+def test_it_leaves_out_what_peft_leaves_out() -> None:
+    model, exclude = tiny_model("qwen3_moe"), ["k_proj", "layers.1.self_attn.q_proj"]
+    config = _peft_config(target_modules=["q_proj", "k_proj", "o_proj"], exclude_modules=exclude)
+    plan = plan_adapters(model, em.lora_from_peft(config), None)
+    keys = {key for target in plan.targets for key in file_keys(target, plan.targets)}
+    assert keys == set(_shapes_of_peft(model, config))
+    with refused("lora.exclude-nothing", naming="v_proj"):
+        plan_adapters(tiny_model("qwen3_moe"), em.LoraConfig(targets=("q_proj",), exclude=("v_proj",)), None)
+
+
+@pytest.mark.parametrize("exclude", [["v_proj"], r".*\.0\..*"], ids=["names", "pattern"])
+def test_a_directory_leaves_out_what_peft_leaves_out(exclude: Any, tmp_path: Path) -> None:
+    config = _peft_config(
+        target_modules=["q_proj", "v_proj"], target_parameters=["experts.down_proj"], exclude_modules=exclude
+    )
+    config.save_pretrained(tmp_path)
+    model = tiny_model("mixtral")
+    plan = plan_adapters(model, em.LoraConfig(from_adapter=str(tmp_path)), None)
+    keys = {key for target in plan.targets for key in file_keys(target, plan.targets)}
+    assert keys == set(_shapes_of_peft(model, config))
+
+
 def test_dropout_and_the_gaussian_start_carry_over() -> None:
     lora = em.lora_from_peft(_peft_config(lora_dropout=0.25, init_lora_weights="gaussian"))
     assert (lora.dropout, lora.init) == (0.25, "gaussian")
@@ -63,7 +86,7 @@ def test_a_module_of_a_groups_name_is_not_the_group() -> None:
         ("rank_pattern", {"q_proj": 8}),
         ("alpha_pattern", {"q_proj": 8}),
         ("layers_to_transform", [0]),
-        ("exclude_modules", ["k_proj"]),
+        ("exclude_modules", ".*k_proj"),
         ("layer_replication", [(0, 1)]),
         ("fan_in_fan_out", True),
         ("trainable_token_indices", [1, 2]),

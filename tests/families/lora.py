@@ -5,6 +5,8 @@ ranks load the same model and the files that PEFT wrote, take the same steps on 
 stock PEFT reads that again. Compared are losses, every adapter's gradient, the adapters after both steps, and logits.
 """
 
+import importlib
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -80,13 +82,23 @@ def measure(model_class: str, family: str, scratch: Path, layouts: Sequence[Layo
         stored = load_file(target / "adapter_model.safetensors")
         assert stored.keys() == final.keys()
         assert all(torch.equal(stored[key], final[key]) for key in final), "the file does not hold what was trained"
-        base = kind.from_pretrained(scratch / "source", dtype=dtype)
-        base.set_experts_implementation("eager")
-        read = _logits(peft.PeftModel.from_pretrained(base, str(target)))
+        read = _logits(read_by_peft(target, dtype))
         off = _relative(read, logits, 0.0)
         found.append(Errors(errors.gradient, errors.tensor, max(errors.loss, off), errors.weight))
     gradient, tensor = max((errors.gradient, errors.tensor) for errors in found)
     return Errors(gradient, tensor, max(errors.loss for errors in found), max(errors.weight for errors in found))
+
+
+def read_by_peft(adapter: Path, dtype: torch.dtype) -> Any:
+    """Stock PEFT's model of an adapter, on the class and the files that the adapter names, as docs/lora.md has it."""
+    config = peft.PeftConfig.from_pretrained(str(adapter))
+    named = config.auto_mapping
+    kind = getattr(importlib.import_module(named["parent_library"]), named["base_model_class"])
+    base = kind.from_pretrained(config.base_model_name_or_path, dtype=dtype)
+    base.set_experts_implementation("eager")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*missing adapter keys.*")
+        return peft.PeftModel.from_pretrained(base, str(adapter))
 
 
 def _train_peft(model: PreTrainedModel, directory: Path) -> Expected:

@@ -20,7 +20,7 @@ from tests.families.lora import NoAdapters, prove_adapters
 from tests.families.packing import packing_of
 from tests.families.proof import LAYOUTS, Layout, Proof, Run, Subject, prove
 from tests.families.table import Outcome
-from tests.families.tiny import random_model, tiny_config
+from tests.families.tiny import tiny_config
 
 
 def outcome_of(
@@ -39,7 +39,7 @@ def outcome_of(
         return Outcome(name, kind, "not built", reason=f"no tiny configuration found: {type(error).__name__}: {error}")
     if reason := _refusal(config):
         return Outcome(name, kind, "refused", reason=reason)
-    packing = packing_of(random_model(kind, name))
+    packing = packing_of(kind, name)
     with tempfile.TemporaryDirectory(prefix="family-") as scratch:
         refused = {axis: reason for axis in axes if (reason := refusal_of(kind, name, axis))}
         runs = {axis: [run_of(axis)] for axis in axes if axis not in refused}

@@ -63,10 +63,11 @@ unsharded model in plain PyTorch; losses and weights after the steps are held to
 are too badly conditioned for fp32 to tell right from wrong: there fp64 decides, and the fp32 error stands beside the
 error of the unsharded fp32 model against its own fp64. **Load/save** is exact when plain `from_pretrained` reads back
 the trained values bit for bit with nothing missing or left over, keys and shapes are those of the files that were
-loaded, and greedy generation gives the unsharded model's tokens. **Packing** is exact when two samples in one row give
-the logits that they give alone; where it is refused, `data.packing: false` trains the model. **LoRA** is the same
-measure for adapters on routed experts and attention (experts alone where attention is refused), against stock PEFT
-{peft.__version__} on the unsharded model, at {lora_layouts}; stock PEFT reads the saved adapter and
+loaded, and greedy generation gives the unsharded model's tokens. **Packing** is exact when packed samples
+have the loss and every gradient that they have apart, to 1e-05, with and without activation checkpointing; where it is
+refused, `data.packing: false` trains the model. **LoRA** is the same measure as parity for adapters on routed experts
+and attention (experts alone where attention is refused), against stock PEFT {peft.__version__} on the unsharded
+model, at {lora_layouts}; stock PEFT reads the saved adapter, on the class that it names, and
 gives the trainer's logits. Where there is a reason instead, everything but `lora` on experts works.
 
 The further [parallel axes](parallelism.md) are held to the measures of parity and of load/save, each at one layout. A

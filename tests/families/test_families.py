@@ -8,18 +8,24 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import expertmesh as em
 from tests.families.axes import AXES, run_of
 from tests.families.catalogue import Family, families
+from tests.families.lora import measure as measure_adapters
 from tests.families.outcomes import outcome_of
 from tests.families.proof import TOLERANCE, Layout, Run, Subject, measure
 from tests.families.table import PATH, read, read_axes, read_lora, read_refused_in_bf16
+from tests.families.tiny import EXPERTS, random_model
+from tests.support.ranks import run_ranks
 
 CORE = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe", "olmoe")
 ROTATING = 3
@@ -63,6 +69,42 @@ def test_llama4_as_it_is_published_with_its_vision_tower() -> None:
     """The table has its text model; published checkpoints hold that inside a larger one, head included."""
     family = Family("llama4_published", "Llama4ForConditionalGeneration", automatic=False, interface=False)
     assert outcome_of(family, LAYOUTS[:1], axes=()).kind == "proven"
+
+
+# As they are published: around a vision tower.
+PUBLISHED = {
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "glm4v_moe": "Glm4vMoeForConditionalGeneration",
+    "llama4_published": "Llama4ForConditionalGeneration",
+}
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_stock_peft_reads_the_adapter_of_a_published_class(family: str, tmp_path: Path) -> None:
+    errors = measure_adapters(PUBLISHED[family], family, tmp_path, LAYOUTS[:1], torch.float64)
+    assert max(errors.gradient, errors.loss, errors.weight) <= TOLERANCE, errors
+
+
+def _step_on_text(source: Path, target: Path) -> None:
+    precision = em.PrecisionConfig(params="float32", compute="float32", reduce="float32")
+    model: Any = em.load_model(source, em.init_mesh(em.ParallelConfig(ep=2), num_experts=EXPERTS), precision=precision)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    ids = torch.arange(3, 20)[None]
+    em.causal_lm_loss(model, {"input_ids": ids, "labels": ids}, target_tokens=2 * 16).backward()
+    optimizer.step()
+    em.save_model(model, target, dtype=None)
+
+
+def test_a_vision_tower_is_as_it_was_after_training_on_text(tmp_path: Path) -> None:
+    random_model(PUBLISHED["qwen3_5_moe"], "qwen3_5_moe").save_pretrained(tmp_path / "source")
+    run_ranks(_step_on_text, 2, tmp_path / "source", tmp_path / "out")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "out"))
+    tower = {name for name in before if "visual" in name}
+    unchanged = {name for name in before if torch.equal(before[name], after[name])}
+    assert tower
+    assert tower <= unchanged
+    assert len(unchanged - tower) < 3, unchanged - tower
 
 
 def test_the_table_has_every_family_of_the_transformers_it_names() -> None:

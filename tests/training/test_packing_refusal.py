@@ -1,9 +1,13 @@
-"""Packing is refused for models whose own code would let packed samples see each other."""
+"""Packed samples are kept apart, or packing is refused, in models whose own code would let them see each other."""
+
+from unittest import mock
 
 import pytest
 
 from expertmesh.introspection.attention import packing_refusal
 from expertmesh.introspection.source_code import _masks_see_positions
+from expertmesh.parallel import sequence
+from tests.families.packing import check_packing, packing_of
 from tests.support.models import tiny_model
 
 DIRECT = "create_causal_mask(config=c, position_ids=position_ids)"
@@ -28,3 +32,20 @@ def test_several_position_axes_are_refused() -> None:
     model = tiny_model("qwen3_moe")
     model.get_rope_index = lambda: None
     assert "several axes" in (packing_refusal(model) or "")
+
+
+GPT_OSS = ("GptOssForCausalLM", "gpt_oss")  # masks without position ids, in full and sliding attention with sinks
+QWEN3_5 = ("Qwen3_5MoeForCausalLM", "qwen3_5_moe")  # convolutions and states of linear attention
+
+
+@pytest.mark.parametrize(("model_class", "family"), [GPT_OSS, QWEN3_5])
+def test_packed_samples_train_as_samples_apart(model_class: str, family: str) -> None:
+    assert packing_of(model_class, family) is None
+    as_the_family_has_it = mock.patch.object(sequence, "_borders", return_value=None)
+    with as_the_family_has_it, pytest.raises(AssertionError, match="see each other"):
+        packing_of(model_class, family)
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}, {"cp": 2}], ids=str)
+def test_packed_samples_are_kept_apart_on_every_axis(axes: dict[str, int]) -> None:
+    check_packing(*(GPT_OSS if "cp" in axes else QWEN3_5), axes)

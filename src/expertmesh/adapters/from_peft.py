@@ -17,8 +17,8 @@ def lora_from_peft(peft_config: Any) -> LoraConfig:
     """A `peft.LoraConfig` as an `em.LoraConfig` that trains the same adapters; no communication.
 
     `target_modules` has to be a list of names; `target_parameters` may name routed experts. r, lora_alpha,
-    lora_dropout, use_rslora and init_lora_weights (True, "gaussian") carry over. Raises `InputError` naming the field
-    for whatever else is set: use_dora, modules_to_save, bias, rank_pattern, layers_to_transform, other starts, ...
+    lora_dropout, exclude_modules, use_rslora and init_lora_weights (True, "gaussian") carry over. Raises `InputError`
+    naming the field for whatever else is set: use_dora, modules_to_save, bias, rank_pattern, layers_to_transform, ...
     """
     if not hasattr(peft_config, "to_dict"):
         raise InputError(
@@ -32,6 +32,11 @@ def lora_from_peft(peft_config: Any) -> LoraConfig:
     if init is not True and init != "gaussian":
         _refuse(where, "init_lora_weights", init, 'only True and "gaussian" can be started here')
     modules, parameters = content.get("target_modules") or [], content.get("target_parameters") or []
+    exclude = content.get("exclude_modules") or []
+    if isinstance(exclude, str):
+        _refuse(where, "exclude_modules", exclude, "it is a pattern; list the modules' names")
+    if named := [name for name in exclude if any(each.endswith(f"{name}.weight") for each in parameters)]:
+        _refuse(where, "exclude_modules", named, "target_parameters names its weight, which PEFT does not exclude")
     if not modules and not parameters:
         _refuse(where, "target_modules", content.get("target_modules"), "PEFT chooses by family then; list the modules")
     return LoraConfig(
@@ -42,6 +47,7 @@ def lora_from_peft(peft_config: Any) -> LoraConfig:
         init="gaussian" if init == "gaussian" else "default",
         # A module by its weight, so that a parameter of the same name is not meant.
         targets=(*(f"{_text(name)}.weight" for name in modules), *(_text(name) for name in parameters)),
+        exclude=tuple(f"{_text(name)}.weight" for name in exclude),
     )
 
 

@@ -14,11 +14,13 @@ from types import NoneType
 from typing import Any, TypeGuard
 
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from expertmesh.adapters.targets import Target
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
 from expertmesh.config.sections import MAX_ALPHA, MAX_RANK
+from expertmesh.introspection.known_families import own_class
 from expertmesh.io.reading import read_json, shortened
 from expertmesh.state.stage_view import full_model
 from expertmesh.weights.lazy import LazyTensor
@@ -45,6 +47,7 @@ _KNOWN = (
     "init_lora_weights",
     "target_modules",
     "target_parameters",
+    "exclude_modules",
     "base_model_name_or_path",
     "revision",
     "inference_mode",
@@ -159,9 +162,11 @@ def config_content(
     model = full_model(model)
     every_module = [name for name, _ in model.named_modules()]
     every_parameter = [name for name, _ in model.named_parameters()]
+    task, mapping = _class_to_load(model)
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": task,
+        "auto_mapping": mapping,
         "base_model_name_or_path": base,
         "revision": revision,
         "inference_mode": True,
@@ -176,6 +181,22 @@ def config_content(
         "target_modules": _endings(modules, every_module, 1),
         "target_parameters": _endings(parameters, every_parameter, 2) or None,
     }
+
+
+def _class_to_load(model: nn.Module) -> tuple[str | None, dict[str, str] | None]:
+    """PEFT's task_type and auto_mapping: the class whose modules have the adapter's names.
+
+    AutoModelForCausalLM makes a model of text alone of many vision-language checkpoints, with other names, of which
+    PEFT would load nothing but warn. Without a task its AutoPeftModel loads the class that is named.
+    """
+    kind: Any = own_class(type(model))
+    if not kind.__module__.startswith("transformers."):
+        return "CAUSAL_LM", None
+    config: Any = type(model.config)
+    with_vision = config in AutoModelForImageTextToText._model_mapping
+    by_name = AutoModelForCausalLM._model_mapping.get(config, None)
+    task = None if with_vision and by_name is not kind else "CAUSAL_LM"
+    return task, {"base_model_class": kind.__name__, "parent_library": kind.__module__}
 
 
 def config_bytes(content: Mapping[str, Any]) -> bytes:
@@ -222,9 +243,9 @@ def refuse_content(content: Mapping[str, Any], path: Path | str) -> None:
             "path_initial_model_for_weight_conversion, which makes a plain LoRA adapter of it",
             key="adapter.changes-base",
         )
-    for key in ("target_modules", "target_parameters"):
+    for key in ("target_modules", "target_parameters", "exclude_modules"):
         listed = content.get(key) or []
-        text = [listed] if isinstance(listed, str) and key == "target_modules" else listed
+        text = [listed] if isinstance(listed, str) and key != "target_parameters" else listed
         if not isinstance(text, list) or not all(isinstance(name, str) for name in text):
             raise InputError(
                 f"{path}: {key} is {shortened(repr(listed))}, not a list of names", key="adapter.invalid-config"
@@ -282,9 +303,19 @@ def refuse_names(content: Mapping[str, Any], path: Path | str) -> None:
 def config_selects(content: Mapping[str, Any], target: Target) -> bool:
     """Whether an adapter_config.json targets `target`, by PEFT's own matching rules."""
     modules, parameters = content.get("target_modules") or [], content.get("target_parameters") or []
-    if target.parameter is None and target.module in _selected(modules, [target.module]):
+    if _selected(parameters, [parameter_name(target)]):
         return True
-    return bool(_selected(parameters, [parameter_name(target)]))
+    if target.parameter is not None or _is_excluded(content, target.module):
+        return False
+    return bool(_selected(modules, [target.module]))
+
+
+def _is_excluded(content: Mapping[str, Any], module: str) -> bool:
+    """By PEFT's rule: a pattern for whole names, or ends of names. Parameters are never excluded."""
+    exclude = content.get("exclude_modules") or []
+    if isinstance(exclude, str):
+        return re.fullmatch(exclude, module) is not None
+    return bool(_selected(exclude, [module]))
 
 
 def is_parameter(target: Target) -> bool:

@@ -4,7 +4,7 @@ The plan is made on the model before it is sharded and remembered on it, for sav
 """
 
 import glob
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -74,8 +74,8 @@ def plan_adapters(model: nn.Module, lora: LoraConfig, base: str | None) -> Adapt
     if lora.from_adapter is not None:
         plan = _plan_from_adapter(model, anatomy, lora, base)
     else:
-        plan = AdapterPlan(lora, find_targets(model, anatomy, lora.targets), None, base)
-        _refuse_left_out(model, lora.targets, plan.targets)
+        plan = AdapterPlan(lora, find_targets(model, anatomy, lora.targets, lora.exclude), None, base)
+        _refuse_left_out(model, lora, plan.targets)
     return plan_targets(model, plan, anatomy)
 
 
@@ -150,9 +150,11 @@ def _plan_from_adapter(model: nn.Module, anatomy: Anatomy, lora: LoraConfig, bas
     return AdapterPlan(resolved, targets, directory if weights.exists() else None, base)
 
 
-def _refuse_left_out(model: nn.Module, wanted: Sequence[str], targets: tuple[Target, ...]) -> None:
+def _refuse_left_out(model: nn.Module, lora: LoraConfig, targets: tuple[Target, ...]) -> None:
     """A name (no group, no pattern) may mean no more than what gets adapters: a vision tower may have it too."""
-    names = [name for name in wanted if name not in (*GROUPS, ALL_LINEAR) and glob.escape(name) == name]
+    if lora.exclude:
+        return  # names are left out by will
+    names = [name for name in lora.targets if name not in (*GROUPS, ALL_LINEAR) and glob.escape(name) == name]
     _refuse_unknown(model, {"target_modules": names, "target_parameters": names}, targets, "lora.targets")
 
 

@@ -57,8 +57,12 @@ class Target:
         return r * (self.in_features + self.out_features) * (self.experts or 1)
 
 
-def find_targets(model: nn.Module, anatomy: Anatomy, wanted: Sequence[str]) -> tuple[Target, ...]:
-    """All that `wanted` (groups, all-linear, or names) selects, in module order. Raises `InputError` as above."""
+def find_targets(
+    model: nn.Module, anatomy: Anatomy, wanted: Sequence[str], exclude: Sequence[str] = ()
+) -> tuple[Target, ...]:
+    """All that `wanted` (groups, all-linear, or names) selects and `exclude` does not, in module order. Raises
+    `InputError` as above, also for a word of `exclude` that takes nothing out, or leaves nothing.
+    """
     there = list(candidates(model, anatomy))
     chosen: dict[str, Target] = {}
     for selector in wanted:
@@ -71,6 +75,12 @@ def find_targets(model: nn.Module, anatomy: Anatomy, wanted: Sequence[str]) -> t
                 key="lora.targets-nothing",
             )
         chosen |= {target.name: target for target in matches}
+    for selector in exclude:
+        out = [name for name, target in chosen.items() if _selects(selector, target)]
+        if not out or len(out) == len(chosen):
+            what = "none of the targets" if not out else "all that is left of the targets"
+            raise InputError(f"lora.exclude: {selector} matches {what}; leave it out", key="lora.exclude-nothing")
+        chosen = {name: target for name, target in chosen.items() if name not in out}
     return tuple(target for target in there if target.name in chosen)
 
 

@@ -74,6 +74,13 @@ class Anatomy:
         return any(name.removeprefix(f"{spec.name}.") in spec.parameters for spec in self.experts)
 
 
+def decoder_blocks(anatomy: Anatomy) -> list[str]:
+    """The blocks of the module list that holds the experts (a vision tower has others)."""
+    stack = anatomy.experts[0].name
+    lists = {block.rpartition(".")[0] for block in anatomy.blocks if stack.startswith(f"{block}.")}
+    return [block for block in anatomy.blocks if block.rpartition(".")[0] in lists]
+
+
 def alike_as_one(names: Iterable[str]) -> str:
     """Names of parameters for a printed line: those of different blocks that are alike once, without their block."""
     return ", ".join(dict.fromkeys(re.sub(r"^.*\.\d+\.", "", name) for name in names))

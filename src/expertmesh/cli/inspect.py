@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh.adapters.targets import candidates, listed
-from expertmesh.anatomy import Anatomy, ExpertsSpec, alike_as_one, describe, is_inside
+from expertmesh.anatomy import Anatomy, ExpertsSpec, alike_as_one, decoder_blocks, describe, is_inside
 from expertmesh.cli.printing import Terminal, bytes_text, count_text, print_rows
 from expertmesh.cli.sizes import COMPUTE_BYTES, disk_text, frozen_rows
 from expertmesh.config import MoeConfig, ParallelConfig, PrecisionConfig
@@ -38,11 +38,12 @@ activations come on top"""
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What `inspect` counts in a model. Sizes are parameters; tied parameters count once. `router`: how tokens choose
-    experts, in words.
+    """What `inspect` counts in a model. `blocks` are the language model's. Sizes are parameters; tied parameters count
+    once. `router`: how tokens choose experts, in words.
     """
 
     blocks: int
+    other_blocks: int
     moe_blocks: int
     experts: ExpertsSpec
     router: str
@@ -98,7 +99,8 @@ def examine(model: nn.Module) -> Facts:
     in_block = [_inside(sizes, block) for block in anatomy.blocks]
     experts_in_block = [_inside(expert, block) for block in anatomy.blocks]
     return Facts(
-        blocks=len(anatomy.blocks),
+        blocks=len(decoder_blocks(anatomy)),
+        other_blocks=len(anatomy.blocks) - len(decoder_blocks(anatomy)),
         moe_blocks=sum(any(is_inside(spec.name, block) for spec in anatomy.experts) for block in anatomy.blocks),
         experts=anatomy.experts[0],
         router=describe_router(model, anatomy),
@@ -220,6 +222,8 @@ def describe_rows(model: nn.Module, facts: Facts) -> Iterator[tuple[str, str]]:
     targets = listed(list(candidates(model, describe(model))))
     yield "family", f"{config.model_type} ({type(model).__name__})"
     yield "layers", f"{facts.blocks}: {facts.moe_blocks} MoE, {facts.blocks - facts.moe_blocks} dense"
+    if facts.other_blocks:
+        yield "  beside them", f"{facts.other_blocks} blocks outside of the language model, which text does not pass"
     yield "experts", f"{spec.num_experts} per layer, top-{spec.top_k or '?'}, width {spec.intermediate_size}"
     yield "router", facts.router
     yield "shared experts", f"in {facts.shared_experts} layers" if facts.shared_experts else "none"

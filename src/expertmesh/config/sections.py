@@ -84,7 +84,7 @@ class LoraConfig(Section):
     """Low-rank adapters; the base weights are frozen and kept in precision.compute."""
 
     section: ClassVar[str] = "lora"
-    _SAID_BY_ADAPTER: ClassVar[tuple[str, ...]] = ("r", "alpha", "targets", "use_rslora", "init")
+    _SAID_BY_ADAPTER: ClassVar[tuple[str, ...]] = ("r", "alpha", "targets", "exclude", "use_rslora", "init")
 
     r: Annotated[int, Field(ge=1, le=MAX_RANK)] = 16
     """Rank of the adapters."""
@@ -95,6 +95,8 @@ class LoraConfig(Section):
     targets: Listed[Name] = Field(default=("attention", "experts"), min_length=1)
     """What gets adapters: attention, experts, shared_experts, dense_mlp, router, lm_head, all-linear (every linear
     layer but lm_head; no routed experts), or names of modules or parameters, with * for any text."""
+    exclude: Listed[str] = ()
+    """What of the targets gets none, by the same words."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) (arXiv 2312.03732)."""
     init: Literal["default", "gaussian"] = "default"

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from expertmesh.compat import FUSED_ATTENTION, assert_async
 from expertmesh.experts.lora_state import AdapterState
+from expertmesh.experts.token_counts import Borders, packed_samples
 
 Exchanged = TypeVar("Exchanged")
 
@@ -100,12 +101,12 @@ def block_contexts(
     """The `context_fn` of `torch.utils.checkpoint.checkpoint`: one context for each run of a block.
 
     `adapters`: those whose dropout needs to know in the second run which tokens the first one saw, as other
-    micro-batches may have come in between.
+    micro-batches may have come in between. It sees the packed samples of the first run as well.
     """
     record = _Record()
-    number_T = None if adapters is None else adapters.number_T
+    number_T, samples = None if adapters is None else adapters.number_T, packed_samples.get()
     first, second = (_BlockRun(record, recomputes=again, selective=selective) for again in (False, True))
-    return _during(first, None, None), _during(second, adapters, number_T)
+    return _during(first, None, None, samples), _during(second, adapters, number_T, samples)
 
 
 def is_recomputing() -> bool:
@@ -176,8 +177,10 @@ def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
 
 
 @contextmanager
-def _during(run: _BlockRun, adapters: AdapterState | None, number_T: torch.Tensor | None) -> Iterator[None]:
-    token = _block_run.set(run)
+def _during(
+    run: _BlockRun, adapters: AdapterState | None, number_T: torch.Tensor | None, samples: Borders | None
+) -> Iterator[None]:
+    token, outer = _block_run.set(run), packed_samples.set(samples)
     current = None if adapters is None else adapters.number_T
     if adapters is not None:
         adapters.number_T = number_T
@@ -186,6 +189,7 @@ def _during(run: _BlockRun, adapters: AdapterState | None, number_T: torch.Tenso
             yield
     finally:
         _block_run.reset(token)
+        packed_samples.reset(outer)
         if adapters is not None:
             adapters.number_T = current
         if run.recomputes:

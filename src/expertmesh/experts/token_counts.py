@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+Borders = list[tuple[int, int]]
+packed_samples: ContextVar[Borders | None] = ContextVar("expertmesh_packed_samples", default=None)
+"""Where each sample of the packed rows that run now starts and ends; rows lie one behind the other."""
 _real_T: ContextVar[torch.Tensor | None] = ContextVar("expertmesh_real_tokens", default=None)
 
 

@@ -5,16 +5,30 @@ function. Whatever else looks along the sequence (state spaces, linear attention
 own, positions numbered by the module itself) is found here, so that cp and packing can refuse it by name.
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, is_inside
-from expertmesh.introspection.source_code import along_the_sequence, mask_refusal, registry_call
+from expertmesh.anatomy import Anatomy, carries_state, decoder_blocks, describe, is_inside
+from expertmesh.introspection.source_code import along_the_sequence, mask_refusal, registry_call, takes_masks
 
 # Kinds of layers (config.layer_types) that mix positions by something other than attention over all of them.
 _RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "short_conv", "compressed")
+
+
+# Kinds for which transformers has masks that keep packed samples apart.
+MASKED_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+# What a module's forward may take beside hidden states, each for every position or for none.
+_OF_ROWS = {
+    "hidden_states",
+    "position_embeddings",
+    "attention_mask",
+    "cache_params",
+    "past_key_values",
+    "kwargs",
+}
 
 
 def carried_state(model: nn.Module, within: Sequence[str] = ("",)) -> str | None:
@@ -26,8 +40,7 @@ def carried_state(model: nn.Module, within: Sequence[str] = ("",)) -> str | None
         return f"{recurrent[0]} layers"
     for parent in within:
         for name, module in model.get_submodule(parent).named_modules(prefix=parent):
-            parameters = {leaf for leaf, _ in module.named_parameters(recurse=False)}
-            if isinstance(module, nn.Conv1d) or {"A_log", "dt_bias"} & parameters:
+            if carries_state(module):
                 return str(name)
     return None
 
@@ -52,15 +65,71 @@ def own_code_along_the_sequence(model: nn.Module, anatomy: Anatomy, block: str) 
 
 
 def packing_refusal(model: nn.Module) -> str | None:
-    """Why attention cannot be kept inside each packed sample, or None if it can.
+    """Why packed samples cannot be kept apart, or None if they can.
 
-    transformers' mask functions keep it inside when position ids restart; layers that carry a state along the
-    sequence do not know about samples, and neither does a model with mask code of its own.
+    transformers' mask functions keep attention inside samples when position ids restart, if the family's code hands
+    them these; else masks are given to it (`needs_masks`). Layers that carry a state along the sequence are run on each
+    sample by itself (`recurrent_mixers`), where they can be told from all else.
     """
     config: Any = model.config
-    if what := carried_state(model):
+    anatomy = describe(model)
+    if (what := carried_state(model)) and recurrent_mixers(model, anatomy) is None:
         return f"{config.model_type} carries state along the sequence ({what}), so samples packed together would mix"
     if any(hasattr(module, "get_rope_index") for module in model.modules()):
         return f"{config.model_type} numbers positions along several axes, so samples do not start again at position 0"
-    refusal = mask_refusal(model)
-    return None if refusal is None else f"{config.model_type} {refusal}"
+    refusal = mask_refusal(decoder_of(model, anatomy))
+    return None if refusal is None or needs_masks(model, anatomy) else f"{config.model_type} {refusal}"
+
+
+def decoder_of(model: nn.Module, anatomy: Anatomy) -> nn.Module:
+    """The module that runs the decoder's blocks and makes the masks for them."""
+    return model.get_submodule(decoder_blocks(anatomy)[0].rpartition(".")[0].rpartition(".")[0])
+
+
+def mask_kinds(config: Any) -> set[str]:
+    """The kinds of layers, by which a decoder that takes masks looks them up."""
+    text = config.get_text_config()
+    return {str(kind) for name in ("layer_types", "layers_block_type") for kind in getattr(text, name, None) or ()}
+
+
+def needs_masks(model: nn.Module, anatomy: Anatomy) -> bool:
+    """Whether a decoder makes masks without position ids, but computes with those that it is given."""
+    decoder: Any = decoder_of(model, anatomy)
+    kinds = {kind for kind in mask_kinds(decoder.config) if not any(name in kind for name in _RECURRENT_LAYERS)}
+    if not kinds or not kinds <= MASKED_KINDS or not takes_masks(decoder):
+        return False
+    return mask_refusal(decoder) is not None
+
+
+def recurrent_mixers(model: nn.Module, anatomy: Anatomy) -> list[str] | None:
+    """The modules of the decoder's blocks that look along the sequence by a state of their own, to be run on each
+    packed sample by itself; None where something else may look along it too, so that this would not be enough.
+    """
+    blocks, experts = decoder_blocks(anatomy), [spec.name for spec in anatomy.experts]
+    inside = {name for block in blocks for name, _ in model.get_submodule(block).named_modules(prefix=block)}
+    if any(name not in inside and carries_state(module) for name, module in model.named_modules()):
+        return None
+    found: list[str] = []
+    for block in blocks:
+        if along_the_sequence(model.get_submodule(block)) is not None:
+            return None
+        for name, module in model.get_submodule(block).named_children():
+            name = f"{block}.{name}"
+            parts = {
+                part: each
+                for part, each in module.named_modules(prefix=name)
+                if not any(part == expert or is_inside(part, expert) for expert in experts)
+            }
+            if not any(carries_state(part) or along_the_sequence(part) is not None for part in parts.values()):
+                continue
+            attends = any(registry_call(part) is not None for part in parts.values())
+            holds_experts = any(expert == name or is_inside(expert, name) for expert in experts)
+            if attends or holds_experts or not _takes_rows_alone(module):
+                return None
+            found.append(name)
+    return found
+
+
+def _takes_rows_alone(module: nn.Module) -> bool:
+    """Whether a module's forward takes nothing but what can be cut into samples."""
+    return set(inspect.signature(module.forward).parameters) <= _OF_ROWS

@@ -25,6 +25,7 @@ _ALONG_THE_SEQUENCE |= {"matmul", "bmm", "baddbmm", "einsum", "@", "[:, a:b]"}
 _ALONG_THE_SEQUENCE |= {"scaled_dot_product_attention", "flex_attention", "flash_attn_func", "flash_attn_varlen_func"}
 # An attention that counts its heads itself, instead of letting `view` do it, cannot have fewer.
 _COUNTS_HEADS = re.compile(r"self\.(config\.)?(num_(attention_|key_value_|kv_)?heads|n_heads?|hidden_size|embed_dim)\b")
+_TAKES_MASKS = re.compile(r"isinstance\((\w+ := )?attention_mask, dict\)")
 _CAUSAL_MASK = re.compile(r"create_(\w+_)?causal_mask")
 
 
@@ -106,13 +107,21 @@ def counts_heads(kind: Any) -> str | None:
 
 @known_by_class("masks")
 def mask_refusal(kind: Any) -> str | None:
-    """Why the masks that the file of a model's class makes may not keep packed samples apart, or None."""
+    """Why the masks that a decoder's class makes, or others in its file, may not keep packed samples apart, or None."""
     source = inspect.getsource(inspect.getmodule(kind) or kind)
     if "masking_utils" not in source:
         return "builds attention masks by code of its own, which may not separate packed samples"
+    own = inspect.getsource(own_class(kind))
+    source = own if _CAUSAL_MASK.search(own) else source
     if not _masks_see_positions(source):
         return "builds attention masks without position ids, so samples packed together would mix"
     return None
+
+
+@known_by_class("takes_masks")
+def takes_masks(kind: Any) -> bool:
+    """Whether a decoder computes with the masks that it is given, one for each kind of layer in a dict."""
+    return _TAKES_MASKS.search(inspect.getsource(own_class(kind))) is not None
 
 
 def _masks_see_positions(source: str) -> bool:

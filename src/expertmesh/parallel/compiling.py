@@ -17,6 +17,7 @@ from expertmesh.compat import allow_recompiles, compile_errors
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.experts.lora_state import adapter_state
+from expertmesh.introspection.attention import recurrent_mixers
 from expertmesh.state.patching import replace_forward
 
 # Code is compiled per class, and again for other sizes, masks or dtypes. torch's own limit of 8 is for one function.
@@ -72,8 +73,10 @@ def refuse_compile(model: nn.Module, layout: Layout, frozen: str | None) -> None
 
 
 def compiled_parts(model: nn.Module, anatomy: Anatomy) -> Iterator[str]:
-    """Names of the outermost modules inside the blocks that have parameters and neither routers nor routed experts."""
-    apart = {spec.name for spec in anatomy.experts} | set(anatomy.routers)
+    """Names of the outermost modules inside the blocks that have parameters and neither routers nor routed experts, and
+    that run on whole rows: linear attention and its like run on packed samples one by one.
+    """
+    apart = {spec.name for spec in anatomy.experts} | set(anatomy.routers) | set(recurrent_mixers(model, anatomy) or ())
     for block in anatomy.blocks:
         yield from _parts_of(block, model.get_submodule(block), apart)
 

@@ -24,14 +24,13 @@ from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from expertmesh.anatomy import Anatomy
+from expertmesh.anatomy import Anatomy, decoder_blocks
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.collectives import all_gather, all_to_all_even
 from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.introspection.attention import attentions, carried_state, own_code_along_the_sequence
 from expertmesh.introspection.source_code import attributes_read, registry_call
-from expertmesh.parallel.sequence import decoder_blocks
 from expertmesh.state.patching import register_function
 from expertmesh.state.sharded_model import attach_to_module, module_state
 

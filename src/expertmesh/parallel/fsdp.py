@@ -18,14 +18,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from expertmesh.anatomy import Anatomy, is_inside
+from expertmesh.anatomy import Anatomy, decoder_blocks, is_inside
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.install import install
 from expertmesh.parallel.context import split_attention
 from expertmesh.parallel.groups import Group, cast_in_forward, link_copies, pack_experts, pack_linears, view_of
 from expertmesh.parallel.pipeline import cut, pipeline_of
-from expertmesh.parallel.sequence import decoder_blocks, split_blocks
+from expertmesh.parallel.sequence import separate_samples, split_blocks
 from expertmesh.parallel.shard_plan import ShardPlan
 from expertmesh.parallel.tensor import split_parts
 from expertmesh.parallel.tensor_plan import TensorPlan
@@ -55,6 +55,7 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
     pack_linears(model, packed, mesh.device)
     _split_parameters(model, plan, mesh)
     pack_experts(model, packed, on_host=plan.layout.offload == "experts")
+    separate_samples(model, anatomy, compute)
     split_parts(model, tensor, mesh)
     buffers, routers = (_all_here(names, plan, mesh) for names in (plan.cast_buffers, plan.wide_routers))
     cast_in_forward(model, buffers, routers, compute)

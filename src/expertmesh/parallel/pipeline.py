@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, is_inside
+from expertmesh.anatomy import Anatomy, decoder_blocks, is_inside
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.known_families import look_up, proof_key
 from expertmesh.introspection.stage_probe import Decoder, probe, rehearse
-from expertmesh.parallel.sequence import decoder_blocks
 from expertmesh.parallel.stages import plan_stages
 from expertmesh.state.patching import exchanged
 from expertmesh.state.sharded_model import StageView, attach, sharded

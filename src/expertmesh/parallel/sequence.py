@@ -7,7 +7,13 @@ parts, each of them into tp, both in order; rows are padded on the right until t
 
 Every gradient is then a partial sum over cp and tp, and FSDP2 adds them up over the same ranks as over the batch.
 
+Also which positions belong together: a row is packed where its position ids start again. `separate_samples` has modules
+that look along a row by a state of their own (linear attention, state spaces, short convolutions) run on each sample by
+itself, from an empty state, samples of about one length as one padded batch; and gives a decoder that would build its
+masks without position ids those that keep samples apart. A row of one sample is left as it is.
+
     B rows, S positions of a whole row, a rank holds S / (cp * tp) of them
+    N samples of about one length, L positions of the longest of them
 """
 
 import inspect
@@ -19,15 +25,30 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
 
-from expertmesh.anatomy import Anatomy
+from expertmesh.anatomy import Anatomy, decoder_blocks
 from expertmesh.compat import tree_map_only
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
+from expertmesh.experts.token_counts import Borders, packed_samples
+from expertmesh.introspection.attention import MASKED_KINDS, decoder_of, mask_kinds, needs_masks, recurrent_mixers
+from expertmesh.state.patching import mix_in
 from expertmesh.state.sharded_model import sharded
 
 Batch = Mapping[str, torch.Tensor]
+_MASKS = {
+    "full_attention": create_causal_mask,
+    "sliding_attention": create_sliding_window_causal_mask,
+    "chunked_attention": create_chunked_causal_mask,
+}
+assert _MASKS.keys() == MASKED_KINDS
+_BORDERS = ("cu_seq", "max_length", "seq_idx")  # of whole rows, for kernels that a sample by itself does not need
 # Values for padded positions; position ids restart there, so that packed rows do not reach into the padding.
 _PADDING = {"input_ids": 0, "labels": -100, "attention_mask": 0, "real_tokens": 0}
 # What a block gets for each position, and which dim the positions are: for its attention, and beside it.
@@ -147,13 +168,6 @@ def split_blocks(model: nn.Module, anatomy: Anatomy, mesh: Mesh) -> None:
         block.register_forward_pre_hook(partial(_enter_block, share, name, names, index == 0), with_kwargs=True)
 
 
-def decoder_blocks(anatomy: Anatomy) -> list[str]:
-    """The blocks of the module list that holds the experts (a vision tower has others)."""
-    stack = anatomy.experts[0].name
-    lists = {block.rpartition(".")[0] for block in anatomy.blocks if stack.startswith(f"{block}.")}
-    return [block for block in anatomy.blocks if block.rpartition(".")[0] in lists]
-
-
 def _enter_block(
     share: SequenceShare,
     name: str,
@@ -206,3 +220,108 @@ def _cut_positions(
 ) -> torch.Tensor:
     # Tables may be shared by all positions.
     return cut(x, dim) if x.shape[dim] == length else x
+
+
+def separate_samples(model: nn.Module, anatomy: Anatomy, dtype: torch.dtype) -> None:
+    """Let `model`, whose compute dtype is `dtype`, keep packed samples apart. Called by `shard`; no communication."""
+    mixers, asks = recurrent_mixers(model, anatomy), needs_masks(model, anatomy)
+    if not mixers and not asks:
+        return
+    model.register_forward_pre_hook(_enter, with_kwargs=True, prepend=True)
+    model.register_forward_hook(_leave, always_call=True)
+    for name in mixers or ():
+        mix_in(model.get_submodule(name), _OneByOne)
+    if asks:
+        decoder_of(model, anatomy).register_forward_pre_hook(partial(_give_masks, dtype), with_kwargs=True)
+
+
+def _enter(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    packed_samples.set(_borders(kwargs.get("position_ids")))
+
+
+def _leave(model: nn.Module, args: Any, output: Any) -> None:
+    packed_samples.set(None)
+
+
+def _borders(position_BS: torch.Tensor | None) -> Borders | None:
+    """Where the samples of packed rows lie in them, one behind the other; None where each row is one sample.
+
+    Waits for the device if the position ids are there already.
+    """
+    if position_BS is None or position_BS.dim() != 2:
+        return None
+    follows = position_BS[:, 1:] == position_BS[:, :-1] + 1
+    if bool(follows.all()):
+        return None
+    rows, length = position_BS.shape
+    starts = [0] + [row * length + place + 1 for row, place in (~follows).nonzero().tolist()]
+    starts = sorted({*starts, *range(0, rows * length, length)})
+    return [*zip(starts, [*starts[1:], rows * length], strict=True)]
+
+
+def _give_masks(dtype: torch.dtype, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A hook before a decoder that would build its masks without position ids, but takes those that it is given."""
+    if packed_samples.get() is None or kwargs.get("attention_mask") is not None:
+        return None
+    config: Any = decoder.config
+    like = next(x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
+    options = {
+        "config": config,
+        "inputs_embeds": torch.empty(*like.shape[:2], 0, dtype=dtype, device=like.device),
+        "attention_mask": None,
+        "past_key_values": None,
+        "position_ids": kwargs["position_ids"].to(like.device),
+    }
+    return args, {**kwargs, "attention_mask": {kind: _mask(kind, options) for kind in mask_kinds(config)}}
+
+
+def _mask(kind: str, options: Mapping[str, Any]) -> Any:
+    return _MASKS[kind](**options) if kind in _MASKS else None  # recurrent layers are masked against padding alone
+
+
+class _OneByOne(nn.Module):
+    """In front of a module that carries state along its rows: runs it on each sample by itself."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        borders = packed_samples.get()
+        if borders is None:
+            return super().forward(*args, **kwargs)
+        hidden_BSH = args[0] if args else kwargs["hidden_states"]
+        kwargs = {key: value for key, value in kwargs.items() if not key.startswith(_BORDERS)}
+        outputs, places = [], []
+        for samples in _alike(borders):
+            longest = max(end - start for start, end in samples)
+            offset_L = torch.arange(longest)
+            place_NL = torch.stack([(start + offset_L).clamp(max=end - 1) for start, end in samples])
+            of_N = partial(_of_samples, hidden_BSH.shape[:2], place_NL.to(hidden_BSH.device))
+            there_args, there_kwargs = tree_map_only(torch.Tensor, of_N, (args, kwargs))
+            output = super().forward(*there_args, **there_kwargs)
+            is_tuple = isinstance(output, tuple)
+            output_NLH = output[0] if is_tuple else output
+            for sample_LH, (start, end) in zip(output_NLH, samples, strict=True):
+                outputs.append(sample_LH[: end - start])
+                places.append(torch.arange(start, end))
+        order = torch.cat(places).argsort().to(hidden_BSH.device)
+        whole_BSH = torch.cat(outputs).index_select(0, order).view(*hidden_BSH.shape[:2], -1)
+        return (whole_BSH, *(None for _ in output[1:])) if is_tuple else whole_BSH
+
+
+def _alike(borders: Borders) -> list[Borders]:
+    """Samples of about one length together: padded to the longest of them they take at most twice the positions."""
+    by_size: dict[int, Borders] = {}
+    for start, end in borders:
+        by_size.setdefault((end - start - 1).bit_length(), []).append((start, end))
+    return list(by_size.values())
+
+
+def _of_samples(shape: torch.Size, place_NL: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """What a module gets for whole rows, for samples as rows of their own."""
+    rows, length = shape
+    if x.dim() < 2 or x.shape[0] not in (1, rows) or x.shape[1] != length:
+        raise InputError(
+            f"data.packing: a layer that carries state along the sequence gets a tensor {tuple(x.shape)} beside its "
+            "hidden states, which cannot be cut into samples; set data.packing to false",
+            key="data.packing-unsupported",
+        )
+    return x.expand(rows, *x.shape[1:]).reshape(rows * length, *x.shape[2:])[place_NL]

@@ -7,10 +7,9 @@ pp for the family with the smallest size that could do, the rest of their condit
 from functools import cache
 from typing import Any
 
-from expertmesh.anatomy import Anatomy
+from expertmesh.anatomy import Anatomy, decoder_blocks
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
-from expertmesh.parallel.sequence import decoder_blocks
 from expertmesh.parallel.shard_plan import KeptInFp32, plan_axes
 from expertmesh.parallel.stages import plan_stages
 from expertmesh.parallel.tensor_plan import TensorPlan

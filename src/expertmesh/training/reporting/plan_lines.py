@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from expertmesh.adapters.plan import plan_lines as adapter_plan_lines
 from expertmesh.adapters.plan import plan_of
-from expertmesh.anatomy import Anatomy, alike_as_one, is_adapter
+from expertmesh.anatomy import Anatomy, alike_as_one, decoder_blocks, is_adapter
 from expertmesh.config import Config, InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.io.terminal import gib
@@ -182,5 +182,5 @@ def _compile_line(model: nn.Module, plan: ShardPlan) -> str:
 
 def _experts_line(anatomy: Anatomy) -> str:
     spec = anatomy.experts[0]
-    layers, blocks = len(anatomy.experts), len(anatomy.blocks)
+    layers, blocks = len(anatomy.experts), len(decoder_blocks(anatomy))
     return f"{layers} MoE layers of {spec.num_experts} experts, top-{spec.top_k}, {blocks} blocks"
