@@ -242,7 +242,7 @@ def _read_parquet(file: Path) -> Iterator[RawRow]:
                         if size > 1024 * MiB and size > _MOST_EXPANSION * file.stat().st_size:
                             raise too_large(row.position, f"the rows so far have {size:,} characters", 1024 * MiB)
                         yield row
-    except (pyarrow.ArrowException, MemoryError) as error:
+    except (pyarrow.ArrowException, MemoryError, KeyError, ValueError, TypeError) as error:  # all by the file
         reason = shortened((str(error) or type(error).__name__).splitlines()[0])
         raise InputError(
             f"{source.position(number + 1)}: not readable as Parquet ({reason}); write it anew.",
