@@ -92,4 +92,7 @@ def _described(tensor: FileTensor) -> dict[str, Any]:
 
 
 def _tensor(name: str, entry: Mapping[str, Any], path: Path) -> FileTensor:
-    return FileTensor(name, DTYPES[entry["dtype"]], tuple(entry["shape"]), path, entry.get("offset", 0))
+    shape, offset = entry["shape"], entry.get("offset", 0)
+    if not all(type(number) is int and 0 <= number < 2**63 for number in (*shape, offset)):
+        raise ValueError(f"{name[:200]} has a shape or an offset that no tensor has")
+    return FileTensor(name, DTYPES[entry["dtype"]], tuple(shape), path, offset)

@@ -30,6 +30,7 @@ def load_tokenizer(model: ModelConfig, chat_template: str | None = None) -> PreT
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
+        tokenizer("a")  # some settings are only used here
     except Exception as error:  # transformers, the hub client and the Rust library share no base class
         reason = " ".join(str(error).split())
         if "trust_remote_code" in reason and not model.trust_remote_code:

@@ -38,7 +38,7 @@ def read_parquet(stream: IO[bytes], name: str, takes: Takes) -> Iterator[RawRow 
                                 source.position(number), f"the rows so far have {size:,} characters", 1024 * MiB
                             )
                         yield row
-    except (pyarrow.ArrowException, MemoryError) as error:
+    except (pyarrow.ArrowException, MemoryError, KeyError, ValueError, TypeError) as error:  # all by the file
         raise _damaged(source, number + 1, "Parquet", error) from error
 
 
