@@ -215,7 +215,7 @@ FREE = {
     "parallel.ep": ("2", "1"),
     "parallel.replicate": ("1", "2"),
     "checkpoint.every_steps": ("2", "3"),
-    "checkpoint.keep_last": ("3", "1"),
+    "checkpoint.keep_last": ("2", "1"),
     "checkpoint.asynchronous": ("true", "false"),
     "log.every_steps": ("1", "7"),
     "distributed.timeout_seconds": ("600", "60"),

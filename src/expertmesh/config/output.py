@@ -17,8 +17,8 @@ class CheckpointConfig(Section):
     """Save every this many optimizer steps and after the last; null saves only by every_minutes or when stopped."""
     every_minutes: float | None = Field(default=None, gt=0, le=MAX_SECONDS / 60)
     """Save when this many minutes have passed since the last save, by rank 0's clock; null for no such rule."""
-    keep_last: PositiveInt = 3
-    """How many of the newest checkpoints to keep."""
+    keep_last: PositiveInt = 2
+    """How many of the newest checkpoints to keep; one more is on the disk while it is written."""
     asynchronous: bool = True
     """Copy the state to host memory and write it while training goes on; false waits until it is on the disk."""
     resume: Name = "auto"
@@ -47,6 +47,10 @@ class SaveConfig(Section):
     """Dtype of its weights, except what the family keeps in float32; auto gives each tensor the dtype of the files that
     it was loaded from, bfloat16 where these are quantised; as_loaded writes quantised files in their own format, what
     training has not changed byte for byte. Adapters are written as trained."""
+    push_to_hub: str | None = Field(default=None, pattern=r"^[\w.-]+/[\w.-]+$")
+    """Repository of the Hugging Face hub (owner/name) that the result and its model card are pushed to in the end."""
+    hub_private: bool = True
+    """Whether that repository is made as a private one; one that exists stays as it is."""
 
 
 class LogConfig(Section):

@@ -12,16 +12,16 @@ import torch.distributed as dist
 
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.distributed.mesh import current_device, start_process_group
-from expertmesh.io.terminal import print_log
 from expertmesh.training.checkpoints import open_checkpoints
 from expertmesh.training.control import Control
 from expertmesh.training.lock import RunLock
 from expertmesh.training.loop import TrainingLoop
+from expertmesh.training.publish import push_result
 from expertmesh.training.reporting.plan_lines import Predict, out_of_memory, print_plan
 from expertmesh.training.reporting.reporter import open_reporter, start_reports
 from expertmesh.training.run_state import load_state, save_result
 from expertmesh.training.startup.preflight import preflight
-from expertmesh.training.startup.prepare import prepare, say
+from expertmesh.training.startup.prepare import begin, prepare
 
 if TYPE_CHECKING:
     from expertmesh.config import Config
@@ -36,12 +36,12 @@ def train(config: "Config", control: Control | None = None, predict: Predict | N
     """
     control = control or Control()
     start_process_group(current_device(), config.distributed.first_step_timeout_seconds)
-    print_log(config.log.level, dist.get_rank())
-    say(control, "building the model on meta and planning its shards")
+    begin(config, control)
     with raise_on_all_ranks("checking the configuration"):
         checked = preflight(config, dist.get_world_size())
     try:
         _train(config, control, checked, predict)
+        push_result(config)
     except torch.OutOfMemoryError as error:
         # Planned anew: what is sharded already cannot be planned with.
         forecast = None if predict is None else predict(config, preflight(config, dist.get_world_size()))

@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
@@ -12,14 +13,17 @@ from expertmesh.adapters.save import save_adapter
 from expertmesh.adapters.start import start as start_adapters
 from expertmesh.checkpoint.interface import load_directory
 from expertmesh.model import load_weights
-from expertmesh.training.control import Control
 from expertmesh.training.optimizers.build import build_optimizer, build_schedule
+from expertmesh.training.publish import check_hub, write_card
 from expertmesh.training.reporting.weights import adapter_lines, dtype_text, report_loaded, report_resumed, saved_lines
 from expertmesh.training.resume import Counters
 from expertmesh.training.startup.output_dir import ADAPTER, MODEL
 from expertmesh.training.startup.prepare import Prepared, say
 from expertmesh.weights.meta_model import materialize
 from expertmesh.weights.save import save_model
+
+if TYPE_CHECKING:
+    from expertmesh.training.control import Control
 
 log = logging.getLogger(__name__)
 
@@ -33,13 +37,14 @@ class RunState:
     counters: Counters
 
 
-def load_state(run: Prepared, control: Control) -> RunState:
+def load_state(run: Prepared, control: "Control") -> RunState:
     """Fill the model from the checkpoint to go on from, or from the weights that training begins with.
 
     A frozen base always comes from its own files: checkpoints hold the adapters alone, and the base's hash. Every rank
     calls it.
     """
     config, is_main = run.config, run.mesh.rank == 0
+    check_hub(config)
     if (run.start is None and run.weights is None) or config.lora is not None:
         say(control, "loading weights")
         loaded, audited = load_weights(run.model, run.checked.directory, run.mesh, control.audit)
@@ -79,4 +84,5 @@ def save_result(run: Prepared) -> None:
         saved = save_model(run.model, directory / MODEL, tokenizer=tokenizer, dtype=config.save.dtype)
         lines = [*saved_lines(saved), f"saved {directory / MODEL} in {dtype_text(saved)}; {metrics}"]
     if run.mesh.rank == 0:
+        write_card(config, directory / (MODEL if config.lora is None else ADAPTER))
         log.info("\n".join(lines))

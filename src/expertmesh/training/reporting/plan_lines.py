@@ -3,6 +3,7 @@ a rank says that ran out of memory, beside what was predicted.
 """
 
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -107,6 +108,8 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
         f"batch      {train.global_batch_size} {sequences} = {train.micro_batch_size} micro-batch × {ranks} data ranks "
         f"× {batches.accumulation} accumulation"
     )
+    if checked.checkpoint_bytes:
+        yield f"disk       {_disk_line(checked.checkpoint_bytes, config)}"
     steps = f"{run.total_steps} optimizer steps"
     if train.max_steps is not None and train.max_steps > run.total_steps:
         epochs = f"{train.num_epochs} epoch{'s' * (train.num_epochs > 1)}"
@@ -133,6 +136,16 @@ def _stage_lines(pipeline: Pipeline, micro_batches: int) -> Iterator[str]:
         name = "gpipe (which 1f1b is with fewer micro-batches than stages)"
     bubble = bubble_fraction(layout, micro_batches)
     yield f"{name}, {micro_batches} micro-batches a step; ranks wait {bubble:.0%} of it if stages are equally fast"
+
+
+def _disk_line(size: int, config: Config) -> str:
+    """What the checkpoints of a run take, beside what is free; one more than are kept is there while it is written."""
+    keep, free = config.checkpoint.keep_last, shutil.disk_usage(config.output_dir).free
+    total = (keep + 1) * size
+    line = f"{gib(size)} a checkpoint, {keep} kept and one being written: {gib(total)}; {gib(free)} are free"
+    if total > free:
+        line += "; warning: not enough for them, lower checkpoint.keep_last or choose another output_dir"
+    return line
 
 
 def bubble_fraction(layout: Layout, micro_batches: int) -> float:

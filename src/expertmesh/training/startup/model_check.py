@@ -26,7 +26,9 @@ from expertmesh.training.objective import RunObjective
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A model on meta with its adapters, and how it will be sharded: what training goes on with."""
+    """A model on meta with its adapters, and how it will be sharded: what training goes on with. `checkpoint_bytes` are
+    those of one checkpoint; 0 without any, or before anybody has asked.
+    """
 
     model_config: PreTrainedConfig
     directory: Path
@@ -34,6 +36,7 @@ class Checked:
     plan: ShardPlan
     layout_reason: str | None
     objective: RunObjective
+    checkpoint_bytes: int = 0
 
     @property
     def anatomy(self) -> Anatomy:

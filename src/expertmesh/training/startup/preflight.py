@@ -6,6 +6,7 @@ functions. Reads config.json and file headers at most.
 """
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -43,9 +44,9 @@ def preflight(config: Config, world_size: int, ranks_per_node: int | None = None
             key="weights.not-quantised",
         )
     checked = check_model(config, model_config, directory, world_size, ranks_per_node)
-    refuse_disk(config, checked.model)
+    checkpoint_bytes = refuse_disk(config, checked.model)
     load_tokenizer(model, config.data.chat_template)
-    return checked
+    return replace(checked, checkpoint_bytes=checkpoint_bytes)
 
 
 def refuse_config(config: Config) -> None:
@@ -54,8 +55,11 @@ def refuse_config(config: Config) -> None:
     refuse_missing_packages(config)
 
 
-def refuse_disk(config: Config, model: nn.Module) -> None:
-    """Refuse a disk that has no room for the result and, where the run saves some, for one checkpoint."""
+def refuse_disk(config: Config, model: nn.Module) -> int:
+    """Refuse a disk that has no room for the result and, where the run saves some, for one checkpoint.
+
+    Returns the bytes of one checkpoint, 0 without any.
+    """
     width = getattr(torch, config.precision.params).itemsize
     trained = {name: parameter.shape for name, parameter in model.named_parameters() if parameter.requires_grad}
     size = sum(shape.numel() for shape in trained.values()) * width
@@ -65,7 +69,9 @@ def refuse_disk(config: Config, model: nn.Module) -> None:
     directory = Path(config.output_dir).absolute()
     while not directory.exists():
         directory = directory.parent
-    require_space(directory, 2 * size + math.ceil(moments) if saves else size)
+    checkpoint = size + math.ceil(moments) if saves else 0
+    require_space(directory, checkpoint + size)
+    return checkpoint
 
 
 def _refuse_local_paths(config: Config) -> None:

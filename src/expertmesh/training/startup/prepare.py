@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,13 +21,16 @@ from expertmesh.data import BatchLayout, EvaluationBatches, TrainingBatches
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.distributed.layout import explicit
 from expertmesh.distributed.mesh import Mesh, build_mesh, current_device, set_timeout
+from expertmesh.io.terminal import print_log
 from expertmesh.parallel.apply import shard_model
-from expertmesh.training.control import Control
 from expertmesh.training.resume import Identity, check_start, date_of, find_start, find_weights
 from expertmesh.training.startup.data import RunData, read_data
 from expertmesh.training.startup.model_check import Checked
 from expertmesh.training.startup.output_dir import refuse_no_more_steps, set_result_aside, write_config
 from expertmesh.weights.load import bytes_to_read
+
+if TYPE_CHECKING:
+    from expertmesh.training.control import Control
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +62,7 @@ class Prepared:
         return self.checked.model
 
 
-def prepare(config: Config, control: Control, checked: Checked) -> Prepared:
+def prepare(config: Config, control: "Control", checked: Checked) -> Prepared:
     """Get ready to read weights. Every rank calls it."""
     start: Path | None = None
     weights: Path | None = None
@@ -118,7 +122,13 @@ def prepare(config: Config, control: Control, checked: Checked) -> Prepared:
     )
 
 
-def say(control: Control, what: str) -> None:
+def begin(config: Config, control: "Control") -> None:
+    """The first words of this rank: from here on it prints what `log.level` says."""
+    print_log(config.log.level, dist.get_rank())
+    say(control, "building the model on meta and planning its shards")
+
+
+def say(control: "Control", what: str) -> None:
     """Tell the launcher what this rank does now, and whoever looks on, by rank 0."""
     control.progress.at(0, what)
     log.log(logging.INFO if dist.get_rank() == 0 else logging.DEBUG, f"starting   {what}")
