@@ -25,6 +25,8 @@ class DataSource(Section):
     """How often an epoch has each row."""
     max_rows: int | None = Field(default=None, ge=1)
     """Only the first so many rows; null for all."""
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][\w.-]*$")
+    """In data.eval, the set that the source belongs to: figures are reported of each, as eval_NAME_loss."""
 
 
 class DataConfig(Section):
@@ -77,7 +79,15 @@ class DataConfig(Section):
             )
         return self
 
+    def eval_sets(self) -> dict[str, tuple[DataSource, ...]]:
+        """The sources of data.eval by the name of their set, which is empty for those without."""
+        names = dict.fromkeys(source.name or "" for source in self.eval)
+        return {name: tuple(source for source in self.eval if (source.name or "") == name) for name in names}
+
     def _mixing_problems(self) -> Iterator[str]:
+        named = [source.name is not None for source in self.train]
+        if any(named):
+            yield f"data.train.{named.index(True)}.name does nothing, as it names a set of data.eval; remove it"
         for at, source in enumerate(self.eval):
             if source.weight is not None or source.repeat > 1:
                 key = "repeat" if source.weight is None else "weight"

@@ -49,11 +49,14 @@ class RunCheckpoints:
         minutes = self.run.config.checkpoint.every_minutes
         return minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
 
-    def is_due(self, step: int, last_step: int, overdue: bool) -> bool:
-        """Whether to save after `step`; `overdue` is rank 0's."""
+    def is_due(self, step: int, overdue: bool) -> bool:
+        """Whether to save after `step` by the rules; `overdue` is rank 0's."""
         every = self.run.config.checkpoint.every_steps
-        by_rule = overdue or (every is not None and (step % every == 0 or step == last_step))
-        return by_rule and step != self.saved_step
+        return (overdue or (every is not None and step % every == 0)) and step != self.saved_step
+
+    def saves_last(self) -> bool:
+        """Whether to save after the last step."""
+        return self.run.config.checkpoint.every_steps is not None
 
     def settle(self, ranks: Sequence[int]) -> None:
         """Publish what all ranks have written by now; `ranks` as in `CheckpointWriter.settle`."""
@@ -67,6 +70,7 @@ class RunCheckpoints:
                 self.lock.check()
         state: dict[str, Any] = {"identity": asdict(self.run.identity), "counters": asdict(counters)}
         state["total_steps"] = self.run.total_steps
+        self.writer.keep_step = counters.best.step if counters.best is not None else None
         files = {**self.files, STATE_FILE: state_bytes(counters.step, state, self.optimizer)}
         saved = self.writer.save(self.run.model, self.optimizer, counters.step, files)
         self.saved_step, self.saved_at = counters.step, time.monotonic()

@@ -35,6 +35,8 @@ _FREE_KEYS = (
     "train.checkpoint_layers",
     "train.compile",
     "train.eval_every_steps",
+    "train.early_stop",
+    *(f"train.early_stop.{key}" for key in ("figure", "patience", "min_change")),
     "moe.dispatch",
     "moe.compute",
     "data.eval",
@@ -54,9 +56,18 @@ _ADDED_LATER = {
     "schedule.min_ratio": 0.0,
     _FROM_WEIGHTS: False,
 }
-_SOURCE_ADDED_LATER = {"weight": None, "repeat": 1, "max_rows": None}
+_SOURCE_ADDED_LATER = {"weight": None, "repeat": 1, "max_rows": None, "name": None}
 # How many of the first sample's token ids a checkpoint keeps, to show where others begin.
 _IDS_KEPT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best value of a figure of evaluations, and the step after which it was."""
+
+    figure: str
+    value: float
+    step: int
 
 
 @dataclass(slots=True)
@@ -64,7 +75,9 @@ class Counters:
     """What the loop counts beside model and optimizer; part of every checkpoint.
 
     `skipped_in_a_row`: steps without a finite gradient. `tokens` and `seconds`: since the last report.
-    `expert_load`: tokens per layer and expert `[L][E]` since the last report, all ranks together; None for none.
+    `best` is that of `checkpoint.keep_best`, `least` that of `train.early_stop`, which `no_better` evaluations since
+    have not bettered. `expert_load`: tokens per layer and expert `[L][E]` since the last report, all ranks together;
+    None for none.
     """
 
     step: int = 0
@@ -73,6 +86,15 @@ class Counters:
     tokens: int = 0
     seconds: float = 0.0
     expert_load: list[list[int]] | None = None
+    best: Best | None = None
+    least: Best | None = None
+    no_better: int = 0
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> "Counters":
+        """What `asdict` gave, of this version or an older one."""
+        best = {name: Best(**saved[name]) for name in ("best", "least") if saved.get(name) is not None}
+        return cls(**{**saved, **best})
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +165,7 @@ def _with_keys_added_later(config: Mapping[str, Any]) -> dict[str, Any]:
     known: dict[str, Any] = {**_ADDED_LATER, **config}
     for key in ("data.train", "data.eval"):
         if isinstance(known.get(key), list):
-            known[key] = [_SOURCE_ADDED_LATER | source for source in known[key]]
+            known[key] = [source | _SOURCE_ADDED_LATER | source for source in known[key]]
     return known
 
 
@@ -230,7 +252,7 @@ def check_start(path: Path, identity: Identity, total_steps: int, config: Config
             key="checkpoint.not-of-a-run",
         )
     try:
-        Counters(**saved["counters"])
+        Counters.of(saved["counters"])
         forbidden, changed = identity.differences(saved["identity"])
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise IntegrityError(

@@ -62,7 +62,7 @@ def load_state(run: Prepared, control: Control) -> RunState:
     if run.start is not None:
         say(control, "loading the checkpoint")
         saved = load_directory(run.model, optimizer, run.start)
-        counters = Counters(**saved.state["counters"])
+        counters = Counters.of(saved.state["counters"])
         if is_main:
             log.info(f"resume     {run.start.name}, after step {saved.step}; {'; '.join(run.changes)}")
             if control.audit == "full" and config.lora is None:

@@ -8,7 +8,7 @@ import datetime
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,21 +37,21 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """The data of a run; `reports` are of the training and, if there is one, the evaluation data. `date` is the one
-    that chat templates write.
+    """The data of a run; `evaluation` by the name of the set, `reports` of the training data and then of each of these.
+    `date` is the one that chat templates write.
     """
 
     tokenizer: PreTrainedTokenizerBase
     pad_token_id: int
     training: TokenizedDataset
-    evaluation: TokenizedDataset | None
+    evaluation: Mapping[str, TokenizedDataset]
     reports: tuple[DataReport, ...]
     date: datetime.date
     mixture: Mixture
 
     @property
     def datasets(self) -> list[TokenizedDataset]:
-        return [self.training, *([self.evaluation] if self.evaluation is not None else [])]
+        return [self.training, *self.evaluation.values()]
 
 
 def read_data(config: Config, checked: Checked, date: datetime.date | None, say: Callable[[str], None]) -> RunData:
@@ -60,17 +60,17 @@ def read_data(config: Config, checked: Checked, date: datetime.date | None, say:
     with raise_on_all_ranks("loading the tokenizer"):
         tokenizer = load_tokenizer(config.model, config.data.chat_template)
     found: list[PreparedData] = []
-    for sources in (config.data.train, config.data.eval):
-        if sources:
-            recipe = Recipe.of(config, sources, tokenizer, checked.vocab_size, date)
-            found.append(_on_all_ranks(Preparation.of(config, recipe), say))
-            date = date or found[0].date or datetime.date.today()
+    sets = config.data.eval_sets()
+    for sources in (config.data.train, *sets.values()):
+        recipe = Recipe.of(config, sources, tokenizer, checked.vocab_size, date)
+        found.append(_on_all_ranks(Preparation.of(config, recipe), say))
+        date = date or found[0].date or datetime.date.today()
     assert date is not None
     return RunData(
         tokenizer,
         padding_token_id(tokenizer, checked.vocab_size),
         found[0].dataset,
-        found[1].dataset if len(found) > 1 else None,
+        {name: each.dataset for name, each in zip(sets, found[1:], strict=True)},
         tuple(each.report for each in found),
         date,
         Mixture.of(config.data.train, found[0].report, found[0].dataset.samples_per_row),
