@@ -21,7 +21,7 @@ from expertmesh.training.control import ONE_REQUEST_SECONDS
 from tests.cli.fake_training import COLLECTIVE_SECONDS
 from tests.cli.jobs import CONFIG, FAKE, ROOT, ForkedJob, is_alive, left_behind, start_server, wait_until
 
-JOB = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+JOB = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTORCH_ALLOC_CONF")
 
 
 @pytest.fixture(autouse=True)

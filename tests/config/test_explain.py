@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from expertmesh.config import Config, InputError, load_config
+from expertmesh.config import Config, DataSource, InputError, load_config
 from expertmesh.config.base import Section
 from expertmesh.config.other_names import DERIVED, ELSEWHERE, NOT_YET, THEIRS
 from tests.config.minimal import write
@@ -62,7 +62,8 @@ def test_names_of_other_trainers_lead_to_keys_that_exist() -> None:
             keys.add(".".join((*path, name)))
             kinds = (field.annotation, *get_args(field.annotation))
             unread += [((*path, name), kind) for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
-    ours = {target.partition(":")[0].replace("train.0.format", "format") for target in ELSEWHERE.values()}
+    keys |= {f"data.train.0.{name}" for name in DataSource.model_fields}
+    ours = {target.partition(":")[0] for target in ELSEWHERE.values()}
     assert ours - keys == set()
     assert len(ELSEWHERE) > 60
     own = {key.rpartition(".")[2] for key in keys}
@@ -83,7 +84,7 @@ def test_names_of_other_trainers_lead_to_keys_that_exist() -> None:
         ),
         (
             "model.revision=1e5",
-            "model.revision must be text that is not empty or null, not the number 100000.0; put it in quotes",
+            "model.revision must be text or null, not the number 100000.0; put it in quotes",
         ),
         ("schedule=[]", "schedule must be a section of keys (name, warmup_ratio, "),
         (

@@ -136,16 +136,18 @@ def test_the_slowest_and_the_fullest_stage_count(schedule: str, virtual: int) ->
 
 
 @pytest.mark.parametrize(
-    ("frozen", "bits", "most"), [("nf4", 4.5, 21.1), ("mxfp4", 4.25, 20.3), ("float8", 8.002, 32.9)]
+    ("frozen", "bits", "linear_bits", "most"),
+    [("nf4", 4.5, 4.5, 20), ("mxfp4", 4.25, 4.25, 20), ("float8", 8.002, 8.25, 32.1)],
 )
-def test_a_30b_model_with_experts_in_4_bits_fits_a_card_of_24_gb(frozen: Any, bits: float, most: float) -> None:
+def test_a_30b_model_in_4_bits_fits_a_card_of_24_gb(frozen: Any, bits: float, linear_bits: float, most: float) -> None:
     precision = PrecisionConfig(frozen=frozen)
     lora = LoraConfig(r=16, targets=("attention",))
     model = figures_of(qwen3_30b_a3b(), length=2048, precision=precision, lora=lora)
     workload = Workload(model, Layout(), Batch(1, 8), "full")
     state = resident_state(model, Layout())
-    experts = 48 * 128 * 3 * 2048 * 768
-    assert state.frozen == pytest.approx(experts * bits / 8 + 2 * (30_532_122_624 - experts), rel=1e-4)
+    experts, linears = 48 * 128 * 3 * 2048 * 768, 48 * 2048 * (2 * 4096 + 2 * 512)
+    plain = 30_532_122_624 - experts - linears
+    assert state.frozen == pytest.approx(experts * bits / 8 + linears * linear_bits / 8 + 2 * plain, rel=1e-4)
     assert memory_of(workload).total <= most * GIB
 
 
@@ -351,11 +353,12 @@ def test_what_train_refuses_for_a_model_is_not_ranked(qwen: ModelFigures) -> Non
     assert linear.feasibility.refusal(Layout(pp=2, tp=2)) is None
 
 
-def test_a_precision_that_train_refuses_for_a_model_is_not_planned() -> None:
-    config = tiny_config("DeepseekV4ForCausalLM", "deepseek_v4")
-    with refused("precision.compute-unsupported", naming="deepseek_v4"):
-        figures_of(config, length=64, precision=PrecisionConfig())
-    assert figures_of(config, length=64, precision=PrecisionConfig(compute="float32")).total > 0
+def test_what_a_family_keeps_in_float32_is_gathered_so() -> None:
+    model = figures_of(tiny_config("DeepseekV4ForCausalLM", "deepseek_v4"), length=64, precision=PrecisionConfig())
+    uncast = model.blocks[0].uncast
+    assert uncast is not None
+    assert {weight.compute for weight in uncast.weights} == {4}
+    assert {weight.compute for weight in model.blocks[0].own.weights} == {2}
 
 
 def test_stages_are_those_that_training_cuts(qwen: ModelFigures) -> None:

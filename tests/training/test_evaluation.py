@@ -14,7 +14,7 @@ import expertmesh as em
 from expertmesh.config.errors import InputError
 from expertmesh.step.forward_backward import evaluate_terms
 from expertmesh.step.objective import EvaluatedCrossEntropy
-from expertmesh.training.resume import Best, Counters
+from expertmesh.training.resume import Best, Counters, read_counters
 from expertmesh.training.run import train
 from expertmesh.training.selection import Selection
 from tests.support.models import tiny_model
@@ -114,8 +114,8 @@ def test_what_is_better_and_how_long_to_wait_for_it(inputs: Path) -> None:
     assert selection.counters.best == Best("eval_loss", 1.0, 5)
     assert selection.counters.least == Best("eval_token_accuracy", 0.3, 3)
     saved = json.loads(json.dumps(asdict(selection.counters)))
-    assert Counters.of(saved) == selection.counters
-    assert Counters.of({"step": 3, "tokens": 7}) == Counters(step=3, tokens=7)  # of an older version
+    assert read_counters(inputs, saved, 0) == selection.counters
+    assert read_counters(inputs, {"step": 3, "tokens": 7}, 3) == Counters(step=3, tokens=7)  # of an older version
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import typer
 
 from expertmesh.cli.verbs import app
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError
-from expertmesh.io.terminal import printable
+from expertmesh.io.terminal import prepare_output, printable
 from expertmesh.launcher.torchrun import has_to_tell
 from expertmesh.launcher.worker import leave
 
@@ -43,6 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def entry_point() -> NoReturn:
     """What the `expertmesh` script calls."""
+    prepare_output()
     try:
         code = main(sys.argv[1:])
         sys.stdout.flush()

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from expertmesh.config.errors import InputError
+from expertmesh.io.terminal import tell
 
 PAGE = "report.html"
 
@@ -29,8 +30,8 @@ def run(path: str, output: str | None = None) -> int:
     page = Path(output) if output is not None else Path(path) / PAGE
     write(page, content := render(found))
     total = f" of {found.total_steps:,}" if found.total_steps is not None else ""
-    print(f"report      {page}, {len(content.encode()) / 1024:,.0f} KiB; open it in a browser")
-    print(f"            {found.state}, step {found.last_step:,}{total}, {len(found.metrics.step):,} steps reported")
+    tell(f"report      {page}, {len(content.encode()) / 1024:,.0f} KiB; open it in a browser")
+    tell(f"            {found.state}, step {found.last_step:,}{total}, {len(found.metrics.step):,} steps reported")
     for note in found.notes:
-        print(f"            {note}")
+        tell(f"            {note}")
     return 0

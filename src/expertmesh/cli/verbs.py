@@ -33,6 +33,7 @@ from expertmesh.cli.options import (
     VerifyArguments,
     WrittenDtype,
     duration,
+    step_range,
 )
 from expertmesh.config import Config, InputError, load_config
 from expertmesh.config.schema import schema_text
@@ -142,10 +143,14 @@ def train(
         Literal["sampled", "full"],
         Option(help="compare samples of the loaded weights with their files, or every byte, with a hash per expert"),
     ] = "sampled",
+    profile: Annotated[
+        Any,
+        Option(metavar="FIRST:LAST", parser=step_range, help="trace these steps of this start on every rank, e.g. 3:5"),
+    ] = None,
     quiet: Annotated[bool, Option("--quiet", "-q", help="print warnings alone: log.level=warning")] = False,
 ) -> int:
     """fine-tune the model that a YAML file describes"""
-    options = RunOptions(nproc=nproc, max_seconds=max_time, max_restarts=max_restarts, audit=audit)
+    options = RunOptions(nproc=nproc, max_seconds=max_time, max_restarts=max_restarts, audit=audit, profile=profile)
     read = load_config(config, [*(overrides or ()), *(["log.level=warning"] if quiet else [])])
     refuse_missing_packages(read)
     return run_ranks(read, TRAIN, options, _preflight)

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from expertmesh.config.base import Listed, Mapped, Name, Section, refuse
+from expertmesh.config.base import Listed, Mapped, Name, Plain, Section, refuse
 
 DataFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference"]
 WhatToDo = Literal["keep", "drop", "stop"]
@@ -53,7 +53,7 @@ class DataConfig(Section):
     on_dropped_thinking: WhatToDo = "keep"
     """What to do with a row whose thinking the chat template leaves out, as many do in all turns but the last; such
     rows are counted and reported."""
-    chat_template: Name | None = None
+    chat_template: Plain | None = None
     """File of a chat template (Jinja) that takes the place of the tokenizer's, and is saved with the model."""
     template_args: Mapped = Field(default_factory=dict, validate_default=True)
     """What the chat template gets beside messages and tools, as enable_thinking: false."""

@@ -14,6 +14,7 @@ B A, E x out x in, is never formed (huggingface/peft issue 3577 shows its cost),
     `[L, H, I]` or `[L, I, H]`; adapters are `a_LrK` `[L, r, in]` and `b_LNr` `[L, out, r]` in every family
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -32,12 +33,11 @@ from expertmesh.experts.mlp_spec import (
 )
 from expertmesh.experts.pairs import LocalPairs, Segments, segment_sum, segments_of
 from expertmesh.experts.per_expert import PerExpertMlp, looped_mm
-from expertmesh.state.packed import PackedTensor
+from expertmesh.state.codes import Scratch
+from expertmesh.state.packed import PackedTensor, units_together
 
 # Rows of a grouped product must be multiples of 16 bytes, so a rank is padded with zeros to a multiple of this.
 _RANK_MULTIPLE = 8
-# Of packed weights, so many elements are dequantised together, but one expert's at least.
-DEQUANTISED_ELEMENTS = 1 << 20
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:
@@ -261,15 +261,20 @@ def _by_weight(
         out: torch.Tensor = product(x_PK, weight.transpose(1, 2) if turned else weight, end_L)
         return out
     out = x_PK.new_empty(x_PK.shape[0], weight.shape[1 if turned else 2])
-    start, ends = 0, end_L.tolist()
-    together = max(1, DEQUANTISED_ELEMENTS // weight.shape[1:].numel())
-    for first in range(0, len(ends), together):
-        last = min(first + together, len(ends))
-        if ends[last - 1] > start:
-            some = weight.experts(first, last).to(x_PK.dtype)
-            span, end_X = slice(start, ends[last - 1]), end_L[first:last] - start
-            out[span] = product(x_PK[span], some.transpose(1, 2) if turned else some, end_X)
-        start = ends[last - 1]
+    ends = [0, *end_L.tolist()]
+    together, scratch = units_together(weight.kind), Scratch()
+    for first in range(0, len(weight), together):
+        last = min(first + together, len(weight))
+        start, end = ends[first], ends[last]
+        if end == start:
+            continue
+        some = weight.experts(first, last, scratch).to(x_PK.dtype)
+        some = some.transpose(1, 2) if turned else some
+        if x_PK.device.type == "cpu":  # where the grouped product is these, and a copy
+            for expert, span in enumerate(itertools.starmap(slice, itertools.pairwise(ends[first : last + 1]))):
+                torch.mm(x_PK[span], some[expert], out=out[span])
+        else:
+            out[start:end] = product(x_PK[start:end], some, end_L[first:last] - start)
     return out
 
 

@@ -10,7 +10,6 @@ import itertools
 import json
 import logging
 import os
-import sys
 import tempfile
 import time
 import traceback
@@ -18,12 +17,12 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from expertmesh.config import Config, dump_config
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError
 from expertmesh.distributed.environment import Node, Rank, find_place
-from expertmesh.io.terminal import print_log, printable
+from expertmesh.io.terminal import lasting_output, print_log, tell
 from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.launcher.meeting import THIS_MACHINE, Meeting
 from expertmesh.launcher.rank_files import UNEXPECTED
@@ -42,14 +41,19 @@ class RunOptions:
     """What is said beside the configuration: how to run, not what to compute. Not part of a run's identity.
 
     `max_seconds` counts from the start of the command, over all restarts; None is no limit. `audit`: compare samples or
-    all of the loaded weights with their files. `arguments`: see `Control`.
+    all of the loaded weights with their files. `profile`, `arguments`: see `Control`.
     """
 
     nproc: int | None = None
     max_seconds: float | None = None
     max_restarts: int = 0
     audit: Literal["sampled", "full"] = "sampled"
+    profile: tuple[int, int] | None = None
     arguments: str = ""
+
+    def told(self) -> dict[str, Any]:
+        """What ranks are told of it, for `Control`."""
+        return {"audit": self.audit, "profile": self.profile, "arguments": self.arguments}
 
 
 def run(
@@ -65,14 +69,20 @@ def run(
     or when they have ended by it.
     """
     print_log(config.log.level)
-    options = options or RunOptions()
+    with lasting_output():
+        return _run(config, function, options or RunOptions(), preflight)
+
+
+def _run(
+    config: Config, function: str, options: RunOptions, preflight: Callable[[Config, int, int], object] | None
+) -> int:
     deadline = None if options.max_seconds is None else time.monotonic() + options.max_seconds
     place = join_job(options)
     if isinstance(place, Rank):
         if place.rank == 0:
             by = "" if place.starter == "RANK" else f" that {place.starter} has started"
             log.info(f"starting   rank 0 of {place.world_size}{by}: importing torch and transformers")
-        return _run_here(config, function, Control(deadline=deadline, audit=options.audit, arguments=options.arguments))
+        return _run_here(config, function, Control(deadline=deadline, **options.told()))
     for name in ("RANK", "WORLD_SIZE"):  # where they count machines, and this process is no rank
         os.environ.pop(name, None)
     log.info("starting   importing torch" + (" and transformers, checking the configuration" if preflight else ""))
@@ -96,7 +106,7 @@ def _run_here(config: Config, function: str, control: Control) -> int:
     except (Exception, SystemExit):
         what = f"rank {os.environ['RANK']} failed {control.progress.status()}:\n{traceback.format_exc().rstrip()}"
         if has_to_tell(what, may_follow=True):
-            print(printable(f"error: {what}"), file=sys.stderr)
+            tell(f"error: {what}", error=True)
         return UNEXPECTED
 
 
@@ -186,7 +196,7 @@ def launch(
     `deadline` is of `time.monotonic()`.
     """
     options = options or RunOptions()
-    control = {"deadline": deadline, "launch": uuid.uuid4().hex, "audit": options.audit, "arguments": options.arguments}
+    control = {"deadline": deadline, "launch": uuid.uuid4().hex, **options.told()}
     worker = [function, str(os.getpid()), json.dumps(control)]
     meeting = Meeting(ranks, node, config.distributed.first_step_timeout_seconds)
     with stop_requests() as requests, tempfile.TemporaryDirectory(prefix="expertmesh-") as temporary:
@@ -202,7 +212,7 @@ def launch(
                 if restart > options.max_restarts or requests.requested or late:
                     raise
                 again = f"all ranks are started again (restart {restart} of {options.max_restarts})"
-                print(printable(f"{failure}\n{again}"), file=sys.stderr, flush=True)
+                tell(f"{failure}\n{again}", error=True)
     raise AssertionError("every attempt returns or raises")
 
 

@@ -5,6 +5,7 @@
 directory of the attempt, and the launcher reports one for all.
 """
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from expertmesh.config import Config, load_config
+from expertmesh.io.terminal import lasting_output, prepare_output
 from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.launcher.rank_files import RankFailure, progress_file, show_stack_when_asked
 from expertmesh.training.control import Control, Stopped
@@ -63,8 +65,9 @@ def leave(code: int) -> NoReturn:
         closing.start()
         closing.join(TEARDOWN_SECONDS)
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 
@@ -76,19 +79,21 @@ def main() -> NoReturn:
     # Outside the training loop Ctrl-C ends the process. Python would notice it only between two collectives; the
     # kernel's own way of ending a process works at any moment and prints no traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    prepare_output()
     config, attempt, function, parent, control = sys.argv[1:]
     directory, rank = Path(attempt), int(os.environ["RANK"])
     show_stack_when_asked(directory, rank)
     progress = Progress(progress_file(directory, rank))
     progress.start()
     _watch(int(parent), progress)
-    try:
-        code = run_rank(load_config(config), function, Control(progress, **json.loads(control)))
-    except (Exception, SystemExit) as error:
-        failure = RankFailure.of(rank, error)
-        failure.write(directory)
-        code = failure.exit_code
-    leave(code)
+    with lasting_output():
+        try:
+            code = run_rank(load_config(config), function, Control(progress, **json.loads(control)))
+        except (Exception, SystemExit) as error:
+            failure = RankFailure.of(rank, error)
+            failure.write(directory)
+            code = failure.exit_code
+        leave(code)
 
 
 def _watch(parent: int, progress: Progress) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
@@ -22,9 +22,12 @@ from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.terminal import gib
 from expertmesh.training.lock import RunLock
 from expertmesh.training.objective import reference_file
-from expertmesh.training.resume import Counters
 from expertmesh.training.run_state import RunState
+from expertmesh.training.selection import Selection
 from expertmesh.training.startup.prepare import Prepared
+
+if TYPE_CHECKING:
+    from expertmesh.training.resume import Counters
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +45,7 @@ class RunCheckpoints:
     files: Mapping[str, bytes]
     lock: RunLock | None
     saved_step: int
+    selection: Selection
     saved_at: float = field(default_factory=time.monotonic)
 
     def overdue(self) -> bool:
@@ -62,7 +66,7 @@ class RunCheckpoints:
         """Publish what all ranks have written by now; `ranks` as in `CheckpointWriter.settle`."""
         self._tell(self.writer.settle(ranks))
 
-    def save(self, counters: Counters) -> None:
+    def save(self, counters: "Counters") -> None:
         """Save the state after `counters.step`, first waiting for an earlier checkpoint. Every rank calls it."""
         self._tell(self.writer.finish())
         with raise_on_all_ranks("checking the lock of output_dir"):
@@ -107,4 +111,5 @@ def open_checkpoints(run: Prepared, state: RunState, lock: RunLock | None) -> Ru
     writer = CheckpointWriter(
         directory, keep_last=config.checkpoint.keep_last, asynchronous=config.checkpoint.asynchronous
     )
-    return RunCheckpoints(run, state.optimizer, writer, files, lock, state.counters.step)
+    selection = Selection(config, state.counters)
+    return RunCheckpoints(run, state.optimizer, writer, files, lock, state.counters.step, selection)

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from expertmesh.training.control import Control, Stopped
 from expertmesh.training.exchange import NonFiniteGuard, RankFacts, StepFacts, exchange
 from expertmesh.training.objective import RunObjective, evaluating, in_groups, on_device
 from expertmesh.training.reporting.metrics import EvalMetrics, ExpertLoad, StepMetrics, expert_load, tokens_are_due
-from expertmesh.training.selection import Selection
+from expertmesh.training.reporting.profiling import profiling
 
 if TYPE_CHECKING:
     from expertmesh.training.reporting.reporter import Reporter
@@ -61,10 +62,11 @@ class TrainingLoop:
         """
         clock = _Clock(self.counters, self.config.log.every_steps)
         guard = NonFiniteGuard(self.counters.skipped_in_a_row)
-        selection = Selection(self.config, self.counters)
+        selection = self.checkpoints.selection
         first = self.counters.step + 1
         self.expert_load.restore(self.counters.expert_load)
-        with self.control.accepting_stop():
+        profile = profiling(self.control.profile, Path(self.config.output_dir, "profile"), self.mesh.rank)
+        with self.control.accepting_stop(), profile as end_step:
             self.control.progress.at(first, "reading data")
             steps = iter(()) if selection.ends() else self._steps()
             for number, step in enumerate(steps, start=first):
@@ -89,6 +91,7 @@ class TrainingLoop:
                     paused = time.monotonic()
                     best = selection.saw(number, self._evaluate(number))
                     clock.skip(time.monotonic() - paused)
+                end_step()
                 last = last or selection.ends()
                 self._checkpoint(number, result.facts, clock, wanted=best or (last and self.checkpoints.saves_last()))
                 if last:

@@ -11,9 +11,10 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import torch.distributed as dist
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from expertmesh.checkpoint.directory import CHECKPOINTS, find, published
 from expertmesh.checkpoint.manifest import read_manifest
@@ -23,6 +24,7 @@ from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.data import TokenizedDataset
 from expertmesh.data.report import ODD_ROWS
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
+from expertmesh.io.versioned_json import first_problem
 from expertmesh.training.optimizers.build import learning_rate_factor
 
 # What may differ from the run that is resumed: sections and keys.
@@ -61,6 +63,10 @@ _SOURCE_ADDED_LATER = {"weight": None, "repeat": 1, "max_rows": None, "name": No
 _IDS_KEPT = 512
 
 
+_Count = Annotated[int, Field(ge=0, lt=2**53)]
+_Seconds = Annotated[float, Field(ge=0, lt=1e11)]
+
+
 @dataclass(frozen=True, slots=True)
 class Best:
     """The best value of a figure of evaluations, and the step after which it was."""
@@ -80,21 +86,34 @@ class Counters:
     None for none.
     """
 
-    step: int = 0
-    elapsed_seconds: float = 0.0
-    skipped_in_a_row: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    expert_load: list[list[int]] | None = None
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
+
+    step: _Count = 0
+    elapsed_seconds: _Seconds = 0.0
+    skipped_in_a_row: _Count = 0
+    tokens: _Count = 0
+    seconds: _Seconds = 0.0
+    expert_load: list[list[_Count]] | None = None
     best: Best | None = None
     least: Best | None = None
-    no_better: int = 0
+    no_better: _Count = 0
 
-    @classmethod
-    def of(cls, saved: Mapping[str, Any]) -> "Counters":
-        """What `asdict` gave, of this version or an older one."""
-        best = {name: Best(**saved[name]) for name in ("best", "least") if saved.get(name) is not None}
-        return cls(**{**saved, **best})
+
+_COUNTERS = TypeAdapter(Counters)
+
+
+def read_counters(checkpoint: Path, saved: Any, step: int) -> Counters:
+    """The counters of a checkpoint after `step`. `IntegrityError` for numbers that no loop has counted."""
+    problem = f"counters.step is not {step}"
+    try:
+        counters = _COUNTERS.validate_json(json.dumps(saved))
+        if counters.step == step:
+            return counters
+    except ValidationError as error:
+        problem = first_problem(error)
+    raise IntegrityError(
+        f"{checkpoint / STATE_FILE}: is not the state of a training run (counters: {problem})", key="checkpoint.damaged"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +271,7 @@ def check_start(path: Path, identity: Identity, total_steps: int, config: Config
             key="checkpoint.not-of-a-run",
         )
     try:
-        Counters.of(saved["counters"])
+        read_counters(path, saved["counters"], step)
         forbidden, changed = identity.differences(saved["identity"])
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise IntegrityError(

@@ -14,8 +14,8 @@ from expertmesh.checkpoint.interface import load_directory
 from expertmesh.model import load_weights
 from expertmesh.training.control import Control
 from expertmesh.training.optimizers.build import build_optimizer, build_schedule
-from expertmesh.training.reporting.weights import adapter_lines, dtype_text, report_loaded, saved_lines
-from expertmesh.training.resume import Counters
+from expertmesh.training.reporting.weights import adapter_lines, dtype_text, report_loaded, report_resumed, saved_lines
+from expertmesh.training.resume import Counters, read_counters
 from expertmesh.training.startup.output_dir import ADAPTER, MODEL
 from expertmesh.training.startup.prepare import Prepared, say
 from expertmesh.weights.meta_model import materialize
@@ -62,11 +62,9 @@ def load_state(run: Prepared, control: Control) -> RunState:
     if run.start is not None:
         say(control, "loading the checkpoint")
         saved = load_directory(run.model, optimizer, run.start)
-        counters = Counters.of(saved.state["counters"])
+        counters = read_counters(run.start, saved.state["counters"], saved.step)
         if is_main:
-            log.info(f"resume     {run.start.name}, after step {saved.step}; {'; '.join(run.changes)}")
-            if control.audit == "full" and config.lora is None:
-                log.info("audit      nothing was read from the model's files; expertmesh verify checks the checkpoint")
+            report_resumed(run.start, saved.step, run.changes, audit=control.audit == "full" and config.lora is None)
     return RunState(optimizer, build_schedule(optimizer, config.schedule, run.total_steps, counters.step), counters)
 
 

@@ -7,7 +7,6 @@ again. Reads the model's config.json and tokenizer; never its weights, and never
 """
 
 import math
-import sys
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
@@ -17,6 +16,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from expertmesh.adapters.plan import plan_lines, plan_of
+from expertmesh.cli.printing import Terminal
 from expertmesh.config import Config, ParallelConfig
 from expertmesh.data import (
     IGNORE,
@@ -52,7 +52,7 @@ def run(config: Config, samples: int = 3, nproc: int | None = None) -> int:
     checked = checked_here(config, nproc)
     here, _ = job_size()
     tokenizer = load_tokenizer(config.model, config.data.chat_template)
-    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     vocab_size = checked.vocab_size
     console.print(f"model {config.model.name_or_path}: {vocab_size:,} embeddings, {len(tokenizer):,} tokens known")
     _print_job(console, config, checked, here)
