@@ -18,14 +18,14 @@ class DataSource(Section):
     """File (JSON, JSONL, Parquet, Arrow, CSV), directory of such files, URL of either, or hub id of a data set."""
     format: DataFormat = "auto"
     """Layout of a row; auto detects it from the first rows and prints what it found."""
-    weight: float | None = Field(default=None, gt=0)
+    weight: float | None = Field(default=None, ge=1e-9, le=1e9)
     """Probability of a row of training to be of this source, relative to the other sources' weights; null for each row
     once. All sources have one, or none."""
-    repeat: int = Field(default=1, ge=1)
+    repeat: int = Field(default=1, ge=1, le=10_000)
     """How often an epoch has each row."""
-    max_rows: int | None = Field(default=None, ge=1)
+    max_rows: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """Only the first so many rows; null for all."""
-    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][\w.-]*$")
+    name: str | None = Field(default=None, max_length=64, pattern=r"^[A-Za-z0-9][\w.-]*$")
     """In data.eval, the set that the source belongs to: figures are reported of each, as eval_NAME_loss."""
 
 

@@ -222,7 +222,7 @@ class EarlyStopConfig(Section):
     """A figure of evaluations; a loss is better when it is lower, any other when it is higher."""
     patience: PositiveInt = 3
     """So many evaluations in a row without a better figure end the run."""
-    min_change: float = Field(default=0.0, ge=0)
+    min_change: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """A figure is better when it is so by more than this."""
 
 
