@@ -98,7 +98,7 @@ def test_plan_bench_and_export_receive_their_arguments(calls: list[tuple[Any, ..
         (PlanOptions(model="m", devices="8 h100", lora=["r=4", "alpha=8"], tokens=1e10),),
         (["layer", "load"], True, None, None),
         ("run", "out", "bfloat16", 4 << 30, False, None),
-        ("run", None),
+        (["run"], None),
     ]
 
 

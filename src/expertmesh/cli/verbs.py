@@ -259,11 +259,13 @@ def convert(
 
 @verb
 def report(
-    run: Annotated[str, Argument(metavar="RUN", help="the output_dir of a run, finished or not")],
-    output: Annotated[str | None, FILE(help="where to write the page (default: RUN/report.html)")] = None,
+    runs: Annotated[list[str], Argument(metavar="RUN...", help="output_dir of a run, finished or not; of several")],
+    output: Annotated[
+        str | None, FILE(help="where to write the page (default: RUN/report.html, or report.html of several runs)")
+    ] = None,
 ) -> int:
-    """write one HTML page about a run"""
-    return call("expertmesh.cli.report", run, output)
+    """write one HTML page about a run, or one that compares several"""
+    return call("expertmesh.cli.report", runs, output)
 
 
 @verb

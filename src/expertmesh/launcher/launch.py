@@ -22,12 +22,13 @@ from typing import Any, Literal
 from expertmesh.config import Config, dump_config
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError
 from expertmesh.distributed.environment import Node, Rank, find_place
+from expertmesh.io.parent import watch_parent
 from expertmesh.io.terminal import lasting_output, print_log, tell
 from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.launcher.meeting import THIS_MACHINE, Meeting
 from expertmesh.launcher.rank_files import UNEXPECTED
 from expertmesh.launcher.supervise import Job, StopRequests, start_ranks, stop_requests
-from expertmesh.launcher.torchrun import has_to_tell
+from expertmesh.launcher.torchrun import TorchrunAgent, has_to_tell
 from expertmesh.launcher.worker import run_rank
 from expertmesh.training.control import Control
 
@@ -99,9 +100,14 @@ def _run(
 
 def _run_here(config: Config, function: str, control: Control) -> int:
     """As one rank of somebody else's job, where no launcher of ours reports a bug."""
+    agent = TorchrunAgent.of(os.environ)
+    agent.refuse_again()
+    if agent.is_there:
+        watch_parent(os.getppid(), control.progress.beat)
     try:
         return run_rank(config, function, control)
-    except ExpertmeshError:
+    except ExpertmeshError as error:
+        agent.remember(error)
         raise
     except (Exception, SystemExit):
         what = f"rank {os.environ['RANK']} failed {control.progress.status()}:\n{traceback.format_exc().rstrip()}"
@@ -206,7 +212,8 @@ def launch(
             directory = Path(temporary, f"attempt-{restart}")
             directory.mkdir()
             try:
-                return _attempt([str(config_path), str(directory), *worker], directory, meeting, requests)
+                arguments = [str(config_path), str(directory), *worker]
+                return _attempt(arguments, directory, meeting, requests, config.distributed.timeout_seconds)
             except DistributedFailure as failure:
                 late = deadline is not None and time.monotonic() >= deadline
                 if restart > options.max_restarts or requests.requested or late:
@@ -225,7 +232,9 @@ def _continued(config: Config) -> Config:
     return config.model_copy(update={"checkpoint": checkpoint})
 
 
-def _attempt(arguments: list[str], directory: Path, meeting: Meeting, requests: StopRequests) -> int:
+def _attempt(
+    arguments: list[str], directory: Path, meeting: Meeting, requests: StopRequests, timeout_seconds: float
+) -> int:
     """Start all ranks, with nothing left of an attempt before, and wait for them."""
     # A store for each attempt: in an old one ranks would read addresses of the dead.
     store = meeting.open(requests)
@@ -239,4 +248,4 @@ def _attempt(arguments: list[str], directory: Path, meeting: Meeting, requests: 
     }
     places = meeting.places(store.port)
     started = start_ranks(["expertmesh.launcher.worker", *arguments], places, directory, environment)
-    return Job(started, directory, requests).supervise()
+    return Job(started, directory, requests, timeout_seconds).supervise()

@@ -6,7 +6,6 @@ directory of the attempt, and the launcher reports one for all.
 """
 
 import contextlib
-import ctypes
 import importlib
 import json
 import logging
@@ -14,20 +13,18 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import NoReturn
 
 from expertmesh.config import Config, load_config
+from expertmesh.io.parent import end_with_parent, watch_parent
 from expertmesh.io.terminal import lasting_output, prepare_output
 from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.launcher.rank_files import RankFailure, progress_file, show_stack_when_asked
 from expertmesh.training.control import Control, Stopped
 from expertmesh.training.progress import Progress
 
-BEAT_SECONDS = 0.5
 TEARDOWN_SECONDS = 30
-PR_SET_PDEATHSIG = 1
 
 
 def run_rank(config: Config, function: str, control: Control) -> int:
@@ -85,7 +82,8 @@ def main() -> NoReturn:
     show_stack_when_asked(directory, rank)
     progress = Progress(progress_file(directory, rank))
     progress.start()
-    _watch(int(parent), progress)
+    end_with_parent()
+    watch_parent(int(parent), progress.beat)
     with lasting_output():
         try:
             code = run_rank(load_config(config), function, Control(progress, **json.loads(control)))
@@ -94,20 +92,6 @@ def main() -> NoReturn:
             failure.write(directory)
             code = failure.exit_code
         leave(code)
-
-
-def _watch(parent: int, progress: Progress) -> None:
-    """Show that this process runs, and end it when the launcher is gone, even by SIGKILL: no rank outlives its job."""
-    if sys.platform == "linux":  # the kernel does it also for a rank that is stopped or stuck
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            progress.beat()
-            time.sleep(BEAT_SECONDS)
-        os._exit(128 + signal.SIGHUP)
-
-    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
 
 
 if __name__ == "__main__":

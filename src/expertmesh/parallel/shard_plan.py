@@ -110,7 +110,8 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
     """
     anatomy, twin, precision = describe(model), MetaTwin(model), options.precision
     compute = getattr(torch, precision.compute)
-    backends = {spec.name: choose_backend(spec, options.moe.compute, compute) for spec in anatomy.experts}
+    asked, ep = options.moe.compute, layout.ep
+    backends = {spec.name: choose_backend(spec, asked, compute, spec.num_experts // ep) for spec in anatomy.experts}
     expert_dims = plan_expert_dims(model, anatomy, layout)
     frozen = anatomy.routers if options.moe.router == "frozen" else ()
     tensor, cut = plan_axes(model, anatomy, layout, twin, kept_in_fp32=kept_in_fp32, frozen=frozen)

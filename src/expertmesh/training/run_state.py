@@ -53,7 +53,7 @@ def load_state(run: Prepared, control: Control) -> RunState:
         step = load_directory(run.model, None, run.weights).step
         torch.manual_seed(config.train.seed + run.mesh.rank)  # generators come with a checkpoint
         if is_main:
-            print(f"weights    {run.weights}, after step {step}; all else begins anew", flush=True)
+            log.info(f"weights    {run.weights}, after step {step}; all else begins anew")
     if run.checked.objective.precomputes:
         say(control, "the reference: log-probabilities of all pairs")
         run.checked.objective.give_reference(run.model, run.mesh, run.data.datasets, run.batch_layout, run.start)

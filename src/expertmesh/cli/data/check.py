@@ -8,8 +8,6 @@ again. Reads the model's config.json and tokenizer; never its weights, and never
 
 import math
 from dataclasses import replace
-from itertools import groupby
-from operator import itemgetter
 
 from rich.console import Console
 from rich.text import Text
@@ -34,6 +32,7 @@ from expertmesh.distributed.layout import CONFIGURED_AXES
 from expertmesh.io.terminal import printable
 from expertmesh.launcher.launch import job_size
 from expertmesh.planning.forecast import forecast
+from expertmesh.training.reporting.data_record import pieces_of
 from expertmesh.training.startup.model_check import Checked
 from expertmesh.training.startup.preflight import preflight
 
@@ -104,12 +103,10 @@ def _print_sample(console: Console, dataset: TokenizedDataset, index: int, token
     sample = dataset.sample(index)
     targets = (sample.labels != IGNORE).tolist()
     text = Text()
-    pairs = zip(sample.input_ids[:TOKENS_SHOWN].tolist(), targets, strict=False)
-    for is_target, group in groupby(pairs, key=itemgetter(1)):
-        ids = [token_id for token_id, _ in group]
-        piece = printable(str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
-        marked = piece if console.is_terminal or not is_target else f"[[{piece}]]"
-        text.append(marked, style=TARGET_STYLE if is_target else "")
+    for each in pieces_of(sample, tokenizer, TOKENS_SHOWN):
+        piece = printable(each.text)
+        marked = piece if console.is_terminal or not each.is_target else f"[[{piece}]]"
+        text.append(marked, style=TARGET_STYLE if each.is_target else "")
     if (hidden := len(targets) - TOKENS_SHOWN) > 0:
         text.append(f"\n… {hidden:,} more tokens", style="dim")
     kind = ("chosen", "rejected")[index % 2] if dataset.samples_per_row == 2 else "sample"
