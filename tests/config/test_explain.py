@@ -27,7 +27,10 @@ def refusal(path: Path, *overrides: str) -> str:
         ("data.train.0.fromat", "did you mean data.train.0.format?"),
         ("learning_rate", "it belongs under optim"),
         ("train.warmup_ratio", "it belongs under schedule"),
-        ("train.name", "it belongs under objective or under optim or under schedule"),
+        (
+            "train.name",
+            "it belongs under data.train.0 or under data.eval.0 or under objective or under optim or under schedule",
+        ),
         ("data.path", "it belongs under data.train.0 or under data.eval.0"),
         ("model.output_dir", "it belongs at the top level"),
         ("lr", "did you mean optim.learning_rate?"),
@@ -87,7 +90,7 @@ def test_names_of_other_trainers_lead_to_keys_that_exist() -> None:
         (
             "data.train=[]",
             "data.train must be a list of one or more items, each a section of keys (path, format, "
-            "weight, repeat, max_rows), not []",
+            "weight, repeat, max_rows, name), not []",
         ),
         (
             "optim.betas=[1, 2, 3]",
@@ -113,7 +116,7 @@ def test_missing_keys_are_named_in_full(tmp_path: Path) -> None:
 def test_a_list_with_a_bad_item_is_not_also_called_too_short(tmp_path: Path) -> None:
     assert refusal(write(tmp_path), "data.train=[3]") == (
         "override 'data.train=[3]': data.train.0 must be a section of keys (path, format, weight, repeat, "
-        "max_rows), not 3"
+        "max_rows, name), not 3"
     )
 
 

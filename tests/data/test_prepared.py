@@ -131,13 +131,13 @@ def test_changed_rows_are_prepared_anew_and_touched_files_are_not(tmp_path: Path
 
 
 def test_first_bad_row_in_the_order_of_the_data_is_the_one_that_is_named(tmp_path: Path) -> None:
-    rows: list[Any] = [chat("a") for _ in range(2000)]
-    rows[600] = rows[1100] = "{"  # of processes 1 and 2 of 3
+    rows: list[Any] = [chat("a") for _ in range(2600)]
+    rows[1600] = rows[2100] = "{"  # in the second blocks of processes 0 and 1 of 3
     preparing = preparation(tmp_path, write(tmp_path / "a.jsonl", rows))
     building = preparing.building("x")
     for process in (2, 1, 0):
         preparing.write_share(building, Share(process, 3), lambda rows: None)
-    with refused("data.malformed-row", naming="a.jsonl:601: "):
+    with refused("data.malformed-row", naming="a.jsonl:1601: "):
         preparing.finish(building, 3)
     assert not building.exists()
     assert preparing.find() is None

@@ -64,13 +64,14 @@ class _Save:
 class CheckpointWriter:
     """Writes the checkpoints of one run into `directory`, one at a time. Every rank has one, used in step.
 
-    `keep_last` bounds how many stay (None: all). With `asynchronous`, `save` returns when this rank's share has been
-    copied to host memory; without, when the checkpoint is published.
+    `keep_last` bounds how many stay (None: all), beside that of `keep_step`. With `asynchronous`, `save` returns when
+    this rank's share has been copied to host memory; without, when the checkpoint is published.
     """
 
     def __init__(self, directory: Path, *, keep_last: int | None = None, asynchronous: bool = False) -> None:
         self.directory = directory
         self.keep_last = keep_last
+        self.keep_step: int | None = None
         self.asynchronous = asynchronous
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -194,7 +195,7 @@ class CheckpointWriter:
             manifest = publish(save.temporary, self.directory / step_name(save.job.step), save.job)
         if self._pruning is not None:
             self._pruning.result()  # done: the thread does one thing after the other
-        self._pruning = self._thread.submit(prune, self.directory, self.keep_last)
+        self._pruning = self._thread.submit(prune, self.directory, self.keep_last, self.keep_step)
         return manifest
 
     def _saved(self, save: _Save, paused: float) -> SavedCheckpoint:

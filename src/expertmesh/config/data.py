@@ -18,13 +18,15 @@ class DataSource(Section):
     """File (JSON, JSONL, Parquet, Arrow, CSV), directory of such files, URL of either, or hub id of a data set."""
     format: DataFormat = "auto"
     """Layout of a row; auto detects it from the first rows and prints what it found."""
-    weight: float | None = Field(default=None, gt=0)
+    weight: float | None = Field(default=None, ge=1e-9, le=1e9)
     """Probability of a row of training to be of this source, relative to the other sources' weights; null for each row
     once. All sources have one, or none."""
-    repeat: int = Field(default=1, ge=1)
+    repeat: int = Field(default=1, ge=1, le=10_000)
     """How often an epoch has each row."""
-    max_rows: int | None = Field(default=None, ge=1)
+    max_rows: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """Only the first so many rows; null for all."""
+    name: str | None = Field(default=None, max_length=64, pattern=r"^[A-Za-z0-9][\w.-]*$")
+    """In data.eval, the set that the source belongs to: figures are reported of each, as eval_NAME_loss."""
 
 
 class DataConfig(Section):
@@ -77,7 +79,15 @@ class DataConfig(Section):
             )
         return self
 
+    def eval_sets(self) -> dict[str, tuple[DataSource, ...]]:
+        """The sources of data.eval by the name of their set, which is empty for those without."""
+        names = dict.fromkeys(source.name or "" for source in self.eval)
+        return {name: tuple(source for source in self.eval if (source.name or "") == name) for name in names}
+
     def _mixing_problems(self) -> Iterator[str]:
+        named = [source.name is not None for source in self.train]
+        if any(named):
+            yield f"data.train.{named.index(True)}.name does nothing, as it names a set of data.eval; remove it"
         for at, source in enumerate(self.eval):
             if source.weight is not None or source.repeat > 1:
                 key = "repeat" if source.weight is None else "weight"

@@ -33,6 +33,15 @@ class ObjectiveConfig(Section):
         return {key: value for key, value in serialize(self).items() if self.name == "dpo" or key != "beta"}
 
 
+def eval_figures(objective: ObjectiveConfig, data: DataConfig) -> list[str]:
+    """What an evaluation reports: keys of metrics.jsonl."""
+    of_set = ["loss", "token_accuracy"]
+    if objective.name == "dpo":
+        of_set = ["loss", *(f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins"))]
+    sets = [name for name in data.eval_sets() if name]
+    return [f"eval_{prefix}{figure}" for prefix in ("", *(f"{name}_" for name in sets)) for figure in of_set]
+
+
 def objective_conflicts(objective: ObjectiveConfig, data: DataConfig, lora: LoraConfig | None) -> Iterator[str]:
     """What an objective cannot go with, as sentences that begin with the key to change."""
     named = [("data.format", data.format)]

@@ -19,6 +19,9 @@ class CheckpointConfig(Section):
     """Save when this many minutes have passed since the last save, by rank 0's clock; null for no such rule."""
     keep_last: PositiveInt = 2
     """How many of the newest checkpoints to keep; one more is on the disk while it is written."""
+    keep_best: Name | None = None
+    """A figure of evaluations, as eval_loss: a checkpoint is saved whenever it is better than before (a loss that is
+    lower, any other figure that is higher), and the best one is kept beside the newest."""
     asynchronous: bool = True
     """Copy the state to host memory and write it while training goes on; false waits until it is on the disk."""
     resume: Name = "auto"

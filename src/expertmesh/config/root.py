@@ -1,12 +1,13 @@
 """The whole configuration: all sections together, and the rules that span several of them."""
 
+from collections.abc import Iterator
 from typing import Any, Self
 
 from pydantic import model_validator
 
 from expertmesh.config.base import Name, Section, refuse
 from expertmesh.config.data import DataConfig
-from expertmesh.config.objective import ObjectiveConfig, objective_conflicts
+from expertmesh.config.objective import ObjectiveConfig, eval_figures, objective_conflicts
 from expertmesh.config.output import CheckpointConfig, LogConfig, SaveConfig
 from expertmesh.config.sections import (
     DistributedConfig,
@@ -65,6 +66,7 @@ class Config(Section):
                 f"train.eval_every_steps is {self.train.eval_every_steps}, but data.eval is empty; name data "
                 "there or set train.eval_every_steps to null"
             )
+        problems += self._figure_problems()
         if self.precision.frozen is not None and self.lora is None:
             problems.append(
                 f"precision.frozen is {self.precision.frozen}, but without lora nothing is frozen; add lora or set "
@@ -92,3 +94,17 @@ class Config(Section):
             )
         refuse(*problems)
         return self
+
+    def _figure_problems(self) -> Iterator[str]:
+        stop, known = self.train.early_stop, eval_figures(self.objective, self.data)
+        asked = {"checkpoint.keep_best": self.checkpoint.keep_best}
+        asked["train.early_stop.figure"] = None if stop is None else stop.figure
+        for key, figure in asked.items():
+            if figure is None:
+                continue
+            if not self.data.eval or self.train.eval_every_steps is None:
+                yield (
+                    f"{key} is {figure}, but nothing is evaluated on the way; set data.eval and train.eval_every_steps"
+                )
+            elif figure not in known:
+                yield f"{key} is {figure}, which is no figure of these evaluations; choose from {', '.join(known)}"

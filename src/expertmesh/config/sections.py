@@ -215,6 +215,19 @@ class ScheduleConfig(Section):
         return {key: value for key, value in serialize(self).items() if key not in off}
 
 
+class EarlyStopConfig(Section):
+    """When evaluations show that training no longer helps."""
+
+    section: ClassVar[str] = "train.early_stop"
+
+    figure: Name = "eval_loss"
+    """A figure of evaluations; a loss is better when it is lower, any other when it is higher."""
+    patience: PositiveInt = 3
+    """So many evaluations in a row without a better figure end the run."""
+    min_change: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
+    """A figure is better when it is so by more than this."""
+
+
 class TrainConfig(Section):
     """Batches, steps and memory of the training loop."""
 
@@ -230,6 +243,8 @@ class TrainConfig(Section):
     """Stop after this many optimizer steps if the epochs have not ended before; null for no such limit."""
     eval_every_steps: PositiveInt | None = None
     """Evaluate on data.eval every this many optimizer steps and at the end; null: only at the end."""
+    early_stop: EarlyStopConfig | None = None
+    """End the run before its last step when an evaluation's figure gets no better; null for never."""
     seed: int = Field(default=42, ge=0, lt=2**63)
     """Seed of everything random: shuffling and dropout."""
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"

@@ -33,7 +33,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
         "tokenizer": _tokenizer_sha256(recipe),
         "model_vocab_size": recipe.model_vocab_size,
         "pairs": recipe.pairs,
-        "sources": [source.model_dump(mode="json", exclude={"weight", "repeat"}) for source in recipe.sources],
+        "sources": [source.model_dump(mode="json", exclude={"weight", "repeat", "name"}) for source in recipe.sources],
         "data": recipe.config.model_dump(mode="json", exclude=_NO_MATTER),
     }
 

@@ -143,11 +143,24 @@ class _Head:
     def losses(self, hidden_CH: torch.Tensor, target_C: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
         """Cross-entropies of one chunk, `[C]`; under tp with two small all-reduces over its group."""
         with nullcontext() if self.split is None else self.split.computing():
-            # The wide copy has no name: it is gone before backward, as cross-entropy keeps its own.
+            return self._cross_entropy(head_logits(self.model, hidden_CH, self.output), target_C, wide)
+
+    def losses_and_hits(
+        self, hidden_CH: torch.Tensor, target_C: torch.Tensor, wide: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`losses`, and whether each target is the first word of those with the largest logit, `[C]`; under tp with two
+        more all-reduces.
+        """
+        with nullcontext() if self.split is None else self.split.computing():
             logits_CV = head_logits(self.model, hidden_CH, self.output)
-            if self.split is None:
-                return F.cross_entropy(logits_CV.to(wide), target_C, reduction="none")
-            return self.split.share.cross_entropy(logits_CV.to(wide), target_C)
+            highest_C = logits_CV.argmax(-1) if self.split is None else self.split.share.argmax(logits_CV)
+            return self._cross_entropy(logits_CV, target_C, wide), highest_C == target_C
+
+    def _cross_entropy(self, logits_CV: torch.Tensor, target_C: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+        # The wide copy has no name: it is gone before backward, as cross-entropy keeps its own.
+        if self.split is None:
+            return F.cross_entropy(logits_CV.to(wide), target_C, reduction="none")
+        return self.split.share.cross_entropy(logits_CV.to(wide), target_C)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +184,20 @@ class _TargetLosses:
             self.hidden_NH, self.target_N, weight_N, self.head, torch.is_grad_enabled(), *self.head.parameters()
         )
         return total
+
+    @torch.no_grad()
+    def total_and_hits(self) -> tuple[torch.Tensor, torch.Tensor]:
+        wide, chunk = _wide(self.hidden_NH), self.head.chunk
+        total = torch.zeros((), dtype=wide, device=self.hidden_NH.device)
+        hits = torch.zeros((), dtype=torch.float64, device=self.hidden_NH.device)
+        for start in range(0, len(self.hidden_NH), chunk):
+            part = slice(start, start + chunk)
+            losses_C, hit_C = self.head.losses_and_hits(self.hidden_NH[part], self.target_N[part], wide)
+            total += losses_C.sum()
+            hits += hit_C.sum()
+        # Every rank of a tp group has those of the group's positions.
+        ranks = 1 if self.head.split is None else self.head.split.share.ranks
+        return total / ranks, hits / ranks
 
     @torch.no_grad()
     def by_row(self) -> torch.Tensor:

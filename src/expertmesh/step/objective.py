@@ -36,6 +36,11 @@ class TokenLosses(Protocol):
         all-reduce over cp, and what `total` issues.
         """
 
+    def total_and_hits(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`total` without gradients, and this rank's share of how many targets have the largest logit. Collective as
+        `total`, and two more all-reduces a chunk.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class Term:
@@ -74,6 +79,19 @@ class CrossEntropy:
     def term(self, losses: TokenLosses, batch: dict[str, torch.Tensor]) -> Term:
         total = losses.total() / self.count
         return Term(total, total.new_zeros(0, dtype=torch.float64))
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedCrossEntropy:
+    """`CrossEntropy` without gradients, and the share of targets that the model would have chosen."""
+
+    count: int | torch.Tensor
+    figures: tuple[str, ...] = ("token_accuracy",)
+    over: str = "target tokens"
+
+    def term(self, losses: TokenLosses, batch: dict[str, torch.Tensor]) -> Term:
+        total, hits = losses.total_and_hits()
+        return Term(total / self.count, hits.double().view(1) / self.count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,15 @@ class VocabularyShare:
         loss_C: torch.Tensor = _CrossEntropy.apply(logits_CW, target_C - self.start, self.group)
         return loss_C
 
+    def argmax(self, logits_CW: torch.Tensor) -> torch.Tensor:
+        """The first word with the largest logit, `[C]`, the same on every rank of the group: two small all-reduces."""
+        highest_C, place_C = logits_CW.max(-1)
+        most_C = highest_C.clone()
+        dist.all_reduce(most_C, dist.ReduceOp.MAX, group=self.group)
+        word_C = torch.where(highest_C == most_C, place_C + self.start, torch.iinfo(torch.int64).max)
+        dist.all_reduce(word_C, dist.ReduceOp.MIN, group=self.group)
+        return word_C
+
 
 @dataclass(frozen=True, slots=True)
 class SplitHead:

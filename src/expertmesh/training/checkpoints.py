@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
@@ -22,9 +22,12 @@ from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.terminal import gib
 from expertmesh.training.lock import RunLock
 from expertmesh.training.objective import reference_file
-from expertmesh.training.resume import Counters
 from expertmesh.training.run_state import RunState
+from expertmesh.training.selection import Selection
 from expertmesh.training.startup.prepare import Prepared
+
+if TYPE_CHECKING:
+    from expertmesh.training.resume import Counters
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +45,7 @@ class RunCheckpoints:
     files: Mapping[str, bytes]
     lock: RunLock | None
     saved_step: int
+    selection: Selection
     saved_at: float = field(default_factory=time.monotonic)
 
     def overdue(self) -> bool:
@@ -49,17 +53,20 @@ class RunCheckpoints:
         minutes = self.run.config.checkpoint.every_minutes
         return minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
 
-    def is_due(self, step: int, last_step: int, overdue: bool) -> bool:
-        """Whether to save after `step`; `overdue` is rank 0's."""
+    def is_due(self, step: int, overdue: bool) -> bool:
+        """Whether to save after `step` by the rules; `overdue` is rank 0's."""
         every = self.run.config.checkpoint.every_steps
-        by_rule = overdue or (every is not None and (step % every == 0 or step == last_step))
-        return by_rule and step != self.saved_step
+        return (overdue or (every is not None and step % every == 0)) and step != self.saved_step
+
+    def saves_last(self) -> bool:
+        """Whether to save after the last step."""
+        return self.run.config.checkpoint.every_steps is not None
 
     def settle(self, ranks: Sequence[int]) -> None:
         """Publish what all ranks have written by now; `ranks` as in `CheckpointWriter.settle`."""
         self._tell(self.writer.settle(ranks))
 
-    def save(self, counters: Counters) -> None:
+    def save(self, counters: "Counters") -> None:
         """Save the state after `counters.step`, first waiting for an earlier checkpoint. Every rank calls it."""
         self._tell(self.writer.finish())
         with raise_on_all_ranks("checking the lock of output_dir"):
@@ -67,6 +74,7 @@ class RunCheckpoints:
                 self.lock.check()
         state: dict[str, Any] = {"identity": asdict(self.run.identity), "counters": asdict(counters)}
         state["total_steps"] = self.run.total_steps
+        self.writer.keep_step = counters.best.step if counters.best is not None else None
         files = {**self.files, STATE_FILE: state_bytes(counters.step, state, self.optimizer)}
         saved = self.writer.save(self.run.model, self.optimizer, counters.step, files)
         self.saved_step, self.saved_at = counters.step, time.monotonic()
@@ -103,4 +111,5 @@ def open_checkpoints(run: Prepared, state: RunState, lock: RunLock | None) -> Ru
     writer = CheckpointWriter(
         directory, keep_last=config.checkpoint.keep_last, asynchronous=config.checkpoint.asynchronous
     )
-    return RunCheckpoints(run, state.optimizer, writer, files, lock, state.counters.step)
+    selection = Selection(config, state.counters)
+    return RunCheckpoints(run, state.optimizer, writer, files, lock, state.counters.step, selection)

@@ -6,10 +6,10 @@ of `train_step` is the same sequence of collectives on all of them.
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ class TrainingLoop:
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
     train_batches: TrainingBatches
-    eval_batches: EvaluationBatches | None
+    eval_batches: Mapping[str, EvaluationBatches]
     total_steps: int
     reporter: "Reporter"
     expert_load: ExpertLoad
@@ -62,12 +62,14 @@ class TrainingLoop:
         """
         clock = _Clock(self.counters, self.config.log.every_steps)
         guard = NonFiniteGuard(self.counters.skipped_in_a_row)
+        selection = self.checkpoints.selection
         first = self.counters.step + 1
         self.expert_load.restore(self.counters.expert_load)
         profile = profiling(self.control.profile, Path(self.config.output_dir, "profile"), self.mesh.rank)
         with self.control.accepting_stop(), profile as end_step:
             self.control.progress.at(first, "reading data")
-            for number, step in enumerate(self._steps(), start=first):
+            steps = iter(()) if selection.ends() else self._steps()
+            for number, step in enumerate(steps, start=first):
                 result = self._train_step(number, step, guard)
                 self.counters.step, self.counters.skipped_in_a_row = number, guard.in_a_row
                 self.counters.tokens += step.tokens
@@ -83,14 +85,20 @@ class TrainingLoop:
                     self._report(number, step, result, clock)
                 every = self.config.train.eval_every_steps
                 last = number == self.total_steps
-                if self.eval_batches is not None and (last or (every and number % every == 0)):
+                best = False
+                if self.eval_batches and (last or (every and number % every == 0)):
                     self.control.progress.at(number, "evaluating")
                     paused = time.monotonic()
-                    self.reporter.evaluation(number, self.evaluate(self.eval_batches))
+                    best = selection.saw(number, self._evaluate(number))
                     clock.skip(time.monotonic() - paused)
                 end_step()
-                self._checkpoint(number, result.facts, clock)
+                last = last or selection.ends()
+                self._checkpoint(number, result.facts, clock, wanted=best or (last and self.checkpoints.saves_last()))
+                if last:
+                    break
                 self.control.progress.at(number + 1, "reading data")
+            for line in selection.last_lines() if self.mesh.rank == 0 else ():
+                log.info(line)
             self.control.progress.at(self.counters.step, "waiting for the last checkpoint")
             self.checkpoints.finish()
 
@@ -122,9 +130,15 @@ class TrainingLoop:
         )
         self.counters.tokens = 0
 
-    def _checkpoint(self, number: int, facts: StepFacts, clock: "_Clock") -> None:
-        """Save if the rules or a request to stop say so; leave by `Stopped` after the latter."""
-        if facts.stop or self.checkpoints.is_due(number, self.total_steps, facts.overdue):
+    def _evaluate(self, number: int) -> dict[str, Any]:
+        """Evaluate on every set, and report it; the row of `metrics.jsonl`."""
+        metrics = EvalMetrics.together({name: self.evaluate(batches) for name, batches in self.eval_batches.items()})
+        self.reporter.evaluation(number, metrics)
+        return metrics.row()
+
+    def _checkpoint(self, number: int, facts: StepFacts, clock: "_Clock", *, wanted: bool) -> None:
+        """Save if it is `wanted`, or the rules or a request to stop say so; leave by `Stopped` after the latter."""
+        if facts.stop or wanted or self.checkpoints.is_due(number, facts.overdue):
             self.control.progress.at(number, "saving a checkpoint")
             paused = time.monotonic()
             if self.checkpoints.saved_step != number:
@@ -176,7 +190,7 @@ class TrainingLoop:
 
     def evaluate(self, batches: EvaluationBatches) -> EvalMetrics:
         """The objective over the whole evaluation set; the same on every rank (one all-reduce)."""
-        objective = self.objective.over(rows=batches.rows, target_tokens=batches.target_tokens)
+        objective = self.objective.evaluated(rows=batches.rows, target_tokens=batches.target_tokens)
         totals = torch.zeros(1 + len(objective.figures), dtype=torch.float64, device=self.mesh.device)
         with evaluating(self.model):
             for group in in_groups(batches, self.mesh, "evaluating"):
@@ -188,7 +202,8 @@ class TrainingLoop:
             loss,
             batches.target_tokens,
             dict(zip(objective.figures, figures, strict=True)),
-            over=f"{objective.count:,} {objective.over}",
+            count=int(objective.count),
+            over=objective.over,
         )
 
 

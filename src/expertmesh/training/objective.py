@@ -29,7 +29,7 @@ from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.terminal import tracked
 from expertmesh.step.forward_backward import Batch, evaluate_terms
-from expertmesh.step.objective import CrossEntropy, Dpo, LogProbabilities, Objective
+from expertmesh.step.objective import CrossEntropy, Dpo, EvaluatedCrossEntropy, LogProbabilities, Objective
 from expertmesh.training.reporting.first_loss import first_dpo_loss_lines, first_loss_lines
 
 REFERENCE_FILE = "reference/log_probabilities.safetensors"
@@ -64,6 +64,10 @@ class RunObjective:
     def over(self, *, rows: int, target_tokens: int) -> Objective:
         """Of a step (or an evaluation) with so many rows and targets."""
         return CrossEntropy(target_tokens) if self.beta is None else Dpo(self.beta, rows)
+
+    def evaluated(self, *, rows: int, target_tokens: int) -> Objective:
+        """`over`, without gradients and with what an evaluation says beside it."""
+        return EvaluatedCrossEntropy(target_tokens) if self.beta is None else Dpo(self.beta, rows)
 
     def with_reference(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
         """`batches` with all that the objective takes. Every rank calls it: a forward where each step runs the

@@ -37,6 +37,8 @@ _FREE_KEYS = (
     "train.checkpoint_layers",
     "train.compile",
     "train.eval_every_steps",
+    "train.early_stop",
+    *(f"train.early_stop.{key}" for key in ("figure", "patience", "min_change")),
     "moe.dispatch",
     "moe.compute",
     "data.eval",
@@ -56,7 +58,7 @@ _ADDED_LATER = {
     "schedule.min_ratio": 0.0,
     _FROM_WEIGHTS: False,
 }
-_SOURCE_ADDED_LATER = {"weight": None, "repeat": 1, "max_rows": None}
+_SOURCE_ADDED_LATER = {"weight": None, "repeat": 1, "max_rows": None, "name": None}
 # How many of the first sample's token ids a checkpoint keeps, to show where others begin.
 _IDS_KEPT = 512
 
@@ -65,12 +67,23 @@ _Count = Annotated[int, Field(ge=0, lt=2**53)]
 _Seconds = Annotated[float, Field(ge=0, lt=1e11)]
 
 
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best value of a figure of evaluations, and the step after which it was."""
+
+    figure: str
+    value: float
+    step: int
+
+
 @dataclass(slots=True)
 class Counters:
     """What the loop counts beside model and optimizer; part of every checkpoint.
 
     `skipped_in_a_row`: steps without a finite gradient. `tokens` and `seconds`: since the last report.
-    `expert_load`: tokens per layer and expert `[L][E]` since the last report, all ranks together; None for none.
+    `best` is that of `checkpoint.keep_best`, `least` that of `train.early_stop`, which `no_better` evaluations since
+    have not bettered. `expert_load`: tokens per layer and expert `[L][E]` since the last report, all ranks together;
+    None for none.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
@@ -81,6 +94,9 @@ class Counters:
     tokens: _Count = 0
     seconds: _Seconds = 0.0
     expert_load: list[list[_Count]] | None = None
+    best: Best | None = None
+    least: Best | None = None
+    no_better: _Count = 0
 
 
 _COUNTERS = TypeAdapter(Counters)
@@ -168,7 +184,7 @@ def _with_keys_added_later(config: Mapping[str, Any]) -> dict[str, Any]:
     known: dict[str, Any] = {**_ADDED_LATER, **config}
     for key in ("data.train", "data.eval"):
         if isinstance(known.get(key), list):
-            known[key] = [_SOURCE_ADDED_LATER | source for source in known[key]]
+            known[key] = [source | _SOURCE_ADDED_LATER | source for source in known[key]]
     return known
 
 

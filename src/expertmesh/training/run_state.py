@@ -16,7 +16,7 @@ from expertmesh.model import load_weights
 from expertmesh.training.optimizers.build import build_optimizer, build_schedule
 from expertmesh.training.publish import check_hub, write_card
 from expertmesh.training.reporting.weights import adapter_lines, dtype_text, report_loaded, report_resumed, saved_lines
-from expertmesh.training.resume import Counters
+from expertmesh.training.resume import Counters, read_counters
 from expertmesh.training.startup.output_dir import ADAPTER, MODEL
 from expertmesh.training.startup.prepare import Prepared, say
 from expertmesh.weights.meta_model import materialize
@@ -67,7 +67,7 @@ def load_state(run: Prepared, control: "Control") -> RunState:
     if run.start is not None:
         say(control, "loading the checkpoint")
         saved = load_directory(run.model, optimizer, run.start)
-        counters = Counters(**saved.state["counters"])
+        counters = read_counters(run.start, saved.state["counters"], saved.step)
         if is_main:
             report_resumed(run.start, saved.step, run.changes, audit=control.audit == "full" and config.lora is None)
     return RunState(optimizer, build_schedule(optimizer, config.schedule, run.total_steps, counters.step), counters)

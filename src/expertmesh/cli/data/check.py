@@ -67,9 +67,9 @@ def run(config: Config, samples: int = 3, nproc: int | None = None) -> int:
         _print_sample(console, dataset, index, tokenizer)
     _print_report(console, "train", config, report)
     _print_steps(console, config, dataset, mixture, padding_token_id(tokenizer, vocab_size))
-    if config.data.eval:
-        _, report = found_or_built(config, replace(recipe, sources=config.data.eval))
-        _print_report(console, "eval", config, report)
+    for name, sources in config.data.eval_sets().items():
+        _, report = found_or_built(config, replace(recipe, sources=sources))
+        _print_report(console, f"eval {name}".strip(), config, report)
     return 0
 
 

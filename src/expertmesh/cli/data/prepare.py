@@ -28,13 +28,13 @@ def run(config: Config, workers: int | None = None) -> int:
     checked = checked_here(config)
     tokenizer = load_tokenizer(config.model, config.data.chat_template)
     date = None
-    for name, sources in (("train", config.data.train), ("eval", config.data.eval)):
-        if sources:
-            recipe = Recipe.of(config, sources, tokenizer, checked.vocab_size, date)
-            found = prepare(name, Preparation.of(config, recipe), workers or processors())
-            date = date or found.date
-            print("\n".join(found.report.lines()))
-            print(f"{name} data: {found.directory}", flush=True)
+    sets = {f"eval {name}".strip(): sources for name, sources in config.data.eval_sets().items()}
+    for name, sources in ({"train": config.data.train} | sets).items():
+        recipe = Recipe.of(config, sources, tokenizer, checked.vocab_size, date)
+        found = prepare(name, Preparation.of(config, recipe), workers or processors())
+        date = date or found.date
+        print("\n".join(found.report.lines()))
+        print(f"{name} data: {found.directory}", flush=True)
     return 0
 
 

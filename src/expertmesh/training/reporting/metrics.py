@@ -85,16 +85,42 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True)
 class EvalMetrics:
-    """Over a whole evaluation set: `loss` and `figures` of the objective, and what they are divided by."""
+    """Over a whole evaluation set, or several: `loss` and `figures` of the objective, each divided by `count` of what
+    `over` names. `sets`: those that have a name, each by itself.
+    """
 
     loss: float
     target_tokens: int
     figures: dict[str, float]
+    count: int
     over: str
+    sets: dict[str, "EvalMetrics"] = field(default_factory=dict)
+
+    @classmethod
+    def together(cls, sets: dict[str, "EvalMetrics"]) -> "EvalMetrics":
+        """Of all sets as if they were one."""
+        parts = list(sets.values())
+        count = sum(each.count for each in parts)
+        figures = {name: sum(each.figures[name] * each.count for each in parts) / count for name in parts[0].figures}
+        loss = sum(each.loss * each.count for each in parts) / count
+        named = {name: each for name, each in sets.items() if name}
+        return cls(loss, sum(each.target_tokens for each in parts), figures, count, parts[0].over, named)
 
     def row(self) -> dict[str, Any]:
-        figures = {f"eval_{name}": value for name, value in self.figures.items()}
-        return {"eval_loss": self.loss, "eval_target_tokens": self.target_tokens, **figures}
+        """As `metrics.jsonl` has it."""
+        row: dict[str, Any] = {"eval_loss": self.loss, "eval_target_tokens": self.target_tokens}
+        row |= {f"eval_{name}": value for name, value in self.figures.items()}
+        for name, each in self.sets.items():
+            row |= {f"eval_{name}_{key}": value for key, value in {"loss": each.loss, **each.figures}.items()}
+        return row
+
+    def lines(self) -> list[str]:
+        """For a log."""
+        found = [("eval", self), *((f"eval {name}", each) for name, each in self.sets.items())]
+        return [
+            "  ".join([f"{name} loss {each.loss:.4f} over {each.count:,} {each.over}", *shown(each.figures)])
+            for name, each in found
+        ]
 
 
 def shown(figures: dict[str, float]) -> list[str]:

@@ -19,7 +19,7 @@ from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.terminal import bars, has_bars
 from expertmesh.training.control import Stopped
 from expertmesh.training.reporting.data_record import write_data_record
-from expertmesh.training.reporting.metrics import EvalMetrics, ExpertLoad, StepMetrics, shown
+from expertmesh.training.reporting.metrics import EvalMetrics, ExpertLoad, StepMetrics
 from expertmesh.training.reporting.metrics_file import MetricsFile
 from expertmesh.training.reporting.start import record_start
 from expertmesh.training.reporting.trackers import Trackers, open_trackers
@@ -105,8 +105,8 @@ class Reporter:
 
     def evaluation(self, step: int, metrics: EvalMetrics) -> None:
         self._write({"step": step, **metrics.row()})
-        figures = "".join(f"  {each}" for each in shown(metrics.figures))
-        log.info(f"step {step}  eval loss {metrics.loss:.4f} over {metrics.over}{figures}")
+        for line in metrics.lines():
+            log.info(f"step {step}  {line}")
 
     def sync(self) -> None:
         """Have the disk hold every row so far: a checkpoint that is resumed must not have lost its steps' rows."""

@@ -2,8 +2,10 @@
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,9 @@ from expertmesh.training.reporting.record import (
     write_record,
 )
 from expertmesh.training.startup.prepare import Prepared
+
+if TYPE_CHECKING:
+    from expertmesh.data import DataReport
 
 log = logging.getLogger(__name__)
 
@@ -57,21 +62,26 @@ def record_start(run: Prepared, forecast: Forecast | None, after_step: int) -> N
                 plan=None if forecast is None else forecast.prediction,
             )
             anatomy, reports = checked.anatomy, run.data.reports
-            counts = [
-                DataCounts(rows=r.rows, samples=r.samples, tokens=r.tokens, target_tokens=r.target_tokens)
-                for r in reports
-            ]
             layers = [MoeLayer(name=s.name, experts=s.num_experts, top_k=s.top_k) for s in anatomy.experts]
             record = RunRecord(
                 model_type=checked.model_config.model_type,
                 parameters=parameters,
                 blocks=len(anatomy.blocks),
                 moe_layers=layers,
-                train_data=counts[0],
-                eval_data=counts[1] if len(counts) > 1 else None,
+                train_data=_counts(reports[:1]),
+                eval_data=_counts(reports[1:]) if len(reports) > 1 else None,
                 starts=[start],
             )
             write_record(record, Path(config.output_dir))
+
+
+def _counts(reports: Sequence["DataReport"]) -> DataCounts:
+    return DataCounts(
+        rows=sum(each.rows for each in reports),
+        samples=sum(each.samples for each in reports),
+        tokens=sum(each.tokens for each in reports),
+        target_tokens=sum(each.target_tokens for each in reports),
+    )
 
 
 def _shares(run: Prepared) -> tuple[list[Share], int]:

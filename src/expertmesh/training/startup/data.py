@@ -8,7 +8,7 @@ import datetime
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,21 +37,21 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """The data of a run; `reports` are of the training and, if there is one, the evaluation data. `date` is the one
-    that chat templates write.
+    """The data of a run; `evaluation` by the name of the set, `reports` of the training data and then of each of these.
+    `date` is the one that chat templates write.
     """
 
     tokenizer: PreTrainedTokenizerBase
     pad_token_id: int
     training: TokenizedDataset
-    evaluation: TokenizedDataset | None
+    evaluation: Mapping[str, TokenizedDataset]
     reports: tuple[DataReport, ...]
     date: datetime.date
     mixture: Mixture
 
     @property
     def datasets(self) -> list[TokenizedDataset]:
-        return [self.training, *([self.evaluation] if self.evaluation is not None else [])]
+        return [self.training, *self.evaluation.values()]
 
 
 def read_data(config: Config, checked: Checked, date: datetime.date | None, say: Callable[[str], None]) -> RunData:
@@ -60,30 +60,31 @@ def read_data(config: Config, checked: Checked, date: datetime.date | None, say:
     with raise_on_all_ranks("loading the tokenizer"):
         tokenizer = load_tokenizer(config.model, config.data.chat_template)
     found: list[PreparedData] = []
-    for sources in (config.data.train, config.data.eval):
-        if sources:
-            recipe = Recipe.of(config, sources, tokenizer, checked.vocab_size, date)
-            found.append(_on_all_ranks(Preparation.of(config, recipe), say))
-            date = date or found[0].date or datetime.date.today()
+    sets = config.data.eval_sets()
+    names = ["data.train", *(f"data.eval {name}".strip() for name in sets)]
+    for name, sources in zip(names, (config.data.train, *sets.values()), strict=True):
+        recipe = Recipe.of(config, sources, tokenizer, checked.vocab_size, date)
+        found.append(_on_all_ranks(name, Preparation.of(config, recipe), say))
+        date = date or found[0].date or datetime.date.today()
     assert date is not None
     return RunData(
         tokenizer,
         padding_token_id(tokenizer, checked.vocab_size),
         found[0].dataset,
-        found[1].dataset if len(found) > 1 else None,
+        {name: each.dataset for name, each in zip(sets, found[1:], strict=True)},
         tuple(each.report for each in found),
         date,
         Mixture.of(config.data.train, found[0].report, found[0].dataset.samples_per_row),
     )
 
 
-def _on_all_ranks(preparation: Preparation, say: Callable[[str], None]) -> PreparedData:
+def _on_all_ranks(name: str, preparation: Preparation, say: Callable[[str], None]) -> PreparedData:
     """The tokens, which are made now if one rank does not find them."""
     with raise_on_all_ranks("looking for prepared data"):
         found = preparation.find()
     if not int(sum_over_ranks(torch.tensor([found is None])).item()):
         assert found is not None
-        say(f"the data is prepared: {found.directory}")
+        say(f"{name} is prepared: {found.directory}")
         return found
     hosts = [""] * dist.get_world_size()
     boot_id = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
@@ -92,16 +93,16 @@ def _on_all_ranks(preparation: Preparation, say: Callable[[str], None]) -> Prepa
     share = Share(here.index(dist.get_rank()), len(here))
     building = preparation.building(f"{from_rank_0(uuid.uuid4().hex)}-{here[0]}")
     stale = ", as its rows have changed since it was prepared" if preparation.is_stale() else ""
-    say(f"tokenizing the data{stale}")
+    say(f"tokenizing {name}{stale}")
     with raise_on_all_ranks("tokenizing the data"):
-        preparation.write_share(building, share, _progress(say, len(hosts)))
+        preparation.write_share(building, share, _progress(lambda what: say(f"tokenizing {name}: {what}"), len(hosts)))
     with raise_on_all_ranks("joining the tokens"):
         if share.index == 0:
             preparation.finish(building, share.count)
     with raise_on_all_ranks("opening the prepared data"):
         found = preparation.find()
         assert found is not None
-    say(f"the data is prepared: {found.directory}")
+    say(f"{name} is prepared: {found.directory}")
     return found
 
 
@@ -116,6 +117,6 @@ def _progress(say: Callable[[str], None], ranks: int) -> Callable[[int], None]:
         if now - said >= _SECONDS_BETWEEN_LINES:
             said = now
             speed = rows * ranks / (now - began)
-            say(f"tokenizing the data: about {rows * ranks:,} rows, {speed:,.0f} rows/s")
+            say(f"about {rows * ranks:,} rows, {speed:,.0f} rows/s")
 
     return told

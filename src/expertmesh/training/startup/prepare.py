@@ -6,7 +6,7 @@ Every rank calls `prepare`. Afterwards all is known, nothing is allocated, and n
 import datetime
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,7 @@ class Prepared:
     data: RunData
     batch_layout: BatchLayout
     batches: TrainingBatches
-    evaluation: EvaluationBatches | None
+    evaluation: Mapping[str, EvaluationBatches]
     total_steps: int
     bytes_to_load: int
     identity: Identity
@@ -83,7 +83,7 @@ def prepare(config: Config, control: "Control", checked: Checked) -> Prepared:
         seed=train.seed,
         mixture=data.mixture,
     )
-    evaluation = EvaluationBatches(data.evaluation, layout) if data.evaluation is not None else None
+    evaluation = {name: EvaluationBatches(dataset, layout) for name, dataset in data.evaluation.items()}
     total_steps = batches.total_steps(train.num_epochs)
     total_steps = min(total_steps, train.max_steps or total_steps)
     with raise_on_all_ranks("comparing the data"):

@@ -1,0 +1,133 @@
+"""Evaluation: each set by itself and all together, accuracy as the unsharded model's, and what a run makes of it."""
+
+import copy
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import expertmesh as em
+from expertmesh.config.errors import InputError
+from expertmesh.step.forward_backward import evaluate_terms
+from expertmesh.step.objective import EvaluatedCrossEntropy
+from expertmesh.training.resume import Best, Counters, read_counters
+from expertmesh.training.run import train
+from expertmesh.training.selection import Selection
+from tests.support.models import tiny_model
+from tests.support.ranks import run_ranks
+from tests.training.tiny_run import metrics, run_config, write_inputs
+
+LAYOUTS: list[dict[str, Any]] = [{"ep": 2}, {"ep": 2, "tp": 2}, {"ep": 1, "cp": 2}, {"ep": 1, "pp": 2}]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def _batch(model: nn.Module) -> tuple[dict[str, Tensor], int, int, float]:
+    """Rows, how many targets they have and how many of these the model chooses, and its loss: every third is its own
+    choice. Logits are in bfloat16 steps, so that some are equal.
+    """
+    ids = torch.randint(1, 90, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    labels = ids.clone()
+    labels[:, 1::3] = logits.argmax(-1)[:, 0::3][:, : labels[:, 1::3].shape[1]]
+    labels[:, :5] = -100
+    target = labels[:, 1:][labels[:, 1:] != -100]
+    of_target = logits[:, :-1][labels[:, 1:] != -100]
+    hits = int((of_target.argmax(-1) == target).sum())
+    loss = float(nn.functional.cross_entropy(of_target.float(), target))
+    return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}, len(target), hits, loss
+
+
+def _evaluated(model: nn.Module, batch: dict[str, Tensor], targets: int) -> list[list[float]]:
+    """In each layout this rank's shares of loss and accuracy."""
+    found = []
+    for layout in LAYOUTS:
+        mesh, own = em.init_mesh(em.ParallelConfig(**layout)), copy.deepcopy(model)
+        em.parallelize(own, mesh)  # type: ignore[arg-type]
+        mine = {name: tensor[mesh.data_rank :: mesh.layout.data_ranks] for name, tensor in batch.items()}
+        terms = evaluate_terms(own.eval(), [mine], EvaluatedCrossEntropy(targets))
+        found.append([sum(float(t.loss) for t in terms), sum(float(t.figures_F[0]) for t in terms)])
+    return found
+
+
+def test_accuracy_and_loss_are_the_unsharded_models_in_every_layout() -> None:
+    model = tiny_model("qwen3_moe").eval()
+    batch, targets, hits, expected = _batch(model)
+    assert 0 < hits < targets
+    shares = run_ranks(_evaluated, 2, model, batch, targets)
+    for number, layout in enumerate(LAYOUTS):
+        loss, accuracy = (sum(rank[number][figure] for rank in shares) for figure in (0, 1))
+        assert round(accuracy * targets) == pytest.approx(accuracy * targets) == hits, layout
+        assert loss == pytest.approx(expected, rel=1e-5), layout
+
+
+def test_named_sets_early_stop_and_the_best_checkpoint(
+    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = inputs / "train.jsonl"
+    options = [
+        f"data.eval=[{{path: {path}, name: all, max_rows: 5}}, {{path: {path}, name: few, max_rows: 2}}]",
+        "train={global_batch_size: 4, eval_every_steps: 1, max_steps: 6, num_epochs: 3, early_stop: {patience: 2}}",
+        "optim={name: sgd, learning_rate: 1.0e-30}",  # nothing is learned
+        "checkpoint={every_steps: 1, keep_last: 1, keep_best: eval_few_loss}",
+    ]
+    run = tmp_path / "run"
+    run_ranks(train, 2, run_config(inputs, run, *options))
+    rows = [row for row in metrics(run) if "eval_loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[0].keys() >= {"eval_all_loss", "eval_few_token_accuracy", "eval_token_accuracy", "eval_target_tokens"}
+    assert rows[0]["eval_all_loss"] != rows[0]["eval_few_loss"]
+    between = sorted((rows[0]["eval_all_loss"], rows[0]["eval_few_loss"]))
+    assert between[0] < rows[0]["eval_loss"] < between[1]
+    assert sorted(each.name for each in (run / "checkpoints").iterdir()) == ["step-00000001", "step-00000003"]
+    assert (run / "model" / "config.json").is_file()
+    said = capfd.readouterr().out
+    assert "stopped early: eval_loss was best (" in said
+    assert "after step 1, 2 evaluations ago" in said
+    assert "checkpoint step-00000001" in said
+    assert "eval few loss " in said
+
+
+def _selection(inputs: Path, **keys: Any) -> Selection:
+    train = {"eval_every_steps": 1, "early_stop": {"figure": "eval_token_accuracy", "patience": 2, **keys}}
+    overrides = [f"train={json.dumps(train)}", f"data.eval=[{{path: {inputs / 'train.jsonl'}}}]"]
+    config = run_config(inputs, inputs / "any", *overrides, "checkpoint.keep_best=eval_loss")
+    return Selection(config, Counters())
+
+
+def test_what_is_better_and_how_long_to_wait_for_it(inputs: Path) -> None:
+    selection, nan = _selection(inputs, min_change=0.1), float("nan")
+    figures = [(3.0, 0.1), (2.0, 0.15), (nan, 0.3), (2.5, nan), (1.0, 0.3)]
+    found = [
+        (selection.saw(step, {"eval_loss": loss, "eval_token_accuracy": accuracy}), selection.ends())
+        for step, (loss, accuracy) in enumerate(figures, start=1)
+    ]
+    assert found == [(True, False), (True, False), (False, False), (False, False), (True, True)]
+    assert selection.counters.best == Best("eval_loss", 1.0, 5)
+    assert selection.counters.least == Best("eval_token_accuracy", 0.3, 3)
+    saved = json.loads(json.dumps(asdict(selection.counters)))
+    assert read_counters(inputs, saved, 0) == selection.counters
+    assert read_counters(inputs, {"step": 3, "tokens": 7}, 3) == Counters(step=3, tokens=7)  # of an older version
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["checkpoint.keep_best=eval_loss"], "set data.eval and train.eval_every_steps"),
+        (["train.early_stop={}"], "train.early_stop.figure is eval_loss, but nothing is evaluated"),
+        (["checkpoint.keep_best=eval_b_loss", "train.eval_every_steps=1", "EVAL"], "choose from eval_loss, "),
+        (["data.train.0.name=a"], "data.train.0.name does nothing"),
+    ],
+)
+def test_figures_that_no_evaluation_gives_are_refused(inputs: Path, overrides: list[str], said: str) -> None:
+    sets = f"data.eval=[{{path: {inputs / 'train.jsonl'}, name: a}}]"
+    with pytest.raises(InputError, match=said):
+        run_config(inputs, inputs / "any", *(sets if each == "EVAL" else each for each in overrides))
