@@ -21,7 +21,7 @@ from expertmesh.io.directory import io_errors
 from expertmesh.io.safetensors_writer import write_synced
 from expertmesh.training import lock as lock_module
 from expertmesh.training.lock import NAME, RunLock, holder
-from expertmesh.training.reporting.metrics import keep_rows
+from expertmesh.training.reporting.metrics_file import keep_rows
 from expertmesh.training.startup.output_dir import refuse_output_dir
 from tests.cli.jobs import is_alive, wait_until
 from tests.config.minimal import write

@@ -7,10 +7,12 @@ multiply with are cast while their module runs. What is left would end in the mi
 torch; one forward on meta, watched, shows it before weights are read.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.known_families import proof_key, refusal_by_proof
 from expertmesh.introspection.stage_probe import WithoutValues, forward_of_text, stand_ins_for_experts
+from expertmesh.state.patching import exchanged, replace_forward
 from expertmesh.state.stage_view import meta_twin
 
 
@@ -261,3 +264,24 @@ class _Watch(WithoutValues):
                 around = (module for module in self._running() if is_inside(name, module))
                 raise _Apart(name, self.innermost, max(around, key=len, default=""))
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def cast_in_forward(model: nn.Module, buffers: Sequence[str], routers: Sequence[str], dtype: torch.dtype) -> None:
+    """Let the modules `buffers` see their own buffers in `dtype` while they run (in files these keep theirs), and the
+    modules `routers` get inputs in fp32.
+    """
+    for name in buffers:
+        module = model.get_submodule(name)
+        forward = partial(_with_cast_buffers, module, module.forward, dtype)
+        replace_forward(module, functools.wraps(module.forward)(forward))
+    for name in routers:
+        model.get_submodule(name).register_forward_pre_hook(cast_inputs, with_kwargs=True)
+
+
+def _with_cast_buffers(
+    module: nn.Module, forward: Callable[..., Any], dtype: torch.dtype, *args: Any, **kwargs: Any
+) -> Any:
+    buffers: dict[str, Any] = module._buffers
+    cast = {name: buffer.to(dtype) for name, buffer in buffers.items() if buffer.is_floating_point()}
+    with exchanged(buffers, cast):
+        return forward(*args, **kwargs)

@@ -22,13 +22,13 @@ from expertmesh.anatomy import Anatomy, decoder_blocks, is_inside
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.install import install
+from expertmesh.introspection.compute_dtype import cast_in_forward
 from expertmesh.parallel.context import split_attention
-from expertmesh.parallel.groups import Group, cast_in_forward, link_copies, pack_experts, pack_linears, view_of
+from expertmesh.parallel.groups import Group, link_copies, pack_experts, pack_linears, view_of
 from expertmesh.parallel.pipeline import cut, pipeline_of
 from expertmesh.parallel.sequence import separate_samples, split_blocks
 from expertmesh.parallel.shard_plan import ShardPlan
 from expertmesh.parallel.tensor import split_parts
-from expertmesh.parallel.tensor_plan import TensorPlan
 from expertmesh.state.sharded_model import attach
 
 
@@ -61,7 +61,7 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
     cast_in_forward(model, buffers, routers, compute)
     _shard_groups(model, plan, mesh)
     model.register_forward_hook(_reshard_without_backward)
-    _prefetch(model, anatomy, tensor)
+    _prefetch(model, anatomy, [part.name for part in tensor.parts if part.is_split])
     if mesh.layout.efsdp == 1:
         pipeline = pipeline_of(model)
         link_copies(model, anatomy, lambda block: pipeline is not None and pipeline.stage_starts(block))
@@ -147,11 +147,11 @@ def _reshard_without_backward(model: nn.Module, args: Any, output: Any) -> None:
         cast(FSDPModule, model).reshard()
 
 
-def _prefetch(model: nn.Module, anatomy: Anatomy, tensor: TensorPlan) -> None:
+def _prefetch(model: nn.Module, anatomy: Anatomy, split_names: Sequence[str]) -> None:
     """Gather the next block while this one computes; the dispatch's host wait defeats FSDP2's implicit prefetch."""
     units = []
     for block in anatomy.blocks:
-        inside = [part.name for part in tensor.parts if part.is_split and is_inside(part.name, block)]
+        inside = [name for name in split_names if is_inside(name, block)]
         inside += [spec.name for spec in anatomy.experts if is_inside(spec.name, block)]
         modules = [model.get_submodule(name) for name in (block, *inside)]
         units.append([cast(FSDPModule, module) for module in modules if isinstance(module, FSDPModule)])

@@ -4,12 +4,10 @@ weights stay packed (`precision.frozen`).
 `plan_groups` and `plan_frozen` decide, for `plan_shards`; `fsdp.shard` makes the groups. Nothing here communicates.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -19,13 +17,11 @@ from expertmesh.anatomy import Anatomy, describe, is_adapter, is_inside, packabl
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.experts.module_list import FusedExperts
-from expertmesh.introspection.compute_dtype import cast_inputs
 from expertmesh.parallel.refusals import adapter_shard_dim, expert_shard_dim
 from expertmesh.parallel.tensor_plan import TensorPlan
 from expertmesh.state.host_memory import HostCopies
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.packed_format import PackedFormat, quantised_format
-from expertmesh.state.patching import exchanged, replace_forward
 from expertmesh.state.sharded_model import attach, sharded
 from expertmesh.state.shards import local_tensor
 
@@ -266,27 +262,6 @@ def link_copies(model: nn.Module, anatomy: Anatomy, stage_starts: Callable[[str]
 def _replace(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))
-
-
-def cast_in_forward(model: nn.Module, buffers: Sequence[str], routers: Sequence[str], dtype: torch.dtype) -> None:
-    """Let the modules `buffers` see their own buffers in `dtype` while they run (in files these keep theirs), and the
-    modules `routers` get inputs in fp32.
-    """
-    for name in buffers:
-        module = model.get_submodule(name)
-        forward = partial(_with_cast_buffers, module, module.forward, dtype)
-        replace_forward(module, functools.wraps(module.forward)(forward))
-    for name in routers:
-        model.get_submodule(name).register_forward_pre_hook(cast_inputs, with_kwargs=True)
-
-
-def _with_cast_buffers(
-    module: nn.Module, forward: Callable[..., Any], dtype: torch.dtype, *args: Any, **kwargs: Any
-) -> Any:
-    buffers: dict[str, Any] = module._buffers
-    cast = {name: buffer.to(dtype) for name, buffer in buffers.items() if buffer.is_floating_point()}
-    with exchanged(buffers, cast):
-        return forward(*args, **kwargs)
 
 
 def _published(model: nn.Module) -> dict[str, PackedFormat]:
