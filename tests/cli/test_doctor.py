@@ -23,6 +23,7 @@ from expertmesh.cli.doctor import machine, ranks, storage
 from expertmesh.cli.doctor.finding import environment
 from expertmesh.cli.main import main
 from expertmesh.config.errors import DistributedFailure, IntegrityError
+from expertmesh.distributed.environment import Rank
 from expertmesh.training.control import Control
 from tests.support.errors import refused_on_ranks
 from tests.support.ranks import run_ranks
@@ -63,6 +64,15 @@ def test_faults_are_a_sentence_each_and_exit_code_2(
     first, second = error["message"].splitlines()
     assert first.startswith("ranks cannot exchange data: rank 1 hung before the first step: it; see ")
     assert second.startswith("a process may open 256 files, and a rank needs 1024")
+
+
+def test_an_error_of_torch_in_a_job_that_somebody_has_started_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("Connection closed by peer [10.0.0.2]\nException raised from ...")
+
+    monkeypatch.setattr(ranks, "exchange", fail)
+    (fault,) = ranks.between_ranks(Rank("torchrun", 0, 2), None).faults
+    assert fault.startswith("ranks cannot exchange data: Connection closed by peer [10.0.0.2]; see ")
 
 
 def _exchange_with_a_bug(directory: Path) -> None:

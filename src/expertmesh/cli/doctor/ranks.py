@@ -51,7 +51,7 @@ def between_ranks(place: Rank | Node | None, nproc: int | None) -> Finding:
             else:
                 node, options = place or THIS_MACHINE, RunOptions(arguments=str(result))
                 launch(config, local_ranks(nproc or node.ranks), FUNCTION, options, node=node)
-        except ExpertmeshError as error:
+        except (ExpertmeshError, RuntimeError) as error:  # torch's own, where no launcher of ours has reported it
             why = without_secrets(str(error)).splitlines()[0].removesuffix(TRACEBACK_FOLLOWS)
             return Finding(
                 "ranks",

@@ -13,9 +13,10 @@ from expertmesh.cli.options import InitOptions
 from expertmesh.cli.plan.choose import Choice, choose
 from expertmesh.cli.plan.first_rows import first_rows
 from expertmesh.cli.printing import bytes_text
-from expertmesh.config import ModelConfig, load_config
+from expertmesh.config import ModelConfig
 from expertmesh.config.errors import InputError
-from expertmesh.config.yaml_text import dump_yaml
+from expertmesh.config.files import make_config
+from expertmesh.config.yaml_text import dump_yaml, parse_yaml
 from expertmesh.data import load_tokenizer
 from expertmesh.planning.search import GIB, Candidate, Job, run_costs
 from expertmesh.training.startup.model_check import longest
@@ -36,6 +37,7 @@ def run(options: InitOptions) -> int:
     found = first_rows(options.data, load_tokenizer(model), length, int(config.get_text_config().vocab_size))
     choice = choose(options, config, length)
     text = "\n".join(_lines(options, path, choice, found)) + "\n"
+    make_config(parse_yaml(text, str(path)).value, source=str(path))  # what is wrong with it is a bug of ours
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -43,7 +45,6 @@ def run(options: InitOptions) -> int:
         raise _refuse_existing(path) from None
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})", key="cli.unwritable-report") from error
-    load_config(path)  # what is wrong with it is a bug of ours, and is said now
     sys.stdout.write(text)
     print(f"wrote {path}")
     return 0
