@@ -47,12 +47,12 @@ def test_bf16_is_no_further_off_than_the_unsharded_bf16_model(family: str, lora:
 
 
 def _reduce_twice(model: Any) -> None:
-    """The parameter that Flint keeps in fp32 in its first block: sinks, beside projections that are cast."""
+    """The parameters that DeepSeek-V4 keeps in fp32 in its first block."""
     model.get_submodule("model.layers.0.self_attn").set_gradient_divide_factor(0.5)
 
 
 def test_a_parameter_that_is_reduced_twice_or_cast_is_seen(tmp_path: Path) -> None:
-    arguments = (FAMILIES["flint"], "flint", EP)
+    arguments = ("DeepseekV4ForCausalLM", "deepseek_v4", EP)
     bf16_ratios(*arguments, tmp_path / "right")["ep2"].check()
     assert bf16_ratios(*arguments, tmp_path / "twice", tamper=_reduce_twice)["ep2"].worst > OF_ONE
     with (
