@@ -35,6 +35,7 @@ def test_several_position_axes_are_refused() -> None:
 
 
 GPT_OSS = ("GptOssForCausalLM", "gpt_oss")  # masks without position ids, in full and sliding attention with sinks
+AFMOE = ("AfmoeForCausalLM", "afmoe")  # the same, behind a block without experts
 QWEN3_5 = ("Qwen3_5MoeForCausalLM", "qwen3_5_moe")  # convolutions and states of linear attention
 
 
@@ -46,6 +47,8 @@ def test_packed_samples_train_as_samples_apart(model_class: str, family: str) ->
         packing_of(model_class, family)
 
 
-@pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}, {"cp": 2}], ids=str)
-def test_packed_samples_are_kept_apart_on_every_axis(axes: dict[str, int]) -> None:
-    check_packing(*(GPT_OSS if "cp" in axes else QWEN3_5), axes)
+@pytest.mark.parametrize(
+    ("of", "axes"), [(QWEN3_5, {"tp": 2}), (QWEN3_5, {"pp": 2}), (GPT_OSS, {"cp": 2}), (AFMOE, {"pp": 2})], ids=str
+)
+def test_packed_samples_are_kept_apart_on_every_axis(of: tuple[str, str], axes: dict[str, int]) -> None:
+    check_packing(*of, axes)

@@ -223,7 +223,10 @@ def _cut_positions(
 
 
 def separate_samples(model: nn.Module, anatomy: Anatomy, dtype: torch.dtype) -> None:
-    """Let `model`, whose compute dtype is `dtype`, keep packed samples apart. Called by `shard`; no communication."""
+    """Let `model`, whose compute dtype is `dtype`, keep packed samples apart. Called by `shard`; no communication.
+
+    `anatomy` is the whole model's: of pipeline stages, those blocks are changed that are here.
+    """
     mixers, asks = recurrent_mixers(model, anatomy), needs_masks(model, anatomy)
     if not mixers and not asks:
         return
