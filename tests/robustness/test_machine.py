@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-from expertmesh.data.encoding.sandbox import Sandbox
 
 import expertmesh.cli.main as command_line
 from expertmesh.cli.main import entry_point
 from expertmesh.config import load_config
 from expertmesh.config.errors import InputError
 from expertmesh.config.files import dump_config
+from expertmesh.data.encoding.sandbox import Sandbox
 from expertmesh.io.directory import io_errors
 from expertmesh.io.safetensors_writer import write_synced
 from expertmesh.training import lock as lock_module
