@@ -35,8 +35,8 @@ from tests.config.minimal import MINIMAL
         (
             "",
             ["model.revision=1e5"],
-            "override 'model.revision=1e5': model.revision must be text that is not empty or null, not the number "
-            "100000.0; put it in quotes",
+            "override 'model.revision=1e5': model.revision must be text or null, not the number 100000.0; put it in "
+            "quotes",
         ),
         ("", ["data={eval: []}"], "override 'data={eval: []}': data.train is missing; add it"),
         (
@@ -78,7 +78,7 @@ def test_a_wrong_configuration(
     ("arguments", "sentence"),
     [
         (["trian"], "No such command 'trian'. Did you mean 'train'?"),
-        (["train", "a.yaml", "--procs", "2"], "No such option: --procs. Did you mean --nproc?"),
+        (["train", "a.yaml", "--nprocs", "2"], "No such option: --nprocs. Did you mean --nproc?"),
         (["train", "none.yaml"], "none.yaml: there is no such configuration file; check the path"),
     ],
 )

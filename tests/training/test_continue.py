@@ -32,7 +32,8 @@ from tests.support.ranks import run_ranks
 from tests.training.tiny_run import metrics, rows_without_times, run_config, train_steps, weights, write_inputs
 
 # Steps 1 to 4 are the first epoch. The rate is the same whatever the number of steps.
-RUN = ["train.num_epochs=2", "parallel.ep=2", "checkpoint.every_steps=2", "schedule={name: constant, warmup_ratio: 0}"]
+RUN = ["train.num_epochs=2", "parallel.ep=2", "schedule={name: constant, warmup_ratio: 0}"]
+RUN += ["checkpoint.every_steps=2", "checkpoint.keep_last=3"]
 FOUR, SIX = "train.max_steps=4", "train.max_steps=6"
 
 
@@ -215,7 +216,7 @@ FREE = {
     "parallel.ep": ("2", "1"),
     "parallel.replicate": ("1", "2"),
     "checkpoint.every_steps": ("2", "3"),
-    "checkpoint.keep_last": ("2", "1"),
+    "checkpoint.keep_last": ("3", "1"),
     "checkpoint.asynchronous": ("true", "false"),
     "log.every_steps": ("1", "7"),
     "distributed.timeout_seconds": ("600", "60"),

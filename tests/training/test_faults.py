@@ -31,7 +31,7 @@ from tests.support.ranks import RankFailed, run_ranks
 from tests.training.tiny_run import metrics, rows_without_times, run_config, weights, write_inputs
 
 # One epoch and a half of four steps, a checkpoint after every second.
-RUN = ["train.max_steps=6", "train.num_epochs=2", "parallel.ep=2", "checkpoint.every_steps=2"]
+RUN = ["train.max_steps=6", "train.num_epochs=2", "parallel.ep=2", "checkpoint.every_steps=2", "checkpoint.keep_last=3"]
 SYNCHRONOUS = "checkpoint.asynchronous=false"
 
 
