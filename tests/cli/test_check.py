@@ -2,6 +2,8 @@
 
 import functools
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 from expertmesh.cli.data import check, prepare
 from expertmesh.config import Config, ObjectiveConfig
+from expertmesh.config.errors import DistributedFailure
 from expertmesh.data.encoding.encode import Encoder
 from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
@@ -100,6 +103,18 @@ def test_error_of_a_worker_is_that_of_the_row(model: Path, tmp_path: Path) -> No
     data = write(tmp_path / "a.jsonl", [*(chat() for _ in range(600)), "{"])
     with refused("data.malformed-row", naming="a.jsonl:601: "):
         prepare.run(config_of(model, data), workers=2)
+    assert list((tmp_path / "run" / "prepared").iterdir()) == []
+
+
+def test_a_worker_that_is_killed_ends_the_preparation(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(Encoder, "encode", killed)
+    with refused("data.worker-ended", DistributedFailure, naming="ended with -9"):
+        prepare.run(config_of(model, write(tmp_path / "a.jsonl", [chat()])), workers=2)
     assert list((tmp_path / "run" / "prepared").iterdir()) == []
 
 

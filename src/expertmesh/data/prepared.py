@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -124,8 +125,9 @@ class Preparation:
         return PreparedData(directory, _opened(directory, manifest, self.recipe), manifest.report, manifest.date)
 
     def is_stale(self) -> bool:
-        """Whether other rows have been prepared with these settings."""
-        return any(self.directory.glob(f"{self.key}-*/{MANIFEST}"))
+        """Whether rows have been prepared with these settings that are not those of now."""
+        now = _content_sha256(Origins(self.recipe).now())
+        return any(not path.name.startswith(f"{self.key}-{now}") for path in self.directory.glob(f"{self.key}-*"))
 
     def building(self, name: str) -> Path:
         """Where the processes that know this name make the tokens together."""
@@ -216,7 +218,7 @@ class Preparation:
             )
             manifest.data_sha256 = _opened(building, manifest, self.recipe).sha256()
             replace_synced(building / MANIFEST, manifest.model_dump_json(indent=1).encode())
-            content = sha256_of(json.dumps([origin.content for origin in manifest.origins]))[:16]
+            content = _content_sha256(manifest.origins)
             final = self.directory / f"{self.key}-{content}{f'-{manifest.date}' if manifest.date else ''}"
             try:
                 os.rename(building, final)
@@ -224,6 +226,10 @@ class Preparation:
                 if not (final / MANIFEST).is_file():  # else another job was there first, with the same tokens
                     raise
             sync(self.directory)
+
+
+def _content_sha256(origins: list[Origin]) -> str:
+    return sha256_of(json.dumps([origin.content for origin in origins]))[:16]
 
 
 def found_or_built(config: Config, recipe: Recipe) -> tuple[TokenizedDataset, DataReport]:
@@ -312,8 +318,11 @@ def _failures(building: Path) -> list[_Failure]:
 def _remove_abandoned(directory: Path) -> None:
     """What preparations that were killed have left, if nobody has written into it for a day."""
     for path in directory.glob(f"{_BUILDING}*"):
-        written = max((each.stat().st_mtime for each in (path, *path.glob("*"))), default=0.0)
-        if datetime.datetime.now().timestamp() - written > _ABANDONED_AFTER_SECONDS:
+        try:
+            written = max(each.stat().st_mtime for each in (path, *path.glob("*")))
+        except FileNotFoundError:  # another process removes it, or publishes it
+            continue
+        if time.time() - written > _ABANDONED_AFTER_SECONDS:
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -7,9 +7,12 @@ weights.
 
 import multiprocessing
 import os
+import shutil
 import time
 import uuid
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 from expertmesh.cli.data.check import checked_here
 from expertmesh.config import Config
@@ -51,7 +54,11 @@ def prepare(name: str, preparation: Preparation, workers: int) -> PreparedData:
     if preparation.is_stale():
         print(f"{name} data: its rows have changed since it was prepared")
     began, building = time.monotonic(), preparation.building(uuid.uuid4().hex)
-    rows = _write(name, preparation, building.name.rpartition("-")[2], workers)
+    try:
+        rows = _write(name, preparation, building, workers)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
     preparation.finish(building, workers)
     seconds = time.monotonic() - began
     print(f"{name} data: {rows:,} rows in {seconds:.1f} s, {rows / seconds:,.0f} rows/s, {workers} processes")
@@ -60,43 +67,48 @@ def prepare(name: str, preparation: Preparation, workers: int) -> PreparedData:
     return found
 
 
-def _write(name: str, preparation: Preparation, building: str, workers: int) -> int:
+def _write(name: str, preparation: Preparation, building: Path, workers: int) -> int:
     """Let `workers` processes write their shares; returns how many rows there were."""
     context = multiprocessing.get_context("fork")
-    receivers: list[Connection] = []
-    processes = []
+    running: dict[Connection, BaseProcess] = {}
     for index in range(workers):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(preparation, building, Share(index, workers), sender))
-        process.start()
+        arguments = preparation, building, Share(index, workers), sender
+        running[receiver] = context.Process(target=_work, args=arguments, daemon=True)
+        running[receiver].start()
         sender.close()
-        receivers.append(receiver)
-        processes.append(process)
     began = said = time.monotonic()
     rows = 0
-    while receivers:
-        for ready in wait(receivers):
-            assert isinstance(ready, Connection)
-            try:
-                rows += ready.recv()
-            except EOFError:
-                receivers.remove(ready)
-        now = time.monotonic()
-        if now - said >= _SECONDS_BETWEEN_LINES:
-            said = now
-            print(f"{name} data: {rows:,} rows, {rows / (now - began):,.0f} rows/s", flush=True)
-    for process in processes:
-        process.join()
-        if process.exitcode:
-            raise DistributedFailure(
-                f"a process that tokenizes ended with {process.exitcode}, perhaps for want of memory; start again with "
-                "fewer --workers",
-                key="data.worker-ended",
-            )
+    try:
+        while running:
+            for ready in wait(list(running)):
+                assert isinstance(ready, Connection)
+                try:
+                    rows += ready.recv()
+                except EOFError:
+                    _refuse_dead(running.pop(ready))
+            now = time.monotonic()
+            if now - said >= _SECONDS_BETWEEN_LINES:
+                said = now
+                print(f"{name} data: {rows:,} rows, {rows / (now - began):,.0f} rows/s", flush=True)
+    finally:
+        for process in running.values():
+            process.kill()
+            process.join()
     return rows
 
 
-def _work(preparation: Preparation, building: str, share: Share, sender: Connection) -> None:
+def _refuse_dead(process: BaseProcess) -> None:
+    process.join()
+    if process.exitcode:
+        raise DistributedFailure(
+            f"a process that tokenizes ended with {process.exitcode}, perhaps for want of memory; start again with "
+            "fewer --workers",
+            key="data.worker-ended",
+        )
+
+
+def _work(preparation: Preparation, building: Path, share: Share, sender: Connection) -> None:
     # One thread each: there are as many processes as processors.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    preparation.write_share(preparation.building(building), share, sender.send)
+    preparation.write_share(building, share, sender.send)
