@@ -180,7 +180,7 @@ def test_a_damaged_manifest_of_schema_1_is_refused(tmp_path: Path, case: str) ->
 def test_a_world_size_that_is_no_world_s_costs_nothing(tmp_path: Path, golden: Path) -> None:
     path = shutil.copytree(golden / CHECKPOINT.name, tmp_path / CHECKPOINT.name)
     change_manifest(lambda m: m.update(world_size=10**1000))(path)
-    with pytest.raises(IntegrityError, match="model-00000-of-"):
+    with pytest.raises(IntegrityError, match=r"world_size|model-00000-of-"):
         read_manifest(path)
 
 

@@ -13,11 +13,14 @@ import torch
 
 import expertmesh as em
 from expertmesh.checkpoint.manifest import MANIFEST
+from expertmesh.checkpoint.read import open_state
 from expertmesh.checkpoint.small_files import RNG_FILE
 from expertmesh.checkpoint.state import fingerprint, fingerprint_share
 from expertmesh.config.errors import ExpertmeshError, IntegrityError, SecurityError
 from expertmesh.export.checkpoint import export
+from expertmesh.io.boxes import full_box
 from expertmesh.io.safetensors_reader import WeightFiles, as_bytes
+from expertmesh.training.resume import read_counters
 from expertmesh.verification.checkpoint import experts as verify_experts
 from expertmesh.verification.checkpoint import files as verify_files
 from expertmesh.verification.checkpoint.verify import Verification, verify
@@ -219,6 +222,90 @@ def test_what_hashes_cannot_tell_is_found(
     damage, said = LYING[case]
     found = _found(_spoilt(good[0], tmp_path, damage))
     assert any(said in text for text in found), found
+
+
+def _again(text: str) -> Damage:
+    """The manifest with `text` before its first key: what it says is then said twice."""
+
+    def damage(path: Path) -> None:
+        (path / MANIFEST).write_text("{" + text + (path / MANIFEST).read_text()[1:])
+
+    return damage
+
+
+def _counted(**changes: Any) -> Damage:
+    return forge_json("state.json", lambda s: {**s, "state": {"counters": {"step": 1, **changes}}})
+
+
+IMPOSSIBLE: dict[str, tuple[Damage, str]] = {
+    "schema true": (change_manifest(lambda m: m.update(schema_version=True)), "schema_version is True"),
+    "schema 2.0": (change_manifest(lambda m: m.update(schema_version=2.0)), "schema_version is 2.0"),
+    "a step twice": (_again('"step": 1, '), "step appears twice"),
+    "an axis more": (change_manifest(lambda m: m["layout"].update(up=1)), "layout names other axes"),
+    "an axis of none": (change_manifest(lambda m: m["layout"].update(tp=0)), "its layout is not one of 2 ranks"),
+    "experts of others": (change_manifest(lambda m: m["layout"].update(ep=4)), "ep and efsdp of its layout (4, "),
+    "another step": (change_manifest(lambda m: m.update(step=7)), "step is 7, but the directory is of step 1"),
+    "a step below zero": (change_manifest(lambda m: m.update(step=-1)), "step: "),
+    "a step without end": (change_manifest(lambda m: m.update(step=10**30)), "step: "),
+    "ranks without end": (change_manifest(lambda m: m.update(world_size=10**12)), "world_size: "),
+    "copies on no ranks": (change_manifest(lambda m: m["tilings"][0].update(copies=10**9)), "1000000000 copies of"),
+    "no time": (change_manifest(lambda m: m.update(created="\x1b[31mnow")), "which is no time"),
+    "deep": (change_manifest(lambda m: m.update(versions=json.loads("[" * 200 + "]" * 200))), "nested more than 100"),
+    "a config that is another": (change_manifest(lambda m: m.update(config_sha256="0" * 64)), "config_sha256"),
+    "a fingerprint that is none": (
+        forge_metadata(MOMENTS[0], lambda m: {**m, "fingerprints": json.dumps({f"optimizer.{NORM}.step": 2**80})}),
+        "which cannot be",
+    ),
+    "weights": (forge_tensors(MODEL[1], _two_not_finite), "not finite"),
+}
+
+
+def _read_as_resume_does(path: Path) -> None:
+    with open_state(path) as state:
+        for name, entry in state.manifest.model.items():
+            box = full_box(entry.shape)
+            state.check_finite(name, box, state.read(name, box))
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_what_cannot_be_is_refused_alike_by_verify_export_and_resume(
+    good: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, case: str
+) -> None:
+    damage, said = IMPOSSIBLE[case]
+    path = _spoilt(good[0], tmp_path, damage)
+    try:
+        found = "\n".join(_found(path))
+    except IntegrityError as error:
+        found = str(error)
+    assert said in found
+    with pytest.raises(IntegrityError) as caught:
+        export(path, tmp_path / "out")
+    assert said in str(caught.value)
+    with pytest.raises(IntegrityError) as caught:
+        _read_as_resume_does(path)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": 2},
+        {"step": True},
+        {"tokens": -1},
+        {"tokens": 1.5},
+        {"seconds": 1e300},
+        {"more": 1},
+        {"expert_load": [[-1]]},
+    ],
+    ids=str,
+)
+def test_counters_that_no_loop_has_counted_are_found_and_not_resumed(
+    good: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    path = _spoilt(good[0], tmp_path, _counted(**changes))
+    assert any("is not the state of a training run (counters: " in text for text in _found(path))
+    with refused("checkpoint.damaged", IntegrityError, naming=next(iter(changes))):
+        read_counters(path, {"step": 1, **changes}, 1)
 
 
 @pytest.mark.parametrize("lost", [["exp_avg_sq"], ["exp_avg", "exp_avg_sq", "step"]])

@@ -1,5 +1,6 @@
 """Training functions that only end: what the ranks of test_launch.py run instead of the trainer."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import time
 from pathlib import Path
 
 from expertmesh.config import Config, InputError, IntegrityError
+from expertmesh.io.terminal import tell
 from expertmesh.training.control import Control, Stopped
 
 COLLECTIVE_SECONDS = 2
@@ -43,6 +45,14 @@ def succeed(config: Config, control: Control) -> None:
     dist.all_reduce(ranks)
     if dist.get_rank() == 0:
         print(f"{config.output_dir}: {int(ranks)} ranks of {os.environ['OMP_NUM_THREADS']} threads")
+
+
+def talk(config: Config, control: Control) -> None:
+    """Prints more than a buffer holds, whoever reads it."""
+    for step in range(20):
+        tell(f"step {step} {'.' * 1000}")
+    logging.getLogger().warning("a library")
+    Path(os.environ["SCRATCH"], f"saved-{rank()}").write_text("done")
 
 
 def refuse_everywhere(config: Config, control: Control) -> None:

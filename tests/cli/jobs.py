@@ -16,7 +16,7 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 
-from expertmesh.config import Config, DataConfig, DataSource, ExpertmeshError, ModelConfig
+from expertmesh.config import Config, DataConfig, DataSource, DistributedConfig, ExpertmeshError, ModelConfig
 from expertmesh.launcher import launch as launcher
 from expertmesh.launcher.launch import RunOptions
 from expertmesh.launcher.supervise import STOP_SIGNALS
@@ -41,12 +41,19 @@ class ForkedJob:
     """
 
     def __init__(
-        self, train: str, ranks: int = 2, *, seconds: float | None = None, restarts: int = 0, **environment: str
+        self,
+        train: str,
+        ranks: int = 2,
+        *,
+        seconds: float | None = None,
+        restarts: int = 0,
+        timeout: int = 600,
+        **environment: str,
     ) -> None:
         self.output = Path(os.environ["SCRATCH"], "output")
         environment = {name: os.environ[name] for name in ("SCRATCH", "TMPDIR")} | environment
         options = RunOptions(max_seconds=seconds, max_restarts=restarts)
-        self._process = _SERVER.Process(target=_launch, args=(self.output, train, ranks, options, environment))
+        self._process = _SERVER.Process(target=_launch, args=(self.output, train, ranks, options, timeout, environment))
         self._process.start()
         assert self._process.pid is not None
         self.process = self._process.pid
@@ -72,11 +79,13 @@ class ForkedJob:
         return code
 
 
-def _launch(output: Path, train: str, ranks: int, options: RunOptions, environment: dict[str, str]) -> None:
+def _launch(
+    output: Path, train: str, ranks: int, options: RunOptions, timeout: int, environment: dict[str, str]
+) -> None:
     os.setpgid(0, 0)  # as a shell does, so that a test can press Ctrl-C
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    descriptor = os.open(environment.get("OUTPUT", output), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
@@ -84,12 +93,13 @@ def _launch(output: Path, train: str, ranks: int, options: RunOptions, environme
     tempfile.tempdir = environment["TMPDIR"]  # the server has asked for it already, and remembers
     os.chdir(ROOT)
     code = 1
+    config = CONFIG.model_copy(update={"distributed": DistributedConfig(timeout_seconds=timeout)})
     try:
         if "RANK" in os.environ:
-            code = launcher.run(CONFIG, f"{FAKE}:{train}", options)
+            code = launcher.run(config, f"{FAKE}:{train}", options)
         else:
             deadline = None if options.max_seconds is None else time.monotonic() + options.max_seconds
-            code = launcher.launch(CONFIG, ranks, f"{FAKE}:{train}", options, deadline)
+            code = launcher.launch(config, ranks, f"{FAKE}:{train}", options, deadline)
     except ExpertmeshError as error:
         print(f"error: {error}")
         code = error.exit_code

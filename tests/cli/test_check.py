@@ -126,8 +126,8 @@ def test_report_shows_samples_targets_and_every_row_that_is_lost(
 def test_targets_are_coloured_on_a_terminal(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    terminal = functools.partial(check.Console, force_terminal=True, color_system="standard")
-    monkeypatch.setattr(check, "Console", terminal)
+    terminal = functools.partial(check.Terminal, force_terminal=True, color_system="standard")
+    monkeypatch.setattr(check, "Terminal", terminal)
     check.run(config_of(model, write(tmp_path / "a.jsonl", [chat("Nothing.")])))
     out = capsys.readouterr().out
     assert "assistant\n\x1b[1;32mNothing.<|im_end|>\x1b[0m\n" in out

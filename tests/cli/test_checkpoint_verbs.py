@@ -23,6 +23,7 @@ def run(tmp_path: Path) -> Path:
     """A run's directory with two checkpoints and what an interrupted save left; the older one is damaged."""
     for name in ("step-00000001", STEP):
         shutil.copytree(GOLDEN / STEP, tmp_path / "run" / "checkpoints" / name)
+    change_manifest(lambda m: m.update(step=1))(tmp_path / "run" / "checkpoints" / "step-00000001")
     flip_a_bit(SHARD, 1.0)(tmp_path / "run" / "checkpoints" / "step-00000001")
     (tmp_path / "run" / "checkpoints" / "step-00000003.tmp-1").mkdir()
     return tmp_path / "run"

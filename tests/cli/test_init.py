@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.shapes import qwen3_30b_a3b
-from expertmesh.cli import check
+from expertmesh.cli.data import check
 from expertmesh.cli.main import main
 from expertmesh.config import Config, load_config
 from expertmesh.planning.forecast import devices_here, forecast
@@ -115,9 +115,12 @@ def test_nothing_is_written_where_nothing_fits(large: Path, data: str, capsys: p
     ("content", "says"),
     [
         ([{"messages": CHAT}, {"messages": [{"role": "user"}]}], "mine.jsonl:2: "),
-        ([{"question": "What?"}], "mine.jsonl:1: the row's keys (question) fit no format"),
-        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], "mine.jsonl:1: the row is a preference"),
-        ([{"messages": CHAT[:1]}], "have no target token"),
+        ([{"question": "What?"}], "mine.jsonl:1: the row's keys (question) fit none of the formats"),
+        (
+            [{"prompt": "a", "chosen": "b", "rejected": "c"}],
+            "mine.jsonl:1: the row is of format preference, ",
+        ),
+        ([{"messages": CHAT[:1]}], "has no target token at all"),
     ],
 )
 def test_mistakes_in_the_data_are_said_before_anything_is_written(

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import re
 import shutil
@@ -15,13 +16,16 @@ import pytest
 import torch
 
 from expertmesh.config import DistributedFailure, InputError, IntegrityError
+from expertmesh.io.parent import watch_parent
 from expertmesh.launcher.launch import RunOptions, _continued, join_job, launch, local_ranks, run
 from expertmesh.launcher.supervise import STOP_SIGNALS
+from expertmesh.launcher.torchrun import TorchrunAgent
 from expertmesh.training.control import ONE_REQUEST_SECONDS
 from tests.cli.fake_training import COLLECTIVE_SECONDS
 from tests.cli.jobs import CONFIG, FAKE, ROOT, ForkedJob, is_alive, left_behind, start_server, wait_until
+from tests.support.errors import refused
 
-JOB = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+JOB = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTORCH_ALLOC_CONF")
 
 
 @pytest.fixture(autouse=True)
@@ -214,6 +218,64 @@ def test_ranks_do_not_outlive_a_killed_launcher(stopped: bool, temporary: Path) 
     wait_until(lambda: not any(is_alive(rank) for rank in ranks))
     for left in (temporary / "temporary").iterdir():  # what SIGKILL lets nobody remove
         shutil.rmtree(left)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_that_are_all_stopped_are_noticed_although_nobody_waits_for_them(ranks: int, temporary: Path) -> None:
+    job = ForkedJob("loop", ranks, timeout=2)
+    for rank in job.wait_for("up", ranks):
+        os.kill(rank, signal.SIGSTOP)
+    assert job.end() == 5
+    assert_matches(r"error: rank \d hung at step \d+, forward and backward.*: it had not moved for \d", job.said())
+    assert "stopped by a signal (SIGSTOP)" in job.said()
+
+
+def test_stopped_ranks_are_woken_to_save_when_the_job_is_asked_to_end(temporary: Path) -> None:
+    job = ForkedJob("loop")
+    for rank in job.wait_for("up"):
+        os.kill(rank, signal.SIGSTOP)
+    os.kill(job.process, signal.SIGTERM)
+    started = time.monotonic()
+    assert job.end() == 143
+    assert time.monotonic() - started < 15
+    assert len([*temporary.glob("saved-*")]) == 2
+
+
+def test_a_job_whose_output_nobody_reads_goes_on_to_its_end(temporary: Path) -> None:
+    job = ForkedJob("talk", OUTPUT="/dev/full")
+    assert job.end() == 0
+    assert [path.read_text() for path in temporary.glob("saved-*")] == ["done", "done"]
+
+
+def test_a_rank_ends_with_the_agent_that_started_it(tmp_path: Path) -> None:
+    def agent() -> None:
+        if os.fork() == 0:
+            watch_parent(os.getppid(), lambda: None)
+            (tmp_path / "rank").write_text(str(os.getpid()))
+            time.sleep(100)
+        time.sleep(100)
+
+    process = multiprocessing.get_context("fork").Process(target=agent)
+    process.start()
+    wait_until(lambda: (tmp_path / "rank").exists() and (tmp_path / "rank").read_text() != "")
+    process.kill()
+    process.join()
+    wait_until(lambda: not is_alive(int((tmp_path / "rank").read_text())))
+
+
+def test_what_no_attempt_can_change_is_not_tried_again_under_torchrun(tmp_path: Path) -> None:
+    def agent(attempt: int) -> TorchrunAgent:
+        error_file = tmp_path / f"attempt_{attempt}" / "0" / "error.json"
+        places = {"TORCHELASTIC_ERROR_FILE": str(error_file), "TORCHELASTIC_RESTART_COUNT": str(attempt), "RANK": "0"}
+        return TorchrunAgent.of(places)
+
+    agent(0).refuse_again()
+    agent(0).remember(DistributedFailure("a rank died", key="rank.exited"))
+    agent(1).refuse_again()
+    agent(1).remember(InputError("no such file", key="data.not-found"))
+    with refused("data.not-found", naming=r"not tried again (attempt 3): no such file"):
+        agent(2).refuse_again()
+    assert not TorchrunAgent.of({}).is_there
 
 
 def test_under_a_launcher_the_process_is_one_rank(

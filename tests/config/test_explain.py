@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from expertmesh.config import Config, InputError, load_config
+from expertmesh.config import Config, DataSource, InputError, load_config
 from expertmesh.config.base import Section
 from expertmesh.config.other_names import DERIVED, ELSEWHERE, NOT_YET, THEIRS
 from tests.config.minimal import write
@@ -59,7 +59,8 @@ def test_names_of_other_trainers_lead_to_keys_that_exist() -> None:
             keys.add(".".join((*path, name)))
             kinds = (field.annotation, *get_args(field.annotation))
             unread += [((*path, name), kind) for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
-    ours = {target.partition(":")[0].replace("train.0.format", "format") for target in ELSEWHERE.values()}
+    keys |= {f"data.train.0.{name}" for name in DataSource.model_fields}
+    ours = {target.partition(":")[0] for target in ELSEWHERE.values()}
     assert ours - keys == set()
     assert len(ELSEWHERE) > 60
     own = {key.rpartition(".")[2] for key in keys}
@@ -80,12 +81,13 @@ def test_names_of_other_trainers_lead_to_keys_that_exist() -> None:
         ),
         (
             "model.revision=1e5",
-            "model.revision must be text that is not empty or null, not the number 100000.0; put it in quotes",
+            "model.revision must be text or null, not the number 100000.0; put it in quotes",
         ),
         ("schedule=[]", "schedule must be a section of keys (name, warmup_ratio, "),
         (
             "data.train=[]",
-            "data.train must be a list of one or more items, each a section of keys (path, format), not []",
+            "data.train must be a list of one or more items, each a section of keys (path, format, "
+            "weight, repeat, max_rows), not []",
         ),
         (
             "optim.betas=[1, 2, 3]",
@@ -110,7 +112,8 @@ def test_missing_keys_are_named_in_full(tmp_path: Path) -> None:
 
 def test_a_list_with_a_bad_item_is_not_also_called_too_short(tmp_path: Path) -> None:
     assert refusal(write(tmp_path), "data.train=[3]") == (
-        "override 'data.train=[3]': data.train.0 must be a section of keys (path, format), not 3"
+        "override 'data.train=[3]': data.train.0 must be a section of keys (path, format, weight, repeat, "
+        "max_rows), not 3"
     )
 
 

@@ -353,11 +353,12 @@ def test_what_train_refuses_for_a_model_is_not_ranked(qwen: ModelFigures) -> Non
     assert linear.feasibility.refusal(Layout(pp=2, tp=2)) is None
 
 
-def test_a_precision_that_train_refuses_for_a_model_is_not_planned() -> None:
-    config = tiny_config("DeepseekV4ForCausalLM", "deepseek_v4")
-    with refused("precision.compute-unsupported", naming="deepseek_v4"):
-        figures_of(config, length=64, precision=PrecisionConfig())
-    assert figures_of(config, length=64, precision=PrecisionConfig(compute="float32")).total > 0
+def test_what_a_family_keeps_in_float32_is_gathered_so() -> None:
+    model = figures_of(tiny_config("DeepseekV4ForCausalLM", "deepseek_v4"), length=64, precision=PrecisionConfig())
+    uncast = model.blocks[0].uncast
+    assert uncast is not None
+    assert {weight.compute for weight in uncast.weights} == {4}
+    assert {weight.compute for weight in model.blocks[0].own.weights} == {2}
 
 
 def test_stages_are_those_that_training_cuts(qwen: ModelFigures) -> None:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.planning.forecast import train_with_forecast
+from expertmesh.training.reporting.data_record import DataRecord
 from expertmesh.training.reporting.record import Share, Start, read_record
 from expertmesh.training.run import train
 from tests.report.made_up import record, start
@@ -49,6 +50,13 @@ def test_a_run_leaves_its_layout_and_what_every_rank_holds(inputs: Path, tmp_pat
     assert only.printed[0].startswith("model      ")
     assert only.printed[-2].startswith("steps      1 optimizer steps")
     assert only.printed[-1].startswith("predicted  ")
+    data = DataRecord.model_validate_json((tmp_path / "run" / "data.json").read_bytes())
+    assert sum(each.samples for each in data.lengths) == len(ROWS)
+    first = data.samples[0]
+    assert first.source.endswith("train.jsonl:1")
+    assert not first.pieces[0].is_target
+    assert "It is 0." in "".join(each.text for each in first.pieces if each.is_target)
+    assert "What is 0 plus 0?" in "".join(each.text for each in first.pieces if not each.is_target)
     predicted = only.plan
     assert predicted is not None
     assert min(predicted.step_seconds or 0, predicted.tokens_per_second or 0, predicted.peak_memory_bytes or 0) > 0

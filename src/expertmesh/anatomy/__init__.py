@@ -3,6 +3,7 @@
 from expertmesh.anatomy.structure import (
     Anatomy,
     ExpertsSpec,
+    alike_as_one,
     carries_state,
     dense_linears,
     describe,
@@ -16,6 +17,7 @@ from expertmesh.anatomy.structure import (
 __all__ = [
     "Anatomy",
     "ExpertsSpec",
+    "alike_as_one",
     "carries_state",
     "dense_linears",
     "describe",

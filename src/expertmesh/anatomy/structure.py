@@ -8,8 +8,9 @@ Everything here works on models on meta, and refuses by name what it does not re
 """
 
 import inspect
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -71,6 +72,11 @@ class Anatomy:
 
     def is_expert_parameter(self, name: str) -> bool:
         return any(name.removeprefix(f"{spec.name}.") in spec.parameters for spec in self.experts)
+
+
+def alike_as_one(names: Iterable[str]) -> str:
+    """Names of parameters for a printed line: those of different blocks that are alike once, without their block."""
+    return ", ".join(dict.fromkeys(re.sub(r"^.*\.\d+\.", "", name) for name in names))
 
 
 def is_inside(name: str, module: str) -> bool:

@@ -10,12 +10,11 @@ import shutil
 import time
 from pathlib import Path
 
-from expertmesh.checkpoint.manifest import MANIFEST
+from expertmesh.checkpoint.manifest import MANIFEST, step_of
 from expertmesh.config.errors import InputError
 from expertmesh.io.safetensors_writer import sync
 
 CHECKPOINTS = "checkpoints"
-_STEP = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"(step-\d{8,}|model|adapter)\.(tmp|old)-[0-9a-f]+")
 
 
@@ -27,7 +26,7 @@ def published(directory: Path) -> list[tuple[int, Path]]:
     """(step, directory) of every checkpoint in `directory`, oldest first."""
     if not directory.is_dir():
         return []
-    found = [(int(match[1]), path) for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))]
+    found = [(step, path) for path in directory.iterdir() if (step := step_of(path)) is not None]
     return sorted(found)
 
 
@@ -41,7 +40,7 @@ def find(directory: Path, resume: str) -> Path | None:
     checkpoints = published(directory)
     if resume == "auto":
         return checkpoints[-1][1] if checkpoints else None
-    named = directory / resume if _STEP.fullmatch(resume) else Path(resume)
+    named = directory / resume if step_of(Path(resume)) is not None and "/" not in resume else Path(resume)
     if named.is_dir():
         return named
     known = ", ".join(path.name for _, path in checkpoints[-5:]) or "no checkpoint"
@@ -57,7 +56,7 @@ def locate(path: Path) -> tuple[Path, int | None]:
     """
     if not path.is_dir():
         raise InputError(f"{path}: no such directory", key="checkpoint.not-found")
-    if _STEP.fullmatch(path.resolve().name) or (path / MANIFEST).exists():
+    if step_of(path.resolve()) is not None or (path / MANIFEST).exists():
         return path, None
     checkpoints = published(path / CHECKPOINTS) or published(path)
     if not checkpoints:

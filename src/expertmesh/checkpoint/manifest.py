@@ -4,22 +4,26 @@ It is the last file written and the only one that says that a checkpoint is comp
 is expected is damaged. Nothing here reads a tensor.
 """
 
+import datetime
 import itertools
+import math
 import os
+import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from expertmesh.checkpoint.schema import KINDS, SCHEMA_VERSION, FileEntry, Manifest, tensor_file, writer_of
+from expertmesh.checkpoint.schema import AXES, KINDS, SCHEMA_VERSION, FileEntry, Manifest, tensor_file, writer_of
 from expertmesh.checkpoint.schema1 import Schema1Manifest, upgraded
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
-from expertmesh.io.reading import MAX_MANIFEST_BYTES
+from expertmesh.io.reading import MAX_MANIFEST_BYTES, shortened
 from expertmesh.io.safetensors_reader import DTYPES
 from expertmesh.io.versioned_json import read_content, validated
 
-MANIFEST = "manifest.json"
+MANIFEST, CONFIG_FILE = "manifest.json", "config.yaml"
+_STEP = re.compile(r"step-([0-9]{8,15})")
 # What a user can do about damage; ends the sentences that name it.
 MEND = "restore it, or remove this checkpoint to go on from the one before it"
 _PICKLE_NAMES = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".metadata")
@@ -35,7 +39,11 @@ def read_manifest(directory: Path, *, rank: int = 0, ranks: int = 1) -> Manifest
     """
     manifest = parse_manifest(directory)
     share = manifest.files[rank::ranks]
-    for problem in itertools.chain(file_problems(directory, manifest, share), tensor_problems(directory, manifest)):
+    for problem in itertools.chain(
+        header_problems(directory, manifest),
+        file_problems(directory, manifest, share),
+        tensor_problems(directory, manifest),
+    ):
         raise damaged(f"{problem}; {MEND}")
     return manifest
 
@@ -104,6 +112,36 @@ def _is_pickle(path: Path) -> bool:
     # A safetensors file begins with the length of its header, any number; its reader refuses what is none.
     with path.open("rb") as file:
         return file.read(4).startswith(_PICKLE_STARTS) and not path.name.endswith(".safetensors")
+
+
+def header_problems(directory: Path, manifest: Manifest) -> Iterator[str]:
+    """What of the job that wrote the checkpoint cannot be, by the manifest alone; sentences."""
+    said, layout, world = f"{directory / MANIFEST}: damaged:", manifest.layout, manifest.world_size
+    named = step_of(directory)
+    if named is not None and named != manifest.step:
+        yield f"{said} step is {manifest.step}, but the directory is of step {named}"
+    if layout.keys() != set(AXES):
+        yield f"{said} layout names other axes than {', '.join(AXES)}"
+    elif min(layout.values()) < 1 or math.prod(layout[axis] for axis in AXES[:5]) != world:
+        yield f"{said} its layout is not one of {world} ranks"
+    elif layout["ep"] * layout["efsdp"] != layout["fsdp"] * layout["cp"] * layout["tp"]:
+        yield f"{said} ep and efsdp of its layout ({layout['ep']}, {layout['efsdp']}) are not those of fsdp, cp and tp"
+    try:
+        datetime.datetime.fromisoformat(manifest.created)
+    except ValueError:
+        yield f"{said} created is {shortened(manifest.created)!r}, which is no time"
+    config = manifest.by_name.get(CONFIG_FILE)
+    if manifest.config_sha256 != (config.sha256 if config is not None else None):
+        yield f"{said} config_sha256 is not that of {CONFIG_FILE}"
+    for number, tiling in enumerate(manifest.tilings):
+        if tiling.copies * len(tiling.ranks) > world:
+            yield f"{said} tiling {number} has {tiling.copies} copies of {len(tiling.ranks)} parts on {world} ranks"
+
+
+def step_of(directory: Path) -> int | None:
+    """The step that the name of a checkpoint's directory says; None for another name."""
+    match = _STEP.fullmatch(directory.name)
+    return int(match[1]) if match else None
 
 
 def file_problems(directory: Path, manifest: Manifest, files: Iterable[FileEntry]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from expertmesh.checkpoint.manifest import MANIFEST
+from expertmesh.checkpoint.manifest import CONFIG_FILE, MANIFEST
 from expertmesh.checkpoint.part import ListedTensor, Note, SharedBox, note_path, read_fingerprints, read_note
 from expertmesh.checkpoint.schema import KINDS, FileEntry, Manifest, TensorEntry, Tiling
 from expertmesh.checkpoint.small_files import write_generators
@@ -24,8 +24,6 @@ from expertmesh.config.errors import IntegrityError
 from expertmesh.io.boxes import Box, volume
 from expertmesh.io.directory import wait_until_seen
 from expertmesh.io.safetensors_writer import sync, write_synced
-
-CONFIG_FILE = "config.yaml"
 
 
 @dataclass(frozen=True, slots=True)

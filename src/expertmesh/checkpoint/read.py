@@ -5,6 +5,7 @@ before a value is used, and so is each file's hash. Never opens a pickle. Nothin
 """
 
 import hashlib
+import itertools
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.checkpoint.manifest import damaged, expecting, read_manifest
+from expertmesh.checkpoint.manifest import MEND, damaged, expecting, read_manifest
 from expertmesh.checkpoint.schema import Manifest, is_tensor_file
 from expertmesh.checkpoint.small_files import other_content
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.io.boxes import Box, extents, full_box, volume
 from expertmesh.io.pieces import Piece
-from expertmesh.io.reading import open_file, parse_json
+from expertmesh.io.reading import open_file, parse_json, shortened
 from expertmesh.io.safetensors_reader import DTYPES, FileTensor, WeightFiles, read_header, read_metadata
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.reading import read_box
@@ -71,6 +72,14 @@ class SavedState:
         out = torch.empty(extents(box), dtype=DTYPES[self.manifest.entry(name).dtype])
         self.read_into(name, box, out)
         return out
+
+    def check_finite(self, name: str, box: Box, values: Tensor) -> None:
+        """Raise `IntegrityError` unless the `values` that `box` of a tensor holds are numbers."""
+        # A sum is finite only if every term is: one pass. If it overflows, all are looked at.
+        if not values.is_floating_point() or values.sum().isfinite() or values.isfinite().all():
+            return
+        files = ", ".join(file for file, _ in itertools.islice(self.manifest.parts_within(name, box), 3))
+        raise damaged(f"{self.directory / files}: values of {name} are not finite; {MEND}")
 
     def read_into(self, name: str, box: Box, out: Tensor) -> None:
         """Fill `out`, on any device and with any strides, with the elements of `box`."""
@@ -161,6 +170,9 @@ def match_header(path: Path, header: Mapping[str, FileTensor], manifest: Manifes
     """In what the `header` of a file differs from what the manifest says of it; sentences."""
     belongs, expected = saved_offsets(path), manifest.parts_in(path.name)
     problems: list[str] = []
+    for name, mark in fingerprints_in(path, manifest).items():
+        if type(mark) is not int or not -(2**63) <= mark < 2**63:
+            problems.append(f"{path}: has the fingerprint {shortened(repr(mark))} of {name}, which cannot be")
     for name, (box, dtype) in expected.items():
         stored, here, offset = header.get(name), belongs.get(name), [start for start, _ in box]
         if stored is None or (stored.shape, stored.dtype) != (extents(box), DTYPES[dtype]):

@@ -55,7 +55,9 @@ def restore(
 def read_state(state: SavedState, targets: Mapping[str, Tensor]) -> None:
     """Fill what this rank holds of `targets` (DTensors or plain, by saved name). No collective."""
     for name, tensor in targets.items():
-        state.read_into(name, *held_part(tensor))
+        box, held = held_part(tensor)
+        state.read_into(name, box, held)
+        state.check_finite(name, box, held)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
@@ -20,9 +20,11 @@ from expertmesh.io.boxes import Box, volume
 
 SCHEMA_VERSION = 2
 KINDS = ("model", "optimizer")
+AXES = ("pp", "replicate", "fsdp", "cp", "tp", "ep", "efsdp")
 _TENSOR_FILE = re.compile(r"(model|optimizer)-([0-9]{5,9})-of-[0-9]{5,9}\.safetensors")
 _Sha256 = Field(pattern=r"^[0-9a-f]{64}$")
-_Size = Field(ge=0)
+_Size = Field(ge=0, lt=2**63)
+_Extent = Annotated[int, _Size]
 
 
 class Strict(BaseModel):
@@ -34,8 +36,8 @@ class Tiling(Strict):
     how many ranks held each cell.
     """
 
-    cuts: list[list[int]]
-    ranks: list[int]
+    cuts: list[list[_Extent]] = Field(max_length=64)
+    ranks: list[_Extent]
     copies: int = Field(default=1, ge=1)
 
     @classmethod
@@ -106,7 +108,7 @@ class TensorEntry(Strict):
     """One tensor: `dtype` as safetensors spells it, its global shape, and the number of its tiling."""
 
     dtype: str
-    shape: list[int]
+    shape: list[_Extent] = Field(max_length=64)
     tiling: int = _Size
 
 
@@ -114,9 +116,9 @@ class ManifestHeader(Strict):
     """What the manifests of all schema versions say."""
 
     format: Literal["expertmesh-checkpoint"] = "expertmesh-checkpoint"
-    step: int = _Size
+    step: int = Field(ge=0, lt=2**53)
     created: str
-    world_size: int = Field(ge=1)
+    world_size: int = Field(ge=1, le=2**24)
     layout: dict[str, int]
     versions: dict[str, str]
     config_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")

@@ -1,24 +1,25 @@
 """Manifests of schema version 1: each part of each tensor on its own. Read, and turned into what readers know today."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from expertmesh.checkpoint.schema import Manifest, ManifestHeader, Strict, TensorEntry, Tiling, writer_of
 from expertmesh.io.boxes import Box, volume
 
-_Size = Field(ge=0)
+_Size = Field(ge=0, lt=2**63)
+_Extent = Annotated[int, _Size]
 
 
 class Schema1Chunk(Strict):
     """A box of a tensor in file number `file`; `copies` ranks held it, and computed `fingerprint` if several."""
 
     file: int = _Size
-    offset: list[int]
-    shape: list[int]
+    offset: list[_Extent] = Field(max_length=64)
+    shape: list[_Extent] = Field(max_length=64)
     copies: int = Field(default=1, ge=1)
-    fingerprint: int | None = None
+    fingerprint: int | None = Field(default=None, ge=-(2**63), lt=2**63)
 
     @property
     def box(self) -> Box:
@@ -27,7 +28,7 @@ class Schema1Chunk(Strict):
 
 class Schema1Tensor(Strict):
     dtype: str
-    shape: list[int]
+    shape: list[_Extent] = Field(max_length=64)
     chunks: list[Schema1Chunk]
 
 

@@ -56,7 +56,9 @@ def read_state_file(directory: Path, manifest: Manifest) -> StateFile:
     path = directory / STATE_FILE
     with expecting(path, "is not the state of a checkpoint"):
         content = read_small_json(directory, manifest, STATE_FILE)
-        found = StateFile(int(content["step"]), dict(content["state"]), content.get("optimizer"))
+        found = StateFile(content["step"], dict(content["state"]), content.get("optimizer"))
+        if type(found.step) is not int or not isinstance(found.optimizer, str | None):
+            raise TypeError("step is no whole number, or optimizer no name")
     if found.step != manifest.step:
         raise damaged(f"{path}: is of step {found.step}, the manifest of step {manifest.step}")
     return found

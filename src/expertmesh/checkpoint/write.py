@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from expertmesh.checkpoint.directory import prune, published, step_name
 from expertmesh.checkpoint.part import RankPart, take_part, write_part
 from expertmesh.checkpoint.publish import SavedJob, publish
-from expertmesh.checkpoint.schema import Manifest
+from expertmesh.checkpoint.schema import AXES, Manifest
 from expertmesh.checkpoint.state import model_state, optimizer_state, trained
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
@@ -27,8 +27,6 @@ from expertmesh.io.directory import io_errors, require_space, temporary_director
 from expertmesh.io.safetensors_writer import sync, write_synced
 from expertmesh.state.sharded_model import mesh_of
 from expertmesh.state.stage_view import full_state, on_other_stage
-
-AXES = ("pp", "replicate", "fsdp", "cp", "tp", "ep", "efsdp")
 
 STATUSES = range(5)
 IDLE, WRITING, WRITTEN, PUBLISHED, FAILED = STATUSES

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from expertmesh.cli.printing import bytes_text, peak_bytes
 from expertmesh.export.convert import convert
-from expertmesh.io.terminal import printable
+from expertmesh.io.terminal import tell
 from expertmesh.training.reporting.weights import dtype_text, saved_lines
 
 
@@ -33,5 +33,5 @@ def run(model: str, output: str, dtype: str, max_shard_bytes: int, trust_remote_
         f"            {report.seconds:.1f} s, {bytes_text(peak_bytes() - before)} of memory above the start",
     ]
     for line in lines:
-        print(printable(line))
+        tell(line)
     return 0

@@ -12,6 +12,7 @@ from expertmesh.checkpoint.directory import locate
 from expertmesh.cli.printing import bytes_text, located_text, peak_bytes
 from expertmesh.export.adapter import AdapterFormat
 from expertmesh.export.checkpoint import export
+from expertmesh.io.terminal import tell
 from expertmesh.training.reporting.weights import dtype_text, saved_lines
 
 
@@ -26,7 +27,7 @@ def run(
     """Export the checkpoint at `path`, or the newest of the run at `path`; returns 0. Raises what `export` raises."""
     before = peak_bytes()
     checkpoint, found = locate(Path(path))
-    print(f"checkpoint  {located_text(checkpoint, found)}", flush=True)
+    tell(f"checkpoint  {located_text(checkpoint, found)}")
     manifest, saved = export(
         checkpoint,
         Path(output),
@@ -36,10 +37,10 @@ def run(
         adapter_format=adapter_format,
     )
     for line in saved_lines(saved):
-        print(line)
+        tell(line)
     files = f"{len(saved.files)} file{'s' if len(saved.files) > 1 else ''}"
     what = "adapter" if WEIGHTS_FILE in saved.files else "model"
-    print(
+    tell(
         f"exported    {saved.directory}: the {what} after step {manifest.step}, {saved.tensors:,} tensors "
         f"in {dtype_text(saved)}, {bytes_text(saved.total_bytes)} in {files}\n"
         f"            {saved.seconds:.1f} s, {bytes_text(peak_bytes() - before)} of memory above the start"

@@ -6,19 +6,17 @@ never starts a process group. Models that expertmesh cannot shard are refused he
 refuse them.
 """
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh.adapters.targets import candidates, listed
-from expertmesh.anatomy import Anatomy, ExpertsSpec, describe, is_inside
-from expertmesh.cli.printing import bytes_text, count_text, print_rows
+from expertmesh.anatomy import Anatomy, ExpertsSpec, alike_as_one, describe, is_inside
+from expertmesh.cli.printing import Terminal, bytes_text, count_text, print_rows
 from expertmesh.cli.sizes import COMPUTE_BYTES, disk_text, frozen_rows
 from expertmesh.config import MoeConfig, ParallelConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
@@ -26,7 +24,7 @@ from expertmesh.distributed.layout import Layout, divisors, resolve_layout
 from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.refusals import expert_shard_dim
 from expertmesh.parallel.shard_plan import ShardOptions
-from expertmesh.weights.meta_model import read_model_config
+from expertmesh.weights.meta_model import kept_in_fp32, read_model_config
 
 DEFAULT_WORLD_SIZES = (1, 2, 4, 8)
 # What training keeps of each parameter: float32 weight, gradient and the two moments of AdamW.
@@ -79,7 +77,7 @@ def run(model: str, world_size: int | None = None, trust_remote_code: bool = Fal
     # What settings could mend is not asked about here, so they are those that every family can have.
     plan_model(built, Layout(), ShardOptions(precision, MoeConfig(aux_loss_coef=0.0)))
     facts = examine(built)
-    console = Console(file=sys.stdout, highlight=False, markup=False)
+    console = Terminal()
     lines = [*describe_rows(built, facts), *frozen_rows(built), ("on disk", disk_text(config, directory))]
     print_rows(console, model, None, lines)
     for size in (world_size,) if world_size else DEFAULT_WORLD_SIZES:
@@ -225,6 +223,9 @@ def describe_rows(model: nn.Module, facts: Facts) -> Iterator[tuple[str, str]]:
     yield "experts", f"{spec.num_experts} per layer, top-{spec.top_k or '?'}, width {spec.intermediate_size}"
     yield "router", facts.router
     yield "shared experts", f"in {facts.shared_experts} layers" if facts.shared_experts else "none"
+    kept = kept_in_fp32(model, torch.bfloat16)  # type: ignore[arg-type]
+    if names := [name for name, _ in model.named_parameters() if kept(name)]:
+        yield "float32 under bfloat16", alike_as_one(names)
     yield "hidden, vocabulary", f"{spec.hidden_size:,}, {vocabulary:,}"
     yield "parameters", count_text(facts.total)
     yield (

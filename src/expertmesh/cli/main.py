@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import select
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -17,7 +18,7 @@ import typer
 
 from expertmesh.cli.verbs import app
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError
-from expertmesh.io.terminal import printable
+from expertmesh.io.terminal import prepare_output, printable
 from expertmesh.launcher.torchrun import has_to_tell
 from expertmesh.launcher.worker import leave
 
@@ -43,15 +44,20 @@ def main(arguments: Sequence[str]) -> int:
 
 def entry_point() -> NoReturn:
     """What the `expertmesh` script calls."""
+    prepare_output()
     try:
         code = main(sys.argv[1:])
         sys.stdout.flush()
+    except KeyboardInterrupt:  # a second one, while the first was dealt with
+        code = INTERRUPTED
     except BrokenPipeError:
         if not _nobody_reads(sys.stdout.fileno()):
             raise
         # Whoever read the output (`| head`) has what they wanted; Python must not try to write the rest at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = PIPE_CLOSED
+    if code == INTERRUPTED:  # a third must not end the ending
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     if "RANK" in os.environ:
         leave(code)
     gc.freeze()  # nothing here is worth a search for garbage before the process ends

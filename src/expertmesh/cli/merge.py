@@ -20,7 +20,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.export.checkpoint import export
 from expertmesh.export.merge import MergeReport, merge
 from expertmesh.io.directory import io_errors
-from expertmesh.io.terminal import printable
+from expertmesh.io.terminal import tell
 from expertmesh.training.reporting.weights import dtype_text, saved_lines
 
 _LISTED = 10
@@ -40,8 +40,8 @@ def run(path: str, output: str, base: str | None, dtype: str, max_shard_bytes: i
             trust_remote_code=trust_remote_code,
         )
     for line in _lines(report):
-        print(printable(line))
-    print(f"            {report.seconds:.1f} s, {bytes_text(peak_bytes() - before)} of memory above the start")
+        tell(line)
+    tell(f"            {report.seconds:.1f} s, {bytes_text(peak_bytes() - before)} of memory above the start")
     return 0
 
 
@@ -50,13 +50,13 @@ def _adapter_at(path: Path, output: Path, stack: contextlib.ExitStack, trust_rem
     is_checkpoint = (path / MANIFEST).exists()
     for adapter in (path, path / ADAPTER):
         if (adapter / CONFIG_FILE).exists() and not is_checkpoint:
-            print(f"adapter     {adapter}", flush=True)
+            tell(f"adapter     {adapter}")
             return adapter
     try:
         checkpoint, found = locate(path)
     except InputError as error:
         raise InputError(f"{error}; and no {CONFIG_FILE} of an adapter", key="adapter.not-found") from error
-    print(f"adapter     of {located_text(checkpoint, found)}", flush=True)
+    tell(f"adapter     of {located_text(checkpoint, found)}")
     parent = output.absolute().parent
     with io_errors(output, 0):
         place = tempfile.TemporaryDirectory(prefix="expertmesh-", dir=parent if parent.is_dir() else None)

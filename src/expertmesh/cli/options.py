@@ -26,6 +26,15 @@ def duration(text: str) -> float:
     return float(matched[1]) * _SECONDS[matched[2]]
 
 
+def step_range(text: str) -> tuple[int, int]:
+    """The first and the last step in `text`: `3:5`, or `3` for one."""
+    matched = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text.strip())
+    first, last = (int(matched[1]), int(matched[2] or matched[1])) if matched is not None else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(f"{text!r} are no steps; write 3:5 for the third to the fifth")
+    return first, last
+
+
 def size(text: str) -> int:
     """Bytes in `text`: a number, or one with KB, MB, GB, TB (powers of 1000) or KiB, ... (of 1024)."""
     try:

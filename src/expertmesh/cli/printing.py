@@ -1,12 +1,16 @@
 """What several verbs print alike: sizes, counts, tables, which checkpoint is meant."""
 
 import resource
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from expertmesh.io.terminal import printable
 
 
 def count_text(count: int) -> str:
@@ -27,11 +31,21 @@ def bytes_text(count: int) -> str:
     return f"{value:.1f} TiB"
 
 
+class Terminal(Console):
+    """stdout, where what is printed as text has its control characters visible, that of tables too."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(file=sys.stdout, highlight=False, markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
 def print_rows(console: Console, title: str, header: Sequence[str] | None, rows: Sequence[Sequence[str]]) -> None:
     """A table under a title: drawn on a terminal, aligned text otherwise. No header: label and value."""
     numeric = header is not None
     if console.is_terminal:
-        table = Table(title=Text(title), title_justify="left", show_header=numeric)
+        table = Table(title=Text(printable(title)), title_justify="left", show_header=numeric)
         for name in header or ("", ""):
             table.add_column(name, justify="right" if numeric else "left")
         for row in rows:
@@ -40,10 +54,10 @@ def print_rows(console: Console, title: str, header: Sequence[str] | None, rows:
         return
     lines = [*([header] if header else []), *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    print(title, file=console.file)
+    print(printable(title), file=console.file)
     for line in lines:
         cells = [cell.rjust(w) if numeric else cell.ljust(w) for cell, w in zip(line, widths, strict=True)]
-        print("  " + "  ".join(cells).rstrip(), file=console.file)
+        print(printable("  " + "  ".join(cells).rstrip()), file=console.file)
     print(file=console.file)
 
 

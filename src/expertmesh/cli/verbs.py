@@ -33,6 +33,7 @@ from expertmesh.cli.options import (
     VerifyArguments,
     WrittenDtype,
     duration,
+    step_range,
 )
 from expertmesh.config import Config, InputError, load_config
 from expertmesh.config.schema import schema_text
@@ -142,10 +143,14 @@ def train(
         Literal["sampled", "full"],
         Option(help="compare samples of the loaded weights with their files, or every byte, with a hash per expert"),
     ] = "sampled",
+    profile: Annotated[
+        Any,
+        Option(metavar="FIRST:LAST", parser=step_range, help="trace these steps of this start on every rank, e.g. 3:5"),
+    ] = None,
     quiet: Annotated[bool, Option("--quiet", "-q", help="print warnings alone: log.level=warning")] = False,
 ) -> int:
     """fine-tune the model that a YAML file describes"""
-    options = RunOptions(nproc=nproc, max_seconds=max_time, max_restarts=max_restarts, audit=audit)
+    options = RunOptions(nproc=nproc, max_seconds=max_time, max_restarts=max_restarts, audit=audit, profile=profile)
     read = load_config(config, [*(overrides or ()), *(["log.level=warning"] if quiet else [])])
     refuse_missing_packages(read)
     return run_ranks(read, TRAIN, options, _preflight)
@@ -254,11 +259,13 @@ def convert(
 
 @verb
 def report(
-    run: Annotated[str, Argument(metavar="RUN", help="the output_dir of a run, finished or not")],
-    output: Annotated[str | None, FILE(help="where to write the page (default: RUN/report.html)")] = None,
+    runs: Annotated[list[str], Argument(metavar="RUN...", help="output_dir of a run, finished or not; of several")],
+    output: Annotated[
+        str | None, FILE(help="where to write the page (default: RUN/report.html, or report.html of several runs)")
+    ] = None,
 ) -> int:
-    """write one HTML page about a run"""
-    return call("expertmesh.cli.report", run, output)
+    """write one HTML page about a run, or one that compares several"""
+    return call("expertmesh.cli.report", runs, output)
 
 
 @verb

@@ -17,7 +17,7 @@ from expertmesh.config import Config, load_config, make_config
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
 from expertmesh.distributed.environment import find_place
 from expertmesh.distributed.layout import CONFIGURED_AXES, DENSE_AXES
-from expertmesh.io.terminal import printable
+from expertmesh.io.terminal import tell
 from expertmesh.launcher.launch import RunOptions, job_size
 from expertmesh.launcher.launch import run as run_ranks
 from expertmesh.launcher.lazy_imports import lazy_imports
@@ -60,7 +60,7 @@ def _prove_model(arguments: VerifyArguments, model: str) -> int:
     words = [word for word in (arguments.what, *(arguments.overrides or ())) if word is not None]
     if odd := [word for word in words if "=" not in word]:
         raise InputError(f"verify: {odd[0]} beside --model; give one of them", key="cli.usage")
-    print(f"model       {model}, on random token ids", flush=True)
+    tell(f"model       {model}, on random token ids")
     sizes = _sizes(arguments.parallel or "")
     ranks = arguments.nproc
     if ranks is None and "fsdp" in sizes and find_place() is None:
@@ -119,14 +119,14 @@ def _check(path: Path, report: str | None) -> int:
         from expertmesh.verification.checkpoint.verify import verify
 
     checkpoint, found = locate(path)
-    print(f"checkpoint  {located_text(checkpoint, found)}", flush=True)
+    tell(f"checkpoint  {located_text(checkpoint, found)}")
     verified = verify(checkpoint)
     for line in _lines(verified):
-        print(printable(line))
+        tell(line)
     if report is not None:
         _write_report(Path(report), verified)
     if not verified.findings:
-        print(f"sound       all files are there, and no others; hashes and values are right ({verified.seconds:.1f} s)")
+        tell(f"sound       all files are there, and no others; hashes and values are right ({verified.seconds:.1f} s)")
         return 0
     count = len(verified.findings)
     title = f"{checkpoint}: {count} thing{'s are' if count > 1 else ' is'} wrong with it"

@@ -69,7 +69,8 @@ def _plain(text: str) -> str:
     return text
 
 
-Name = Annotated[str, Field(min_length=1), AfterValidator(_plain)]
+Plain = Annotated[str, AfterValidator(_plain)]
+Name = Annotated[Plain, Field(min_length=1)]
 """A path, or the name of something."""
 
 Mapped = Annotated[dict[str, Any], AfterValidator(_Frozen)]

@@ -22,6 +22,9 @@ THEIRS = {
     "data.loss_on: all": "train_on_inputs",
     "data.loss_on": "assistant_only_loss completion_only_loss train_on_responses_only mask_history roles_to_train",
     "data.train.0.format: text": "dataset_text_field",
+    "data.train.0.max_rows": "max_samples max_train_samples",
+    "data.train.0.weight": "mixing_probs interleave_probs",
+    "data.prepared_path": "dataset_prepared_path tokenized_path",
     "lora": "adapter peft_config peft_type train_type tuner_type finetuning_type",
     "lora.r": "lora_r lora_rank peft_lora_r",
     "lora.alpha": "lora_alpha",
@@ -68,6 +71,8 @@ THEIRS = {
     "distributed.timeout_seconds": "ddp_timeout nccl_timeout",
     "log.every_steps": "logging_steps log_interval",
     "log.report_to": "use_wandb use_tensorboard logging_dir",
+    "log.project": "wandb_project project_name mlflow_experiment_name",
+    "log.run_name": "wandb_name wandb_run_name experiment_name",
 }
 ELSEWHERE = {theirs: ours for ours, names in THEIRS.items() for theirs in names.split()}
 """Names that other trainers use for our keys."""

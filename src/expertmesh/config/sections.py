@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_serializer, model_validator
 
-from expertmesh.config.base import Listed, Name, Section, refuse
+from expertmesh.config.base import Listed, Name, Plain, Section, refuse
 
 # Beyond what anybody trains with: what is larger is a slip, and would be noticed late.
 MAX_RANKS, MAX_SECONDS, MAX_RANK, MAX_ALPHA, MAX_FACTOR = 2**20, 366 * 86400, 2**16, 1e6, 1e6
@@ -32,7 +32,7 @@ class ModelConfig(Section):
 
     name_or_path: Name
     """Hugging Face hub id or local directory of the model, with its tokenizer."""
-    revision: Name | None = None
+    revision: Plain | None = None
     """Branch, tag or commit on the hub; null takes the default branch."""
     trust_remote_code: bool = False
     """Whether Python code that the model brings along may run on this machine."""
@@ -99,7 +99,7 @@ class LoraConfig(Section):
     """Scale by alpha / sqrt(r) (arXiv 2312.03732)."""
     init: Literal["default", "gaussian"] = "default"
     """How A starts, as PEFT does it: uniform (Kaiming), or normal with deviation 1 / r. B starts at zero."""
-    from_adapter: Name | None = None
+    from_adapter: Plain | None = None
     """Directory of a PEFT adapter to continue from; it then says r, alpha, targets, use_rslora and init."""
 
     @model_validator(mode="after")
@@ -332,6 +332,9 @@ class MoeConfig(Section):
 
     router: Literal["train", "frozen"] = "train"
     """Whether router weights are trained."""
+    router_dtype: Literal["float32", "compute"] = "float32"
+    """What routers compute in where precision.compute is narrower: float32 for their input, weights and scores, as far
+    as the family's code runs so, or precision.compute as everything else. What it became is printed."""
     aux_loss_coef: Annotated[float, Field(ge=0, le=MAX_FACTOR)] | Literal["from_model"] = "from_model"
     """Factor of the load-balancing loss, taken over the whole batch of an optimizer step; from_model takes the model's
     own (none unless its config has output_router_logits), 0.0 leaves the loss out."""

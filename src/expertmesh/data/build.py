@@ -6,9 +6,9 @@ here communicates.
 """
 
 import datetime
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from transformers import PreTrainedTokenizerBase
 
@@ -130,11 +130,15 @@ class BlockReader:
 
     def _blocks(self, number: int, source: DataSource) -> Iterator[list[RawRow]]:
         """The rows of each block of a source that falls to this process."""
+        seen = itertools.count()
         for file, location in enumerate(locations(source.path)):
             takes = self._share.of_file(file)
             self.place = (number, file, 0)
-            rows = (row for row in location.rows(takes) if row is not None)
-            for block, of_block in groupby(rows, key=lambda row: (row.number - 1) // BLOCK_ROWS):
+            all_rows = location.rows(takes)
+            if source.max_rows is not None:
+                all_rows = itertools.takewhile(lambda row: next(seen) < (source.max_rows or 0), all_rows)
+            rows = (row for row in all_rows if row is not None)
+            for block, of_block in itertools.groupby(rows, key=lambda row: (row.number - 1) // BLOCK_ROWS):
                 self.place = (number, file, block)
                 yield list(of_block)
 
@@ -148,6 +152,7 @@ def joined(
         own = [block for block in blocks if block.place[0] == number]
         source.files = len({block.place[1] for block in own})
         source.rows = sum(block.report.rows for block in own)
+        source.samples = sum(block.samples for block in own)
         source.tokens = sum(block.report.tokens for block in own)
     samples = 0
     for block in blocks:

@@ -14,7 +14,7 @@ from expertmesh.data.sources import locations
 # Keys of `data` that tokens do not depend on; the template's text counts, not its file.
 _NO_MATTER = {"train", "eval", "packing", "shuffle", "chat_template", "prepared_path"}
 # Files of this package that only read tokens.
-_READERS = {"loader", "packing", "prepared", "fingerprints", "__init__"}
+_READERS = {"loader", "packing", "prepared", "fingerprints", "mixture", "__init__"}
 
 
 class Origin(BaseModel):
@@ -33,7 +33,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
         "tokenizer": _tokenizer_sha256(recipe),
         "model_vocab_size": recipe.model_vocab_size,
         "pairs": recipe.pairs,
-        "sources": [source.model_dump(mode="json") for source in recipe.sources],
+        "sources": [source.model_dump(mode="json", exclude={"weight", "repeat"}) for source in recipe.sources],
         "data": recipe.config.model_dump(mode="json", exclude=_NO_MATTER),
     }
 

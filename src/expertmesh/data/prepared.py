@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -44,6 +44,7 @@ _ABANDONED_AFTER_SECONDS = 24 * 3600
 class _Manifest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
+    format: Literal["expertmesh-prepared"] = "expertmesh-prepared"
     schema_version: int = SCHEMA_VERSION
     settings: dict[str, Any]
     date: datetime.date | None

@@ -26,7 +26,10 @@ ODD_ROWS = {
 
 @dataclass(slots=True)
 class SourceReport:
-    """One entry of `data.train` or `data.eval`: the format its rows were read in and how that was decided."""
+    """One entry of `data.train` or `data.eval`: the format its rows were read in and how that was decided.
+
+    `repeat` and `epoch_rows` (None without weights) say what an epoch has of it.
+    """
 
     path: str
     format: str
@@ -34,14 +37,20 @@ class SourceReport:
     also_fits: tuple[str, ...]
     files: int = 0
     rows: int = 0
+    samples: int = 0
     tokens: int = 0
+    repeat: int = 1
+    epoch_rows: int | None = None
 
     def line(self, *, tokens: bool) -> str:
         how = "detected" if self.detected else "configured"
         also = f"; its rows also fit {', '.join(self.also_fits)}: set `format` to choose" if self.also_fits else ""
         files = f"{self.files} file{'s' * (self.files != 1)}"
         line = f"{self.path}: format {self.format} ({how}{also}), {self.rows:,} rows in {files}"
-        return f"{line}, {self.tokens:,} tokens" if tokens else line
+        line += f", {self.tokens:,} tokens" * tokens
+        if self.repeat > 1:
+            line += f"; {self.repeat} times in an epoch"
+        return line if self.epoch_rows is None else f"{line}; {self.epoch_rows:,} rows of an epoch, by its weight"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ B A, E x out x in, is never formed (huggingface/peft issue 3577 shows its cost),
 """
 
 import itertools
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,20 +39,27 @@ from expertmesh.state.packed import PackedTensor, units_together
 
 # Rows of a grouped product must be multiples of 16 bytes, so a rank is padded with zeros to a multiple of this.
 _RANK_MULTIPLE = 8
+# torch's kernel for CUDA refuses as many.
+MOST_GROUPS = 1024
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:
     """Grouped matrix product by torch's kernel: `[P, k] x [L, k, n] -> [P, n]`, or `[m, P] x [P, n] -> [L, m, n]`.
 
-    On CUDA torch has a kernel of its own for bf16; in fp32 it multiplies expert by expert and waits for the host.
+    Without pairs, zeros: kernels need not take products of nothing.
     """
+    by_expert = b.dim() == 3
+    if not a.shape[0 if by_expert else 1]:
+        return a.new_zeros(0, b.shape[2]) if by_expert else a.new_zeros(len(end_L), a.shape[0], b.shape[1])
     return F.grouped_mm(a, b, offs=end_L)
 
 
-def grouped_mm_refusal(dtype: torch.dtype, hidden: int, width: int) -> str | None:
-    """Why torch's grouped kernel cannot take these experts, or None. `width` is the intermediate size."""
+def grouped_mm_refusal(dtype: torch.dtype, hidden: int, width: int, experts: int) -> str | None:
+    """Why torch's grouped kernel cannot take `experts` experts of a rank, or None. `width` is the intermediate size."""
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it has no {dtype} kernel"
+    if experts >= MOST_GROUPS:
+        return f"it takes fewer than {MOST_GROUPS} experts, and a rank has {experts}"
     odd = [size for size in (hidden, width) if size * dtype.itemsize % 16]
     return f"rows of {odd[0]} {dtype} elements are not a multiple of 16 bytes" if odd else None
 
@@ -283,7 +291,16 @@ def _weight_gradient(
 ) -> torch.Tensor:
     left, right = (input_Pk, grad_Pn) if mlp.transposed else (grad_Pn, input_Pk)
     gradient: torch.Tensor = product(left.t(), right, end_L)
+    if leaves_empty_groups(gradient.device):
+        empty_L = end_L.diff(prepend=end_L.new_zeros(1)) == 0
+        gradient.masked_fill_(empty_L[:, None, None], 0)
     return gradient
+
+
+@cache
+def leaves_empty_groups(device: torch.device) -> bool:
+    """Whether the kernel does not write the gradients of experts without pairs: that of Blackwell (pytorch#172439)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
 
 
 def _per_pair(bias_Ln: torch.Tensor, pairs: LocalPairs) -> torch.Tensor:

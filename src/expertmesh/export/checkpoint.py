@@ -53,7 +53,9 @@ def export(
         names = {id(tensor): name for name, tensor in model_state(model).items()}
 
         def values(leaf: StateTensor, box: Box) -> Tensor:
-            return state.read(names[id(leaf.tensor)], box)
+            read = state.read(names[id(leaf.tensor)], box)
+            state.check_finite(names[id(leaf.tensor)], box, read)
+            return read
 
         if holds_adapters(state):
             cast = dtype_of(dtype)

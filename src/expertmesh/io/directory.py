@@ -19,6 +19,13 @@ from expertmesh.io.safetensors_writer import FilesLayout, create_file, sync
 VISIBLE_WITHIN_SECONDS = 30.0
 
 
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota of this user or project is used up; the disk",
+    errno.EFBIG: "the file would be larger than is allowed here (ulimit -f says how large); the disk",
+}
+
+
 def check_target(directory: Path) -> None:
     """Raise `InputError` unless `directory` can be published: it does not exist, or is empty."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -44,12 +51,12 @@ def io_errors(directory: Path, needed: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise InputError(
-                _too_small(directory.parent, needed, "the disk is full: it has"), key="output.no-space"
-            ) from error
-        path = error.filename or directory
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}", key="output.unwritable") from error
+        if why := _FULL.get(error.errno or 0):
+            raise InputError(_too_small(directory.parent, needed, f"{why}: it has"), key="output.no-space") from error
+        path, room = error.filename or directory, f" ({needed:,} bytes were to be written)" if needed else ""
+        raise InputError(
+            f"{path}: cannot be written: {error.strerror or error}{room}", key="output.unwritable"
+        ) from error
 
 
 def create_files(layout: FilesLayout, temporary: Path) -> None:
@@ -70,8 +77,11 @@ def require_space(directory: Path, needed: int) -> None:
 
 
 def _too_small(directory: Path, needed: int, has: str) -> str:
-    free = shutil.disk_usage(directory).free
-    return f"{directory}: {has} {free:,} bytes free, {needed:,} are needed; free space or choose another directory"
+    try:
+        free = f"{shutil.disk_usage(directory).free:,}"
+    except OSError:
+        free = "no"
+    return f"{directory}: {has} {free} bytes free, {needed:,} are needed; free space or choose another directory"
 
 
 def wait_until_seen(path: Path, size: int | None = None) -> None:

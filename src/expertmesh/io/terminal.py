@@ -3,14 +3,21 @@
 `log` is the logger of all that a run says. Whoever runs it (a verb, a rank) calls `print_log`; without that only
 warnings appear, as Python has it. On a terminal bars stand below the lines; in a file long work leaves a line now and
 then.
+
+Paths, configurations, records and templates are other people's text. All of it reaches a terminal through `log`, `tell`
+or a console of cli/printing.py, where control characters become visible: none can change a title, a colour, or what has
+been printed before.
 """
 
+import contextlib
 import logging
+import os
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -30,7 +37,7 @@ class _Lines(logging.Handler):
         self.start = start
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(f"{self.start}{record.getMessage()}", flush=True)
+        tell(f"{self.start}{record.getMessage()}")
 
 
 def print_log(level: str, rank: int = 0) -> None:
@@ -95,6 +102,72 @@ def printable(text: str) -> str:
 
 def _cut(line: str) -> str:
     return line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]} ... ({len(line):,} characters)"
+
+
+def tell(*lines: str, error: bool = False) -> None:
+    """Print `lines`, with all that they hold visible, at once; as an error on stderr."""
+    print("\n".join(map(printable, lines)), file=sys.stderr if error else None, flush=True)
+
+
+@contextlib.contextmanager
+def lasting_output() -> Iterator[None]:
+    """Inside, this process goes on when nobody reads its output any more (`| head`), or the disk under it is full: what
+    it is for is in files. What cannot be written is left out. For ranks, and for their launcher.
+    """
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast(TextIO, _Lasting(stream)) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+class _Lasting:
+    """A text stream that drops what it cannot write."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:  # what the buffer holds would fail again at every later write, and at exit
+            with contextlib.suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
+def prepare_output() -> None:
+    """For the start of a process of ours: control characters are visible in what libraries log and warn too, which
+    quotes configurations; and stdin, stdout and stderr are open, or the next file would take the place of one.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        if descriptor == 1:
+            sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        elif descriptor == 2:
+            sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    os.close(descriptor)
+    if logging.getLogRecordFactory() is _Record:
+        return
+    logging.setLogRecordFactory(_Record)
+    original = warnings.formatwarning
+    warnings.formatwarning = lambda *arguments, **named: printable(original(*arguments, **named))
+
+
+class _Record(logging.LogRecord):
+    def getMessage(self) -> str:
+        return printable(super().getMessage())
 
 
 def gib(size: int) -> str:

@@ -33,7 +33,10 @@ def read_content(path: Path, version: int, mend: str = "", *, key: str, limit: i
     except ValueError as error:
         raise IntegrityError(f"{path}: damaged: is not JSON ({error}){mend and f'; {mend}'}", key=key) from error
     found = content.get("schema_version") if isinstance(content, dict) else None
-    if type(found) is int and found > version:
+    if found is not None and type(found) is not int:  # true and 1.0 are equal to 1
+        problem = f"{path}: damaged: schema_version is {shortened(repr(found))}, not a whole number"
+        raise IntegrityError(f"{problem}{mend and f'; {mend}'}", key=key)
+    if found is not None and found > version:
         raise InputError(
             f"{path}: has schema version {found}, newer than the {version} that this version of expertmesh reads; "
             "update expertmesh",

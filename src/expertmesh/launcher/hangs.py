@@ -110,10 +110,10 @@ def _behind(snapshot: RankSnapshot, other: RankStatus) -> bool:
     return snapshot.outside_collectives and apart and waited_long
 
 
-def is_stopped(process: int) -> bool:
-    """Whether a signal has stopped the process (state T). Only Linux tells."""
+def is_stopped(process: int, states: str = "Tt") -> bool:
+    """Whether a signal has stopped the process (states T and t; D: it waits for a disk). Only Linux tells."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in states
     except OSError:
         return False
 

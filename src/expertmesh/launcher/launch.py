@@ -10,7 +10,6 @@ import itertools
 import json
 import logging
 import os
-import sys
 import tempfile
 import time
 import traceback
@@ -18,17 +17,18 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from expertmesh.config import Config, dump_config
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError
 from expertmesh.distributed.environment import Node, Rank, find_place
-from expertmesh.io.terminal import print_log, printable
+from expertmesh.io.parent import watch_parent
+from expertmesh.io.terminal import lasting_output, print_log, tell
 from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.launcher.meeting import THIS_MACHINE, Meeting
 from expertmesh.launcher.rank_files import UNEXPECTED
 from expertmesh.launcher.supervise import Job, StopRequests, start_ranks, stop_requests
-from expertmesh.launcher.torchrun import has_to_tell
+from expertmesh.launcher.torchrun import TorchrunAgent, has_to_tell
 from expertmesh.launcher.worker import run_rank
 from expertmesh.training.control import Control
 
@@ -42,14 +42,19 @@ class RunOptions:
     """What is said beside the configuration: how to run, not what to compute. Not part of a run's identity.
 
     `max_seconds` counts from the start of the command, over all restarts; None is no limit. `audit`: compare samples or
-    all of the loaded weights with their files. `arguments`: see `Control`.
+    all of the loaded weights with their files. `profile`, `arguments`: see `Control`.
     """
 
     nproc: int | None = None
     max_seconds: float | None = None
     max_restarts: int = 0
     audit: Literal["sampled", "full"] = "sampled"
+    profile: tuple[int, int] | None = None
     arguments: str = ""
+
+    def told(self) -> dict[str, Any]:
+        """What ranks are told of it, for `Control`."""
+        return {"audit": self.audit, "profile": self.profile, "arguments": self.arguments}
 
 
 def run(
@@ -65,14 +70,20 @@ def run(
     or when they have ended by it.
     """
     print_log(config.log.level)
-    options = options or RunOptions()
+    with lasting_output():
+        return _run(config, function, options or RunOptions(), preflight)
+
+
+def _run(
+    config: Config, function: str, options: RunOptions, preflight: Callable[[Config, int, int], object] | None
+) -> int:
     deadline = None if options.max_seconds is None else time.monotonic() + options.max_seconds
     place = join_job(options)
     if isinstance(place, Rank):
         if place.rank == 0:
             by = "" if place.starter == "RANK" else f" that {place.starter} has started"
             log.info(f"starting   rank 0 of {place.world_size}{by}: importing torch and transformers")
-        return _run_here(config, function, Control(deadline=deadline, audit=options.audit, arguments=options.arguments))
+        return _run_here(config, function, Control(deadline=deadline, **options.told()))
     for name in ("RANK", "WORLD_SIZE"):  # where they count machines, and this process is no rank
         os.environ.pop(name, None)
     log.info("starting   importing torch" + (" and transformers, checking the configuration" if preflight else ""))
@@ -89,14 +100,19 @@ def run(
 
 def _run_here(config: Config, function: str, control: Control) -> int:
     """As one rank of somebody else's job, where no launcher of ours reports a bug."""
+    agent = TorchrunAgent.of(os.environ)
+    agent.refuse_again()
+    if agent.is_there:
+        watch_parent(os.getppid(), control.progress.beat)
     try:
         return run_rank(config, function, control)
-    except ExpertmeshError:
+    except ExpertmeshError as error:
+        agent.remember(error)
         raise
     except (Exception, SystemExit):
         what = f"rank {os.environ['RANK']} failed {control.progress.status()}:\n{traceback.format_exc().rstrip()}"
         if has_to_tell(what, may_follow=True):
-            print(printable(f"error: {what}"), file=sys.stderr)
+            tell(f"error: {what}", error=True)
         return UNEXPECTED
 
 
@@ -186,7 +202,7 @@ def launch(
     `deadline` is of `time.monotonic()`.
     """
     options = options or RunOptions()
-    control = {"deadline": deadline, "launch": uuid.uuid4().hex, "audit": options.audit, "arguments": options.arguments}
+    control = {"deadline": deadline, "launch": uuid.uuid4().hex, **options.told()}
     worker = [function, str(os.getpid()), json.dumps(control)]
     meeting = Meeting(ranks, node, config.distributed.first_step_timeout_seconds)
     with stop_requests() as requests, tempfile.TemporaryDirectory(prefix="expertmesh-") as temporary:
@@ -196,13 +212,14 @@ def launch(
             directory = Path(temporary, f"attempt-{restart}")
             directory.mkdir()
             try:
-                return _attempt([str(config_path), str(directory), *worker], directory, meeting, requests)
+                arguments = [str(config_path), str(directory), *worker]
+                return _attempt(arguments, directory, meeting, requests, config.distributed.timeout_seconds)
             except DistributedFailure as failure:
                 late = deadline is not None and time.monotonic() >= deadline
                 if restart > options.max_restarts or requests.requested or late:
                     raise
                 again = f"all ranks are started again (restart {restart} of {options.max_restarts})"
-                print(printable(f"{failure}\n{again}"), file=sys.stderr, flush=True)
+                tell(f"{failure}\n{again}", error=True)
     raise AssertionError("every attempt returns or raises")
 
 
@@ -215,7 +232,9 @@ def _continued(config: Config) -> Config:
     return config.model_copy(update={"checkpoint": checkpoint})
 
 
-def _attempt(arguments: list[str], directory: Path, meeting: Meeting, requests: StopRequests) -> int:
+def _attempt(
+    arguments: list[str], directory: Path, meeting: Meeting, requests: StopRequests, timeout_seconds: float
+) -> int:
     """Start all ranks, with nothing left of an attempt before, and wait for them."""
     # A store for each attempt: in an old one ranks would read addresses of the dead.
     store = meeting.open(requests)
@@ -229,4 +248,4 @@ def _attempt(arguments: list[str], directory: Path, meeting: Meeting, requests: 
     }
     places = meeting.places(store.port)
     started = start_ranks(["expertmesh.launcher.worker", *arguments], places, directory, environment)
-    return Job(started, directory, requests).supervise()
+    return Job(started, directory, requests, timeout_seconds).supervise()

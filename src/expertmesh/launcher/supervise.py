@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
-from expertmesh.config.errors import ExpertmeshError
+from expertmesh.config.errors import DistributedFailure, ExpertmeshError
 from expertmesh.distributed.environment import Rank
 from expertmesh.launcher.failures import root_cause
 from expertmesh.launcher.hangs import RankSnapshot, hang_error, is_stopped, read_stack, timed_out
@@ -28,6 +28,8 @@ POLL_SECONDS = 0.05
 # How long ranks get to fail by themselves after the first has: an error that all share is then known to be shared.
 GRACE_SECONDS = 3.0
 STACK_SECONDS = 2.0
+# How long a stopped rank, told to go on, gets to save when the job is asked to end.
+STOPPED_SECONDS = 5.0
 # A process in an uninterruptible wait (a dead disk or driver) does not even end by SIGKILL; the launcher still must.
 KILL_SECONDS = 30.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -47,6 +49,11 @@ class StopRequests:
     def exit_code(self) -> int:
         """Of a launcher that ends by what was asked."""
         return 128 + (self.forced or self.requested)
+
+    @property
+    def seconds_ago(self) -> float:
+        """Since the first request."""
+        return time.monotonic() - self._requested_at
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -107,17 +114,21 @@ class Job:
     ranks: Sequence[LocalRank]
     directory: Path
     requests: StopRequests
+    timeout_seconds: float
+    """How long a rank may be stopped before the job ends."""
     exit_codes: dict[int, int] = field(default_factory=dict)
     """Of the ranks that ended by themselves."""
+    _moved: dict[int, float] = field(default_factory=dict)
+    _looked_at: float = 0.0
 
     def supervise(self) -> int:
         """Wait for the ranks; returns 0, or 130 or 143 if they were stopped. Raises the error the job failed by."""
         try:
-            while self._running() and not self._failed():
+            while self._running() and not self._failed() and not self._stuck():
                 if self._must_end():
                     return self.requests.exit_code
                 time.sleep(POLL_SECONDS)
-            if not self._failed():
+            if not self._failed() and not self._running():
                 return max(self.exit_codes.values())
             error = self._find_cause()
             if self._ended_by_request():
@@ -143,9 +154,28 @@ class Job:
             return True
         if not self.requests.requested:
             return False
-        for rank in self.ranks:
-            rank.progress.stop = self.requests.requested
-        return any(rank.progress.stop_state is StopState.NOT_ACCEPTING for rank in self._running())
+        for rank in self._running():
+            if rank.progress.stop != self.requests.requested:
+                rank.progress.stop = self.requests.requested
+                rank.process.send_signal(signal.SIGCONT)  # one that is stopped could not save
+        late = self.requests.seconds_ago > STOPPED_SECONDS
+        return any(
+            rank.progress.stop_state is StopState.NOT_ACCEPTING or (late and is_stopped(rank.process.pid))
+            for rank in self._running()
+        )
+
+    def _stuck(self) -> bool:
+        """Whether a rank has been stopped, or waited for a device or disk, for as long as a collective may take. Its
+        peers may not wait for it: there are none, or they are stuck as well.
+        """
+        now = time.monotonic()
+        if now < self._looked_at + 1:
+            return False
+        self._looked_at = now
+        for rank in self._running():
+            if not is_stopped(rank.process.pid, "TtD"):
+                self._moved[rank.rank] = now
+        return any(now - self._moved.setdefault(rank.rank, now) > self.timeout_seconds for rank in self._running())
 
     def _ended_by_request(self) -> bool:
         """A signal to all processes of a job may end ranks that are not in their loop before the launcher does."""
@@ -155,9 +185,10 @@ class Job:
     def _find_cause(self) -> ExpertmeshError:
         """Look at the ranks that still run, give them time to fail as well, and say who is to blame."""
         first = next(iter(failures_in(self.directory)), None)
-        waited = timed_out(first) if first else -signal.SIGABRT in self.exit_codes.values()
+        stuck = first is None and not self._failed()
+        waited = timed_out(first) if first else stuck or -signal.SIGABRT in self.exit_codes.values()
         snapshots = self._snapshots() if waited else []
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + (0 if stuck else GRACE_SECONDS)
         while self._running() and time.monotonic() < deadline and not self._ended_by_request():
             time.sleep(POLL_SECONDS)
         failures, statuses = failures_in(self.directory), self._statuses()
@@ -165,6 +196,8 @@ class Job:
         snapshots = [replace(each, still_running=each.rank in lasting) for each in snapshots]
         if waited and (error := hang_error(snapshots, first, statuses[first.rank] if first else None)):
             return error
+        if not failures and not self.exit_codes:
+            return DistributedFailure(f"a rank did not move for {self.timeout_seconds:.0f} s", key="rank.hung")
         return root_cause(failures, self.exit_codes, statuses)
 
     def _snapshots(self) -> list[RankSnapshot]:

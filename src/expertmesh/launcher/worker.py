@@ -5,7 +5,7 @@
 directory of the attempt, and the launcher reports one for all.
 """
 
-import ctypes
+import contextlib
 import importlib
 import json
 import logging
@@ -13,19 +13,18 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import NoReturn
 
 from expertmesh.config import Config, load_config
+from expertmesh.io.parent import end_with_parent, watch_parent
+from expertmesh.io.terminal import lasting_output, prepare_output
 from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.launcher.rank_files import RankFailure, progress_file, show_stack_when_asked
 from expertmesh.training.control import Control, Stopped
 from expertmesh.training.progress import Progress
 
-BEAT_SECONDS = 0.5
 TEARDOWN_SECONDS = 30
-PR_SET_PDEATHSIG = 1
 
 
 def run_rank(config: Config, function: str, control: Control) -> int:
@@ -63,8 +62,9 @@ def leave(code: int) -> NoReturn:
         closing.start()
         closing.join(TEARDOWN_SECONDS)
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 
@@ -76,33 +76,22 @@ def main() -> NoReturn:
     # Outside the training loop Ctrl-C ends the process. Python would notice it only between two collectives; the
     # kernel's own way of ending a process works at any moment and prints no traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    prepare_output()
     config, attempt, function, parent, control = sys.argv[1:]
     directory, rank = Path(attempt), int(os.environ["RANK"])
     show_stack_when_asked(directory, rank)
     progress = Progress(progress_file(directory, rank))
     progress.start()
-    _watch(int(parent), progress)
-    try:
-        code = run_rank(load_config(config), function, Control(progress, **json.loads(control)))
-    except (Exception, SystemExit) as error:
-        failure = RankFailure.of(rank, error)
-        failure.write(directory)
-        code = failure.exit_code
-    leave(code)
-
-
-def _watch(parent: int, progress: Progress) -> None:
-    """Show that this process runs, and end it when the launcher is gone, even by SIGKILL: no rank outlives its job."""
-    if sys.platform == "linux":  # the kernel does it also for a rank that is stopped or stuck
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            progress.beat()
-            time.sleep(BEAT_SECONDS)
-        os._exit(128 + signal.SIGHUP)
-
-    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
+    end_with_parent()
+    watch_parent(int(parent), progress.beat)
+    with lasting_output():
+        try:
+            code = run_rank(load_config(config), function, Control(progress, **json.loads(control)))
+        except (Exception, SystemExit) as error:
+            failure = RankFailure.of(rank, error)
+            failure.write(directory)
+            code = failure.exit_code
+        leave(code)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,12 @@ weights stay packed (`precision.frozen`).
 `plan_groups` and `plan_frozen` decide, for `plan_shards`; `fsdp.shard` makes the groups. Nothing here communicates.
 """
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,13 +19,14 @@ from expertmesh.anatomy import Anatomy, describe, is_adapter, is_inside, packabl
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.experts.module_list import FusedExperts
+from expertmesh.introspection.compute_dtype import cast_inputs
 from expertmesh.parallel.refusals import adapter_shard_dim, expert_shard_dim
 from expertmesh.parallel.tensor_plan import TensorPlan
 from expertmesh.state.host_memory import HostCopies
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.packed_format import PackedFormat, quantised_format
+from expertmesh.state.patching import exchanged, replace_forward
 from expertmesh.state.sharded_model import attach, sharded
-from expertmesh.state.shards import local_tensor
 
 View = Literal["dense", "dense_tp", "expert"]
 
@@ -68,19 +71,21 @@ def plan_groups(
     layout: Layout,
     tensor: TensorPlan,
     expert_dims: Mapping[str, int],
-    uncast: Sequence[str],
+    uncast: Mapping[str, Sequence[str]],
 ) -> tuple[dict[str, Split], tuple[Group, ...]]:
     """(splits by parameter, groups in the order of their `fully_shard` calls, the root last).
 
-    `expert_dims` are those of `plan_expert_dims`; `uncast` modules are never cast.
+    `expert_dims` are those of `plan_expert_dims`; `uncast` has the parameters that are never cast, by the module whose
+    call gathers them.
     """
     splits = dict.fromkeys(expert_dims, Split("ep", 0))
     for part in tensor.parts:
         if part.is_split:
             dims = part.parameter_dims(model.get_submodule(part.name))
             splits |= {f"{part.name}.{leaf}": Split("tp", dim) for leaf, dim in dims.items()}
-    groups = list(_groups(model, anatomy, layout, tensor, expert_dims, uncast))
-    return splits, tuple(_with_parameters(model, groups, splits))
+    groups = list(_groups(model, anatomy, layout, tensor, expert_dims, tuple(uncast)))
+    kept = {name for names in uncast.values() for name in names}
+    return splits, tuple(_with_parameters(model, groups, splits, kept))
 
 
 def view_of(split: Split | None) -> View:
@@ -98,10 +103,10 @@ def _groups(
     expert_dims: Mapping[str, int],
     uncast: Sequence[str],
 ) -> Iterator[Group]:
-    """Experts; what is never cast, by block; each block; the input embedding; parts that tp splits; what is left.
+    """Experts; each block; the input embedding; parts that tp splits; what is never cast, by block; what is left.
 
-    Parts that tp splits come behind their blocks: those have the whole parameters of a part, and FSDP2 would not look
-    into a module that has a group.
+    Parts that tp splits, and modules with parameters that are not cast, come behind their blocks: those have the other
+    parameters in them, and FSDP2 would not look into a module that has a group.
     """
     for spec in anatomy.experts:
         if spec.post_norm:
@@ -112,30 +117,42 @@ def _groups(
         if layout.replicate * layout.efsdp > 1 or layout.offload == "experts":
             dims = {name: dim for name, dim in expert_dims.items() if is_inside(name, spec.name)}
             yield Group((spec.name,), "expert", dims=dims)
-    for _, names in itertools.groupby(
-        uncast, key=lambda name: next((block for block in anatomy.blocks if is_inside(name, block)), name)
-    ):
-        yield Group(tuple(names), "dense", casts=False)
     yield from (Group((block,), "dense") for block in anatomy.blocks)
+    names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     tied = head is not None and getattr(head, "weight", None) is embedding.weight
     if not tied or layout.pp > 1:  # stages have one of the two
-        yield Group((next(name for name, module in model.named_modules() if module is embedding),), "dense")
+        yield Group((names[embedding],), "dense")
     yield from (Group((part.name,), "dense_tp") for part in tensor.parts if part.is_split)
-    yield Group(("",), "dense")
+    # The loss calls the head while the root is gathered, so a head that is not cast makes the root's group one.
+    root_casts = head is None or names[head] not in uncast
+    others = [name for name in uncast if root_casts or name != names[head]]
+    for _, inside in itertools.groupby(
+        others, key=lambda name: next((block for block in anatomy.blocks if is_inside(name, block)), name)
+    ):
+        yield Group(tuple(inside), "dense", casts=False)
+    if not root_casts:
+        taken = (*anatomy.blocks, *uncast, names[embedding])
+        left = [name for name, _ in model.named_parameters() if not any(is_inside(name, module) for module in taken)]
+        yield from (Group((module,), "dense") for module in dict.fromkeys(name.rpartition(".")[0] for name in left))
+    yield Group(("",), "dense", casts=root_casts)
 
 
-def _with_parameters(model: nn.Module, groups: Sequence[Group], splits: Mapping[str, Split]) -> Iterator[Group]:
-    """Each parameter belongs to the innermost group of its view around it."""
-    by_place = {(group.view, module): number for number, group in enumerate(groups) for module in group.modules}
+def _with_parameters(
+    model: nn.Module, groups: Sequence[Group], splits: Mapping[str, Split], uncast: Container[str]
+) -> Iterator[Group]:
+    """Each parameter belongs to the innermost group around it that is of its view, and casts it or does not."""
+    by_place = {
+        (group.view, group.casts, module): number for number, group in enumerate(groups) for module in group.modules
+    }
     members: list[list[str]] = [[] for _ in groups]
     # A tied parameter under both of its names: pipeline stages have one of the two.
     for name, _ in model.named_parameters(remove_duplicate=False):
-        view, module = view_of(splits.get(name)), name
-        while module and (view, module) not in by_place:
+        (view, casts), module = (view_of(splits.get(name)), name not in uncast), name
+        while module and (view, casts, module) not in by_place:
             module = module.rpartition(".")[0]
-        if (view, module) in by_place:
-            members[by_place[view, module]].append(name)
+        if (view, casts, module) in by_place:
+            members[by_place[view, casts, module]].append(name)
     for group, names in zip(groups, members, strict=True):
         yield replace(group, parameters=tuple(names))
 
@@ -238,7 +255,8 @@ def link_copies(model: nn.Module, anatomy: Anatomy, stage_starts: Callable[[str]
         for spec in anatomy.experts:
             if is_inside(spec.name, block):
                 for role, leaf in (("up", spec.up), ("down", spec.down)):
-                    local = local_tensor(model.get_submodule(spec.name).get_parameter(leaf))
+                    whole: Any = model.get_submodule(spec.name).get_parameter(leaf)
+                    local = whole.to_local() if isinstance(whole, DTensor) else whole
                     if isinstance(local, PackedTensor) and local.host is not None:
                         if (previous := before.get(role)) is not None:
                             previous.following, local.host.preceding = local.host, previous
@@ -248,6 +266,27 @@ def link_copies(model: nn.Module, anatomy: Anatomy, stage_starts: Callable[[str]
 def _replace(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))
+
+
+def cast_in_forward(model: nn.Module, buffers: Sequence[str], routers: Sequence[str], dtype: torch.dtype) -> None:
+    """Let the modules `buffers` see their own buffers in `dtype` while they run (in files these keep theirs), and the
+    modules `routers` get inputs in fp32.
+    """
+    for name in buffers:
+        module = model.get_submodule(name)
+        forward = partial(_with_cast_buffers, module, module.forward, dtype)
+        replace_forward(module, functools.wraps(module.forward)(forward))
+    for name in routers:
+        model.get_submodule(name).register_forward_pre_hook(cast_inputs, with_kwargs=True)
+
+
+def _with_cast_buffers(
+    module: nn.Module, forward: Callable[..., Any], dtype: torch.dtype, *args: Any, **kwargs: Any
+) -> Any:
+    buffers: dict[str, Any] = module._buffers
+    cast = {name: buffer.to(dtype) for name, buffer in buffers.items() if buffer.is_floating_point()}
+    with exchanged(buffers, cast):
+        return forward(*args, **kwargs)
 
 
 def _published(model: nn.Module) -> dict[str, PackedFormat]:

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,10 +26,11 @@ from expertmesh.training.control import Control, Stopped
 from expertmesh.training.exchange import NonFiniteGuard, RankFacts, StepFacts, exchange
 from expertmesh.training.objective import RunObjective, evaluating, in_groups, on_device
 from expertmesh.training.reporting.metrics import EvalMetrics, ExpertLoad, StepMetrics, expert_load, tokens_are_due
-from expertmesh.training.resume import Counters
+from expertmesh.training.reporting.profiling import profiling
 
 if TYPE_CHECKING:
     from expertmesh.training.reporting.reporter import Reporter
+    from expertmesh.training.resume import Counters
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ class TrainingLoop:
     expert_load: ExpertLoad
     checkpoints: RunCheckpoints
     control: Control
-    counters: Counters
+    counters: "Counters"
 
     def run(self) -> None:
         """Train up to `total_steps` optimizer steps.
@@ -62,7 +64,8 @@ class TrainingLoop:
         guard = NonFiniteGuard(self.counters.skipped_in_a_row)
         first = self.counters.step + 1
         self.expert_load.restore(self.counters.expert_load)
-        with self.control.accepting_stop():
+        profile = profiling(self.control.profile, Path(self.config.output_dir, "profile"), self.mesh.rank)
+        with self.control.accepting_stop(), profile as end_step:
             self.control.progress.at(first, "reading data")
             for number, step in enumerate(self._steps(), start=first):
                 result = self._train_step(number, step, guard)
@@ -85,6 +88,7 @@ class TrainingLoop:
                     paused = time.monotonic()
                     self.reporter.evaluation(number, self.evaluate(self.eval_batches))
                     clock.skip(time.monotonic() - paused)
+                end_step()
                 self._checkpoint(number, result.facts, clock)
                 self.control.progress.at(number + 1, "reading data")
             self.control.progress.at(self.counters.step, "waiting for the last checkpoint")
@@ -198,7 +202,7 @@ class _StepResult:
 class _Clock:
     """Seconds since the run began and since the last report, over all its interruptions."""
 
-    def __init__(self, counters: Counters, every: int) -> None:
+    def __init__(self, counters: "Counters", every: int) -> None:
         # Of a resumed run; the row of a skipped step in between is not known.
         self._step = counters.step - (counters.step % every if counters.tokens else 0)
         self._began = time.monotonic() - counters.elapsed_seconds

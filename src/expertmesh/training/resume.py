@@ -11,9 +11,10 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import torch.distributed as dist
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from expertmesh.checkpoint.directory import CHECKPOINTS, find, published
 from expertmesh.checkpoint.manifest import read_manifest
@@ -23,6 +24,7 @@ from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.data import TokenizedDataset
 from expertmesh.data.report import ODD_ROWS
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
+from expertmesh.io.versioned_json import first_problem
 from expertmesh.training.optimizers.build import learning_rate_factor
 
 # What may differ from the run that is resumed: sections and keys.
@@ -54,8 +56,13 @@ _ADDED_LATER = {
     "schedule.min_ratio": 0.0,
     _FROM_WEIGHTS: False,
 }
+_SOURCE_ADDED_LATER = {"weight": None, "repeat": 1, "max_rows": None}
 # How many of the first sample's token ids a checkpoint keeps, to show where others begin.
 _IDS_KEPT = 512
+
+
+_Count = Annotated[int, Field(ge=0, lt=2**53)]
+_Seconds = Annotated[float, Field(ge=0, lt=1e11)]
 
 
 @dataclass(slots=True)
@@ -66,12 +73,31 @@ class Counters:
     `expert_load`: tokens per layer and expert `[L][E]` since the last report, all ranks together; None for none.
     """
 
-    step: int = 0
-    elapsed_seconds: float = 0.0
-    skipped_in_a_row: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    expert_load: list[list[int]] | None = None
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
+
+    step: _Count = 0
+    elapsed_seconds: _Seconds = 0.0
+    skipped_in_a_row: _Count = 0
+    tokens: _Count = 0
+    seconds: _Seconds = 0.0
+    expert_load: list[list[_Count]] | None = None
+
+
+_COUNTERS = TypeAdapter(Counters)
+
+
+def read_counters(checkpoint: Path, saved: Any, step: int) -> Counters:
+    """The counters of a checkpoint after `step`. `IntegrityError` for numbers that no loop has counted."""
+    problem = f"counters.step is not {step}"
+    try:
+        counters = _COUNTERS.validate_json(json.dumps(saved))
+        if counters.step == step:
+            return counters
+    except ValidationError as error:
+        problem = first_problem(error)
+    raise IntegrityError(
+        f"{checkpoint / STATE_FILE}: is not the state of a training run (counters: {problem})", key="checkpoint.damaged"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +152,7 @@ class Identity:
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """(forbidden, allowed) differences between two flat configurations, as sentences."""
-    old, new = _ADDED_LATER | dict(old), _ADDED_LATER | dict(new)
+    old, new = _with_keys_added_later(old), _with_keys_added_later(new)
     forbidden: list[str] = []
     changed: list[str] = []
     for key in sorted(old.keys() | new.keys()):
@@ -136,6 +162,14 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[
         free = (key.partition(".")[0] in _FREE_SECTIONS and key != _FROM_WEIGHTS) or key in _FREE_KEYS
         (changed if free else forbidden).append(sentence)
     return forbidden, changed
+
+
+def _with_keys_added_later(config: Mapping[str, Any]) -> dict[str, Any]:
+    known: dict[str, Any] = {**_ADDED_LATER, **config}
+    for key in ("data.train", "data.eval"):
+        if isinstance(known.get(key), list):
+            known[key] = [_SOURCE_ADDED_LATER | source for source in known[key]]
+    return known
 
 
 def _data_difference(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> str:
@@ -221,7 +255,7 @@ def check_start(path: Path, identity: Identity, total_steps: int, config: Config
             key="checkpoint.not-of-a-run",
         )
     try:
-        Counters(**saved["counters"])
+        read_counters(path, saved["counters"], step)
         forbidden, changed = identity.differences(saved["identity"])
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise IntegrityError(

@@ -14,7 +14,7 @@ from expertmesh.checkpoint.interface import load_directory
 from expertmesh.model import load_weights
 from expertmesh.training.control import Control
 from expertmesh.training.optimizers.build import build_optimizer, build_schedule
-from expertmesh.training.reporting.weights import adapter_lines, dtype_text, report_loaded, saved_lines
+from expertmesh.training.reporting.weights import adapter_lines, dtype_text, report_loaded, report_resumed, saved_lines
 from expertmesh.training.resume import Counters
 from expertmesh.training.startup.output_dir import ADAPTER, MODEL
 from expertmesh.training.startup.prepare import Prepared, say
@@ -53,7 +53,7 @@ def load_state(run: Prepared, control: Control) -> RunState:
         step = load_directory(run.model, None, run.weights).step
         torch.manual_seed(config.train.seed + run.mesh.rank)  # generators come with a checkpoint
         if is_main:
-            print(f"weights    {run.weights}, after step {step}; all else begins anew", flush=True)
+            log.info(f"weights    {run.weights}, after step {step}; all else begins anew")
     if run.checked.objective.precomputes:
         say(control, "the reference: log-probabilities of all pairs")
         run.checked.objective.give_reference(run.model, run.mesh, run.data.datasets, run.batch_layout, run.start)
@@ -64,9 +64,7 @@ def load_state(run: Prepared, control: Control) -> RunState:
         saved = load_directory(run.model, optimizer, run.start)
         counters = Counters(**saved.state["counters"])
         if is_main:
-            log.info(f"resume     {run.start.name}, after step {saved.step}; {'; '.join(run.changes)}")
-            if control.audit == "full" and config.lora is None:
-                log.info("audit      nothing was read from the model's files; expertmesh verify checks the checkpoint")
+            report_resumed(run.start, saved.step, run.changes, audit=control.audit == "full" and config.lora is None)
     return RunState(optimizer, build_schedule(optimizer, config.schedule, run.total_steps, counters.step), counters)
 
 

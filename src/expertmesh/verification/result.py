@@ -12,6 +12,10 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch.distributed as dist
+
+from expertmesh.io.terminal import tell
+
 FORMAT, VERSION = "expertmesh-proof", 1
 Status = Literal["pass", "fail", "not run"]
 
@@ -187,3 +191,9 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+def say(lines: Iterable[str]) -> None:
+    """Print on rank 0. Every rank may call it."""
+    if dist.get_rank() == 0:
+        tell(*lines)

@@ -8,7 +8,7 @@ import gc
 import json
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +26,7 @@ from expertmesh.training.control import Control
 from expertmesh.verification.layers import CHECKS
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.proof import Proof, label
-from expertmesh.verification.result import Layer, Report, head_lines, layer_lines, mutation_lines, write_json
+from expertmesh.verification.result import Layer, Report, head_lines, layer_lines, mutation_lines, say, write_json
 from expertmesh.verification.self_test import self_test
 from expertmesh.verification.setup import Setup, set_up
 
@@ -49,7 +49,7 @@ def verify(config: Config, control: Control | None = None) -> Report:
         setup = set_up(config, options, dist.get_world_size())
     torch.manual_seed(config.train.seed + dist.get_rank())
     report = Report(_facts(setup, options))
-    _say(head_lines(report.facts))
+    say(head_lines(report.facts))
     with _scratch(config, options) as scratch, _short_collections():
         proof = Proof(setup, scratch)
         for name in CHECKS:
@@ -57,12 +57,12 @@ def verify(config: Config, control: Control | None = None) -> Report:
                 control.progress.at(0, f"verifying: {name}")
                 layer = _checked(proof, name)
                 report.layers.append(layer)
-                _say(layer_lines(layer))
+                say(layer_lines(layer))
         if options.self_test:
             control.progress.at(0, "verifying: self-test")
             proof.free_jobs()
             report.mutations = self_test(proof)
-            _say(mutation_lines(report.mutations))
+            say(mutation_lines(report.mutations))
     report.seconds = round(time.monotonic() - started, 3)
     _finish(report, config, options)
     return report
@@ -97,7 +97,7 @@ def _finish(report: Report, config: Config, options: VerifyOptions) -> None:
     left = sum(check.status == "not run" for check in checks)
     caught = [mutation for mutation in report.mutations if mutation.status == "pass"]
     tested = f", {len(caught)} of {len(report.mutations)} planted bugs caught" if report.mutations else ""
-    _say([f"verified    {done} checks passed, {left} not run{tested} ({report.seconds:.0f} s){where}"])
+    say([f"verified    {done} checks passed, {left} not run{tested} ({report.seconds:.0f} s){where}"])
 
 
 def _facts(setup: Setup, options: VerifyOptions) -> dict[str, Any]:
@@ -133,13 +133,6 @@ def _schedule(setup: Setup) -> str | None:
     count = len(setup.steps[0].batches(setup.layout, dist.get_rank()).micro_batches)
     name = schedule_kind(setup.layout, count).__name__.removeprefix("Schedule")
     return f"{name} over {count} micro-batch{'es' if count > 1 else ''}"
-
-
-def _say(lines: Iterable[str]) -> None:
-    """On rank 0."""
-    if dist.get_rank() == 0:
-        for line in lines:
-            print(line, flush=True)
 
 
 @contextmanager

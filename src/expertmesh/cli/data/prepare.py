@@ -31,7 +31,7 @@ def run(config: Config, workers: int | None = None) -> int:
     for name, sources in (("train", config.data.train), ("eval", config.data.eval)):
         if sources:
             recipe = Recipe.of(config, sources, tokenizer, checked.vocab_size, date)
-            found = _prepare(name, Preparation.of(config, recipe), workers or processors())
+            found = prepare(name, Preparation.of(config, recipe), workers or processors())
             date = date or found.date
             print("\n".join(found.report.lines()))
             print(f"{name} data: {found.directory}", flush=True)
@@ -43,7 +43,8 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _prepare(name: str, preparation: Preparation, workers: int) -> PreparedData:
+def prepare(name: str, preparation: Preparation, workers: int) -> PreparedData:
+    """Find the tokens, or have `workers` processes make them; says which."""
     if (found := preparation.find()) is not None:
         print(f"{name} data: is prepared already")
         return found

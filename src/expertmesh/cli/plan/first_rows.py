@@ -3,73 +3,25 @@
 A few rows take a moment and show nearly every mistake; `expertmesh check` reads all of them.
 """
 
-import datetime
-from collections import Counter
-from itertools import islice
-
 from transformers import PreTrainedTokenizerBase
 
-from expertmesh.config import DataConfig
-from expertmesh.config.errors import InputError
-from expertmesh.data.encode import Encoder
-from expertmesh.data.formats import PREFERENCE, MalformedRow, convert, fitting_formats
-from expertmesh.data.sources import RawRow, read_source
-from expertmesh.data.targets import ChatOptions
+from expertmesh.config import DataConfig, DataSource
+from expertmesh.data import build_dataset
 
 ROWS = 100
 
 
-def first_rows(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+def first_rows(path: str, tokenizer: PreTrainedTokenizerBase, length: int, vocab_size: int) -> tuple[str, str]:
     """(format and targets, lengths) of the first rows of `path`, each as a few words.
 
     Raises `InputError` for what training would refuse about them, template included, and for preferences.
     """
-    rows = list(islice(read_source(path), ROWS))
-    if not rows:
-        raise InputError(f"the data source {path} holds no row; name a source that does", key="data.empty")
-    name = _format_of(rows[0])
-    records = []
-    for row in rows:
-        try:
-            record = convert(row.value or {}, name)
-        except MalformedRow as error:
-            raise _malformed(row, row.problem or str(error)) from None
-        records.append(record)
-    defaults = DataConfig.model_fields
-    options = ChatOptions(defaults["loss_on"].default, defaults["thinking"].default, {}, datetime.date.today())
-    samples, methods = [], Counter[str]()
-    for row, encoded in zip(rows, Encoder(tokenizer, options).encode(records), strict=True):  # type: ignore[arg-type]
-        if isinstance(encoded, MalformedRow):
-            raise _malformed(row, str(encoded))
-        samples += encoded
-        methods.update(each.method for each in encoded)
-    tokens = sum(len(each.input_ids) for each in samples)
-    targets = sum(int(each.targets[1:].sum()) for each in samples)
-    if not targets:
-        raise InputError(
-            f"{path}: its first {len(rows)} rows, as {name}, have no target token; correct the data, or the chat "
-            "template of the tokenizer",
-            key="data.no-targets",
-        )
-    how = methods.most_common(1)[0][0]
-    longest = max(len(each.input_ids) for each in samples)
-    found = f"{name}; {targets / tokens:.0%} of the tokens are targets, found by {how}"
-    return found, f"the longest of the first {len(rows)} rows has {longest:,} tokens"
-
-
-def _format_of(row: RawRow) -> str:
-    fits = fitting_formats(row.value) if row.value is not None else ()
-    if not fits:
-        keys = ", ".join(map(str, row.value or ())) or "none"
-        raise _malformed(row, row.problem or f"the row's keys ({keys}) fit no format")
-    if fits[0] == PREFERENCE:
-        raise InputError(
-            f"{row.position}: the row is a preference, for objective.name dpo; start from "
-            "examples/qwen3-30b-a3b-dpo.yaml and expertmesh plan",
-            key="data.other-objective",
-        )
-    return fits[0]
-
-
-def _malformed(row: RawRow, problem: str) -> InputError:
-    return InputError(f"{row.position}: {problem}; correct the row", key="data.malformed-row")
+    source = DataSource(path=path, max_rows=ROWS)
+    config = DataConfig(train=(source,), max_length=length)
+    dataset, report = build_dataset(config.train, config, tokenizer, model_vocab_size=vocab_size)
+    how = report.methods.most_common(1)[0][0]
+    longest = max(len(dataset.sample(number).input_ids) for number in range(len(dataset)))
+    name, share = report.sources[0].format, report.target_tokens / report.tokens
+    cut = f", {report.cut} are cut" if report.cut else ""
+    found = f"{name}; {share:.0%} of the tokens are targets, found by {how}"
+    return found, f"the longest of the first {report.rows} rows has {longest:,} tokens{cut}"

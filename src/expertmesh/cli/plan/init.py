@@ -32,8 +32,8 @@ def run(options: InitOptions) -> int:
         raise _refuse_existing(path)
     config, _ = read_model_config(options.model, trust_remote_code=options.trust_remote_code, weights=False)
     model = ModelConfig(name_or_path=options.model, trust_remote_code=options.trust_remote_code)
-    found = first_rows(options.data, load_tokenizer(model))
     length = options.max_length or min(MAX_LENGTH, longest(config) or MAX_LENGTH)
+    found = first_rows(options.data, load_tokenizer(model), length, int(config.get_text_config().vocab_size))
     choice = choose(options, config, length)
     text = "\n".join(_lines(options, path, choice, found)) + "\n"
     try:

@@ -7,15 +7,13 @@ group. What it prints are predictions by the formulas of docs/formulas.md. `--ya
 
 import gc
 import json
-import sys
 from math import inf
 from pathlib import Path
-
-from rich.console import Console
 
 from expertmesh.cli.options import PlanOptions
 from expertmesh.cli.plan.read import read_figures
 from expertmesh.cli.plan.tables import as_json, cards_lines, print_best, print_candidates, rejection_lines
+from expertmesh.cli.printing import Terminal
 from expertmesh.config import Config, LoraConfig, dump_config
 from expertmesh.config.errors import InputError
 from expertmesh.config.yaml_text import parse_yaml
@@ -56,7 +54,7 @@ def _run(options: PlanOptions) -> int:
     if options.json:
         print(json.dumps(as_json(found, best, costs), indent=2))
         return 0
-    console = Console(file=sys.stdout, highlight=False, markup=False)
+    console = Terminal()
     print_candidates(console, options.model, job, found.candidates[: options.top])
     print_best(console, job, best, costs)
     console.print(*cards_lines(job), sep="\n", soft_wrap=True)

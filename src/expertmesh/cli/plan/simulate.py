@@ -1,12 +1,10 @@
 """`expertmesh plan --simulate`: a rank of the best layout, run on fake tensors, beside what the formulas say."""
 
-import sys
 from dataclasses import replace
 
-from rich.console import Console
 from transformers import PreTrainedConfig
 
-from expertmesh.cli.printing import bytes_text, print_rows
+from expertmesh.cli.printing import Terminal, bytes_text, print_rows
 from expertmesh.config import LoraConfig
 from expertmesh.planning.memory import fullest_stage, memory_of
 from expertmesh.planning.search import Candidate
@@ -43,7 +41,7 @@ def run(config: PreTrainedConfig, best: Candidate, lora: LoraConfig | None) -> N
         (what, bytes_text(simulated), bytes_text(int(size)), f"{size / simulated - 1:+.2%}" if simulated else "-")
         for what, simulated, size in compared
     ]
-    console = Console(file=sys.stdout, highlight=False, markup=False)
+    console = Terminal()
     counted = "one micro-batch" if batch.accumulation == 1 else f"{batch.accumulation} micro-batches"
     print_rows(console, f"{counted}, simulated", ("", "simulated", "predicted", "off by"), rows)
     console.print(

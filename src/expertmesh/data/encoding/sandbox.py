@@ -22,6 +22,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from expertmesh.io.parent import end_with_parent
+
 TIME_LIMIT_SECONDS = 10
 MEMORY_LIMIT_BYTES = 1 << 30
 _BLOCK_CHARACTERS = 1 << 16
@@ -72,6 +74,7 @@ def _result(answer: Any) -> Any:
 def _serve(connection: Connection, function: Callable[[Any], Any]) -> NoReturn:
     """The whole life of the child; it ends without the parent's exit handlers."""
     try:
+        end_with_parent()
         # The parent's handlers must not run here as well; the parent handles Ctrl-C.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

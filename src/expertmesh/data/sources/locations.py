@@ -153,11 +153,12 @@ class _Table:
         return self.stamp()
 
 
-def _remote_files(url: str) -> Iterator[_File]:
+def refuse_url(url: str) -> None:
+    """Raise `InputError` for a URL of a kind that fsspec cannot open here. Asks no network."""
     import fsspec
 
     try:
-        filesystem, path = fsspec.core.url_to_fs(url)
+        fsspec.get_filesystem_class(url.partition("://")[0].rpartition("::")[2])
     except ImportError as error:
         raise InputError(
             f"the data path {url} needs a package that is not installed ({error}); install it.",
@@ -167,8 +168,15 @@ def _remote_files(url: str) -> Iterator[_File]:
         raise InputError(
             f"the data path {url} cannot be opened ({error}); correct it.", key="data.not-found"
         ) from error
+
+
+def _remote_files(url: str) -> Iterator[_File]:
+    import fsspec
+
+    refuse_url(url)
     scheme = url.partition("://")[0]
     try:
+        filesystem, path = fsspec.core.url_to_fs(url)
         if scheme in ("http", "https") or not filesystem.isdir(path):
             if not filesystem.exists(path):
                 raise FileNotFoundError("there is no such file")

@@ -10,6 +10,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.io.directory import io_errors
 from expertmesh.io.reading import MAX_METRICS_BYTES, opened, rows
 from expertmesh.io.safetensors_writer import replace_synced
+from expertmesh.io.terminal import log
 
 
 def keep_rows(path: Path, done: int) -> None:
@@ -26,7 +27,7 @@ def keep_rows(path: Path, done: int) -> None:
                         kept.append(line)
         if not line.endswith(b"\n"):  # blocks of zeros are what a power loss leaves
             what = "zeros" if line.strip(b"\0") == b"" else "a row that was cut short"
-            print(f"{path}: ended in {what}; cut back to its last whole row", flush=True)
+            log.info(f"{path}: ended in {what}; cut back to its last whole row")
         replace_synced(path, b"".join(kept))
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from expertmesh.adapters.plan import plan_lines as adapter_plan_lines
 from expertmesh.adapters.plan import plan_of
-from expertmesh.anatomy import Anatomy, is_adapter
+from expertmesh.anatomy import Anatomy, alike_as_one, is_adapter
 from expertmesh.config import Config, InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.io.terminal import gib
@@ -80,10 +80,16 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
     what, base = ("parameters", "") if lora is None else ("adapters", "base and ")
     kept = "" if precision.frozen is None else f", experts and linear layers in {precision.frozen}"
     yield f"precision  {precision.params} {what}, {precision.compute} {base}compute, {precision.reduce} reduce{kept}"
+    if plan.uncast:
+        uncast = (name for name, _ in plan.twin.module.named_parameters() if name in plan.uncast)
+        yield f"           computed in float32 all the same: {alike_as_one(uncast)}"
     router: str = config.moe.router
     if lora is not None:
         router = "adapted" if any(target.group == "router" for target in lora.targets) else "frozen"
-    yield f"experts    dispatch {plan.resolved['dispatch']}, compute {plan.resolved['compute']}, router {router}"
+    said = plan.resolved
+    yield (
+        f"experts    dispatch {said['dispatch']}, compute {said['compute']}, router {router}, in {said['router_dtype']}"
+    )
     counted = batches.accumulation if batches.accumulation > 1 or pipeline is not None else 0
     yield from (f"balance    {line}" for line in _balance_lines(plan, counted))
     if lora is not None:

@@ -11,6 +11,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from expertmesh.config.errors import ExpertmeshError
+from expertmesh.io.directory import io_errors
+from expertmesh.io.safetensors_writer import replace_synced
+from expertmesh.io.terminal import log
 from expertmesh.io.versioned_json import read_versioned
 
 RECORD_FILE = "run.json"
@@ -134,3 +138,16 @@ def read_record(directory: Path) -> RunRecord | None:
         return read_versioned(directory / RECORD_FILE, RunRecord, SCHEMA_VERSION, key="run.damaged-record")
     except FileNotFoundError:
         return None
+
+
+def write_record(record: RunRecord, directory: Path) -> None:
+    """Write the run.json of the run in `directory`, behind the earlier starts that it goes on from."""
+    try:
+        earlier = read_record(directory)
+    except ExpertmeshError as error:
+        # Nothing that training needs is in it; a run must not end over it.
+        log.warning(f"{error}; the run's earlier starts are left out of it from here on")
+        earlier = None
+    content = record.after(earlier).model_dump_json(indent=1).encode() + b"\n"
+    with io_errors(directory / RECORD_FILE, len(content)):
+        replace_synced(directory / RECORD_FILE, content)

@@ -18,13 +18,14 @@ from expertmesh.checkpoint.small_files import read_state_file
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.terminal import bars, has_bars
 from expertmesh.training.control import Stopped
+from expertmesh.training.reporting.data_record import write_data_record
 from expertmesh.training.reporting.metrics import EvalMetrics, ExpertLoad, StepMetrics, shown
 from expertmesh.training.reporting.metrics_file import MetricsFile
-from expertmesh.training.reporting.record import Forecast
 from expertmesh.training.reporting.start import record_start
 from expertmesh.training.reporting.trackers import Trackers, open_trackers
 
 if TYPE_CHECKING:
+    from expertmesh.training.reporting.record import Forecast
     from expertmesh.training.startup.prepare import Prepared
 
 log = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ def open_reporter(run: "Prepared") -> Reporter:
     return reporter
 
 
-def start_reports(reporter: Reporter, run: "Prepared", forecast: Forecast | None, after_step: int) -> ExpertLoad:
+def start_reports(reporter: Reporter, run: "Prepared", forecast: "Forecast | None", after_step: int) -> ExpertLoad:
     """Open `output_dir/metrics.jsonl` and the display that fits the terminal; add this start to the run's run.json.
 
     A run that continues after some steps goes on in the same file; what it says of later steps is removed. Every rank
@@ -157,6 +158,7 @@ def start_reports(reporter: Reporter, run: "Prepared", forecast: Forecast | None
             vocabulary = run.checked.vocab_size if run.config.objective.name == "sft" else None
             reporter.collapse = Collapse(vocabulary, experts.num_experts, experts.top_k or 1)
             reporter.rows = MetricsFile(Path(run.config.output_dir) / "metrics.jsonl", after_step)
+            write_data_record(run)
             reporter.total_steps, reporter.devices = run.total_steps, run.mesh.layout.world_size
             reporter.peak_tokens_per_second = None if forecast is None else forecast.peak_tokens_per_second
             reporter.bar = _Bar(run.total_steps, after_step) if has_bars() else None

@@ -8,25 +8,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from expertmesh.config.errors import ExpertmeshError
 from expertmesh.distributed.all_ranks import collective_device, raise_on_all_ranks
 from expertmesh.distributed.collectives import all_gather
 from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES
 from expertmesh.io.boxes import volume
-from expertmesh.io.directory import io_errors
-from expertmesh.io.safetensors_writer import replace_synced
 from expertmesh.state.shards import local_box, owns_copy
 from expertmesh.training.reporting.machine import device_name, versions
 from expertmesh.training.reporting.plan_lines import local_parameters, plan_lines
 from expertmesh.training.reporting.record import (
-    RECORD_FILE,
     DataCounts,
     Forecast,
     MoeLayer,
     RunRecord,
     Share,
     Start,
-    read_record,
+    write_record,
 )
 from expertmesh.training.startup.prepare import Prepared
 
@@ -75,20 +71,7 @@ def record_start(run: Prepared, forecast: Forecast | None, after_step: int) -> N
                 eval_data=counts[1] if len(counts) > 1 else None,
                 starts=[start],
             )
-            _write_record(record, Path(config.output_dir))
-
-
-def _write_record(record: RunRecord, directory: Path) -> None:
-    """Write the run.json of the run in `directory`, behind the earlier starts that it goes on from."""
-    try:
-        earlier = read_record(directory)
-    except ExpertmeshError as error:
-        # Nothing that training needs is in it; a run must not end over it.
-        log.warning(f"{error}; the run's earlier starts are left out of it from here on")
-        earlier = None
-    content = record.after(earlier).model_dump_json(indent=1).encode() + b"\n"
-    with io_errors(directory / RECORD_FILE, len(content)):
-        replace_synced(directory / RECORD_FILE, content)
+            write_record(record, Path(config.output_dir))
 
 
 def _shares(run: Prepared) -> tuple[list[Share], int]:

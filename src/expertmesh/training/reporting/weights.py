@@ -25,6 +25,15 @@ def report_loaded(loaded: LoadReport, audited: AuditReport, source: Path, output
         log.info(line)
 
 
+def report_resumed(checkpoint: Path, step: int, changes: Sequence[str], *, audit: bool) -> None:
+    """Print what a run goes on from, and what has changed; `audit`: weights were to be compared with the model's files.
+    For rank 0.
+    """
+    log.info(f"resume     {checkpoint.name}, after step {step}; {'; '.join(changes)}")
+    if audit:
+        log.info("audit      nothing was read from the model's files; expertmesh verify checks the checkpoint")
+
+
 def loaded_lines(loaded: LoadReport, audited: AuditReport, output_dir: Path) -> Iterator[str]:
     """Lines for the terminal, by rank 0, after every rank's audit has passed."""
     seconds = f"({audited.seconds:.1f} s)"
@@ -64,6 +73,8 @@ def adapter_lines(saved: AdapterReport) -> Iterator[str]:
         if still:
             shown = ", ".join(still[:_LISTED]) + (f" and {len(still) - _LISTED} more" if len(still) > _LISTED else "")
             yield f"           {name}: B of experts {shown} is all zero; they have seen no token"
+    for sentence in saved.unread:
+        yield f"serving    not read as it is by {sentence}"
 
 
 def _listed(groups: Sequence[UnmappedTensors]) -> Iterator[str]:

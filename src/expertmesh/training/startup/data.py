@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from expertmesh.config import Config
 from expertmesh.data import (
     DataReport,
+    Mixture,
     Preparation,
     PreparedData,
     Recipe,
@@ -46,6 +47,7 @@ class RunData:
     evaluation: TokenizedDataset | None
     reports: tuple[DataReport, ...]
     date: datetime.date
+    mixture: Mixture
 
     @property
     def datasets(self) -> list[TokenizedDataset]:
@@ -71,6 +73,7 @@ def read_data(config: Config, checked: Checked, date: datetime.date | None, say:
         found[1].dataset if len(found) > 1 else None,
         tuple(each.report for each in found),
         date,
+        Mixture.of(config.data.train, found[0].report, found[0].dataset.samples_per_row),
     )
 
 

@@ -4,11 +4,13 @@ import re
 from pathlib import Path
 
 from expertmesh.checkpoint.directory import CHECKPOINTS, published, step_name
-from expertmesh.config import Config, TrainConfig, dump_config, load_config
+from expertmesh.config import Config, TrainConfig, dump_config
 from expertmesh.config.errors import InputError
+from expertmesh.config.files import config_from
 from expertmesh.io.directory import io_errors
 from expertmesh.io.reading import read_file
 from expertmesh.io.safetensors_writer import replace_synced
+from expertmesh.io.terminal import log
 from expertmesh.training.resume import config_differences, find_start, find_weights, flat
 
 CONFIG_FILE = "config.yaml"
@@ -28,15 +30,17 @@ def refuse_output_dir(config: Config) -> None:
         raise InputError(f"output_dir {directory} is a file; choose another directory", key="output.is-a-file")
     if not directory.exists() or all(_LEFT_BY_A_START.fullmatch(path.name) for path in directory.iterdir()):
         return
-    written = directory / CONFIG_FILE
-    if not written.is_file():
+    # Somebody may have removed the run's own; each checkpoint holds one.
+    known = (directory, *(path for _, path in reversed(published(directory / CHECKPOINTS))))
+    written = next((path / CONFIG_FILE for path in known if (path / CONFIG_FILE).is_file()), None)
+    if written is None:
         raise InputError(
             f"output_dir {directory} is not empty and holds no run of ours; choose another directory",
             key="output.not-empty",
         )
     if did_no_step(directory):
         return
-    before = load_config(written)
+    before = _read(written)
     forbidden, _ = config_differences(*(flat(each.model_dump(mode="json")) for each in (before, config)))
     if forbidden:
         raise InputError(
@@ -64,7 +68,7 @@ def set_result_aside(config: Config, start: Path) -> None:
         kept = result.with_name(f"{result.name}-{start.name}")
         with io_errors(kept, 0):
             result.rename(kept)
-        print(f"finished   before, after {start.name}; its result is now {kept}", flush=True)
+        log.info(f"finished   before, after {start.name}; its result is now {kept}")
 
 
 def _result(config: Config) -> Path:
@@ -89,6 +93,10 @@ def _finished(config: Config, train: TrainConfig) -> InputError:
         "another output_dir to go on with other data or settings",
         key="run.finished",
     )
+
+
+def _read(path: Path) -> Config:
+    return config_from(read_file(path).decode(errors="backslashreplace"), str(path))
 
 
 def did_no_step(directory: Path) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 from expertmesh.anatomy import describe
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError
-from expertmesh.data import load_tokenizer
+from expertmesh.data import load_tokenizer, refuse_url
 from expertmesh.io.directory import require_space
 from expertmesh.training.optimizers.build import moment_bytes
 from expertmesh.training.optimizers.matrices import matrices_of
@@ -71,12 +71,15 @@ def refuse_disk(config: Config, model: nn.Module) -> None:
 def _refuse_local_paths(config: Config) -> None:
     for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         for index, source in enumerate(sources):
+            if "://" in source.path:
+                refuse_url(source.path)
+                continue
             looks_local = source.path.startswith((".", "/", "~")) or Path(source.path).suffix in (
                 ".json",
                 ".jsonl",
                 ".parquet",
             )
-            if looks_local and not Path(source.path).exists():
+            if looks_local and not Path(source.path).expanduser().exists():
                 raise InputError(
                     f"{key}.{index}.path: {source.path} does not exist; correct the path", key="data.not-found"
                 )

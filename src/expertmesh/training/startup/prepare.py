@@ -77,6 +77,7 @@ def prepare(config: Config, control: Control, checked: Checked) -> Prepared:
         global_batch_size=train.global_batch_size,
         shuffle=config.data.shuffle,
         seed=train.seed,
+        mixture=data.mixture,
     )
     evaluation = EvaluationBatches(data.evaluation, layout) if data.evaluation is not None else None
     total_steps = batches.total_steps(train.num_epochs)

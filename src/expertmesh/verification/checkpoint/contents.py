@@ -9,12 +9,11 @@ from expertmesh.adapters.peft_format import CONFIG_FILE as ADAPTER_CONFIG_FILE
 from expertmesh.anatomy import is_adapter
 from expertmesh.checkpoint.companions import ADAPTER, HUGGINGFACE, LAYOUT_FILE
 from expertmesh.checkpoint.manifest import MANIFEST
-from expertmesh.checkpoint.publish import CONFIG_FILE, SavedJob
 from expertmesh.checkpoint.schema import Manifest
 from expertmesh.checkpoint.small_files import STATE_FILE, read_generators, read_small, read_state_file, rng_file
-from expertmesh.checkpoint.write import AXES
 from expertmesh.config.errors import IntegrityError
 from expertmesh.io.reading import MAX_TOKENIZER_BYTES, read_json
+from expertmesh.training.resume import read_counters
 from expertmesh.verification.checkpoint.files import FileCheck
 
 _ADAPTER_CONFIG, _BASE = f"{ADAPTER}/{ADAPTER_CONFIG_FILE}", f"{ADAPTER}/{BASE_FILE}"
@@ -28,7 +27,7 @@ def small_file_problems(directory: Path, manifest: Manifest, check: FileCheck) -
     missing = sorted(needed_files(manifest) - names.keys())
     yield from (f"{path}: damaged: does not name {name}, which every such checkpoint has" for name in missing)
     readers: dict[str, Callable[[], object]] = {
-        STATE_FILE: lambda: read_state_file(directory, manifest),
+        STATE_FILE: lambda: _read_state(directory, manifest),
         rng_file(manifest): lambda: read_generators(directory, manifest, range(manifest.world_size)),
         _BASE: lambda: read_base(directory / _BASE, read_small(directory, manifest, _BASE)),
     }
@@ -40,12 +39,12 @@ def small_file_problems(directory: Path, manifest: Manifest, check: FileCheck) -
     for name in sorted(name for name in names if name.startswith(f"{HUGGINGFACE}/") and name.endswith(".json")):
         if name not in check.damaged and not _is_json(directory / name):
             yield f"{directory / name}: is not JSON"
-    if manifest.config_sha256 != (names[CONFIG_FILE].sha256 if CONFIG_FILE in names else None):
-        yield f"{path}: damaged: config_sha256 is not that of {CONFIG_FILE}"
-    if manifest.layout.keys() != set(AXES):
-        yield f"{path}: damaged: layout names other axes than {', '.join(AXES)}"
-    elif SavedJob(manifest.step, manifest.layout, ()).world_size != manifest.world_size:
-        yield f"{path}: damaged: its layout is not one of {manifest.world_size} ranks"
+
+
+def _read_state(directory: Path, manifest: Manifest) -> None:
+    state = read_state_file(directory, manifest).state
+    if "counters" in state:  # of a training run
+        read_counters(directory, state["counters"], manifest.step)
 
 
 def needed_files(manifest: Manifest) -> set[str]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from expertmesh.checkpoint.manifest import MANIFEST, file_problems, tensor_problems, unsafe_content
+from expertmesh.checkpoint.manifest import MANIFEST, file_problems, header_problems, tensor_problems, unsafe_content
 from expertmesh.checkpoint.read import file_sha256, fingerprints_in, match_header
 from expertmesh.checkpoint.schema import FileEntry, Manifest, is_tensor_file
 from expertmesh.checkpoint.state import fingerprint_share
@@ -56,6 +56,7 @@ def check_files(directory: Path, manifest: Manifest, files: WeightFiles) -> File
     named = {MANIFEST, *(file.name for file in manifest.files)}
     extra = sorted(path.relative_to(directory).as_posix() for path in _everything(directory))
     texts = [f"{directory / name}: is not part of the checkpoint; remove it" for name in extra if name not in named]
+    texts += header_problems(directory, manifest)
     texts += file_problems(directory, manifest, manifest.files)
     contradictions = list(tensor_problems(directory, manifest))
     check.findings += [Finding(text) for text in texts + contradictions]
