@@ -15,6 +15,7 @@ import expertmesh.model as loading
 from expertmesh.config import Config
 from expertmesh.config.errors import IntegrityError
 from expertmesh.export.checkpoint import export
+from expertmesh.export.convert import convert
 from expertmesh.state.shards import local_tensor
 from expertmesh.training.control import Control
 from expertmesh.training.reporting.weights import loaded_lines, saved_lines
@@ -27,6 +28,7 @@ from expertmesh.weights.source import UnmappedTensors
 from tests.support.errors import refused
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import metrics, run_config, weights, write_inputs
+from tests.weights.published import FORMATS, is_linear, quantise
 
 MTP = {
     "model.layers.61.enorm.weight": torch.arange(32).bfloat16(),
@@ -85,6 +87,30 @@ def test_the_model_of_a_run_and_that_of_its_last_checkpoint_are_the_same_in_the_
     export(tmp_path / "run" / "checkpoints" / "step-00000003", tmp_path / "exported")
     for file in (tmp_path / "exported").iterdir():
         assert file.read_bytes() == (tmp_path / "run" / "model" / file.name).read_bytes(), file.name
+
+
+def test_a_run_on_quantised_files_leaves_them_as_loaded_and_that_model_is_loaded_and_equal(tmp_path: Path) -> None:
+    """Every tensor is the trained one to the rounding of its format, what has no codes bit for bit."""
+    root = write_inputs(tmp_path / "inputs", hidden_size=64, moe_intermediate_size=64)
+    base = quantise(root / "model", tmp_path / "base", FORMATS["fp8 blocks"](), is_linear) / "quantised"
+    for path in (root / "model").glob("tokenizer*"):
+        shutil.copy(path, base)
+    for dtype in ("as_loaded", "float32"):
+        options = ("parallel.ep=2", f"model.name_or_path={base}", f"save.dtype={dtype}")
+        run_ranks(train, 2, run_config(root, tmp_path / dtype, *options))
+    written = json.loads((tmp_path / "as_loaded/model/config.json").read_text())
+    assert written["quantization_config"] == json.loads((base / "config.json").read_text())["quantization_config"]
+    convert(str(tmp_path / "as_loaded/model"), tmp_path / "plain", dtype="float32")
+    got, trained, before = (load_file(each / "model.safetensors") for each in (tmp_path / "plain", *_models(tmp_path)))
+    assert got.keys() == trained.keys()
+    for name, tensor in trained.items():
+        error = float((got[name] - tensor).norm() / tensor.norm())
+        assert error <= (0.04 if f"{name}_scale_inv" in before else 0.0), name
+    AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+
+
+def _models(path: Path) -> tuple[Path, Path]:
+    return path / "float32/model", path / "as_loaded/model"
 
 
 def test_a_plain_model_cannot_be_saved_as_quantised_files_were(inputs: Path, tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from expertmesh.state.host_memory import HostCopies
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.packed_format import PackedFormat, quantised_format
 from expertmesh.state.sharded_model import attach, sharded
-from expertmesh.state.shards import local_tensor
 
 View = Literal["dense", "dense_tp", "expert"]
 
@@ -252,7 +251,8 @@ def link_copies(model: nn.Module, anatomy: Anatomy, stage_starts: Callable[[str]
         for spec in anatomy.experts:
             if is_inside(spec.name, block):
                 for role, leaf in (("up", spec.up), ("down", spec.down)):
-                    local = local_tensor(model.get_submodule(spec.name).get_parameter(leaf))
+                    whole: Any = model.get_submodule(spec.name).get_parameter(leaf)
+                    local = whole.to_local() if isinstance(whole, DTensor) else whole
                     if isinstance(local, PackedTensor) and local.host is not None:
                         if (previous := before.get(role)) is not None:
                             previous.following, local.host.preceding = local.host, previous
