@@ -106,3 +106,12 @@ def test_a_kill_before_any_file_operation_of_a_save_loses_nothing(tmp_path: Path
     assert points > 40
     assert lost > points / 2
     print(f"{points} points, {lost} saves that came to nothing")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_error_of_any_file_operation_of_a_save_is_said_and_loses_nothing(victim: int, tmp_path: Path) -> None:
+    results = run_ranks(_save_with_faults, 2, tmp_path, "EIO", victim, 4)
+    points, lost = results[victim]
+    assert points > 10
+    assert lost > points / 8
+    assert results[0][1] == results[1][1]
