@@ -12,6 +12,7 @@ from pyarrow import parquet
 
 import expertmesh as em
 from expertmesh.adapters.plan import plan_adapters
+from expertmesh.anatomy import describe
 from expertmesh.checkpoint.read import open_state
 from expertmesh.config import load_config
 from expertmesh.config.data import DataConfig, DataSource
@@ -53,7 +54,7 @@ def _make_model(path: Path) -> None:
 
 def _read_model(path: Path) -> None:
     config, directory = read_model_config(str(path))
-    build_meta_model(config, torch.float32, directory=directory)
+    describe(build_meta_model(config, torch.float32, directory=directory))
     with open_weight_files(path):
         pass
 

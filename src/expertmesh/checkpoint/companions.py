@@ -3,7 +3,6 @@ files that training started from. With them it can be exported without the model
 """
 
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from expertmesh.checkpoint.schema import Manifest
 from expertmesh.checkpoint.small_files import read_small, read_small_json
 from expertmesh.io.safetensors_reader import DTYPES, FileTensor, WeightFiles
 from expertmesh.io.safetensors_writer import CODES
-from expertmesh.weights.companions import Tokenizer, write_config
+from expertmesh.weights.companions import Tokenizer, config_files
 from expertmesh.weights.mapping import plan_load, plan_save
 from expertmesh.weights.source import Source, source_of
 
@@ -46,10 +45,7 @@ def companions(model: PreTrainedModel, tokenizer: Tokenizer | None, save_dtype: 
         "save_dtype": save_dtype,
     }
     dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-    with tempfile.TemporaryDirectory(prefix="expertmesh-") as scratch:
-        write_config(model, Path(scratch), tokenizer, dtype)
-        paths = [path for path in sorted(Path(scratch).rglob("*")) if path.is_file()]
-        files = {f"{HUGGINGFACE}/{path.relative_to(scratch).as_posix()}": path.read_bytes() for path in paths}
+    files = {f"{HUGGINGFACE}/{name}": content for name, content in config_files(model, tokenizer, dtype).items()}
     if (plan := plan_of(model)) is not None:
         files |= {f"{ADAPTER}/{name}": content for name, content in small_files(model, plan).items()}
     return {**files, LAYOUT_FILE: json.dumps(layout).encode()}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from expertmesh.checkpoint.manifest import MANIFEST, step_of
 from expertmesh.config.errors import InputError
+from expertmesh.io.directory import io_errors
 from expertmesh.io.safetensors_writer import sync
 
 CHECKPOINTS = "checkpoints"
@@ -71,9 +72,11 @@ def clean(directory: Path) -> list[str]:
 
     Only while nobody else writes there.
     """
-    leftovers = [path for path in directory.iterdir() if _LEFTOVER.fullmatch(path.name)] if directory.is_dir() else []
-    for path in leftovers:
-        shutil.rmtree(path)
+    with io_errors(directory, 0):
+        paths = [*directory.iterdir()] if directory.is_dir() else []
+        leftovers = [path for path in paths if _LEFTOVER.fullmatch(path.name)]
+        for path in leftovers:
+            shutil.rmtree(path)
     return sorted(path.name for path in leftovers)
 
 

@@ -39,6 +39,7 @@ _NEVER_ZERO = {
 }
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_top_k", "moe_k")
+_KINDS: dict[str, Any] = {"model_type": str, "architectures": list, "text_config": dict, "quantization_config": dict}
 _POSITIVE = {"rope_theta", "theta", "rms_norm_eps", "layer_norm_eps", "initializer_range"}
 # Mamba's limits of a time step are meant to be infinite.
 _MAY_BE_INFINITE = {"time_step_limit"}
@@ -58,6 +59,10 @@ def read_model_json(path: Path) -> dict[str, Any]:
             "remove it, and put the wanted one here",
             key="model.invalid-config",
         )
+    for key, kind in _KINDS.items():
+        if not isinstance(value := content.get(key), kind | None):
+            problem = f"{path}: {key} is {shortened(repr(value))}, which has another type; correct it"
+            raise InputError(problem, key="model.invalid-config")
     refuse_impossible(content, path)
     return content
 

@@ -1,6 +1,7 @@
 """What `save_pretrained` writes beside the weights: index, config, generation config, remote code, tokenizer files."""
 
 import shutil
+import tempfile
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -54,6 +55,14 @@ def write_companions(
         for path in directory.rglob("*"):
             sync(path)
         sync(directory)
+
+
+def config_files(model: PreTrainedModel, tokenizer: Tokenizer | None, dtype: torch.dtype) -> dict[str, bytes]:
+    """What `write_config` writes, by path."""
+    with io_errors(Path(tempfile.gettempdir()), 0), tempfile.TemporaryDirectory(prefix="expertmesh-") as scratch:
+        write_config(model, Path(scratch), tokenizer, dtype)
+        paths = [path for path in sorted(Path(scratch).rglob("*")) if path.is_file()]
+        return {path.relative_to(scratch).as_posix(): path.read_bytes() for path in paths}
 
 
 def write_config(

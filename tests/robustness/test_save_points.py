@@ -1,0 +1,117 @@
+"""A save that is cut short before any of its file operations, or whose file operations fail one by one, loses nothing.
+
+A process that is killed does no further file operation: from the point of a kill on every one raises what no code
+catches. Afterwards whatever has a checkpoint's name is whole, the next save works, and reads as what was saved.
+"""
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+import expertmesh as em
+from expertmesh.checkpoint.directory import clean, published
+from expertmesh.checkpoint.read import check_hashes, open_state
+from expertmesh.config.errors import InputError
+from tests.checkpoint.tiny import Job
+from tests.support.models import tiny_model
+from tests.support.ranks import run_ranks
+
+OPERATIONS = ("open", "write", "ftruncate", "pwrite", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir", "link")
+Fault = Literal["kill", "EIO", "ENOSPC", "EDQUOT"]
+pytestmark = pytest.mark.timeout(300)
+
+
+class Killed(BaseException):
+    """The process would be gone."""
+
+
+class FaultPoint:
+    """Inside, file operation number `at` of this process, from 0, and for a kill every later one, goes wrong."""
+
+    def __init__(self, fault: Fault, at: int | None) -> None:
+        self.fault, self.at, self.seen = fault, at, 0
+        self._own = {name: getattr(os, name) for name in OPERATIONS}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "FaultPoint":
+        for name, operation in self._own.items():
+            setattr(os, name, self._counted(operation))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, operation in self._own.items():
+            setattr(os, name, operation)
+
+    def _counted(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            with self._lock:
+                here, self.seen = self.seen, self.seen + 1
+            if self.at is not None and self.fault == "kill" and here >= self.at:
+                raise Killed
+            if self.at is not None and here == self.at and self.fault != "kill":
+                number = getattr(errno, self.fault)
+                raise OSError(number, os.strerror(number))
+            return operation(*arguments, **named)
+
+        return call
+
+
+def _save_with_faults(directory: Path, fault: Fault, victim: int, stride: int) -> tuple[int, int]:
+    """Save once at every `stride`th point; returns how many points there are, and how many saves came to nothing."""
+    job = Job(tiny_model("qwen3_moe"), em.ParallelConfig(ep=1))
+    job.train([0])
+    rank = job.mesh.rank
+
+    def save(step: int) -> None:
+        em.save_checkpoint(job.model, job.optimizer, directory, step=step, state={"seen": step})
+
+    with FaultPoint(fault, None) as counting:
+        save(1)
+    seen = torch.tensor(counting.seen)
+    torch.distributed.broadcast(seen, victim)
+    lost, points, at, step = 0, int(seen), 0, 1
+    while at < points:
+        step += 1
+        before = len(published(directory))
+        try:
+            with FaultPoint(fault, at if rank == victim else None):
+                save(step)
+        except (Killed, InputError):
+            lost += 1
+        torch.distributed.barrier()
+        for _, path in published(directory):
+            with open_state(path) as state:
+                check_hashes(state)
+        assert len(published(directory)) in (before, before + 1)
+        torch.distributed.barrier()
+        if rank == 0:
+            clean(directory)
+        torch.distributed.barrier()
+        at += stride
+    save(step + 1)
+    again = Job(tiny_model("qwen3_moe", seed=9), em.ParallelConfig(ep=1))
+    em.load_checkpoint(again.model, again.optimizer, published(directory)[-1][1])
+    assert all(torch.equal(tensor, again.state()[name]) for name, tensor in job.state().items())
+    return points, lost
+
+
+def test_a_kill_before_any_file_operation_of_a_save_loses_nothing(tmp_path: Path) -> None:
+    ((points, lost),) = run_ranks(_save_with_faults, 1, tmp_path, "kill", 0, 1)
+    assert points > 40
+    assert lost > points / 2
+    print(f"{points} points, {lost} saves that came to nothing")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_error_of_any_file_operation_of_a_save_is_said_and_loses_nothing(victim: int, tmp_path: Path) -> None:
+    results = run_ranks(_save_with_faults, 2, tmp_path, "EIO", victim, 4)
+    points, lost = results[victim]
+    assert points > 10
+    assert lost > points / 8
+    assert results[0][1] == results[1][1]
