@@ -247,7 +247,7 @@ def _train_while_rank_1_hangs(where: str) -> None:
 
 @pytest.mark.parametrize(
     ("where", "stack"),
-    [("an expert all-to-all", "in all_to_all_single.*"), ("a dense collective", r"fsdp/_fully_shard.*")],
+    [("an expert all-to-all", "in _wait.*"), ("a dense collective", r"fsdp/_fully_shard.*")],
 )
 def test_a_training_step_does_not_wait_longer_than_the_limit(where: str, stack: str) -> None:
     started = time.monotonic()
@@ -255,7 +255,7 @@ def test_a_training_step_does_not_wait_longer_than_the_limit(where: str, stack: 
         run_ranks(_train_while_rank_1_hangs, 4, where, timeout=60)
     assert time.monotonic() - started < 30
     first = str(failed.value).split("rank 1 raised")[0]
-    assert re.search(stack + f"Timed out waiting {2000 * LIMIT}ms", first, re.DOTALL), str(failed.value)
+    assert re.search(f"{stack}(Timed out waiting {2000 * LIMIT}ms|Application timeout)", first, re.DOTALL), first
 
 
 def test_ranks_never_collect_the_garbage_of_the_process_that_forked() -> None:

@@ -95,6 +95,7 @@ def test_all_is_said_in_one_message() -> None:
     ("message", "waited"),
     [
         (TIMED_OUT, True),
+        ("RuntimeError: Application timeout caused pair closure", True),
         ("DistBackendError: NCCL: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)", True),
         ("DistStoreError: wait timeout after 2000ms, keys: /default_pg/0", True),
         ("RuntimeError: Connection closed by peer [127.0.0.1]:1", False),

@@ -19,8 +19,10 @@ from expertmesh.training.progress import RankStatus
 INNERMOST, OUTERMOST = 8, 6
 # A heartbeat comes twice a second; a busy machine may delay it.
 SILENT_SECONDS = 5.0
-# gloo; NCCL's watchdog; the store, before a group is up.
-_TIMEOUT = re.compile(r"Timed out waiting \d+ms|collective operation timeout|wait timeout after|waiting for clients")
+# gloo, of a collective or of another one that was under way; NCCL's watchdog; the store, before a group is up.
+_TIMEOUT = re.compile(
+    r"Timed out waiting \d+ms|Application timeout|collective operation timeout|wait timeout after|waiting for clients"
+)
 # Where the Python stack ends of a rank that waits for its peers.
 _COLLECTIVES = (
     "/torch/distributed/",
