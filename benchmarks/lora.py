@@ -17,7 +17,7 @@ import torch
 from expertmesh.bench.case import LORA
 from expertmesh.bench.lora import SYSTEMS, R, measure, table
 from expertmesh.config.errors import ExpertmeshError
-from expertmesh.training.reporting.start import device_name
+from expertmesh.training.reporting.machine import device_name
 
 
 def main() -> None:

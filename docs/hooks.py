@@ -2,7 +2,8 @@
 
 A comment in a page stands for text that lives elsewhere: `<!-- readme: HEADING -->` for a section of README.md,
 `<!-- example: FILE -->` for a file of examples/, `<!-- help: VERB -->` for what `expertmesh VERB --help` prints (no
-verb: the verbs themselves), and `<!-- keys -->` for the keys of the configuration. Links to files of the repository
+verb: the verbs themselves), `<!-- keys -->` for the keys of the configuration, and `<!-- other names -->` for what
+other trainers call them. Links to files of the repository
 outside docs/ become links to GitHub. A comment or a link that leads nowhere stops the build.
 
 It needs `expertmesh.config` and the command line, which import no torch, and no network.
@@ -27,9 +28,10 @@ from pydantic.fields import FieldInfo
 
 from expertmesh.config import Config
 from expertmesh.config.base import Section
+from expertmesh.config.other_names import THEIRS
 
 ROOT = Path(__file__).parents[1]
-MARKER = re.compile(r"^<!-- (?P<kind>readme|example|help|keys)(?:: (?P<what>.+?))? -->$", re.MULTILINE)
+MARKER = re.compile(r"^<!-- (?P<kind>readme|example|help|keys|other names)(?:: (?P<what>.+?))? -->$", re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()(?P<target>[^)#\s:]+)(?P<anchor>#[^)\s]*)?(?=\))")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
@@ -37,6 +39,7 @@ FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Fill in the markers of a page, then point its links to where the site or GitHub has their files."""
     sources = {"readme": _readme, "example": _example, "help": _help, "keys": lambda what: "\n".join(_keys(Config))}
+    sources["other names"] = lambda what: "\n".join(_other_names())
     markdown = MARKER.sub(lambda found: sources[found["kind"]](found["what"] or ""), markdown)
     repository = f"{(config.repo_url or '').rstrip('/')}/blob/main"
 
@@ -106,6 +109,12 @@ def _keys(section: type[Section], name: str = "", about: str | None = None) -> I
         if not (several and key == "eval"):  # its items are those of data.train
             about = None if several else section.model_fields[key].description
             yield from _keys(inner, ".".join(filter(None, [name, key])) + several, about)
+
+
+def _other_names() -> Iterator[str]:
+    yield from ("| here | elsewhere |", "|---|---|")
+    for ours, theirs in THEIRS.items():
+        yield f"| `{ours}` | {', '.join(f'`{name}`' for name in theirs.split())} |"
 
 
 def _default(field: FieldInfo) -> str:

@@ -1,5 +1,7 @@
 """Which part of a job a process is, by the variables of each launcher, and what cannot be."""
 
+import zlib
+
 import pytest
 import torch
 
@@ -14,6 +16,11 @@ TORCHRUN |= {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400", "TORCHELASTIC_RU
 SLURM = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
 SLURM |= {"SLURM_STEP_NODELIST": "node[07-08]", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "1"}
 ONE_EACH = {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "prterun-a-7@1"}
+MPI_HERE = {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+MPI_APART = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+MPI_PORT = 15000 + zlib.crc32(b"prterun-a-7@1") % 16384
 PODS = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "4"}
 PODS |= {"PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456"}
 PYTORCHJOB = {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "RANK": "1"}
@@ -37,6 +44,14 @@ PYTORCHJOB = {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "RANK": "1"
         (SLURM | {"SLURM_STEP_ID": "4294967290"}, None, None),
         (SLURM | {"SLURM_PTY_PORT": "40001"}, None, None),
         (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None, None),
+        # mpirun: a rank for each task, or one on each machine that starts them.
+        (MPI | MPI_HERE, None, Rank("mpirun", 1, 2, 1, 2, "127.0.0.1", MPI_PORT)),
+        (MPI | MPI_APART | {"MASTER_ADDR": "head"}, None, Rank("mpirun", 1, 2, 0, 1, "head", MPI_PORT)),
+        (MPI | MPI_APART | {"MASTER_ADDR": "head"}, 4, Node("mpirun", 1, 2, 4, "head", MPI_PORT)),
+        (HYDRA | {"MASTER_PORT": "9"}, None, Rank("mpirun", 1, 2, 1, 2, "127.0.0.1", 9)),
+        (MPI | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, None, None),
+        (SLURM | HYDRA, None, Rank("SLURM", 5, 8, 1, 4, "node07", 15000 + 4711 * 16 % 16384)),
+        (MPI | MPI_HERE | {"RANK": "1", "WORLD_SIZE": "2"}, None, Rank("RANK", 1, 2)),
         # Launchers inside of tasks.
         (SLURM | TORCHRUN, None, Rank("torchrun", 5, 8, 1, 4, "10.0.0.1", 29400)),
         (SLURM | {"RANK": "5", "WORLD_SIZE": "8"}, None, Rank("RANK", 5, 8)),
@@ -72,6 +87,9 @@ def test_a_process_finds_its_place(environment: dict[str, str], nproc: int | Non
         (SLURM | {"RANK": "0", "WORLD_SIZE": "8"}, "launch.environment-contradicts", "task 5 of the 8 .* RANK 0"),
         (SLURM | TORCHRUN | {"WORLD_SIZE": "4", "RANK": "1", "GROUP_WORLD_SIZE": "1"},
          "launch.environment-contradicts", "task 5 of the 8 .* WORLD_SIZE 4 of torchrun .* --nnodes"),
+        (MPI | MPI_HERE | {"RANK": "0", "WORLD_SIZE": "2"}, "launch.environment-contradicts",
+         "task 1 of the 2 that mpirun has started, but RANK 0"),
+        (MPI | {"OMPI_COMM_WORLD_RANK": "x"}, "launch.environment", "OMPI_COMM_WORLD_RANK is 'x'"),
         (SLURM | {"SLURM_PROCID": "8"}, "launch.environment-contradicts", "SLURM_PROCID is 8"),
         ({name: value for name, value in SLURM.items() if name != "SLURM_LOCALID"},
          "launch.environment-incomplete", "SLURM_LOCALID is not set"),
@@ -118,6 +136,8 @@ def test_ranks_without_a_place_to_meet_are_refused_before_they_wait() -> None:
     for environment, key, word in (
         ({"RANK": "0", "WORLD_SIZE": "2"}, "launch.environment-incomplete", "MASTER_ADDR is not set"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "launch.environment-incomplete", "MASTER_PORT is not"),
+        (MPI | MPI_APART, "launch.environment-incomplete", "MASTER_ADDR is not set"),
+        (HYDRA, "launch.environment-incomplete", "MASTER_PORT is not set"),
         (PODS, "launch.no-process-group", "no process group"),
         ({}, "launch.no-process-group", "no process group"),
     ):

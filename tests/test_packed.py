@@ -1,14 +1,17 @@
 """Packed weights: what codes stand for, that the nearest ones are taken, and that a packed tensor is cut by experts."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from expertmesh.io.boxes import slices
+from expertmesh.io.boxes import full_box, slices
+from expertmesh.state.codes import codes_of, values_of
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.packed_format import PackedFormat, quantise, quantised_format, rounded
-from expertmesh.weights.quantised.formats import e2m1, scale_values, spread
+from expertmesh.weights.quantised.encode import Rounding, encode
+from expertmesh.weights.quantised.layouts import stored_matrix
 
 NAMES = ("nf4", "mxfp4", "nvfp4", "float8")
 BITS = {"nf4": 4 + 32 / 64, "mxfp4": 4 + 8 / 32, "nvfp4": 4 + 8 / 16, "float8": 8 + 32 / 128**2}
@@ -57,18 +60,37 @@ def test_a_value_is_within_half_a_step_of_what_is_kept(name: str, transposed: bo
     assert not zeros.experts(0, 3).any()
 
 
-@pytest.mark.parametrize(("name", "scale"), [("mxfp4", torch.uint8), ("nvfp4", torch.float8_e4m3fn)])
-def test_the_codes_are_those_that_files_hold(name: str, scale: torch.dtype) -> None:
-    """Decoded by what reads published files, which shares nothing with the packed tensor."""
-    packed = _packed(name, experts=1)
-    kind, raw = packed.kind, packed.packed_LB[0]
-    factors, codes, end = kind.sections
-    scales = scale_values(raw[factors : factors + 96 * 128 // kind.block[1]].view(scale)).view(kind.grid)
-    if kind.factor == "times":
-        scales = scales * raw[:factors].view(torch.float32)
-    box = ((0, 96), (0, 128))
-    values = e2m1(raw[codes:end].view(96, 64)) * spread(scales, kind.block, box)
-    assert torch.equal(packed.experts(0, 1)[0], values)
+@pytest.mark.parametrize(("name", "form"), [("mxfp4", "mxfp4"), ("nvfp4", "nvfp4"), ("float8", "fp8")])
+def test_what_is_quantised_in_memory_has_the_values_of_what_is_written_to_files(name: str, form: str) -> None:
+    kind = quantised_format(name, 96, 128, transposed=False)
+    values = torch.randn(96, 128, generator=torch.Generator().manual_seed(2)) * 0.02
+    values[3, :64] = 0.0
+    leaf = stored_matrix(form, "x.weight", (96, 128))
+    parts = {}
+    for part, box, stored in encode(leaf, values, Rounding()):
+        parts[part.name] = parts.get(part.name, torch.empty(part.shape, dtype=part.dtype))
+        parts[part.name][slices(box)] = stored
+    written = leaf.read(full_box(leaf.shape), lambda part, box, out: out.copy_(parts[part.name][slices(box)]))
+    assert torch.equal(PackedTensor.of(values.unsqueeze(0), kind, torch.float32).experts(0, 1)[0], written)
+
+
+def _with_exponents(values: torch.Tensor, up: float) -> float:
+    """The error of mxfp4 if a block's exponent goes up from that mantissa, `frexp`'s, of its largest value."""
+    blocks = values.view(-1, 32)
+    mantissa, exponent = torch.frexp(blocks.abs().amax(1))
+    scale = torch.ldexp(torch.ones(len(blocks)), exponent - 3 + (mantissa >= up).int()).unsqueeze(1)
+    return float((values_of(codes_of(blocks / scale, "e2m1"), "e2m1") * scale - blocks).norm() / values.norm())
+
+
+@pytest.mark.parametrize("draw", [torch.randn, lambda *size, generator: torch.randn(*size, generator=generator) ** 3])
+def test_exponents_are_rounded_as_errs_least_of_the_published_rules(draw: Callable[..., torch.Tensor]) -> None:
+    values = draw(256, 4096, generator=torch.Generator().manual_seed(7))
+    kind = quantised_format("mxfp4", *values.shape, transposed=False)
+    ours = float((rounded(values.unsqueeze(0), kind)[0] - values).norm() / values.norm())
+    assert ours == pytest.approx(_with_exponents(values, 0.875))
+    never_cut, floor = _with_exponents(values, 0.75 + 1e-6), _with_exponents(values, 1.1)
+    assert ours < floor
+    assert ours < never_cut
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -90,8 +112,8 @@ def test_a_part_is_what_the_whole_has_there(name: str, transposed: bool) -> None
         box = packed.kind.whole_blocks(((first.start, first.stop), (second.start, second.stop)))
         blocks = slices(((1, 2), *box))
         if kind.factor == "none":
-            assert torch.equal(rounded(values[blocks][0], kind), whole[blocks][0])
-    assert torch.equal(rounded(values[2], kind), whole[2])
+            assert torch.equal(rounded(values[blocks], kind), whole[blocks])
+    assert torch.equal(rounded(values, kind), whole)
 
 
 def test_parts_of_a_fused_matrix_have_blocks_and_factors_of_their_own() -> None:
@@ -99,6 +121,43 @@ def test_parts_of_a_fused_matrix_have_blocks_and_factors_of_their_own() -> None:
     assert kind.grid == (3, 2)
     assert kind.scale_rows().tolist() == [0] * 128 + [1] * 2 + [2] * 60
     assert kind.factor_rows().tolist() == [0, 0, 1]
+
+
+def _rows(name: str, rows: int = 96, columns: int = 128) -> tuple[torch.Tensor, PackedTensor]:
+    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(4)) * 0.02
+    return values, PackedTensor.of(values, quantised_format(name, rows, columns, by_rows=True), torch.float32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_a_linear_layer_are_units_that_any_layout_cuts_alike(name: str) -> None:
+    values, packed = _rows(name)
+    whole = packed.values()
+    assert packed.shape == values.shape
+    assert torch.equal(rounded(values, packed.kind), whole)
+    assert float((whole - values).norm() / values.norm()) <= {"float8": 0.03}.get(name, 0.13)
+    assert torch.equal(packed.values_at((slice(5, 9), slice(3, 40))), whole[5:9, 3:40])
+    for dim, size in ((0, 24), (1, 64)):
+        parts = [part.values() for part in packed.split(size, dim)] if columns_fit(name, dim) else [whole]
+        assert torch.equal(torch.cat(parts, dim), whole)
+
+
+def columns_fit(name: str, dim: int) -> bool:
+    return dim == 0 or name != "float8"  # a block of 128 columns is not cut
+
+
+def test_an_only_block_may_be_cut() -> None:
+    _, packed = _rows("nf4", columns=32)
+    assert torch.equal(torch.cat([part.values() for part in packed.split(16, 1)], 1), packed.values())
+
+
+def test_a_product_with_a_packed_weight_is_the_one_with_its_values() -> None:
+    _, packed = _rows("nvfp4")
+    x, bias = torch.randn(3, 5, 128, requires_grad=True), torch.randn(96, requires_grad=True)
+    expected = torch.nn.functional.linear(x, packed.values(), bias)
+    wanted = torch.autograd.grad(expected.square().sum(), (x, bias))
+    got = torch.nn.functional.linear(x, packed, bias)
+    assert torch.equal(got, expected)
+    assert all(map(torch.equal, torch.autograd.grad(got.square().sum(), (x, bias)), wanted))
 
 
 def test_nothing_widens_a_packed_tensor_by_accident() -> None:
@@ -112,5 +171,5 @@ def test_nothing_widens_a_packed_tensor_by_accident() -> None:
 
 def test_quantising_is_per_expert() -> None:
     packed = _packed("nvfp4", experts=3)
-    alone = quantise(packed.experts(1, 2)[0] * 1000, packed.kind)
+    alone = quantise(packed.experts(1, 2) * 1000, packed.kind)[0]
     assert packed.packed_LB.shape == (3, len(alone))

@@ -35,6 +35,7 @@ __all__ = [
     "set_group_timeout",
     "tree_leaves",
     "tree_map_only",
+    "update_as",
     "wrap_clipping",
 ]
 
@@ -77,6 +78,22 @@ def enable_checkpointing(model: nn.Module, options: dict[str, Any]) -> None:
     else:
         enable = model.gradient_checkpointing_enable
         enable(gradient_checkpointing_kwargs=options)
+
+
+def update_as(optimizer: torch.optim.Optimizer, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let one of torch's optimizers update `view(tensor)` in place of each parameter, gradient and state tensor.
+
+    Its step collects them by `_init_group`, into lists; all of torch's optimizers do. State stays what it is.
+    """
+    collect: Any = optimizer._init_group  # type: ignore[attr-defined]
+
+    def _init_group(group: dict[str, Any], *lists: list[torch.Tensor]) -> Any:
+        answer = collect(group, *lists)
+        for tensors in lists:
+            tensors[:] = [view(tensor) for tensor in tensors]
+        return answer
+
+    optimizer._init_group = _init_group  # type: ignore[attr-defined]
 
 
 class _Applied(OrderedDict[Any, Any]):

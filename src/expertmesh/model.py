@@ -163,7 +163,7 @@ def prepare_model(
 def build_model(config: PreTrainedConfig, directory: Path, options: ModelOptions) -> PreTrainedModel:
     """The model on meta, with its adapters, in training mode. No communication.
 
-    Of files only headers are read, and these only for experts that stay `as_published`.
+    Of files only headers are read, and these only for weights that stay `as_published`.
     """
     precision, lora = options.precision, options.lora
     model = build_meta_model(

@@ -29,7 +29,7 @@ from expertmesh.distributed.mesh import Mesh
 from expertmesh.export.merge import merge
 from expertmesh.state import packed_format
 from expertmesh.state.packed import PackedTensor
-from expertmesh.state.packed_format import quantised_format
+from expertmesh.state.packed_format import Sections, quantised_format
 from tests.adapters import test_dropout
 from tests.adapters.reference import TARGETS, AdapterDistance, PeftRun, random_adapter, tiny_peft_run, train_adapters
 from tests.adapters.stock import logits
@@ -41,7 +41,7 @@ from tests.support.reference import worst
 TOLERANCE = 1e-5
 BITS = {"nf4": 4 + 32 / 64, "mxfp4": 4 + 8 / 32, "nvfp4": 4 + 8 / 16, "float8": 8 + 32 / 128**2}
 # Bytes of one expert are rounded up to 16, which small experts notice, and their last blocks are partial.
-SIZES = {"hidden_size": 128, "moe_intermediate_size": 64}
+SIZES = {"hidden_size": 512, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 128}
 
 
 def _precision(frozen: str, compute: str = "float32") -> em.PrecisionConfig:
@@ -59,7 +59,20 @@ def _dequantise_base(frozen: str, model: nn.Module) -> None:
         weight = model.get_parameter(name)
         rows, columns = weight.shape[:0:-1] if transposed else weight.shape[1:]
         kind = quantised_format(frozen, rows, columns, transposed=transposed)
-        weight.copy_(PackedTensor.of(weight.detach(), kind, weight.dtype).experts(0, len(weight)))
+        weight.copy_(PackedTensor.of(weight.detach(), kind, weight.dtype).values())
+    for name in _linear_weights(model):
+        weight = model.get_parameter(name)
+        kind = quantised_format(frozen, *weight.shape, by_rows=True)
+        weight.copy_(PackedTensor.of(weight.detach(), kind, weight.dtype).values())
+
+
+def _linear_weights(model: nn.Module) -> list[str]:
+    """All in the layers but routers, by name: what is expected does not depend on what finds them."""
+    return [
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and ".layers." in name and name.rpartition(".")[2] not in ("gate", "router")
+    ]
 
 
 @functools.cache
@@ -91,7 +104,7 @@ def _train(
 @pytest.mark.parametrize(
     ("family", "frozen", "world", "layouts"),
     [
-        ("qwen3_moe", "nf4", 2, [{"ep": 2}, {"ep": 1}]),
+        ("qwen3_moe", "mxfp4", 2, [{"ep": 2}, {"ep": 1}]),
         ("gpt_oss", "nvfp4", 4, [{"ep": 2}, {"ep": 4}, {"ep": 2, "replicate": 2}]),
         ("deepseek_v3", "float8", 4, [{"ep": 2}, {"ep": 1}]),
         ("qwen3_moe", "mxfp4", 4, [{"ep": 2, "tp": 2}, {"ep": 2, "cp": 2}, {"ep": 2, "pp": 2}]),
@@ -115,12 +128,13 @@ def test_every_adapter_gradient_equals_stock_peft_on_the_dequantised_base(
     ids=["loop", "checkpointed", "selective"],
 )
 def test_the_other_ways_to_compute_give_the_same(options: dict[str, Any]) -> None:
-    _train(_expected("qwen3_moe", "nf4"), "nf4", 2, [{"ep": 1}], **options)[0].check(TOLERANCE)
+    _train(_expected("qwen3_moe", "mxfp4"), "mxfp4", 2, [{"ep": 1}], **options)[0].check(TOLERANCE)
 
 
-def test_in_double_precision_nothing_is_left_but_the_last_digits() -> None:
-    run = _expected("qwen3_moe", "nvfp4", torch.float64)
-    _train(run, "nvfp4", 2, [{"ep": 2}])[0].check(1e-10)
+@pytest.mark.parametrize(("frozen", "layout"), [("nvfp4", {"ep": 2, "tp": 2}), ("nf4", {"ep": 2})])
+def test_in_double_precision_nothing_is_left_but_the_last_digits(frozen: str, layout: dict[str, int]) -> None:
+    run = _expected("qwen3_moe", frozen, torch.float64)
+    _train(run, frozen, 4 if "tp" in layout else 2, [layout])[0].check(1e-10)
 
 
 def test_dropout_drops_the_same_in_every_layout(tmp_path: Path) -> None:
@@ -132,24 +146,25 @@ def test_dropout_drops_the_same_in_every_layout(tmp_path: Path) -> None:
     assert worst(run_ranks(functools.partial(test_dropout._trained, tmp_path, 2), 2)[0], alone)[0] > 1e-3  # plain base
 
 
-def _held(model: nn.Module, mesh: Mesh) -> tuple[int, int, set[str]]:
-    """Bytes and elements of this rank's frozen experts, and the classes that hold them; checks that none is wide."""
-    held, elements, kinds = 0, 0, set()
-    for name in _expert_weights(model):
-        parameter: Any = model.get_parameter(name)
-        local = parameter.to_local()
-        held, elements = held + local.nbytes, elements + local.numel()
-        kinds.add(type(local).__name__)
-    return held, elements, kinds
+def _held(model: nn.Module, mesh: Mesh) -> dict[bool, tuple[int, int, set[str]]]:
+    """Bytes and elements of this rank's frozen experts, and the classes that hold them; the same of linear layers."""
+    found = {}
+    for are_experts, names in ((True, _expert_weights(model)), (False, _linear_weights(model))):
+        local: list[Any] = [model.get_parameter(name).to_local() for name in names]  # type: ignore[operator]
+        kinds = {type(each).__name__ for each in local}
+        found[are_experts] = (sum(each.nbytes for each in local), sum(each.numel() for each in local), kinds)
+    return found
 
 
 @pytest.mark.parametrize("frozen", BITS)
 def test_after_training_each_rank_holds_its_codes_and_scales_alone(frozen: str) -> None:
     run = _expected("qwen3_moe", "nf4", **SIZES)
     for distance in _train(run, frozen, 2, [{"ep": 2}, {"ep": 1}], after=_held):
-        held, elements, kinds = distance.after
-        assert kinds == {"PackedTensor"}
-        assert held <= 1.02 * elements * BITS[frozen] / 8
+        for are_experts, (held, elements, kinds) in distance.after.items():
+            # Each row of a linear layer has the scales of its blocks.
+            bits = 8 + 32 / 128 if frozen == "float8" and not are_experts else BITS[frozen]
+            assert kinds == {"PackedTensor"}
+            assert held <= 1.02 * elements * bits / 8
 
 
 def _swap_nibbles(model: nn.Module, mesh: Mesh) -> None:
@@ -170,13 +185,32 @@ def _transposed_in_backward(model: nn.Module, mesh: Mesh) -> None:
     """The second half of the experts is dequantised as the first in backward."""
     dequantise = packed_format.dequantise
 
-    def wrong(packed_XB: torch.Tensor, *args: Any) -> torch.Tensor:
-        return dequantise(packed_XB if torch.is_grad_enabled() else packed_XB.flip(0), *args)
+    def wrong(sections: Sections, *args: Any, **options: Any) -> torch.Tensor:
+        codes = sections.codes_XRB
+        codes = codes if torch.is_grad_enabled() else codes.flip(0)
+        return dequantise(dataclasses.replace(sections, codes_XRB=codes), *args, **options)
 
     mock.patch("expertmesh.state.packed.dequantise", wrong).start()
 
 
-@pytest.mark.parametrize("bug", [_swap_nibbles, _next_expert, _transposed_in_backward])
+def _next_row(model: nn.Module, mesh: Mesh) -> None:
+    for name in _linear_weights(model):
+        codes = model.get_parameter(name).to_local().packed_LB  # type: ignore[operator]
+        codes.copy_(codes.roll(1, 0))
+
+
+def _next_row_in_backward(model: nn.Module, mesh: Mesh) -> None:
+    values = PackedTensor.values
+    mock.patch.object(PackedTensor, "values", lambda self: values(self).roll(_is_backward(), 0)).start()
+
+
+def _is_backward() -> int:
+    return int(torch._C._current_graph_task_id() != -1)
+
+
+@pytest.mark.parametrize(
+    "bug", [_swap_nibbles, _next_expert, _transposed_in_backward, _next_row, _next_row_in_backward]
+)
 def test_a_planted_bug_turns_the_comparison_red(bug: Callable[[nn.Module, Mesh], None]) -> None:
     distance = _train(_expected("qwen3_moe", "nf4"), "nf4", 2, [{"ep": 2}], tamper=bug)[0]
     with pytest.raises(AssertionError):
@@ -184,10 +218,10 @@ def test_a_planted_bug_turns_the_comparison_red(bug: Callable[[nn.Module, Mesh],
     assert max(distance.loss, distance.gradient[0]) > 1e-3
 
 
-def _refusal(frozen: str, lora: em.LoraConfig | None, **changes: Any) -> str:
+def _refusal(frozen: str, lora: em.LoraConfig | None, tp: int = 1, **changes: Any) -> str:
     model: Any = tiny_model("qwen3_moe", **changes)
     with pytest.raises(InputError) as caught:
-        em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=1)), lora=lora, precision=_precision(frozen))
+        em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=1, tp=tp)), lora=lora, precision=_precision(frozen))
     return f"{caught.value.key}: {caught.value}"
 
 
@@ -199,6 +233,13 @@ def test_what_cannot_be_packed_is_refused_by_name() -> None:
     assert "a model in memory has no files" in run_ranks(_refusal, 1, "as_published", lora)[0]
     odd = run_ranks(functools.partial(_refusal, num_experts=6), 4, "nf4", lora)
     assert "efsdp cuts model.layers.0.mlp.experts.gate_up_proj inside its experts" in odd[0]
+    rows = run_ranks(
+        functools.partial(_refusal, num_attention_heads=2, num_key_value_heads=1, head_dim=2), 4, "nf4", lora
+    )
+    assert "4 ranks cannot share the 2 rows of model.layers.0.self_attn.k_proj.weight evenly" in rows[0]
+    inside = functools.partial(_refusal, tp=2, num_attention_heads=6, num_key_value_heads=2, head_dim=16)
+    problem = run_ranks(inside, 2, "nf4", lora)[0]
+    assert "tp 2 cuts model.layers.0.self_attn.o_proj.weight inside its blocks of 64 columns" in problem
 
 
 def _train_nothing(directory: Path, frozen: str, target: Path) -> dict[str, torch.Tensor]:

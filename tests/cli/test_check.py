@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from expertmesh.cli import check
+from expertmesh.cli.data import check, prepare
 from expertmesh.config import Config, ObjectiveConfig
+from expertmesh.data.encoding.encode import Encoder
 from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
 from tests.support.errors import refused
@@ -65,6 +66,41 @@ def test_both_responses_of_a_pair_are_shown_with_their_targets(
     assert out.count("[[") == 2
     assert "samples 3 of 3 rows" in out
     assert "global batch 2 pairs: 2 steps in the first epoch" in out
+
+
+def test_prepared_data_is_shown_alike_and_not_tokenized_again(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [chat(f"{ANSWER} {i}") for i in range(1200)]
+    config = config_of(model, write(tmp_path / "a.jsonl", [*rows, "{"]), on_error="skip")
+    config = config.model_copy(
+        update={"data": config.data.model_copy(update={"eval": config_of(model, tmp_path / "a.jsonl").data.train})}
+    )
+    assert check.run(config) == 0
+    before = capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+    assert prepare.run(config, workers=2) == 0
+    said = capsys.readouterr().out
+    assert "train data: 1,201 rows in " in said
+    assert "rows/s, 2 processes" in said
+    assert "skipped, malformed: 1:" in said
+    assert f"eval data: {tmp_path / 'run' / 'prepared'}/" in said
+
+    def tokenizing(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a row is tokenized")
+
+    monkeypatch.setattr(Encoder, "encode", tokenizing)
+    assert prepare.run(config) == 0
+    assert "train data: is prepared already" in capsys.readouterr().out
+    assert check.run(config) == 0
+    assert capsys.readouterr().out == before
+
+
+def test_error_of_a_worker_is_that_of_the_row(model: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "a.jsonl", [*(chat() for _ in range(600)), "{"])
+    with refused("data.malformed-row", naming="a.jsonl:601: "):
+        prepare.run(config_of(model, data), workers=2)
+    assert list((tmp_path / "run" / "prepared").iterdir()) == []
 
 
 def test_report_shows_samples_targets_and_every_row_that_is_lost(

@@ -1,7 +1,8 @@
 """Which rank is blamed, and in which words, when several fail."""
 
+import json
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from expertmesh.config import DistributedFailure, ExpertmeshError, InputError, IntegrityError
 from expertmesh.launcher.failures import root_cause
 from expertmesh.launcher.rank_files import RankFailure, failures_in
+from expertmesh.launcher.torchrun import has_to_tell
 from expertmesh.training.progress import RankStatus, StopState
 
 TRACEBACK = "Traceback (most recent call last):\n  File ...\nRuntimeError: boom\n"
@@ -69,3 +71,44 @@ def test_records_come_back_in_the_order_of_time(tmp_path: Path) -> None:
     late.write(tmp_path)
     early.write(tmp_path)
     assert failures_in(tmp_path) == [early, late]
+
+
+@pytest.fixture
+def rank_of_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Path]:
+    """Become a rank of an attempt that torchrun has started; gives the file where its error goes."""
+
+    def become(local_rank: int) -> Path:
+        file = tmp_path / "attempt_0" / str(local_rank) / "error.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        return file
+
+    return become
+
+
+def test_under_torchrun_one_rank_tells_what_all_would(rank_of_torchrun: Callable[[int], Path]) -> None:
+    told = rank_of_torchrun(1)
+    assert has_to_tell("ep 3 does not divide", may_follow=False)
+    assert json.loads(told.read_text())["message"]["message"] == "ep 3 does not divide"
+    silent = rank_of_torchrun(0)
+    assert not has_to_tell("ep 3 does not divide", may_follow=False)
+    assert not has_to_tell("connection closed by peer", may_follow=True)
+    assert not silent.exists()
+    assert has_to_tell("another cause", may_follow=False)
+
+
+def test_under_torchrun_the_first_lost_connection_is_told_if_nothing_else_is(
+    rank_of_torchrun: Callable[[int], Path],
+) -> None:
+    rank_of_torchrun(0)
+    assert has_to_tell("connection closed by peer 1", may_follow=True)
+    rank_of_torchrun(1)
+    assert not has_to_tell("connection closed by peer 0", may_follow=True)
+    assert has_to_tell("the cause, which came later", may_follow=False)
+
+
+def test_a_rank_tells_its_error_where_there_is_no_place_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    assert has_to_tell("x", may_follow=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/nowhere/0/error.json")
+    assert has_to_tell("x", may_follow=False)

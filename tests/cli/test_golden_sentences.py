@@ -35,8 +35,8 @@ from tests.config.minimal import MINIMAL
         (
             "",
             ["model.revision=1e5"],
-            "override 'model.revision=1e5': model.revision must be text or null, not the number 100000.0; put it in "
-            "quotes",
+            "override 'model.revision=1e5': model.revision must be text that is not empty or null, not the number "
+            "100000.0; put it in quotes",
         ),
         ("", ["data={eval: []}"], "override 'data={eval: []}': data.train is missing; add it"),
         (

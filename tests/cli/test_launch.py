@@ -25,7 +25,7 @@ from tests.cli.fake_training import COLLECTIVE_SECONDS
 from tests.cli.jobs import CONFIG, FAKE, ROOT, ForkedJob, is_alive, left_behind, start_server, wait_until
 from tests.support.errors import refused
 
-JOB = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+JOB = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTORCH_ALLOC_CONF")
 
 
 @pytest.fixture(autouse=True)

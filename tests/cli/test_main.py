@@ -24,6 +24,7 @@ VERBS = (
     "train",
     "inspect",
     "check",
+    "prepare",
     "plan",
     "verify",
     "export",
@@ -50,7 +51,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Every verb replaced by one that records its arguments and returns 0."""
     seen: list[tuple[Any, ...]] = []
     fake = SimpleNamespace(run=lambda *arguments: seen.append(arguments) or 0)
-    for name in ("inspect", "check", "plan.run", "bench", "export", "report"):
+    for name in ("inspect", "data.check", "data.prepare", "plan.run", "bench", "export", "report"):
         monkeypatch.setitem(sys.modules, f"expertmesh.cli.{name}", fake)
     monkeypatch.setattr(verbs, "run_ranks", fake.run)
     return seen
@@ -61,6 +62,12 @@ def test_train_reads_overrides_before_and_after_options(config: str, calls: list
     ((read, function, options, _),) = calls
     assert (read.train.seed, read.train.max_steps, options) == (1, 2, RunOptions(nproc=3))
     assert function == "expertmesh.planning.forecast:train_with_forecast"
+    assert read.log.level == "info"
+    assert main(["train", config, "-q"]) == 0
+    assert calls[1][0].log.level == "warning"
+    assert main(["train", config, "--profile", "3:5"]) == 0
+    assert calls[2][2] == RunOptions(profile=(3, 5))
+    assert main(["train", config, "--profile", "5:3"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -91,7 +98,7 @@ def test_plan_bench_and_export_receive_their_arguments(calls: list[tuple[Any, ..
         (PlanOptions(model="m", devices="8 h100", lora=["r=4", "alpha=8"], tokens=1e10),),
         (["layer", "load"], True, None, None),
         ("run", "out", "bfloat16", 4 << 30, False, None),
-        ("run", None),
+        (["run"], None),
     ]
 
 
@@ -148,7 +155,7 @@ def test_an_error_is_a_json_object_for_programs(
     ("arguments", "said"),
     [
         (["verfy", "x"], "No such command 'verfy'. Did you mean 'verify'?"),
-        (["train", "x", "--procs", "2"], "No such option: --procs. Did you mean --nproc?"),
+        (["train", "x", "--nprocs", "2"], "No such option: --nprocs. Did you mean --nproc?"),
         ([], "Missing command; expertmesh --help tells more"),
         (["train"], "Missing argument 'CONFIG'; expertmesh train --help tells more"),
         (["merge", "a"], "Missing option '--output'"),

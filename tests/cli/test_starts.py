@@ -127,6 +127,13 @@ def test_two_agents_of_torchrun(inputs: Path) -> None:
     assert_same(inputs, "agents")
 
 
+def test_a_refusal_under_torchrun_is_said_once(inputs: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "expertmesh", "train"]
+    (said,) = run_all([([*torchrun, *arguments(inputs, "refused"), "parallel.ep=3"], {})], code=1)
+    assert said.count("error: rank ") == 1
+    assert "traceback : parallel.ep 3 does not divide" in said  # torchrun's own summary
+
+
 def test_a_process_group_that_is_up(inputs: Path) -> None:
     """What Ray's TorchTrainer gives its workers."""
     run_ranks(train, 2, load_config(inputs / "run.yaml", ["parallel.ep=2", f"output_dir={inputs / 'group'}"]))

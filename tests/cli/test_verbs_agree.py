@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from expertmesh.cli import check, inspect
+from expertmesh.cli import inspect
+from expertmesh.cli.data import check
 from expertmesh.cli.options import PlanOptions
 from expertmesh.cli.plan import run as plan
 from expertmesh.config import Config

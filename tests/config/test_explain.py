@@ -2,10 +2,13 @@
 
 import time
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
-from expertmesh.config import InputError, load_config
+from expertmesh.config import Config, DataSource, InputError, load_config
+from expertmesh.config.base import Section
+from expertmesh.config.other_names import DERIVED, ELSEWHERE, NOT_YET, THEIRS
 from tests.config.minimal import write
 
 
@@ -34,12 +37,36 @@ def refusal(path: Path, *overrides: str) -> str:
             "it follows from train.global_batch_size, train.micro_batch_size",
         ),
         ("parallel.efsdp", "it follows from parallel.fsdp and parallel.ep; remove it"),
+        ("lora.lora_alpha", "did you mean lora.alpha?"),
+        ("load_in_4bit", "did you mean precision.frozen: nf4?"),
+        ("train.per-device-train-batch-size", "did you mean train.micro_batch_size?"),
+        ("deepspeed", "it follows from section parallel, as FSDP2 shards every model; remove it"),
+        ("lora.use_dora", "DoRA is not in expertmesh yet; remove it"),
         ("schedule.zzz", "the keys here are name, warmup_ratio, warmup_steps, min_ratio, decay_ratio"),
     ],
 )
 def test_an_unknown_key_is_answered_with_the_one_that_was_meant(tmp_path: Path, key: str, advice: str) -> None:
     message = refusal(write(tmp_path), f"{key}=1")
     assert message.startswith(f"override '{key}=1': {key} is not a key of the configuration; {advice}")
+
+
+def test_names_of_other_trainers_lead_to_keys_that_exist() -> None:
+    keys: set[str] = set()
+    unread: list[tuple[tuple[str, ...], Any]] = [((), Config)]
+    while unread:
+        path, section = unread.pop()
+        for name, field in section.model_fields.items():
+            keys.add(".".join((*path, name)))
+            kinds = (field.annotation, *get_args(field.annotation))
+            unread += [((*path, name), kind) for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+    keys |= {f"data.train.0.{name}" for name in DataSource.model_fields}
+    ours = {target.partition(":")[0] for target in ELSEWHERE.values()}
+    assert ours - keys == set()
+    assert len(ELSEWHERE) > 60
+    own = {key.rpartition(".")[2] for key in keys}
+    assert own & {*ELSEWHERE, *DERIVED, *NOT_YET} == set()
+    assert len({*ELSEWHERE, *DERIVED, *NOT_YET}) == len(ELSEWHERE) + len(DERIVED) + len(NOT_YET)
+    assert sum(map(len, (names.split() for names in THEIRS.values()))) == len(ELSEWHERE)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +86,8 @@ def test_an_unknown_key_is_answered_with_the_one_that_was_meant(tmp_path: Path, 
         ("schedule=[]", "schedule must be a section of keys (name, warmup_ratio, "),
         (
             "data.train=[]",
-            "data.train must be a list of one or more items, each a section of keys (path, format), not []",
+            "data.train must be a list of one or more items, each a section of keys (path, format, "
+            "weight, repeat, max_rows), not []",
         ),
         (
             "optim.betas=[1, 2, 3]",
@@ -84,7 +112,8 @@ def test_missing_keys_are_named_in_full(tmp_path: Path) -> None:
 
 def test_a_list_with_a_bad_item_is_not_also_called_too_short(tmp_path: Path) -> None:
     assert refusal(write(tmp_path), "data.train=[3]") == (
-        "override 'data.train=[3]': data.train.0 must be a section of keys (path, format), not 3"
+        "override 'data.train=[3]': data.train.0 must be a section of keys (path, format, weight, repeat, "
+        "max_rows), not 3"
     )
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase
 
-from expertmesh.data.encode import Encoded, Encoder
+from expertmesh.data.encoding.encode import Encoded, Encoder
+from expertmesh.data.encoding.targets import ChatOptions
 from expertmesh.data.formats import Conversation, MalformedRow, PlainText, PromptCompletion, Record
-from expertmesh.data.targets import ChatOptions
 from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
 from tests.support.errors import refused

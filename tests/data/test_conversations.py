@@ -12,11 +12,11 @@ import pytest
 from expertmesh.config import DataConfig, DataSource
 from expertmesh.config.errors import InputError
 from expertmesh.data import build_dataset
-from expertmesh.data.chat import ChatRenderer
-from expertmesh.data.encode import Encoded, Encoder
+from expertmesh.data.encoding.chat import ChatRenderer
+from expertmesh.data.encoding.encode import Encoded, Encoder
+from expertmesh.data.encoding.targets import ChatOptions
 from expertmesh.data.formats import Conversation, MalformedRow
 from expertmesh.data.report import DataReport
-from expertmesh.data.targets import ChatOptions
 from expertmesh.data.tokenized import TokenizedDataset
 from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.data.test_chat import END, talk, target_texts

@@ -12,13 +12,13 @@ import pytest
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase, Qwen3MoeConfig
 
-from expertmesh.cli import check
+from expertmesh.cli.data import check
 from expertmesh.config import Config
 from expertmesh.config.errors import SecurityError
-from expertmesh.data import sandbox
-from expertmesh.data.chat import ChatRenderer
+from expertmesh.data.encoding import sandbox
+from expertmesh.data.encoding.chat import ChatRenderer
+from expertmesh.data.encoding.targets import MAX_ADDED_CHARACTERS, ChatOptions, Rendered
 from expertmesh.data.formats import Conversation, MalformedRow
-from expertmesh.data.targets import MAX_ADDED_CHARACTERS, ChatOptions, Rendered
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer

@@ -1,5 +1,6 @@
 """Every row of an epoch is trained on exactly once, in the order (seed, epoch) gives, whatever the layout."""
 
+import hashlib
 from collections import Counter
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from expertmesh.data import BatchLayout, EvaluationBatches, Step, TokenizedDataset, TrainingBatches, padding_token_id
 from expertmesh.data.loader import accumulation_of
+from tests.data.test_tokenized import random_dataset
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
 from tests.support.errors import refused
 
@@ -21,7 +23,7 @@ def dataset() -> TokenizedDataset:
     """Sample i holds the ids 100+i, 200+i, ...: every id tells its sample. The last two are targets."""
     ids = [np.arange(1, 4 + i % 7, dtype=np.int32) * 100 + i for i in range(ROWS)]
     targets = [np.arange(len(row)) >= len(row) - 2 for row in ids]
-    return TokenizedDataset(ids, targets)
+    return TokenizedDataset.of_samples(ids, targets)
 
 
 def batches(dataset: TokenizedDataset, rank: int = 0, ranks: int = 1, **changes: Any) -> TrainingBatches:
@@ -101,6 +103,26 @@ def test_epochs_and_seeds_differ_and_repeat(dataset: TokenizedDataset) -> None:
     assert len({tuple(order(*key)) for key in [(42, 0), (42, 1), (43, 0), (0, 42)]}) == 4
 
 
+ORDERS = {  # (samples per row, packing, shuffle): as they were when checkpoints that are still resumed were written
+    (1, False, False): "c11cd10fb1e59063",
+    (1, False, True): "989996be5e3a4543",
+    (1, True, False): "fe3b01294f443e22",
+    (1, True, True): "70fce2fe5bdb202b",
+    (2, False, False): "d3a3f08af7aa9a96",
+    (2, False, True): "5d92f0b8cc6c723b",
+}
+
+
+@pytest.mark.parametrize(("samples_per_row", "packing", "shuffle"), ORDERS)
+def test_order_of_an_epoch_is_that_of_older_versions(samples_per_row: int, packing: bool, shuffle: bool) -> None:
+    layout = BatchLayout(2, 0, 2, packing, pad_token_id=0, max_length=64)
+    data = random_dataset(samples_per_row)
+    rows = TrainingBatches(data, layout, global_batch_size=8, shuffle=shuffle, seed=42).plan(1).rows
+    text = "|".join(",".join(map(str, row.tolist())) for row in rows)
+    found = hashlib.sha256(text.encode()).hexdigest()
+    assert found.startswith(ORDERS[samples_per_row, packing, shuffle])
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_epoch_can_start_at_any_step(dataset: TokenizedDataset, packing: bool) -> None:
     loader = batches(dataset, 1, 2, shuffle=True, packing=packing, global_batch_size=4)
@@ -135,7 +157,7 @@ def test_batch_size_that_does_not_divide_names_the_nearest_valid_ones() -> None:
 
 
 def test_no_rows_is_refused() -> None:
-    empty = TokenizedDataset([], [])
+    empty = TokenizedDataset.of_samples([], [])
     with refused("data.empty", naming="data.train"):
         batches(empty)
 

@@ -16,7 +16,7 @@ VOCABULARY = 96
 def dataset() -> TokenizedDataset:
     generator = np.random.default_rng(0)
     ids = [generator.integers(1, VOCABULARY, size=size).astype(np.int32) for size in (5, 9, 1, 7, 12, 3, 8, 4, 2)]
-    return TokenizedDataset([*ids], [np.ones(len(row), dtype=np.bool_) for row in ids])
+    return TokenizedDataset.of_samples([*ids], [np.ones(len(row), dtype=np.bool_) for row in ids])
 
 
 def tiny_model(attention: str) -> Qwen3MoeForCausalLM:

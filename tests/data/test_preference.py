@@ -155,7 +155,7 @@ def test_the_format_of_all_sources_may_be_said_once(tmp_path: Path) -> None:
 
 def _pairs(count: int) -> TokenizedDataset:
     ids = [np.full(3 + sample % 5, sample, dtype=np.int32) for sample in range(2 * count)]
-    return TokenizedDataset(ids, [np.arange(len(each)) > 0 for each in ids], samples_per_row=2)
+    return TokenizedDataset.of_samples(ids, [np.arange(len(each)) > 0 for each in ids], samples_per_row=2)
 
 
 def _layout(rank: int, ranks: int) -> BatchLayout:

@@ -1,17 +1,21 @@
 """Every row arrives with its position, in file order; damage is named by file and line or row."""
 
+import gzip
 import json
+import lzma
 import os
 from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec
 import pyarrow
 import pytest
+from fsspec.registry import known_implementations
 from pyarrow import parquet
 
 from expertmesh.config.errors import SecurityError
-from expertmesh.data.sources import RawRow, read_source
+from expertmesh.data.sources import RawRow, locations, read_source, refuse_url
 from tests.support.errors import refused
 
 ROWS = [{"text": "one"}, {"text": "zwei ä"}, {"text": "three"}]
@@ -113,9 +117,9 @@ def test_damaged_parquet_is_refused_by_name(tmp_path: Path) -> None:
 def test_paths_that_hold_no_data_are_refused(tmp_path: Path) -> None:
     with refused("data.no-files", naming=".jsonl, .ndjson, .json, .parquet"):
         read(tmp_path)
-    (tmp_path / "a.csv").write_text("text\n")
-    with refused("data.unsupported-file", naming="'.csv'"):
-        read(tmp_path / "a.csv")
+    (tmp_path / "a.xlsx").write_text("text\n")
+    with refused("data.unsupported-file", naming="'.xlsx'"):
+        read(tmp_path / "a.xlsx")
 
 
 @pytest.mark.parametrize("path", ["nowhere/train.jsonl", "./train", "/no/such/dir", "a/b/c", "train.parquet"])
@@ -145,6 +149,82 @@ def test_hub_failure_says_that_the_path_is_not_local_either(monkeypatch: pytest.
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with refused("data.not-found", naming="no route to the hub"):
         read("org/name")
+
+
+def table(rows: list[Any]) -> Any:
+    return pyarrow.Table.from_pylist(rows)
+
+
+def test_arrow_files_and_streams_are_read(tmp_path: Path) -> None:
+    for name, new in (("a.arrow", pyarrow.ipc.new_stream), ("a.feather", pyarrow.ipc.new_file)):
+        with new(str(tmp_path / name), table(ROWS).schema) as writer:
+            writer.write_table(table(ROWS))
+        rows = read(tmp_path / name)
+        assert [row.value for row in rows] == ROWS
+        assert rows[1].position == f"{tmp_path / name}:row 2"
+    (tmp_path / "b.arrow").write_bytes(b"not arrow")
+    with refused("data.damaged-file", naming="b.arrow:row 1: not readable as Arrow"):
+        read(tmp_path / "b.arrow")
+
+
+def test_csv_cells_are_text_and_those_of_lists_are_json(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('\ufeffprompt,completion\n007,"two\nlines, ""quoted"""\nfew\n', "utf-8")
+    first, second = read(tmp_path / "a.csv")
+    assert first.value == {"prompt": "007", "completion": 'two\nlines, "quoted"'}
+    assert second.problem == "the row has 1 cells, and the header 2"
+    messages = [{"role": "user", "content": "a\tb"}]
+    (tmp_path / "a.tsv").write_text("messages\ttools\n" + json.dumps(messages) + "\t\n[\t\n")
+    good, bad = read(tmp_path / "a.tsv")
+    assert good.value == {"messages": messages}
+    assert "the cell of column 'messages' is not JSON" in (bad.problem or "")
+    (tmp_path / "b.csv").write_text('text\n"open')
+    with refused("data.damaged-file", naming="b.csv:row 1: not readable as CSV"):
+        read(tmp_path / "b.csv")
+
+
+def test_compressed_files_are_read(tmp_path: Path) -> None:
+    content = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    for name, compress in (("a.jsonl.gz", gzip.compress), ("a.jsonl.xz", lzma.compress)):
+        (tmp_path / name).write_bytes(compress(content))
+        assert [row.value for row in read(tmp_path / name)] == ROWS
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(content)[:-9])
+    with refused("data.unreadable", naming="b.jsonl.gz"):
+        read(tmp_path / "b.jsonl.gz")
+
+
+def test_saved_data_sets_are_read_by_split(tmp_path: Path) -> None:
+    both = datasets.DatasetDict({name: datasets.Dataset.from_list(ROWS) for name in ("train", "test")})
+    both.save_to_disk(str(tmp_path / "saved"))
+    assert [row.value for row in read(tmp_path / "saved" / "train")] == ROWS
+    with refused("data.no-files", naming="the splits train, test"):
+        read(tmp_path / "saved")
+
+
+def test_urls_are_read_through_fsspec() -> None:
+    storage = fsspec.filesystem("memory")
+    for name, part in (("b.jsonl", ROWS[2:]), ("a.jsonl", ROWS[:2]), ("_SUCCESS", [])):
+        storage.pipe(f"/bucket/rows/{name}", "".join(json.dumps(row) + "\n" for row in part).encode())
+    try:
+        rows = read("memory://bucket/rows")
+        assert [row.value for row in rows] == ROWS
+        assert rows[0].position == "memory://bucket/rows/a.jsonl:1"
+        (location,) = locations("memory://bucket/rows/b.jsonl")
+        before, content = location.stamp(), location.content()
+        storage.pipe("/bucket/rows/b.jsonl", b'{"text": "other"}')
+        assert location.stamp() != before
+        assert location.content() != content
+        with refused("data.not-found", naming="memory://bucket/nowhere.jsonl"):
+            read("memory://bucket/nowhere.jsonl")
+    finally:
+        storage.rm("/bucket", recursive=True)
+
+
+def test_urls_that_nothing_here_can_open_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with refused("data.not-found", naming="nothing://bucket/a.jsonl"):
+        refuse_url("nothing://bucket/a.jsonl")
+    monkeypatch.setitem(known_implementations, "absent", {"class": "absent.Fs", "err": "Install absent"})
+    with refused("install.missing-package", naming="Install absent"):
+        refuse_url("absent://bucket/a.jsonl")
 
 
 def test_tables_of_what_python_has_no_value_for_are_named_by_row(tmp_path: Path) -> None:

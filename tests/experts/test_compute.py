@@ -1,17 +1,21 @@
 """The grouped MLP against transformers' own eager experts, and what it keeps for backward."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.integrations.moe import grouped_mm_experts_forward, use_experts_implementation
 
-from expertmesh.anatomy import experts_spec
+from expertmesh.anatomy import describe, experts_spec
+from expertmesh.experts import expert_mlp as expert_mlp_module
 from expertmesh.experts.dispatch import LocalDispatcher
 from expertmesh.experts.expert_mlp import expert_mlp, grouped_mm_refusal
-from expertmesh.experts.install import is_silu_gated
+from expertmesh.experts.install import choose_backend, is_silu_gated
 from expertmesh.experts.mlp_spec import ExpertMlpSpec, ExpertWeights
+from tests.support.models import tiny_model
 
 
 class _Experts(nn.Module):
@@ -154,15 +158,62 @@ def test_saved_bytes_are_at_most_half_of_transformers_grouped_mm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "hidden", "width", "refused"),
+    ("dtype", "hidden", "width", "experts", "refused"),
     [
-        (torch.float32, 32, 16, False),
-        (torch.float32, 30, 16, True),
-        (torch.bfloat16, 32, 12, True),
-        (torch.float64, 32, 16, True),
+        (torch.float32, 32, 16, 1023, False),
+        (torch.float32, 30, 16, 8, True),
+        (torch.bfloat16, 32, 12, 8, True),
+        (torch.float64, 32, 16, 8, True),
+        (torch.bfloat16, 32, 16, 1024, True),
     ],
 )
 def test_grouped_kernel_is_refused_where_it_cannot_run(
-    dtype: torch.dtype, hidden: int, width: int, refused: bool
+    dtype: torch.dtype, hidden: int, width: int, experts: int, refused: bool
 ) -> None:
-    assert (grouped_mm_refusal(dtype, hidden, width) is not None) is refused
+    assert (grouped_mm_refusal(dtype, hidden, width, experts) is not None) is refused
+
+
+def test_experts_without_pairs_get_zero_gradients_from_a_kernel_that_leaves_them() -> None:
+    """Blackwell's kernel does not write them; here one that writes NaN stands in for it."""
+    end_L = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
+    left_Pk, right_Pn = torch.randn(3, 8), torch.randn(3, 12)
+
+    def kernel(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:
+        product = expert_mlp_module.grouped_mm(a, b, end_L)
+        product[[0, 2]] = torch.nan
+        return product
+
+    mlp = ExpertMlpSpec(F.silu, silu_gated=False, transposed=False, per_expert=False)
+    with mock.patch.object(expert_mlp_module, "leaves_empty_groups", return_value=True):
+        gradient = expert_mlp_module._weight_gradient(kernel, left_Pk, right_Pn, end_L, mlp)
+    assert torch.equal(gradient, expert_mlp_module.grouped_mm(right_Pn.t(), left_Pk, end_L))
+    assert not expert_mlp_module.leaves_empty_groups(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("experts", [1, 4])
+def test_products_of_no_pairs_are_zeros(experts: int) -> None:
+    end_L, weight = torch.zeros(experts, dtype=torch.int32), torch.randn(experts, 8, 12)
+    assert expert_mlp_module.grouped_mm(torch.randn(0, 8), weight, end_L).shape == (0, 12)
+    assert not expert_mlp_module.grouped_mm(torch.randn(8, 0), torch.randn(0, 12), end_L).any()
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "chosen"),
+    [
+        ((9, 0), torch.bfloat16, "grouped_mm"),
+        ((10, 0), torch.bfloat16, "grouped_mm"),
+        ((9, 0), torch.float32, "loop"),
+        ((8, 0), torch.bfloat16, "loop"),
+        ((12, 0), torch.bfloat16, "loop"),
+    ],
+)
+def test_a_gpu_without_a_grouped_kernel_goes_expert_by_expert(
+    capability: tuple[int, int], dtype: torch.dtype, chosen: str
+) -> None:
+    spec = next(iter(describe(tiny_model("qwen3_moe")).experts))
+    with (
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.cuda.get_device_capability", return_value=capability),
+    ):
+        assert choose_backend(spec, "auto", dtype, 8) == chosen
+        assert choose_backend(spec, "grouped_mm", dtype, 8) == "grouped_mm"

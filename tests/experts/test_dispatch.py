@@ -116,7 +116,7 @@ def _count_traffic(routing: Routing) -> dict[str, Any]:
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_each_token_travels_once_to_each_rank_that_holds_its_experts(routing: str) -> None:
     for counts in run_ranks(_count_traffic, 4, ROUTINGS[routing]):
-        _, (rows, _), (pairs, _), (returned, _) = counts["forward"]
+        _, (pairs, _), (rows, _), (returned, _) = counts["forward"]
         assert rows == (counts["distinct"], HIDDEN)
         assert pairs == (counts["pairs"], 2)
         assert returned == (counts["received"], HIDDEN)

@@ -10,7 +10,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,21 +18,22 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from expertmesh.adapters.plan import adapt
-from expertmesh.anatomy import describe
+from expertmesh.anatomy import Anatomy, describe
 from expertmesh.config import LoraConfig
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection import known_families
 from expertmesh.introspection.attention import packing_refusal
-from expertmesh.introspection.compute_dtype import refuse_compute
+from expertmesh.introspection.compute_dtype import plan_compute, with_wide_routers
 from expertmesh.introspection.experts_proof import confirm_experts
 from expertmesh.introspection.known_families import Answers, recording
 from expertmesh.introspection.source_code import attributes_read, registry_call
 from expertmesh.parallel.context import refuse_context
 from expertmesh.parallel.pipeline import plan_cut
 from expertmesh.parallel.tensor_plan import tensor_plan
+from expertmesh.state.stage_view import meta_twin
 from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32
 from tests.families.catalogue import Family, families
 from tests.families.tiny import tiny_config
@@ -49,7 +50,7 @@ def ask(config: PreTrainedConfig) -> None:
     anatomy, kept = describe(model), kept_in_fp32(model, torch.bfloat16)
     questions = (
         lambda: confirm_experts(model, anatomy),
-        lambda: refuse_compute(model, anatomy, torch.bfloat16, kept),
+        lambda: ask_compute(model, anatomy, kept),
         lambda: tensor_plan(model, anatomy, 2, kept),
         lambda: refuse_context(model, anatomy, Layout(cp=2)),
         lambda: plan_cut(model, anatomy, Layout(pp=2)),
@@ -67,7 +68,12 @@ def ask_adapted(config: PreTrainedConfig) -> None:
     model = build_meta_model(config, torch.bfloat16)
     anatomy, kept = describe(model), kept_in_fp32(model, torch.bfloat16)
     adapt(model, LoraConfig(r=2), torch.float32, None)
-    refuse_compute(model, anatomy, torch.bfloat16, kept)
+    ask_compute(model, anatomy, kept)
+
+
+def ask_compute(model: PreTrainedModel, anatomy: Anatomy, kept: Callable[[str], bool]) -> None:
+    casts = plan_compute(model, anatomy, torch.bfloat16, kept)
+    with_wide_routers(model, anatomy, torch.bfloat16, casts, meta_twin(model))
 
 
 def ask_eager(model: nn.Module) -> None:

@@ -91,15 +91,20 @@ def measure(model_class: str, family: str, scratch: Path, layouts: Sequence[Layo
 
 def _train_peft(model: PreTrainedModel, directory: Path) -> Expected:
     """Stock PEFT from a random adapter, which is saved to `directory`. Raises `NoAdapters` with PEFT's own words."""
-    targets = _targets(build_meta_model(model.config, model.dtype))
-    modules = [target.name for target in targets if not is_parameter(target)]
-    parameters = [parameter_name(target) for target in targets if is_parameter(target)]
+    modules, parameters = adapted_names(model)
     model.set_experts_implementation("eager")
     try:
         adapted = random_adapter(model.train(), directory, modules, parameters)
         return _steps(adapted)
     except Exception as error:
         raise NoAdapters(f"PEFT: {type(error).__name__}: {error}") from error
+
+
+def adapted_names(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+    """PEFT's target_modules and target_parameters for experts and attention; `NoAdapters` where there are none."""
+    targets = _targets(build_meta_model(model.config, model.dtype))
+    modules = [target.name for target in targets if not is_parameter(target)]
+    return modules, [parameter_name(target) for target in targets if is_parameter(target)]
 
 
 def _targets(model: PreTrainedModel) -> tuple[Target, ...]:

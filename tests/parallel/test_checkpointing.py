@@ -124,7 +124,7 @@ def test_selective_sends_rows_four_times_a_layer_and_full_six_times() -> None:
     for none, selective, full in run_ranks(counts, 2):
         _check_selective(none)
         _check_selective(selective)
-        assert full == Calls(rows=6, all=11, products=8)
+        assert full == Calls(rows=6, all=10, products=8)  # the counts are known when a block is run again
 
 
 def test_dropout_numbers_of_experts_do_not_travel_again() -> None:
@@ -144,7 +144,7 @@ def test_dropout_numbers_of_experts_do_not_travel_again() -> None:
 
     for none, selective, full in run_ranks(counts, 2):
         assert none == selective == Calls(rows=4, all=8, products=0)
-        assert full == Calls(rows=6, all=13, products=0)
+        assert full == Calls(rows=6, all=12, products=0)
 
 
 def _forget() -> None:

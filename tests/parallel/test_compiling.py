@@ -143,11 +143,13 @@ def test_what_cannot_be_compiled_is_refused_by_name() -> None:
     recurrent = random_model("Qwen3NextForCausalLM", "qwen3_next")
     one = Layout(pp=1, replicate=1, fsdp=1, cp=1, tp=1, ep=1)
     with refused("train.compile-of-recurrence", naming="model.layers.0.linear_attn"):
-        refuse_compile(recurrent, one)
+        refuse_compile(recurrent, one, None)
     for axis in ("tp", "cp", "pp"):
         layout = Layout(**{"pp": 1, "replicate": 1, "fsdp": 2, "cp": 1, "tp": 1, "ep": 1, axis: 2})
         with refused("train.compile-with-axis", naming=f"parallel.{axis}"):
-            refuse_compile(tiny_model("qwen3_moe"), layout)
+            refuse_compile(tiny_model("qwen3_moe"), layout, None)
+    with refused("train.compile-with-frozen", naming="precision.frozen is nf4"):
+        refuse_compile(tiny_model("qwen3_moe"), one, "nf4")
 
 
 def test_a_machine_without_a_compiler_is_refused_before_weights_are_read() -> None:

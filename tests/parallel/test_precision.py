@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -11,12 +11,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import expertmesh as em
+from expertmesh.anatomy import describe
+from expertmesh.compat import tree_leaves
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
+from tests.support.reference import full
 
 FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3", "ernie4_5_moe"]
 IDS = torch.randint(96, (4, 2, 32), generator=torch.Generator().manual_seed(0))  # one micro-batch for each data rank
 TARGETS = 4 * 2 * 31
+MANY = torch.randint(96, (16, 64), generator=torch.Generator().manual_seed(1))
 BF16 = em.PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
 
 
@@ -28,10 +32,10 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.grad.float() for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _sharded(model: nn.Module, ep: int) -> tuple[dict[str, torch.Tensor], set[str], set[str]]:
+def _sharded(model: nn.Module, ep: int, router: Any) -> tuple[dict[str, torch.Tensor], set[str], set[str]]:
     model = copy.deepcopy(model)
     mesh = em.init_mesh(em.ParallelConfig(ep=ep), num_experts=8)
-    em.parallelize(model, mesh, precision=BF16)
+    em.parallelize(model, mesh, precision=BF16, moe=em.MoeConfig(router_dtype=router))
     batch = {"input_ids": IDS[mesh.data_rank], "labels": IDS[mesh.data_rank]}
     em.causal_lm_loss(model, batch, target_tokens=TARGETS).backward()
     dtypes = {str(parameter.dtype) for parameter in model.parameters()}
@@ -41,8 +45,8 @@ def _sharded(model: nn.Module, ep: int) -> tuple[dict[str, torch.Tensor], set[st
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("ep", [4, 2])
-def test_bf16_error_is_at_most_one_and_a_half_times_the_unsharded_models(family: str, ep: int) -> None:
+@pytest.mark.parametrize(("ep", "router"), [(4, "compute"), (2, "float32")])
+def test_bf16_error_is_at_most_one_and_a_half_times_the_unsharded_models(family: str, ep: int, router: Any) -> None:
     model = tiny_model(family, initializer_range=0.1)
     exact = _gradients(copy.deepcopy(model))
     in_bf16 = copy.deepcopy(model).to(torch.bfloat16)
@@ -50,7 +54,7 @@ def test_bf16_error_is_at_most_one_and_a_half_times_the_unsharded_models(family:
         if family == "ernie4_5_moe" and name.endswith("gate.weight"):
             parameter.data = model.get_parameter(name).data.clone()  # as from_pretrained keeps it
     unsharded = _gradients(in_bf16)
-    for got, dtypes, grad_dtypes in run_ranks(_sharded, 4, model, ep):
+    for got, dtypes, grad_dtypes in run_ranks(_sharded, 4, model, ep, router):
         assert dtypes == grad_dtypes == {"torch.float32"}  # what the optimizer updates, and with what
         errors = {name: float((got[name] - exact[name]).norm() / exact[name].norm()) for name in exact}
         theirs = {name: float((unsharded[name] - exact[name]).norm() / exact[name].norm()) for name in exact}
@@ -120,3 +124,50 @@ def _parameters_in_memory(ep: int) -> int:
 def test_every_parameter_is_held_exactly_once(ep: int) -> None:
     total = sum(parameter.numel() for parameter in tiny_model("qwen3_moe").parameters())
     assert run_ranks(_parameters_in_memory, 4, ep) == [total] * 4
+
+
+def _choices(model: nn.Module, seen: dict[str, torch.Tensor]) -> None:
+    """Note which experts each token chooses in each layer."""
+
+    def note(name: str, experts: nn.Module, args: Any, kwargs: Any) -> None:
+        index = next(value for value in (*args, *kwargs.values()) if not value.is_floating_point())
+        seen[name] = index.sort(-1).values
+
+    for spec in describe(model).experts:
+        model.get_submodule(spec.name).register_forward_pre_hook(functools.partial(note, spec.name), with_kwargs=True)
+
+
+def _routed(model: nn.Module, dtype: Literal["float32", "compute"]) -> tuple[dict[str, torch.Tensor], set[str], Any]:
+    model, seen, dtypes = copy.deepcopy(model), {}, set()
+    mesh = em.init_mesh(em.ParallelConfig(ep=2))
+    em.parallelize(model, mesh, precision=BF16, moe=em.MoeConfig(router_dtype=dtype))
+    _choices(model, seen)
+
+    def note(router: nn.Module, args: Any, output: Any) -> None:
+        given = (args[0], router.weight, *tree_leaves(output))
+        dtypes.update(str(tensor.dtype) for tensor in given if tensor.is_floating_point())
+
+    model.get_submodule("model.layers.0.mlp.gate").register_forward_hook(note)
+    model(input_ids=MANY, use_cache=False)
+    files = {name: full(tensor) for name, tensor in model.state_dict().items()}
+    return seen, dtypes, files
+
+
+def test_routers_in_float32_choose_as_the_fp32_model_for_more_tokens() -> None:
+    """Where scores have a large part in common, whose rounding is more than what tells experts apart."""
+    model = tiny_model("qwen3_moe", initializer_range=0.1, num_experts=64)
+    with torch.no_grad():
+        model.get_parameter("model.embed_tokens.weight").add_(0.3)
+        for layer in range(2):
+            model.get_parameter(f"model.layers.{layer}.mlp.gate.weight").add_(0.1)
+    exact: dict[str, torch.Tensor] = {}
+    unsharded = copy.deepcopy(model)
+    _choices(unsharded, exact)
+    unsharded(input_ids=MANY, use_cache=False)
+    differ = {}
+    for dtype, expected in (("float32", "torch.float32"), ("compute", "torch.bfloat16")):
+        seen, dtypes, files = run_ranks(_routed, 2, model, dtype)[0]
+        assert dtypes == {expected}  # input, weight, logits, weights of the experts
+        assert all(torch.equal(files[name], tensor) for name, tensor in model.state_dict().items())
+        differ[dtype] = sum(int((seen[name] != exact[name]).any(-1).sum()) for name in exact)
+    assert 0 < differ["float32"] < 0.5 * differ["compute"], differ

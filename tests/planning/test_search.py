@@ -16,7 +16,7 @@ from expertmesh.cli.plan.tables import print_candidates
 from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig, load_config
 from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.checkpointing import CheckpointingMode
-from expertmesh.planning.hardware import Devices, hardware_table, parse_devices
+from expertmesh.planning.hardware import Devices, hardware_table, name_of, parse_devices
 from expertmesh.planning.memory import fullest_stage, memory_of, peak_of
 from expertmesh.planning.model_figures import ModelFigures, TopKRouter, rows_per_token
 from expertmesh.planning.read_model import figures_of
@@ -136,16 +136,18 @@ def test_the_slowest_and_the_fullest_stage_count(schedule: str, virtual: int) ->
 
 
 @pytest.mark.parametrize(
-    ("frozen", "bits", "most"), [("nf4", 4.5, 21.1), ("mxfp4", 4.25, 20.3), ("float8", 8.002, 32.9)]
+    ("frozen", "bits", "linear_bits", "most"),
+    [("nf4", 4.5, 4.5, 20), ("mxfp4", 4.25, 4.25, 20), ("float8", 8.002, 8.25, 32.1)],
 )
-def test_a_30b_model_with_experts_in_4_bits_fits_a_card_of_24_gb(frozen: Any, bits: float, most: float) -> None:
+def test_a_30b_model_in_4_bits_fits_a_card_of_24_gb(frozen: Any, bits: float, linear_bits: float, most: float) -> None:
     precision = PrecisionConfig(frozen=frozen)
     lora = LoraConfig(r=16, targets=("attention",))
     model = figures_of(qwen3_30b_a3b(), length=2048, precision=precision, lora=lora)
     workload = Workload(model, Layout(), Batch(1, 8), "full")
     state = resident_state(model, Layout())
-    experts = 48 * 128 * 3 * 2048 * 768
-    assert state.frozen == pytest.approx(experts * bits / 8 + 2 * (30_532_122_624 - experts), rel=1e-4)
+    experts, linears = 48 * 128 * 3 * 2048 * 768, 48 * 2048 * (2 * 4096 + 2 * 512)
+    plain = 30_532_122_624 - experts - linears
+    assert state.frozen == pytest.approx(experts * bits / 8 + linears * linear_bits / 8 + 2 * plain, rel=1e-4)
     assert memory_of(workload).total <= most * GIB
 
 
@@ -175,11 +177,40 @@ def test_adapters_on_experts_alone_are_planned(kind: str, family: str) -> None:
         ("h100", "plan.invalid-devices", "h100"),
         ("12 h100", "plan.invalid-devices", "8 devices"),
         ("0 h100", "plan.invalid-devices", "0 devices"),
+        ("2x8", "plan.invalid-devices", "2x8"),
     ],
 )
 def test_bad_devices_are_refused(text: str, key: str, named: str) -> None:
     with refused(key, naming=named):
         _devices(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "per_node"), [("8xh100", 1, 8), ("2x8xh200", 2, 8), ("2 x 8 h200", 2, 8), ("16XH200", 2, 8)]
+)
+def test_devices_may_be_written_as_one_word(text: str, nodes: int, per_node: int) -> None:
+    found = _devices(text)
+    assert (found.nodes, found.per_node) == (nodes, per_node)
+
+
+@pytest.mark.parametrize(
+    ("called", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("AMD Instinct MI355X", "mi355x"),
+        ("Ascend910B3", "ascend910b"),
+        ("Tesla T4", None),
+    ],
+)
+def test_what_a_driver_calls_a_device_is_its_entry(called: str, name: str | None) -> None:
+    assert name_of(called, hardware_table()) == name
 
 
 def test_hardware_of_the_users_joins_the_table_and_is_checked(tmp_path: Path) -> None:
@@ -322,11 +353,12 @@ def test_what_train_refuses_for_a_model_is_not_ranked(qwen: ModelFigures) -> Non
     assert linear.feasibility.refusal(Layout(pp=2, tp=2)) is None
 
 
-def test_a_precision_that_train_refuses_for_a_model_is_not_planned() -> None:
-    config = tiny_config("DeepseekV4ForCausalLM", "deepseek_v4")
-    with refused("precision.compute-unsupported", naming="deepseek_v4"):
-        figures_of(config, length=64, precision=PrecisionConfig())
-    assert figures_of(config, length=64, precision=PrecisionConfig(compute="float32")).total > 0
+def test_what_a_family_keeps_in_float32_is_gathered_so() -> None:
+    model = figures_of(tiny_config("DeepseekV4ForCausalLM", "deepseek_v4"), length=64, precision=PrecisionConfig())
+    uncast = model.blocks[0].uncast
+    assert uncast is not None
+    assert {weight.compute for weight in uncast.weights} == {4}
+    assert {weight.compute for weight in model.blocks[0].own.weights} == {2}
 
 
 def test_stages_are_those_that_training_cuts(qwen: ModelFigures) -> None:

@@ -1,16 +1,20 @@
 """Reads a page as a browser would and holds it to what every report has to be.
 
-Well-formed: every element that is opened is closed, in order. Alone: nothing in it makes a browser load or run
-anything.
+Well-formed: every element that is opened is closed, in order. Alone: nothing in it makes a browser load anything, or
+run anything but the one script that its policy names.
 """
 
+import base64
+import hashlib
+import json
 import re
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
+from typing import Any
 
 VOID = {"meta"}
 LOADS = ("src", "srcset", "href", "xlink:href", "data", "action", "poster", "background")
-FORBIDDEN = {"script", "iframe", "object", "embed", "link", "base", "form", "img", "audio", "video", "foreignobject"}
+FORBIDDEN = {"iframe", "object", "embed", "link", "base", "form", "img", "audio", "video", "foreignobject"}
 
 
 @dataclass
@@ -24,6 +28,8 @@ class Page(HTMLParser):
     texts: dict[str, str] = field(default_factory=dict)
     described: list[str] = field(default_factory=list)
     policy: str = ""
+    scripts: list[str] = field(default_factory=list)
+    hovers: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__(convert_charrefs=True)
@@ -37,6 +43,9 @@ class Page(HTMLParser):
         assert len(self.ids) == len(set(self.ids)), "an id stands twice"
         assert self.references <= set(self.ids), f"lead nowhere: {self.references - set(self.ids)}"
         assert self.policy.startswith("default-src 'none'")
+        (script,) = self.scripts
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"script-src 'sha256-{digest}';" in self.policy
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         assert tag not in FORBIDDEN, tag
@@ -55,6 +64,11 @@ class Page(HTMLParser):
             self.ids.append(values["id"] or "")
         if values.get("role") == "img":
             self.described.append(values["aria-label"] or "")
+        if tag == "script":
+            assert not attrs
+            self.scripts.append("")
+        if "data-hover" in values:
+            self.hovers.append(json.loads(values["data-hover"] or ""))
         for name, value in values.items():
             assert not name.startswith("on"), f"{tag} has a handler: {name}"
             if name in LOADS:
@@ -73,6 +87,9 @@ class Page(HTMLParser):
         if self.open and self.open[-1] == "style":
             assert "url(" not in data
             assert "@import" not in data
+            return
+        if self.open and self.open[-1] == "script":
+            self.scripts[-1] += data
             return
         self.texts[self.section] = self.texts.get(self.section, "") + data
 

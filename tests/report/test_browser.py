@@ -30,6 +30,26 @@ document.documentElement.dataset.probe = [innerWidth, document.documentElement.s
 </script>"""
 
 
+# What the pointer does: over the loss at a step, over a heat map, a rectangle dragged in the loss, a double click.
+POINTER = """<script>{
+const [loss, ...others] = document.querySelectorAll("svg[data-hover]");
+const heat = others.find(svg => JSON.parse(svg.dataset.hover).box);
+const say = (svg, kind, x, y) => {
+  const at = new DOMPoint(x, y).matrixTransform(svg.getScreenCTM());
+  svg.dispatchEvent(new PointerEvent(kind, {clientX: at.x, clientY: at.y, bubbles: true}));
+  return svg.parentElement.querySelector("output")?.textContent ?? "";
+};
+const line = JSON.parse(loss.dataset.hover).lines[0], [left, top, right, bottom] = JSON.parse(heat.dataset.hover).box;
+const said = [say(loss, "pointermove", line.x[29] + 1, 100), say(heat, "pointermove", right - 1, bottom - 1)];
+const whole = loss.getAttribute("viewBox");
+say(loss, "pointerdown", 100, 50); say(loss, "pointerup", 200, 100);
+said.push(loss.getAttribute("viewBox").split(" ").map(Number).map(Math.round).join(" "));
+say(loss, "dblclick", 100, 50);
+said.push(loss.getAttribute("viewBox") === whole ? "whole" : "part");
+document.documentElement.dataset.said = said.join("|");
+}</script>"""
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page with everything on it."""
@@ -89,3 +109,22 @@ def test_nothing_is_wider_than_the_screen(page: Path, tmp_path: Path, width: int
     inner, scroll, wide = found[1].split(",")
     assert wide == ""
     assert int(scroll) <= int(inner)
+
+
+def test_the_pointer_is_told_values_and_a_dragged_rectangle_fills_the_figure(page: Path, tmp_path: Path) -> None:
+    probed = tmp_path / "probed.html"
+    source = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text("utf-8"))
+    probed.write_text(source.replace("</body>", f"{POINTER}</body>"), encoding="utf-8")
+    read = _browse(tmp_path / "profile", probed, "--dump-dom", "--window-size=1200,900")
+    found = re.search(r'data-said="([^"]*)"', read)
+    assert found is not None
+    line, cell, zoomed, after = found[1].split("|")
+    loss = row(30, 60, 4)["loss"]
+    assert line == f"step 30\ntraining: {float(f'{loss:.4g}')}\nevaluation: 3"
+    most = row(60, 60, 4)["expert_load"][3]["max_over_mean"]
+    assert cell == f"block 4, to step 60: {float(f'{most:.4g}')}"
+    x, y, width, height = map(int, zoomed.split())
+    assert (x, width) == (100, 100)
+    assert 45 < y < 55
+    assert 45 < height < 60
+    assert after == "whole"

@@ -5,7 +5,9 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,13 @@ from expertmesh.cli.main import main
 from expertmesh.report.page import render, write
 from expertmesh.report.run import RESULTS, read_run
 from expertmesh.training.lock import RunLock, holder
+from expertmesh.training.reporting.data_record import Bin, DataRecord, Piece, ShownSample
 from expertmesh.training.startup.output_dir import ADAPTER, MODEL
 from expertmesh.verification.result import Check, Figure, Layer, Mutation, Report, write_json
 from tests.report.made_up import PREDICTED, row, start, write_run
 from tests.report.parsed import Page
 
-SECTIONS = {"training", "experts", "plan", "verification", "starts", "configuration"}
+SECTIONS = {"training", "experts", "data", "plan", "verification", "starts", "configuration"}
 
 
 def page_of(directory: Path) -> Page:
@@ -99,8 +102,10 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> N
     rows = [row(step, 40, 1, tokens_per_second=5000.0) for step in range(1, 41)]
     page = page_of(write_run(tmp_path / "run", rows=rows, starts=[start(plan=PREDICTED)]))
     told = page.texts["plan"]
-    for figures in ("0.25 s 0.5 s 2.00×", "10,000 5,000 0.50×", "2.00 GiB 3.00 GiB 1.50×"):
+    for figures in ("0.25 s 0.5 s 2.00×", "10,000 5,000 0.50×"):
         assert figures in told
+    # Of a processor, resident memory and tensors stand apart.
+    assert "tensors of a rank 2.00 GiB resident memory of a rank 3.00 GiB" in told
     assert "the resident memory of the whole process" in told
     assert "not predicted" not in told
 
@@ -109,7 +114,97 @@ def test_a_prediction_is_compared_with_what_came_after_its_start_alone(tmp_path:
     rows = [row(step, 40, 1, tokens_per_second=100.0 if step <= 20 else 20_000.0) for step in range(1, 41)]
     page = page_of(write_run(tmp_path / "run", rows=rows, starts=[start(), start(20, plan=PREDICTED, device="cuda")]))
     assert "10,000 20,000 2.00×" in page.texts["plan"]
+    assert "peak memory of a rank 2.00 GiB 3.00 GiB 1.50×" in page.texts["plan"]
     assert "resident" not in page.texts["plan"]
+
+
+def test_values_under_the_pointer_are_where_the_figures_draw_them(tmp_path: Path) -> None:
+    rows = [row(step, 40, 3, expert_tokens=[[8, 0, 4], [4, 4, 4], [0, 0, 12]]) for step in range(1, 41)]
+    rows += [{"step": 20, "eval_loss": 3.5}]
+    page = page_of(write_run(tmp_path / "run", rows=rows))
+    loss = page.hovers[0]["lines"]
+    assert [line["name"] for line in loss] == ["training", "evaluation"]
+    assert loss[0]["step"] == list(range(1, 41))
+    assert loss[0]["value"][0] == pytest.approx(rows[0]["loss"], rel=1e-3)
+    assert (loss[1]["step"], loss[1]["value"]) == ([20], [3.5])
+    # Evenly from left to right, inside of the picture of 432 by 223 points.
+    gaps = [after - before for before, after in pairwise(loss[0]["x"])]
+    assert max(gaps) - min(gaps) < 0.3
+    assert 20 < loss[0]["x"][0] < loss[0]["x"][-1] < 432
+    assert loss[1]["x"][0] == loss[0]["x"][19]
+    grids = [hover for hover in page.hovers if "box" in hover]
+    assert grids[0]["rows"] == ["block 1", "block 2", "block 3"]
+    assert grids[0]["values"][2][39] == pytest.approx(rows[39]["expert_load"][2]["max_over_mean"], rel=1e-3)
+    tokens = grids[-1]
+    assert tokens["columns"] == ["expert 0", "expert 1", "expert 2"]
+    assert tokens["values"] == [[2, 0, 1], [1, 1, 1], [0, 0, 3]]
+    left, top, right, bottom = tokens["box"]
+    assert 0 < left < right < 432
+    assert 0 < top < bottom < 223
+    assert "over the mean of its layer, in the report of step 40" in page.texts["experts"]
+
+
+def test_the_data_page_marks_what_is_learned_and_draws_lengths(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=3)
+    pieces = [Piece(text="What is 1 + 1?", is_target=False), Piece(text="<b>2</b>", is_target=True)]
+    samples = [ShownSample(source="train.jsonl:1", tokens=900, targets=2, pieces=pieces)]
+    lengths = [Bin(above=0, up_to=64, samples=7), Bin(above=64, up_to=None, samples=2)]
+    (run / "data.json").write_text(DataRecord(samples=samples, lengths=lengths).model_dump_json())
+    source = render(read_run(run))
+    told = Page(source).texts["data"]
+    assert "train.jsonl:1 900 tokens, 2 targets; the beginning What is 1 + 1?<b>2</b>" in told
+    assert "<mark>&lt;b&gt;2&lt;/b&gt;</mark>" in source
+    assert any("Lengths of all samples" in described for described in Page(source).described)
+    (run / "data.json").write_text("{}")
+    page = page_of(run)
+    assert "data.json is left out" in page.texts["top"]
+    assert "left no data.json" in page.texts["data"]
+
+
+def _advice(directory: Path, change: Callable[[int], dict[str, Any]], *more: dict[str, Any]) -> str:
+    rows = [row(step, 40, 2, **{"loss": 2.0 - step / 100, **change(step)}) for step in range(1, 41)]
+    return page_of(write_run(directory, rows=[*rows, *more])).texts["top"]
+
+
+def test_each_anomaly_has_one_line_of_advice_and_a_sound_run_none(tmp_path: Path) -> None:
+    def load(dead: int, load: float) -> list[dict[str, Any]]:
+        return [{"max_over_mean": load, "entropy": 0.5, "dead": dead}] * 2
+
+    evaluations = [{"step": step, "eval_loss": loss} for step, loss in ((10, 2.0), (20, 1.5), (40, 1.9))]
+    sound = {"grad_norm": 0.5}
+    for number, (change, more, said) in enumerate([
+        (lambda step: sound, [], ""),
+        (lambda step: sound | ({"skipped": "the loss is nan"} if step == 3 else {}), [], "1 step was skipped"),
+        (lambda step: sound | {"loss": 1.0 + step / 10}, [], "The loss has grown from 1.25 to 4.85"),
+        (lambda step: {"grad_norm": 0.0}, [], "The gradient norm was 0 in every step"),
+        (lambda step: {"grad_norm": 2.0}, [], "100% of the steps were clipped to optim.max_grad_norm 1"),
+        (lambda step: sound, evaluations, "The evaluation loss was lowest (1.5) at step 20 and is 1.9 at the end"),
+        (lambda step: sound | {"expert_load": load(5, 2.0)}, [], "More than half of the experts are without a token"),
+        (lambda step: sound | {"expert_load": load(0, step / 5)}, [], "The busiest expert's load grew from 0.5 to 7.7"),
+        (lambda step: sound | {"tokens_per_second": 9000.0 - 100 * step}, [], "Tokens per second fell from 8,750 to"),
+    ]):  # fmt: skip
+        told = _advice(tmp_path / str(number), change, *more)
+        assert ("What to do" in told) is bool(said)
+        assert said in told
+
+
+def test_several_runs_stand_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = write_run(tmp_path / "first", rows=[row(step, 40, 1) for step in range(1, 41)])
+    second = write_run(tmp_path / "<second>", steps=10, more="lora: {r: 4}\n")
+    (second / "run.json").unlink()
+    out = tmp_path / "both.html"
+    assert main(["report", str(first), str(second), "--output", str(out)]) == 0
+    assert "stopped, step 10, 10 steps" in capsys.readouterr().out.replace(" of 10", "")
+    page = Page(out.read_text("utf-8"))
+    assert "A first stopped 40" in page.texts["results"]
+    assert "B <second> stopped 10" in page.texts["results"]
+    assert "lora.r null 4" in page.texts["differences"].replace("– 4", "null 4")
+    assert "train.max_steps 40 10" in page.texts["differences"]
+    assert "output_dir" not in page.texts["differences"]
+    assert [line["name"] for line in page.hovers[0]["lines"]] == ["A", "B"]
+    assert len(page.described) == 4
+    assert "There is no run.json" in page.text
+    assert main(["report", *[str(first)] * 27]) == 2
 
 
 HOSTILE = (

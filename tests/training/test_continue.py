@@ -13,8 +13,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from expertmesh.checkpoint.directory import published
+from expertmesh.cli.main import main
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError
 from expertmesh.config.sections import OptimConfig
@@ -23,7 +25,9 @@ from expertmesh.training.checkpoints import RunCheckpoints
 from expertmesh.training.loop import TrainingLoop
 from expertmesh.training.run import train
 from expertmesh.training.startup import prepare
+from expertmesh.training.startup.preflight import preflight
 from tests.data import tokenizers_on_the_fly as on_the_fly
+from tests.support.errors import refused
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import metrics, rows_without_times, run_config, train_steps, weights, write_inputs
 
@@ -54,7 +58,8 @@ def four(inputs: Path, whole: Path) -> Path:
 
 
 def _contents(directory: Path) -> dict[str, bytes]:
-    paths = [path for path in directory.rglob("*") if path.is_file()]
+    """But for prepared tokens, which are no part of a run."""
+    paths = [path for path in directory.rglob("*") if path.is_file() and "prepared" not in path.parts]
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
 
 
@@ -122,7 +127,7 @@ def test_what_makes_it_another_run_is_refused_by_name_and_nothing_is_written(
         assert text in there
         assert "step-00000004 cannot be resumed, because this would be another run: " in there
     assert _contents(four) == before
-    assert list((tmp_path / "new").iterdir()) == []
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["prepared"]  # tokens are no part of a run
 
 
 @contextmanager
@@ -233,6 +238,61 @@ def test_what_may_change_is_printed_and_the_run_is_the_same_to_rounding(
     assert [row["step"] for row in metrics(tmp_path / "run")] == [7]
     assert [path.name for _, path in published(tmp_path / "run" / "checkpoints")] == ["step-00000007"]
     _assert_same_weights(tmp_path / "run", tmp_path / "seven", 1e-5)
+
+
+def test_a_finished_run_goes_on_with_more_steps_and_keeps_its_result(
+    inputs: Path, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    here = f"output_dir={tmp_path / 'run'}"
+    finished = weights(whole)
+    for more in ([SIX], [SIX, "train.num_epochs=1"]):
+        with refused("run.finished", naming="raise train.num_epochs ("):
+            preflight(run_config(inputs, whole, *RUN, *more, here), 2)
+    (_, said) = run_ranks(_sentences, 2, [run_config(inputs, whole, *RUN, SIX, "train.num_epochs=4", here)])
+    model = tmp_path / "run" / "model"
+    assert (
+        f"finished; raise train.num_epochs (4) or train.max_steps (6) to train on, or set model.name_or_path to {model}"
+        in said[0]
+    )
+    seven = run_config(inputs, whole, *RUN, "train.max_steps=7", here)
+    capfd.readouterr()
+    run_ranks(train, 2, seven)
+    out = capfd.readouterr().out
+    assert f"finished   before, after step-00000006; its result is now {model}-step-00000006" in out
+    assert "train.max_steps was 6 and is 7; 7 steps in all, not 6\n" in out
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6, 7]
+    for name, tensor in load_file(tmp_path / "run" / "model-step-00000006" / "model.safetensors").items():
+        assert torch.equal(tensor, finished[name])
+    assert not torch.equal(weights(tmp_path / "run")["lm_head.weight"], finished["lm_head.weight"])
+
+
+def test_what_more_steps_make_of_the_learning_rate_is_said(inputs: Path, tmp_path: Path) -> None:
+    config = run_config(inputs, tmp_path / "run", "schedule={name: cosine, warmup_ratio: 0}")
+    line = resume._schedule_line(config, 4, 4, 8)
+    assert line == "8 steps in all, not 4: by the cosine schedule the next has learning rate 5.00e-03, not 0.00e+00"
+
+
+def test_another_run_starts_from_the_weights_of_a_checkpoint_alone(
+    inputs: Path, four: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = four / "checkpoints" / "step-00000004"
+    assert main(["export", str(checkpoint), "--output", str(tmp_path / "after-4"), "--dtype", "float32"]) == 0
+    other = ["train.seed=7", "optim.learning_rate=2.0e-3", "train.max_steps=2", "data.shuffle=true", "parallel.ep=2"]
+    run_ranks(train, 2, run_config(inputs, tmp_path / "exported", *other, f"model.name_or_path={tmp_path / 'after-4'}"))
+    alone = [f"checkpoint={{resume: {checkpoint}, resume_weights_only: true, every_steps: 1}}"]
+    config = run_config(inputs, tmp_path / "run", *other, *alone)
+    capfd.readouterr()
+    run_ranks(train_steps, 2, config, 1)
+    assert f"weights    {checkpoint}, after step 4; all else begins anew\n" in capfd.readouterr().out
+    run_ranks(train, 2, config)  # from its own checkpoint now
+    assert "resume     step-00000001, after step 1; " in capfd.readouterr().out
+    _assert_same_weights(tmp_path / "run", tmp_path / "exported")
+    assert [row["learning_rate"] for row in metrics(tmp_path / "run")] == [
+        row["learning_rate"] for row in metrics(tmp_path / "exported")
+    ]
+    with refused("run.other-configuration", naming="checkpoint.resume_weights_only was true and is false"):
+        preflight(run_config(inputs, tmp_path / "run", *other), 2)
 
 
 def test_four_ranks_then_two_then_one_then_eight_equal_two_all_the_way(inputs: Path, tmp_path: Path) -> None:

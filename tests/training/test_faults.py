@@ -24,7 +24,7 @@ from expertmesh.checkpoint.write import WRITING, CheckpointWriter
 from expertmesh.config import Config
 from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.data.loader import TrainingBatches
-from expertmesh.training.reporting.metrics import _Jsonl
+from expertmesh.training.reporting.metrics_file import MetricsFile
 from expertmesh.training.run import train
 from tests.checkpoint.damage import Canary, flip_a_bit, replace_file
 from tests.support.ranks import RankFailed, run_ranks
@@ -209,13 +209,13 @@ def test_a_real_disk_that_is_full(inputs: Path, whole: Path, tmp_path: Path, ref
 
 
 def _fill_the_disk_of_the_metrics(config: Config) -> str:
-    opened = _Jsonl.__init__
+    opened = MetricsFile.__init__
 
-    def on_a_full_disk(writer: _Jsonl, path: Path, done: int) -> None:
+    def on_a_full_disk(writer: MetricsFile, path: Path, done: int) -> None:
         opened(writer, path, done)
         os.dup2(os.open("/dev/full", os.O_WRONLY), writer.file.fileno())
 
-    with mock.patch.object(_Jsonl, "__init__", on_a_full_disk):
+    with mock.patch.object(MetricsFile, "__init__", on_a_full_disk):
         return _refused(config)
 
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig
 
 from expertmesh.training.reporting.first_loss import first_loss_lines, untrained_excess
-from expertmesh.training.reporting.metrics import Collapse, StepMetrics
+from expertmesh.training.reporting.metrics import StepMetrics
+from expertmesh.training.reporting.reporter import Collapse
 from tests.support.models import tiny_config
 
 
@@ -59,7 +60,7 @@ def test_untrained_models_lie_within_the_margin_and_near_its_estimate(
 
 def _report(loss: float = 3.0, grad_norm: float = 1.0, dead: int = 0, skipped: str | None = None) -> StepMetrics:
     load: list[dict[str, float | int]] = [{"max_over_mean": 1.0, "entropy": 1.0, "dead": each} for each in (0, dead)]
-    return StepMetrics(1, 0.1, loss, grad_norm, 1e-3, 4096, 1.0, 1, 1.0, load, skipped=skipped)
+    return StepMetrics(1, 0.1, loss, grad_norm, 1e-3, 4096, 1.0, 1, 1.0, 1.0, load, skipped=skipped)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def _assert_as_if_nothing_had_happened(output: Path, whole: Path) -> None:
     for name, tensor in expected.items():
         assert torch.equal(tensor, got[name]), name
     assert rows_without_times(output) == rows_without_times(whole)
-    written = ["checkpoints", "config.yaml", "metrics.jsonl", "model", "run.json"]
+    written = ["checkpoints", "config.yaml", "metrics.jsonl", "model", "prepared", "run.json"]
     assert sorted(path.name for path in output.iterdir()) == written
     assert all(re.fullmatch(r"step-\d{8}", path.name) for path in (output / "checkpoints").iterdir())
 
@@ -160,7 +160,7 @@ def test_a_killed_run_continues_from_the_newest_checkpoint(
     _assert_as_if_nothing_had_happened(tmp_path / "run", whole)
 
 
-METRICS, REPLACE = "expertmesh.training.reporting.metrics", "expertmesh.io.safetensors_writer:os.replace"
+METRICS, REPLACE = "expertmesh.training.reporting.reporter", "expertmesh.io.safetensors_writer:os.replace"
 FIRST_START = {
     "publishing the configuration": Kill(0, REPLACE, about="config.yaml"),
     "opening the metrics": Kill(0, REPLACE, about="metrics.jsonl"),

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from expertmesh.config import InputError
+from expertmesh.io.terminal import print_log
 from expertmesh.training import lock as lock_module
 from expertmesh.training.lock import NAME, STALE_SECONDS, RunLock
 from tests.support.errors import refused
@@ -70,6 +71,7 @@ def test_the_lock_is_given_back_when_the_run_fails(tmp_path: Path) -> None:
 
 def test_the_lock_of_a_killed_run_is_taken_over_and_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dead = hold_and_die(tmp_path)
+    print_log("info")
     with RunLock(tmp_path):
         said = capsys.readouterr().out
         assert f"the run that held it has ended without giving it back (process {dead} on " in said

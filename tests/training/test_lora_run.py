@@ -110,9 +110,11 @@ def test_the_adapter_says_which_revision_of_the_base_it_was_trained_on(inputs: P
     assert json.loads((checkpoint / "adapter" / "adapter_config.json").read_text())["revision"] == "v1.2"
 
 
-def test_a_run_from_a_peft_directory_is_resumed_from_its_own_config(inputs: Path, tmp_path: Path) -> None:
-    run_ranks(train, 1, run_config(inputs, tmp_path / "first", *LORA))
+@pytest.mark.parametrize("frozen", ["null", "mxfp4"])
+def test_a_run_from_a_peft_directory_is_resumed_from_its_own_config(frozen: str, inputs: Path, tmp_path: Path) -> None:
+    run_ranks(train, 1, run_config(inputs, tmp_path / "first", *LORA, f"precision.frozen={frozen}"))
     options = [f"lora.from_adapter={tmp_path / 'first' / 'adapter'}", "train.max_steps=4", "train.num_epochs=2"]
+    options += [f"precision.frozen={frozen}"]
     run_ranks(train, 1, run_config(inputs, tmp_path / "whole", *options))
     run_ranks(train_steps, 1, run_config(inputs, tmp_path / "broken", *options), 2)
     run_ranks(train, 2, run_config(inputs, tmp_path / "broken", *options, "parallel.ep=2"))

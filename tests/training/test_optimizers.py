@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import expertmesh as em
 from expertmesh.anatomy import describe
+from expertmesh.compat import TorchDispatchMode, tree_leaves
 from expertmesh.config import LoraConfig, OptimConfig
+from expertmesh.state.shards import local_tensor
 from expertmesh.training.optimizers import build, matrices
 from expertmesh.training.optimizers.blocks import Blocks, Codebook
 from expertmesh.training.optimizers.build import build_optimizer, moment_bytes
@@ -19,6 +22,7 @@ from expertmesh.verification.checkpoint.verify import verify
 from tests.checkpoint.damage import change_manifest
 from tests.checkpoint.forge import forge_tensors
 from tests.support.errors import refused
+from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
 from tests.training.given_gradients import Case, State, given_gradient, sharded_steps, whole_steps
 from tests.training.tiny_run import rows_without_times, run_config, train_steps, weights, write_inputs
@@ -212,6 +216,44 @@ def test_steps_go_on_alike_at_another_layout(tmp_path: Path, case: Case) -> None
 def _load_into_another_optimizer(case: Case, path: Path) -> None:
     with refused("checkpoint.other-optimizer", naming="AdamW8bit"):
         sharded_steps(case, em.ParallelConfig(ep=1), [], None, path)
+
+
+def _updates_of_torch_and_ours() -> tuple[list[bool], list[int]]:
+    mesh, steps = em.init_mesh(em.ParallelConfig(ep=2)), []
+    models = [tiny_model("qwen3_moe") for _ in range(2)]
+    for model in models:
+        em.parallelize(model, mesh)
+    ours = build_optimizer(models[0], OptimConfig(**OPTIM), seed=0)
+    settings = {**OptimConfig(**OPTIM).model_dump(include={"betas", "eps", "weight_decay"}), "lr": 1e-3}
+    torchs = torch.optim.AdamW(models[1].parameters(), **settings, fused=True)
+    for model, optimizer in zip(models, (ours, torchs), strict=True):
+        for _ in range(2):
+            for name, parameter in model.named_parameters():
+                parameter.grad = parameter.detach() * (2 if name.endswith("norm.weight") else -1)
+            with CountDTensorOps() as counted:
+                optimizer.step()
+        steps.append(counted.ops)
+    same = [torch.equal(*map(local_tensor, pair)) for pair in zip(*(m.parameters() for m in models), strict=True)]
+    for mine, its in zip(*(optimizer.state.values() for optimizer in (ours, torchs)), strict=True):
+        same += [torch.equal(local_tensor(mine[slot]), local_tensor(its[slot])) for slot in its]
+    return same, steps
+
+
+class CountDTensorOps(TorchDispatchMode):
+    """Ops on DTensors, each of which costs the host a look-up of how it is sharded."""
+
+    ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops += any(isinstance(leaf, DTensor) for leaf in tree_leaves(args))
+        return func(*args, **(kwargs or {}))
+
+
+def test_adamw_is_torch_s_own_without_an_op_on_dtensors() -> None:
+    for same, (ours, torchs) in run_ranks(_updates_of_torch_and_ours, 2):
+        assert len(same) > 60
+        assert all(same)
+        assert (ours, torchs) == (0, 1)
 
 
 def test_moments_of_8_bits_are_no_moments_of_another_optimizer(tmp_path: Path) -> None:

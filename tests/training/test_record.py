@@ -9,11 +9,13 @@ from safetensors.torch import load_file
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.planning.forecast import train_with_forecast
+from expertmesh.training.reporting.data_record import DataRecord
 from expertmesh.training.reporting.record import Share, Start, read_record
 from expertmesh.training.run import train
 from tests.report.made_up import record, start
 from tests.support.errors import refused
 from tests.support.ranks import run_ranks
+from tests.training.test_trackers import stand_in
 from tests.training.tiny_run import ROWS, STEPS, run_config, train_steps, write_inputs
 
 
@@ -48,15 +50,28 @@ def test_a_run_leaves_its_layout_and_what_every_rank_holds(inputs: Path, tmp_pat
     assert only.printed[0].startswith("model      ")
     assert only.printed[-2].startswith("steps      1 optimizer steps")
     assert only.printed[-1].startswith("predicted  ")
+    data = DataRecord.model_validate_json((tmp_path / "run" / "data.json").read_bytes())
+    assert sum(each.samples for each in data.lengths) == len(ROWS)
+    first = data.samples[0]
+    assert first.source.endswith("train.jsonl:1")
+    assert not first.pieces[0].is_target
+    assert "It is 0." in "".join(each.text for each in first.pieces if each.is_target)
+    assert "What is 0 plus 0?" in "".join(each.text for each in first.pieces if not each.is_target)
     predicted = only.plan
     assert predicted is not None
     assert min(predicted.step_seconds or 0, predicted.tokens_per_second or 0, predicted.peak_memory_bytes or 0) > 0
 
 
-def test_a_resumed_run_adds_a_start_and_one_that_begins_anew_has_no_other(inputs: Path, tmp_path: Path) -> None:
-    run_ranks(train_steps, 2, _config(inputs, tmp_path / "run", "parallel.ep=2"), 1)
+def test_a_resumed_run_adds_a_start_and_one_that_begins_anew_has_no_other(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch, "wandb")
+    tracked = "log.report_to=[wandb]"
+    run_ranks(train_steps, 2, _config(inputs, tmp_path / "run", "parallel.ep=2", tracked), 1)
+    known_as = (tmp_path / "run" / "trackers.json").read_text()
     run_ranks(train_steps, 1, _config(inputs, tmp_path / "run"), 1)
-    run_ranks(train, 1, _config(inputs, tmp_path / "run"))
+    run_ranks(train, 1, _config(inputs, tmp_path / "run", tracked))
+    assert (tmp_path / "run" / "trackers.json").read_text() == known_as
     found = read_record(tmp_path / "run")
     assert found is not None
     assert [(each.after_step, each.world_size) for each in found.starts] == [(0, 2), (1, 1), (2, 1)]

@@ -1,10 +1,12 @@
 """A run that is stopped and started again equals the one that was not: weights, metrics, sample order, counters."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from expertmesh.data.encoding.encode import Encoder
 from expertmesh.training.run import train
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import rows_without_times, run_config, train_steps, weights, write_inputs
@@ -32,7 +34,10 @@ def test_a_stopped_run_continues_bit_for_bit(inputs: Path, tmp_path: Path, world
     broken = run_config(inputs, tmp_path / "broken", *LONG, *overrides)
     run_ranks(train_steps, world, broken, 3)
     assert [path.name for path in (tmp_path / "broken" / "checkpoints").iterdir()].count("step-00000003") == 1
-    run_ranks(train, world, broken)
+    prepared = list((tmp_path / "broken" / "prepared").glob("*/tokens-*.bin"))
+    assert len(prepared) == world  # all ranks shared the rows
+    with mock.patch.object(Encoder, "encode", side_effect=AssertionError("tokenized again")):
+        run_ranks(train, world, broken)
     expected, got = weights(tmp_path / "whole"), weights(tmp_path / "broken")
     assert expected.keys() == got.keys()
     for name, tensor in expected.items():

@@ -1,8 +1,11 @@
 """A whole run on real ranks: files in, trained Hugging Face directory out, against plain torch on the same rows."""
 
+import gzip
+import json
 import math
 import re
 import sys
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +26,7 @@ from expertmesh.state import stage_view
 from expertmesh.step import forward_backward as step_module
 from expertmesh.step.objective import Term
 from expertmesh.training import run as run_module
+from expertmesh.training.control import Control
 from expertmesh.training.run import train
 from expertmesh.training.startup.preflight import preflight
 from expertmesh.weights import meta_model
@@ -93,7 +97,7 @@ def test_a_run_equals_plain_torch_on_the_rows_in_file_order(
     assert load_config(tmp_path / "run" / "config.yaml") == config
 
 
-def test_packed_shuffled_epochs_evaluation_and_tensorboard(
+def test_packed_shuffled_epochs_evaluation_tensorboard_and_profile(
     inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = ["data.packing=true", "data.shuffle=true", "train.max_steps=null", "train.num_epochs=2"]
@@ -104,7 +108,14 @@ def test_packed_shuffled_epochs_evaluation_and_tensorboard(
         "log.report_to=[tensorboard]",
         "optim={name: sgd}",
     ]
-    run_ranks(train, 2, run_config(inputs, tmp_path / "run", *options))
+    run_ranks(train, 2, run_config(inputs, tmp_path / "run", *options), Control(profile=(2, 2)))
+    for rank in (0, 1):
+        with gzip.open(tmp_path / "run" / "profile" / f"steps-2-2-rank-{rank}.json.gz") as file:
+            spans = Counter(event["name"] for event in json.load(file)["traceEvents"] if event.get("ph") == "X")
+        (times,) = {spans[f"expertmesh::{part}"] for part in ("dispatch", "experts", "combine")}
+        assert times >= 2 * 2  # two layers, in training and in evaluation
+        assert "ProfilerStep#1" in spans
+        assert "ProfilerStep#0" not in spans
     assert "memory     activation checkpointing selective of 1 of 2 blocks (1)\n" in capfd.readouterr().out
     rows = metrics(tmp_path / "run")
     steps = [row for row in rows if "loss" in row]

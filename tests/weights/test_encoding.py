@@ -24,6 +24,7 @@ from expertmesh.export.convert import convert
 from expertmesh.export.merge import merge
 from expertmesh.io.boxes import full_box, slices
 from expertmesh.io.safetensors_reader import FileTensor
+from expertmesh.state.codes import codes_of
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.weights import write
 from expertmesh.weights.load import fill
@@ -31,7 +32,6 @@ from expertmesh.weights.mapping import model_tensors
 from expertmesh.weights.meta_model import build_meta_model, materialize, read_model_config
 from expertmesh.weights.packing import PACKED
 from expertmesh.weights.quantised import encode as encoding
-from expertmesh.weights.quantised import formats
 from expertmesh.weights.quantised.encode import Rounding, encode
 from expertmesh.weights.quantised.layouts import settings_of, stored_matrix
 from expertmesh.weights.quantised.tensor import QuantisedTensor
@@ -107,7 +107,7 @@ def test_fp8_codes_and_scales_are_those_of_transformers(exponents: bool) -> None
     leaf = stored_matrix("fp8", "x.weight", (256, 384))
     if exponents:
         scale = FileTensor(leaf.scale.name, torch.float8_e8m0fnu, leaf.scale.shape, Path(), 0)
-        leaf = QuantisedTensor(leaf.name, leaf.shape, leaf.dtype, leaf.encoding, leaf.block, leaf.codes, scale)
+        leaf = QuantisedTensor(leaf.name, leaf.shape, leaf.dtype, leaf.code, leaf.block, leaf.codes, scale)
     written, _ = _written(leaf, weight)
     settings = mock.Mock(weight_block_size=(128, 128), scale_fmt="ue8m0" if exponents else "float")
     theirs = Fp8Quantize(mock.Mock(quantization_config=settings))._quantize_one("x.weight", weight)
@@ -368,13 +368,13 @@ def test_codes_that_are_not_kept_turn_the_comparison_red(tmp_path: Path) -> None
         _assert_as_before(target)
 
 
-def _other_nibble_first(values: Tensor) -> Tensor:
-    packed = formats.to_e2m1(values)
+def _other_nibble_first(values: Tensor, code: Any) -> Tensor:
+    packed = codes_of(values, code)
     return packed >> 4 | packed << 4
 
 
 def test_nibbles_in_the_other_order_turn_the_comparison_red() -> None:
-    with mock.patch.object(encoding, "to_e2m1", _other_nibble_first), pytest.raises(AssertionError, match="packed"):
+    with mock.patch.object(encoding, "codes_of", _other_nibble_first), pytest.raises(AssertionError, match="packed"):
         test_codes_and_scales_are_those_of_compressed_tensors("nvfp4")
 
 

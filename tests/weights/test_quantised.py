@@ -16,12 +16,13 @@ from expertmesh.config.errors import IntegrityError
 from expertmesh.export.convert import convert
 from expertmesh.io.boxes import extents, volume
 from expertmesh.io.safetensors_reader import open_weight_files
+from expertmesh.state.codes import scale_values, values_of
 from expertmesh.state.shards import local_box, local_tensor
 from expertmesh.weights.audit import audit_weights
 from expertmesh.weights.load import bytes_to_read, fill
 from expertmesh.weights.mapping import model_tensors
 from expertmesh.weights.meta_model import build_meta_model, materialize, read_model_config
-from expertmesh.weights.quantised import formats, tensor
+from expertmesh.weights.quantised import tensor
 from expertmesh.weights.quantised.published import published_tensors, quantisation
 from expertmesh.weights.quantised.tensor import QuantisedTensor
 from expertmesh.weights.save import save_model
@@ -122,9 +123,13 @@ def test_a_rank_reads_its_packed_share_and_its_scales(name: str, tmp_path: Path)
         assert max(run_ranks(_bytes_beyond_the_own, world, target, world, ep)) <= 1.02
 
 
-def _swapped_nibbles(packed: Tensor) -> Tensor:
+def _swapped_nibbles(packed: Tensor, code: Any) -> Tensor:
     stored = packed.view(torch.uint8)
-    return formats.e2m1((stored >> 4) | (stored & 15) << 4)
+    return values_of((stored >> 4) | (stored & 15) << 4, code)
+
+
+def _halved(scales: Tensor) -> Tensor:
+    return scale_values(scales) / 2
 
 
 def _block_by_division(scales: Tensor, block: Any, box: Any) -> Tensor:
@@ -143,9 +148,12 @@ def _multiplied(self: QuantisedTensor, box: Any, fetch: Any) -> Tensor:
 
 _READ = QuantisedTensor.read
 BUGS: dict[str, tuple[str, Callable[[], Any]]] = {
-    "nibbles in the other order": ("nvfp4", lambda: mock.patch.object(tensor, "e2m1", _swapped_nibbles)),
-    "int4 offset by 7": ("int4", lambda: mock.patch.object(formats, "_INT4_OFFSET", 7)),
-    "exponents with bias 128": ("mxfp8", lambda: mock.patch.object(formats, "_E8M0_BIAS", 128)),
+    "nibbles in the other order": ("nvfp4", lambda: mock.patch.object(tensor, "values_of", _swapped_nibbles)),
+    "int4 offset by 7": ("int4", lambda: mock.patch.object(tensor, "values_of", lambda *args: values_of(*args) + 1)),
+    "exponents with bias 128": (
+        "mxfp8",
+        lambda: mock.patch.object(tensor, "scale_values", _halved),
+    ),
     "blocks of equal size": ("fp8 partial blocks", lambda: mock.patch.object(tensor, "spread", _block_by_division)),
     "no global scale": ("nvfp4", lambda: mock.patch.object(QuantisedTensor, "read", _without_global_scale)),
     "global scale multiplied": ("nvfp4", lambda: mock.patch.object(QuantisedTensor, "read", _multiplied)),

@@ -26,7 +26,7 @@ _FROZEN = (None, "float8", "nf4", "mxfp4", "nvfp4")
 @dataclass(frozen=True, slots=True)
 class Base:
     """`sha256` is `content_hash` of the frozen weights in the dtypes that training had them in; `dtype` of the most;
-    `frozen` the format that their experts were quantised to for training, if they were.
+    `frozen` the format that they were quantised to for training, if they were.
     """
 
     sha256: str
@@ -34,8 +34,8 @@ class Base:
     frozen: str | None = None
 
     def __str__(self) -> str:
-        experts = "" if self.frozen is None else f", experts in {self.frozen}"
-        return f"{self.sha256[:12]} in {self.dtype}{experts}"
+        packed = "" if self.frozen is None else f", packed as {self.frozen}"
+        return f"{self.sha256[:12]} in {self.dtype}{packed}"
 
 
 def remember_base(model: nn.Module) -> None:
@@ -48,7 +48,7 @@ def remember_base(model: nn.Module) -> None:
 
 
 def remember_formats(model: Any, directory: Path) -> None:
-    """Find out from headers how the files in `directory` hold the experts of `model`, on meta, that stay packed.
+    """Find out from headers how the files in `directory` hold the weights of `model`, on meta, that stay packed.
 
     Raises `InputError` for codes that cannot stay. No communication.
     """

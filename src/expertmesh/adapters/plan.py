@@ -54,7 +54,7 @@ def adapt(
 ) -> AdapterPlan:
     """Freeze `model` (not yet sharded, maybe on meta) and attach the adapters that `lora` says, with values still zero.
 
-    The frozen experts are to stay in the codes of the files in the directory `as_published`, if there is one. Raises
+    The frozen weights are to stay in the codes of the files in the directory `as_published`, if there is one. Raises
     what `plan_adapters` raises, and `InputError` for codes that cannot stay. No communication.
     """
     plan = replace(plan_adapters(model, lora, base), revision=revision)

@@ -7,6 +7,7 @@ so these tensors are gathered one at a time; no rank ever holds more than its sh
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,15 +23,18 @@ from expertmesh.adapters.peft_format import (
     file_tensors,
 )
 from expertmesh.adapters.plan import AdapterPlan, plan_of
+from expertmesh.adapters.serving import unread_by_engines
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import collective_device, raise_on_all_ranks
 from expertmesh.io.directory import check_target, io_errors
 from expertmesh.io.safetensors_writer import FilesLayout, lay_out_file, write_synced
 from expertmesh.state.shards import local_box, local_tensor, owns_copy
-from expertmesh.weights.companions import Tokenizer
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import adapter_tensors
 from expertmesh.weights.write import StateReader, live_values, write_directory
+
+if TYPE_CHECKING:
+    from expertmesh.weights.companions import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class AdapterReport:
     """`total_bytes` of the weights file, `bytes_written` by this rank.
 
     `filled`: for each adapted parameter of experts, by name, and each expert: the share of B that is not zero. An
-    expert that has never seen a token keeps 0.
+    expert that has never seen a token keeps 0. `unread`: what inference engines cannot read of it, as sentences.
     """
 
     directory: Path
@@ -46,10 +50,13 @@ class AdapterReport:
     total_bytes: int
     bytes_written: int
     filled: dict[str, tuple[float, ...]]
+    unread: tuple[str, ...] = ()
 
 
 @torch.no_grad()
-def save_adapter(model: PreTrainedModel, directory: str | Path, *, tokenizer: Tokenizer | None = None) -> AdapterReport:
+def save_adapter(
+    model: PreTrainedModel, directory: str | Path, *, tokenizer: "Tokenizer | None" = None
+) -> AdapterReport:
     """Write what `peft.PeftModel.from_pretrained(base, directory)` reads: the adapters as trained, and their config.
 
     Every rank calls it, with the same arguments, on a file system that all share; `directory` must not exist or be
@@ -67,14 +74,15 @@ def save_adapter(model: PreTrainedModel, directory: str | Path, *, tokenizer: To
         files = file_tensors(adapter_tensors(model), plan.targets)
         small = small_files(model, plan)
     layout, written = write_adapter(directory, files, small, tokenizer, live_values)
-    return AdapterReport(directory, len(files), layout.size, written, filled_shares(model, plan))
+    unread = unread_by_engines(model, plan)
+    return AdapterReport(directory, len(files), layout.size, written, filled_shares(model, plan), unread)
 
 
 def write_adapter(
     directory: Path,
     files: Mapping[str, LazyTensor],
     small: Mapping[str, bytes],
-    tokenizer: Tokenizer | None,
+    tokenizer: "Tokenizer | None",
     values: StateReader,
     dtype: torch.dtype | None = None,
 ) -> tuple[FilesLayout, int]:

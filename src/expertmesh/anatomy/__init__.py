@@ -3,11 +3,27 @@
 from expertmesh.anatomy.structure import (
     Anatomy,
     ExpertsSpec,
+    alike_as_one,
+    carries_state,
+    dense_linears,
     describe,
     experts_spec,
     is_adapter,
     is_classifier,
     is_inside,
+    packable_linears,
 )
 
-__all__ = ["Anatomy", "ExpertsSpec", "describe", "experts_spec", "is_adapter", "is_classifier", "is_inside"]
+__all__ = [
+    "Anatomy",
+    "ExpertsSpec",
+    "alike_as_one",
+    "carries_state",
+    "dense_linears",
+    "describe",
+    "experts_spec",
+    "is_adapter",
+    "is_classifier",
+    "is_inside",
+    "packable_linears",
+]

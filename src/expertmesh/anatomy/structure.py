@@ -8,7 +8,9 @@ Everything here works on models on meta, and refuses by name what it does not re
 """
 
 import inspect
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -72,6 +74,11 @@ class Anatomy:
         return any(name.removeprefix(f"{spec.name}.") in spec.parameters for spec in self.experts)
 
 
+def alike_as_one(names: Iterable[str]) -> str:
+    """Names of parameters for a printed line: those of different blocks that are alike once, without their block."""
+    return ", ".join(dict.fromkeys(re.sub(r"^.*\.\d+\.", "", name) for name in names))
+
+
 def is_inside(name: str, module: str) -> bool:
     """Whether the module or parameter `name` is one of `module`'s, at any depth."""
     return name.startswith(f"{module}.")
@@ -86,6 +93,45 @@ def is_adapter(name: str) -> bool:
     """Whether a parameter's name is that of a low-rank adapter, which sits beside what it adapts."""
     leaf = name.rpartition(".")[2]
     return leaf.endswith(("lora_A", "lora_B"))
+
+
+def dense_linears(model: nn.Module, anatomy: Anatomy) -> Iterator[str]:
+    """Names of the linear layers in the blocks of `model`, of all its pipeline stages: attention's, dense MLPs' and
+    shared experts', no routers'. A gate of one row is too little to be worth scales, and left out.
+    """
+    for name, module in full_model(model).named_modules():
+        routes = any(name == router or is_inside(name, router) for router in anatomy.routers)
+        inside = any(is_inside(name, block) for block in anatomy.blocks)
+        if isinstance(module, nn.Linear) and inside and not routes and module.out_features > 1:
+            yield name
+
+
+def packable_linears(model: nn.Module, anatomy: Anatomy) -> Iterator[str]:
+    """Those of `dense_linears` that compute `F.linear` with a weight of their own and nothing else, and whose layer
+    leaves that to them: fused kernels of state-space layers take weights as they are. What a family keeps in fp32
+    whatever it computes in is left out.
+    """
+    whole = full_model(model)
+    uses = Counter(id(parameter) for _, parameter in whole.named_parameters(remove_duplicate=False))
+    in_fp32 = {*(getattr(whole, "_keep_in_fp32_modules", None) or ())}
+    in_fp32 |= {*(getattr(whole, "_keep_in_fp32_modules_strict", None) or ())}
+    for name in dense_linears(model, anatomy):
+        module, parent = whole.get_submodule(name), whole.get_submodule(name.rpartition(".")[0])
+        own = next(kind for kind in type(module).__mro__ if not _is_ours(kind))
+        apart = any(map(carries_state, (parent, *parent.children()))) or not in_fp32.isdisjoint(name.split("."))
+        if own is nn.Linear and not apart and uses[id(module.weight)] == 1:
+            yield name
+
+
+def _is_ours(kind: type) -> bool:
+    """Whether a class was put in front of a module's own here, or by FSDP2."""
+    return kind.__module__.startswith(("expertmesh.", "torch.distributed."))
+
+
+def carries_state(module: nn.Module) -> bool:
+    """Whether the module is a linear attention or a state-space layer, or a convolution inside of one."""
+    own = {leaf for leaf, _ in module.named_parameters(recurse=False)}
+    return isinstance(module, nn.Conv1d) or not own.isdisjoint({"A_log", "dt_bias"})
 
 
 def describe(model: nn.Module) -> Anatomy:

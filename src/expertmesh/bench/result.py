@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from expertmesh.training.reporting.start import device_name
+from expertmesh.training.reporting.machine import device_name
 
 EXTRA = "pip install 'expertmesh[peers]'"
 

@@ -102,7 +102,7 @@ _NOTE = TypeAdapter(Note)
 def take_part(tensors: Mapping[str, Mapping[str, Tensor]], mesh: Mesh, *, copy: bool) -> RankPart:
     """Look at this rank's state: {kind: {name: tensor}}. With `copy` the values are the caller's to overwrite.
 
-    The copy lies in host memory (pinned for an accelerator) and takes as much as this rank writes. No communication.
+    The copy lies in host memory and takes as much as this rank writes. No communication.
     """
     stage, in_stage = divmod(mesh.rank, mesh.layout.ranks_per_stage)
     held: list[HeldPart] = []
@@ -118,9 +118,8 @@ def take_part(tensors: Mapping[str, Mapping[str, Tensor]], mesh: Mesh, *, copy: 
             cut = sharding_of(tensor, stage)
             held.append(HeldPart(kind, name, CODES[tensor.dtype], tuple(tensor.shape), cut, box, writes, mark))
             if writes:
-                values[kind][name] = _on_host(local) if copy else local
-    if mesh.device.type != "cpu":
-        torch.accelerator.synchronize()
+                # In pageable memory: torch keeps pinned buffers, each as large as the next power of two, for good.
+                values[kind][name] = torch.empty_like(local, device="cpu").copy_(local) if copy else local
     return RankPart(mesh.rank, in_stage == 0, tuple(held), values, rng_state(mesh.device))
 
 
@@ -185,12 +184,6 @@ def note_path(directory: Path, rank: int) -> Path:
 
 def _sha256(content: Any) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def _on_host(local: Tensor) -> Tensor:
-    pinned = local.device.type != "cpu"
-    copy = torch.empty(local.shape, dtype=local.dtype, pin_memory=pinned)
-    return copy.copy_(local, non_blocking=pinned)
 
 
 def _write(file: FileLayout, values: Mapping[str, Tensor]) -> str:

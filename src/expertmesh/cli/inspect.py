@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
 
 from expertmesh.adapters.targets import candidates, listed
-from expertmesh.anatomy import Anatomy, ExpertsSpec, describe, is_inside
+from expertmesh.anatomy import Anatomy, ExpertsSpec, alike_as_one, describe, is_inside
 from expertmesh.cli.printing import Terminal, bytes_text, count_text, print_rows
 from expertmesh.config import MoeConfig, ParallelConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
@@ -27,7 +27,7 @@ from expertmesh.io.safetensors_reader import INDEX_FILE, SINGLE_FILE, open_weigh
 from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.refusals import expert_shard_dim
 from expertmesh.parallel.shard_plan import ShardOptions
-from expertmesh.weights.meta_model import read_model_config
+from expertmesh.weights.meta_model import kept_in_fp32, read_model_config
 from expertmesh.weights.quantised.published import method_of, plain_dtype, published_tensors, quantisation
 
 DEFAULT_WORLD_SIZES = (1, 2, 4, 8)
@@ -254,6 +254,9 @@ def describe_rows(model: nn.Module, facts: Facts) -> Iterator[tuple[str, str]]:
     yield "experts", f"{spec.num_experts} per layer, top-{spec.top_k or '?'}, width {spec.intermediate_size}"
     yield "router", facts.router
     yield "shared experts", f"in {facts.shared_experts} layers" if facts.shared_experts else "none"
+    kept = kept_in_fp32(model, torch.bfloat16)  # type: ignore[arg-type]
+    if names := [name for name, _ in model.named_parameters() if kept(name)]:
+        yield "float32 under bfloat16", alike_as_one(names)
     yield "hidden, vocabulary", f"{spec.hidden_size:,}, {vocabulary:,}"
     yield "parameters", count_text(facts.total)
     yield (

@@ -17,8 +17,9 @@ from typing import NoReturn
 import typer
 
 from expertmesh.cli.verbs import app
-from expertmesh.config.errors import ExpertmeshError, InputError
+from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError
 from expertmesh.io.terminal import prepare_output, printable
+from expertmesh.launcher.torchrun import has_to_tell
 from expertmesh.launcher.worker import leave
 
 INTERRUPTED = 130
@@ -84,6 +85,8 @@ def _usage_error(error: typer.TyperException) -> InputError:
 def _report(error: ExpertmeshError, said: dict[str, str]) -> int:
     """Print the error as the command line asks for it; returns its exit code."""
     rank = os.environ.get("RANK", "")
+    if not has_to_tell(str(error), may_follow=isinstance(error, DistributedFailure)):
+        return error.exit_code
     if said.get("error_format") == "json":
         record = {"key": error.key, "exit_code": error.exit_code, "message": str(error)}
         print(json.dumps({"rank": int(rank), **record} if rank.isdigit() else record), file=sys.stderr)

@@ -26,6 +26,15 @@ def duration(text: str) -> float:
     return float(matched[1]) * _SECONDS[matched[2]]
 
 
+def step_range(text: str) -> tuple[int, int]:
+    """The first and the last step in `text`: `3:5`, or `3` for one."""
+    matched = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text.strip())
+    first, last = (int(matched[1]), int(matched[2] or matched[1])) if matched is not None else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(f"{text!r} are no steps; write 3:5 for the third to the fifth")
+    return first, last
+
+
 def size(text: str) -> int:
     """Bytes in `text`: a number, or one with KB, MB, GB, TB (powers of 1000) or KiB, ... (of 1024)."""
     try:
@@ -98,6 +107,21 @@ class PlanOptions:
     json: Annotated[bool, Option("--json", help="print everything as JSON")] = False
     simulate: Annotated[bool, Option("--simulate", help="run one rank of the best layout on fake tensors")] = False
     data: Annotated[str, Option(metavar="PATH", help="data.train of --yaml")] = "train.jsonl"
+    trust_remote_code: TrustRemoteCode = False
+
+
+@dataclass(frozen=True, slots=True)
+class InitOptions:
+    """Of `expertmesh init`; `lora` None takes full fine-tuning if it fits."""
+
+    model: Model
+    data: Annotated[str, Option(metavar="PATH", help="file, directory or hub id of the data to train on")]
+    devices: Annotated[
+        str | None, Option(metavar="DEVICES", help="as of plan, e.g. 8xh100 (default: those of this machine)")
+    ] = None
+    lora: Annotated[bool | None, Option("--lora/--full", help="adapters or all weights (default: what fits)")] = None
+    max_length: Annotated[int | None, N(min=2, help="tokens of a sequence (default: 4096, or the model's own)")] = None
+    output: Annotated[str | None, FILE(help="file to write (default: the model's name with .yaml)")] = None
     trust_remote_code: TrustRemoteCode = False
 
 

@@ -1,9 +1,10 @@
-"""`expertmesh report RUN [--output FILE]`: one HTML page about a run, to read, to print or to send.
+"""`expertmesh report RUN ... [--output FILE]`: one HTML page about a run, or one that compares several.
 
-For a run that is finished, stopped, killed or still going on. Reads the run's directory and writes one file; needs no
+For runs that are finished, stopped, killed or still going on. Reads the runs' directories and writes one file; needs no
 accelerator, no network and no model.
 """
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,10 +12,13 @@ from expertmesh.config.errors import InputError
 from expertmesh.io.terminal import tell
 
 PAGE = "report.html"
+# Runs are told apart by letters.
+_MOST = 26
 
 
-def run(path: str, output: str | None = None) -> int:
-    """Write the report of the run at `path` to `output`, or to report.html in it; returns 0.
+def run(paths: Sequence[str], output: str | None = None) -> int:
+    """Write the report of the runs at `paths` to `output`; else to report.html in the only one, or here for several.
+    Returns 0.
 
     Raises `InputError` without matplotlib, without a run, and for a file that cannot be written.
     """
@@ -23,15 +27,20 @@ def run(path: str, output: str | None = None) -> int:
             "expertmesh report draws with matplotlib, which is not installed; pip install 'expertmesh[report]'",
             key="report.no-matplotlib",
         )
-    from expertmesh.report.page import render, write
+    if len(paths) > _MOST:
+        raise InputError(f"{len(paths)} runs: a page compares at most {_MOST}; give fewer", key="cli.usage")
+    from expertmesh.report.page import render, render_together, write
     from expertmesh.report.run import read_run
 
-    found = read_run(Path(path))
-    page = Path(output) if output is not None else Path(path) / PAGE
-    write(page, content := render(found))
-    total = f" of {found.total_steps:,}" if found.total_steps is not None else ""
+    runs = [read_run(Path(path)) for path in paths]
+    page = Path(output) if output is not None else Path(PAGE) if len(runs) > 1 else Path(paths[0]) / PAGE
+    write(page, content := render_together(runs) if len(runs) > 1 else render(runs[0]))
     tell(f"report      {page}, {len(content.encode()) / 1024:,.0f} KiB; open it in a browser")
-    tell(f"            {found.state}, step {found.last_step:,}{total}, {len(found.metrics.step):,} steps reported")
-    for note in found.notes:
-        tell(f"            {note}")
+    for found in runs:
+        which = f"{found.directory}: " if len(runs) > 1 else ""
+        total = f" of {found.total_steps:,}" if found.total_steps is not None else ""
+        reported = f"{len(found.metrics.step):,} steps reported"
+        tell(f"            {which}{found.state}, step {found.last_step:,}{total}, {reported}")
+        for note in found.notes:
+            tell(f"            {note}")
     return 0

@@ -22,6 +22,7 @@ from expertmesh.cli.options import (
     FILE,
     SHARD_SIZE,
     ConfigFile,
+    InitOptions,
     MergedDtype,
     Model,
     N,
@@ -32,12 +33,15 @@ from expertmesh.cli.options import (
     VerifyArguments,
     WrittenDtype,
     duration,
+    step_range,
 )
 from expertmesh.config import Config, InputError, load_config
 from expertmesh.config.schema import schema_text
+from expertmesh.io.terminal import print_log
 from expertmesh.launcher.launch import RunOptions
 from expertmesh.launcher.launch import run as run_ranks
 from expertmesh.launcher.lazy_imports import lazy_imports
+from expertmesh.training.startup.packages import refuse_missing_packages
 
 TRAIN = "expertmesh.planning.forecast:train_with_forecast"
 ErrorFormat = Literal["text", "json"]
@@ -79,6 +83,7 @@ def with_options(options: type[Options]) -> Callable[[Callable[[Options], int]],
 
 def call(module: str, *arguments: object) -> int:
     """Import `module`, which may take seconds, and return the exit code of its `run(*arguments)`."""
+    print_log("info")
     with lazy_imports():
         imported = importlib.import_module(module)
     return int(imported.run(*arguments))
@@ -113,6 +118,13 @@ def root(
 
 
 @verb
+@with_options(InitOptions)
+def init(options: InitOptions) -> int:
+    """write a configuration that fits a model, its data and these devices"""
+    return call("expertmesh.cli.plan.init", options)
+
+
+@verb
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -131,10 +143,17 @@ def train(
         Literal["sampled", "full"],
         Option(help="compare samples of the loaded weights with their files, or every byte, with a hash per expert"),
     ] = "sampled",
+    profile: Annotated[
+        Any,
+        Option(metavar="FIRST:LAST", parser=step_range, help="trace these steps of this start on every rank, e.g. 3:5"),
+    ] = None,
+    quiet: Annotated[bool, Option("--quiet", "-q", help="print warnings alone: log.level=warning")] = False,
 ) -> int:
     """fine-tune the model that a YAML file describes"""
-    options = RunOptions(nproc=nproc, max_seconds=max_time, max_restarts=max_restarts, audit=audit)
-    return run_ranks(load_config(config, overrides or ()), TRAIN, options, _preflight)
+    options = RunOptions(nproc=nproc, max_seconds=max_time, max_restarts=max_restarts, audit=audit, profile=profile)
+    read = load_config(config, [*(overrides or ()), *(["log.level=warning"] if quiet else [])])
+    refuse_missing_packages(read)
+    return run_ranks(read, TRAIN, options, _preflight)
 
 
 def _preflight(config: Config, ranks: int, ranks_per_node: int) -> None:
@@ -163,7 +182,17 @@ def check(
     nproc: Annotated[int | None, N(help="for so many ranks (default: as in train)")] = None,
 ) -> int:
     """validate a YAML file, its data and its tokenizer without training"""
-    return call("expertmesh.cli.check", load_config(config, overrides or ()), samples, nproc)
+    return call("expertmesh.cli.data.check", load_config(config, overrides or ()), samples, nproc)
+
+
+@verb
+def prepare(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    workers: Annotated[int | None, N(help="processes (default: one for each processor)")] = None,
+) -> int:
+    """tokenize the data of a YAML file once, for every start that comes"""
+    return call("expertmesh.cli.data.prepare", load_config(config, overrides or ()), workers)
 
 
 @verb
@@ -230,11 +259,13 @@ def convert(
 
 @verb
 def report(
-    run: Annotated[str, Argument(metavar="RUN", help="the output_dir of a run, finished or not")],
-    output: Annotated[str | None, FILE(help="where to write the page (default: RUN/report.html)")] = None,
+    runs: Annotated[list[str], Argument(metavar="RUN...", help="output_dir of a run, finished or not; of several")],
+    output: Annotated[
+        str | None, FILE(help="where to write the page (default: RUN/report.html, or report.html of several runs)")
+    ] = None,
 ) -> int:
-    """write one HTML page about a run"""
-    return call("expertmesh.cli.report", run, output)
+    """write one HTML page about a run, or one that compares several"""
+    return call("expertmesh.cli.report", runs, output)
 
 
 @verb
@@ -248,6 +279,16 @@ def bench(
     # torch reads it when it is imported; its profiler warns of every block that was there before.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return call("expertmesh.cli.bench", parts or [], quick, nproc, json)
+
+
+@verb
+def doctor(
+    output: Annotated[str, Option(metavar="DIR", help="where runs will be written")] = ".",
+    nproc: Annotated[int | None, N(help="local ranks to try (default: as in train)")] = None,
+    json: Annotated[bool, Option("--json", help="print everything as JSON")] = False,
+) -> int:
+    """say whether this machine can train, in a block for bug reports"""
+    return call("expertmesh.cli.doctor.run", output, nproc, json)
 
 
 @verb

@@ -1,5 +1,6 @@
 """Section `data`: where samples come from, and how rows become token sequences."""
 
+from collections.abc import Iterator
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -14,9 +15,16 @@ class DataSource(Section):
     """One source of samples."""
 
     path: Name
-    """File (JSON, JSONL, Parquet), directory of such files, or hub id of a data set."""
+    """File (JSON, JSONL, Parquet, Arrow, CSV), directory of such files, URL of either, or hub id of a data set."""
     format: DataFormat = "auto"
     """Layout of a row; auto detects it from the first rows and prints what it found."""
+    weight: float | None = Field(default=None, gt=0)
+    """Probability of a row of training to be of this source, relative to the other sources' weights; null for each row
+    once. All sources have one, or none."""
+    repeat: int = Field(default=1, ge=1)
+    """How often an epoch has each row."""
+    max_rows: int | None = Field(default=None, ge=1)
+    """Only the first so many rows; null for all."""
 
 
 class DataConfig(Section):
@@ -50,6 +58,8 @@ class DataConfig(Section):
     thinking: Literal["auto", "drop", "keep_last", "every_turn"] = "auto"
     """Thinking in answers: what the template makes of it (auto), none, that of the last answer alone, or that of every
     answer, for which a row becomes several samples if the template keeps that of the last one only."""
+    prepared_path: str | None = None
+    """Directory for tokens, which runs that name the same one share; null for prepared in output_dir."""
     packing: bool = True
     """Fill each sequence with several samples; attention stays inside each of them."""
     loss_on: Literal["assistant", "completion", "all"] = "assistant"
@@ -59,9 +69,27 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
+        refuse(*self._mixing_problems())
         if self.thinking == "every_turn" and self.loss_on != "assistant":
             refuse(
                 f"data.thinking every_turn does nothing with data.loss_on {self.loss_on}; set data.loss_on to "
                 "assistant or data.thinking to auto"
             )
         return self
+
+    def _mixing_problems(self) -> Iterator[str]:
+        for at, source in enumerate(self.eval):
+            if source.weight is not None or source.repeat > 1:
+                key = "repeat" if source.weight is None else "weight"
+                yield f"data.eval.{at}.{key} does nothing, as evaluation reads every row once; remove it"
+        weighted = [source.weight is not None for source in self.train]
+        if not any(weighted):
+            return
+        if not all(weighted):
+            at = weighted.index(False)
+            yield f"data.train.{at}.weight is missing, and other sources have one; give all of them one, or none"
+        if not self.shuffle:
+            yield "data.shuffle is false, but data.train has weights, by which rows are drawn; set data.shuffle to true"
+        for at, source in enumerate(self.train):
+            if source.repeat > 1:
+                yield f"data.train.{at}.repeat does nothing beside weights, by which rows are drawn; remove it"

@@ -12,29 +12,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from expertmesh.config.errors import InputError
+from expertmesh.config.other_names import DERIVED, ELSEWHERE, NOT_YET
 from expertmesh.config.yaml_text import Path, dotted
 
-ELSEWHERE = {
-    "lr": "optim.learning_rate",
-    "batch_size": "train.global_batch_size",
-    "per_device_train_batch_size": "train.micro_batch_size",
-    "epochs": "train.num_epochs",
-    "num_train_epochs": "train.num_epochs",
-    "max_seq_length": "data.max_length",
-    "seq_len": "data.max_length",
-    "gradient_checkpointing": "train.activation_checkpointing",
-    "activation_checkpoint": "train.activation_checkpointing",
-    "torch_compile": "train.compile",
-    "dtype": "precision.compute",
-    "dataset": "data.train",
-}
-"""Names that other trainers use for our keys."""
-DERIVED = {
-    "gradient_accumulation_steps": "train.global_batch_size, train.micro_batch_size and the data ranks",
-    "efsdp": "parallel.fsdp and parallel.ep",
-    "world_size": "the number of ranks (--nproc, or the launcher)",
-}
-"""Names of values that nobody sets, because they follow from others."""
 # More would not be read, and each takes a search through all keys.
 _MOST_PROBLEMS = 20
 _LONGEST_KEY = 100
@@ -167,14 +147,17 @@ class _Schema:
     def _advice(self, path: Path) -> str:
         """What to do about the unknown key at `path`."""
         key = str(path[-1])[:_LONGEST_KEY]
-        if key in DERIVED:
-            return f"it follows from {DERIVED[key]}; remove it"
+        theirs = key.replace("-", "_")
+        if theirs in DERIVED:
+            return f"it follows from {DERIVED[theirs]}; remove it"
         keys = list(self._all_keys(self._schema))
         homes = [dotted((*self._prefix, *known[:-1])) for known in keys if known[-1] == key]
         if homes:
             return f"it belongs {' or '.join(f'under {home}' if home else 'at the top level' for home in homes)}"
-        if key in ELSEWHERE:
-            return f"did you mean {ELSEWHERE[key]}?"
+        if theirs in ELSEWHERE:
+            return f"did you mean {ELSEWHERE[theirs]}?"
+        if theirs in NOT_YET:
+            return f"{NOT_YET[theirs]} is not in expertmesh yet; remove it"
         siblings = [str(sibling) for sibling in self._inside(self._at(path[:-1]))]
         if near := difflib.get_close_matches(key, siblings, n=1):
             return f"did you mean {dotted((*self._prefix, *path[:-1], near[0]))}?"

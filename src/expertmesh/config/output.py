@@ -1,10 +1,10 @@
 """What a user may say about what a run writes: checkpoints, the model at its end, and reports."""
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from expertmesh.config.base import Listed, Name, Section
+from expertmesh.config.base import Listed, Name, Section, refuse
 from expertmesh.config.sections import MAX_SECONDS, PositiveInt
 
 
@@ -24,6 +24,18 @@ class CheckpointConfig(Section):
     resume: Name = "auto"
     """auto continues from the newest checkpoint, if there is one; never starts anew; or a checkpoint: its name
     (step-00000200) in output_dir, or a path."""
+    resume_weights_only: bool = False
+    """Start another run from the weights, or adapters, of the checkpoint that resume names, with a new optimizer,
+    schedule and pass over the data; once it has checkpoints of its own, it continues from the newest of these."""
+
+    @model_validator(mode="after")
+    def _combine(self) -> Self:
+        if self.resume_weights_only and self.resume in ("auto", "never"):
+            refuse(
+                f"checkpoint.resume_weights_only needs the path of another run's checkpoint in checkpoint.resume, not "
+                f"{self.resume}; name one, or set checkpoint.resume_weights_only to false"
+            )
+        return self
 
 
 class SaveConfig(Section):
@@ -44,16 +56,15 @@ class LogConfig(Section):
 
     every_steps: PositiveInt = 1
     """Report every this many optimizer steps."""
-    report_to: Listed[Literal["jsonl", "tensorboard"]] = ("jsonl",)
+    report_to: Listed[Literal["jsonl", "tensorboard", "wandb", "trackio", "mlflow"]] = ("jsonl",)
     """Where metrics go; jsonl (output_dir/metrics.jsonl) is always on, also when it is not named."""
-
-    @field_validator("report_to", mode="before")
-    @classmethod
-    def _later(cls, value: object) -> object:
-        for name in value if isinstance(value, list | tuple) else ():
-            if name in ("wandb", "trackio"):
-                raise ValueError(f"{name} is not available yet; use jsonl or tensorboard")
-        return value
+    level: Literal["debug", "info", "warning"] = "info"
+    """What is printed: warnings alone, what rank 0 does as well, or at debug where every rank is when it starts."""
+    project: str | None = Field(default=None, min_length=1)
+    """Of wandb and trackio, and MLflow's experiment; null for WANDB_PROJECT, TRACKIO_PROJECT or MLFLOW_EXPERIMENT_NAME,
+    or expertmesh."""
+    run_name: str | None = Field(default=None, min_length=1)
+    """What trackers call the run; null for the last part of output_dir."""
 
     @field_validator("report_to", mode="after")
     @classmethod

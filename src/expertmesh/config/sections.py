@@ -52,7 +52,8 @@ class PrecisionConfig(Section):
     reduce: Dtype = "float32"
     """Dtype in which gradients are reduced over ranks."""
     frozen: Literal["float8", "nf4", "mxfp4", "nvfp4", "as_published"] | None = None
-    """How routed experts that LoRA has frozen stay in memory: in 8 or 4 bits; null keeps them in precision.compute."""
+    """How routed experts and linear layers that LoRA has frozen stay in memory: in 8 or 4 bits; null keeps them in
+    precision.compute."""
 
     @field_validator("params", "compute", "reduce", mode="before")
     @classmethod
@@ -328,6 +329,9 @@ class MoeConfig(Section):
 
     router: Literal["train", "frozen"] = "train"
     """Whether router weights are trained."""
+    router_dtype: Literal["float32", "compute"] = "float32"
+    """What routers compute in where precision.compute is narrower: float32 for their input, weights and scores, as far
+    as the family's code runs so, or precision.compute as everything else. What it became is printed."""
     aux_loss_coef: Annotated[float, Field(ge=0, le=MAX_FACTOR)] | Literal["from_model"] = "from_model"
     """Factor of the load-balancing loss, taken over the whole batch of an optimizer step; from_model takes the model's
     own (none unless its config has output_router_logits), 0.0 leaves the loss out."""

@@ -4,10 +4,13 @@
 trains on. Nothing here communicates.
 """
 
-from expertmesh.data.build import build_dataset
+from expertmesh.data.build import Recipe, build_dataset
 from expertmesh.data.loader import BatchLayout, EvaluationBatches, Step, TrainingBatches, padding_token_id
+from expertmesh.data.mixture import Mixture
+from expertmesh.data.prepared import Preparation, PreparedData, found_or_built
 from expertmesh.data.report import DataReport
-from expertmesh.data.tokenized import IGNORE, Sample, TokenizedDataset, check_vocabulary
+from expertmesh.data.sources import refuse_url
+from expertmesh.data.tokenized import IGNORE, Sample, TokenizedDataset
 from expertmesh.data.tokenizer import load_tokenizer
 
 __all__ = [
@@ -15,12 +18,17 @@ __all__ = [
     "BatchLayout",
     "DataReport",
     "EvaluationBatches",
+    "Mixture",
+    "Preparation",
+    "PreparedData",
+    "Recipe",
     "Sample",
     "Step",
     "TokenizedDataset",
     "TrainingBatches",
     "build_dataset",
-    "check_vocabulary",
+    "found_or_built",
     "load_tokenizer",
     "padding_token_id",
+    "refuse_url",
 ]

@@ -1,40 +1,65 @@
 """From `data.train` or `data.eval` to a `TokenizedDataset` and a `DataReport`.
 
-Each row either becomes a sample or is counted under the reason why not. Every rank reads all rows and issues no
-collective; data of billions of tokens should be tokenized elsewhere first.
+`BlockReader` makes the blocks of a recipe, all of them or the share of one process; `joined` adds up what they count.
+`build_dataset` does both in this process and in memory; `prepared.py` does them in several and on the disk. Nothing
+here communicates.
 """
 
 import datetime
+import itertools
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from expertmesh.config import DataConfig, DataSource
+from expertmesh.config import Config, DataConfig, DataSource
 from expertmesh.config.errors import InputError
-from expertmesh.data.encode import Encoded
-from expertmesh.data.formats import (
-    FORMATS,
-    PREFERENCE,
-    Conversation,
-    MalformedRow,
-    Preference,
-    PromptCompletion,
-    Record,
-    convert,
-    fitting_formats,
-    visible,
-)
-from expertmesh.data.preference import PairEncoder
-from expertmesh.data.report import ODD_ROWS, POSITIONS_KEPT, DataReport, SourceReport, histogram_of
-from expertmesh.data.sources import RawRow, SourceFile, read_source
-from expertmesh.data.targets import ChatOptions
-from expertmesh.data.tokenized import TokenizedDataset, refuse_unknown_id
+from expertmesh.data.blocks import Block, BlockEncoder, BlockFacts, Place
+from expertmesh.data.encoding.preference import PairEncoder
+from expertmesh.data.encoding.targets import ChatOptions
+from expertmesh.data.formats import FORMATS, PREFERENCE, fitting_formats
+from expertmesh.data.report import DataReport, SourceReport
+from expertmesh.data.sources import BLOCK_ROWS, RawRow, Share, SourceFile, locations
+from expertmesh.data.tokenized import TokenizedDataset
 
-_ROWS_PER_TOKENIZER_CALL = 512
 _ROWS_TRIED_FOR_A_FORMAT = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """All that decides which tokens a data set has.
+
+    `model_vocab_size` is the number of the model's embeddings. With `pairs` rows are preferences, and each gives two
+    samples, the chosen one first. `date` is what a chat template writes that asks for today's.
+    """
+
+    sources: Sequence[DataSource]
+    config: DataConfig
+    tokenizer: PreTrainedTokenizerBase
+    model_vocab_size: int
+    pairs: bool = False
+    date: datetime.date | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        sources: Sequence[DataSource],
+        tokenizer: PreTrainedTokenizerBase,
+        model_vocab_size: int,
+        date: datetime.date | None = None,
+    ) -> "Recipe":
+        """That of a run for one of its lists of sources."""
+        return cls(sources, config.data, tokenizer, model_vocab_size, config.objective.name == "dpo", date)
+
+    @property
+    def samples_per_row(self) -> int:
+        return 2 if self.pairs else 1
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Those that rows may have."""
+        return tuple(name for name in FORMATS if (name == PREFERENCE) is self.pairs)
 
 
 def build_dataset(
@@ -46,243 +71,177 @@ def build_dataset(
     pairs: bool = False,
     date: datetime.date | None = None,
 ) -> tuple[TokenizedDataset, DataReport]:
-    """Read and tokenize `sources` (`data.train` or `data.eval`) as `data_config` says.
+    """Read and tokenize `sources` (`data.train` or `data.eval`) as `data_config` says; arguments as in `Recipe`.
 
-    `model_vocab_size` is the number of the model's embeddings. With `pairs` rows are preferences, and each gives two
-    samples, the chosen one first. `date` is what a chat template writes that asks for today's, by default today's.
     Raises `InputError` for data that cannot be used: a malformed row under `on_error: stop`, another row that
     `data.on_*` stops at, a token id without an embedding, a chat template without a trustworthy mask, or a data set
     without a single target token.
     """
-    if not sources:
-        raise InputError(
-            "no data source is configured; name at least one file, directory or hub data set.", key="data.no-source"
-        )
-    options = ChatOptions(
-        data_config.loss_on, data_config.thinking, data_config.template_args, date or datetime.date.today()
+    return build(Recipe(sources, data_config, tokenizer, model_vocab_size, pairs, date))
+
+
+def build(recipe: Recipe) -> tuple[TokenizedDataset, DataReport]:
+    """The data set of `recipe`, in memory; raises as `build_dataset`."""
+    reader = BlockReader(recipe)
+    blocks = list(reader)
+    report, files = joined(recipe, reader.sources, [block.facts() for block in blocks])
+    number = {place: at for at, place in enumerate(sorted({block.place[:2] for block in blocks}))}
+    dataset = TokenizedDataset.in_memory(
+        [sample for block in blocks for sample in block.samples],
+        [number[block.place[:2]] for block in blocks for _ in block.samples],
+        [row for block in blocks for row in block.rows],
+        files=files,
+        samples_per_row=recipe.samples_per_row,
     )
-    builder = _Builder(data_config, PairEncoder(tokenizer, options), model_vocab_size, pairs)
-    if len(tokenizer) > model_vocab_size:
-        builder.note(
-            f"the tokenizer knows {len(tokenizer):,} tokens but the model has {model_vocab_size:,} embeddings: "
-            "is it the model's own tokenizer?"
-        )
-    for source in sources:
-        builder.add(source)
-    return builder.finish()
+    return dataset, report
 
 
-class _Builder:
-    def __init__(self, config: DataConfig, encoder: PairEncoder, vocab_size: int, pairs: bool) -> None:
-        self._config = config
-        self._encoder = encoder
-        self._formats = tuple(name for name in FORMATS if (name == PREFERENCE) is pairs)
-        self._samples_per_row = 2 if pairs else 1
-        self._vocab_size = vocab_size
-        self._report = DataReport(config.max_length)
-        self._input_ids: list[npt.NDArray[np.int32]] = []
-        self._targets: list[npt.NDArray[np.bool_]] = []
-        self._file_of: list[int] = []
-        self._rows: list[int] = []
-        self._files: dict[SourceFile, int] = {}
-        self._lengths: list[int] = []
-        self._open_ended = self._empty_thoughts = self._same = 0
+class BlockReader:
+    """The blocks of a recipe, of which this process makes its share, in order.
 
-    def note(self, note: str) -> None:
-        self._report.notes.append(note)
+    `sources` say, as far as they have been read, in which format; `place` is that of the block that is being made.
+    """
 
-    def add(self, source: DataSource) -> None:
-        rows, files = 0, len(self._files)
-        also_fits: tuple[str, ...] = ()
-        raw_rows: Iterator[RawRow] = read_source(source.path)
-        format_name: str = self._config.format if source.format == "auto" else source.format
-        if detected := format_name == "auto":
-            format_name, also_fits, raw_rows = self._detect(raw_rows, source.path)
-        while chunk := list(islice(raw_rows, _ROWS_PER_TOKENIZER_CALL)):
-            rows += len(chunk)
-            self._add_chunk(chunk, format_name)
-        files = len(self._files) - files
-        self._report.sources.append(SourceReport(source.path, format_name, detected, also_fits, files, rows))
-        self._report.rows += rows
-
-    def _detect(self, raw_rows: Iterator[RawRow], path: str) -> tuple[str, tuple[str, ...], Iterator[RawRow]]:
-        """The format of the first usable row, what else would fit, and all rows again."""
-        seen: list[RawRow] = []
-        for raw in islice(raw_rows, _ROWS_TRIED_FOR_A_FORMAT):
-            seen.append(raw)
-            found = fitting_formats(raw.value) if raw.value is not None else ()
-            fits = tuple(name for name in found if name in self._formats)
-            if fits:
-                return fits[0], fits[1:], chain(seen, raw_rows)
-            if found:
-                wanted = "sft" if PREFERENCE in self._formats else "dpo"
-                raise InputError(
-                    f"{raw.position}: the row is of format {found[0]}, which only objective.name {wanted} trains on; "
-                    "correct objective.name or the data.",
-                    key="data.other-objective",
-                )
-            if self._config.on_error == "stop":
-                if raw.problem:
-                    mend = "correct the row, or set data.on_error: skip."
-                    raise InputError(f"{raw.position}: {raw.problem}; {mend}", key="data.malformed-row")
-                keys = ", ".join(map(str, raw.value or ())) or "none"
-                raise InputError(
-                    f"{raw.position}: the row's keys ({keys}) fit none of the formats {', '.join(self._formats)}; "
-                    "rename the keys.",
-                    key="data.unknown-format",
-                )
-        if not seen:
-            raise InputError(f"the data source {path} holds no row; name a source that does.", key="data.empty")
-        raise InputError(
-            f"none of the first {len(seen):,} rows of {path} fits one of the formats {', '.join(self._formats)}; "
-            "rename the rows' keys or correct the path.",
-            key="data.unknown-format",
-        )
-
-    def _add_chunk(self, chunk: Sequence[RawRow], format_name: str) -> None:
-        usable: list[tuple[RawRow, Record]] = []
-        for raw in chunk:
-            self._files.setdefault(raw.file, len(self._files))
-            if raw.value is None:
-                self._skip(raw, raw.problem or "")
-                continue
-            try:
-                record = convert(raw.value, format_name)
-            except MalformedRow as error:
-                self._skip(raw, str(error))
-                continue
-            if self._keeps(raw, _odd_kinds(record)):
-                usable.append((raw, record))
-        for (raw, _), result in zip(usable, self._encode([record for _, record in usable]), strict=True):
-            if isinstance(result, MalformedRow):
-                self._skip(raw, str(result))
-            elif self._keeps(raw, ["dropped_thinking"] if any(each.dropped_thinking for each in result) else []):
-                self._add_samples(raw, result)
-
-    def _encode(self, records: list[Record]) -> Iterator[Sequence[Encoded] | MalformedRow]:
-        """The samples of each record, one or the two of a pair."""
-        pairs = [record for record in records if isinstance(record, Preference)]
-        if pairs:  # records of one source are of one format
-            yield from self._encoder.encode_pairs(pairs)
-            return
-        yield from self._encoder.encode([record for record in records if not isinstance(record, Preference)])
-
-    def _keeps(self, raw: RawRow, kinds: Sequence[str]) -> bool:
-        """Whether `data.on_*` keeps a row of these kinds, each of which is counted."""
-        decisions = [getattr(self._config, f"on_{kind}") for kind in kinds]
-        for kind, decision in zip(kinds, decisions, strict=True):
-            if decision == "stop":
-                raise InputError(
-                    f"{raw.position}: {ODD_ROWS[kind]}; correct the row, or set data.on_{kind} to keep or drop.",
-                    key="data.odd-row",
-                )
-            self._report.odd[kind] += 1
-            _keep(self._report.odd_at.setdefault(kind, []), raw.position)
-        self._report.left_out += "drop" in decisions
-        return "drop" not in decisions
-
-    def _skip(self, raw: RawRow, reason: str) -> None:
-        message = f"{raw.position}: {reason}"
-        if self._config.on_error == "stop":
+    def __init__(self, recipe: Recipe, share: Share | None = None) -> None:
+        if not recipe.sources:
             raise InputError(
-                f"{message}; correct the row, or set data.on_error: skip to leave such rows out.",
-                key="data.malformed-row",
+                "no data source is configured; name at least one file, directory or hub data set.",
+                key="data.no-source",
             )
-        self._report.skipped += 1
-        _keep(self._report.skipped_at, message)
+        config, self._recipe, self._share = recipe.config, recipe, share or Share()
+        options = ChatOptions(
+            config.loss_on, config.thinking, config.template_args, recipe.date or datetime.date.today()
+        )
+        self._encoder = BlockEncoder(config, PairEncoder(recipe.tokenizer, options), recipe.model_vocab_size)
+        self.sources: list[SourceReport] = []
+        self.place: Place = (0, -1, -1)
 
-    def _add_samples(self, raw: RawRow, encoded: Sequence[Encoded]) -> None:
-        """Those of one row: all of them, or none."""
-        limit, longest = self._config.max_length, max(len(each.input_ids) for each in encoded)
-        for each in encoded:
-            if len(each.input_ids) and int(each.input_ids.max()) >= self._vocab_size:
-                refuse_unknown_id(raw.position, int(each.input_ids.max()), self._vocab_size)
-            self._lengths.append(len(each.input_ids))
-        if longest > limit:
-            if self._config.on_overlong == "stop":
-                raise InputError(
-                    f"{raw.position}: the sample has {longest:,} tokens, more than data.max_length "
-                    f"{limit:,}; raise data.max_length, or set data.on_overlong to cut or drop.",
-                    key="data.overlong-sample",
-                )
-            if self._config.on_overlong == "drop":
-                self._report.dropped += 1
+    def __iter__(self) -> Iterator[Block]:
+        for number, source in enumerate(self._recipe.sources):
+            self.place = (number, -1, -1)
+            name: str = self._recipe.config.format if source.format == "auto" else source.format
+            if name == "auto":
+                name, also_fits = _detect(self._recipe, source.path)
+                self.sources.append(SourceReport(source.path, name, True, also_fits))
+            else:
+                self.sources.append(SourceReport(source.path, name, False, ()))
+            for rows in self._blocks(number, source):
+                yield self._encoder.encode(self.place, rows, name)
+
+    def _blocks(self, number: int, source: DataSource) -> Iterator[list[RawRow]]:
+        """The rows of each block of a source that falls to this process."""
+        seen = itertools.count()
+        for file, location in enumerate(locations(source.path)):
+            takes = self._share.of_file(file)
+            self.place = (number, file, 0)
+            all_rows = location.rows(takes)
+            if source.max_rows is not None:
+                all_rows = itertools.takewhile(lambda row: next(seen) < (source.max_rows or 0), all_rows)
+            rows = (row for row in all_rows if row is not None)
+            for block, of_block in itertools.groupby(rows, key=lambda row: (row.number - 1) // BLOCK_ROWS):
+                self.place = (number, file, block)
+                yield list(of_block)
+
+
+def joined(
+    recipe: Recipe, sources: Sequence[SourceReport], blocks: Sequence[BlockFacts]
+) -> tuple[DataReport, tuple[SourceFile, ...]]:
+    """What all blocks, in their order, count together, and the files that they are from, in theirs."""
+    report = DataReport(recipe.config.max_length, sources=list(sources))
+    for number, source in enumerate(report.sources):
+        own = [block for block in blocks if block.place[0] == number]
+        source.files = len({block.place[1] for block in own})
+        source.rows = sum(block.report.rows for block in own)
+        source.samples = sum(block.samples for block in own)
+        source.tokens = sum(block.report.tokens for block in own)
+    samples = 0
+    for block in blocks:
+        report.add(block.report)
+        samples += block.samples
+    report.samples = samples // recipe.samples_per_row
+    if not samples:
+        _refuse_no_targets(recipe, report)
+    report.notes += _notes(recipe, report)
+    files = {block.place[:2]: block.file for block in blocks}
+    return report, tuple(files[place] for place in sorted(files))
+
+
+def _detect(recipe: Recipe, path: str) -> tuple[str, tuple[str, ...]]:
+    """The format of the first usable row, and what else would fit."""
+    tried = 0
+    for raw in _first_rows(path):
+        tried += 1
+        found = fitting_formats(raw.value) if raw.value is not None else ()
+        fits = tuple(name for name in found if name in recipe.formats)
+        if fits:
+            return fits[0], fits[1:]
+        if found:
+            wanted = "sft" if recipe.pairs else "dpo"
+            raise InputError(
+                f"{raw.position}: the row is of format {found[0]}, which only objective.name {wanted} trains on; "
+                "correct objective.name or the data.",
+                key="data.other-objective",
+            )
+        if recipe.config.on_error == "stop":
+            if raw.problem:
+                mend = "correct the row, or set data.on_error: skip."
+                raise InputError(f"{raw.position}: {raw.problem}; {mend}", key="data.malformed-row")
+            keys = ", ".join(map(str, raw.value or ())) or "none"
+            raise InputError(
+                f"{raw.position}: the row's keys ({keys}) fit none of the formats {', '.join(recipe.formats)}; "
+                "rename the keys.",
+                key="data.unknown-format",
+            )
+    if not tried:
+        raise InputError(f"the data source {path} holds no row; name a source that does.", key="data.empty")
+    raise InputError(
+        f"none of the first {tried:,} rows of {path} fits one of the formats {', '.join(recipe.formats)}; "
+        "rename the rows' keys or correct the path.",
+        key="data.unknown-format",
+    )
+
+
+def _first_rows(path: str) -> Iterator[RawRow]:
+    left = _ROWS_TRIED_FOR_A_FORMAT
+    for location in locations(path):
+        for row in location.rows(lambda number: True):
+            if not left:
                 return
-        # The first token is never a target (see TokenizedDataset), so it alone is none.
-        if not all(each.targets[1:limit].any() for each in encoded):
-            self._report.no_target += 1
-            self._report.no_target_after_cut += all(bool(each.targets[1:].any()) for each in encoded)
-            _keep(self._report.no_target_at, raw.position)
-            return
-        self._report.cut += longest > limit
-        self._report.methods[encoded[0].method] += 1
-        self._open_ended += any(each.open_ended for each in encoded)
-        self._empty_thoughts += any(each.empty_thoughts for each in encoded)
-        kept = [each.input_ids[:limit] for each in encoded]
-        self._same += len(kept) > 1 and np.array_equal(kept[0], kept[1])
-        self._input_ids += kept
-        self._targets += [each.targets[:limit] for each in encoded]
-        self._file_of += [self._files[raw.file]] * len(encoded)
-        self._rows += [raw.number] * len(encoded)
+            assert row is not None
+            left -= 1
+            yield row
 
-    def finish(self) -> tuple[TokenizedDataset, DataReport]:
-        report = self._report
-        if not self._input_ids:
-            first = next(iter((*report.skipped_at, *report.no_target_at)), None)
-            raise InputError(
-                f"the data has no target token at all: of {report.rows:,} rows {report.skipped:,} are "
-                f"malformed, {report.dropped:,} too long, {report.left_out:,} left out by data.on_* and "
-                f"{report.no_target:,} without a target "
-                f"under data.loss_on: {self._config.loss_on}"
-                + (f" (first: {first})" if first else "")
-                + "; correct the data or data.loss_on.",
-                key="data.no-targets",
-            )
-        if self._open_ended:
-            report.notes.append(
-                f"in {self._open_ended:,} samples the last answer ends without a special token, so "
-                "the model is not taught where to stop"
-            )
-        if self._empty_thoughts:
-            report.notes.append(
-                f"in {self._empty_thoughts:,} samples there are thinking blocks without a thought, which are no targets"
-            )
-        if self._encoder.date_written is not None:
-            report.notes.append(f"the chat template may write the date, which is {self._encoder.date_written}")
-        if self._same:
-            report.notes.append(
-                f"in {self._same:,} pairs chosen and rejected response have the same tokens, so that they teach nothing"
-            )
-        dataset = TokenizedDataset(
-            self._input_ids,
-            self._targets,
-            files=tuple(self._files),
-            file_of=self._file_of,
-            rows=self._rows,
-            samples_per_row=self._samples_per_row,
+
+def _refuse_no_targets(recipe: Recipe, report: DataReport) -> None:
+    first = next(iter((*report.skipped_at, *report.no_target_at)), None)
+    raise InputError(
+        f"the data has no target token at all: of {report.rows:,} rows {report.skipped:,} are "
+        f"malformed, {report.dropped:,} too long, {report.left_out:,} left out by data.on_* and "
+        f"{report.no_target:,} without a target "
+        f"under data.loss_on: {recipe.config.loss_on}"
+        + (f" (first: {first})" if first else "")
+        + "; correct the data or data.loss_on.",
+        key="data.no-targets",
+    )
+
+
+def _notes(recipe: Recipe, report: DataReport) -> Iterator[str]:
+    if len(recipe.tokenizer) > recipe.model_vocab_size:
+        yield (
+            f"the tokenizer knows {len(recipe.tokenizer):,} tokens but the model has {recipe.model_vocab_size:,} "
+            "embeddings: is it the model's own tokenizer?"
         )
-        report.samples = len(dataset) // self._samples_per_row
-        report.tokens, report.target_tokens = dataset.tokens, dataset.target_tokens
-        report.histogram = histogram_of(self._lengths, self._config.max_length)
-        return dataset, report
-
-
-def _keep(positions: list[str], position: str) -> None:
-    if len(positions) < POSITIONS_KEPT:
-        positions.append(position)
-
-
-def _odd_kinds(record: Record) -> list[str]:
-    """Which of ODD_ROWS a record is, as far as it shows before a template has written it."""
-    if isinstance(record, PromptCompletion):
-        return [] if record.completion.strip() else ["empty_answer"]
-    if not isinstance(record, Conversation):
-        return []
-    answers = [
-        message
-        for place, message in enumerate(record.messages)
-        if message["role"] == "assistant" and place not in record.untrained
-    ]
-    is_empty = any(not visible(message) and not message.get("tool_calls") for message in answers)
-    unanswered = record.messages[-1]["role"] != "assistant"
-    return ["empty_answer"] * is_empty + ["unanswered"] * unanswered
+    if report.open_ended:
+        yield (
+            f"in {report.open_ended:,} samples the last answer ends without a special token, so "
+            "the model is not taught where to stop"
+        )
+    if report.empty_thoughts:
+        yield f"in {report.empty_thoughts:,} samples there are thinking blocks without a thought, which are no targets"
+    if report.dated:
+        yield f"the chat template may write the date, which is {recipe.date or datetime.date.today()}"
+    if report.same_pairs:
+        yield (
+            f"in {report.same_pairs:,} pairs chosen and rejected response have the same tokens, so that they teach "
+            "nothing"
+        )

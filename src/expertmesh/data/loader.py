@@ -13,7 +13,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from expertmesh.config.errors import InputError
-from expertmesh.data.packing import Batch, PackedRows, Row, pack, packed_batch, padded_batch
+from expertmesh.data.mixture import Mixture
+from expertmesh.data.packing import Batch, PackedRows, Row, Rows, pack, packed_batch, padded_batch
 from expertmesh.data.tokenized import IGNORE, TokenizedDataset
 
 
@@ -60,9 +61,10 @@ class BatchLayout:
         """The samples (of preferences, the pairs) `order` in rows."""
         if self.packing:
             return pack(dataset.lengths, order, self.max_length)
-        fill = float(dataset.lengths.sum()) / (len(dataset) * self.max_length)
         each = dataset.samples_per_row
-        return PackedRows(tuple(order[:, None] * each + np.arange(each)), fill)
+        samples = (order[:, None] * each + np.arange(each)).reshape(-1)
+        fill = float(dataset.lengths[samples].sum()) / (len(samples) * self.max_length)
+        return PackedRows(Rows(samples, np.arange(len(order) + 1) * each), fill)
 
     def micro_batches(self, dataset: TokenizedDataset, rows: Sequence[Row], first_number: int = 0) -> Iterator[Batch]:
         """This rank's micro-batches of `rows`, which are numbered from `first_number`.
@@ -94,14 +96,21 @@ class TrainingBatches:
 
     `global_batch_size` counts rows per step over the whole job (packed rows under `packing`). The last step
     of an epoch holds what is left, with fewer micro-batches if that suffices. With `shuffle` and `packing`
-    off, step s holds samples s·G … s·G+G-1 in file order.
+    off, step s holds samples s·G … s·G+G-1 in file order. `mixture` says which rows an epoch has, by default each once.
 
     With `packing` and `shuffle` each epoch is packed anew after shuffling, so that its number of steps can
     differ by a little: use `steps_in_epoch` and `total_steps` for schedules.
     """
 
     def __init__(
-        self, dataset: TokenizedDataset, layout: BatchLayout, *, global_batch_size: int, shuffle: bool, seed: int
+        self,
+        dataset: TokenizedDataset,
+        layout: BatchLayout,
+        *,
+        global_batch_size: int,
+        shuffle: bool,
+        seed: int,
+        mixture: Mixture | None = None,
     ) -> None:
         if not len(dataset):
             raise InputError(
@@ -113,6 +122,7 @@ class TrainingBatches:
         self._global_batch_size = global_batch_size
         self._shuffle = shuffle
         self._seed = seed
+        self._mixture = mixture or Mixture((len(dataset) // dataset.samples_per_row,), (1,))
         self._plans: dict[int, PackedRows] = {}
         self._steps: dict[int, int] = {}
 
@@ -136,10 +146,7 @@ class TrainingBatches:
     def plan(self, epoch: int) -> PackedRows:
         """The rows of one epoch in training order, equal on every rank; `fill` tells how full they are."""
         if epoch not in self._plans:
-            count = len(self._dataset) // self._dataset.samples_per_row
-            order = np.arange(count)
-            if self._shuffle:
-                order = np.random.default_rng([self._seed, epoch]).permutation(count)
+            order = self._mixture.order(self._seed, epoch, shuffle=self._shuffle)
             self._plans.clear()  # one epoch is in use at a time, and a plan holds an array per row
             self._plans[epoch] = self._layout.plan(self._dataset, order)
         return self._plans[epoch]

@@ -9,6 +9,13 @@ import numpy as np
 POSITIONS_KEPT = 20
 """How many positions of each kind of rejected row are named; the counts are always complete."""
 
+LENGTH_BINS = 8
+
+_COUNTS = (
+    *("rows", "samples", "skipped", "cut", "dropped", "no_target", "no_target_after_cut", "left_out", "tokens"),
+    *("target_tokens", "open_ended", "empty_thoughts", "same_pairs", "dated"),
+)
+
 ODD_ROWS = {
     "empty_answer": "an answer is empty",
     "unanswered": "the conversation does not end with an answer",
@@ -17,22 +24,33 @@ ODD_ROWS = {
 """Rows that can be trained on and are seldom meant: kind, for which there is a key `data.on_<kind>`, and sentence."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SourceReport:
-    """One entry of `data.train` or `data.eval`: the format its rows were read in and how that was decided."""
+    """One entry of `data.train` or `data.eval`: the format its rows were read in and how that was decided.
+
+    `repeat` and `epoch_rows` (None without weights) say what an epoch has of it.
+    """
 
     path: str
     format: str
     detected: bool
     also_fits: tuple[str, ...]
-    files: int
-    rows: int
+    files: int = 0
+    rows: int = 0
+    samples: int = 0
+    tokens: int = 0
+    repeat: int = 1
+    epoch_rows: int | None = None
 
-    def line(self) -> str:
+    def line(self, *, tokens: bool) -> str:
         how = "detected" if self.detected else "configured"
         also = f"; its rows also fit {', '.join(self.also_fits)}: set `format` to choose" if self.also_fits else ""
         files = f"{self.files} file{'s' * (self.files != 1)}"
-        return f"{self.path}: format {self.format} ({how}{also}), {self.rows:,} rows in {files}"
+        line = f"{self.path}: format {self.format} ({how}{also}), {self.rows:,} rows in {files}"
+        line += f", {self.tokens:,} tokens" * tokens
+        if self.repeat > 1:
+            line += f"; {self.repeat} times in an epoch"
+        return line if self.epoch_rows is None else f"{line}; {self.epoch_rows:,} rows of an epoch, by its weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +64,14 @@ class HistogramBin:
 
 @dataclass(slots=True)
 class DataReport:
-    """Counts of one data set, added up while it is built.
+    """Counts of one data set, or of one block of its rows; those of blocks are added up in their order.
 
     `rows` = `samples` + `skipped` + `dropped` + `left_out` + `no_target`, unless `data.thinking: every_turn` makes
     several samples of a row. `cut` counts samples shortened to `max_length`; `no_target_after_cut` are those among
     `no_target` whose targets were all cut off. `odd` counts rows by their kind in ODD_ROWS, kept or not; `left_out` are
     those that `data.on_*` drops. The `*_at` fields name the first rows concerned. `methods` counts samples by how their
-    targets were found.
+    targets were found. `length_counts` are those of `histogram`. `open_ended`, `empty_thoughts`, `same_pairs` and
+    `dated` (blocks whose template may have written the date) count what `notes` say in the end.
     """
 
     max_length: int
@@ -71,17 +90,41 @@ class DataReport:
     left_out: int = 0
     tokens: int = 0
     target_tokens: int = 0
-    histogram: tuple[HistogramBin, ...] = ()
+    length_counts: list[int] = field(default_factory=lambda: [0] * (LENGTH_BINS + 1))
     methods: Counter[str] = field(default_factory=Counter)
+    open_ended: int = 0
+    empty_thoughts: int = 0
+    same_pairs: int = 0
+    dated: int = 0
     notes: list[str] = field(default_factory=list)
+
+    def add(self, block: "DataReport") -> None:
+        """Count the next block of rows as well."""
+        for name in _COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(block, name))
+        self.odd.update(block.odd)
+        self.methods.update(block.methods)
+        self.length_counts = [mine + more for mine, more in zip(self.length_counts, block.length_counts, strict=True)]
+        self.skipped_at = (self.skipped_at + block.skipped_at)[:POSITIONS_KEPT]
+        self.no_target_at = (self.no_target_at + block.no_target_at)[:POSITIONS_KEPT]
+        for kind, positions in block.odd_at.items():
+            self.odd_at[kind] = (self.odd_at.get(kind, []) + positions)[:POSITIONS_KEPT]
+
+    @property
+    def histogram(self) -> tuple[HistogramBin, ...]:
+        """Bins of equal width up to `max_length`, and one for everything longer."""
+        edges = length_edges(self.max_length)
+        uppers: list[int | None] = [*edges[1:], None]
+        return tuple(HistogramBin(*each) for each in zip(edges, uppers, self.length_counts, strict=True))
 
     def lines(self) -> list[str]:
         """The report for a terminal or a log, without markup; the histogram is left to `check`."""
         share = self.target_tokens / self.tokens if self.tokens else 0.0
-        lines = [source.line() for source in self.sources]
+        lines = [source.line(tokens=len(self.sources) > 1) for source in self.sources]
         lines.append(f"samples {self.samples:,} of {self.rows:,} rows, tokens {self.tokens:,}")
         lines.append(f"target tokens {self.target_tokens:,} ({share:.1%})")
-        methods = (f"{method}: {count:,}" for method, count in self.methods.most_common())
+        found = sorted(self.methods.items(), key=lambda each: (-each[1], each[0]))
+        methods = (f"{method}: {count:,}" for method, count in found)
         lines.append(f"targets found by {', '.join(methods)}")
         if self.cut:
             lines.append(f"cut to {self.max_length:,} tokens: {self.cut:,}")
@@ -96,7 +139,7 @@ class DataReport:
             lines.append(
                 f"left out, no target token: {self.no_target:,}{cut} ({_listed(self.no_target_at, self.no_target)})"
             )
-        for kind, count in self.odd.items():
+        for kind, count in ((kind, self.odd[kind]) for kind in ODD_ROWS if self.odd[kind]):
             rows = f"{count:,} row{'s' * (count != 1)}"
             lines.append(f"{ODD_ROWS[kind]}: {rows} ({_listed(self.odd_at[kind], count)}); data.on_{kind} decides")
         if self.left_out:
@@ -104,13 +147,15 @@ class DataReport:
         return lines + [f"note: {note}" for note in self.notes]
 
 
-def histogram_of(lengths: Sequence[int], max_length: int, bins: int = 8) -> tuple[HistogramBin, ...]:
-    """`bins` bins of equal width up to `max_length`, and one for everything longer."""
-    edges = [max_length * i // bins for i in range(bins + 1)]
-    # A zero-length sample belongs to the first bin.
-    counts, _ = np.histogram(np.maximum(np.array(lengths), 1) - 1, bins=[*edges, np.inf])
-    uppers: list[int | None] = [*edges[1:], None]
-    return tuple(HistogramBin(low, high, int(n)) for low, high, n in zip(edges, uppers, counts, strict=True))
+def length_edges(max_length: int) -> list[int]:
+    """Where the bins of lengths begin; the last one is that of samples longer than `max_length`."""
+    return [max_length * i // LENGTH_BINS for i in range(LENGTH_BINS + 1)]
+
+
+def length_counts(lengths: Sequence[int], max_length: int) -> list[int]:
+    """How many of the lengths lie in each bin; one of zero belongs to the first."""
+    counts, _ = np.histogram(np.maximum(np.array(lengths), 1) - 1, bins=[*length_edges(max_length), np.inf])
+    return [int(count) for count in counts]
 
 
 def _listed(positions: Sequence[str], total: int) -> str:

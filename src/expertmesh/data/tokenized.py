@@ -1,22 +1,29 @@
-"""The tokenized data set: every sample's ids and targets in a few flat arrays, plus where each row came from.
+"""The tokenized data set: every sample's tokens in a few flat arrays, in memory or mapped from files.
 
-Built once by `build_dataset` (each rank holds all of it: about 5 bytes per token) and only read afterwards,
-by packing, by the batches and by `check`. A sample here fits `max_length` and has at least one target.
+Built by `build_dataset` or opened by `prepared.py`, and only read afterwards, by packing, by the batches and by
+`check`. A sample here fits `max_length` and has at least one target. A token is one int32: its id, or `~id` where it
+is no target.
 """
 
 import hashlib
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from itertools import pairwise
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from expertmesh.config.errors import InputError
+from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.data.sources import SourceFile
 
 IGNORE = -100
 """The label of a token that is no target, as in Hugging Face and `torch.nn.functional.cross_entropy`."""
+
+_TOKENS_AT_A_TIME = 1 << 22
+
+Tokens = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,90 +37,141 @@ class Sample:
     labels: npt.NDArray[np.int64]
 
 
-class TokenizedDataset:
-    """Samples in file order, in compact arrays.
+@dataclass(frozen=True, slots=True)
+class SampleIndex:
+    """Of each sample `[samples]`: how many tokens and targets it has, in which shard it begins where, from which row of
+    which file it came, and the crc32 of its tokens.
+    """
 
-    `input_ids` int32 and `targets` bool hold all samples end to end; sample `i` lies between `offsets[i]` and
-    `offsets[i + 1]` (int64), and came from row `rows[i]` of `files[file_of[i]]`. `samples_per_row` is 2 for
-    preferences: samples 2p and 2p + 1 are the chosen and the rejected one of pair p, and belong together wherever they
-    go. `reference` (`[samples]` float64) may be given later: the log-probability of each sample's targets under the
-    reference of objective dpo.
+    lengths: npt.NDArray[np.int32]
+    target_counts: npt.NDArray[np.int32]
+    shards: npt.NDArray[np.int16]
+    starts: npt.NDArray[np.int64]
+    files: npt.NDArray[np.int32]
+    rows: npt.NDArray[np.int64]
+    checksums: npt.NDArray[np.uint32]
+
+
+class TokenizedDataset:
+    """Samples in the order of the sources.
+
+    `shards` are arrays of tokens, which may be memory-mapped: nothing but the samples that are asked for is read.
+    `samples_per_row` is 2 for preferences: samples 2p and 2p + 1 are the chosen and the rejected one of pair p, and
+    belong together wherever they go. `sha256`, where it is known already, is that of `sha256()`. `reference`
+    (`[samples]` float64) may be given later: the log-probability of each sample's targets under the reference of
+    objective dpo.
     """
 
     __slots__ = (
-        "_input_ids", "_offsets", "_targets", "file_of", "files", "lengths", "reference", "rows", "samples_per_row",
-        "target_counts",
+        "_index", "_sha256", "_shards", "files", "lengths", "reference", "samples_per_row", "target_counts",
+        "target_tokens", "tokens",
     )  # fmt: skip
 
     def __init__(
         self,
-        input_ids: Sequence[npt.NDArray[np.int32]],
-        targets: Sequence[npt.NDArray[np.bool_]],
+        shards: Sequence[Tokens],
+        index: SampleIndex,
         *,
         files: Sequence[SourceFile] = (),
-        file_of: Sequence[int] = (),
-        rows: Sequence[int] = (),
         samples_per_row: int = 1,
+        sha256: str | None = None,
     ) -> None:
-        self.lengths = np.array([len(ids) for ids in input_ids], dtype=np.int64)
-        self._offsets = np.concatenate(([0], np.cumsum(self.lengths))).astype(np.int64)
-        self._input_ids = np.concatenate([np.empty(0, np.int32), *input_ids]).astype(np.int32, copy=False)
-        self._targets = np.concatenate([np.empty(0, np.bool_), *targets]).astype(np.bool_, copy=False)
-        assert self._input_ids.shape == self._targets.shape
-        # Nothing predicts a document's first token. Clearing it here also keeps a packed document from being
-        # predicted by its neighbour's last token.
-        self._targets[self._offsets[:-1][self.lengths > 0]] = False
-        running = np.concatenate(([0], np.cumsum(self._targets)))
-        self.target_counts = running[self._offsets[1:]] - running[self._offsets[:-1]]
+        self._shards, self._index, self._sha256 = tuple(shards), index, sha256
         self.files = tuple(files)
-        self.file_of = np.array(file_of, dtype=np.int32)
-        self.rows = np.array(rows, dtype=np.int64)
         self.samples_per_row = samples_per_row
+        self.lengths, self.target_counts = index.lengths, index.target_counts
+        self.tokens, self.target_tokens = int(self.lengths.sum()), int(self.target_counts.sum())
         self.reference: npt.NDArray[np.float64] | None = None
+
+    @classmethod
+    def of_samples(
+        cls, input_ids: Sequence[npt.NDArray[Any]], targets: Sequence[npt.NDArray[np.bool_]], **facts: Any
+    ) -> "TokenizedDataset":
+        """In memory, of the ids and targets of each sample; `facts` as for the class."""
+        return cls.in_memory([coded(*each) for each in zip(input_ids, targets, strict=True)], **facts)
+
+    @classmethod
+    def in_memory(
+        cls, samples: Sequence[Tokens], file_of: Sequence[int] = (), rows: Sequence[int] = (), **facts: Any
+    ) -> "TokenizedDataset":
+        """Of coded samples; `file_of` and `rows` say where each came from."""
+        origin = np.zeros(len(samples), np.int64)
+        index = index_of(samples, 0, 0, file_of if len(file_of) else origin, rows if len(rows) else origin)
+        return cls([np.concatenate([np.empty(0, np.int32), *samples])], index, **facts)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of all samples."""
-        return len(self._input_ids)
-
-    @property
-    def target_tokens(self) -> int:
-        """Tokens of all samples that a loss is computed on."""
-        return int(self._targets.sum())
-
     def sample(self, index: int) -> Sample:
-        """Sample `index` as int64 arrays; the label of its first token is always -100."""
-        part = slice(self._offsets[index], self._offsets[index + 1])
-        input_ids = self._input_ids[part].astype(np.int64)
-        return Sample(input_ids, np.where(self._targets[part], input_ids, IGNORE))
+        """Sample `index` as int64 arrays; the label of its first token is always -100.
+
+        Raises `IntegrityError` for a sample whose tokens on the disk have changed.
+        """
+        start, shard = int(self._index.starts[index]), int(self._index.shards[index])
+        tokens = self._shards[shard][start : start + int(self.lengths[index])]
+        if zlib.crc32(np.ascontiguousarray(tokens).data) != int(self._index.checksums[index]):
+            where = getattr(self._shards[shard], "filename", None) or "the tokens in memory"
+            raise IntegrityError(
+                f"{where}: the tokens of {self.position(index)} are damaged; remove the directory, and they are made "
+                "anew",
+                key="data.damaged-preparation",
+            )
+        is_target = tokens >= 0
+        input_ids = np.where(is_target, tokens, ~tokens).astype(np.int64)
+        return Sample(input_ids, np.where(is_target, input_ids, IGNORE))
 
     def position(self, index: int) -> str:
         """Where sample `index` came from: `train.jsonl:12`."""
-        return self.files[int(self.file_of[index])].position(int(self.rows[index]))
+        return self.files[int(self._index.files[index])].position(int(self._index.rows[index]))
 
     def sha256(self) -> str:
         """A hash of every sample's ids and targets, in order: the same for data that trains the same."""
-        digest = hashlib.sha256()
-        for array in (self.lengths, self._input_ids, self._targets):
-            digest.update(np.ascontiguousarray(array).data)
-        return digest.hexdigest()
+        if self._sha256 is None:
+            digest = hashlib.sha256(np.ascontiguousarray(self.lengths, dtype=np.int64).data)
+            for tokens in self._in_order():
+                digest.update(np.where(tokens >= 0, tokens, ~tokens).data)
+            for tokens in self._in_order():
+                digest.update((tokens >= 0).data)
+            self._sha256 = digest.hexdigest()
+        return self._sha256
 
-    def largest_id(self) -> tuple[int, int] | None:
-        """The largest token id and the first sample that holds it, or None without tokens."""
-        if not len(self._input_ids):
-            return None
-        at = int(self._input_ids.argmax())
-        return int(self._input_ids[at]), int(np.searchsorted(self._offsets, at, side="right")) - 1
+    def _in_order(self) -> Iterator[Tokens]:
+        """All tokens, in stretches that lie together."""
+        starts, shards = self._index.starts, self._index.shards
+        ends = starts + self.lengths
+        breaks = np.flatnonzero((starts[1:] != ends[:-1]) | (shards[1:] != shards[:-1])) + 1
+        bounds = [0, *breaks.tolist(), len(self)] if len(self) else [0]
+        for first, last in pairwise(bounds):
+            end = int(ends[last - 1])
+            for start in range(int(starts[first]), end, _TOKENS_AT_A_TIME):
+                yield self._shards[int(shards[first])][start : min(start + _TOKENS_AT_A_TIME, end)]
 
 
-def check_vocabulary(dataset: TokenizedDataset, vocab_size: int) -> None:
-    """Raise `InputError` if a token id has no row among the model's `vocab_size` embeddings."""
-    largest = dataset.largest_id()
-    if largest is not None and largest[0] >= vocab_size:
-        refuse_unknown_id(dataset.position(largest[1]), largest[0], vocab_size)
+def coded(input_ids: npt.NDArray[Any], targets: npt.NDArray[np.bool_]) -> Tokens:
+    """A sample as one number for each token.
+
+    Nothing predicts a document's first token, so it is no target. That also keeps a packed document from being
+    predicted by its neighbour's last token.
+    """
+    tokens = np.where(targets, input_ids, ~input_ids).astype(np.int32, copy=False)
+    tokens[:1] = ~input_ids[:1]
+    return tokens
+
+
+def index_of(
+    samples: Sequence[Tokens], shard: int, start: int, file_of: Sequence[int] | npt.NDArray[Any], rows: Any
+) -> SampleIndex:
+    """The index of samples that lie in `shard`, one after the other from token `start` on."""
+    lengths = np.array([len(each) for each in samples], dtype=np.int32)
+    return SampleIndex(
+        lengths=lengths,
+        target_counts=np.array([np.count_nonzero(each >= 0) for each in samples], dtype=np.int32),
+        shards=np.full(len(samples), shard, dtype=np.int16),
+        starts=start + np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))[:-1],
+        files=np.array(file_of, dtype=np.int32),
+        rows=np.array(rows, dtype=np.int64),
+        checksums=np.array([zlib.crc32(each.data) for each in samples], dtype=np.uint32),
+    )
 
 
 def refuse_unknown_id(position: str, token_id: int, vocab_size: int) -> NoReturn:

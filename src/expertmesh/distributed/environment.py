@@ -1,14 +1,15 @@
 """Which part of a job this process is, as whoever started it says in environment variables. No torch, no communication.
 
-Three starters are understood. RANK, WORLD_SIZE and their kin (torchrun, Ray, our own launcher) make this process one
-rank. So do the SLURM_* of a step that srun has started with several tasks. The PET_* of Kubeflow, which are torchrun's
-options, make it the one process of a machine that is to start the ranks there. Variables that contradict each other are
-refused by name: a job that is joined wrongly waits, or is silently several jobs.
+Four starters are understood. RANK, WORLD_SIZE and their kin (torchrun, Ray, our own launcher) make this process one
+rank. So do the SLURM_* of a step that srun has started with several tasks, and the variables of mpirun. The PET_* of
+Kubeflow, which are torchrun's options, make it the one process of a machine that is to start the ranks there. Variables
+that contradict each other are refused by name: a job that is joined wrongly waits, or is silently several jobs.
 """
 
 import itertools
 import os
 import re
+import zlib
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,11 @@ LOCALHOST = "127.0.0.1"
 DEFAULT_PORT = 29500  # torchrun's
 # Step numbers from here on are no steps: a batch script, the shell of an allocation.
 _SPECIAL_STEPS = 0xFFFFFFF0
+# Rank, size, local rank, local size: of Open MPI, and of Hydra (MPICH, Intel MPI).
+_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
 _OF_ONE_PROCESS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -94,11 +100,11 @@ def find_place(nproc: int | None = None, environment: Environment = os.environ) 
     alone = not any(name in environment for name in _OF_ONE_PROCESS)
     if alone and ("PET_NNODES" in environment or "PET_NODE_RANK" in environment):
         return _kubeflow_node(environment)
-    task = _slurm_task(environment)
+    task = _slurm_task(environment) or _mpi_rank(environment)
     if "RANK" in environment or "WORLD_SIZE" in environment or "LOCAL_RANK" in environment:
         found = _torch_rank(environment)
         if task is not None:
-            _refuse_other_slurm_job(found, task, environment)
+            _refuse_other_job(found, task, environment)
         several_machines = alone
     elif task is not None:
         found, several_machines = task, task.local_world_size == 1
@@ -221,8 +227,7 @@ def _slurm_task(environment: Environment) -> Rank | None:
     hosts = hosts_of(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", ""))
     here = tasks if len(hosts) == 1 else _tasks_here(environment)
     first = LOCALHOST if len(hosts) == 1 else hosts[0] if hosts else None
-    # The same for all tasks of a step, another for the steps and jobs beside it, below the ports that systems hand out.
-    port = 15000 + (job * 16 + int(step)) % 16384
+    port = _port(job * 16 + int(step))
     return Rank(
         "SLURM",
         rank,
@@ -234,6 +239,28 @@ def _slurm_task(environment: Environment) -> Rank | None:
     )
 
 
+def _mpi_rank(environment: Environment) -> Rank | None:
+    """A rank that mpirun has started beside others. One alone starts ranks of its own."""
+    names = next((names for names in _MPI if names[0] in environment and names[1] in environment), None)
+    if names is None:
+        return None
+    rank, size = (_number(environment, name) for name in names[:2])
+    if size == 1:
+        return None
+    local, here = (_number(environment, name) if name in environment else None for name in names[2:])
+    first = LOCALHOST if here == size else None
+    job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid")
+    port = None if job is None else _port(zlib.crc32(job.encode()))
+    if "MASTER_PORT" in environment:
+        port = _number(environment, "MASTER_PORT")
+    return Rank("mpirun", rank, size, local, here, environment.get("MASTER_ADDR", first), port)
+
+
+def _port(job: int) -> int:
+    """The same for all ranks of a job, another for the jobs beside it, below the ports that systems hand out."""
+    return 15000 + job % 16384
+
+
 def _tasks_here(environment: Environment) -> int | None:
     """Of SLURM's `2(x3),1`, two on each of three nodes and one on a fourth, how many are on this node."""
     nodes: list[int] = []
@@ -243,18 +270,20 @@ def _tasks_here(environment: Environment) -> int | None:
     return nodes[node] if node < len(nodes) else None
 
 
-def _refuse_other_slurm_job(found: Rank, task: Rank, environment: Environment) -> None:
+def _refuse_other_job(found: Rank, task: Rank, environment: Environment) -> None:
     """Refuse ranks that are plainly not one job over all tasks. Launchers inside a task may number as they like."""
+    slurm = task.starter == "SLURM"
     if found.starter == "torchrun":
         wrong = environment.get("GROUP_WORLD_SIZE") == "1"
         how = "give torchrun --nnodes and --rdzv-endpoint"
     else:
         wrong = found.local_rank is None and (found.rank, found.world_size) != (task.rank, task.world_size)
-        how = "unset RANK and WORLD_SIZE, which SLURM's variables say"
+        how = f"unset RANK and WORLD_SIZE, which {'SLURM' if slurm else 'mpirun'}'s variables say"
     if wrong:
+        by, one = ("srun has started", "srun -n 1") if slurm else ("mpirun has started", "mpirun -n 1")
         raise InputError(
-            f"this is task {task.rank} of the {task.world_size} that srun has started, but RANK {found.rank} and "
-            f"WORLD_SIZE {found.world_size} of {found.starter} say another job; {how}, or start one task (srun -n 1)",
+            f"this is task {task.rank} of the {task.world_size} that {by}, but RANK {found.rank} and "
+            f"WORLD_SIZE {found.world_size} of {found.starter} say another job; {how}, or start one task ({one})",
             key="launch.environment-contradicts",
         )
 

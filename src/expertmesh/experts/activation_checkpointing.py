@@ -3,7 +3,8 @@
 Routing is decided once per token. The second run of a router might choose other experts (a tie, a non-deterministic
 kernel); counts would then differ from the forward: a shape error at best, silent wrong gradients at worst. So the first
 run records what every `topk` chose and the second run gathers at the recorded places: values, and so the gradient, come
-from the recomputed scores, the choice does not. A router that decides by other means is held to its first choice.
+from the recomputed scores, the choice does not. A router that decides by other means is held to its first choice. How
+many tokens travel between ranks is then known as well: it is neither exchanged again nor waited for.
 
 Under selective checkpointing the second run computes neither experts nor fused attention again. The expert layer keeps
 its result and what autograd saves inside of it (rows received, grouped products, routing weights, indices), so no token
@@ -16,8 +17,8 @@ recomputed. parallel/checkpointing.py applies this to a model.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -28,15 +29,19 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from expertmesh.compat import FUSED_ATTENTION, assert_async
 from expertmesh.experts.lora_state import AdapterState
 
+Exchanged = TypeVar("Exchanged")
+
 
 @dataclass(slots=True)
 class _Record:
     """What the first run leaves for the second, in the order of the calls: the choices of each `topk`, the experts that
-    each expert layer was given, its results, and the contexts in which attention runs again.
+    each expert layer was given, what its ranks told each other, its results, and the contexts in which attention runs
+    again.
     """
 
     topk: list[torch.Tensor] = field(default_factory=list)
     experts: list[torch.Tensor] = field(default_factory=list)
+    exchanges: list[Any] = field(default_factory=list)
     results: list[torch.Tensor] = field(default_factory=list)
     attention: list[AbstractContextManager[Any]] = field(default_factory=list)
 
@@ -124,6 +129,18 @@ def confirm_choice(index_TK: torch.Tensor) -> None:
     assert_async(same, "activation checkpointing: the router chose other experts when it was run again")
 
 
+def exchanged_once(exchange: Callable[[], Exchanged]) -> Exchanged:
+    """`exchange()`, or in a second run what it gave in the first: splits follow from the choice of experts alone."""
+    run = _block_run.get()
+    if run is None:
+        return exchange()
+    if run.recomputes:
+        known: Exchanged = run.record.exchanges.pop(0)
+        return known
+    run.record.exchanges.append(exchange())
+    return run.record.exchanges[-1]  # type: ignore[no-any-return]
+
+
 def computed_once(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
     """`compute()` `[T, H]`; under selective checkpointing a second run gets its result from the first.
 
@@ -173,5 +190,5 @@ def _during(run: _BlockRun, adapters: AdapterState | None, number_T: torch.Tenso
             adapters.number_T = current
         if run.recomputes:
             # Now, not when Python finds the cycle that the exception makes by which torch ends a second run early.
-            for values in (run.record.topk, run.record.experts, run.record.results, run.record.attention):
-                values.clear()
+            for each in fields(run.record):
+                getattr(run.record, each.name).clear()

@@ -6,19 +6,22 @@ combine). Over uniform routing this sends R(1 - C(E-E/R, K)/C(E, K)) rows per to
 
 Three interchangeable dispatchers: `LocalDispatcher` (ep = 1, no communication), `AllToAllDispatcher`, and
 `AllGatherDispatcher` (every rank sees every token; for tiny batches). A rank without tokens takes part in every
-collective like any other. Each dispatch waits for the host once, in forward; backward never waits.
+collective like any other. Each dispatch waits for the device once, in forward; neither backward nor the second run of a
+checkpointed block waits.
 
     T tokens here, H hidden, K top-k, E experts, D ranks of the EP group, L = E / D experts here
     Q rows and S = T * K pairs sent, R rows and P pairs received
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from expertmesh.distributed.collectives import all_gather, all_to_all, all_to_all_even, reduce_scatter, to_host
+from expertmesh.experts.activation_checkpointing import exchanged_once
 from expertmesh.experts.pairs import LocalPairs, Segments, count_pairs, segment_sum, segments_of
 
 # `rows_RH`, the weight of each local pair `weight_P`, pairs, and metadata for `combine`.
@@ -97,7 +100,9 @@ class AllToAllDispatcher:
     group: dist.ProcessGroup
 
     def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
-        """Three all-to-alls in forward (counts, rows, pairs), two in backward (rows, pair weights)."""
+        """Three all-to-alls in forward (counts, pairs, rows), two in backward (pair weights, rows). The second run of a
+        checkpointed block has the counts.
+        """
         route = self._route(index_TK)
         rows_RH, weight_P, row_P = _AllToAllDispatch.apply(hidden_TH, weight_TK, route, self.group)
         by_row = segments_of(row_P, rows_RH.shape[0])
@@ -116,7 +121,9 @@ class AllToAllDispatcher:
         return number_R
 
     def _route(self, index_TK: torch.Tensor) -> _Route:
-        """Plan one dispatch. Issues the count exchange and the layer's one host synchronisation."""
+        """Plan one dispatch. Issues the count exchange and the layer's one host synchronisation, unless this is run
+        again for activation checkpointing.
+        """
         ranks, tokens, top_k = self.group.size(), *index_TK.shape
         experts_here = self.num_experts // ranks
         expert_S, pair_S = torch.sort(index_TK.reshape(-1), stable=True)
@@ -128,11 +135,7 @@ class AllToAllDispatcher:
         row_S = used.cumsum(0).index_select(0, cell_S) - 1
         row_in_block_S = row_S - (rows_D.cumsum(0) - rows_D).index_select(0, rank_S)
 
-        pairs_DL = count_pairs(index_TK, self.num_experts).view(ranks, experts_here)
-        sent = torch.cat([rows_D.unsqueeze(1), pairs_DL], dim=1)
-        received = all_to_all_even(sent, self.group)
-        totals = torch.stack([sent[:, 0], received[:, 0], sent[:, 1:].sum(1), received[:, 1:].sum(1)])
-        splits = _Splits(*to_host(totals))
+        received, splits = exchanged_once(partial(self._exchange_counts, index_TK, rows_D))
 
         token_Q = token_S.new_empty(sum(splits.rows_sent)).scatter_(0, row_S, token_S)
         arrival_P, source_P = _arrivals(received[:, 1:], sum(splits.pairs_received))
@@ -147,6 +150,14 @@ class AllToAllDispatcher:
             expert_end_L=received[:, 1:].sum(0).cumsum(0).to(torch.int32),
             splits=splits,
         )
+
+    def _exchange_counts(self, index_TK: torch.Tensor, rows_D: torch.Tensor) -> tuple[torch.Tensor, _Splits]:
+        """Rows and pairs of each expert that arrive from each rank, int64 `[D, 1 + L]`, and the totals on the host."""
+        pairs_DL = count_pairs(index_TK, self.num_experts).view(len(rows_D), -1)
+        sent = torch.cat([rows_D.unsqueeze(1), pairs_DL], dim=1)
+        received = all_to_all_even(sent, self.group)
+        totals = torch.stack([sent[:, 0], received[:, 0], sent[:, 1:].sum(1), received[:, 1:].sum(1)])
+        return received, _Splits(*to_host(totals))
 
 
 def _arrivals(pairs_DL: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,19 +187,20 @@ class _AllToAllDispatch(torch.autograd.Function):
         ctx.save_for_backward(route.arrival_P, route.pair_S, route.rows_of_token.item_P, route.rows_of_token.start_R1)
         ctx.splits, ctx.group, ctx.weights = route.splits, group, (weight_TK.shape, weight_TK.dtype)
         splits = route.splits
-        rows_QH = hidden_TH.index_select(0, route.token_Q)
-        rows_RH, work = all_to_all(rows_QH, splits.rows_sent, splits.rows_received, group, wait=False)
-        # While the rows travel: one message for both facts of a pair, its weight as bits beside its row number.
+        # One message for both facts of a pair, its weight as bits beside its row number. It goes first: NCCL sends one
+        # after the other, and pairs are put in order while the rows travel.
         weight_S = _exact(weight_TK.reshape(-1).index_select(0, route.pair_S))
         bits = torch.int64 if weight_S.dtype == torch.float64 else torch.int32
         pair_S2 = torch.stack([route.row_in_block_S.to(bits), weight_S.view(bits)], dim=1)
-        pair_P2, _ = all_to_all(pair_S2, splits.pairs_sent, splits.pairs_received, group)
+        pair_P2, pairs_work = all_to_all(pair_S2, splits.pairs_sent, splits.pairs_received, group, wait=False)
+        rows_QH = hidden_TH.index_select(0, route.token_Q)
+        rows_RH, rows_work = all_to_all(rows_QH, splits.rows_sent, splits.rows_received, group, wait=False)
+        _wait(pairs_work)
         pair_P2 = pair_P2.index_select(0, route.arrival_P)
         row_P = pair_P2[:, 0].long() + route.block_start_P
         weight_P = pair_P2[:, 1].contiguous().view(weight_S.dtype).to(weight_TK.dtype)
         ctx.mark_non_differentiable(row_P)
-        if work is not None:
-            work.wait()
+        _wait(rows_work)
         return rows_RH, weight_P, row_P
 
     @staticmethod
@@ -198,12 +210,14 @@ class _AllToAllDispatch(torch.autograd.Function):
         arrival_P, pair_S, *rows_of_token = ctx.saved_tensors
         splits, group = ctx.splits, ctx.group
         # Every rank travels both ways back, whatever its own tokens need: a skipped collective hangs the others.
-        grad_rows_QH, work = all_to_all(grad_rows_RH, splits.rows_received, splits.rows_sent, group, wait=False)
-        grad_arrived_P = torch.empty_like(grad_weight_P).index_copy_(0, arrival_P, grad_weight_P)
-        grad_weight_S, _ = all_to_all(_exact(grad_arrived_P), splits.pairs_received, splits.pairs_sent, group)
+        grad_arrived_P = _exact(torch.empty_like(grad_weight_P).index_copy_(0, arrival_P, grad_weight_P))
+        grad_weight_S, pairs_work = all_to_all(
+            grad_arrived_P, splits.pairs_received, splits.pairs_sent, group, wait=False
+        )
+        grad_rows_QH, rows_work = all_to_all(grad_rows_RH, splits.rows_received, splits.rows_sent, group, wait=False)
+        _wait(pairs_work)
         grad_weight = torch.empty_like(grad_weight_S).index_copy_(0, pair_S, grad_weight_S)
-        if work is not None:
-            work.wait()
+        _wait(rows_work)
         shape, dtype = ctx.weights
         return segment_sum(grad_rows_QH, Segments(*rows_of_token)), grad_weight.view(shape).to(dtype), None, None
 
@@ -224,6 +238,12 @@ class _AllToAllCombine(torch.autograd.Function):
         grad_rows_QH = grad_out_TH.index_select(0, token_Q)
         grad_rows_RH, _ = all_to_all(grad_rows_QH, ctx.splits.rows_sent, ctx.splits.rows_received, ctx.group)
         return grad_rows_RH, None, None
+
+
+def _wait(work: dist.Work | None) -> None:
+    """On an accelerator its stream waits, not the host."""
+    if work is not None:
+        work.wait()
 
 
 def _exact(weight: torch.Tensor) -> torch.Tensor:
@@ -247,10 +267,7 @@ class AllGatherDispatcher:
         group, (tokens, top_k) = self.group, index_TK.shape
         experts_here = self.num_experts // group.size()
         first = group.rank() * experts_here
-        counts = torch.cat([index_TK.new_full((1,), tokens), count_pairs(index_TK, self.num_experts)])
-        counts_DE = all_gather(counts.unsqueeze(0), group)
-        pairs_L = counts_DE[:, 1 + first : 1 + first + experts_here].sum(0)
-        *tokens_D, total = to_host(torch.cat([counts_DE[:, 0], pairs_L.sum().unsqueeze(0)]))
+        pairs_L, tokens_D, total = exchanged_once(partial(self._exchange_counts, index_TK))
 
         padding = max(tokens_D) - tokens
         # A padded token chooses expert E, which no rank holds.
@@ -263,6 +280,14 @@ class AllGatherDispatcher:
         row_P = pair_P // top_k
         pairs = LocalPairs(row_P, pairs_L.cumsum(0).to(torch.int32), segments_of(row_P, len(rows_RH)))
         return rows_RH, weight_NK.reshape(-1).index_select(0, pair_P), pairs, (tokens, padding)
+
+    def _exchange_counts(self, index_TK: torch.Tensor) -> tuple[torch.Tensor, list[int], int]:
+        """Pairs of each expert here, int64 `[L]`; tokens of each rank, and those pairs' sum, on the host."""
+        counts = torch.cat([index_TK.new_full((1,), len(index_TK)), count_pairs(index_TK, self.num_experts)])
+        counts_DE = all_gather(counts.unsqueeze(0), self.group)
+        pairs_L = counts_DE[:, 1:].unflatten(1, (self.group.size(), -1))[:, self.group.rank()].sum(0)
+        *tokens_D, total = to_host(torch.cat([counts_DE[:, 0], pairs_L.sum().unsqueeze(0)]))
+        return pairs_L, tokens_D, total
 
     def combine(self, rows_RH: torch.Tensor, metadata: tuple[int, int]) -> torch.Tensor:
         """One reduce-scatter in forward, one all-gather in backward."""

@@ -14,6 +14,8 @@ B A, E x out x in, is never formed (huggingface/peft issue 3577 shows its cost),
     `[L, H, I]` or `[L, I, H]`; adapters are `a_LrK` `[L, r, in]` and `b_LNr` `[L, out, r]` in every family
 """
 
+import itertools
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,26 +34,32 @@ from expertmesh.experts.mlp_spec import (
 )
 from expertmesh.experts.pairs import LocalPairs, Segments, segment_sum, segments_of
 from expertmesh.experts.per_expert import PerExpertMlp, looped_mm
-from expertmesh.state.packed import PackedTensor
+from expertmesh.state.codes import Scratch
+from expertmesh.state.packed import PackedTensor, units_together
 
 # Rows of a grouped product must be multiples of 16 bytes, so a rank is padded with zeros to a multiple of this.
 _RANK_MULTIPLE = 8
-# Of packed weights, so many elements are dequantised together, but one expert's at least.
-DEQUANTISED_ELEMENTS = 1 << 20
+# torch's kernel for CUDA refuses as many.
+MOST_GROUPS = 1024
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:
     """Grouped matrix product by torch's kernel: `[P, k] x [L, k, n] -> [P, n]`, or `[m, P] x [P, n] -> [L, m, n]`.
 
-    On CUDA torch has a kernel of its own for bf16; in fp32 it multiplies expert by expert and waits for the host.
+    Without pairs, zeros: kernels need not take products of nothing.
     """
+    by_expert = b.dim() == 3
+    if not a.shape[0 if by_expert else 1]:
+        return a.new_zeros(0, b.shape[2]) if by_expert else a.new_zeros(len(end_L), a.shape[0], b.shape[1])
     return F.grouped_mm(a, b, offs=end_L)
 
 
-def grouped_mm_refusal(dtype: torch.dtype, hidden: int, width: int) -> str | None:
-    """Why torch's grouped kernel cannot take these experts, or None. `width` is the intermediate size."""
+def grouped_mm_refusal(dtype: torch.dtype, hidden: int, width: int, experts: int) -> str | None:
+    """Why torch's grouped kernel cannot take `experts` experts of a rank, or None. `width` is the intermediate size."""
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it has no {dtype} kernel"
+    if experts >= MOST_GROUPS:
+        return f"it takes fewer than {MOST_GROUPS} experts, and a rank has {experts}"
     odd = [size for size in (hidden, width) if size * dtype.itemsize % 16]
     return f"rows of {odd[0]} {dtype} elements are not a multiple of 16 bytes" if odd else None
 
@@ -205,15 +213,41 @@ def normed_expert_mlp(
     def compute(rows_RH: torch.Tensor, weight_P: torch.Tensor) -> torch.Tensor:
         place_P = torch.arange(pairs.row_P.shape[0], device=rows_RH.device)
         alone = LocalPairs(place_P, pairs.expert_end_L, segments_of(place_P, len(place_P)))
-        rows_PH = rows_RH.index_select(0, pairs.row_P)
+        rows_PH: torch.Tensor = _GatherRows.apply(rows_RH, pairs)
         out_PH = expert_mlp(rows_PH, torch.ones_like(weight_P), alone, weights, mlp)
         weighted_PH = norm(out_PH) * weight_P.unsqueeze(1)
         # In the wider dtype of the two, as the weights may be fp32, and back.
-        out_RH = torch.zeros_like(rows_RH, dtype=weighted_PH.dtype).index_add(0, pairs.row_P, weighted_PH)
+        out_RH: torch.Tensor = _SumPairs.apply(weighted_PH, pairs)
         return out_RH.to(rows_RH.dtype)
 
     out_RH: torch.Tensor = checkpoint(compute, rows_RH, weight_P, use_reentrant=False, preserve_rng_state=False)
     return out_RH
+
+
+class _GatherRows(torch.autograd.Function):
+    """rows_RH -> rows_PH, each pair its row. Like `_SumPairs`, without the atomic additions of torch's own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RH: torch.Tensor, pairs: LocalPairs) -> torch.Tensor:
+        ctx.save_for_backward(*pairs.tensors())
+        return rows_RH.index_select(0, pairs.row_P)
+
+    @staticmethod
+    def backward(ctx: Any, grad_PH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return segment_sum(grad_PH, LocalPairs.of(*ctx.saved_tensors).by_row), None
+
+
+class _SumPairs(torch.autograd.Function):
+    """values_PH -> out_RH, the sum of each row's pairs."""
+
+    @staticmethod
+    def forward(ctx: Any, values_PH: torch.Tensor, pairs: LocalPairs) -> torch.Tensor:
+        ctx.save_for_backward(*pairs.tensors())
+        return segment_sum(values_PH, pairs.by_row)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grad_RH.index_select(0, LocalPairs.of(*ctx.saved_tensors).row_P), None
 
 
 def _by_weight(
@@ -235,15 +269,20 @@ def _by_weight(
         out: torch.Tensor = product(x_PK, weight.transpose(1, 2) if turned else weight, end_L)
         return out
     out = x_PK.new_empty(x_PK.shape[0], weight.shape[1 if turned else 2])
-    start, ends = 0, end_L.tolist()
-    together = max(1, DEQUANTISED_ELEMENTS // weight.shape[1:].numel())
-    for first in range(0, len(ends), together):
-        last = min(first + together, len(ends))
-        if ends[last - 1] > start:
-            some = weight.experts(first, last).to(x_PK.dtype)
-            span, end_X = slice(start, ends[last - 1]), end_L[first:last] - start
-            out[span] = product(x_PK[span], some.transpose(1, 2) if turned else some, end_X)
-        start = ends[last - 1]
+    ends = [0, *end_L.tolist()]
+    together, scratch = units_together(weight.kind), Scratch()
+    for first in range(0, len(weight), together):
+        last = min(first + together, len(weight))
+        start, end = ends[first], ends[last]
+        if end == start:
+            continue
+        some = weight.experts(first, last, scratch).to(x_PK.dtype)
+        some = some.transpose(1, 2) if turned else some
+        if x_PK.device.type == "cpu":  # where the grouped product is these, and a copy
+            for expert, span in enumerate(itertools.starmap(slice, itertools.pairwise(ends[first : last + 1]))):
+                torch.mm(x_PK[span], some[expert], out=out[span])
+        else:
+            out[start:end] = product(x_PK[start:end], some, end_L[first:last] - start)
     return out
 
 
@@ -252,7 +291,16 @@ def _weight_gradient(
 ) -> torch.Tensor:
     left, right = (input_Pk, grad_Pn) if mlp.transposed else (grad_Pn, input_Pk)
     gradient: torch.Tensor = product(left.t(), right, end_L)
+    if leaves_empty_groups(gradient.device):
+        empty_L = end_L.diff(prepend=end_L.new_zeros(1)) == 0
+        gradient.masked_fill_(empty_L[:, None, None], 0)
     return gradient
+
+
+@cache
+def leaves_empty_groups(device: torch.device) -> bool:
+    """Whether the kernel does not write the gradients of experts without pairs: that of Blackwell (pytorch#172439)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
 
 
 def _per_pair(bias_Ln: torch.Tensor, pairs: LocalPairs) -> torch.Tensor:

@@ -64,19 +64,28 @@ def _dispatcher(name: str, spec: ExpertsSpec, mesh: Mesh) -> Dispatcher:
     return kind(spec.num_experts, mesh.ep_group)
 
 
-def choose_backend(spec: ExpertsSpec, compute: ComputeName, dtype: torch.dtype) -> str:
-    """What `moe.compute` means for these experts in `dtype`; `InputError` when what was asked for cannot run.
+def choose_backend(spec: ExpertsSpec, compute: ComputeName, dtype: torch.dtype, experts: int) -> str:
+    """What `moe.compute` means for `experts` experts of a rank in `dtype`; `InputError` when what was asked for cannot
+    run.
 
-    `auto` is the grouped product wherever torch has it for them, else one expert after the other.
+    `auto` is the grouped product wherever torch has a kernel of it for them, else one expert after the other.
     """
     # The up projection is as wide or twice as wide.
-    refusal = grouped_mm_refusal(dtype, spec.hidden_size, spec.intermediate_size)
+    refusal = grouped_mm_refusal(dtype, spec.hidden_size, spec.intermediate_size, experts)
     if compute == "grouped_mm" and refusal:
         raise InputError(
             f"moe.compute: grouped_mm cannot run {spec.name}: {refusal}; set moe.compute to loop or auto",
             key="moe.compute-unsupported",
         )
-    return "loop" if compute == "loop" or refusal else "grouped_mm"
+    loops = compute == "auto" and torch.cuda.is_available() and not _has_grouped_kernel(dtype)
+    return "loop" if compute == "loop" or refusal or loops else "grouped_mm"
+
+
+def _has_grouped_kernel(dtype: torch.dtype) -> bool:
+    """Whether torch multiplies all experts at once on this GPU: in bf16 on sm90 and sm100 (pytorch#186620). Elsewhere
+    it goes expert by expert, and waits for the device in each product; our own loop waits once.
+    """
+    return dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] in (9, 10)
 
 
 def mlp_spec_of(experts: Any, spec: ExpertsSpec, *, per_expert: bool) -> ExpertMlpSpec:

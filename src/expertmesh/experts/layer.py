@@ -4,12 +4,14 @@ The story of one call is `ExpertLayer.forward`: dispatch, MLP, combine. What cou
 is around it; install.py puts it into a model. Router, shared experts and block stay the model's own code.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
 
 from expertmesh.anatomy import ExpertsSpec
@@ -48,10 +50,13 @@ class ExpertLayer:
         Collective over the EP group (see the dispatcher); the parameters are unsharded by FSDP2 around this call.
         """
         hidden_TH = hidden.reshape(-1, hidden.shape[-1]).to(self.dtype)
-        rows_RH, weight_P, pairs, metadata = self.dispatcher.dispatch(hidden_TH, index_TK, weight_TK)
-        dropout = self._dropout(experts, len(hidden_TH), metadata)
-        out_RH = self._expert_mlp(experts, rows_RH, weight_P, pairs, dropout)
-        return self.dispatcher.combine(out_RH, metadata).to(hidden.dtype)
+        with _span("dispatch"):
+            rows_RH, weight_P, pairs, metadata = self.dispatcher.dispatch(hidden_TH, index_TK, weight_TK)
+            dropout = self._dropout(experts, len(hidden_TH), metadata)
+        with _span("experts"):
+            out_RH = self._expert_mlp(experts, rows_RH, weight_P, pairs, dropout)
+        with _span("combine"):
+            return self.dispatcher.combine(out_RH, metadata).to(hidden.dtype)
 
     def forward_dense(self, experts: nn.Module, rows_NH: torch.Tensor) -> torch.Tensor:
         """For blocks that pass every token to every expert, `[E * T, H]`, with zeros where it did not choose it.
@@ -137,6 +142,11 @@ def layer_of(experts: nn.Module) -> ExpertLayer:
     layer = module_state(experts).expert_layer
     assert isinstance(layer, ExpertLayer)
     return layer
+
+
+def _span(part: str) -> AbstractContextManager[Any]:
+    """The name of a part of the layer in a profile; without one nothing runs."""
+    return profiler.record_function(f"expertmesh::{part}") if profiler._is_profiler_enabled else nullcontext()
 
 
 def _adapter(experts: nn.Module, name: str) -> Adapter | None:

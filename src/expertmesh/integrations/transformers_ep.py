@@ -57,7 +57,8 @@ class ExpertmeshEP(EPImplementation):
 
     def _mlp(self, dtype: torch.dtype) -> ExpertMlpSpec:
         if dtype not in self._mlps:
-            per_expert = choose_backend(self._spec, "auto", dtype) == "loop"
+            experts = self._spec.num_experts // self._dispatcher.group.size()
+            per_expert = choose_backend(self._spec, "auto", dtype, experts) == "loop"
             self._mlps[dtype] = mlp_spec_of(self._experts, self._spec, per_expert=per_expert)
         return self._mlps[dtype]
 

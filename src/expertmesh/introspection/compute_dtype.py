@@ -1,14 +1,16 @@
-"""What precision.compute means for each module of a model whose parameters are in another dtype, and whether that runs.
+"""What precision.compute means for each tensor of a model whose parameters are in another dtype, and whether that runs.
 
-FSDP2 casts parameters group by group and nothing else. What a family keeps in float32 has groups of its own, gathered
-when their modules are called: code that reads such a parameter without the call would meet a shard of it. And buffers
-keep the dtype of precision.params, which a family's own code may not multiply with. Either would end in the middle of
-the first step with an error of torch; one forward on meta, watched, shows it before weights are read.
+FSDP2 casts parameters group by group and nothing else. What a family keeps in float32, be it one parameter among others
+of a module, has groups of its own, gathered when their modules are called: code that reads such a parameter without the
+call would meet a shard of it. And buffers keep the dtype of precision.params; those that a family's own code cannot
+multiply with are cast while their module runs. What is left would end in the middle of the first step with an error of
+torch; one forward on meta, watched, shows it before weights are read.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import nn
 from torch.utils.module_tracker import ModuleTracker
 
 from expertmesh.anatomy import Anatomy, ExpertsSpec, is_adapter, is_inside
-from expertmesh.compat import tree_leaves
+from expertmesh.compat import tree_leaves, tree_map_only
 from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.known_families import proof_key, refusal_by_proof
@@ -24,80 +26,183 @@ from expertmesh.introspection.stage_probe import WithoutValues, forward_of_text,
 from expertmesh.state.stage_view import meta_twin
 
 
-def uncast_modules(model: nn.Module, anatomy: Anatomy, kept_in_fp32: Callable[[str], bool]) -> list[str]:
-    """Modules whose parameters must stay fp32 under a narrower compute dtype. FSDP2 casts whole groups, so they need
-    groups of their own; what cannot have one is refused by name.
+@dataclass(frozen=True, slots=True)
+class Casts:
+    """What a narrower compute dtype leaves as it is, and what it changes beside the parameters.
+
+    `kept`: the parameters that are fp32 when they are used, by the module whose call gathers them. `routers`: those of
+    these modules that are routers whose inputs are cast to fp32. `buffers`: the modules whose own buffers are cast to
+    the compute dtype while they run.
+    """
+
+    kept: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    routers: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+
+
+def uncast_modules(
+    model: nn.Module, anatomy: Anatomy, kept_in_fp32: Callable[[str], bool]
+) -> dict[str, tuple[str, ...]]:
+    """The parameters that must stay fp32 under a narrower compute dtype, by the module whose call gathers them: FSDP2
+    casts whole groups, so they need groups of their own. What cannot have one is refused by name.
 
     Of modules inside each other the outermost: a family's code may read the weight of a convolution without calling it.
     """
-    names: list[str] = []
-    holds = [*anatomy.blocks, *(spec.name for spec in anatomy.experts)]
+    found: dict[str, tuple[str, ...]] = {}
     for name, module in model.named_modules():
         inside = [leaf for leaf, _ in module.named_parameters(prefix=name)]
-        kept = [leaf for leaf in inside if kept_in_fp32(leaf)]
-        if not kept or any(is_inside(name, taken) for taken in names):
+        kept = tuple(leaf for leaf in inside if kept_in_fp32(leaf))
+        if not kept or any(is_inside(name, taken) for taken in found):
             continue
-        has_group = any(part == name or is_inside(part, name) for part in holds)
-        if len(kept) == len(inside) and not has_group and not isinstance(module, nn.ModuleList | nn.ModuleDict):
-            names.append(name)
-        elif own := [leaf for leaf in kept if leaf.rpartition(".")[0] == name]:
+        own = [leaf for leaf in kept if leaf.rpartition(".")[0] == name]
+        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)  # which is never called
+        if not is_list and not _has_group(name, anatomy) and (own or len(kept) == len(inside)):
+            found[name] = kept
+        elif own:
             raise InputError(
-                f"precision.compute: {model.config.model_type} computes with {own[0]} in float32, and {name} holds "  # type: ignore[union-attr]
-                "parameters that it does not; set precision.compute to float32",
+                f"precision.compute: {model.config.model_type} computes with {own[0]} in float32, and {name} is "  # type: ignore[union-attr]
+                "gathered in the compute dtype; set precision.compute to float32",
                 key="precision.compute-unsupported",
             )
-    return names
+    return found
 
 
-def refuse_compute(
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """Why a model does not run in the compute dtype, and which module's code is the cause. `reader`: the module that
+    would have to be called for a parameter that is read without calling the one that gathers it.
+    """
+
+    reason: str
+    module: str
+    reader: str | None = None
+
+
+def plan_compute(
     model: nn.Module,
     anatomy: Anatomy,
     compute: torch.dtype,
     kept_in_fp32: Callable[[str], bool],
     twin: nn.Module | None = None,
-) -> None:
-    """Raise `InputError` for a model that cannot be computed in `compute` as FSDP2 casts; `model` stays as it is.
+) -> Casts:
+    """How `model` is computed in `compute` as FSDP2 casts. Raises `InputError` where it cannot be.
 
     Called where a parameter that trains has another dtype. A model that cannot be run without values is not refused:
-    nothing is known of it. `twin` is the model's on meta, if there is one, and is left as it was. Takes no weights; no
-    communication.
+    nothing is known of it. `twin` is the model's on meta, if there is one, and is left as it was, as `model` is. Takes
+    no weights; no communication.
     """
-    uncast = uncast_modules(model, anatomy, kept_in_fp32)
+    casts = Casts(uncast_modules(model, anatomy, kept_in_fp32))
+    twin = meta_twin(model) if twin is None else twin
+    if _is_proven(model, anatomy, compute, casts, twin):
+        return casts
+    while refused := _run(twin, anatomy.experts, compute, casts):
+        reader, module = refused.reader, refused.module
+        if reader and reader not in casts.kept and not _has_group(reader, anatomy):
+            casts = replace(casts, kept=_gathered_with(reader, casts.kept))
+        elif reader is None and module not in casts.buffers and _can_cast(model, module, kept_in_fp32):
+            casts = replace(casts, buffers=(*casts.buffers, module))
+        else:
+            dtype = str(compute).removeprefix("torch.")
+            raise InputError(
+                f"precision.compute {dtype}: {model.config.model_type} {refused.reason}",  # type: ignore[union-attr]
+                key="precision.compute-unsupported",
+            )
+    return casts
+
+
+def with_wide_routers(model: nn.Module, anatomy: Anatomy, compute: torch.dtype, casts: Casts, twin: nn.Module) -> Casts:
+    """`casts` with routers in fp32 as well, or as they are if the family's code does not run so.
+
+    Routers that the family keeps in fp32 itself are left to its own code.
+    """
+    free = [
+        name
+        for name in anatomy.routers
+        if not _has_group(name, anatomy)
+        and not any(name == kept or is_inside(name, kept) or is_inside(kept, name) for kept in casts.kept)
+    ]
+    own = {name: tuple(leaf for leaf, _ in model.get_submodule(name).named_parameters(prefix=name)) for name in free}
+    wide = replace(casts, kept={**casts.kept, **own}, routers=tuple(free))
+    return wide if free and _is_proven(model, anatomy, compute, wide, twin) else casts
+
+
+def cast_inputs(router: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A hook before a router's forward: floating-point inputs become fp32."""
+    return tree_map_only(torch.Tensor, lambda x: x.float() if x.is_floating_point() else x, (args, kwargs))
+
+
+def _is_proven(model: nn.Module, anatomy: Anatomy, compute: torch.dtype, casts: Casts, twin: nn.Module) -> bool:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     dtypes = {(re.sub(r"\.\d+", "", name), str(tensor.dtype)) for name, tensor in tensors if not is_adapter(name)}
-    kinds = {re.sub(r"\.\d+", "", name) for name in uncast}
-    key = proof_key(model, compute, sorted(dtypes), sorted(kinds), adapter_state(model) is not None)
+    kinds = {re.sub(r"\.\d+", "", name) for name in casts.kept}
+    others = ["routers in fp32"] * bool(casts.routers)
+    key = proof_key(model, compute, sorted(dtypes), sorted(kinds), adapter_state(model) is not None, *others)
 
     def prove() -> str | None:
-        return _refusal(meta_twin(model) if twin is None else twin, anatomy.experts, compute, uncast)
+        refused = _run(twin, anatomy.experts, compute, casts)
+        return None if refused is None else refused.reason
 
-    if reason := refusal_by_proof("compute", key, prove):
-        dtype = str(compute).removeprefix("torch.")
-        raise InputError(
-            f"precision.compute {dtype}: {model.config.model_type} {reason}",  # type: ignore[union-attr]
-            key="precision.compute-unsupported",
-        )
+    return refusal_by_proof("compute", key, prove) is None
 
 
-def _refusal(
-    twin: nn.Module, experts: Sequence[ExpertsSpec], compute: torch.dtype, uncast_names: Sequence[str]
-) -> str | None:
-    uncast = {id(parameter): name for name in uncast_names for parameter in twin.get_submodule(name).parameters()}
-    watch = _Watch(uncast)
-    cast = (parameter for parameter in twin.parameters() if id(parameter) not in uncast)
+def _has_group(name: str, anatomy: Anatomy) -> bool:
+    """Whether a module has an FSDP2 group already, or parts of it have: blocks and experts."""
+    return any(part == name or is_inside(part, name) for part in (*anatomy.blocks, *(s.name for s in anatomy.experts)))
+
+
+def _gathered_with(wider: str, kept: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """`kept` with what is inside `wider` gathered when that is called."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, leaves in kept.items():
+        holder = wider if is_inside(name, wider) else name
+        found[holder] = (*found.get(holder, ()), *leaves)
+    return found
+
+
+def _can_cast(model: nn.Module, module: str, kept_in_fp32: Callable[[str], bool]) -> bool:
+    return bool(module) and any(not kept_in_fp32(name) for name in floating_buffers(model, module))
+
+
+def floating_buffers(model: nn.Module, module: str) -> dict[str, torch.Tensor]:
+    """The floating-point buffers of a module itself, by their names in the model."""
+    buffers = model.get_submodule(module).named_buffers(prefix=module, recurse=False)
+    return {name: buffer for name, buffer in buffers if buffer.is_floating_point()}
+
+
+def _run(twin: nn.Module, experts: Sequence[ExpertsSpec], compute: torch.dtype, casts: Casts) -> _Refused | None:
+    kept = {id(twin.get_parameter(leaf)): name for name, leaves in casts.kept.items() for leaf in leaves}
+    watch = _Watch(kept)
+    cast: list[torch.Tensor] = [parameter for parameter in twin.parameters() if id(parameter) not in kept]
+    cast += [buffer for name in casts.buffers for buffer in floating_buffers(twin, name).values()]
+    wide = [parameter for parameter in twin.parameters() if id(parameter) in kept]
+    hooks = [
+        twin.get_submodule(name).register_forward_pre_hook(cast_inputs, with_kwargs=True) for name in casts.routers
+    ]
     try:
-        with stand_ins_for_experts(twin, experts), cast_on_meta(cast, compute), watch.modules, watch:
+        with ExitStack() as stack:
+            for context in (
+                stand_ins_for_experts(twin, experts),
+                cast_on_meta(cast, compute),
+                cast_on_meta(wide, torch.float32),
+                watch.modules,
+                watch,
+            ):
+                stack.enter_context(context)
             forward_of_text(twin)
     except _Apart as apart:
-        return f"{apart}; set precision.compute to float32"
+        return _Refused(f"{apart}; set precision.compute to float32", watch.innermost, apart.reader)
     except Exception as cause:
         if not _runs_in_one_dtype(twin, experts):
             return None
         first, dtype = str(cause).partition("\n")[0], str(compute).removeprefix("torch.")
-        return (
+        return _Refused(
             f"does not run with its parameters in {dtype} and its buffers as precision.params has them "
-            f"({watch.innermost}: {first[:160]}); set precision.compute and precision.params to one dtype"
+            f"({watch.innermost}: {first[:160]}); set precision.compute and precision.params to one dtype",
+            watch.innermost,
         )
+    finally:
+        for hook in hooks:
+            hook.remove()
     return None
 
 
@@ -126,11 +231,16 @@ def _runs_in_one_dtype(twin: nn.Module, experts: Sequence[ExpertsSpec]) -> bool:
 
 
 class _Apart(Exception):
-    """A parameter that is not cast was read outside of the call that gathers it."""
+    """A parameter that is not cast was read outside of the call that gathers it, within the call of `reader`."""
+
+    def __init__(self, name: str, innermost: str, reader: str) -> None:
+        where = f"in {innermost}, without calling the module that holds them"
+        super().__init__(f"reads the parameters of {name} {where}")
+        self.reader = reader
 
 
 class _Watch(WithoutValues):
-    """`uncast`: ids of parameters, and which module's call gathers each."""
+    """`uncast`: ids of parameters that are not cast, and which module's call gathers each."""
 
     def __init__(self, uncast: dict[int, str]) -> None:
         super().__init__()
@@ -148,6 +258,6 @@ class _Watch(WithoutValues):
         for leaf in tree_leaves((args, kwargs or {})):
             name = self.uncast.get(id(leaf))
             if name is not None and name not in self._running():
-                how = f"in {self.innermost}, without calling the module that holds them"
-                raise _Apart(f"reads the parameters of {name} {how}")
+                around = (module for module in self._running() if is_inside(name, module))
+                raise _Apart(name, self.innermost, max(around, key=len, default=""))
         return super().__torch_dispatch__(func, types, args, kwargs)

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from expertmesh.config.errors import InputError, SecurityError
 
@@ -116,7 +116,7 @@ def shortened(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ... ({len(text):,} characters)"
 
 
-def rows(file: BinaryIO, path: Path, limit: int = MAX_ROW_BYTES) -> Iterator[bytes]:
+def rows(file: IO[bytes], path: Path | str, limit: int = MAX_ROW_BYTES) -> Iterator[bytes]:
     """The lines of a file with their newlines, the last perhaps without. `InputError` names one that is too long."""
     number = 0
     while line := file.readline(limit + 1):

@@ -13,6 +13,7 @@ from expertmesh.launcher.rank_files import RankFailure
 from expertmesh.training.progress import RankStatus
 
 TRACEBACK_LINES = 20
+TRACEBACK_FOLLOWS = "; the last lines of its traceback:"
 
 
 def root_cause(
@@ -44,9 +45,7 @@ def _reported(
     if failure.traceback:
         tail = "\n".join(failure.traceback.rstrip().splitlines()[-TRACEBACK_LINES:])
         where = f"rank {failure.rank} failed {statuses[failure.rank]}"
-        return DistributedFailure(
-            f"{where}: {failure.message}; the last lines of its traceback:\n{tail}", key="rank.unexpected-error"
-        )
+        return DistributedFailure(f"{where}: {failure.message}{TRACEBACK_FOLLOWS}\n{tail}", key="rank.unexpected-error")
     same = [f for f in failures if (f.exit_code, f.message) == (failure.exit_code, failure.message)]
     return failure.error(prefix="" if len(same) == len(statuses) else f"rank {failure.rank}: ")
 

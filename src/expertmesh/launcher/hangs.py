@@ -28,6 +28,8 @@ _COLLECTIVES = (
     "/expertmesh/experts/",
     "/expertmesh/training/exchange.py",
 )
+# And of one that waits for its device, so for the collectives given to it; backward runs on other threads then.
+_DEVICE_WAITS = ("/torch/accelerator/", "/torch/cuda/", "/torch/autograd/graph.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,9 @@ class RankSnapshot:
     @property
     def outside_collectives(self) -> bool:
         """Its stack shows that it does not wait for other ranks."""
-        return bool(self.stack) and not any(name in line for line in self.stack[:2] for name in _COLLECTIVES)
+        if not self.stack or any(name in self.stack[0] for name in _DEVICE_WAITS):
+            return False
+        return not any(name in line for line in self.stack[:2] for name in _COLLECTIVES)
 
     def __str__(self) -> str:
         if self.stopped:

@@ -8,6 +8,7 @@ machines (Kubeflow's pods) each machine has one such launcher, and the first of 
 
 import itertools
 import json
+import logging
 import os
 import tempfile
 import time
@@ -16,20 +17,22 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from expertmesh.config import Config, dump_config
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError
 from expertmesh.distributed.environment import Node, Rank, find_place
 from expertmesh.io.parent import watch_parent
-from expertmesh.io.terminal import lasting_output, tell
+from expertmesh.io.terminal import lasting_output, print_log, tell
 from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.launcher.meeting import THIS_MACHINE, Meeting
 from expertmesh.launcher.rank_files import UNEXPECTED
 from expertmesh.launcher.supervise import Job, StopRequests, start_ranks, stop_requests
-from expertmesh.launcher.torchrun import TorchrunAgent
+from expertmesh.launcher.torchrun import TorchrunAgent, has_to_tell
 from expertmesh.launcher.worker import run_rank
 from expertmesh.training.control import Control
+
+log = logging.getLogger(__name__)
 
 CPU_RANKS = 2
 
@@ -39,14 +42,19 @@ class RunOptions:
     """What is said beside the configuration: how to run, not what to compute. Not part of a run's identity.
 
     `max_seconds` counts from the start of the command, over all restarts; None is no limit. `audit`: compare samples or
-    all of the loaded weights with their files. `arguments`: see `Control`.
+    all of the loaded weights with their files. `profile`, `arguments`: see `Control`.
     """
 
     nproc: int | None = None
     max_seconds: float | None = None
     max_restarts: int = 0
     audit: Literal["sampled", "full"] = "sampled"
+    profile: tuple[int, int] | None = None
     arguments: str = ""
+
+    def told(self) -> dict[str, Any]:
+        """What ranks are told of it, for `Control`."""
+        return {"audit": self.audit, "profile": self.profile, "arguments": self.arguments}
 
 
 def run(
@@ -61,6 +69,7 @@ def run(
     work once and early. Prints what is being done. Returns the exit code; raises `ExpertmeshError` before ranks start,
     or when they have ended by it.
     """
+    print_log(config.log.level)
     with lasting_output():
         return _run(config, function, options or RunOptions(), preflight)
 
@@ -73,11 +82,11 @@ def _run(
     if isinstance(place, Rank):
         if place.rank == 0:
             by = "" if place.starter == "RANK" else f" that {place.starter} has started"
-            tell(f"starting   rank 0 of {place.world_size}{by}: importing torch and transformers")
-        return _run_here(config, function, Control(deadline=deadline, audit=options.audit, arguments=options.arguments))
+            log.info(f"starting   rank 0 of {place.world_size}{by}: importing torch and transformers")
+        return _run_here(config, function, Control(deadline=deadline, **options.told()))
     for name in ("RANK", "WORLD_SIZE"):  # where they count machines, and this process is no rank
         os.environ.pop(name, None)
-    tell("starting   importing torch" + (" and transformers, checking the configuration" if preflight else ""))
+    log.info("starting   importing torch" + (" and transformers, checking the configuration" if preflight else ""))
     node = place or THIS_MACHINE
     with lazy_imports():
         ranks = local_ranks(options.nproc or node.ranks)
@@ -85,7 +94,7 @@ def _run(
         preflight(config, ranks * node.count, ranks)
     where = "" if node.count == 1 else f" (node {node.number} of {node.count}, {node.address}:{node.port})"
     each = "each of which imports torch and transformers"
-    tell(f"           {ranks} rank{'s' * (ranks > 1)} on this machine{where}, {each}")
+    log.info(f"           {ranks} rank{'s' * (ranks > 1)} on this machine{where}, {each}")
     return launch(config, ranks, function, options, deadline, node)
 
 
@@ -101,8 +110,9 @@ def _run_here(config: Config, function: str, control: Control) -> int:
         agent.remember(error)
         raise
     except (Exception, SystemExit):
-        where = f"rank {os.environ['RANK']} failed {control.progress.status()}"
-        tell(f"error: {where}:\n{traceback.format_exc().rstrip()}", error=True)
+        what = f"rank {os.environ['RANK']} failed {control.progress.status()}:\n{traceback.format_exc().rstrip()}"
+        if has_to_tell(what, may_follow=True):
+            tell(f"error: {what}", error=True)
         return UNEXPECTED
 
 
@@ -192,7 +202,7 @@ def launch(
     `deadline` is of `time.monotonic()`.
     """
     options = options or RunOptions()
-    control = {"deadline": deadline, "launch": uuid.uuid4().hex, "audit": options.audit, "arguments": options.arguments}
+    control = {"deadline": deadline, "launch": uuid.uuid4().hex, **options.told()}
     worker = [function, str(os.getpid()), json.dumps(control)]
     meeting = Meeting(ranks, node, config.distributed.first_step_timeout_seconds)
     with stop_requests() as requests, tempfile.TemporaryDirectory(prefix="expertmesh-") as temporary:
@@ -215,7 +225,8 @@ def launch(
 
 def _continued(config: Config) -> Config:
     """For a restart: from the newest checkpoint of this run, if it has written one, whatever it started from."""
-    if not any(Path(config.output_dir, "checkpoints").glob("step-*[0-9]")):
+    own = any(Path(config.output_dir, "checkpoints").glob("step-*[0-9]"))
+    if not own or config.checkpoint.resume_weights_only:  # which prefers them anyway
         return config
     checkpoint = config.checkpoint.model_copy(update={"resume": "auto"})
     return config.model_copy(update={"checkpoint": checkpoint})

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,12 +24,17 @@ from expertmesh.launcher.rank_files import RankFailure, progress_file, show_stac
 from expertmesh.training.control import Control, Stopped
 from expertmesh.training.progress import Progress
 
+TEARDOWN_SECONDS = 30
+
 
 def run_rank(config: Config, function: str, control: Control) -> int:
     """Call `function` (`module:function`) with `config` and `control`; returns 0, or the exit code of `Stopped`.
 
     Called on every rank, before a process group exists; issues no collective. Raises what the function raises.
     """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # The rows that experts receive are others in every step: blocks of fixed sizes would fragment.
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     module, _, name = function.partition(":")
     with lazy_imports():
         imported = importlib.import_module(module)
@@ -45,17 +51,20 @@ def run_rank(config: Config, function: str, control: Control) -> int:
 def leave(code: int) -> NoReturn:
     """End this rank's process with `code`, whatever the libraries in it would make of that.
 
-    On CPU, gloo's threads abort some processes in tear-down after a correct run ("terminate called without an
-    active exception"); after a failure, NCCL's tear-down can wait for peers that are gone. Both would replace
-    the exit code.
+    gloo's threads abort some processes in tear-down after a correct run ("terminate called without an active
+    exception"); after a failure, NCCL's tear-down can wait for peers that are gone. Both would replace the exit code.
     """
+    torch = sys.modules.get("torch")
+    if code == 0 and torch is not None and torch.accelerator.is_available() and torch.distributed.is_initialized():
+        torch.accelerator.synchronize()
+        # NCCL's communicators want to be closed by all; a peer that does not must not keep the others.
+        closing = threading.Thread(target=torch.distributed.destroy_process_group, daemon=True)
+        closing.start()
+        closing.join(TEARDOWN_SECONDS)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
-    torch = sys.modules.get("torch")
-    if code == 0 and torch is not None and torch.accelerator.is_available():
-        sys.exit(0)
     os._exit(code)
 
 

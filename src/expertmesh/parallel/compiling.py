@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from expertmesh.anatomy import Anatomy
+from expertmesh.anatomy import Anatomy, carries_state
 from expertmesh.compat import allow_recompiles, compile_errors
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
@@ -40,8 +40,14 @@ def compile_parts(model: nn.Module, parts: Iterable[str], device: torch.device) 
         replace_forward(part, partial(_forward, part, name, compiled[kind]))
 
 
-def refuse_compile(model: nn.Module, layout: Layout) -> None:
-    """Raise `InputError` for what `train.compile` is not proven for."""
+def refuse_compile(model: nn.Module, layout: Layout, frozen: str | None) -> None:
+    """Raise `InputError` for what `train.compile` is not proven for; `frozen` is that of precision."""
+    if frozen is not None:
+        raise InputError(
+            f"train.compile: precision.frozen is {frozen}, and weights dequantised for each use are not proven "
+            "in compiled code; set precision.frozen to null or train.compile to false",
+            key="train.compile-with-frozen",
+        )
     state = adapter_state(model)
     if state is not None and state.dropout > 0.0:
         raise InputError(
@@ -50,7 +56,7 @@ def refuse_compile(model: nn.Module, layout: Layout) -> None:
             key="train.compile-with-dropout",
         )
     # Their recurrences run in fp32 in every dtype and differ by more than rounding (Qwen3-Next: 1.2e-5; 6e-5 in fp64).
-    carries = next((name for name, module in model.named_modules() if _carries_state(module)), None)
+    carries = next((name for name, module in model.named_modules() if carries_state(module)), None)
     if carries is not None:
         raise InputError(
             f"train.compile: {carries} carries a state along the sequence, and compiled recurrences are not equal to "
@@ -63,12 +69,6 @@ def refuse_compile(model: nn.Module, layout: Layout) -> None:
                 f"train.compile is not proven with parallel.{axis}; set one of them to its default",
                 key="train.compile-with-axis",
             )
-
-
-def _carries_state(module: nn.Module) -> bool:
-    """Whether the module is a linear attention or a state-space layer, or a convolution inside of one."""
-    own = {leaf for leaf, _ in module.named_parameters(recurse=False)}
-    return isinstance(module, nn.Conv1d) or not own.isdisjoint({"A_log", "dt_bias"})
 
 
 def compiled_parts(model: nn.Module, anatomy: Anatomy) -> Iterator[str]:

@@ -8,6 +8,7 @@ layout and every accumulation count by construction. What goes where is decided 
 
 import hashlib
 import itertools
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.install import install
 from expertmesh.parallel.context import split_attention
-from expertmesh.parallel.groups import Group, pack_frozen, view_of
+from expertmesh.parallel.groups import Group, cast_in_forward, pack_experts, pack_linears, view_of
 from expertmesh.parallel.pipeline import cut, pipeline_of
 from expertmesh.parallel.sequence import decoder_blocks, split_blocks
 from expertmesh.parallel.shard_plan import ShardPlan
@@ -50,9 +51,13 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
         anatomy = cut(model, plan.cut, anatomy, mesh, compute, twin)
     tensor = plan.tensor.within(anatomy.blocks)
     install(model, anatomy, mesh, dispatch=plan.dispatch, compute=plan.compute, dtype=compute)
+    packed = {name: kind for name, kind in plan.packed.items() if _is_here(name, plan, mesh)}
+    pack_linears(model, packed, mesh.device)
     _split_parameters(model, plan, mesh)
-    pack_frozen(model, {name: kind for name, kind in plan.packed.items() if _is_here(name, plan, mesh)})
+    pack_experts(model, packed)
     split_parts(model, tensor, mesh)
+    buffers, routers = (_all_here(names, plan, mesh) for names in (plan.cast_buffers, plan.wide_routers))
+    cast_in_forward(model, buffers, routers, compute)
     _shard_groups(model, plan, mesh)
     model.register_forward_hook(_reshard_without_backward)
     _prefetch(model, anatomy, tensor)
@@ -65,6 +70,10 @@ def _is_here(name: str, plan: ShardPlan, mesh: Mesh) -> bool:
     """Whether this rank's pipeline stages hold a module or parameter."""
     gone = plan.cut.gone(mesh.coordinate("pp")) if plan.cut is not None else []
     return not any(name == part or is_inside(name, part) for part in gone)
+
+
+def _all_here(names: Sequence[str], plan: ShardPlan, mesh: Mesh) -> list[str]:
+    return [name for name in names if _is_here(name, plan, mesh)]
 
 
 def _split_parameters(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
@@ -96,25 +105,27 @@ def _shard_groups(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
             mesh=views[group.view],
             mp_policy=_policy(plan, group),
             shard_placement_fn=partial(_placement, dims) if dims else None,
-            ignored_params=_of_other_views(model, plan, group),
+            ignored_params=_of_other_groups(model, plan, group),
         )
         _sum_gradients(modules[0])
 
 
-def _of_other_views(model: nn.Module, plan: ShardPlan, group: Group) -> set[nn.Parameter]:
-    """The parameters in the group's modules that are sharded over other ranks than the group's."""
+def _of_other_groups(model: nn.Module, plan: ShardPlan, group: Group) -> set[nn.Parameter]:
+    """The parameters in the group's modules that are sharded over other ranks than the group's, or cast otherwise."""
+    uncast = {name for other in plan.groups if not other.casts for name in other.parameters}
     return {
         parameter
         for prefix in group.modules
         for name, parameter in model.get_submodule(prefix).named_parameters(prefix=prefix)
-        if view_of(plan.splits.get(name)) != group.view
+        if view_of(plan.splits.get(name)) != group.view or (name in uncast) is group.casts
     }
 
 
 def _policy(plan: ShardPlan, group: Group) -> MixedPrecisionPolicy:
     master, compute, reduce = plan.dtypes
+    narrow = compute if compute != master else None  # a frozen base is in it already
     return MixedPrecisionPolicy(
-        param_dtype=compute if group.casts and compute != master else None,  # a frozen base is in it already
+        param_dtype=narrow if group.casts else torch.float32,
         reduce_dtype=None if reduce == compute else reduce,
         cast_forward_inputs=False,  # the model's own code decides what runs in fp32, as it does unsharded
     )

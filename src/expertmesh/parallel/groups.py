@@ -1,26 +1,30 @@
 """How each parameter is split, sharded and kept: what ep or tp splits, which FSDP2 groups there are, and which frozen
-experts stay packed (`precision.frozen`).
+weights stay packed (`precision.frozen`).
 
 `plan_groups` and `plan_frozen` decide, for `plan_shards`; `fsdp.shard` makes the groups. Nothing here communicates.
 """
 
+import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec, describe, is_adapter, is_inside
+from expertmesh.anatomy import Anatomy, describe, is_adapter, is_inside, packable_linears
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.experts.module_list import FusedExperts
+from expertmesh.introspection.compute_dtype import cast_inputs
 from expertmesh.parallel.refusals import adapter_shard_dim, expert_shard_dim
 from expertmesh.parallel.tensor_plan import TensorPlan
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.packed_format import PackedFormat, quantised_format
+from expertmesh.state.patching import exchanged, replace_forward
 from expertmesh.state.sharded_model import attach, sharded
 
 View = Literal["dense", "dense_tp", "expert"]
@@ -66,19 +70,21 @@ def plan_groups(
     layout: Layout,
     tensor: TensorPlan,
     expert_dims: Mapping[str, int],
-    uncast: Sequence[str],
+    uncast: Mapping[str, Sequence[str]],
 ) -> tuple[dict[str, Split], tuple[Group, ...]]:
     """(splits by parameter, groups in the order of their `fully_shard` calls, the root last).
 
-    `expert_dims` are those of `plan_expert_dims`; `uncast` modules are never cast.
+    `expert_dims` are those of `plan_expert_dims`; `uncast` has the parameters that are never cast, by the module whose
+    call gathers them.
     """
     splits = dict.fromkeys(expert_dims, Split("ep", 0))
     for part in tensor.parts:
         if part.is_split:
             dims = part.parameter_dims(model.get_submodule(part.name))
             splits |= {f"{part.name}.{leaf}": Split("tp", dim) for leaf, dim in dims.items()}
-    groups = list(_groups(model, anatomy, layout, tensor, expert_dims, uncast))
-    return splits, tuple(_with_parameters(model, groups, splits))
+    groups = list(_groups(model, anatomy, layout, tensor, expert_dims, tuple(uncast)))
+    kept = {name for names in uncast.values() for name in names}
+    return splits, tuple(_with_parameters(model, groups, splits, kept))
 
 
 def view_of(split: Split | None) -> View:
@@ -96,10 +102,10 @@ def _groups(
     expert_dims: Mapping[str, int],
     uncast: Sequence[str],
 ) -> Iterator[Group]:
-    """Experts; what is never cast, by block; each block; the input embedding; parts that tp splits; what is left.
+    """Experts; each block; the input embedding; parts that tp splits; what is never cast, by block; what is left.
 
-    Parts that tp splits come behind their blocks: those have the whole parameters of a part, and FSDP2 would not look
-    into a module that has a group.
+    Parts that tp splits, and modules with parameters that are not cast, come behind their blocks: those have the other
+    parameters in them, and FSDP2 would not look into a module that has a group.
     """
     for spec in anatomy.experts:
         if spec.post_norm:
@@ -109,51 +115,69 @@ def _groups(
         if layout.replicate * layout.efsdp > 1:
             dims = {name: dim for name, dim in expert_dims.items() if is_inside(name, spec.name)}
             yield Group((spec.name,), "expert", dims=dims)
-    for _, names in itertools.groupby(
-        uncast, key=lambda name: next((block for block in anatomy.blocks if is_inside(name, block)), name)
-    ):
-        yield Group(tuple(names), "dense", casts=False)
     yield from (Group((block,), "dense") for block in anatomy.blocks)
+    names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     tied = head is not None and getattr(head, "weight", None) is embedding.weight
     if not tied or layout.pp > 1:  # stages have one of the two
-        yield Group((next(name for name, module in model.named_modules() if module is embedding),), "dense")
+        yield Group((names[embedding],), "dense")
     yield from (Group((part.name,), "dense_tp") for part in tensor.parts if part.is_split)
-    yield Group(("",), "dense")
+    # The loss calls the head while the root is gathered, so a head that is not cast makes the root's group one.
+    root_casts = head is None or names[head] not in uncast
+    others = [name for name in uncast if root_casts or name != names[head]]
+    for _, inside in itertools.groupby(
+        others, key=lambda name: next((block for block in anatomy.blocks if is_inside(name, block)), name)
+    ):
+        yield Group(tuple(inside), "dense", casts=False)
+    if not root_casts:
+        taken = (*anatomy.blocks, *uncast, names[embedding])
+        left = [name for name, _ in model.named_parameters() if not any(is_inside(name, module) for module in taken)]
+        yield from (Group((module,), "dense") for module in dict.fromkeys(name.rpartition(".")[0] for name in left))
+    yield Group(("",), "dense", casts=root_casts)
 
 
-def _with_parameters(model: nn.Module, groups: Sequence[Group], splits: Mapping[str, Split]) -> Iterator[Group]:
-    """Each parameter belongs to the innermost group of its view around it."""
-    by_place = {(group.view, module): number for number, group in enumerate(groups) for module in group.modules}
+def _with_parameters(
+    model: nn.Module, groups: Sequence[Group], splits: Mapping[str, Split], uncast: Container[str]
+) -> Iterator[Group]:
+    """Each parameter belongs to the innermost group around it that is of its view, and casts it or does not."""
+    by_place = {
+        (group.view, group.casts, module): number for number, group in enumerate(groups) for module in group.modules
+    }
     members: list[list[str]] = [[] for _ in groups]
     # A tied parameter under both of its names: pipeline stages have one of the two.
     for name, _ in model.named_parameters(remove_duplicate=False):
-        view, module = view_of(splits.get(name)), name
-        while module and (view, module) not in by_place:
+        (view, casts), module = (view_of(splits.get(name)), name not in uncast), name
+        while module and (view, casts, module) not in by_place:
             module = module.rpartition(".")[0]
-        if (view, module) in by_place:
-            members[by_place[view, module]].append(name)
+        if (view, casts, module) in by_place:
+            members[by_place[view, casts, module]].append(name)
     for group, names in zip(groups, members, strict=True):
         yield replace(group, parameters=tuple(names))
 
 
 def plan_frozen(
-    model: nn.Module, anatomy: Anatomy, expert_dims: Mapping[str, int], frozen: str | None
+    model: nn.Module,
+    anatomy: Anatomy,
+    layout: Layout,
+    splits: Mapping[str, Split],
+    expert_dims: Mapping[str, int],
+    frozen: str | None,
 ) -> dict[str, PackedFormat]:
-    """The format of each expert parameter that is kept packed, by name. Raises `InputError` for what cannot be.
+    """The format of each parameter that is kept packed, by name. Raises `InputError` for what cannot be.
 
     `expert_dims`: the dim that efsdp shards, by parameter. Those that are `as_published` have been found in the files'
     headers before (weights/quantised/resident.py).
     """
     if frozen is None:
         return {}
-    formats: dict[str, PackedFormat] = {}
-    for spec in anatomy.experts:
-        formats |= _published(model, spec) if frozen == "as_published" else quantised_formats(model, spec, frozen)
-    for name in formats:
-        if model.get_parameter(name).requires_grad:
+    formats = _published(model) if frozen == "as_published" else quantised_formats(model, anatomy, frozen)
+    for name, kind in formats.items():
+        parameter = model.get_parameter(name)
+        if parameter.requires_grad:
             raise _refused(frozen, f"{name} trains; add lora, or set precision.frozen to null")
-        if expert_dims[name] != 0:
+        if kind.by_rows:
+            _refuse_cut_rows(frozen, name, parameter.shape, kind, layout, splits.get(name))
+        elif expert_dims[name] != 0:
             raise _refused(
                 frozen,
                 f"efsdp cuts {name} inside its experts, which stay whole when they are packed; choose parallel sizes "
@@ -162,50 +186,111 @@ def plan_frozen(
     return formats
 
 
+def _refuse_cut_rows(
+    frozen: str, name: str, shape: torch.Size, kind: PackedFormat, layout: Layout, split: Split | None
+) -> None:
+    """Raise `InputError` unless each rank gets as many whole rows as the others, and tp whole blocks of them."""
+    rows, columns = shape
+    rows = rows // layout.tp if split is not None and split.dim == 0 else rows
+    ranks = layout.fsdp * layout.cp * (1 if split is not None else layout.tp)
+    if rows % ranks:
+        raise _refused(frozen, f"{ranks} ranks cannot share the {rows} rows of {name} evenly; choose other sizes")
+    part = columns // layout.tp
+    if split is not None and split.dim == 1 and (part % 2 or (kind.grid[1] > 1 and part % kind.block[1])):
+        raise _refused(
+            frozen,
+            f"tp {layout.tp} cuts {name} inside its blocks of {kind.block[1]} columns, of which it has {columns}; "
+            "choose a smaller tp",
+        )
+
+
 def attach_formats(model: nn.Module, frozen: str) -> None:
     """Remember on a model, maybe on meta, which of its weights training has quantised to `frozen`."""
-    specs = describe(model).experts
-    formats = {name: kind for spec in specs for name, kind in quantised_formats(model, spec, frozen).items()}
-    attach(model, frozen_formats=formats)
+    attach(model, frozen_formats=quantised_formats(model, describe(model), frozen))
 
 
-def pack_frozen(model: nn.Module, formats: Mapping[str, PackedFormat]) -> None:
-    """Put packed tensors in the place of the parameters in `formats`, of which ep has left this rank its experts.
+def pack_linears(model: nn.Module, formats: Mapping[str, PackedFormat], device: torch.device) -> None:
+    """Put packed tensors on `device` in the place of those parameters in `formats` whose units are rows.
+
+    Values are quantised before tp splits them; on meta nothing is computed.
+    """
+    for name, kind in formats.items():
+        if kind.by_rows:
+            whole = model.get_parameter(name).detach()
+            packed = PackedTensor.of(whole, kind, whole.dtype)
+            _replace(model, name, packed if packed.is_meta else packed.to(device))
+
+
+def pack_experts(model: nn.Module, formats: Mapping[str, PackedFormat]) -> None:
+    """Put packed tensors in the place of the experts in `formats`, of which ep has left this rank its own.
 
     Values are quantised expert by expert; on meta nothing is computed.
     """
     for name, kind in formats.items():
-        parent, _, leaf = name.rpartition(".")
-        module = model.get_submodule(parent)
-        whole = module.get_parameter(leaf).data
-        assert isinstance(whole, DTensor)
-        with torch.no_grad():
-            packed = PackedTensor.of(whole.to_local(), kind, whole.dtype)
-            own = DTensor.from_local(packed, whole.device_mesh, whole.placements, run_check=False)
-        setattr(module, leaf, nn.Parameter(own, requires_grad=False))
+        if not kind.by_rows:
+            whole = model.get_parameter(name).data
+            assert isinstance(whole, DTensor)
+            with torch.no_grad():
+                packed = PackedTensor.of(whole.to_local(), kind, whole.dtype)
+                own = DTensor.from_local(packed, whole.device_mesh, whole.placements, run_check=False)
+            _replace(model, name, own)
 
 
-def _published(model: nn.Module, spec: ExpertsSpec) -> dict[str, PackedFormat]:
+def _replace(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))
+
+
+def cast_in_forward(model: nn.Module, buffers: Sequence[str], routers: Sequence[str], dtype: torch.dtype) -> None:
+    """Let the modules `buffers` see their own buffers in `dtype` while they run (in files these keep theirs), and the
+    modules `routers` get inputs in fp32.
+    """
+    for name in buffers:
+        module = model.get_submodule(name)
+        forward = partial(_with_cast_buffers, module, module.forward, dtype)
+        replace_forward(module, functools.wraps(module.forward)(forward))
+    for name in routers:
+        model.get_submodule(name).register_forward_pre_hook(cast_inputs, with_kwargs=True)
+
+
+def _with_cast_buffers(
+    module: nn.Module, forward: Callable[..., Any], dtype: torch.dtype, *args: Any, **kwargs: Any
+) -> Any:
+    buffers: dict[str, Any] = module._buffers
+    cast = {name: buffer.to(dtype) for name, buffer in buffers.items() if buffer.is_floating_point()}
+    with exchanged(buffers, cast):
+        return forward(*args, **kwargs)
+
+
+def _published(model: nn.Module) -> dict[str, PackedFormat]:
     formats: Mapping[str, PackedFormat] | None = sharded(model).frozen_formats
     if formats is None:
         raise _refused("as_published", "a model in memory has no files with codes; choose nf4, mxfp4, nvfp4 or float8")
-    return {
-        name: kind for name, kind in formats.items() if name in (f"{spec.name}.{spec.up}", f"{spec.name}.{spec.down}")
-    }
+    return dict(formats)
 
 
-def quantised_formats(model: nn.Module, spec: ExpertsSpec, frozen: str) -> dict[str, PackedFormat]:
-    """Those of one experts module whose weights are quantised to `frozen`; `InputError` where they cannot be."""
-    if spec.flat_gate is not None or isinstance(model.get_submodule(spec.name), FusedExperts):
-        raise _refused(frozen, f"{spec.name} does not hold its experts as one stack of matrices")
+def quantised_formats(model: nn.Module, anatomy: Anatomy, frozen: str) -> dict[str, PackedFormat]:
+    """Those of the weights that are quantised to `frozen`: routed experts, and linear layers of the blocks.
+
+    Raises `InputError` for experts that cannot be.
+    """
     formats = {}
-    for name in (f"{spec.name}.{spec.up}", f"{spec.name}.{spec.down}"):
-        rows, columns = model.get_parameter(name).shape[1:]
-        if spec.transposed:
-            rows, columns = columns, rows
-        if columns % 2:
-            raise _refused(frozen, f"{name} has {columns} columns, and a byte holds the codes of two; choose float8")
-        formats[name] = quantised_format(frozen, rows, columns, transposed=spec.transposed)
+    for spec in anatomy.experts:
+        if spec.flat_gate is not None or isinstance(model.get_submodule(spec.name), FusedExperts):
+            raise _refused(frozen, f"{spec.name} does not hold its experts as one stack of matrices")
+        for name in (f"{spec.name}.{spec.up}", f"{spec.name}.{spec.down}"):
+            rows, columns = model.get_parameter(name).shape[1:]
+            if spec.transposed:
+                rows, columns = columns, rows
+            if columns % 2:
+                raise _refused(
+                    frozen, f"{name} has {columns} columns, and a byte holds the codes of two; choose float8"
+                )
+            formats[name] = quantised_format(frozen, rows, columns, transposed=spec.transposed)
+    for layer in packable_linears(model, anatomy):
+        rows, columns = model.get_parameter(f"{layer}.weight").shape
+        if columns % 2 == 0:
+            formats[f"{layer}.weight"] = quantised_format(frozen, rows, columns, by_rows=True)
     return formats
 
 

@@ -15,7 +15,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.experts.balance import Balance, balance_of
 from expertmesh.experts.lora_state import adapter_state
-from expertmesh.introspection.compute_dtype import refuse_compute, uncast_modules
+from expertmesh.introspection.compute_dtype import Casts, plan_compute, with_wide_routers
 from expertmesh.introspection.experts_proof import confirm_experts
 from expertmesh.parallel.context import refuse_context
 from expertmesh.parallel.sequence import refuse_blocks
@@ -107,18 +107,15 @@ def refuse_dtypes(
     precision: PrecisionConfig,
     kept_in_fp32: Callable[[str], bool],
     twin: MetaTwin,
-) -> list[str]:
-    """Raise `InputError` for dtypes that a model does not have, or cannot be computed in.
-
-    Returns the modules that are never cast to the compute dtype.
-    """
+    router_dtype: str,
+) -> Casts:
+    """Raise `InputError` for dtypes that a model does not have, or cannot be computed in. Returns how it is."""
     master, compute = (getattr(torch, name) for name in (precision.params, precision.compute))
     _refuse_mixed_dtypes(model, master, master if adapter_state(model) is None else compute, kept_in_fp32)
-    if compute == master:
-        return []
-    uncast = uncast_modules(model, anatomy, kept_in_fp32)
-    refuse_compute(model, anatomy, compute, kept_in_fp32, twin.module)
-    return uncast
+    casts = Casts() if compute == master else plan_compute(model, anatomy, compute, kept_in_fp32, twin.module)
+    if router_dtype == "compute" or compute.itemsize > 2:
+        return casts
+    return with_wide_routers(model, anatomy, compute, casts, twin.module)
 
 
 def _refuse_mixed_dtypes(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, describe
+from expertmesh.anatomy import Anatomy, describe, is_inside
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.distributed.layout import Layout
 from expertmesh.experts.balance import Balance
@@ -49,8 +49,9 @@ class ShardPlan:
 
     `compute`: the backend of each experts module. `frozen` are the routers that are not trained, `checkpointed` the
     blocks that are recomputed in backward, `compiled` the parts that are compiled. `splits` are those parameters that
-    ep or tp splits. `groups` are in the order of their `fully_shard` calls, the root last. `packed` are the frozen
-    parameters that stay in 8 or 4 bits.
+    ep or tp splits. `groups` are in the order of their `fully_shard` calls, the root last. `cast_buffers` are modules
+    whose buffers are in the compute dtype while they run, `wide_routers` routers whose inputs are cast to fp32.
+    `packed` are the frozen parameters that stay in 8 or 4 bits.
     """
 
     layout: Layout
@@ -64,6 +65,8 @@ class ShardPlan:
     cut: Cut | None
     splits: Mapping[str, Split]
     groups: tuple[Group, ...]
+    cast_buffers: tuple[str, ...]
+    wide_routers: tuple[str, ...]
     packed: "Mapping[str, PackedFormat]"
     checkpointed: tuple[str, ...]
     compiled: tuple[str, ...]
@@ -76,11 +79,27 @@ class ShardPlan:
         return getattr(torch, precision.params), getattr(torch, precision.compute), getattr(torch, precision.reduce)
 
     @property
+    def uncast(self) -> frozenset[str]:
+        """The parameters that forward and backward use in float32 under a narrower compute dtype."""
+        return frozenset(name for group in self.groups if not group.casts for name in group.parameters)
+
+    @property
     def resolved(self) -> dict[str, str]:
-        """What `auto` of moe.dispatch and moe.compute became, to be printed."""
+        """What moe.dispatch, moe.compute and moe.router_dtype became, to be printed."""
         backends = Counter(self.compute.values())
         layers = ", ".join(f"{name} ({count} layers)" for name, count in backends.items())
-        return {"dispatch": self.dispatch, "compute": layers}
+        return {"dispatch": self.dispatch, "compute": layers, "router_dtype": self._router_dtype()}
+
+    def _router_dtype(self) -> str:
+        compute, routers = self.options.precision.compute, self.anatomy.routers
+        cast = [name for group in self.groups if group.casts for name in group.parameters]
+        if routers and self.uncast and not any(is_inside(name, router) for name in cast for router in routers):
+            return "float32"
+        if compute in ("float32", "float64"):
+            return compute
+        if self.options.moe.router_dtype == "float32":
+            return f"{compute} (the family's code does not run with a float32 router)"
+        return compute
 
 
 def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept_in_fp32: KeptInFp32) -> ShardPlan:
@@ -91,16 +110,17 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
     """
     anatomy, twin, precision = describe(model), MetaTwin(model), options.precision
     compute = getattr(torch, precision.compute)
-    backends = {spec.name: choose_backend(spec, options.moe.compute, compute) for spec in anatomy.experts}
+    asked, ep = options.moe.compute, layout.ep
+    backends = {spec.name: choose_backend(spec, asked, compute, spec.num_experts // ep) for spec in anatomy.experts}
     expert_dims = plan_expert_dims(model, anatomy, layout)
     frozen = anatomy.routers if options.moe.router == "frozen" else ()
     tensor, cut = plan_axes(model, anatomy, layout, twin, kept_in_fp32=kept_in_fp32, frozen=frozen)
     balance = refuse_model(model, anatomy, options.moe)
-    uncast = refuse_dtypes(model, anatomy, precision, kept_in_fp32, twin)
+    casts = refuse_dtypes(model, anatomy, precision, kept_in_fp32, twin, options.moe.router_dtype)
     checkpointed = checkpointed_blocks(model, anatomy, options.activation_checkpointing, options.checkpoint_layers)
     if options.compile:
-        refuse_compile(model, layout)
-    splits, groups = plan_groups(model, anatomy, layout, tensor, expert_dims, uncast)
+        refuse_compile(model, layout, precision.frozen)
+    splits, groups = plan_groups(model, anatomy, layout, tensor, expert_dims, casts.kept)
     dispatch = "all_to_all" if options.moe.dispatch == "auto" else options.moe.dispatch
     return ShardPlan(
         layout=layout,
@@ -114,7 +134,9 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
         cut=cut,
         splits=splits,
         groups=groups,
-        packed=plan_frozen(model, anatomy, expert_dims, precision.frozen),
+        cast_buffers=casts.buffers,
+        wide_routers=casts.routers,
+        packed=plan_frozen(model, anatomy, layout, splits, expert_dims, precision.frozen),
         checkpointed=checkpointed,
         compiled=tuple(compiled_parts(model, anatomy)) if options.compile else (),
         twin=twin,

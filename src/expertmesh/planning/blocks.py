@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from functools import cache
 
 from expertmesh.config.sections import BYTES_OF
-from expertmesh.experts.expert_mlp import DEQUANTISED_ELEMENTS
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning.model_figures import Block, Experts, GroupBytes, ModelFigures, group_bytes
 from expertmesh.planning.stages import Workload
+from expertmesh.state.packed import DEQUANTISED_ELEMENTS
 
 INDEX = 8  # int64
+# Bytes of a packed weight while it is looked up: code, int32 index, fp32 value.
+_LOOKED_UP = 0.5 + 2 + 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +125,22 @@ def block_memory(model: ModelFigures, block: Block, mode: CheckpointingMode, sha
         reducing=reducing,
         gradients=own.gradients + split.gradients,
         copied=reducing if sharding.gloo else 0.0,
-        working=block.figures.backward * sharding.part + hidden_bytes(model, sharding),
+        working=block.figures.backward * sharding.part
+        + hidden_bytes(model, sharding)
+        + _dequantised(block, model.compute_bytes, sharding),
         growing=block.figures.gradients / sharding.tp,
         experts=experts,
     )
+
+
+def _dequantised(block: Block, width: int, sharding: BlockSharding) -> float:
+    """The largest packed linear layer's values (`_Linear` of state/packed.py), and what a few rows of it become on the
+    way.
+    """
+    own = [size for group in (block.own, block.uncast) if group is not None for size in group.packed]
+    split = [] if block.split is None else [size / sharding.tp for size in block.split.packed]
+    largest = max([*own, *split], default=0)
+    return largest * width + min(largest, DEQUANTISED_ELEMENTS) * (_LOOKED_UP + width)
 
 
 def saved_by_kind(workload: Workload, modes: Sequence[CheckpointingMode]) -> list[SavedActivations]:
@@ -217,13 +231,13 @@ class _Experts:
         return self.experts.gathered(self.compute) * self.spec.num_experts / self.sharding.ep
 
     def dequantised(self) -> float:
-        """What a few packed experts are while their values are looked up: codes, int32 indices, fp32 values."""
+        """What a few packed experts are while their values are looked up."""
         packed = [matrix.elements for matrix in self.experts.matrices if matrix.packed]
         if not packed:
             return 0.0
         here = self.spec.num_experts / self.sharding.ep
         together = 1 if self.experts.looped else max(1, DEQUANTISED_ELEMENTS // max(packed))
-        return min(here, together) * max(packed) * (0.5 + 2 + 4)
+        return min(here, together) * max(packed) * _LOOKED_UP
 
     def saved(self) -> float:
         """expert_mlp.py saves rows, pre-activations and indices; dispatch.py the indices of the way back."""

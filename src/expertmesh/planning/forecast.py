@@ -14,7 +14,7 @@ import torch
 from expertmesh.config import Config
 from expertmesh.distributed.layout import Layout, explicit
 from expertmesh.io.terminal import gib
-from expertmesh.planning.hardware import Devices, hardware_table
+from expertmesh.planning.hardware import Devices, hardware_table, name_of
 from expertmesh.planning.probe import NotProbed
 from expertmesh.planning.read_model import figures_of_plan
 from expertmesh.planning.search import GIB, Candidate, Job, evaluate, layouts, supported_mode
@@ -55,7 +55,10 @@ def forecast(config: Config, checked: Checked) -> Forecast:
     notes += [warning] if warning else []
     if config.parallel.ep == "auto" and timed:
         notes += _other_ep(config, job, found)
-    return Forecast("; ".join(notes), prediction, warning, partial(_cures, config, checked, devices))
+    cures, peak = partial(_cures, config, checked, devices), None
+    if timed and devices.name != "cpu":  # of a processor the table has no peak, but what one reached
+        peak = found.speed.peak_flops * found.speed.tokens / found.speed.model_flops
+    return Forecast("; ".join(notes), prediction, warning, cures, peak)
 
 
 def _cures(config: Config, checked: Checked, devices: Devices) -> list[str]:
@@ -87,8 +90,7 @@ def devices_here(world_size: int) -> Devices | None:
         kind = torch.accelerator.current_accelerator()
         assert kind is not None
         module = torch.get_device_module(kind)
-        called = module.get_device_name().lower()
-        name = next((key for key, each in table.items() if any(part.lower() in called for part in each.matches)), None)
+        name = name_of(module.get_device_name(), table)
         if name is None:
             return None
         memory = float(module.get_device_properties(module.current_device()).total_memory)

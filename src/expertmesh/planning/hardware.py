@@ -120,9 +120,16 @@ def hardware_table(extra: str | Path | None = None) -> dict[str, Hardware]:
     return table
 
 
+def name_of(called: str, table: Mapping[str, Hardware]) -> str | None:
+    """The entry for a device that the driver calls so, or None; the first that matches counts."""
+    return next((name for name, each in table.items() if any(p.lower() in called.lower() for p in each.matches)), None)
+
+
 def parse_devices(text: str, table: Mapping[str, Hardware]) -> Devices:
-    """`2x8 h200` (nodes x devices), or `16 h200` (whole nodes as far as they go). `InputError` names what is wrong."""
-    matched = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*(?:x\s+|\s)\s*([\w.-]+)\s*", text.lower())
+    """`2x8 h200` or `2x8xh200` (nodes x devices), `16 h200` or `16xh200` (whole nodes as far as they go). `InputError`
+    names what is wrong.
+    """
+    matched = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*[x\s]\s*([\w.-]*[a-z][\w.-]*)\s*", text.lower())
     if matched is None:
         raise InputError(
             f"--devices {text!r}: write nodes x devices and their kind, as in '2x8 h200'", key="plan.invalid-devices"

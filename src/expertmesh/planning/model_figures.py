@@ -19,16 +19,17 @@ from expertmesh.training.optimizers.build import moment_bytes
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One parameter that is not a routed expert's. `bytes` per element as stored, `compute` as computed with; `split`:
-    the dim that tp splits, or None; `is_matrix`: whether Muon is for it.
+    """One parameter that is not a routed expert's. `bytes` per element as stored, `compute` as gathered; `split`: the
+    dim that tp splits, or None; `is_matrix`: whether Muon is for it; `packed`: it is dequantised for each use.
     """
 
     shape: tuple[int, ...]
     trains: bool
-    bytes: int
-    compute: int
+    bytes: float
+    compute: float
     split: int | None
     is_matrix: bool
+    packed: bool = False
 
     @property
     def numel(self) -> int:
@@ -54,6 +55,11 @@ class ParamGroup:
     @property
     def numel(self) -> int:
         return sum(weight.numel for weight in self.weights)
+
+    @property
+    def packed(self) -> list[int]:
+        """Elements of each weight that is dequantised for each use."""
+        return [weight.numel for weight in self.weights if weight.packed]
 
     def sharded_over(self, ranks: int, tp: int) -> int:
         """Ranks that share a group: `ranks` of fsdp and cp, and those of tp for what tp does not split."""
@@ -92,7 +98,7 @@ def group_bytes(group: ParamGroup | None, ranks: int, tp: int, optimizer: Optimi
         if weight.trains:
             cut = tp if weight.is_split_on_last else 1
             totals[2] += moment_bytes(
-                optimizer, weight.shape, weight.bytes, is_matrix=weight.is_matrix, here=shard, cut=cut
+                optimizer, weight.shape, int(weight.bytes), is_matrix=weight.is_matrix, here=shard, cut=cut
             )
             totals[5] += gathered * weight.compute
             totals[6] += shard * over

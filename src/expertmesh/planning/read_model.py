@@ -3,6 +3,7 @@ is downloaded.
 """
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import PreTrainedConfig
 from expertmesh.anatomy import ExpertsSpec, is_adapter, is_inside
 from expertmesh.config import LoraConfig, PrecisionConfig
 from expertmesh.distributed.layout import Layout
-from expertmesh.introspection.compute_dtype import cast_on_meta
+from expertmesh.introspection.compute_dtype import cast_inputs, cast_on_meta
 from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.shard_plan import KeptInFp32, ShardOptions, ShardPlan
 from expertmesh.parallel.tensor_plan import TensorPlan, shared_by_heads
@@ -58,7 +59,12 @@ def figures_of_plan(plan: ShardPlan, *, length: int, lora: LoraConfig | None, pa
     compute = plan.dtypes[1]
     fp32 = kept_in_fp32(twin, compute)
     state = twin.state_dict(keep_vars=True)
-    with cast_on_meta([tensor for name, tensor in state.items() if not fp32(name)], compute):
+    with ExitStack() as stack:
+        for router in map(twin.get_submodule, plan.wide_routers):
+            stack.callback(router.register_forward_pre_hook(cast_inputs, with_kwargs=True).remove)
+        stack.enter_context(cast_on_meta([tensor for name, tensor in state.items() if not fp32(name)], compute))
+        wide = [tensor for name, tensor in state.items() if name in plan.uncast]
+        stack.enter_context(cast_on_meta(wide, torch.float32))
         return _figures(twin, plan, fp32, length=length, lora=lora, packed=packed)
 
 
@@ -115,7 +121,7 @@ class _Reader:
     def __init__(
         self, model: Any, plan: ShardPlan, fp32: KeptInFp32, lora: LoraConfig | None, tensor_plan: TensorPlan
     ) -> None:
-        self.model, self.fp32, self.lora, self.tensor_plan = model, fp32, lora, tensor_plan
+        self.model, self.fp32, self.uncast, self.lora, self.tensor_plan = model, fp32, plan.uncast, lora, tensor_plan
         self.master, self.width, _ = plan.dtypes
         self.backends, self.packed = plan.compute, plan.packed
         self.specs = {spec.name: spec for spec in plan.anatomy.experts}
@@ -143,7 +149,7 @@ class _Reader:
     def block(self, name: str, figures: BlockFigures) -> Block:
         spec = next((spec for spec in self.specs.values() if spec.name.startswith(f"{name}.")), None)
         dense = [parameter for parameter in self.of_block[name] if not self._is_expert(parameter)]
-        uncast = [parameter for parameter in dense if self.fp32(parameter) and self.master != self.width]
+        uncast = [parameter for parameter in dense if parameter in self.uncast]
         split = [parameter for parameter in dense if parameter in self.split_dims]
         return Block(
             own=self.group(parameter for parameter in dense if parameter not in (*uncast, *split)),
@@ -197,13 +203,15 @@ class _Reader:
         )
 
     def _weight(self, name: str) -> Weight:
-        parameter = self.parameters[name]
-        least = 4 if self.fp32(name) else 0
+        parameter, kind = self.parameters[name], self.packed.get(name)
+        least = 4 if self.fp32(name) else 0  # of a base that is stored in the compute dtype
+        packed = None if kind is None else kind.bytes / kind.columns
         return Weight(
             shape=tuple(parameter.shape),
             trains=parameter.requires_grad,
-            bytes=max(self._stored(name).itemsize, least),
-            compute=max(self.width.itemsize, least),
+            bytes=packed or max(self._stored(name).itemsize, least),
+            compute=packed or (4 if name in self.uncast else self.width.itemsize),
+            packed=kind is not None,
             split=self.split_dims.get(name),
             is_matrix=name in self.matrices,
         )

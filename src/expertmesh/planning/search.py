@@ -70,10 +70,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A layout that cannot be, and why, in a sentence."""
+    """A layout that cannot be, and why, in a sentence. `least`: its most frugal form, where only memory is missing."""
 
     layout: Layout
     reason: str
+    least: Candidate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ def plan(job: Job, goal: Goal = "speed", fixed: ParallelConfig | None = None) ->
         if least.fits(job):
             frugal.append(least)
         else:
-            rejected.append(Rejected(layout, _too_large(job, least)))
+            rejected.append(Rejected(layout, _too_large(job, least), least))
     # Thousands of layouts of a large job are told apart by their most frugal form; the best get all their variants.
     frugal.sort(key=order)
     for place, least in enumerate(frugal[:FULLY_CONSIDERED]):

@@ -185,7 +185,8 @@ def _micro_batch(
         products = figures.products * share / rates.products
         attention = figures.attention / 2 * share / rates.attention
         experts, moving = _expert_seconds(model, block, tokens, ep, imbalance, rates)
-        moved = [size * share / rates.bandwidth + n * moving for n, size in enumerate(figures.moved, 1)]
+        unpacking = sum(sum(group.packed) for group in block.groups) * DEQUANTISING / rates.bandwidth
+        moved = [size * share / rates.bandwidth + n * moving + unpacking for n, size in enumerate(figures.moved, 1)]
         operations = (0, 0) if block.experts is None else EXPERT_OPERATIONS
         launches = [(a + b) * rates.launch for a, b in zip(figures.operations, operations, strict=True)]
         found.add(count, products, experts, attention, moved[0], launches[0])

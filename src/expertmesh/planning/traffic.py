@@ -210,17 +210,19 @@ def _experts(model: ModelFigures, rank: PipelineRank) -> tuple[int, float, float
 def _of_dispatch(
     experts: Experts, model: ModelFigures, layout: Layout, rows: int, mode: CheckpointingMode, imbalance: float
 ) -> Transfer:
-    """Counts, rows and pairs there and rows back in forward; rows, weights and rows in backward (dispatch.py)."""
+    """Counts, pairs and rows there and rows back in forward; rows, weights and rows in backward (dispatch.py). A second
+    run of the forward has the counts.
+    """
     ranks = layout.ep
     tokens = rows * model.length / (layout.cp * layout.tp)
     routed = experts.router.routed(tokens, ranks, imbalance)
     row = experts.spec.hidden_size * model.compute_bytes
     weight = max(4, model.compute_bytes)
     counts = (ranks + experts.spec.num_experts) * 8
-    forward = counts + routed.sent * row + tokens * experts.router.top_k * 2 * weight + routed.rows * row
+    forward = routed.sent * row + tokens * experts.router.top_k * 2 * weight + routed.rows * row
     backward = routed.sent * row + routed.rows * row + routed.pairs * weight
     runs = 2 if mode == "full" else 1
-    return Transfer("ep", "all_to_all", 4 * runs + 3, forward * runs + backward, ranks)
+    return Transfer("ep", "all_to_all", 4 + 3 * runs, counts + forward * runs + backward, ranks)
 
 
 def _of_sequence(

@@ -36,12 +36,14 @@ class Metrics:
     """Rows in the order of their steps. S reported steps, L MoE layers; what a row does not say is NaN.
 
     `numbers` has a column `[S]` for each of `NUMBERS`, `evaluated` one for each of `EVALUATED`, as long as `eval_step`;
-    `load_SL` has one table `[S, L]` for each of `WORST`.
+    `load_SL` has one table `[S, L]` for each of `WORST`. `tokens`: the last step with the tokens of every
+    expert, and these, `[L, E]`.
     """
 
     step: npt.NDArray[np.int64]
     numbers: dict[str, Column]
     load_SL: dict[str, npt.NDArray[np.float32]]
+    tokens: tuple[int, npt.NDArray[np.float64]] | None
     skipped: tuple[tuple[int, str], ...]
     eval_step: npt.NDArray[np.int64]
     evaluated: dict[str, Column]
@@ -75,6 +77,7 @@ class _Rows:
     loads: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
     skipped: dict[int, str] = field(default_factory=dict)
     evaluations: dict[int, list[float]] = field(default_factory=dict)
+    tokens: tuple[int, npt.NDArray[np.float64]] | None = None
     repeated: set[int] = field(default_factory=set)
     strange: list[int] = field(default_factory=list)
     cut_short: bool = False
@@ -91,6 +94,7 @@ class _Rows:
                 self.repeated.add(step)
             self.steps[step] = [_number(row.get(key)) for key in NUMBERS]
             self.loads[step] = _load(row.get("expert_load"))
+            self.tokens = _tokens(step, row.get("expert_tokens")) or self.tokens
             self.skipped.pop(step, None)
             if row.get("skipped") is not None:
                 self.skipped[step] = str(row["skipped"])
@@ -138,6 +142,7 @@ def _columns(rows: _Rows) -> Metrics:
         step=np.array(steps, dtype=np.int64),
         numbers={key: table[:, place] for place, key in enumerate(NUMBERS)},
         load_SL={key: load_SLK[:, :, place] for place, key in enumerate(WORST)},
+        tokens=rows.tokens,
         skipped=tuple(sorted(rows.skipped.items())),
         eval_step=np.array(evaluated, dtype=np.int64),
         evaluated={
@@ -175,3 +180,13 @@ def _load(value: Any) -> npt.NDArray[np.float32]:
         table = np.array(numbers, dtype=np.float32).reshape(len(numbers), len(WORST))
     table[~np.isfinite(table)] = np.nan
     return table
+
+
+def _tokens(step: int, value: Any) -> tuple[int, npt.NDArray[np.float64]] | None:
+    """Counts `[L, E]` of a row; None for anything else."""
+    layers = value if isinstance(value, list) else []
+    counts = [[_number(each) for each in layer] for layer in layers if isinstance(layer, list)]
+    if not counts or not counts[0] or len({len(layer) for layer in counts}) > 1 or len(counts) != len(layers):
+        return None
+    table = np.array(counts, dtype=np.float64)
+    return (step, table) if np.isfinite(table).all() and (table >= 0).all() else None

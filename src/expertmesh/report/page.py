@@ -1,15 +1,21 @@
 """The whole page, from a run that was read: `render` gives it as text, `write` puts it in its place.
 
-One file without scripts, fonts or pictures from elsewhere: its own content security policy forbids the browser to load
-anything at all. page.html.j2 lays it out; every text in it is escaped unless it is a figure of ours.
+One file without fonts, pictures or scripts from elsewhere: its own content security policy lets the browser load
+nothing at all, and run hover.js alone, by its hash. page.html.j2 and together.html.j2 lay it out; every text in it is
+escaped unless it is a figure of ours.
 """
 
+import base64
+import hashlib
+import json
 import math
 import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
+from string import ascii_uppercase as LETTERS
 from typing import Any
 
 import numpy as np
@@ -18,11 +24,14 @@ from markupsafe import Markup
 
 from expertmesh.config.errors import InputError
 from expertmesh.io.safetensors_writer import replace_synced
+from expertmesh.io.terminal import duration
+from expertmesh.report.advice import advice
 from expertmesh.report.metrics import WORST
-from expertmesh.report.plots import draw, short
+from expertmesh.report.plots import draw, draw_together, short
 from expertmesh.report.run import CONFIG_FILE, Run
 from expertmesh.report.series import MAX_POINTS, ignoring_nan, summarize, thin_grid, thin_line
 from expertmesh.training.reporting.record import Start
+from expertmesh.training.resume import flat
 
 NOTHING = "–"
 # "Lately" is this share of the rows, at the end.
@@ -31,15 +40,9 @@ _LATELY = 10
 
 def render(run: Run) -> str:
     """The page as HTML text. The same run gives the same page but for the time in its footer."""
-    environment = Environment(
-        loader=PackageLoader("expertmesh", "report"), autoescape=True, undefined=StrictUndefined, finalize=_visible,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    words = {"number": number, "whole": whole, "size": size, "duration": duration, "plural": plural, "short": short}
-    environment.filters |= words
-    environment.globals |= words | {"summarize": summarize, "ratio": _ratio, "earlier": _earlier, "NOTHING": NOTHING}
     metrics = run.metrics
-    page = environment.get_template("page.html.j2").render(
+    return _filled(
+        "page.html.j2",
         run=run,
         title=run.directory.resolve().name or str(run.directory),
         config_file=shlex.quote(str(run.directory / CONFIG_FILE)),
@@ -48,8 +51,44 @@ def render(run: Run) -> str:
         max_points=MAX_POINTS,
         figures=draw(run),
         experts=_experts(run),
+        advice=list(advice(run)),
+    )
+
+
+def render_together(runs: Sequence[Run]) -> str:
+    """One page that compares several runs, each called by a letter."""
+    configs = [flat(run.config.model_dump(mode="json")) if run.config is not None else {} for run in runs]
+    keys = dict.fromkeys(key for config in configs for key in config if key != "output_dir")
+    values = {key: [_text(config.get(key)) if config else NOTHING for config in configs] for key in keys}
+    return _filled(
+        "together.html.j2",
+        title=plural(len(runs), "run"),
+        runs=list(zip(LETTERS, runs, strict=False)),
+        figures=draw_together(runs),
+        differing={key: shown for key, shown in values.items() if len(set(shown)) > 1},
+    )
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _filled(template: str, **content: Any) -> str:
+    environment = Environment(
+        loader=PackageLoader("expertmesh", "report"), autoescape=True, undefined=StrictUndefined, finalize=_visible,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    words = {"number": number, "whole": whole, "size": size, "duration": _duration, "plural": plural, "short": short}
+    environment.filters |= words
+    environment.globals |= words | {"summarize": summarize, "ratio": _ratio, "earlier": _earlier, "NOTHING": NOTHING}
+    script = files("expertmesh.report").joinpath("hover.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    page = environment.get_template(template).render(
+        script=Markup(script),
+        script_hash=digest,
         written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         version=version("expertmesh"),
+        **content,
     )
     return f"{page}\n"
 
@@ -131,15 +170,8 @@ def size(value: float) -> str:
     return f"{value:.0f} bytes"
 
 
-def duration(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return NOTHING
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min" if minutes < 72 * 60 else f"{seconds / 86400:.1f} days"
+def _duration(seconds: float) -> str:
+    return duration(seconds) if math.isfinite(seconds) else NOTHING
 
 
 def plural(count: int, word: str) -> str:

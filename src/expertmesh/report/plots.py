@@ -5,16 +5,19 @@ A figure is as wide as a phone's screen, so that its text stays readable there.
 """
 
 import io
+import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from string import ascii_uppercase as LETTERS
+from typing import Any, Protocol
 
 import matplotlib.style
 import numpy as np
-from markupsafe import Markup
+import numpy.typing as npt
+from markupsafe import Markup, escape
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
@@ -23,6 +26,7 @@ from matplotlib.ticker import Locator, LogLocator, MaxNLocator, NullFormatter, N
 from expertmesh.report.metrics import WORST
 from expertmesh.report.run import Run
 from expertmesh.report.series import Line, summarize, thin_grid, thin_line
+from expertmesh.training.reporting.data_record import Bin
 
 # Drawn in place of the style sheet's colours, so that one picture suits a light page, a dark one and paper.
 INK, GRID, FIRST, SECOND, BAD = "#010203", "#020304", "#030405", "#040506", "#050607"
@@ -61,6 +65,62 @@ CURVES = {
 }
 
 
+# At most so many cells of a heat map are told under the pointer.
+_MOST_CELLS = 16_000
+# Of several runs in one figure; they can be told apart on a light and on a dark page.
+_RUNS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
+
+
+class Hover(Protocol):
+    """What hover.js shows under the pointer."""
+
+    def data(self, axes: Axes) -> dict[str, Any]: ...
+
+
+@dataclass(slots=True)
+class HoverLines:
+    """By name: steps and values, in the units of the axis."""
+
+    lines: dict[str, tuple[npt.NDArray[Any], npt.NDArray[Any]]] = field(default_factory=dict)
+
+    def data(self, axes: Axes) -> dict[str, Any]:
+        lines = []
+        for name, (step, value) in self.lines.items():
+            x = _to_svg(axes, step, np.nan_to_num(value, nan=1.0))[0]
+            texts = [_rounded(each) for each in value]
+            lines.append({"name": name, "x": x, "step": [round(each) for each in step.tolist()], "value": texts})
+        return {"lines": lines}
+
+
+@dataclass(slots=True)
+class HoverGrid:
+    """A heat map: names of rows and columns, where it lies (left, right, top, bottom) in the axis, and its values."""
+
+    rows: list[str]
+    columns: list[str]
+    extent: tuple[float, float, float, float]
+    values: npt.NDArray[Any]
+
+    def data(self, axes: Axes) -> dict[str, Any]:
+        left, right, bottom, top = self.extent
+        (x0, x1), (y0, y1) = _to_svg(axes, np.array([left, right]), np.array([top, bottom]))
+        values = [[_rounded(each) for each in row] for row in self.values.tolist()]
+        return {"box": [x0, y0, x1, y1], "rows": self.rows, "columns": self.columns, "values": values}
+
+
+def _to_svg(axes: Axes, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> tuple[list[float], list[float]]:
+    """Places in the picture, once it is drawn; it counts points from the top."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    places = axes.transData.transform(np.column_stack([x, y])) * 72 / figure.dpi
+    height = figure.get_figheight() * 72
+    return [round(float(each), 1) for each in places[:, 0]], [round(height - float(each), 1) for each in places[:, 1]]
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.4g}") if np.isfinite(value) else None
+
+
 def draw(run: Run) -> dict[str, Markup]:
     """Figures by the key of what they show in metrics.jsonl; what has no finite value has none."""
     metrics, figures = run.metrics, {}
@@ -70,17 +130,88 @@ def draw(run: Run) -> dict[str, Markup]:
     for key, values_SL in metrics.load_SL.items():
         if np.isfinite(values_SL).any() and not (key == "dead" and np.nanmax(values_SL) == 0):
             figures[key] = _svg(key, partial(_draw_heat_map, run, key))
+    if metrics.tokens is not None:
+        figures["expert_tokens"] = _svg("expert_tokens", partial(_draw_tokens, run, metrics.tokens[1]))
+    if run.data is not None and any(each.samples for each in run.data.lengths):
+        figures["lengths"] = _svg("lengths", partial(_draw_lengths, run.data.lengths))
     return figures
 
 
-def _draw_curve(run: Run, key: str, figure: Figure, axes: Axes) -> None:
+def draw_together(runs: Sequence[Run]) -> dict[str, Markup]:
+    """The same figures of several runs in one picture each, named by letters; what only one of them has, too."""
+    figures = {}
+    for key in ("loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second"):
+        lines = {}
+        for letter, run in zip(LETTERS, runs, strict=False):
+            step, value = _tendency(run, key)
+            if np.isfinite(value).any():
+                lines[letter] = step, value
+        if lines:
+            figures[key] = _svg(key, partial(_draw_lines, lines))
+    return figures
+
+
+def _tendency(run: Run, key: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    if key == "eval_loss":
+        return run.metrics.eval_step, run.metrics.evaluated["loss"]
+    thin = thin_line(run.metrics.step, run.metrics[key])
+    return thin.step, thin.middle if thin.smooth is None else thin.smooth
+
+
+def _draw_lines(lines: dict[str, tuple[npt.NDArray[Any], npt.NDArray[Any]]], figure: Figure, axes: Axes) -> Hover:
+    for letter, (step, value) in lines.items():
+        few = "o" if len(step) <= _FEW else None
+        colour = _RUNS[LETTERS.index(letter) % len(_RUNS)]
+        axes.plot(step, value, color=colour, linewidth=1.6, marker=few, markersize=3, label=letter)
+    _step_axis(axes)
+    axes.yaxis.set_major_formatter(short)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=10)
+    return HoverLines(dict(lines))
+
+
+def _draw_tokens(run: Run, tokens_LE: npt.NDArray[np.float64], figure: Figure, axes: Axes) -> Hover:
+    """Tokens of every expert over the mean of its layer."""
+    load_LE = tokens_LE / np.maximum(tokens_LE.mean(axis=1, keepdims=True), 1e-9)
+    layers, experts = load_LE.shape
+    extent = (-0.5, experts - 0.5, layers - 0.5, -0.5)
+    picture = axes.imshow(
+        load_LE, cmap="cividis", norm=Normalize(0, max(2.0, float(np.quantile(load_LE, 0.99)))), aspect="auto",
+        interpolation="nearest", extent=extent,
+    )  # fmt: skip
+    axes.grid(False)
+    blocks = run.moe_blocks if len(run.moe_blocks) == layers else list(range(layers))
+    _block_axis(axes, blocks)
+    axes.set_xlabel("expert")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    bar = figure.colorbar(picture, ax=axes, pad=0.02, aspect=16, format=short)
+    bar.outline.set_visible(False)
+    names = [f"expert {number}" for number in range(experts)]
+    return HoverGrid([f"block {block}" for block in blocks], names, extent, load_LE)
+
+
+def _draw_lengths(lengths: Sequence[Bin], figure: Figure, axes: Axes) -> None:
+    """How many samples have how many tokens; the last bar is of those beyond all others."""
+    edges = [each.above for each in lengths]
+    width = edges[1] - edges[0] if len(edges) > 1 else 1
+    axes.bar(edges, [each.samples for each in lengths], width=0.92 * width, align="edge", color=FIRST)
+    axes.set_xlabel("tokens of a sample")
+    axes.yaxis.set_major_formatter(short)
+    axes.xaxis.set_major_formatter(short)
+
+
+def _draw_curve(run: Run, key: str, figure: Figure, axes: Axes) -> Hover:
     metrics, curve = run.metrics, CURVES[key]
-    _draw_line(axes, thin_line(metrics.step, metrics[key] / curve.unit), curve.noisy, curve.label, FIRST)
+    line, hover = thin_line(metrics.step, metrics[key] / curve.unit), HoverLines()
+    _draw_line(axes, line, curve.noisy, curve.label, FIRST)
+    hover.lines[curve.label] = line.step, line.middle
     if curve.beside is not None:
         other, label = curve.beside
-        _draw_line(axes, thin_line(metrics.step, metrics[other]), curve.noisy, label, SECOND)
+        line = thin_line(metrics.step, metrics[other])
+        _draw_line(axes, line, curve.noisy, label, SECOND)
+        hover.lines[label] = line.step, line.middle
     evaluated = metrics.evaluated.get(key)
     if evaluated is not None and np.isfinite(evaluated).any():
+        hover.lines["evaluation"] = metrics.eval_step, evaluated
         axes.plot(metrics.eval_step, evaluated, "D-", color=SECOND, linewidth=1.5, ms=4.5, label="evaluation")
     log = False
     if key == "grad_norm":
@@ -99,6 +230,7 @@ def _draw_curve(run: Run, key: str, figure: Figure, axes: Axes) -> None:
     _draw_steps(run, axes, INK)
     if len(axes.get_legend_handles_labels()[1]) > 1:
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=3)
+    return hover
 
 
 def _draw_line(axes: Axes, line: Line, noisy: bool, label: str, colour: str) -> None:
@@ -120,7 +252,7 @@ def _draw_line(axes: Axes, line: Line, noisy: bool, label: str, colour: str) -> 
         axes.plot(line.step[alone], line.middle[alone], ".", color=colour, markersize=4)
 
 
-def _draw_heat_map(run: Run, key: str, figure: Figure, axes: Axes) -> None:
+def _draw_heat_map(run: Run, key: str, figure: Figure, axes: Axes) -> Hover | None:
     """Layers from top to bottom, steps from left to right; bright is what needs attention."""
     grid = thin_grid(run.metrics.step, run.metrics.load_SL[key], WORST[key])
     low, high = float(np.nanmin(grid.values_LC)), float(np.nanmax(grid.values_LC))
@@ -136,9 +268,7 @@ def _draw_heat_map(run: Run, key: str, figure: Figure, axes: Axes) -> None:
         extent=(grid.first, grid.last, count - 0.5, -0.5), zorder=3,
     )  # fmt: skip
     axes.grid(False)
-    shown = np.unique(np.linspace(0, count - 1, min(count, 9)).round().astype(int))
-    axes.set_yticks(shown, [str(run.moe_blocks[place]) for place in shown])
-    axes.set_ylabel("block")
+    _block_axis(axes, run.moe_blocks)
     ticks: Locator = MaxNLocator(nbins=6, integer=key == "dead", steps=[1, 2, 5, 10])
     if key == "max_over_mean":
         ticks = LogLocator(base=2, subs=(1, 1.5))
@@ -149,6 +279,19 @@ def _draw_heat_map(run: Run, key: str, figure: Figure, axes: Axes) -> None:
     for step in run.resumed:
         axes.axvline(step + 0.5, color="#ffffff", linewidth=1.6, zorder=4)
     _draw_steps(run, axes, "#000000")
+    if grid.values_LC.size > _MOST_CELLS:
+        return None
+    columns = grid.values_LC.shape[1]
+    steps = np.linspace(grid.first, grid.last, columns + 1)
+    names = [f"to step {int(step):,}" for step in steps[1:]]
+    extent = (grid.first, grid.last, count - 0.5, -0.5)
+    return HoverGrid([f"block {block}" for block in run.moe_blocks], names, extent, grid.values_LC)
+
+
+def _block_axis(axes: Axes, blocks: Sequence[int]) -> None:
+    shown = np.unique(np.linspace(0, len(blocks) - 1, min(len(blocks), 9)).round().astype(int))
+    axes.set_yticks(shown, [str(blocks[place]) for place in shown])
+    axes.set_ylabel("block")
 
 
 def _draw_steps(run: Run, axes: Axes, line_colour: str) -> None:
@@ -159,6 +302,10 @@ def _draw_steps(run: Run, axes: Axes, line_colour: str) -> None:
     if skipped:
         edge = axes.get_xaxis_transform()
         axes.plot(skipped, np.ones(len(skipped)), "v", markersize=6, color=BAD, transform=edge, clip_on=False, zorder=5)
+    _step_axis(axes)
+
+
+def _step_axis(axes: Axes) -> None:
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -172,16 +319,20 @@ def short(value: float, place: float = 0) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def _svg(name: str, draw_on: Callable[[Figure, Axes], None]) -> Markup:
+def _svg(name: str, draw_on: Callable[[Figure, Axes], Hover | None]) -> Markup:
     """A figure in our style, whatever the user's matplotlibrc says, as an `<svg>` whose ids begin with `name`."""
     written = io.StringIO()
     with matplotlib.style.context(_STYLE, after_reset=True):
         figure = Figure()
-        draw_on(figure, figure.add_subplot())
+        axes = figure.add_subplot()
+        hover = draw_on(figure, axes)
         figure.savefig(written, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = written.getvalue()
     prefix = name.replace("/", "-")
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", svg[svg.index("<svg") :])
+    if hover is not None:
+        told = escape(json.dumps(hover.data(axes), separators=(",", ":")))
+        svg = svg.replace("<svg ", f'<svg data-hover="{told}" ', 1)
     for drawn, meant in COLOURS.items():
         svg = svg.replace(drawn, meant)
     return Markup(svg)

@@ -19,6 +19,7 @@ from expertmesh.io.reading import read_file, read_json, shortened
 from expertmesh.io.versioned_json import first_problem
 from expertmesh.report.metrics import Metrics, read_metrics
 from expertmesh.training.lock import Owner, holder
+from expertmesh.training.reporting.data_record import DATA_FILE, DataRecord
 from expertmesh.training.reporting.record import RECORD_FILE, RunRecord, read_record
 
 CONFIG_FILE, METRICS_FILE, VERIFICATION_FILE, AUDIT_FILE = (
@@ -105,6 +106,7 @@ class Run:
     record: RunRecord | None
     verification: Verification | None
     audit: Audit | None
+    data: DataRecord | None
     checkpoints: tuple[int, ...]
     results: tuple[str, ...]
     owner: Owner | None
@@ -167,6 +169,7 @@ def read_run(directory: Path) -> Run:
         record=_record(directory, notes),
         verification=_json_file(directory / VERIFICATION_FILE, Verification, notes),
         audit=_json_file(directory / AUDIT_FILE, Audit, notes),
+        data=_json_file(directory / DATA_FILE, DataRecord, notes),
         checkpoints=tuple(step for step, _ in published(directory / CHECKPOINTS)),
         results=tuple(name for name in RESULTS if (directory / name).is_dir()),
         owner=holder(directory),

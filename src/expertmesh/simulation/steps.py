@@ -15,7 +15,7 @@ def counted_steps(model: nn.Module, batch: Batch, length: int, packed: bool) -> 
     """A first step, in which FSDP2 and the optimizer allocate what stays, and one that is counted: its tracker, and the
     bytes of parameters and optimizer before it. `model` has fake tensors.
     """
-    _fake_buffers(model)
+    fake_buffers(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
     tokens = torch.zeros(batch.rows, length, dtype=torch.int64)
     micro = {"input_ids": tokens, "labels": tokens}
@@ -44,7 +44,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return stored(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
 
 
-def _fake_buffers(model: nn.Module) -> None:
+def fake_buffers(model: nn.Module) -> None:
     """Rotary frequencies and the like have values, which a fake step must not meet."""
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):

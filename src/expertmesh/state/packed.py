@@ -1,21 +1,27 @@
-"""Frozen expert weights that stay packed: a tensor with the shape and the dtype of the values, which holds their codes.
+"""Frozen weights that stay packed: a tensor with the shape and the dtype of the values, which holds their codes.
 
-It takes a parameter's place, so that names, shapes, ep slices and FSDP2's shards are those of plain weights; FSDP2
-gathers its bytes (`fsdp_pre_all_gather`). Nothing but moving whole experts works on it: whoever needs values asks for
-those of a few experts at a time (`values_at`, experts/expert_mlp.py), and a wide copy of all never exists.
+It takes a parameter's place, so that names, shapes, slices of ep and tp and FSDP2's shards are those of plain weights;
+FSDP2 gathers its bytes (`fsdp_pre_all_gather`). Two things work on it beside moving whole units (an expert's matrix, or
+a row of a linear layer's): asking for the values of some (`experts`, `values_at`; experts/expert_mlp.py), and
+`F.linear`, which dequantises one weight at a time, again in backward.
 
-    L experts on this rank, B bytes of one
+    L units on this rank, B bytes of one
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.state.packed_format import PackedFormat, dequantise, quantise, scales_of
+from expertmesh.state.codes import Scratch
+from expertmesh.state.packed_format import PackedFormat, Sections, cut_columns, dequantise, quantise, scales_of
 
 aten = torch.ops.aten
+# Of packed weights, so many elements are dequantised together, but one expert's at least.
+DEQUANTISED_ELEMENTS = 1 << 20
 
 
 class PackedTensor(torch.Tensor):
@@ -23,8 +29,7 @@ class PackedTensor(torch.Tensor):
 
     packed_LB: Tensor
     kind: PackedFormat
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _sections: Sections | None
 
     @staticmethod
     def __new__(
@@ -34,44 +39,64 @@ class PackedTensor(torch.Tensor):
         tensor: PackedTensor = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=dtype, device=packed_LB.device
         )
-        tensor.packed_LB, tensor.kind = packed_LB, kind
+        tensor.packed_LB, tensor.kind, tensor._sections = packed_LB, kind, None
         return tensor
 
     @classmethod
-    def of(cls, weight_LNK: Tensor, kind: PackedFormat, dtype: torch.dtype) -> "PackedTensor":
-        """`weight_LNK`, quantised expert by expert; of one on meta as many bytes on meta."""
-        packed_LB = torch.empty(weight_LNK.shape[0], kind.bytes, dtype=torch.uint8, device=weight_LNK.device)
-        if not weight_LNK.is_meta:
-            for packed_B, weight_NK in zip(packed_LB, weight_LNK, strict=True):
-                packed_B.copy_(quantise(weight_NK, kind))
+    def of(cls, weight: Tensor, kind: PackedFormat, dtype: torch.dtype) -> "PackedTensor":
+        """`weight` `[L, ...]`, quantised unit by unit; of one on meta as many bytes on meta."""
+        packed_LB = torch.empty(weight.shape[0], kind.bytes, dtype=torch.uint8, device=weight.device)
+        if not weight.is_meta:
+            together = units_together(kind)
+            for packed_XB, units in zip(packed_LB.split(together), weight.split(together), strict=True):
+                packed_XB.copy_(quantise(units, kind))
         return cls(packed_LB, kind, dtype)
+
+    @property
+    def sections(self) -> Sections:
+        """Views of what it holds, made once: experts are dequantised a few at a time."""
+        if self._sections is None:
+            self._sections = Sections.of(self.packed_LB, self.kind)
+        return self._sections
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """What it holds."""
         return self.packed_LB.nbytes
 
-    def experts(self, first: int, last: int) -> Tensor:
-        """The values of some experts."""
-        return dequantise(self.packed_LB[first:last], self.kind, self.dtype)
+    def experts(self, first: int, last: int, scratch: Scratch | None = None) -> Tensor:
+        """The values of some experts, or rows; with `scratch` they lie in it."""
+        return dequantise(self.sections[first:last], self.kind, self.dtype, scratch=scratch)
+
+    def values(self) -> Tensor:
+        """All values."""
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        together, scratch = units_together(self.kind), Scratch()
+        for first in range(0, len(out), together):
+            out[first : first + together] = self.experts(first, first + together, scratch)
+        return out
 
     def not_finite(self) -> int | None:
-        """The first of its experts with a scale that is not finite, which is how values that are not end."""
-        for expert in range(len(self.packed_LB)):
-            if not bool(scales_of(self.packed_LB[expert : expert + 1], self.kind).isfinite().all()):
-                return expert
+        """The first of its units with a scale that is not finite, which is how values that are not end."""
+        together = units_together(self.kind)
+        for first in range(0, len(self.packed_LB), together):
+            finite_X = scales_of(self.sections[first : first + together], self.kind).isfinite().flatten(1).all(1)
+            if not bool(finite_X.all()):
+                return first + int(finite_X.logical_not().nonzero()[0])
         return None
 
     def values_at(self, index: Sequence[slice]) -> Tensor:
-        """The values at `index`, a slice of each dim; dequantises the rows of the experts that it touches."""
+        """The values at `index`, a slice of each dim; dequantises the rows that it touches."""
         experts, *rest = index
+        if self.kind.by_rows:
+            return dequantise(self.sections[experts], self.kind, self.dtype)[:, rest[0]]
         rows = rest[1 if self.kind.transposed else 0]
         start, stop, _ = rows.indices(self.kind.rows)
-        values = dequantise(self.packed_LB[experts], self.kind, self.dtype, slice(start, stop))
+        values = dequantise(self.sections[experts], self.kind, self.dtype, slice(start, stop))
         return values[:, rest[0]] if self.kind.transposed else values[:, :, rest[1]]
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
-        """FSDP2 gathers the bytes of whole experts."""
+        """FSDP2 gathers the bytes of whole units."""
         return (self.packed_LB,), None
 
     def fsdp_post_all_gather(
@@ -83,15 +108,50 @@ class PackedTensor(torch.Tensor):
         return PackedTensor(outputs[0], self.kind, dtype), ()
 
     @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.linear:
+            return _linear(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func not in _HANDLERS:
-            raise NotImplementedError(f"{func} does not work on packed weights; ask for values of some experts")
+            raise NotImplementedError(f"{func} does not work on packed weights; ask for values of some")
         return _HANDLERS[func](*args, **(kwargs or {}))
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PackedTensor({tuple(self.shape)}, {self.dtype}, {self.kind.name}, {self.nbytes} bytes)"
+
+
+def _linear(input: Tensor, weight: PackedTensor, bias: Tensor | None = None) -> Tensor:
+    out: Tensor = _Linear.apply(input, weight, bias)
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    """`F.linear` with a packed weight, whose values exist for the time of one product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return F.linear(x, weight.values(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        (weight,) = ctx.saved_tensors
+        needs_x, _, needs_bias = ctx.needs_input_grad
+        grad_x = grad @ weight.values() if needs_x else None
+        return grad_x, None, grad.flatten(0, -2).sum(0) if needs_bias else None
+
+
+def units_together(kind: PackedFormat) -> int:
+    """How many units are dequantised together: one at least."""
+    return max(1, DEQUANTISED_ELEMENTS // math.prod(kind.shape))
 
 
 def values_at(local: Tensor, index: tuple[slice, ...]) -> Tensor:
@@ -140,17 +200,21 @@ def _empty_like(tensor: PackedTensor, *, device: Any = None, dtype: torch.dtype 
 
 
 def _new_zeros(tensor: PackedTensor, size: Sequence[int], **_: Any) -> PackedTensor:
-    assert tuple(size[1:]) == tuple(tensor.shape[1:]), f"whole experts only: {tuple(size)} of {tuple(tensor.shape)}"
+    assert tuple(size[1:]) == tuple(tensor.shape[1:]), f"whole units only: {tuple(size)} of {tuple(tensor.shape)}"
     return _with(tensor, tensor.packed_LB.new_zeros(size[0], tensor.packed_LB.shape[1]))
 
 
 def _split(tensor: PackedTensor, size: int, dim: int = 0) -> list[PackedTensor]:
-    assert dim == 0, "packed weights are cut between experts alone"
-    return [_with(tensor, part) for part in tensor.packed_LB.split(size)]
+    if dim == 0:
+        return [_with(tensor, part) for part in tensor.packed_LB.split(size)]
+    assert tensor.kind.by_rows, "packed experts are cut between experts alone"
+    columns = range(0, tensor.kind.columns, size)
+    cut = (cut_columns(tensor.packed_LB, tensor.kind, at, min(at + size, tensor.kind.columns)) for at in columns)
+    return [PackedTensor(packed_LB, kind, tensor.dtype) for packed_LB, kind in cut]
 
 
 def _slice(tensor: PackedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
-    assert dim == 0, "packed weights are cut between experts alone"
+    assert dim == 0, "packed weights are cut between units alone"
     return _with(tensor, tensor.packed_LB[start:end:step])
 
 

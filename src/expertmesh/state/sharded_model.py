@@ -48,7 +48,7 @@ class ShardedModel:
     lora_base: Any = None
     """Hash of the frozen weights: `adapters.base.base_of`."""
     frozen_formats: Any = None
-    """Formats of the experts that stay packed, by parameter, or None: `parallel.groups.plan_frozen`."""
+    """Formats of the weights that stay packed, by parameter, or None: `parallel.groups.plan_frozen`."""
     averages_gradients: bool = False
     """Whether gradients of its outputs are averaged over ranks: `state.other_code.like_ddp`."""
     source: Any = None

@@ -79,7 +79,7 @@ class RouterLosses:
         0-dim; zero when router losses are off. No communication.
         """
         if not self.balance.has_losses:
-            return torch.zeros(())
+            return torch.zeros((), device=self.aux_loss.device)
         if self._share is None:
             raise InputError(
                 "router_loss() belongs after a causal_lm_loss, once; none ran since the last call",

@@ -4,6 +4,7 @@ The loop asks after each step; checkpoint/write.py does the writing. All ranks d
 them have: the step, and what rank 0's clock and every writer said in the step's exchange.
 """
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,12 +19,14 @@ from expertmesh.checkpoint.small_files import STATE_FILE, state_bytes
 from expertmesh.checkpoint.write import CheckpointWriter, SavedCheckpoint
 from expertmesh.config import dump_config
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
-from expertmesh.io.terminal import gib, tell
+from expertmesh.io.terminal import gib
 from expertmesh.training.lock import RunLock
 from expertmesh.training.objective import reference_file
 from expertmesh.training.resume import Counters
 from expertmesh.training.run_state import RunState
 from expertmesh.training.startup.prepare import Prepared
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -63,6 +66,7 @@ class RunCheckpoints:
             if self.lock is not None:
                 self.lock.check()
         state: dict[str, Any] = {"identity": asdict(self.run.identity), "counters": asdict(counters)}
+        state["total_steps"] = self.run.total_steps
         files = {**self.files, STATE_FILE: state_bytes(counters.step, state, self.optimizer)}
         saved = self.writer.save(self.run.model, self.optimizer, counters.step, files)
         self.saved_step, self.saved_at = counters.step, time.monotonic()
@@ -74,9 +78,9 @@ class RunCheckpoints:
 
     def _tell(self, saved: SavedCheckpoint | None) -> None:
         if saved is not None and self.run.mesh.rank == 0:
-            tell(
+            log.info(
                 f"checkpoint {saved.directory.name}: {saved.files} files, {gib(saved.total_bytes)}, "
-                f"written in {saved.seconds:.1f} s, training paused {saved.paused_seconds:.2f} s",
+                f"written in {saved.seconds:.1f} s, training paused {saved.paused_seconds:.2f} s"
             )
 
 
@@ -95,7 +99,7 @@ def open_checkpoints(run: Prepared, state: RunState, lock: RunLock | None) -> Ru
             files |= reference_file(run.data.datasets)
     with raise_on_all_ranks("cleaning up after interrupted checkpoints"):
         if is_main and (leftovers := [*clean(directory), *clean(output)]):
-            tell(f"removed what interrupted saves left: {', '.join(leftovers)}")
+            log.info(f"removed what interrupted saves left: {', '.join(leftovers)}")
     writer = CheckpointWriter(
         directory, keep_last=config.checkpoint.keep_last, asynchronous=config.checkpoint.asynchronous
     )

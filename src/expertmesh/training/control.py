@@ -54,14 +54,15 @@ class Control:
     """One rank's line to its surroundings. `deadline` is of `time.monotonic()`.
 
     `launch` names the launcher that started this rank, the same for all its restarts; None without one. `audit` is how
-    much of the loaded weights to compare with their files. `arguments` (JSON) are what a verb other than `train` has to
-    tell its ranks.
+    much of the loaded weights to compare with their files. `profile`: the first and last step of this start to profile.
+    `arguments` (JSON) are what a verb other than `train` has to tell its ranks.
     """
 
     progress: Progress = field(default_factory=Progress)
     deadline: float | None = None
     launch: str | None = None
     audit: Literal["sampled", "full"] = "sampled"
+    profile: tuple[int, int] | None = None
     arguments: str = ""
     _signal: int = 0
     _signal_at: float = 0.0

@@ -15,6 +15,7 @@ reading can remove a living lock.
 
 import errno
 import json
+import logging
 import os
 import socket
 import threading
@@ -29,7 +30,8 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from expertmesh.config.errors import InputError
 from expertmesh.io.reading import read_file
-from expertmesh.io.terminal import tell
+
+log = logging.getLogger(__name__)
 
 NAME = "lock.json"
 BEAT_SECONDS = 15.0
@@ -144,7 +146,7 @@ class RunLock:
         if not self._inherit(holder):
             return False
         if holder.launch is None or holder.launch != self.owner.launch:
-            tell(f"{self.path}: the run that held it has ended without giving it back ({holder}); taken over")
+            log.info(f"{self.path}: the run that held it has ended without giving it back ({holder}); taken over")
         return True
 
     def _inherit(self, dead: Owner) -> bool:

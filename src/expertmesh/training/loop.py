@@ -4,9 +4,12 @@ It knows a sharded model and batches; it does not know how either came to be. Ev
 of `train_step` is the same sequence of collectives on all of them.
 """
 
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,8 +25,14 @@ from expertmesh.training.checkpoints import RunCheckpoints
 from expertmesh.training.control import Control, Stopped
 from expertmesh.training.exchange import NonFiniteGuard, RankFacts, StepFacts, exchange
 from expertmesh.training.objective import RunObjective, evaluating, in_groups, on_device
-from expertmesh.training.reporting.metrics import EvalMetrics, ExpertLoad, Reporter, StepMetrics
-from expertmesh.training.resume import Counters
+from expertmesh.training.reporting.metrics import EvalMetrics, ExpertLoad, StepMetrics, expert_load, tokens_are_due
+from expertmesh.training.reporting.profiling import profiling
+
+if TYPE_CHECKING:
+    from expertmesh.training.reporting.reporter import Reporter
+    from expertmesh.training.resume import Counters
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -39,11 +48,11 @@ class TrainingLoop:
     train_batches: TrainingBatches
     eval_batches: EvaluationBatches | None
     total_steps: int
-    reporter: Reporter
+    reporter: "Reporter"
     expert_load: ExpertLoad
     checkpoints: RunCheckpoints
     control: Control
-    counters: Counters
+    counters: "Counters"
 
     def run(self) -> None:
         """Train up to `total_steps` optimizer steps.
@@ -51,11 +60,12 @@ class TrainingLoop:
         Raises `Stopped` on all ranks when one of them was asked to stop: after the step, with its checkpoint on the
         disk. Raises `IntegrityError` when losses stay non-finite.
         """
-        clock = _Clock(self.counters)
+        clock = _Clock(self.counters, self.config.log.every_steps)
         guard = NonFiniteGuard(self.counters.skipped_in_a_row)
         first = self.counters.step + 1
         self.expert_load.restore(self.counters.expert_load)
-        with self.control.accepting_stop():
+        profile = profiling(self.control.profile, Path(self.config.output_dir, "profile"), self.mesh.rank)
+        with self.control.accepting_stop(), profile as end_step:
             self.control.progress.at(first, "reading data")
             for number, step in enumerate(self._steps(), start=first):
                 result = self._train_step(number, step, guard)
@@ -67,7 +77,7 @@ class TrainingLoop:
                     for line in self.objective.first_loss_lines(
                         self.model.config, result.facts.loss, step.target_tokens
                     ):
-                        print(line, flush=True)
+                        (log.warning if line.startswith("warning") else log.info)(line)
                 self.checkpoints.settle(result.facts.statuses)
                 if result.skipped or number % self.config.log.every_steps == 0 or number == self.total_steps:
                     self._report(number, step, result, clock)
@@ -78,15 +88,18 @@ class TrainingLoop:
                     paused = time.monotonic()
                     self.reporter.evaluation(number, self.evaluate(self.eval_batches))
                     clock.skip(time.monotonic() - paused)
+                end_step()
                 self._checkpoint(number, result.facts, clock)
                 self.control.progress.at(number + 1, "reading data")
             self.control.progress.at(self.counters.step, "waiting for the last checkpoint")
             self.checkpoints.finish()
 
     def _report(self, number: int, step: Step, result: "_StepResult", clock: "_Clock") -> None:
-        load, peak_memory = self.expert_load.take()
+        tokens_LE, peak_memory = self.expert_load.take()
         elapsed, seconds = clock.read()
+        steps = clock.restart(number)
         balance = attached_balance(self.model)
+        due = tokens_are_due(number, self.config.log.every_steps, self.total_steps)
         self.reporter.step(
             StepMetrics(
                 step=number,
@@ -98,7 +111,9 @@ class TrainingLoop:
                 tokens_per_second=self.counters.tokens / seconds,
                 peak_memory_bytes=peak_memory,
                 elapsed_seconds=elapsed,
-                expert_load=load,
+                step_seconds=seconds / steps,
+                expert_load=expert_load(tokens_LE),
+                expert_tokens=tokens_LE.tolist() if due else None,
                 figures=result.facts.figures,
                 aux_loss=result.facts.aux_loss if balance.aux_loss_coef else None,
                 z_loss=result.facts.z_loss if balance.z_loss_coef else None,
@@ -106,7 +121,6 @@ class TrainingLoop:
             )
         )
         self.counters.tokens = 0
-        clock.restart()
 
     def _checkpoint(self, number: int, facts: StepFacts, clock: "_Clock") -> None:
         """Save if the rules or a request to stop say so; leave by `Stopped` after the latter."""
@@ -122,7 +136,7 @@ class TrainingLoop:
         if facts.stop:
             self.checkpoints.finish()
             if self.mesh.rank == 0:
-                print(f"stopped by {facts.stop} after step {number}; the same command continues from there", flush=True)
+                log.info(f"stopped by {facts.stop} after step {number}; the same command continues from there")
             raise Stopped(facts.stop)
 
     def _steps(self) -> Iterator[Step]:
@@ -165,7 +179,7 @@ class TrainingLoop:
         objective = self.objective.over(rows=batches.rows, target_tokens=batches.target_tokens)
         totals = torch.zeros(1 + len(objective.figures), dtype=torch.float64, device=self.mesh.device)
         with evaluating(self.model):
-            for group in in_groups(batches, self.mesh):
+            for group in in_groups(batches, self.mesh, "evaluating"):
                 for term in evaluate_terms(self.model, self.objective.with_reference(self.model, group), objective):
                     totals += torch.cat([term.loss.double().view(1), term.figures_F])
         dist.all_reduce(totals)
@@ -188,7 +202,9 @@ class _StepResult:
 class _Clock:
     """Seconds since the run began and since the last report, over all its interruptions."""
 
-    def __init__(self, counters: Counters) -> None:
+    def __init__(self, counters: "Counters", every: int) -> None:
+        # Of a resumed run; the row of a skipped step in between is not known.
+        self._step = counters.step - (counters.step % every if counters.tokens else 0)
         self._began = time.monotonic() - counters.elapsed_seconds
         self._reported = time.monotonic() - counters.seconds
 
@@ -197,8 +213,10 @@ class _Clock:
         now = time.monotonic()
         return now - self._began, now - self._reported
 
-    def restart(self) -> None:
-        self._reported = time.monotonic()
+    def restart(self, step: int) -> int:
+        """After the report of `step`; returns how many steps it was about."""
+        self._reported, steps, self._step = time.monotonic(), step - self._step, step
+        return steps
 
     def skip(self, seconds: float) -> None:
         """Leave `seconds` out of the time since the last report."""

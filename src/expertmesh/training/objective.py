@@ -27,6 +27,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.data import BatchLayout, EvaluationBatches, TokenizedDataset
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.distributed.mesh import Mesh
+from expertmesh.io.terminal import tracked
 from expertmesh.step.forward_backward import Batch, evaluate_terms
 from expertmesh.step.objective import CrossEntropy, Dpo, LogProbabilities, Objective
 from expertmesh.training.reporting.first_loss import first_dpo_loss_lines, first_loss_lines
@@ -49,7 +50,8 @@ class RunObjective:
         if config.objective.name == "sft":
             return cls()
         # An adapter that is continued is part of what the run starts from.
-        new_adapters = config.lora is not None and config.lora.from_adapter is None
+        continued = config.checkpoint.resume_weights_only or (config.lora is not None and config.lora.from_adapter)
+        new_adapters = config.lora is not None and not continued
         return cls(config.objective.beta, not new_adapters, new_adapters)
 
     def line(self) -> str | None:
@@ -104,7 +106,7 @@ class RunObjective:
         gets it: forwards over all samples, and one all-reduce.
         """
         table = torch.zeros(len(dataset), dtype=torch.float64, device=mesh.device)
-        for group in in_groups(EvaluationBatches(dataset, layout), mesh):
+        for group in in_groups(EvaluationBatches(dataset, layout), mesh, "the reference"):
             for batch, row_B in zip(group, self._of_reference(model, group), strict=True):
                 # Of the ranks that share a row one counts. Rows that only keep a rank busy are not real.
                 if row_B is not None and mesh.coordinate("cp") == mesh.coordinate("tp") == 0:
@@ -163,9 +165,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-def in_groups(batches: EvaluationBatches, mesh: Mesh) -> Iterator[list[Batch]]:
-    """As many at a time as keep the stages of a pipeline busy, on the device."""
-    at_a_time, remaining = 4 * mesh.layout.pp if mesh.layout.pp > 1 else 1, iter(batches)
+def in_groups(batches: EvaluationBatches, mesh: Mesh, what: str) -> Iterator[list[Batch]]:
+    """As many at a time as keep the stages of a pipeline busy, on the device. `what` is being done with them."""
+    remaining = tracked(batches, len(batches), what, "batches")
+    at_a_time = 4 * mesh.layout.pp if mesh.layout.pp > 1 else 1
     while group := list(itertools.islice(remaining, at_a_time)):
         yield [on_device(batch, mesh.device) for batch in group]
 

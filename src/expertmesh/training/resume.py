@@ -25,6 +25,7 @@ from expertmesh.data import TokenizedDataset
 from expertmesh.data.report import ODD_ROWS
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.io.versioned_json import first_problem
+from expertmesh.training.optimizers.build import learning_rate_factor
 
 # What may differ from the run that is resumed: sections and keys.
 _FREE_SECTIONS = ("parallel", "checkpoint", "save", "log", "distributed")
@@ -39,10 +40,11 @@ _FREE_KEYS = (
     "moe.dispatch",
     "moe.compute",
     "data.eval",
+    "data.prepared_path",
     "output_dir",
 )
-
-
+# What a run began with, though its section is free.
+_FROM_WEIGHTS = "checkpoint.resume_weights_only"
 # What runs had that were saved before there were these keys.
 _ADDED_LATER = {
     "objective.name": "sft",
@@ -52,7 +54,9 @@ _ADDED_LATER = {
     **{f"data.on_{kind}": "keep" for kind in ODD_ROWS},
     "optim.stochastic_rounding": False,
     "schedule.min_ratio": 0.0,
+    _FROM_WEIGHTS: False,
 }
+_SOURCE_ADDED_LATER = {"weight": None, "repeat": 1, "max_rows": None}
 # How many of the first sample's token ids a checkpoint keeps, to show where others begin.
 _IDS_KEPT = 512
 
@@ -148,16 +152,24 @@ class Identity:
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """(forbidden, allowed) differences between two flat configurations, as sentences."""
-    old, new = _ADDED_LATER | dict(old), _ADDED_LATER | dict(new)
+    old, new = _with_keys_added_later(old), _with_keys_added_later(new)
     forbidden: list[str] = []
     changed: list[str] = []
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) == new.get(key):
             continue
         sentence = f"{key} was {_shown(old.get(key))} and is {_shown(new.get(key))}"
-        free = key.partition(".")[0] in _FREE_SECTIONS or key in _FREE_KEYS
+        free = (key.partition(".")[0] in _FREE_SECTIONS and key != _FROM_WEIGHTS) or key in _FREE_KEYS
         (changed if free else forbidden).append(sentence)
     return forbidden, changed
+
+
+def _with_keys_added_later(config: Mapping[str, Any]) -> dict[str, Any]:
+    known: dict[str, Any] = {**_ADDED_LATER, **config}
+    for key in ("data.train", "data.eval"):
+        if isinstance(known.get(key), list):
+            known[key] = [_SOURCE_ADDED_LATER | source for source in known[key]]
+    return known
 
 
 def _data_difference(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> str:
@@ -177,13 +189,14 @@ def _data_difference(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> s
     return f"{sentence} ({', '.join(counts) or 'as many of both, and the first one is the same'})"
 
 
-def date_of(start: Path | None) -> datetime.date:
-    """The date that chat templates write: that of the first start of the run whose checkpoint this is, or today's.
+def date_of(start: Path | None) -> datetime.date | None:
+    """The date that chat templates write: that of the first start of the run whose checkpoint this is; None for a run
+    that starts anew.
 
-    Reads the checkpoint's state: call it on one rank. Checkpoints of older versions know none.
+    Reads the checkpoint's state: call it on one rank. Checkpoints of older versions know none, which is today's.
     """
     if start is None:
-        return datetime.date.today()
+        return None
     saved = read_state_file(start, read_manifest(start)).state.get("identity", {})
     try:
         return datetime.date.fromisoformat(saved["date"]) if "date" in saved else datetime.date.today()
@@ -199,7 +212,7 @@ def find_start(config: Config) -> Path | None:
     Raises `InputError` for a checkpoint that is not there, and for `resume: never` in a directory that has some.
     """
     directory = Path(config.output_dir) / CHECKPOINTS
-    found = find(directory, config.checkpoint.resume)
+    found = find(directory, "auto" if config.checkpoint.resume_weights_only else config.checkpoint.resume)
     if config.checkpoint.resume == "never" and (checkpoints := published(directory)):
         raise InputError(
             f"checkpoint.resume is never, but {directory} holds {checkpoints[-1][1].name}; set checkpoint.resume to "
@@ -209,7 +222,24 @@ def find_start(config: Config) -> Path | None:
     return found
 
 
-def check_start(path: Path, identity: Identity, total_steps: int, output_dir: Path) -> list[str]:
+def find_weights(config: Config) -> Path | None:
+    """The checkpoint of another run that a new one takes its weights from, or None. Call it on one rank.
+
+    Raises `InputError` for one that is not there, or is of `output_dir` itself.
+    """
+    own = Path(config.output_dir) / CHECKPOINTS
+    if not config.checkpoint.resume_weights_only or published(own):
+        return None
+    found = find(own, config.checkpoint.resume)
+    if found is not None and own.resolve() in found.resolve().parents:
+        raise InputError(
+            f"checkpoint.resume_weights_only: {found} is of this output_dir; choose another output_dir for the new run",
+            key="output.not-empty",
+        )
+    return found
+
+
+def check_start(path: Path, identity: Identity, total_steps: int, config: Config) -> list[str]:
     """What has changed since the checkpoint was written, as sentences. Reads the manifest and the sizes of all
     files: call it on one rank. No collective.
 
@@ -243,14 +273,27 @@ def check_start(path: Path, identity: Identity, total_steps: int, output_dir: Pa
             "train.max_steps or train.num_epochs",
             key="checkpoint.after-last-step",
         )
-    later = [checkpoint.name for number, checkpoint in published(output_dir / CHECKPOINTS) if number > step]
+    own = Path(config.output_dir) / CHECKPOINTS
+    later = [checkpoint.name for number, checkpoint in published(own) if number > step]
     if later:
         raise InputError(
-            f"checkpoint.resume names {path}, but {output_dir / CHECKPOINTS} holds {later[-1]}, which is later and "
+            f"checkpoint.resume names {path}, but {own} holds {later[-1]}, which is later and "
             "would be in the way; set checkpoint.resume to auto to continue from that, or choose another output_dir",
             key="checkpoint.later-exists",
         )
-    return [f"written by {manifest.world_size} ranks", *changed]
+    lines = [f"written by {manifest.world_size} ranks", *changed]
+    before = saved.get("total_steps", total_steps)
+    return lines if before == total_steps else [*lines, _schedule_line(config, step, before, total_steps)]
+
+
+def _schedule_line(config: Config, step: int, before: int, now: int) -> str:
+    """What another number of steps makes of the learning rate."""
+    old, new = (
+        config.optim.learning_rate * learning_rate_factor(config.schedule, step, each) for each in (before, now)
+    )
+    what = f"{now:,} steps in all, not {before:,}"
+    rates = f": by the {config.schedule.name} schedule the next has learning rate {new:.2e}, not {old:.2e}"
+    return what if old == new else what + rates
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

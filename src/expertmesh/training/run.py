@@ -10,24 +10,25 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from expertmesh.config import Config
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.distributed.mesh import current_device, start_process_group
+from expertmesh.io.terminal import print_log
 from expertmesh.training.checkpoints import open_checkpoints
 from expertmesh.training.control import Control
 from expertmesh.training.lock import RunLock
 from expertmesh.training.loop import TrainingLoop
-from expertmesh.training.reporting.plan_lines import Predict, print_plan
-from expertmesh.training.reporting.start import open_reports, out_of_memory
+from expertmesh.training.reporting.plan_lines import Predict, out_of_memory, print_plan
+from expertmesh.training.reporting.reporter import open_reporter, start_reports
 from expertmesh.training.run_state import load_state, save_result
 from expertmesh.training.startup.preflight import preflight
 from expertmesh.training.startup.prepare import prepare, say
 
 if TYPE_CHECKING:
+    from expertmesh.config import Config
     from expertmesh.training.startup.model_check import Checked
 
 
-def train(config: Config, control: Control | None = None, predict: Predict | None = None) -> None:
+def train(config: "Config", control: Control | None = None, predict: Predict | None = None) -> None:
     """Train as `config` says and save `output_dir/model`, or `output_dir/adapter` with `lora`.
 
     Every rank calls it; `predict` says on rank 0 what a step will take, to be printed and recorded. Raises the errors
@@ -35,6 +36,7 @@ def train(config: Config, control: Control | None = None, predict: Predict | Non
     """
     control = control or Control()
     start_process_group(current_device(), config.distributed.first_step_timeout_seconds)
+    print_log(config.log.level, dist.get_rank())
     say(control, "building the model on meta and planning its shards")
     with raise_on_all_ranks("checking the configuration"):
         checked = preflight(config, dist.get_world_size())
@@ -46,7 +48,7 @@ def train(config: Config, control: Control | None = None, predict: Predict | Non
         raise out_of_memory(error, control.progress.status(), forecast) from error
 
 
-def _train(config: Config, control: Control, checked: "Checked", predict: Predict | None) -> None:
+def _train(config: "Config", control: Control, checked: "Checked", predict: Predict | None) -> None:
     is_main, lock = dist.get_rank() == 0, None
     with ExitStack() as stack:
         with raise_on_all_ranks("locking output_dir"):
@@ -57,8 +59,9 @@ def _train(config: Config, control: Control, checked: "Checked", predict: Predic
         run = prepare(config, control, checked)
         if is_main:
             print_plan(run, forecast)
+        reporter = stack.enter_context(open_reporter(run))
         state = load_state(run, control)
-        reporter, expert_load = open_reports(run, forecast, after_step=state.counters.step)
+        expert_load = start_reports(reporter, run, forecast, state.counters.step)
         loop = TrainingLoop(
             config=config,
             mesh=run.mesh,
@@ -75,10 +78,7 @@ def _train(config: Config, control: Control, checked: "Checked", predict: Predic
             control=control,
             counters=state.counters,
         )
-        try:
-            loop.run()
-        finally:
-            reporter.close()
+        loop.run()
         control.progress.at(state.counters.step, "saving the result")
         if lock is not None:
             lock.check()

@@ -1,5 +1,6 @@
 """What a run trains and steps: weights, optimizer, schedule and counters, filled at its start and saved at its end."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from expertmesh.training.startup.prepare import Prepared, say
 from expertmesh.weights.meta_model import materialize
 from expertmesh.weights.save import save_model
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class RunState:
@@ -37,7 +40,7 @@ def load_state(run: Prepared, control: Control) -> RunState:
     calls it.
     """
     config, is_main = run.config, run.mesh.rank == 0
-    if run.start is None or config.lora is not None:
+    if (run.start is None and run.weights is None) or config.lora is not None:
         say(control, "loading weights")
         loaded, audited = load_weights(run.model, run.checked.directory, run.mesh, control.audit)
         if is_main:
@@ -45,6 +48,12 @@ def load_state(run: Prepared, control: Control) -> RunState:
         start_adapters(run.model, config.train.seed)
     else:
         materialize(run.model, run.mesh.device)
+    if run.weights is not None:
+        say(control, "loading the weights of another run's checkpoint")
+        step = load_directory(run.model, None, run.weights).step
+        torch.manual_seed(config.train.seed + run.mesh.rank)  # generators come with a checkpoint
+        if is_main:
+            log.info(f"weights    {run.weights}, after step {step}; all else begins anew")
     if run.checked.objective.precomputes:
         say(control, "the reference: log-probabilities of all pairs")
         run.checked.objective.give_reference(run.model, run.mesh, run.data.datasets, run.batch_layout, run.start)
@@ -70,4 +79,4 @@ def save_result(run: Prepared) -> None:
         saved = save_model(run.model, directory / MODEL, tokenizer=tokenizer, dtype=config.save.dtype)
         lines = [*saved_lines(saved), f"saved {directory / MODEL} in {dtype_text(saved)}; {metrics}"]
     if run.mesh.rank == 0:
-        print("\n".join(lines), flush=True)
+        log.info("\n".join(lines))

@@ -149,7 +149,7 @@ def random_dataset(vocab_size: int, length: int, samples: int, seed: int) -> Tok
     generator = np.random.default_rng(seed)
     ids = [generator.integers(vocab_size, size=max(4, length - 3 * n % (length // 2))) for n in range(samples)]
     targets = [np.arange(len(each)) >= len(each) // 4 for each in ids]
-    return TokenizedDataset([each.astype(np.int32) for each in ids], targets)
+    return TokenizedDataset.of_samples([each.astype(np.int32) for each in ids], targets)
 
 
 def _endless(dataset: TokenizedDataset, order: np.ndarray) -> Iterator[Sample]:
@@ -174,7 +174,7 @@ def _cut(sample: Sample, longest: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _dataset(samples: Sequence[tuple[np.ndarray, np.ndarray]], samples_per_row: int = 1) -> TokenizedDataset:
     ids, targets = [ids.astype(np.int32) for ids, _ in samples], [targets for _, targets in samples]
-    return TokenizedDataset(ids, targets, samples_per_row=samples_per_row)
+    return TokenizedDataset.of_samples(ids, targets, samples_per_row=samples_per_row)
 
 
 def _like(

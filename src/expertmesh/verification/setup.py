@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from expertmesh.anatomy import Anatomy
 from expertmesh.config import Config, PrecisionConfig
 from expertmesh.config.errors import InputError
-from expertmesh.data import build_dataset, load_tokenizer, padding_token_id
+from expertmesh.data import Recipe, found_or_built, load_tokenizer, padding_token_id
 from expertmesh.distributed.layout import Layout, explicit
 from expertmesh.introspection.attention import packing_refusal
 from expertmesh.planning.forecast import forecast
@@ -103,8 +103,7 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
         notes.append("token ids are random: no data was named")
     else:
         tokenizer = load_tokenizer(config.model, config.data.chat_template)
-        pairs = config.objective.name == "dpo"
-        dataset, _ = build_dataset(config.data.train, config.data, tokenizer, model_vocab_size=vocabulary, pairs=pairs)
+        dataset, _ = found_or_built(config, Recipe.of(config, config.data.train, tokenizer, vocabulary))
         pad = padding_token_id(tokenizer, vocabulary)
     steps = steps_of(dataset, config, layout, tokens=options.tokens, steps=STEPS, pad_token_id=pad)
     return Setup(

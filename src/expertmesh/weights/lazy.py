@@ -100,19 +100,18 @@ class Reshaped:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rounded:
-    """One expert's matrix of a lazy tensor `[E, ...]`, as quantising it to `kind` leaves it, in fp32."""
+    """A lazy tensor of units, experts or rows, as quantising them to `kind` leaves it, in fp32."""
 
     lazy: LazyTensor
-    expert: int
     kind: PackedFormat
 
     @property
     def name(self) -> str:
-        return f"expert {self.expert} of {self.lazy!r}, rounded to {self.kind.name}"
+        return f"{self.lazy!r}, rounded to {self.kind.name}"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.kind.shape
+        return tuple(self.lazy.shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -122,16 +121,15 @@ class Rounded:
         return [self.lazy]
 
     def inner(self, box: Box) -> Box:
-        """The box of the lazy tensor that `box` needs: whole blocks, or all of the matrix, if that has a factor."""
-        whole = full_box(self.shape) if self.kind.factor != "none" else self.kind.whole_blocks(box)
-        return ((self.expert, self.expert + 1), *whole)
+        """The box of the lazy tensor that `box` needs."""
+        return (box[0], *self.kind.whole_blocks(box[1:]))
 
 
-def rounded_experts(lazy: LazyTensor, kind: PackedFormat) -> LazyTensor:
-    """`lazy` `[E, ...]` as it is kept when each of its experts is quantised to `kind`."""
-    box = full_box(kind.shape)
-    leaves = (Rounded(lazy, expert, kind) for expert in range(lazy.shape[0]))
-    pieces = [Piece(((leaf.expert, leaf.expert + 1), *box), leaf, box, (None, 0, 1)) for leaf in leaves]
+def rounded_units(lazy: LazyTensor, kind: PackedFormat) -> LazyTensor:
+    """`lazy` as it is kept when its units are quantised to `kind`: experts one by one, rows all together."""
+    leaf, whole = Rounded(lazy, kind), full_box(lazy.shape)
+    units = [whole] if kind.by_rows else [((unit, unit + 1), *whole[1:]) for unit in range(lazy.shape[0])]
+    pieces = [Piece(box, leaf, box, tuple(range(len(box)))) for box in units]
     return LazyTensor(lazy.shape, torch.float32, pieces)
 
 

@@ -8,6 +8,7 @@ sentence. Weights are never gathered or broadcast, so that no rank can overwrite
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +19,16 @@ from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.boxes import Box, slices
 from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
+from expertmesh.io.terminal import tracked
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.shards import local_box, local_tensor
-from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import FILE_LEAVES, LoadPlan, model_tensors, plan_load
 from expertmesh.weights.meta_model import materialize
 from expertmesh.weights.reading import bytes_needed, read_box
 from expertmesh.weights.source import UnmappedTensors, remember_files, summarize_unmapped
+
+if TYPE_CHECKING:
+    from expertmesh.weights.lazy import LazyTensor
 
 _CHECKED_ELEMENTS = 1 << 22
 
@@ -96,7 +100,7 @@ def bytes_to_read(model: PreTrainedModel, directory: str | Path) -> int:
 def fill_planned(model: PreTrainedModel, files: WeightFiles, plan: LoadPlan) -> LoadReport:
     """Carry out `plan` on this rank. Raises `IntegrityError`; issues no collective."""
     state = model_tensors(model)
-    for name, lazy in plan.tensors.items():
+    for name, lazy in tracked(plan.tensors.items(), len(plan.tensors), "loading weights", "tensors"):
         box, local = local_box(state[name]), local_tensor(state[name])
         assert not local.is_meta, f"{name} is still on meta; allocate the model's shards before filling them"
         read_box(lazy, box, local, files.read)
@@ -119,7 +123,7 @@ def fill_planned(model: PreTrainedModel, files: WeightFiles, plan: LoadPlan) -> 
     )
 
 
-def refuse_non_finite(name: str, lazy: LazyTensor, box: Box, local: Tensor) -> None:
+def refuse_non_finite(name: str, lazy: "LazyTensor", box: Box, local: Tensor) -> None:
     if not local.is_floating_point() or local.numel() == 0:
         return
     if isinstance(local, PackedTensor):
@@ -149,7 +153,7 @@ def refuse_non_finite(name: str, lazy: LazyTensor, box: Box, local: Tensor) -> N
         )
 
 
-def differing_copies(lazy: LazyTensor, other: LazyTensor) -> IntegrityError:
+def differing_copies(lazy: "LazyTensor", other: "LazyTensor") -> IntegrityError:
     """What to raise when files hold two versions of what is one tensor in the model."""
     return IntegrityError(
         f"{named_source(lazy)} differs from {named_source(other)}, but the config ties them; "
@@ -158,7 +162,7 @@ def differing_copies(lazy: LazyTensor, other: LazyTensor) -> IntegrityError:
     )
 
 
-def named_source(lazy: LazyTensor, index: list[int] | None = None) -> str:
+def named_source(lazy: "LazyTensor", index: list[int] | None = None) -> str:
     """The file tensor behind one element of `lazy`, or behind its first, with its file."""
     index = index or [start for start, _ in lazy.pieces[0].dest]
     for piece in lazy.pieces:

@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertmesh.anatomy import describe, is_inside
+from expertmesh.anatomy import dense_linears, describe
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks, sum_over_ranks
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
-from expertmesh.state.stage_view import full_model
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.quantised.encode import Rounding, encode
 from expertmesh.weights.quantised.layouts import FORMATS, multiple_of, settings_of, stored_matrix
@@ -134,19 +133,13 @@ def _in_format(model: PreTrainedModel, lazies: Mapping[str, LazyTensor], form: s
 
 def _chosen(model: PreTrainedModel, *, experts_only: bool) -> set[str]:
     """Names of the parameters to be quantised."""
-    anatomy, whole = describe(model), full_model(model)
+    anatomy = describe(model)
     matrices = {
         f"{spec.name}.{name}" for spec in anatomy.experts for name in spec.parameters if not name.endswith("_bias")
     }
     if experts_only:
         return matrices
-    for name, module in whole.named_modules():
-        inside = any(is_inside(name, block) for block in anatomy.blocks)
-        routes = any(name == router or is_inside(name, router) for router in anatomy.routers)
-        # A gate of one row has too few elements to be worth a scale.
-        if isinstance(module, torch.nn.Linear) and inside and not routes and module.out_features > 1:
-            matrices.add(f"{name}.weight")
-    return matrices
+    return matrices | {f"{name}.weight" for name in dense_linears(model, anatomy)}
 
 
 def _lazy(tensor: Tensor) -> LazyTensor:

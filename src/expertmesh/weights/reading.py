@@ -5,7 +5,7 @@ at most one block of one piece is held, except where a conversion computes (lazy
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from expertmesh.io.boxes import Box, blocks, extents, full_box, intersect, slices, volume
 from expertmesh.io.pieces import Leaf, Piece
-from expertmesh.state.packed import PackedTensor
-from expertmesh.state.packed_format import quantise, rounded
+from expertmesh.state.packed import PackedTensor, units_together
+from expertmesh.state.packed_format import cut_columns, quantise, rounded
 from expertmesh.weights.lazy import Call, Computed, LazyTensor, Reshaped, Rounded
 from expertmesh.weights.quantised.resident import published_bytes
 from expertmesh.weights.quantised.tensor import QuantisedTensor, stored_bytes
@@ -62,13 +62,22 @@ def bytes_needed(lazy: LazyTensor, box: Box) -> int:
 
 
 def _read_packed(lazy: LazyTensor, box: Box, out: PackedTensor, fetch: LeafReader) -> None:
-    for packed_B, expert in zip(out.packed_LB, range(*box[0]), strict=True):
-        if out.kind.published:
-            packed_B.copy_(published_bytes(lazy, expert, out.kind, fetch))
+    """The files' own codes, or codes of values: experts one by one, rows some at a time, before tp cuts them."""
+    kind, whole = out.kind, full_box(lazy.shape)
+    together = units_together(kind) if kind.by_rows else 1
+    uncut = replace(kind, columns=lazy.shape[1]) if kind.by_rows else kind
+    # A factor, or an only block, is of the whole row, of which tp may have cut off a part.
+    cuts = kind.columns < uncut.columns and (kind.factor != "none" or kind.columns % kind.block[1] != 0)
+    for packed_XB, first in zip(out.packed_LB.split(together), range(*box[0], together), strict=True):
+        units = (first, first + len(packed_XB))
+        if kind.published:
+            packed_XB.copy_(published_bytes(lazy, (units, *box[1:]), kind, fetch))
             continue
-        values = torch.empty(extents(box[1:]), dtype=lazy.dtype)
-        _Reader(fetch).read(lazy, ((expert, expert + 1), *box[1:]), values.unsqueeze(0))
-        packed_B.copy_(quantise(values.to(out.device), out.kind))
+        wanted = (units, *(whole if cuts else box)[1:])
+        values = torch.empty(extents(wanted), dtype=lazy.dtype)
+        _Reader(fetch).read(lazy, wanted, values)
+        packed = quantise(values.to(out.device), uncut if cuts else kind)
+        packed_XB.copy_(cut_columns(packed, uncut, *box[1])[0] if cuts else packed)
 
 
 @dataclass(slots=True)
@@ -89,7 +98,7 @@ class _Reader:
             inner = leaf.inner(box)
             values = torch.empty(extents(inner), dtype=leaf.lazy.dtype)
             self.read(leaf.lazy, inner, values)
-            out.copy_(rounded(values[0], leaf.kind)[slices(box, inner[1:])])
+            out.copy_(rounded(values, leaf.kind)[slices(box, inner)])
         elif isinstance(leaf, QuantisedTensor):
             out.copy_(leaf.read(box, self.fetch))
         else:

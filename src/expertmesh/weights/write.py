@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,14 +22,17 @@ from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import collective_device, from_rank_0, raise_on_all_ranks, sum_over_ranks
 from expertmesh.io.boxes import Box, blocks, extents, full_box, intersect, slices, volume
 from expertmesh.io.directory import create_files, io_errors, publish, temporary_directory, wait_until_seen
-from expertmesh.io.pieces import Piece
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
 from expertmesh.io.safetensors_writer import FilesLayout, write_box
+from expertmesh.io.terminal import tracked
 from expertmesh.state.shards import full_values, local_box, local_values, owns_copy
 from expertmesh.state.stage_view import placement_of
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import StateTensor
 from expertmesh.weights.reading import read_box
+
+if TYPE_CHECKING:
+    from expertmesh.io.pieces import Piece
 
 _BLOCK_ELEMENTS, _COPIED_ELEMENTS = 1 << 20, 1 << 24
 
@@ -79,7 +83,7 @@ def write_directory(
     return layout, files.written
 
 
-def owned_pieces(lazy: LazyTensor) -> Iterator[Piece]:
+def owned_pieces(lazy: LazyTensor) -> "Iterator[Piece]":
     """The parts of a tensor of the files that this rank holds and is the one to write."""
     for piece in lazy.pieces:
         if isinstance(piece.leaf, StateTensor) and owns_copy(piece.leaf.tensor):
@@ -139,7 +143,7 @@ class OpenFiles:
 
 def _write_own(lazies: Mapping[str, LazyTensor], files: OpenFiles, values: StateReader) -> None:
     """Write this rank's parts of all tensors that only move values. No collective."""
-    for name, lazy in lazies.items():
+    for name, lazy in tracked(lazies.items(), len(lazies), "writing weights", "tensors"):
         if is_gathered(lazy):
             continue
         for piece in owned_pieces(lazy):

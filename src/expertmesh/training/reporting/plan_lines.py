@@ -1,39 +1,66 @@
-"""The plan that `train` prints before it reads weights: every derived value, so that nobody has to guess one."""
+"""The plan that `train` prints before it reads weights: every derived value, so that nobody has to guess one. Also what
+a rank says that ran out of memory, beside what was predicted.
+"""
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.tensor import DTensor
 
 from expertmesh.adapters.plan import plan_lines as adapter_plan_lines
 from expertmesh.adapters.plan import plan_of
-from expertmesh.anatomy import Anatomy, is_adapter
-from expertmesh.config import Config
+from expertmesh.anatomy import Anatomy, alike_as_one, is_adapter
+from expertmesh.config import Config, InputError
 from expertmesh.distributed.layout import Layout
-from expertmesh.io.terminal import gib, tell
+from expertmesh.io.terminal import gib
 from expertmesh.parallel.context import context_lines
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.shard_plan import ShardPlan
 from expertmesh.step.pipeline_schedule import schedule_kind
+from expertmesh.training.reporting.machine import machine_lines
 from expertmesh.training.reporting.record import Forecast
 from expertmesh.training.startup.model_check import Checked
-from expertmesh.training.startup.prepare import Prepared
+
+if TYPE_CHECKING:
+    from expertmesh.training.progress import RankStatus
+    from expertmesh.training.startup.prepare import Prepared
+
+log = logging.getLogger(__name__)
 
 Predict = Callable[[Config, Checked], Forecast]
 """What a step of a checked run will take. Training has no predictor of its own."""
 
 
-def print_plan(run: Prepared, forecast: Forecast | None) -> None:
+def print_plan(run: "Prepared", forecast: Forecast | None) -> None:
     """Print the plan, and that an earlier start of the run has come to nothing. For rank 0."""
     directory = Path(run.config.output_dir)
     if run.start is None and (directory / "metrics.jsonl").exists():
-        tell(f"{directory} holds an unfinished run without a checkpoint; it starts again from the beginning")
-    tell("\n".join(plan_lines(run, forecast)))
+        log.info(f"{directory} holds an unfinished run without a checkpoint; it starts again from the beginning")
+    log.info("\n".join([*machine_lines(run.config.output_dir), *plan_lines(run, forecast)]))
 
 
-def plan_lines(run: Prepared, forecast: Forecast | None) -> Iterator[str]:
+def out_of_memory(error: torch.OutOfMemoryError, at: "RankStatus", forecast: Forecast | None) -> InputError:
+    """What a rank that ran out of device memory reports. The same start would fail again, so it is no failure to retry.
+
+    `at`: where the rank was.
+    """
+    sentence = f"rank {dist.get_rank()} ran out of memory {at}: {str(error).strip().split('. ')[0].rstrip('.')}"
+    if torch.accelerator.is_available():
+        sentence += f"; it held {torch.accelerator.max_memory_allocated() / 2**30:.2f} GiB at its peak"
+    if forecast is not None:
+        cures = "; or ".join(forecast.cures())
+        sentence += f"; predicted {forecast.line}; "
+        sentence += f"predicted to fit, the fastest first: {cures}" if cures else "nothing tried is predicted to fit"
+    return InputError(f"{sentence}; change the configuration or use more devices", key="run.out-of-memory")
+
+
+def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
     """The plan of this rank, line by line. No communication."""
     config, checked, mesh, model, batches = run.config, run.checked, run.mesh, run.model, run.batches
     layout, anatomy, plan = mesh.layout, checked.anatomy, checked.plan
@@ -51,12 +78,18 @@ def plan_lines(run: Prepared, forecast: Forecast | None) -> Iterator[str]:
     yield f"per rank   {counts}, {gib(run.bytes_to_load)} to load"
     precision, lora = config.precision, plan_of(model)
     what, base = ("parameters", "") if lora is None else ("adapters", "base and ")
-    kept = "" if precision.frozen is None else f", experts in {precision.frozen}"
+    kept = "" if precision.frozen is None else f", experts and linear layers in {precision.frozen}"
     yield f"precision  {precision.params} {what}, {precision.compute} {base}compute, {precision.reduce} reduce{kept}"
+    if plan.uncast:
+        uncast = (name for name, _ in plan.twin.module.named_parameters() if name in plan.uncast)
+        yield f"           computed in float32 all the same: {alike_as_one(uncast)}"
     router: str = config.moe.router
     if lora is not None:
         router = "adapted" if any(target.group == "router" for target in lora.targets) else "frozen"
-    yield f"experts    dispatch {plan.resolved['dispatch']}, compute {plan.resolved['compute']}, router {router}"
+    said = plan.resolved
+    yield (
+        f"experts    dispatch {said['dispatch']}, compute {said['compute']}, router {router}, in {said['router_dtype']}"
+    )
     counted = batches.accumulation if batches.accumulation > 1 or pipeline is not None else 0
     yield from (f"balance    {line}" for line in _balance_lines(plan, counted))
     if lora is not None:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from expertmesh.config.errors import ExpertmeshError
 from expertmesh.io.directory import io_errors
 from expertmesh.io.safetensors_writer import replace_synced
-from expertmesh.io.terminal import tell
+from expertmesh.io.terminal import log
 from expertmesh.io.versioned_json import read_versioned
 
 RECORD_FILE = "run.json"
@@ -67,13 +67,15 @@ class Forecast:
     """What somebody expects of a start: a line to print, and the figures where there are any.
 
     `warning` is the part of the line that says that memory may run out. `cures` gives changes of the configuration with
-    which a step is expected to fit, the best first.
+    which a step is expected to fit, the best first. `peak_tokens_per_second`: of a job that computes at the peak of its
+    devices, None where that is not known.
     """
 
     line: str
     prediction: Prediction | None = None
     warning: str | None = None
     cures: Callable[[], list[str]] = list
+    peak_tokens_per_second: float | None = None
 
 
 class Start(_Strict):
@@ -144,7 +146,7 @@ def write_record(record: RunRecord, directory: Path) -> None:
         earlier = read_record(directory)
     except ExpertmeshError as error:
         # Nothing that training needs is in it; a run must not end over it.
-        tell(f"{error}; the run's earlier starts are left out of it from here on")
+        log.warning(f"{error}; the run's earlier starts are left out of it from here on")
         earlier = None
     content = record.after(earlier).model_dump_json(indent=1).encode() + b"\n"
     with io_errors(directory / RECORD_FILE, len(content)):

@@ -1,26 +1,19 @@
-"""Opens what a run reports with when it starts or goes on: metrics and `output_dir/run.json` (record.py). Also what it
-reports when memory runs out.
-"""
+"""Writes `output_dir/run.json` (record.py) when a run starts or goes on."""
 
-import os
-import platform
+import logging
 from collections import Counter
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import transformers
 
-from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import collective_device, raise_on_all_ranks
 from expertmesh.distributed.collectives import all_gather
 from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES
 from expertmesh.io.boxes import volume
 from expertmesh.state.shards import local_box, owns_copy
-from expertmesh.training.reporting.metrics import Collapse, ExpertLoad, Reporter, open_reporter
+from expertmesh.training.reporting.machine import device_name, versions
 from expertmesh.training.reporting.plan_lines import local_parameters, plan_lines
 from expertmesh.training.reporting.record import (
     DataCounts,
@@ -33,44 +26,13 @@ from expertmesh.training.reporting.record import (
 )
 from expertmesh.training.startup.prepare import Prepared
 
-if TYPE_CHECKING:
-    from expertmesh.training.progress import RankStatus
+log = logging.getLogger(__name__)
 
 
-def open_reports(run: Prepared, forecast: Forecast | None, *, after_step: int) -> tuple[Reporter, ExpertLoad]:
-    """What the loop reports with, opened in `output_dir`; this start is added to the run's run.json.
-
-    Every rank calls it. Issues one all-gather of five integers and two small all-reduces. Raises `InputError` on all
-    ranks if rank 0 cannot write.
+def record_start(run: Prepared, forecast: Forecast | None, after_step: int) -> None:
+    """Add this start to the run's run.json. Every rank calls it; issues one all-gather of five integers and one small
+    all-reduce. Raises `InputError` on all ranks if rank 0 cannot write.
     """
-    config, mesh, directory = run.config, run.mesh, Path(run.config.output_dir)
-    with raise_on_all_ranks("opening the metrics"):
-        experts = run.checked.anatomy.experts[0]
-        vocabulary = run.checked.vocab_size if config.objective.name == "sft" else None
-        collapse = Collapse(vocabulary, experts.num_experts, experts.top_k or 1)
-        reporter = open_reporter(
-            config.log, directory, run.total_steps, is_main=mesh.rank == 0, done=after_step, collapse=collapse
-        )
-    _record_start(run, forecast, after_step)
-    return reporter, ExpertLoad(run.model, run.checked.anatomy, mesh)
-
-
-def out_of_memory(error: torch.OutOfMemoryError, at: "RankStatus", forecast: Forecast | None) -> InputError:
-    """What a rank that ran out of device memory reports. The same start would fail again, so it is no failure to retry.
-
-    `at`: where the rank was.
-    """
-    sentence = f"rank {dist.get_rank()} ran out of memory {at}: {str(error).strip().split('. ')[0].rstrip('.')}"
-    if torch.accelerator.is_available():
-        sentence += f"; it held {torch.accelerator.max_memory_allocated() / 2**30:.2f} GiB at its peak"
-    if forecast is not None:
-        cures = "; or ".join(forecast.cures())
-        sentence += f"; predicted {forecast.line}; "
-        sentence += f"predicted to fit, the fastest first: {cures}" if cures else "nothing tried is predicted to fit"
-    return InputError(f"{sentence}; change the configuration or use more devices", key="run.out-of-memory")
-
-
-def _record_start(run: Prepared, forecast: Forecast | None, after_step: int) -> None:
     config, checked, mesh = run.config, run.checked, run.mesh
     shares, parameters = _shares(run)
     with raise_on_all_ranks("writing run.json"):
@@ -124,32 +86,3 @@ def _shares(run: Prepared) -> tuple[list[Share], int]:
         for (dense, expert, adapter, size), count in Counter(row[:4] for row in ranks).items()
     ]
     return shares, sum(row[4] for row in ranks)
-
-
-def versions() -> dict[str, str]:
-    """Of what decides what a run computes."""
-    return {
-        "expertmesh": version("expertmesh"),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def device_name(device: torch.device) -> str:
-    """What the ranks run on, by name: an accelerator, or the processor with the number of cores that may be used."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type != "cpu":
-        return device.type
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{_processor()}, {cores} cores"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

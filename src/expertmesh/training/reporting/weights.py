@@ -1,14 +1,17 @@
 """What there is to say about a run's weights: how the audit went, what becomes of tensors that the model leaves out."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from expertmesh.adapters.save import AdapterReport
-from expertmesh.io.terminal import gib, tell
+from expertmesh.io.terminal import gib
 from expertmesh.weights.audit import AuditReport, write_audit
 from expertmesh.weights.load import LoadReport
 from expertmesh.weights.save import SaveReport
 from expertmesh.weights.source import UnmappedTensors
+
+log = logging.getLogger(__name__)
 
 AUDIT_FILE = "audit.json"
 _LISTED = 10
@@ -19,16 +22,16 @@ def report_loaded(loaded: LoadReport, audited: AuditReport, source: Path, output
     if audited.mode == "full":
         write_audit(output_dir / AUDIT_FILE, audited, source)
     for line in loaded_lines(loaded, audited, output_dir):
-        tell(line)
+        log.info(line)
 
 
 def report_resumed(checkpoint: Path, step: int, changes: Sequence[str], *, audit: bool) -> None:
     """Print what a run goes on from, and what has changed; `audit`: weights were to be compared with the model's files.
     For rank 0.
     """
-    tell(f"resume     {checkpoint.name}, after step {step}; {'; '.join(changes)}")
+    log.info(f"resume     {checkpoint.name}, after step {step}; {'; '.join(changes)}")
     if audit:
-        tell("audit      nothing was read from the model's files; expertmesh verify checks the checkpoint")
+        log.info("audit      nothing was read from the model's files; expertmesh verify checks the checkpoint")
 
 
 def loaded_lines(loaded: LoadReport, audited: AuditReport, output_dir: Path) -> Iterator[str]:
@@ -70,6 +73,8 @@ def adapter_lines(saved: AdapterReport) -> Iterator[str]:
         if still:
             shown = ", ".join(still[:_LISTED]) + (f" and {len(still) - _LISTED} more" if len(still) > _LISTED else "")
             yield f"           {name}: B of experts {shown} is all zero; they have seen no token"
+    for sentence in saved.unread:
+        yield f"serving    not read as it is by {sentence}"
 
 
 def _listed(groups: Sequence[UnmappedTensors]) -> Iterator[str]:

@@ -3,20 +3,21 @@
 import re
 from pathlib import Path
 
-from expertmesh.checkpoint.directory import CHECKPOINTS, published
-from expertmesh.config import Config, dump_config
+from expertmesh.checkpoint.directory import CHECKPOINTS, published, step_name
+from expertmesh.config import Config, TrainConfig, dump_config
 from expertmesh.config.errors import InputError
 from expertmesh.config.files import config_from
 from expertmesh.io.directory import io_errors
 from expertmesh.io.reading import read_file
 from expertmesh.io.safetensors_writer import replace_synced
-from expertmesh.training.resume import config_differences, find_start, flat
+from expertmesh.io.terminal import log
+from expertmesh.training.resume import config_differences, find_start, find_weights, flat
 
 CONFIG_FILE = "config.yaml"
 MODEL, ADAPTER = "model", "adapter"
 # What a run that was killed before it had written config.yaml may have left behind, none of it worth keeping, and what
-# `verify` writes before there is a run.
-_LEFT_BY_A_START = re.compile(r"lock\.json(\..+)?|config\.yaml\.tmp|verification\.json")
+# `verify` and `prepare` write before there is a run.
+_LEFT_BY_A_START = re.compile(r"lock\.json(\..+)?|config\.yaml\.tmp|verification\.json|prepared")
 
 
 def refuse_output_dir(config: Config) -> None:
@@ -39,24 +40,59 @@ def refuse_output_dir(config: Config) -> None:
         )
     if did_no_step(directory):
         return
-    old, new = (flat(each.model_dump(mode="json")) for each in (_read(written), config))
-    forbidden, _ = config_differences(old, new)
+    before = _read(written)
+    forbidden, _ = config_differences(*(flat(each.model_dump(mode="json")) for each in (before, config)))
     if forbidden:
         raise InputError(
             f"output_dir {directory} holds a run with another configuration: {'; '.join(forbidden)}; put it back to "
             "continue that run, or choose another directory",
             key="run.other-configuration",
         )
-    result = directory / (MODEL if config.lora is None else ADAPTER)
-    if result.exists():
-        start = "model.name_or_path" if config.lora is None else "lora.from_adapter"
-        raise InputError(
-            f"output_dir {directory} holds this run already, finished; choose another directory, or move {result} away "
-            "to go on from the last checkpoint with more steps (train.num_epochs, train.max_steps); other data are for "
-            f"a run of their own, with {start}: {result}",
-            key="run.finished",
-        )
+    goes_on = _has_more_steps(before.train, config.train) and published(directory / CHECKPOINTS)
+    if _result(config).exists() and not goes_on:
+        raise _finished(config, before.train)
     find_start(config)
+    find_weights(config)
+
+
+def refuse_no_more_steps(config: Config, start: Path, total_steps: int) -> None:
+    """Refuse a finished run that more epochs or steps of the configuration do not make longer. Call it on one rank."""
+    if _result(config).exists() and start.name == step_name(total_steps):
+        raise _finished(config, config.train)
+
+
+def set_result_aside(config: Config, start: Path) -> None:
+    """Keep what a finished run has left, under the name of its last step, when the run goes on. Call it on one rank."""
+    result = _result(config)
+    if result.exists():
+        kept = result.with_name(f"{result.name}-{start.name}")
+        with io_errors(kept, 0):
+            result.rename(kept)
+        log.info(f"finished   before, after {start.name}; its result is now {kept}")
+
+
+def _result(config: Config) -> Path:
+    return Path(config.output_dir) / (MODEL if config.lora is None else ADAPTER)
+
+
+def _has_more_steps(before: TrainConfig, now: TrainConfig) -> bool:
+    if before.max_steps is None:
+        return now.num_epochs > before.num_epochs
+    return now.num_epochs > before.num_epochs or now.max_steps is None or now.max_steps > before.max_steps
+
+
+def _finished(config: Config, train: TrainConfig) -> InputError:
+    """What one can do with a run that has ended."""
+    key = "model.name_or_path" if config.lora is None else "lora.from_adapter"
+    limit = f" or train.max_steps ({train.max_steps})" if train.max_steps is not None else ""
+    more = f"raise train.num_epochs ({train.num_epochs}){limit} to train on, or "
+    if not published(Path(config.output_dir) / CHECKPOINTS):
+        more = ""
+    return InputError(
+        f"output_dir {config.output_dir} holds this run, finished; {more}set {key} to {_result(config)} and choose "
+        "another output_dir to go on with other data or settings",
+        key="run.finished",
+    )
 
 
 def _read(path: Path) -> Config:

@@ -5,7 +5,6 @@ calls it again in each rank (a job started by torchrun has no launcher of ours).
 functions. Reads config.json and file headers at most.
 """
 
-import importlib.util
 import math
 from pathlib import Path
 
@@ -15,12 +14,13 @@ from torch import nn
 from expertmesh.anatomy import describe
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError
-from expertmesh.data import load_tokenizer
+from expertmesh.data import load_tokenizer, refuse_url
 from expertmesh.io.directory import require_space
 from expertmesh.training.optimizers.build import moment_bytes
 from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.training.startup.model_check import Checked, check_model
 from expertmesh.training.startup.output_dir import refuse_output_dir
+from expertmesh.training.startup.packages import refuse_missing_packages
 from expertmesh.weights.meta_model import read_model_config
 from expertmesh.weights.quantised.published import quantisation
 
@@ -51,7 +51,7 @@ def preflight(config: Config, world_size: int, ranks_per_node: int | None = None
 def refuse_config(config: Config) -> None:
     """Refuse what a look at the machine tells, without the model: files and packages that are not there."""
     _refuse_local_paths(config)
-    _refuse_missing_packages(config)
+    refuse_missing_packages(config)
 
 
 def refuse_disk(config: Config, model: nn.Module) -> None:
@@ -71,27 +71,15 @@ def refuse_disk(config: Config, model: nn.Module) -> None:
 def _refuse_local_paths(config: Config) -> None:
     for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         for index, source in enumerate(sources):
+            if "://" in source.path:
+                refuse_url(source.path)
+                continue
             looks_local = source.path.startswith((".", "/", "~")) or Path(source.path).suffix in (
                 ".json",
                 ".jsonl",
                 ".parquet",
             )
-            if looks_local and not Path(source.path).exists():
+            if looks_local and not Path(source.path).expanduser().exists():
                 raise InputError(
                     f"{key}.{index}.path: {source.path} does not exist; correct the path", key="data.not-found"
                 )
-
-
-def _refuse_missing_packages(config: Config) -> None:
-    if config.model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
-        raise InputError(
-            "model.attention: flash_attention_2 needs the flash-attn package; install it or use sdpa",
-            key="install.missing-package",
-        )
-    for tracker in config.log.report_to:
-        if tracker != "jsonl" and importlib.util.find_spec(tracker) is None:
-            raise InputError(
-                f"log.report_to: {tracker} needs the {tracker} package; install it (pip install {tracker}), or leave "
-                f"{tracker} out",
-                key="install.missing-package",
-            )

@@ -5,57 +5,38 @@ Every rank calls `prepare`. Afterwards all is known, nothing is allocated, and n
 
 import datetime
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from expertmesh.config import Config, ParallelConfig
-from expertmesh.config.errors import InputError
-from expertmesh.data import (
-    BatchLayout,
-    DataReport,
-    EvaluationBatches,
-    TokenizedDataset,
-    TrainingBatches,
-    build_dataset,
-    load_tokenizer,
-    padding_token_id,
-)
+from expertmesh.config import Config, InputError, ParallelConfig
+from expertmesh.data import BatchLayout, EvaluationBatches, TrainingBatches
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.distributed.layout import explicit
 from expertmesh.distributed.mesh import Mesh, build_mesh, current_device, set_timeout
 from expertmesh.parallel.apply import shard_model
 from expertmesh.training.control import Control
-from expertmesh.training.resume import Identity, check_start, date_of, find_start
+from expertmesh.training.resume import Identity, check_start, date_of, find_start, find_weights
+from expertmesh.training.startup.data import RunData, read_data
 from expertmesh.training.startup.model_check import Checked
-from expertmesh.training.startup.output_dir import write_config
+from expertmesh.training.startup.output_dir import refuse_no_more_steps, set_result_aside, write_config
 from expertmesh.weights.load import bytes_to_read
 
-
-@dataclass(frozen=True, slots=True)
-class RunData:
-    """The data of a run; `reports` are of the training and, if there is one, the evaluation data."""
-
-    tokenizer: PreTrainedTokenizerBase
-    pad_token_id: int
-    training: TokenizedDataset
-    evaluation: TokenizedDataset | None
-    reports: tuple[DataReport, ...]
-
-    @property
-    def datasets(self) -> list[TokenizedDataset]:
-        return [self.training, *([self.evaluation] if self.evaluation is not None else [])]
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A run on the point of reading weights, as this rank sees it. Its model is sharded and may still be on meta.
 
-    `start`: the checkpoint to go on from; `changes`: on rank 0, what has changed since.
+    `start`: the checkpoint to go on from; `changes`: on rank 0, what has changed since. `weights`: another run's
+    checkpoint that this one begins with.
     """
 
     config: Config
@@ -69,6 +50,7 @@ class Prepared:
     bytes_to_load: int
     identity: Identity
     start: Path | None
+    weights: Path | None
     changes: tuple[str, ...]
 
     @property
@@ -78,16 +60,15 @@ class Prepared:
 
 def prepare(config: Config, control: Control, checked: Checked) -> Prepared:
     """Get ready to read weights. Every rank calls it."""
-    say(control, "reading the data")
     start: Path | None = None
+    weights: Path | None = None
     date = ""
     with raise_on_all_ranks("looking for a checkpoint"):
         if dist.get_rank() == 0:
-            start = find_start(config)
-            date = date_of(start).isoformat()
-    day = datetime.date.fromisoformat(from_rank_0(date))
-    with raise_on_all_ranks("reading the data"):
-        data = _read_data(config, checked, day)
+            start, weights = find_start(config), find_weights(config)
+            date = str(date_of(start) or "")
+    known = from_rank_0(date)
+    data = read_data(config, checked, datetime.date.fromisoformat(known) if known else None, partial(say, control))
     mesh = _open_mesh(config, checked)
     train, layout = config.train, _batch_layout(config, mesh, data)
     batches = TrainingBatches(
@@ -96,18 +77,20 @@ def prepare(config: Config, control: Control, checked: Checked) -> Prepared:
         global_batch_size=train.global_batch_size,
         shuffle=config.data.shuffle,
         seed=train.seed,
+        mixture=data.mixture,
     )
     evaluation = EvaluationBatches(data.evaluation, layout) if data.evaluation is not None else None
     total_steps = batches.total_steps(train.num_epochs)
     total_steps = min(total_steps, train.max_steps or total_steps)
     with raise_on_all_ranks("comparing the data"):
-        identity = Identity.of(config, checked.directory, data.training, day)
+        identity = Identity.of(config, checked.directory, data.training, data.date)
     identity.agree()
     changes: Sequence[str] = ()
     with raise_on_all_ranks("comparing with the checkpoint"):
         if start is not None:
-            changes = check_start(start, identity, total_steps, Path(config.output_dir))
-    shared = from_rank_0(str(start or ""))
+            changes = check_start(start, identity, total_steps, config)
+            refuse_no_more_steps(config, start, total_steps)
+    shared, begun = from_rank_0(str(start or "")), from_rank_0(str(weights or ""))
     say(control, "sharding the model")
     torch.manual_seed(train.seed + mesh.rank)
     shard_model(checked.model, checked.plan, mesh)
@@ -115,6 +98,8 @@ def prepare(config: Config, control: Control, checked: Checked) -> Prepared:
         to_load = bytes_to_read(checked.model, checked.directory)
     with raise_on_all_ranks("writing the configuration"):
         if mesh.rank == 0:
+            if start is not None:
+                set_result_aside(config, start)
             write_config(config)
     return Prepared(
         config,
@@ -128,6 +113,7 @@ def prepare(config: Config, control: Control, checked: Checked) -> Prepared:
         to_load,
         identity,
         Path(shared) if shared else None,
+        Path(begun) if begun else None,
         tuple(changes),
     )
 
@@ -135,27 +121,7 @@ def prepare(config: Config, control: Control, checked: Checked) -> Prepared:
 def say(control: Control, what: str) -> None:
     """Tell the launcher what this rank does now, and whoever looks on, by rank 0."""
     control.progress.at(0, what)
-    if dist.get_rank() == 0:
-        print(f"starting   {what}", flush=True)
-
-
-def _read_data(config: Config, checked: Checked, date: datetime.date) -> RunData:
-    tokenizer = load_tokenizer(config.model, config.data.chat_template)
-    pad_token_id = padding_token_id(tokenizer, checked.vocab_size)
-    found = [
-        build_dataset(
-            sources,
-            config.data,
-            tokenizer,
-            model_vocab_size=checked.vocab_size,
-            pairs=config.objective.name == "dpo",
-            date=date,
-        )
-        for sources in (config.data.train, config.data.eval)
-        if sources
-    ]
-    datasets, reports = [dataset for dataset, _ in found], tuple(report for _, report in found)
-    return RunData(tokenizer, pad_token_id, datasets[0], datasets[1] if len(datasets) > 1 else None, reports)
+    log.log(logging.INFO if dist.get_rank() == 0 else logging.DEBUG, f"starting   {what}")
 
 
 def _open_mesh(config: Config, checked: Checked) -> Mesh:

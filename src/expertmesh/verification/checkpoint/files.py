@@ -19,6 +19,7 @@ from expertmesh.checkpoint.schema import FileEntry, Manifest, is_tensor_file
 from expertmesh.checkpoint.state import fingerprint_share
 from expertmesh.config.errors import ExpertmeshError, SecurityError
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, read_header
+from expertmesh.io.terminal import tracked
 
 _BLOCK_BYTES = 1 << 24
 
@@ -60,7 +61,7 @@ def check_files(directory: Path, manifest: Manifest, files: WeightFiles) -> File
     contradictions = list(tensor_problems(directory, manifest))
     check.findings += [Finding(text) for text in texts + contradictions]
     check.unreadable.update(file.name for file in manifest.files if is_tensor_file(file.name))
-    for file in manifest.files:
+    for file in tracked(manifest.files, len(manifest.files), "reading", "files"):
         path = directory / file.name
         if not _has_size(directory, file):
             check.damaged.add(file.name)

@@ -163,7 +163,7 @@ def _with_peft(proof: Proof, job: Job, adapter: Path) -> Any:
             base.set_experts_implementation("eager")
     else:
         base = _plain_model(proof, proof.setup.directory, deepcopy(proof.setup.model_config))
-    unsharded.round_experts(base, job.model)
+    unsharded.round_frozen(base, job.model)
     with _quiet():
         return peft.PeftModel.from_pretrained(base, adapter)
 

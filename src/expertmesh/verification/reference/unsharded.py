@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from expertmesh.data import IGNORE
+from expertmesh.state.packed import units_together
 from expertmesh.state.packed_format import rounded
 from expertmesh.state.sharded_model import sharded
 
@@ -131,9 +132,9 @@ def _clip(gradients: list[Tensor], max_norm: float | None) -> float:
 
 
 @torch.no_grad()
-def round_experts(model: nn.Module, like: nn.Module) -> None:
-    """Give the experts of a plain model the values that `like`, which is sharded, keeps of them."""
+def round_frozen(model: nn.Module, like: nn.Module) -> None:
+    """Give the weights of a plain model the values that `like`, which is sharded, keeps of them in codes."""
     for name, kind in (sharded(like).frozen_formats or {}).items():
         if not kind.published:
-            for expert in model.get_parameter(name):
-                expert.copy_(rounded(expert, kind))
+            for units in model.get_parameter(name).split(units_together(kind)):
+                units.copy_(rounded(units, kind))

@@ -16,22 +16,19 @@ from torch.nn import functional as F
 
 from expertmesh.io.boxes import Box, extents, full_box, slices
 from expertmesh.io.safetensors_reader import FileTensor
-from expertmesh.weights.quantised.formats import (
-    E2M1_MAX,
-    E4M3_MAX,
-    INT4_MAX,
+from expertmesh.state.codes import (
+    LARGEST,
+    codes_of,
+    factor_for,
     largest_of_blocks,
     scale_values,
+    scales_for,
     spread,
-    to_e2m1,
-    to_e4m3,
-    to_e8m0,
-    to_int4,
+    with_factor,
 )
-from expertmesh.weights.quantised.tensor import Encoding, QuantisedTensor
+from expertmesh.weights.quantised.tensor import QuantisedTensor
 
 _BAND_ELEMENTS = 1 << 22
-_CODE_MAX = {Encoding.E4M3: E4M3_MAX, Encoding.E2M1: E2M1_MAX, Encoding.INT4: INT4_MAX}
 # An 8-bit float up to here is rounded to the largest one.
 _E4M3_ROUNDED = 464.0
 
@@ -93,21 +90,19 @@ def _total(leaf: QuantisedTensor, values: Tensor, before: Fetch | None) -> tuple
         return None, True
     largest = torch.stack([values[slices(box)].abs().amax() for box in _bands(leaf)]).amax().float().cpu()
     # The value of one unit of scale and code, if the largest value is to have the largest of both.
-    code_max = _CODE_MAX[leaf.encoding] * (1.0 if part is None else E4M3_MAX)
+    code_max = LARGEST[leaf.code] * (1.0 if part is None else LARGEST["e4m3"])
     part = part or leaf.scale
     if before is not None:
         old = torch.empty(part.shape, dtype=part.dtype)
         before(part, full_box(part.shape), old)
         value = scale_values(old).reshape(())
         unit = 1 / value if part is leaf.global_scale and leaf.global_divides else value
-        limit = code_max / E4M3_MAX * _E4M3_ROUNDED
+        limit = code_max / LARGEST["e4m3"] * _E4M3_ROUNDED
         if bool(largest <= unit * limit):
             return old, True
-    unit = largest / code_max if bool(largest > 0) else torch.tensor(1.0)
-    if part is leaf.scale and _has_exponents(leaf):
-        return to_e8m0(largest, code_max).view(part.dtype).reshape(part.shape), False
-    new = code_max / largest if part is leaf.global_scale and leaf.global_divides and bool(largest > 0) else unit
-    return new.to(part.dtype).reshape(part.shape), False
+    if part is leaf.scale:
+        return scales_for(largest, leaf.code, part.dtype).reshape(part.shape), False
+    return factor_for(largest, leaf.code, leaf.factor).to(part.dtype).reshape(part.shape), False
 
 
 def _encoded(leaf: QuantisedTensor, box: Box, values: Tensor, total: Tensor | None) -> dict[FileTensor, Tensor]:
@@ -117,38 +112,27 @@ def _encoded(leaf: QuantisedTensor, box: Box, values: Tensor, total: Tensor | No
     if leaf.zero_point is not None:
         scale, points_GG = _asymmetric(leaf, box, values)
         points = spread(points_GG, leaf.block, box)
-        packed = F.pad(points_GG, (0, 0, 0, -points_GG.shape[-2] % leaf.encoding.value))
-        stored[leaf.zero_point] = to_int4(packed.transpose(-1, -2)).transpose(-1, -2).contiguous()
+        packed = F.pad(points_GG, (0, 0, 0, -points_GG.shape[-2] % leaf.per_element))
+        words = codes_of(packed.transpose(-1, -2).contiguous(), leaf.code).view(leaf.zero_point.dtype)
+        stored[leaf.zero_point] = words.transpose(-1, -2).contiguous()
     elif total is not None and leaf.global_scale is None:
         scale = total
     else:
-        scale = _scales(leaf, box, values, total)
+        largest = largest_of_blocks(values, _block(leaf, box))
+        scale = scales_for(largest, leaf.code, leaf.scale.dtype, total, leaf.factor)
     factors = scale_values(scale).reshape((1,) * len(box) if scale.numel() == 1 else _grid(leaf, box))
     if leaf.global_scale is not None:
         assert total is not None
-        factors = factors / total if leaf.global_divides else factors * total
+        factors = with_factor(factors, total, leaf.factor)
         stored[leaf.global_scale] = total
     units = values / spread(factors, leaf.block, box) + points
-    codes = {Encoding.E4M3: to_e4m3, Encoding.E2M1: to_e2m1, Encoding.INT4: to_int4}[leaf.encoding](units)
+    codes = codes_of(units, leaf.code)
     if leaf.stored_shape is not None:
         stored[leaf.stored_shape] = torch.tensor(leaf.shape, dtype=leaf.stored_shape.dtype)
     boxes = dict(leaf.needed(box))
     stored[leaf.codes] = codes.view(leaf.codes.dtype).reshape(extents(boxes[leaf.codes]))
     stored[leaf.scale] = scale.reshape(extents(boxes[leaf.scale]))
     return stored
-
-
-def _scales(leaf: QuantisedTensor, box: Box, values: Tensor, total: Tensor | None) -> Tensor:
-    """One scale a block, as it is stored; 1 for zeros."""
-    largest, dtype = largest_of_blocks(values, _block(leaf, box)), leaf.scale.dtype
-    if _has_exponents(leaf):
-        return to_e8m0(largest, _CODE_MAX[leaf.encoding]).view(dtype)
-    scales = largest / _CODE_MAX[leaf.encoding]
-    if total is not None:
-        scales = scales * total if leaf.global_divides else scales / total
-    smallest = torch.finfo(dtype).smallest_normal if dtype.itemsize > 1 else 2.0**-9
-    stored = to_e4m3(scales) if dtype == torch.float8_e4m3fn else scales.to(dtype)
-    return torch.where(largest == 0, 1.0, stored.to(torch.float32).clamp_min(smallest)).to(dtype)
 
 
 def _asymmetric(leaf: QuantisedTensor, box: Box, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,7 +145,7 @@ def _asymmetric(leaf: QuantisedTensor, box: Box, values: Tensor) -> tuple[Tensor
 def _mixed(leaf: QuantisedTensor, box: Box, part: FileTensor, same: Tensor, old: Tensor, new: Tensor) -> Tensor:
     """`old` where blocks are the `same`, else `new`: two tensors of what is stored of one part."""
     if part is leaf.codes:
-        mask = spread(same, leaf.block, box)[..., :: leaf.encoding.value].reshape(old.shape)
+        mask = spread(same, leaf.block, box)[..., :: leaf.per_element].reshape(old.shape)
     elif part is leaf.scale:
         mask = same.reshape(old.shape)
     elif part is leaf.zero_point:
@@ -192,10 +176,6 @@ def _decoded(leaf: QuantisedTensor, box: Box, parts: dict[FileTensor, Tensor]) -
         out.copy_(parts[part])
 
     return leaf.read(box, fetch)
-
-
-def _has_exponents(leaf: QuantisedTensor) -> bool:
-    return leaf.scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
 
 
 def _block(leaf: QuantisedTensor, box: Box) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from expertmesh.io.safetensors_reader import FileTensor
-from expertmesh.weights.quantised.tensor import Encoding, QuantisedTensor
+from expertmesh.weights.quantised.tensor import QuantisedTensor
 
 _FP8_BLOCK = (128, 128)
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
@@ -43,22 +43,22 @@ def stored_matrix(form: str, name: str, shape: tuple[int, ...]) -> QuantisedTens
         grid = (-(-rows // _FP8_BLOCK[0]), -(-columns // _FP8_BLOCK[1]))
         scale = part(f"{name}_scale_inv", torch.float32, *grid)
         codes = part(name, torch.float8_e4m3fn, *shape)
-        return QuantisedTensor(name, shape, torch.float32, Encoding.E4M3, _FP8_BLOCK, codes, scale)
+        return QuantisedTensor(name, shape, torch.float32, "e4m3", _FP8_BLOCK, codes, scale)
     size = multiple_of(form)
     if not name.endswith(".weight"):
         codes = part(f"{name}_blocks", torch.uint8, *lead, rows, columns // size, size // 2)
         scale = part(f"{name}_scales", torch.uint8, *lead, rows, columns // size)
-        return QuantisedTensor(name, shape, torch.float32, Encoding.E2M1, (1, size), codes, scale)
+        return QuantisedTensor(name, shape, torch.float32, "e2m1", (1, size), codes, scale)
     grid = (rows, columns // size)
     if form == "int4":
         return QuantisedTensor(
-            name, shape, torch.bfloat16, Encoding.INT4, (1, size),
+            name, shape, torch.bfloat16, "int4", (1, size),
             part(f"{name}_packed", torch.int32, rows, columns // 8), part(f"{name}_scale", torch.bfloat16, *grid),
             stored_shape=part(f"{name}_shape", torch.int64, 2),
         )  # fmt: skip
     scale_dtype = torch.uint8 if form == "mxfp4" else torch.float8_e4m3fn
     return QuantisedTensor(
-        name, shape, torch.float32, Encoding.E2M1, (1, size),
+        name, shape, torch.float32, "e2m1", (1, size),
         part(f"{name}_packed", torch.uint8, rows, columns // 2), part(f"{name}_scale", scale_dtype, *grid),
         global_scale=part(f"{name}_global_scale", torch.float32, 1) if form == "nvfp4" else None, global_divides=True,
     )  # fmt: skip

@@ -14,8 +14,9 @@ from transformers import PreTrainedConfig
 
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.io.safetensors_reader import FileTensor, WeightFiles
+from expertmesh.state.codes import Code, has_exponents
 from expertmesh.weights.lazy import LazyTensor
-from expertmesh.weights.quantised.tensor import Encoding, QuantisedTensor
+from expertmesh.weights.quantised.tensor import CODES_PER_ELEMENT, QuantisedTensor
 
 Block = tuple[int, int]
 _MX, _NV = (1, 32), (1, 16)
@@ -143,19 +144,19 @@ def _fine_grained_fp8(grouping: _Grouping) -> None:
         stem = name.removesuffix(".weight")
         names = [f"{name}_scale_inv", *([f"{stem}.scale", f"{stem}.qscale_weight"] if stem != name else [])]
         scale = grouping.part(codes, *names)
-        exponents = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
+        exponents = has_exponents(scale.dtype)
         if codes.dtype == torch.int8:
-            tensor = _tensor(name, codes, scale, Encoding.E2M1, [_MX])
+            tensor = _tensor(name, codes, scale, "e2m1", [_MX])
         else:
             blocks = [tuple(block)] if block else []
-            tensor = _tensor(name, codes, scale, Encoding.E4M3, [*blocks, *([_MX] if exponents else [])])
+            tensor = _tensor(name, codes, scale, "e4m3", [*blocks, *([_MX] if exponents else [])])
         grouping.add(name, tensor, [f"{stem}.{each}" for each in ("activation_scale", "input_scale", "qscale_act")])
 
 
 def _mxfp4(grouping: _Grouping) -> None:
     """GPT-OSS: `X_blocks` [E, out, in/32, 16] and `X_scales`; the model's own parameter is [E, in, out]."""
     for name, codes in list(grouping.having("_blocks", torch.uint8)):
-        tensor = _tensor(name, codes, grouping.part(codes, f"{name}_scales"), Encoding.E2M1, [_MX])
+        tensor = _tensor(name, codes, grouping.part(codes, f"{name}_scales"), "e2m1", [_MX])
         grouping.add(name, tensor, arrange=lambda lazy: lazy.transpose(-1, -2))
 
 
@@ -175,16 +176,16 @@ def _compressed_tensors(grouping: _Grouping) -> None:
     for stem, codes in packed + plain:
         scale = grouping.part(codes, f"{stem}.weight_scale")
         integers = codes.dtype == torch.int32
-        encoding = Encoding.INT4 if integers else Encoding.E2M1 if codes.dtype == torch.uint8 else Encoding.E4M3
-        bits = {Encoding.INT4: ("int", 4), Encoding.E2M1: ("float", 4), Encoding.E4M3: ("float", 8)}[encoding]
+        code: Code = "int4" if integers else "e2m1" if codes.dtype == torch.uint8 else "e4m3"
+        bits = {"int4": ("int", 4), "e2m1": ("float", 4), "e4m3": ("float", 8)}[code]
         kin = [each for each in groups if (each.get("type", "int"), each.get("num_bits", 8)) == bits]
         options: dict[str, Any] = {}
         if any(not each.get("symmetric", True) for each in kin):
             options["zero_point"] = grouping.optional(f"{stem}.weight_zero_point")
-        if encoding is Encoding.E2M1:
+        if code == "e2m1":
             options["global_scale"] = grouping.optional(f"{stem}.weight_global_scale")
         tensor = _tensor(
-            f"{stem}.weight", codes, scale, encoding, [block for each in kin for block in _blocks_of(each)],
+            f"{stem}.weight", codes, scale, code, [block for each in kin for block in _blocks_of(each)],
             dtype=scale.dtype if integers else torch.float32,
             stored_shape=grouping.optional(f"{stem}.weight_shape"), global_divides=True, **options,
         )  # fmt: skip
@@ -205,7 +206,7 @@ def _modelopt(grouping: _Grouping) -> None:
     for name, codes in list(grouping.having(".weight", torch.uint8)):
         scale = grouping.part(codes, f"{name}.weight_scale")
         total = grouping.part(codes, f"{name}.weight_scale_2")
-        tensor = _tensor(f"{name}.weight", codes, scale, Encoding.E2M1, [_NV], global_scale=total)
+        tensor = _tensor(f"{name}.weight", codes, scale, "e2m1", [_NV], global_scale=total)
         grouping.add(f"{name}.weight", tensor, [f"{name}.input_scale"])
 
 
@@ -231,16 +232,16 @@ def _blocks_of(weights: Mapping[str, Any]) -> list[Block]:
 
 
 def _is_nvfp4(tensor: QuantisedTensor) -> bool:
-    return tensor.encoding is Encoding.E2M1 and tensor.scale.dtype == torch.float8_e4m3fn
+    return tensor.code == "e2m1" and tensor.scale.dtype == torch.float8_e4m3fn
 
 
 def _tensor(
-    name: str, codes: FileTensor, scale: FileTensor, encoding: Encoding, blocks: Sequence[Block], **options: Any
+    name: str, codes: FileTensor, scale: FileTensor, code: Code, blocks: Sequence[Block], **options: Any
 ) -> QuantisedTensor:
     """Codes and scale as one tensor, with the block of `blocks` whose grid the scale has."""
     if len(codes.shape) < 2:
         raise _refused(codes, f"has the shape {list(codes.shape)}; quantised weights are matrices")
-    shape = _value_shape(codes, scale, encoding)
+    shape = _value_shape(codes, scale, code)
     scalar, rowwise = math.prod(scale.shape) == 1, scale.shape in (shape[:-1], (*shape[:-1], 1))
     fitting = [block for block in blocks if scale.shape == _grid(shape, block)]
     if scalar:
@@ -253,14 +254,14 @@ def _tensor(
             scale, f"has the shape {list(scale.shape)}, which does not fit {codes.name} {list(shape)}{known}"
         )
     dtype = options.pop("dtype", torch.float32)
-    return QuantisedTensor(name, shape, dtype, encoding, fitting[0], codes, scale, **options)
+    return QuantisedTensor(name, shape, dtype, code, fitting[0], codes, scale, **options)
 
 
-def _value_shape(codes: FileTensor, scale: FileTensor, encoding: Encoding) -> tuple[int, ...]:
+def _value_shape(codes: FileTensor, scale: FileTensor, code: Code) -> tuple[int, ...]:
     """The shape of the values: a file may keep the bytes of a block in a dim of their own."""
     trailing = len(codes.shape) == len(scale.shape) + 1 and len(codes.shape) > 3
     *rest, last = codes.shape[:-1] if trailing else codes.shape
-    return (*rest, last * encoding.value * (codes.shape[-1] if trailing else 1))
+    return (*rest, last * CODES_PER_ELEMENT[code] * (codes.shape[-1] if trailing else 1))
 
 
 def _grid(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""Published codes of routed experts that stay as they are in memory: in which format, and the bytes of one expert.
+"""Published codes of frozen weights that stay as they are in memory: in which format, and the bytes of units.
 
 Files hold gate and up of each expert apart, or experts stacked; in memory their rows lie one after the other, codes and
-scales unchanged. Nothing here communicates.
+scales unchanged. Of a linear layer each row has the scales of the blocks that it is in. Nothing here communicates.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -10,63 +10,94 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from expertmesh.anatomy import describe
+from expertmesh.anatomy import describe, packable_linears
 from expertmesh.config.errors import InputError
-from expertmesh.io.boxes import Box, extents, intersect
+from expertmesh.io.boxes import Box, extents, full_box, intersect
 from expertmesh.io.pieces import Piece
 from expertmesh.io.safetensors_reader import FileTensor
-from expertmesh.state.packed_format import Code, PackedFormat, joined
+from expertmesh.state.codes import Code, Factor, has_exponents
+from expertmesh.state.packed_format import PackedFormat, joined
 from expertmesh.state.sharded_model import sharded
-from expertmesh.weights.lazy import LazyTensor, rounded_experts
+from expertmesh.weights.lazy import LazyTensor, rounded_units
 from expertmesh.weights.mapping import LoadPlan
-from expertmesh.weights.quantised.tensor import Encoding, QuantisedTensor
-
-_CODES: dict[Encoding, Code] = {Encoding.E4M3: "e4m3", Encoding.E2M1: "e2m1", Encoding.INT4: "int4"}
+from expertmesh.weights.quantised.tensor import QuantisedTensor
 
 
 def published_formats(model: nn.Module, plan: LoadPlan) -> dict[str, PackedFormat]:
-    """The format of each expert matrix whose codes can stay as the files of `plan` hold them, by parameter name.
+    """The format of each weight whose codes can stay as the files of `plan` hold them, by parameter name.
 
-    Raises `InputError` for codes that cannot stay, and for a model none of whose experts are quantised.
+    A linear layer whose codes cannot stay is left out. Raises `InputError` for experts whose codes cannot, and for a
+    model none of whose experts are quantised.
     """
+    anatomy = describe(model)
     formats = {}
-    for spec in describe(model).experts:
+    for spec in anatomy.experts:
         for leaf in (spec.up, spec.down):
             name = f"{spec.name}.{leaf}"
             if (kind := _format_of(name, plan.tensors[name], spec.transposed)) is not None:
                 formats[name] = kind
     if not formats:
         raise _refused("the files hold plain weights; choose nf4, mxfp4, nvfp4 or float8")
+    for name in packable_linears(model, anatomy):
+        if (kind := _format_of_rows(plan.tensors[f"{name}.weight"])) is not None:
+            formats[f"{name}.weight"] = kind
     return formats
 
 
 def kept_plan(model: nn.Module, plan: LoadPlan) -> LoadPlan:
-    """`plan` with the values that `model` keeps, whose experts may be quantised when they are loaded."""
+    """`plan` with the values that `model` keeps, some of which may be quantised when they are loaded."""
     formats: Mapping[str, PackedFormat] = sharded(model).frozen_formats or {}
     quantised = {name: kind for name, kind in formats.items() if not kind.published}
-    kept = {name: rounded_experts(plan.tensors[name], kind) for name, kind in quantised.items()}
+    kept = {name: rounded_units(plan.tensors[name], kind) for name, kind in quantised.items()}
     return replace(plan, tensors=plan.tensors | kept)
 
 
 def published_bytes(
-    lazy: LazyTensor, expert: int, kind: PackedFormat, fetch: Callable[[FileTensor, Box, Tensor], None]
+    lazy: LazyTensor, box: Box, kind: PackedFormat, fetch: Callable[[FileTensor, Box, Tensor], None]
 ) -> Tensor:
-    """One expert's bytes in `kind`, a format of `published_formats`. Raises `IntegrityError` as reading values does."""
+    """The bytes `[X, B]` of one expert, or of parts of rows, in `kind`, a format of `published_formats`.
+
+    Raises `IntegrityError` as reading values does.
+    """
     codes, scales, factors = [], [], []
-    for piece in _pieces(lazy, expert, kind.transposed):
+    for piece in _pieces(lazy, box, kind.transposed):
         leaf = piece.leaf
         assert isinstance(leaf, QuantisedTensor)
         raw, _ = leaf.stored(piece.source, fetch)
+        rows, columns = piece.source[-2:]
         codes.append(raw[id(leaf.codes)].contiguous().view(torch.uint8).reshape(-1, kind.row_bytes))
-        scales.append(raw[id(leaf.scale)].reshape(-1, kind.grid[1]))
+        grid = _blocks(rows, leaf.block[0]), _blocks(columns, leaf.block[1])
+        scale = raw[id(leaf.scale)].reshape(len(grid[0]), len(grid[1])).contiguous().view(torch.uint8)
+        if kind.by_rows:  # each with the scales of its blocks
+            scale = scale.index_select(0, torch.arange(*rows) // leaf.block[0] - grid[0].start)
+        scales.append(scale)
         if leaf.global_scale is not None:
-            factors.append(raw[id(leaf.global_scale)].reshape(1).to(torch.float32))
-    return joined(torch.cat(codes), _cat_bytes(scales), torch.cat(factors) if factors else None, kind)
+            factor = raw[id(leaf.global_scale)].reshape(1, 1).to(torch.float32)
+            factors.append(factor.expand(len(codes[-1]), 1) if kind.by_rows else factor)
+    units = sum(map(len, codes)) if kind.by_rows else 1  # all rows are of one expert
+    stored = [torch.cat(parts).reshape(units, -1) for parts in (codes, scales, factors) if parts]
+    return joined(stored[0], stored[1], stored[2] if factors else None, kind)
 
 
-def _cat_bytes(scales: list[Tensor]) -> Tensor:
-    """Joined on the rows; torch has no `cat` of 8-bit floats."""
-    return torch.cat([each.contiguous().view(torch.uint8) for each in scales])
+def _blocks(extent: tuple[int, int], size: int) -> range:
+    """The blocks of `size` that `extent` touches."""
+    return range(extent[0] // size, -(-extent[1] // size))
+
+
+def _format_of_rows(lazy: LazyTensor) -> PackedFormat | None:
+    """None for plain weights, and for codes that do not lie in whole rows of the model's matrix."""
+    whole = full_box(lazy.shape)
+    kinds = set()
+    for piece in lazy.pieces:
+        leaf = piece.leaf
+        along = piece.dims == (0, 1) and piece.dest[1] == whole[1] and piece.source[1] == whole[1]
+        if not isinstance(leaf, QuantisedTensor) or leaf.zero_point is not None or not along:
+            return None
+        kinds.add(_kind(leaf))
+    if len(kinds) != 1:
+        return None
+    code, block, scale, factor, dtype = kinds.pop()
+    return PackedFormat("as_published", code, (1, block[1]), scale, (1,), lazy.shape[1], factor, dtype, by_rows=True)
 
 
 def _format_of(name: str, lazy: LazyTensor, transposed: bool) -> PackedFormat | None:
@@ -81,7 +112,7 @@ def _format_of(name: str, lazy: LazyTensor, transposed: bool) -> PackedFormat | 
 
 
 def _format_of_expert(name: str, lazy: LazyTensor, expert: int, transposed: bool) -> PackedFormat:
-    pieces = list(_pieces(lazy, expert, transposed))
+    pieces = list(_pieces(lazy, ((expert, expert + 1), *full_box(lazy.shape)[1:]), transposed))
     first = pieces[0].leaf
     if not isinstance(first, QuantisedTensor):
         raise _cannot_stay(name, first.name)
@@ -92,31 +123,23 @@ def _format_of_expert(name: str, lazy: LazyTensor, expert: int, transposed: bool
             raise _cannot_stay(name, leaf.name)
         if extents(piece.source)[-2:] != leaf.shape[-2:] or leaf.shape[-1] != columns:
             raise _cannot_stay(name, leaf.name)
-    return PackedFormat(
-        "as_published",
-        *_kind(first)[:3],
-        tuple(piece.leaf.shape[-2] for piece in pieces),
-        columns,
-        "none" if first.global_scale is None else "divides" if first.global_divides else "times",
-        first.dtype,
-        transposed,
-    )
+    code, block, scale, factor, dtype = _kind(first)
+    parts = tuple(piece.leaf.shape[-2] for piece in pieces)
+    return PackedFormat("as_published", code, block, scale, parts, columns, factor, dtype, transposed)
 
 
-def _kind(leaf: QuantisedTensor) -> tuple[Code, tuple[int, int], torch.dtype, bool, bool, torch.dtype]:
-    scale = torch.uint8 if leaf.scale.dtype == torch.float8_e8m0fnu else leaf.scale.dtype
-    has_factor = leaf.global_scale is not None
-    return _CODES[leaf.encoding], leaf.block, scale, has_factor, leaf.global_divides, leaf.dtype
+def _kind(leaf: QuantisedTensor) -> tuple[Code, tuple[int, int], torch.dtype, Factor, torch.dtype]:
+    scale = torch.uint8 if has_exponents(leaf.scale.dtype) else leaf.scale.dtype
+    return leaf.code, leaf.block, scale, leaf.factor, leaf.dtype
 
 
-def _pieces(lazy: LazyTensor, expert: int, transposed: bool) -> Iterator[Piece]:
-    """What one expert's matrix consists of, in the order of its rows; their columns have to run along the columns."""
-    rows, columns = (2, 1) if transposed else (1, 2)
-    own: Box = ((expert, expert + 1), *((0, size) for size in lazy.shape[1:]))
-    found = [piece.crop(common) for piece in lazy.pieces if (common := intersect(piece.dest, own)) is not None]
+def _pieces(lazy: LazyTensor, box: Box, transposed: bool) -> Iterator[Piece]:
+    """What a box consists of, in the order of its rows; its columns have to run along the files' columns."""
+    rows, columns = (-1, -2) if transposed else (-2, -1)
+    found = [piece.crop(common) for piece in lazy.pieces if (common := intersect(piece.dest, box)) is not None]
     for piece in sorted(found, key=lambda piece: piece.dest[rows][0]):
         last = len(piece.leaf.shape) - 1
-        if (piece.dims[rows], piece.dims[columns]) != (last - 1, last) or piece.dest[columns] != own[columns]:
+        if (piece.dims[rows], piece.dims[columns]) != (last - 1, last) or piece.dest[columns] != box[columns]:
             raise _refused(f"{piece.leaf.name} does not hold whole rows of an expert; choose another format")
         yield piece
 

@@ -7,7 +7,6 @@ reads the packed bytes of its share, whatever the block size. Nothing here commu
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
 import torch
@@ -16,15 +15,10 @@ from torch import Tensor
 from expertmesh.config.errors import IntegrityError
 from expertmesh.io.boxes import Box, extents, full_box, volume
 from expertmesh.io.safetensors_reader import FileTensor
-from expertmesh.weights.quantised.formats import e2m1, int4, scale_values, spread
+from expertmesh.state.codes import Code, Factor, scale_values, spread, values_of, with_factor
 
-
-class Encoding(Enum):
-    """How a code stands for a number; the value is how many codes one element of the file's tensor holds."""
-
-    E4M3 = 1
-    E2M1 = 2
-    INT4 = 8
+# How many codes one element of the file's tensor holds.
+CODES_PER_ELEMENT: dict[Code, int] = {"e4m3": 1, "e2m1": 2, "int4": 8}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +34,7 @@ class QuantisedTensor:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    encoding: Encoding
+    code: Code
     block: tuple[int, int]
     codes: FileTensor
     scale: FileTensor
@@ -65,12 +59,22 @@ class QuantisedTensor:
         """The shape of the scales: one for each block."""
         return (*self.shape[:-2], -(-self.shape[-2] // self.block[0]), -(-self.shape[-1] // self.block[1]))
 
+    @property
+    def per_element(self) -> int:
+        """How many codes one element of `codes` holds, and one of `zero_point`."""
+        return CODES_PER_ELEMENT[self.code]
+
+    @property
+    def factor(self) -> Factor:
+        """What `global_scale` does."""
+        return "none" if self.global_scale is None else "divides" if self.global_divides else "times"
+
     def needed(self, box: Box) -> list[tuple[FileTensor, Box]]:
         """The boxes of `parts` that `box` needs."""
         boxes = {id(self.codes): self._codes_box(box), id(self.scale): self._scale_box(box)}
         if self.zero_point is not None:
             rows, columns = self._blocks_of(box)
-            boxes[id(self.zero_point)] = (*box[:-2], _outer(rows, self.encoding.value), columns)
+            boxes[id(self.zero_point)] = (*box[:-2], _outer(rows, self.per_element), columns)
         return [(part, boxes.get(id(part), full_box(part.shape))) for part in self.parts]
 
     def read(self, box: Box, fetch: Callable[[FileTensor, Box, Tensor], None]) -> Tensor:
@@ -80,7 +84,7 @@ class QuantisedTensor:
         if self.zero_point is not None:
             values = values - self._zero_points(raw[id(self.zero_point)], box)
         # In fp32 the product has at most one rounding; then one cast, as the formats are defined.
-        return (values.to(torch.float32) * spread(scales, self.block, box)).to(self.dtype)
+        return (values * spread(scales, self.block, box)).to(self.dtype)
 
     def stored(self, box: Box, fetch: Callable[[FileTensor, Box, Tensor], None]) -> tuple[dict[int, Tensor], Tensor]:
         """What the files hold for `box`, by the id of each of `parts`; and its scales in fp32, one for each block.
@@ -100,8 +104,7 @@ class QuantisedTensor:
         scales = scale_values(raw[id(self.scale)])
         scales = scales.reshape((1,) * len(box) if scales.numel() == 1 else grid)
         if self.global_scale is not None:
-            total = raw[id(self.global_scale)].to(torch.float32)
-            scales = scales / total if self.global_divides else scales * total
+            scales = with_factor(scales, raw[id(self.global_scale)].to(torch.float32), self.factor)
         if not bool(scales.isfinite().all()):
             raise self._damaged(self.scale, "holds a scale that is not finite; the checkpoint is damaged")
         return raw, scales
@@ -109,24 +112,22 @@ class QuantisedTensor:
     def _decoded(self, codes: Tensor, box: Box) -> Tensor:
         if codes.dim() > len(box):
             codes = codes.flatten(len(box) - 1)
-        if self.encoding is not Encoding.E4M3:
-            codes = e2m1(codes) if self.encoding is Encoding.E2M1 else int4(codes)
         start, stop = box[-1]
         first = start - start % self._columns
-        return codes[..., start - first : stop - first]
+        return values_of(codes, self.code)[..., start - first : stop - first]
 
     def _zero_points(self, packed: Tensor, box: Box) -> Tensor:
         """The zero point of each element of `box`."""
-        points = int4(packed.transpose(-1, -2)).transpose(-1, -2)
+        points = values_of(packed.transpose(-1, -2), self.code).transpose(-1, -2)
         rows, _ = self._blocks_of(box)
-        first = rows[0] - rows[0] % self.encoding.value
+        first = rows[0] - rows[0] % self.per_element
         return spread(points[..., rows[0] - first : rows[1] - first, :], self.block, box)
 
     @property
     def _columns(self) -> int:
         """How many columns one index of the codes' column dim stands for."""
         trailing = self.codes.shape[len(self.shape) :]
-        return self.encoding.value * (trailing[0] if trailing else 1)
+        return self.per_element * (trailing[0] if trailing else 1)
 
     def _codes_box(self, box: Box) -> Box:
         trailing = full_box(self.codes.shape[len(self.shape) :])

@@ -2,14 +2,12 @@
 
 For someone about to start a run: what `train` would refuse before it reads weights, the layout and what a step is
 predicted to take, then the first samples as the chat template renders them, with the target tokens in colour (between
-[[ and ]] when piped), and file and line of rows that will not be trained on. Reads the model's config.json and
-tokenizer; never its weights, and never starts a process group.
+[[ and ]] when piped), and file and line of rows that will not be trained on. Data that is prepared is not tokenized
+again. Reads the model's config.json and tokenizer; never its weights, and never starts a process group.
 """
 
 import math
-from functools import partial
-from itertools import groupby
-from operator import itemgetter
+from dataclasses import replace
 
 from rich.console import Console
 from rich.text import Text
@@ -22,9 +20,11 @@ from expertmesh.data import (
     IGNORE,
     BatchLayout,
     DataReport,
+    Mixture,
+    Recipe,
     TokenizedDataset,
     TrainingBatches,
-    build_dataset,
+    found_or_built,
     load_tokenizer,
     padding_token_id,
 )
@@ -32,6 +32,7 @@ from expertmesh.distributed.layout import CONFIGURED_AXES
 from expertmesh.io.terminal import printable
 from expertmesh.launcher.launch import job_size
 from expertmesh.planning.forecast import forecast
+from expertmesh.training.reporting.data_record import pieces_of
 from expertmesh.training.startup.model_check import Checked
 from expertmesh.training.startup.preflight import preflight
 
@@ -47,9 +48,8 @@ def run(config: Config, samples: int = 3, nproc: int | None = None) -> int:
     in `config` make. Raises `InputError` for what would stop training: all that preflight refuses, a malformed row
     under `data.on_error: stop`, data without any target.
     """
-    here, per_node = job_size()
-    ranks = nproc or (here if here % _fewest_ranks(config.parallel) == 0 else _fewest_ranks(config.parallel))
-    checked = preflight(config, ranks, ranks_per_node=per_node if ranks == here else None, weights=False)
+    checked = checked_here(config, nproc)
+    here, _ = job_size()
     tokenizer = load_tokenizer(config.model, config.data.chat_template)
     console = Terminal(soft_wrap=True)
     vocab_size = checked.vocab_size
@@ -60,16 +60,24 @@ def run(config: Config, samples: int = 3, nproc: int | None = None) -> int:
         for line in plan_lines(adapters, checked.anatomy):
             console.print(f"lora {line}")
 
-    build = partial(build_dataset, model_vocab_size=vocab_size, pairs=config.objective.name == "dpo")
-    dataset, report = build(config.data.train, config.data, tokenizer)
+    recipe = Recipe.of(config, config.data.train, tokenizer, vocab_size)
+    dataset, report = found_or_built(config, recipe)
+    mixture = Mixture.of(config.data.train, report, dataset.samples_per_row)
     for index in range(min(samples * dataset.samples_per_row, len(dataset))):
         _print_sample(console, dataset, index, tokenizer)
     _print_report(console, "train", config, report)
-    _print_steps(console, config, dataset, padding_token_id(tokenizer, vocab_size))
+    _print_steps(console, config, dataset, mixture, padding_token_id(tokenizer, vocab_size))
     if config.data.eval:
-        _, report = build(config.data.eval, config.data, tokenizer)
+        _, report = found_or_built(config, replace(recipe, sources=config.data.eval))
         _print_report(console, "eval", config, report)
     return 0
+
+
+def checked_here(config: Config, nproc: int | None = None) -> Checked:
+    """What preflight says of `nproc` ranks, by default those that `train` would start here."""
+    here, per_node = job_size()
+    ranks = nproc or (here if here % _fewest_ranks(config.parallel) == 0 else _fewest_ranks(config.parallel))
+    return preflight(config, ranks, ranks_per_node=per_node if ranks == here else None, weights=False)
 
 
 def _fewest_ranks(parallel: ParallelConfig) -> int:
@@ -95,12 +103,10 @@ def _print_sample(console: Console, dataset: TokenizedDataset, index: int, token
     sample = dataset.sample(index)
     targets = (sample.labels != IGNORE).tolist()
     text = Text()
-    pairs = zip(sample.input_ids[:TOKENS_SHOWN].tolist(), targets, strict=False)
-    for is_target, group in groupby(pairs, key=itemgetter(1)):
-        ids = [token_id for token_id, _ in group]
-        piece = printable(str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
-        marked = piece if console.is_terminal or not is_target else f"[[{piece}]]"
-        text.append(marked, style=TARGET_STYLE if is_target else "")
+    for each in pieces_of(sample, tokenizer, TOKENS_SHOWN):
+        piece = printable(each.text)
+        marked = piece if console.is_terminal or not each.is_target else f"[[{piece}]]"
+        text.append(marked, style=TARGET_STYLE if each.is_target else "")
     if (hidden := len(targets) - TOKENS_SHOWN) > 0:
         text.append(f"\n… {hidden:,} more tokens", style="dim")
     kind = ("chosen", "rejected")[index % 2] if dataset.samples_per_row == 2 else "sample"
@@ -137,7 +143,9 @@ def _share_warning(config: Config, report: DataReport) -> str | None:
     )
 
 
-def _print_steps(console: Console, config: Config, dataset: TokenizedDataset, pad_token_id: int) -> None:
+def _print_steps(
+    console: Console, config: Config, dataset: TokenizedDataset, mixture: Mixture, pad_token_id: int
+) -> None:
     size = config.train.global_batch_size
     # One rank that takes the whole global batch: steps do not depend on the layout, which is unknown here.
     layout = BatchLayout(
@@ -149,13 +157,14 @@ def _print_steps(console: Console, config: Config, dataset: TokenizedDataset, pa
         max_length=config.data.max_length,
     )
     batches = TrainingBatches(
-        dataset, layout, global_batch_size=size, shuffle=config.data.shuffle, seed=config.train.seed
+        dataset, layout, global_batch_size=size, shuffle=config.data.shuffle, seed=config.train.seed, mixture=mixture
     )
     plan = batches.plan(0)
     console.print("\nsteps", style="bold")
     if config.data.packing:
         rows = f"{len(plan.rows):,} rows of {config.data.max_length:,} tokens"
-        console.print(f"packing: {len(dataset):,} samples in {rows}, {plan.fill:.1%} full")
+        samples = sum(map(len, plan.rows))
+        console.print(f"packing: {samples:,} samples in {rows}, {plan.fill:.1%} full")
     epochs, rows = config.train.num_epochs, "pairs" if dataset.samples_per_row == 2 else "rows"
     console.print(
         f"global batch {size:,} {rows}: {batches.steps_per_epoch:,} steps in the first epoch, "

@@ -11,9 +11,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from expertmesh.config.errors import InputError, SecurityError
+from expertmesh.data.encoding.sandbox import LimitExceeded, Sandbox
+from expertmesh.data.encoding.targets import ChatOptions, Rendered, TargetFinder
 from expertmesh.data.formats import Conversation, MalformedRow, Preference
-from expertmesh.data.sandbox import LimitExceeded, Sandbox
-from expertmesh.data.targets import ChatOptions, Rendered, TargetFinder
 
 # What the renderer itself gives to a template, or takes for itself.
 _RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"kwargs"}

@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from expertmesh.data.chat import ChatRenderer
-from expertmesh.data.formats import Conversation, MalformedRow, PlainText, PromptCompletion
-from expertmesh.data.targets import (
+from expertmesh.data.encoding.chat import ChatRenderer
+from expertmesh.data.encoding.targets import (
     EVERY_TOKEN,
     PREFIX_DIFFERENCE,
     STAND_INS,
@@ -26,6 +25,7 @@ from expertmesh.data.targets import (
     Span,
     special_strings,
 )
+from expertmesh.data.formats import Conversation, MalformedRow, PlainText, PromptCompletion
 
 COMPLETION = "completion"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from expertmesh.data.encode import Encoded, Encoder
+from expertmesh.data.encoding.encode import Encoded, Encoder
 from expertmesh.data.formats import MalformedRow, Preference
 
 AFTER_PROMPT = "the prompt's end"

@@ -18,8 +18,8 @@ from jinja2.exceptions import SecurityError as SandboxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
+from expertmesh.data.encoding.sandbox import LimitExceeded
 from expertmesh.data.formats import THINKING_KEYS, MalformedRow, thoughts, visible, without_thinking
-from expertmesh.data.sandbox import LimitExceeded
 
 GENERATION_MARKS = "generation marks"
 SOME_TURNS_MARKED = "generation marks on some assistant turns only"

@@ -1,0 +1,1 @@
+"""The verbs about data: `check` and `prepare`."""

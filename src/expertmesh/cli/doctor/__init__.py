@@ -1,0 +1,1 @@
+"""`expertmesh doctor`: what this machine is and whether it can train."""

@@ -1,0 +1,178 @@
+"""Blocks of rows to samples: each row becomes samples, or is counted under the reason why not.
+
+A block holds neighbouring rows of one file. Blocks are made independently of each other, by one process or by many;
+their order is that of their `place`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from expertmesh.config import DataConfig
+from expertmesh.config.errors import InputError
+from expertmesh.data.encoding.encode import Encoded
+from expertmesh.data.encoding.preference import PairEncoder
+from expertmesh.data.formats import (
+    Conversation,
+    MalformedRow,
+    Preference,
+    PromptCompletion,
+    Record,
+    convert,
+    visible,
+)
+from expertmesh.data.report import ODD_ROWS, POSITIONS_KEPT, DataReport, length_counts
+from expertmesh.data.sources import RawRow, SourceFile
+from expertmesh.data.tokenized import Tokens, coded, refuse_unknown_id
+
+Place = tuple[int, int, int]
+"""Number of the source, of the file in it, and of the block in that."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFacts:
+    """What is known of a block beside its samples, of which there are `samples`."""
+
+    place: Place
+    file: SourceFile
+    samples: int
+    report: DataReport
+
+
+@dataclass(slots=True)
+class Block:
+    """The coded samples of a block, and the number of the row that each came from."""
+
+    place: Place
+    file: SourceFile
+    report: DataReport
+    samples: list[Tokens] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+
+    def facts(self) -> BlockFacts:
+        return BlockFacts(self.place, self.file, len(self.samples), self.report)
+
+
+class BlockEncoder:
+    """Makes blocks with one tokenizer, as the keys of `data` say.
+
+    Raises `InputError` for what they stop at, and for a token id without an embedding.
+    """
+
+    def __init__(self, config: DataConfig, encoder: PairEncoder, vocab_size: int) -> None:
+        self._config, self._encoder, self._vocab_size = config, encoder, vocab_size
+
+    def encode(self, place: Place, rows: Sequence[RawRow], format_name: str) -> Block:
+        """The block of these rows, of which there is at least one."""
+        block = Block(place, rows[0].file, DataReport(self._config.max_length, rows=len(rows)))
+        usable: list[tuple[RawRow, Record]] = []
+        for raw in rows:
+            if raw.value is None:
+                self._skip(block, raw, raw.problem or "")
+                continue
+            try:
+                record = convert(raw.value, format_name)
+            except MalformedRow as error:
+                self._skip(block, raw, str(error))
+                continue
+            if self._keeps(block, raw, _odd_kinds(record)):
+                usable.append((raw, record))
+        lengths: list[int] = []
+        for (raw, _), result in zip(usable, self._encoded([record for _, record in usable]), strict=True):
+            if isinstance(result, MalformedRow):
+                self._skip(block, raw, str(result))
+            elif self._keeps(block, raw, ["dropped_thinking"] if any(e.dropped_thinking for e in result) else []):
+                lengths += [len(each.input_ids) for each in result]
+                self._add_samples(block, raw, result)
+        block.report.dated = int(self._encoder.date_written is not None)
+        block.report.length_counts = length_counts(lengths, self._config.max_length)
+        return block
+
+    def _encoded(self, records: list[Record]) -> Iterator[Sequence[Encoded] | MalformedRow]:
+        """The samples of each record, one or the two of a pair."""
+        pairs = [record for record in records if isinstance(record, Preference)]
+        if pairs:  # records of one source are of one format
+            yield from self._encoder.encode_pairs(pairs)
+            return
+        yield from self._encoder.encode([record for record in records if not isinstance(record, Preference)])
+
+    def _keeps(self, block: Block, raw: RawRow, kinds: Sequence[str]) -> bool:
+        """Whether `data.on_*` keeps a row of these kinds, each of which is counted."""
+        report, decisions = block.report, [getattr(self._config, f"on_{kind}") for kind in kinds]
+        for kind, decision in zip(kinds, decisions, strict=True):
+            if decision == "stop":
+                raise InputError(
+                    f"{raw.position}: {ODD_ROWS[kind]}; correct the row, or set data.on_{kind} to keep or drop.",
+                    key="data.odd-row",
+                )
+            report.odd[kind] += 1
+            _keep(report.odd_at.setdefault(kind, []), raw.position)
+        report.left_out += "drop" in decisions
+        return "drop" not in decisions
+
+    def _skip(self, block: Block, raw: RawRow, reason: str) -> None:
+        message = f"{raw.position}: {reason}"
+        if self._config.on_error == "stop":
+            raise InputError(
+                f"{message}; correct the row, or set data.on_error: skip to leave such rows out.",
+                key="data.malformed-row",
+            )
+        block.report.skipped += 1
+        _keep(block.report.skipped_at, message)
+
+    def _add_samples(self, block: Block, raw: RawRow, encoded: Sequence[Encoded]) -> None:
+        """Those of one row: all of them, or none."""
+        report, limit = block.report, self._config.max_length
+        longest = max(len(each.input_ids) for each in encoded)
+        for each in encoded:
+            if len(each.input_ids) and int(each.input_ids.max()) >= self._vocab_size:
+                refuse_unknown_id(raw.position, int(each.input_ids.max()), self._vocab_size)
+        if longest > limit:
+            if self._config.on_overlong == "stop":
+                raise InputError(
+                    f"{raw.position}: the sample has {longest:,} tokens, more than data.max_length "
+                    f"{limit:,}; raise data.max_length, or set data.on_overlong to cut or drop.",
+                    key="data.overlong-sample",
+                )
+            if self._config.on_overlong == "drop":
+                report.dropped += 1
+                return
+        # The first token is never a target (see `coded`), so it alone is none.
+        if not all(each.targets[1:limit].any() for each in encoded):
+            report.no_target += 1
+            report.no_target_after_cut += all(bool(each.targets[1:].any()) for each in encoded)
+            _keep(report.no_target_at, raw.position)
+            return
+        report.cut += longest > limit
+        report.methods[encoded[0].method] += 1
+        report.open_ended += any(each.open_ended for each in encoded)
+        report.empty_thoughts += any(each.empty_thoughts for each in encoded)
+        kept = [each.input_ids[:limit] for each in encoded]
+        report.same_pairs += len(kept) > 1 and np.array_equal(kept[0], kept[1])
+        samples = [coded(each.input_ids[:limit], each.targets[:limit]) for each in encoded]
+        report.tokens += sum(map(len, samples))
+        report.target_tokens += sum(int(np.count_nonzero(each >= 0)) for each in samples)
+        block.samples += samples
+        block.rows += [raw.number] * len(samples)
+
+
+def _keep(positions: list[str], position: str) -> None:
+    if len(positions) < POSITIONS_KEPT:
+        positions.append(position)
+
+
+def _odd_kinds(record: Record) -> list[str]:
+    """Which of ODD_ROWS a record is, as far as it shows before a template has written it."""
+    if isinstance(record, PromptCompletion):
+        return [] if record.completion.strip() else ["empty_answer"]
+    if not isinstance(record, Conversation):
+        return []
+    answers = [
+        message
+        for place, message in enumerate(record.messages)
+        if message["role"] == "assistant" and place not in record.untrained
+    ]
+    is_empty = any(not visible(message) and not message.get("tool_calls") for message in answers)
+    unanswered = record.messages[-1]["role"] != "assistant"
+    return ["empty_answer"] * is_empty + ["unanswered"] * unanswered

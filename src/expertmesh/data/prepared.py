@@ -1,0 +1,329 @@
+"""Tokens on the disk: made once, by several processes together, and mapped by every rank of every start.
+
+A `Preparation` is one recipe in a directory that recipes share. Below it each set of tokens has a directory of its own:
+`KEY-CONTENT`, where KEY stands for tokenizer, template, settings and code, CONTENT for the rows. In it are the tokens
+that each process wrote (`tokens-*.bin`), an index of all samples (`*.npy`), and `manifest.json` with what the rows were
+read from and the report. It appears by one rename, and nothing in it changes afterwards, so that jobs may share it.
+Nothing here communicates: processes meet in a directory that they have agreed on.
+"""
+
+import datetime
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from expertmesh.config import Config
+from expertmesh.config.errors import InputError, IntegrityError, SecurityError
+from expertmesh.data.blocks import BlockFacts, Place
+from expertmesh.data.build import BlockReader, Recipe, build, joined
+from expertmesh.data.fingerprints import Origin, Origins, settings_of, sha256_of
+from expertmesh.data.report import DataReport, SourceReport
+from expertmesh.data.sources import Share, SourceFile
+from expertmesh.data.tokenized import SampleIndex, TokenizedDataset, index_of
+from expertmesh.io.safetensors_writer import replace_synced, sync
+from expertmesh.io.versioned_json import read_versioned
+
+DIRECTORY = "prepared"
+MANIFEST = "manifest.json"
+SCHEMA_VERSION = 1
+_BUILDING = ".building-"
+_ERRORS = {kind.__name__: kind for kind in (InputError, IntegrityError, SecurityError)}
+_ABANDONED_AFTER_SECONDS = 24 * 3600
+
+
+class _Manifest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal["expertmesh-prepared"] = "expertmesh-prepared"
+    schema_version: int = SCHEMA_VERSION
+    settings: dict[str, Any]
+    date: datetime.date | None
+    origins: list[Origin]
+    files: list[SourceFile]
+    shard_bytes: dict[str, int]
+    index_sha256: str
+    data_sha256: str
+    report: DataReport
+
+
+class _Written(BaseModel):
+    """What one process notes of its share; `stamps` are the locations' from before it read them."""
+
+    stamps: list[str]
+    sources: list[SourceReport]
+    blocks: list[BlockFacts]
+
+
+class _Failure(BaseModel):
+    place: Place
+    kind: str
+    message: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedData:
+    """Tokens as they were found; `date` is the one that the chat template may have written, if it writes one."""
+
+    directory: Path
+    dataset: TokenizedDataset
+    report: DataReport
+    date: datetime.date | None
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """The tokens of `recipe` in `directory`, there or to be made.
+
+    A recipe without a date takes tokens with any; a new preparation has today's then.
+    """
+
+    directory: Path
+    recipe: Recipe
+
+    @classmethod
+    def of(cls, config: Config, recipe: Recipe) -> "Preparation":
+        """Where `data.prepared_path` says, by default in `output_dir`."""
+        return cls(Path(config.data.prepared_path or Path(config.output_dir) / DIRECTORY).expanduser(), recipe)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """All but the rows that tokens depend on."""
+        return settings_of(self.recipe)
+
+    @cached_property
+    def key(self) -> str:
+        """Names the settings."""
+        return sha256_of(json.dumps(self.settings, sort_keys=True))[:16]
+
+    def find(self) -> PreparedData | None:
+        """The tokens, if they have been prepared from the rows as they are now.
+
+        Raises `IntegrityError` for files that are not what the manifest says.
+        """
+        fitting: list[tuple[str, Path, _Manifest]] = []
+        now = Origins(self.recipe)
+        for path in sorted(self.directory.glob(f"{self.key}-*/{MANIFEST}")):
+            manifest = read_versioned(path, _Manifest, SCHEMA_VERSION, key="data.damaged-preparation")
+            wanted = self.recipe.date is None or manifest.date in (None, self.recipe.date)
+            if wanted and now.are(manifest.origins):
+                fitting.append((f"{manifest.date}", path.parent, manifest))
+        if not fitting:
+            return None
+        _, directory, manifest = max(fitting)
+        return PreparedData(directory, _opened(directory, manifest, self.recipe), manifest.report, manifest.date)
+
+    def is_stale(self) -> bool:
+        """Whether other rows have been prepared with these settings."""
+        return any(self.directory.glob(f"{self.key}-*/{MANIFEST}"))
+
+    def building(self, name: str) -> Path:
+        """Where the processes that know this name make the tokens together."""
+        return self.directory / f"{_BUILDING}{self.key}-{name}"
+
+    def write_share(self, building: Path, share: Share, told: Callable[[int], None]) -> None:
+        """Tokenize the share of this process into `building`. Bad rows are noted, and raised by `finish`.
+
+        `told` hears of the rows that each block had.
+        """
+        with _unwritable(building):
+            building.mkdir(parents=True, exist_ok=True)
+            _remove_abandoned(self.directory)
+        reader = BlockReader(replace(self.recipe, date=self.recipe.date or datetime.date.today()), share)
+        stamps = Origins(self.recipe).stamps()
+        facts: list[BlockFacts] = []
+        indices: list[SampleIndex] = []
+        tokens = 0
+        with _unwritable(building), _shard(building, share.index).open("wb") as stream:
+            try:
+                for block in reader:
+                    facts.append(block.facts())
+                    indices.append(index_of(block.samples, share.index, tokens, [0] * len(block.rows), block.rows))
+                    for sample in block.samples:
+                        stream.write(sample.data)
+                        tokens += len(sample)
+                    told(block.report.rows)
+                    if any(failure.place < reader.place for failure in _failures(building)):
+                        break
+            except (InputError, SecurityError) as error:
+                failure = _Failure(place=reader.place, kind=type(error).__name__, message=str(error), key=error.key)
+                replace_synced(building / f"failed-{share.index:05d}.json", failure.model_dump_json().encode())
+        with _unwritable(building):
+            np.savez(building / f"index-{share.index:05d}.npz", **_joined_index(indices))
+            written = _Written(stamps=stamps, sources=reader.sources, blocks=facts)
+            (building / f"facts-{share.index:05d}.json").write_text(written.model_dump_json())
+
+    def finish(self, building: Path, processes: int) -> None:
+        """Publish what the processes 0 … `processes`-1 have written into `building`; one of them calls it.
+
+        Raises the error of the first row, in the order of the data, that stopped one of them.
+        """
+        try:
+            self._finish(building, processes)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+
+    def _finish(self, building: Path, processes: int) -> None:
+        if failures := _failures(building):
+            first = min(failures, key=lambda failure: failure.place)
+            raise _ERRORS[first.kind](first.message, key=first.key)
+        written = [
+            _Written.model_validate_json((building / f"facts-{process:05d}.json").read_bytes())
+            for process in range(processes)
+        ]
+        order = sorted(
+            (block.place, process, at) for process, each in enumerate(written) for at, block in enumerate(each.blocks)
+        )
+        blocks = [written[process].blocks[at] for _, process, at in order]
+        recipe = replace(self.recipe, date=self.recipe.date or datetime.date.today())
+        origins = Origins(self.recipe).now()
+        for each in written:
+            changed = [now.name for now, stamp in zip(origins, each.stamps, strict=True) if now.stamp != stamp]
+            if changed:
+                raise InputError(
+                    f"{changed[0]} has changed while it was read; start again when it is complete.",
+                    key="data.changed-while-read",
+                )
+        report, files = joined(recipe, written[0].sources, blocks)
+        with _unwritable(building):
+            index = _in_order(building, order, written)
+            shards = {_shard(building, process).name: _shard(building, process) for process in range(processes)}
+            for field, values in index.items():
+                np.save(building / f"{field}.npy", values)
+            for scratch in (*building.glob("facts-*"), *building.glob("index-*")):
+                scratch.unlink()
+            for path in building.iterdir():
+                sync(path)
+            manifest = _Manifest(
+                settings=self.settings,
+                date=recipe.date if report.dated else None,
+                origins=origins,
+                files=list(files),
+                shard_bytes={name: path.stat().st_size for name, path in shards.items()},
+                index_sha256=_index_sha256(building),
+                data_sha256="",
+                report=report,
+            )
+            manifest.data_sha256 = _opened(building, manifest, self.recipe).sha256()
+            replace_synced(building / MANIFEST, manifest.model_dump_json(indent=1).encode())
+            content = sha256_of(json.dumps([origin.content for origin in manifest.origins]))[:16]
+            final = self.directory / f"{self.key}-{content}{f'-{manifest.date}' if manifest.date else ''}"
+            try:
+                os.rename(building, final)
+            except OSError:
+                if not (final / MANIFEST).is_file():  # else another job was there first, with the same tokens
+                    raise
+            sync(self.directory)
+
+
+def found_or_built(config: Config, recipe: Recipe) -> tuple[TokenizedDataset, DataReport]:
+    """The tokens of `recipe` where they are prepared, else made in memory; nothing is written."""
+    found = Preparation.of(config, recipe).find()
+    if found is not None:
+        return found.dataset, found.report
+    return build(recipe)
+
+
+def _opened(directory: Path, manifest: _Manifest, recipe: Recipe) -> TokenizedDataset:
+    """The data set, mapped."""
+    mend = "remove the directory, and they are made anew"
+    for name, size in manifest.shard_bytes.items():
+        path = directory / name
+        if not path.is_file() or path.stat().st_size != size:
+            raise IntegrityError(
+                f"{path}: the prepared tokens are damaged: the file has not the {size:,} bytes that it had; {mend}",
+                key="data.damaged-preparation",
+            )
+    if _index_sha256(directory) != manifest.index_sha256:
+        raise IntegrityError(
+            f"{directory}: the prepared tokens are damaged: the index has changed; {mend}",
+            key="data.damaged-preparation",
+        )
+    index = {field: np.asarray(np.load(_index(directory, field), mmap_mode="r")) for field in _FIELDS}
+    shards = [
+        np.memmap(directory / name, dtype=np.int32, mode="r") if size else np.empty(0, np.int32)
+        for name, size in manifest.shard_bytes.items()
+    ]
+    return TokenizedDataset(
+        shards,
+        SampleIndex(**index),
+        files=manifest.files,
+        samples_per_row=recipe.samples_per_row,
+        sha256=manifest.data_sha256 or None,
+    )
+
+
+_FIELDS = tuple(field.name for field in fields(SampleIndex))
+
+
+def _shard(directory: Path, process: int) -> Path:
+    return directory / f"tokens-{process:05d}.bin"
+
+
+def _index(directory: Path, field: str) -> Path:
+    return directory / f"{field}.npy"
+
+
+def _joined_index(parts: list[SampleIndex]) -> dict[str, Any]:
+    nothing = index_of([], 0, 0, [], [])
+    return {field: np.concatenate([getattr(each, field) for each in (nothing, *parts)]) for field in _FIELDS}
+
+
+def _in_order(building: Path, order: list[tuple[Place, int, int]], written: list[_Written]) -> dict[str, Any]:
+    """The index of all samples in the order of the data; each process has its blocks in that order already."""
+    ends = [np.cumsum([0, *(block.samples for block in each.blocks)]).tolist() for each in written]
+    number = {place: at for at, place in enumerate(sorted({place[:2] for place, _, _ in order}))}
+    loaded = [np.load(building / f"index-{process:05d}.npz") for process in range(len(written))]
+    index = {}
+    for field in _FIELDS:
+        of_process = [each[field] for each in loaded]
+        index[field] = np.concatenate(
+            [of_process[process][ends[process][at] : ends[process][at + 1]] for _, process, at in order]
+        )
+    counts = [written[process].blocks[at].samples for _, process, at in order]
+    index["files"] = np.repeat(np.array([number[place[:2]] for place, _, _ in order], np.int32), counts)
+    return index
+
+
+def _index_sha256(directory: Path) -> str:
+    digest = hashlib.sha256()
+    for field in _FIELDS:
+        try:
+            digest.update(_index(directory, field).read_bytes())
+        except FileNotFoundError:
+            continue
+    return digest.hexdigest()
+
+
+def _failures(building: Path) -> list[_Failure]:
+    return [_Failure.model_validate_json(path.read_bytes()) for path in building.glob("failed-*.json")]
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """What preparations that were killed have left, if nobody has written into it for a day."""
+    for path in directory.glob(f"{_BUILDING}*"):
+        written = max((each.stat().st_mtime for each in (path, *path.glob("*"))), default=0.0)
+        if datetime.datetime.now().timestamp() - written > _ABANDONED_AFTER_SECONDS:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _unwritable(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"{error.filename or directory}: the prepared tokens cannot be written: {error.strerror or error}; free "
+            "space, or set data.prepared_path to another directory",
+            key="output.unwritable",
+        ) from error

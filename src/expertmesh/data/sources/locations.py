@@ -1,0 +1,257 @@
+"""Where rows lie: local files, files of object storage and the web (through fsspec), and hub data sets.
+
+`locations` turns one path of the configuration into what can be read: each location has its rows, a `stamp` that
+changes when its content may have changed, and a hash of the content itself.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from expertmesh.config.errors import InputError
+from expertmesh.data.sources.json_rows import read_json, read_lines
+from expertmesh.data.sources.rows import RawRow, SourceFile, Takes
+from expertmesh.data.sources.tables import read_arrow, read_csv, read_parquet, read_table
+from expertmesh.io.reading import open_file
+
+_READERS = {
+    **{".jsonl": read_lines, ".ndjson": read_lines, ".json": read_json, ".parquet": read_parquet},
+    **{".csv": read_csv, ".tsv": read_csv, ".arrow": read_arrow, ".feather": read_arrow},
+}
+SUFFIXES = tuple(_READERS)
+_COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+# `name` or `org/name`, then an optional split: what the hub allows, and nothing that looks like a local path.
+_HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?::(?P<split>[\w.-]+))?")
+_FILE_LIKE = (*SUFFIXES, *_COMPRESSED, ".txt", ".zip", ".yaml", ".yml")
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://.+", re.IGNORECASE)
+_STAMPS = ("etag", "mtime", "last_modified", "lastmodified", "last-modified", "updated", "md5hash", "content-md5")
+
+
+class Location(Protocol):
+    """A file, or a table without one."""
+
+    @property
+    def name(self) -> str: ...
+    def rows(self, takes: Takes) -> Iterator[RawRow | None]:
+        """All rows, None in the place of those that `takes` refuses."""
+
+    def stamp(self) -> str:
+        """Changes when the content may have changed; cheap."""
+
+    def content(self) -> str:
+        """A hash of the content; reads all of it."""
+
+
+def locations(path: str) -> list[Location]:
+    """Where the rows of `path` lie: a file, a directory, a URL or a hub data set (`name`, `org/name:split`).
+
+    Raises `InputError` when it is none of these.
+    """
+    if _URL.fullmatch(path):
+        return list(_remote_files(path))
+    local = Path(path).expanduser()
+    if not local.exists():
+        return [_hub_table(path)]
+    if not local.is_dir():
+        return [_File(str(local), local)]
+    if (local / "dataset_info.json").is_file() or (local / "dataset_dict.json").is_file():
+        return [_saved_table(local)]
+    files = sorted(each for each in local.iterdir() if each.is_file() and _is_data(each.name))
+    if not files:
+        raise _no_files(path)
+    return [_File(str(file), file) for file in files]
+
+
+def read_source(path: str) -> Iterator[RawRow]:
+    """Yield all rows of a source, in file order (files of a directory sorted by name)."""
+    for location in locations(path):
+        yield from filter(None, location.rows(lambda number: True))
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file: `path` is local, or that of a file system of fsspec."""
+
+    name: str
+    path: Any
+    filesystem: Any = None
+
+    def rows(self, takes: Takes) -> Iterator[RawRow | None]:
+        plain, compression = _suffixes(self.name)
+        if plain not in _READERS:
+            raise InputError(
+                f"the data file {self.name} ends in {plain or 'no suffix'!r}, which is not one of "
+                f"{', '.join(SUFFIXES)}; convert it to JSON lines.",
+                key="data.unsupported-file",
+            )
+        try:
+            with self._open(compression) as stream:
+                yield from _READERS[plain](stream, self.name, takes)
+        except (OSError, EOFError) as error:
+            raise InputError(
+                f"the data file {self.name} cannot be read ({error}); check the path and its permissions.",
+                key="data.unreadable",
+            ) from error
+
+    def stamp(self) -> str:
+        try:
+            if self.filesystem is None:
+                facts = self.path.stat()
+                return f"{facts.st_size} bytes, {facts.st_mtime_ns}"
+            info = {str(key).lower(): value for key, value in self.filesystem.info(self.path).items()}
+        except OSError as error:
+            raise InputError(
+                f"the data file {self.name} cannot be read ({error}); check the path and its permissions.",
+                key="data.unreadable",
+            ) from error
+        known = {key: str(info[key]) for key in ("size", *_STAMPS) if info.get(key) is not None}
+        return f"{known}" if len(known) > ("size" in known) else self.content()
+
+    def content(self) -> str:
+        with self._open(None) as stream:
+            digest = hashlib.sha256()
+            while part := stream.read(1 << 22):
+                digest.update(part)
+            return digest.hexdigest()
+
+    def _open(self, compression: str | None) -> IO[bytes]:
+        if self.filesystem is None:
+            stream = os.fdopen(open_file(self.path), "rb")
+        else:
+            stream = self.filesystem.open(self.path, "rb")
+        if compression is None:
+            return stream
+        from fsspec.compression import compr
+
+        if compression not in compr:
+            raise InputError(
+                f"the data file {self.name} is compressed with {compression}, for which a package is missing; install "
+                "zstandard, or decompress the file.",
+                key="install.missing-package",
+            )
+        return compr[compression](stream, mode="rb")  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A data set of the package datasets, read from its own files on the disk."""
+
+    name: str
+    table: Any
+
+    def rows(self, takes: Takes) -> Iterator[RawRow | None]:
+        return read_table(self.table, SourceFile(self.name, by_line=False), takes)
+
+    def stamp(self) -> str:
+        return str(self.table._fingerprint)
+
+    def content(self) -> str:
+        return self.stamp()
+
+
+def refuse_url(url: str) -> None:
+    """Raise `InputError` for a URL of a kind that fsspec cannot open here. Asks no network."""
+    import fsspec
+
+    try:
+        fsspec.get_filesystem_class(url.partition("://")[0].rpartition("::")[2])
+    except ImportError as error:
+        raise InputError(
+            f"the data path {url} needs a package that is not installed ({error}); install it.",
+            key="install.missing-package",
+        ) from error
+    except ValueError as error:
+        raise InputError(
+            f"the data path {url} cannot be opened ({error}); correct it.", key="data.not-found"
+        ) from error
+
+
+def _remote_files(url: str) -> Iterator[_File]:
+    import fsspec
+
+    refuse_url(url)
+    scheme = url.partition("://")[0]
+    try:
+        filesystem, path = fsspec.core.url_to_fs(url)
+        if scheme in ("http", "https") or not filesystem.isdir(path):
+            if not filesystem.exists(path):
+                raise FileNotFoundError("there is no such file")
+            yield _File(url, path, filesystem)
+            return
+        found = sorted(each["name"] for each in filesystem.ls(path, detail=True) if each["type"] == "file")
+    except Exception as error:  # each backend has its own classes, for credentials, buckets and networks
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"the data path {url} cannot be read ({reason}); correct the path, or give the credentials that its "
+            "storage asks for.",
+            key="data.not-found",
+        ) from error
+    files = [each for each in found if _is_data(each.rpartition("/")[2])]
+    if not files:
+        raise _no_files(url)
+    for each in files:
+        yield _File(f"{url.rstrip('/')}/{each.rpartition('/')[2]}", each, filesystem)
+
+
+def _suffixes(name: str) -> tuple[str, str | None]:
+    """Of `a.jsonl.gz`: `.jsonl` and `gzip`."""
+    path = Path(name.partition("?")[0] if "://" in name else name)
+    compression = _COMPRESSED.get(path.suffix)
+    return (path.with_suffix("").suffix if compression else path.suffix), compression
+
+
+def _is_data(name: str) -> bool:
+    return _suffixes(name)[0] in _READERS and name[0] != "."
+
+
+def _no_files(path: str) -> InputError:
+    return InputError(
+        f"the data directory {path} holds no {', '.join(SUFFIXES)} file (sub-directories are not "
+        "searched); name the directory that holds the data files.",
+        key="data.no-files",
+    )
+
+
+def _saved_table(directory: Path) -> _Table:
+    """What `Dataset.save_to_disk` wrote."""
+    import datasets
+
+    try:
+        table = datasets.load_from_disk(str(directory))
+    except Exception as error:  # pyarrow's classes and several of datasets
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"the data set in {directory} cannot be loaded ({reason}); save it anew.", key="data.damaged-file"
+        ) from error
+    if isinstance(table, datasets.DatasetDict):
+        first, *_ = table
+        raise InputError(
+            f"{directory} holds the splits {', '.join(table)} of a data set; name one of them, as {directory / first}.",
+            key="data.no-files",
+        )
+    return _Table(str(directory), table)
+
+
+def _hub_table(path: str) -> _Table:
+    match = _HUB_ID.fullmatch(path)
+    if match is None or path.endswith(_FILE_LIKE):
+        raise InputError(
+            f"the data path {path} does not exist; name a file, a directory or a hub data set.", key="data.not-found"
+        )
+    import datasets
+
+    split = match["split"] or "train"
+    try:
+        table = datasets.load_dataset(match["id"], split=split)
+    except Exception as error:  # the hub client raises a dozen unrelated classes; every one becomes this sentence
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"the data path {path} is no local file or directory, and split {split!r} of the hub data set "
+            f"{match['id']} cannot be loaded ({reason}); correct the path or the split.",
+            key="data.not-found",
+        ) from error
+    return _Table(f"{match['id']}:{split}", table)

@@ -1,0 +1,56 @@
+"""What a source yields: rows with their positions, some for each of the processes that share the reading.
+
+A row that cannot be read carries its `problem` instead of stopping the reader, so that the caller decides between
+`on_error: stop` and `skip`; only what makes the rest of a file unreadable raises `InputError`. formats.py interprets
+the rows.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+BLOCK_ROWS = 512
+"""Rows of a file that are tokenized together, and by the same process."""
+
+Takes = Callable[[int], bool]
+"""Whether this process takes the row of that number; the readers yield None in the place of others."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file (or hub split) as the user knows it; `by_line` tells whether positions are lines or rows."""
+
+    name: str
+    by_line: bool
+
+    def position(self, number: int) -> str:
+        """`train.jsonl:12` for a line, `train.parquet:row 12` for a row; both count from 1."""
+        return f"{self.name}:{number}" if self.by_line else f"{self.name}:row {number}"
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    """One row as read: either `value` holds the object, or `problem` says why there is none."""
+
+    file: SourceFile
+    number: int
+    value: Mapping[str, Any] | None
+    problem: str | None = None
+
+    @property
+    def position(self) -> str:
+        return self.file.position(self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which rows the process `index` of `count` takes: blocks of neighbouring rows, in turn."""
+
+    index: int = 0
+    count: int = 1
+
+    def of_file(self, file: int) -> Takes:
+        """Those of the file of that number."""
+        if self.count == 1:
+            return lambda number: True
+        return lambda number: (file + (number - 1) // BLOCK_ROWS) % self.count == self.index

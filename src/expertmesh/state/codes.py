@@ -1,0 +1,188 @@
+"""What codes and scales stand for, and which ones stand for given values: the one place for files and for memory.
+
+Codes are the nearest ones, ties to even. Scales put the largest value of a block on the largest code, but for powers of
+two (e8m0), where it may come to lie above or below: rounded as compressed-tensors, AMD Quark and torchao's `even` mode
+do it for 4 bits, which has the least error of the published rules (docs/quantised.md); upwards for 8 bits.
+
+Sources: OCP Microscaling Formats (MX) v1.0 for e2m1 and e8m0; the packing of compressed-tensors 0.20 for int4; the
+table of QLoRA (arXiv 2305.14314) for nf4, which is bitsandbytes'; the published files of DeepSeek-V3/V4, GPT-OSS and
+Kimi-K2 for the order of nibbles: a byte holds two 4-bit codes, the even column in its low bits.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Code = Literal["nf4", "e2m1", "int4", "e4m3"]
+# What one more number for a whole matrix does to its scales.
+Factor = Literal["none", "times", "divides"]
+
+LARGEST: dict[Code, float] = {"nf4": 1.0, "e2m1": 6.0, "int4": 7.5, "e4m3": 448.0}
+_NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_E8M0_BIAS, _E8M0_NAN, _INT4_OFFSET = 127, 255, 8
+# A factor of smaller values than this would not be finite.
+_LEAST = 2.0**-100
+
+
+class Scratch:
+    """Memory for what is made on the way, one tensor of each dtype: whoever dequantises one part after the other uses
+    the same pages again, which is a third of the time on a CPU.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[torch.dtype, Tensor] = {}
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised, and good until the next tensor of this dtype is taken."""
+        size, held = math.prod(shape), self._held.get(dtype)
+        if held is None or held.numel() < size:
+            held = self._held[dtype] = torch.empty(size, dtype=dtype, device=device)
+        return held[:size].view(*shape)
+
+
+def values_of(codes: Tensor, code: Code, scratch: Scratch | None = None) -> Tensor:
+    """What bytes or words `[..., n]` of codes stand for, in fp32: of 4-bit codes `[..., 2n]`, or `[..., 8n]` of words.
+
+    A byte is looked up once, two 4-bit codes together.
+    """
+    *lead, last = codes.shape
+    scratch, device = scratch or Scratch(), codes.device
+    stored = codes.contiguous().flatten().view(torch.uint8)
+    index = scratch.take(stored.shape, torch.int32, device).copy_(stored)
+    if code == "e4m3":
+        values = scratch.take(index.shape, torch.float32, device)
+        return torch.index_select(_bytes(torch.float8_e4m3fn, device), 0, index, out=values).view(codes.shape)
+    pairs = scratch.take(index.shape, torch.int64, device)
+    torch.index_select(_pairs(code, device), 0, index, out=pairs)
+    return pairs.view(torch.float32).view(*lead, 2 * last * codes.itemsize)
+
+
+def codes_of(units: Tensor, code: Code) -> Tensor:
+    """The bytes of the nearest codes of fp32 values `[..., n]` in units of their scales, `[..., n / 2]` of 4 bits; the
+    largest code for what is beyond it.
+    """
+    if code == "e4m3":
+        return units.clamp(-LARGEST[code], LARGEST[code]).to(torch.float8_e4m3fn).view(torch.uint8)
+    if code == "e2m1":
+        nibbles = _to_e2m1(units)
+    elif code == "int4":
+        nibbles = (units.round().clamp_(-_INT4_OFFSET, _INT4_OFFSET - 1) + _INT4_OFFSET).to(torch.uint8)
+    else:
+        table = torch.tensor(_NF4, device=units.device)
+        nibbles = torch.bucketize(units, (table[1:] + table[:-1]) / 2).to(torch.uint8)
+    return nibbles[..., ::2] | nibbles[..., 1::2] << 4
+
+
+def _to_e2m1(units: Tensor) -> Tensor:
+    size = units.abs().clamp_max_(LARGEST["e2m1"])
+    # Codes count steps of 0.5 up to 2, of 1 from there to 4, and of 2 to 6; even numbers of steps have even codes.
+    upper = torch.where(size < 4, size.round().add_(2), (size / 2).round_().add_(4))
+    steps = torch.where(size < 2, (2 * size).round_(), upper)
+    return steps.to(torch.uint8) | units.signbit().to(torch.uint8) << 3
+
+
+def scale_values(scale: Tensor) -> Tensor:
+    """Scales in fp32. A byte is an e8m0 exponent: 2 ** (byte - 127), and 255 is not a number."""
+    if scale.dtype.itemsize > 1:
+        return scale.to(torch.float32)
+    # There are 256 of them, and torch's casts are slow on a CPU.
+    dtype = torch.uint8 if has_exponents(scale.dtype) else scale.dtype
+    index = scale.contiguous().view(torch.uint8).flatten().to(torch.int32)
+    return _bytes(dtype, scale.device).index_select(0, index).view(scale.shape)
+
+
+def with_factor(scales: Tensor, factor: Tensor | None, how: Factor) -> Tensor:
+    """Scales in fp32 with a factor that broadcasts, if there is one."""
+    if factor is None:
+        return scales
+    return scales / factor if how == "divides" else scales * factor
+
+
+def scales_for(
+    largest: Tensor, code: Code, dtype: torch.dtype, factor: Tensor | None = None, how: Factor = "none"
+) -> Tensor:
+    """One scale a block, as it is stored in `dtype`, of blocks whose largest magnitudes are given; 1 for zeros.
+
+    Magnitudes that are not finite have a scale that is not.
+    """
+    if has_exponents(dtype):
+        return _exponents(largest, code).view(dtype)
+    scales = largest / LARGEST[code]
+    if factor is not None:
+        scales = scales * factor if how == "divides" else scales / factor
+    smallest = torch.finfo(dtype).smallest_normal if dtype.itemsize > 1 else 2.0**-9
+    if dtype == torch.float8_e4m3fn:
+        scales = scales.clamp_max(LARGEST["e4m3"])
+    return torch.where(largest == 0, 1.0, scales.to(dtype).to(torch.float32).clamp_min(smallest)).to(dtype)
+
+
+def _exponents(largest: Tensor, code: Code) -> Tensor:
+    mantissa, exponent = torch.frexp(largest)
+    # 448 is 0.875 * 2 ** 9. The largest e2m1 is 0.75 * 2 ** 3, and what is below 0.875 * 2 ** 3 is nearest to it.
+    next_one = mantissa > 0.875 if code == "e4m3" else mantissa >= 0.875
+    power = exponent + next_one.to(torch.int32) - (9 if code == "e4m3" else 3)
+    power = power.masked_fill(largest == 0, 0).clamp(-_E8M0_BIAS, _E8M0_BIAS) + _E8M0_BIAS
+    return power.masked_fill(~largest.isfinite(), _E8M0_NAN).to(torch.uint8)
+
+
+def factor_for(largest: Tensor, code: Code, how: Factor) -> Tensor:
+    """The factor of a matrix with e4m3 scales: its largest value has the largest scale and code. 1 for zeros."""
+    most = LARGEST[code] * LARGEST["e4m3"]
+    some = largest.clamp_min(_LEAST)
+    return torch.where(largest == 0, 1.0, most / some if how == "divides" else some / most)
+
+
+def has_exponents(dtype: torch.dtype) -> bool:
+    """Whether scales in `dtype` are powers of two."""
+    return dtype in (torch.uint8, torch.float8_e8m0fnu)
+
+
+def largest_of_blocks(values: Tensor, block: Sequence[int]) -> Tensor:
+    """The largest magnitude in each block of (rows, columns) of the last two dims; the last blocks may be partial."""
+    rows, columns = values.shape[-2:]
+    padded = F.pad(values.abs(), (0, -columns % block[1], 0, -rows % block[0]))
+    largest: Tensor = padded.unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0])).amax(dim=(-3, -1))
+    return largest
+
+
+def spread(scales: Tensor, block: Sequence[int], box: Sequence[tuple[int, int]]) -> Tensor:
+    """The scale of each element of `box`, whose last two dims are cut into blocks of `block` = (rows, columns).
+
+    `scales` holds one scale for each block that `box` touches; the first and the last may be cut by the box, and the
+    last one of the tensor may be partial.
+    """
+    for dim, size in ((-2, block[0]), (-1, block[1])):
+        start, stop = box[dim]
+        place = torch.arange(start, stop, device=scales.device) // size - start // size
+        scales = scales.index_select(dim, place)
+    return scales
+
+
+@cache
+def _bytes(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The fp32 value of each byte as an 8-bit float; of uint8 as e8m0."""
+    byte = torch.arange(256, dtype=torch.uint8)
+    if dtype != torch.uint8:
+        return byte.view(dtype).to(torch.float32).to(device)
+    values = torch.ldexp(torch.ones(256), byte.to(torch.int32) - _E8M0_BIAS)
+    values[_E8M0_NAN] = torch.nan
+    return values.to(device)
+
+
+@cache
+def _pairs(code: Code, device: torch.device) -> Tensor:
+    """For each byte the fp32 values of its two codes, as the bits of one int64."""
+    values = {"nf4": _NF4, "e2m1": _E2M1, "int4": [float(number - _INT4_OFFSET) for number in range(16)]}[code]
+    table = torch.tensor(values, dtype=torch.float32, device=device)
+    byte = torch.arange(256, device=device)
+    return torch.stack([table[byte & 15], table[byte >> 4]], dim=-1).view(torch.int64).flatten()

@@ -1,0 +1,65 @@
+"""`train --profile 3:5`: what every rank does in some steps, as traces of torch.profiler in `output_dir/profile`.
+
+One trace a rank, for ui.perfetto.dev or chrome://tracing. Expert layers have spans `expertmesh::dispatch`, `experts`
+and `combine`; their backward goes by the names of autograd functions. On CUDA also the history of memory, as torch's
+own viewer shows it. Nothing is recorded, and nothing costs, outside of these steps.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+log = logging.getLogger(__name__)
+_MEMORY_EVENTS = 200_000
+
+
+@contextmanager
+def profiling(steps: tuple[int, int] | None, directory: Path, rank: int) -> Iterator[Callable[[], None]]:
+    """In the block, call what this yields at the end of each step. `steps`: the first and the last, counted from the
+    block's begin; the step before the first warms the profiler up. No communication.
+    """
+    if steps is None:
+        yield lambda: None
+        return
+    first, last = steps
+    prefix, done, written = directory / f"steps-{first}-{last}-rank-{rank}", 0, False
+
+    def write(profiler: profile) -> None:
+        nonlocal written
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(f"{prefix}.json.gz")
+            if torch.cuda.is_available():
+                _write_memory(Path(f"{prefix}-memory.html"))
+        except (OSError, RuntimeError) as error:
+            log.warning(f"warning: the profile cannot be written: {error}")
+            return
+        written = True
+        if rank == 0:
+            log.info(f"profile    steps {first} to {last} of this start: {prefix}.json.gz, and one for each other rank")
+
+    def end_step() -> None:
+        nonlocal done
+        done += 1
+        if done == first - 1 and torch.cuda.is_available():
+            torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
+        profiler.step()
+
+    warm_up = min(1, first - 1)
+    when = schedule(wait=first - 1 - warm_up, warmup=warm_up, active=last - first + 1, repeat=1)
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with profile(activities=kinds, schedule=when, on_trace_ready=write) as profiler:
+        yield end_step
+    if rank == 0 and not written:
+        log.warning(f"warning: nothing was profiled: this start had {done} steps, and --profile begins at {first}")
+
+
+def _write_memory(path: Path) -> None:
+    from torch.cuda._memory_viz import trace_plot
+
+    path.write_text(trace_plot(torch.cuda.memory._snapshot()), encoding="utf-8")
+    torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,0 +1,181 @@
+"""Where a run's figures go: `metrics.jsonl` always, trackers when asked, a line per report, a bar on a terminal.
+
+Only rank 0 writes. Numbers that are not finite are written as null, because JSON has no NaN.
+"""
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from expertmesh.checkpoint.manifest import read_manifest
+from expertmesh.checkpoint.small_files import read_state_file
+from expertmesh.distributed.all_ranks import raise_on_all_ranks
+from expertmesh.io.terminal import bars, has_bars
+from expertmesh.training.control import Stopped
+from expertmesh.training.reporting.data_record import write_data_record
+from expertmesh.training.reporting.metrics import EvalMetrics, ExpertLoad, StepMetrics, shown
+from expertmesh.training.reporting.metrics_file import MetricsFile
+from expertmesh.training.reporting.start import record_start
+from expertmesh.training.reporting.trackers import Trackers, open_trackers
+
+if TYPE_CHECKING:
+    from expertmesh.training.reporting.record import Forecast
+    from expertmesh.training.startup.prepare import Prepared
+
+log = logging.getLogger(__name__)
+
+# Collapse: how near to ln(vocabulary) a loss is that of a guess, and from how many tokens an expert should have some.
+_NEARLY = 0.005
+_TOKENS_PER_EXPERT = 32
+
+
+@dataclass(slots=True)
+class Collapse:
+    """Signs that a run learns nothing any more, each told once. `vocabulary`: of the model; None where the loss is no
+    cross-entropy. Experts are counted where a step has at least _TOKENS_PER_EXPERT tokens for each.
+    """
+
+    vocabulary: int | None
+    experts: int
+    top_k: int
+    _seen: Counter[str] = field(default_factory=Counter)
+
+    def lines(self, metrics: StepMetrics) -> Iterator[str]:
+        """What to print after this report."""
+        if metrics.skipped:
+            return
+        uniform = math.log(self.vocabulary) if self.vocabulary is not None else math.inf
+        many = metrics.target_tokens * self.top_k >= _TOKENS_PER_EXPERT * self.experts
+        dead = max((layer["dead"] for layer in metrics.expert_load), default=0) if many else 0
+        signs = {
+            "the gradient norm has been 0: nothing is trained": (metrics.grad_norm == 0, 3),
+            f"the loss has been that of a uniform guess, ln {self.vocabulary or 0:,} = {uniform:.2f}: the model has "
+            "collapsed, or learns nothing": (abs(metrics.loss - uniform) < _NEARLY * uniform, 20),
+            "more than half of a layer's experts have been without a token: the routers have collapsed": (
+                dead > self.experts / 2,
+                3,
+            ),
+        }
+        for sign, (shows, reports) in signs.items():
+            told = self._seen[sign] >= reports
+            self._seen[sign] = self._seen[sign] + 1 if shows or told else 0
+            if not told and self._seen[sign] == reports:
+                yield f"warning: for {reports} reports in a row {sign}"
+
+
+@dataclass(slots=True)
+class Reporter:
+    """Where metrics go; without a writer and silent on ranks other than 0. A context that closes what is open."""
+
+    trackers: Trackers = field(default_factory=Trackers)
+    rows: MetricsFile | None = None
+    bar: "_Bar | None" = None
+    collapse: Collapse | None = None
+    total_steps: int = 0
+    devices: int = 1
+    peak_tokens_per_second: float | None = None
+    _began: tuple[int, float] | None = None
+
+    def step(self, metrics: StepMetrics) -> None:
+        if self.rows is None:
+            return
+        if self.peak_tokens_per_second is not None:
+            metrics = replace(metrics, mfu=metrics.tokens_per_second / self.peak_tokens_per_second)
+        self._write(metrics.row())
+        log.info(metrics.line(self.total_steps, self._seconds_left(metrics), self.devices))
+        if self.bar is not None:
+            self.bar.show(metrics)
+        for line in self.collapse.lines(metrics) if self.collapse is not None else ():
+            log.warning(line)
+
+    def _seconds_left(self, metrics: StepMetrics) -> float:
+        """At the pace since this start's first report, pauses included."""
+        now, left = time.monotonic(), self.total_steps - metrics.step
+        if self._began is None:
+            self._began = metrics.step, now
+            return left * metrics.step_seconds
+        step, began = self._began
+        return left * (now - began) / (metrics.step - step)
+
+    def evaluation(self, step: int, metrics: EvalMetrics) -> None:
+        self._write({"step": step, **metrics.row()})
+        figures = "".join(f"  {each}" for each in shown(metrics.figures))
+        log.info(f"step {step}  eval loss {metrics.loss:.4f} over {metrics.over}{figures}")
+
+    def sync(self) -> None:
+        """Have the disk hold every row so far: a checkpoint that is resumed must not have lost its steps' rows."""
+        if self.rows is not None:
+            self.rows.sync()
+        self.trackers.sync()
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self.rows is not None:
+            self.rows.write(row)
+        self.trackers.write(row)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if self.rows is not None:
+            self.rows.file.close()
+        if self.bar is not None:
+            self.bar.close()
+        self.trackers.close(failed=kind is not None and not issubclass(kind, Stopped))
+
+
+def open_reporter(run: "Prepared") -> Reporter:
+    """With what may refuse before weights are read: the trackers. Every rank calls it; issues one small all-reduce.
+
+    Raises `InputError` on all ranks if one cannot be opened.
+    """
+    reporter = Reporter()
+    with raise_on_all_ranks("opening the trackers"):
+        if run.mesh.rank == 0:
+            done = 0 if run.start is None else read_state_file(run.start, read_manifest(run.start)).step
+            reporter.trackers = open_trackers(run.config, done)
+            for name, tracker in reporter.trackers.trackers.items():
+                log.info(f"tracker    {name}: {tracker.known_as}")
+    return reporter
+
+
+def start_reports(reporter: Reporter, run: "Prepared", forecast: "Forecast | None", after_step: int) -> ExpertLoad:
+    """Open `output_dir/metrics.jsonl` and the display that fits the terminal; add this start to the run's run.json.
+
+    A run that continues after some steps goes on in the same file; what it says of later steps is removed. Every rank
+    calls it; issues one all-gather of five integers and two small all-reduces. Raises `InputError` on all ranks if
+    rank 0 cannot write.
+    """
+    with raise_on_all_ranks("opening the metrics"):
+        if run.mesh.rank == 0:
+            experts = run.checked.anatomy.experts[0]
+            vocabulary = run.checked.vocab_size if run.config.objective.name == "sft" else None
+            reporter.collapse = Collapse(vocabulary, experts.num_experts, experts.top_k or 1)
+            reporter.rows = MetricsFile(Path(run.config.output_dir) / "metrics.jsonl", after_step)
+            write_data_record(run)
+            reporter.total_steps, reporter.devices = run.total_steps, run.mesh.layout.world_size
+            reporter.peak_tokens_per_second = None if forecast is None else forecast.peak_tokens_per_second
+            reporter.bar = _Bar(run.total_steps, after_step) if has_bars() else None
+    record_start(run, forecast, after_step)
+    return ExpertLoad(run.model, run.checked.anatomy, run.mesh)
+
+
+class _Bar:
+    """How far the run is, below the lines on a terminal."""
+
+    def __init__(self, total_steps: int, done: int) -> None:
+        self._open = ExitStack()
+        self._bars = self._open.enter_context(bars())
+        self._task = self._bars.add_task("training", total=total_steps, completed=done)
+
+    def show(self, metrics: StepMetrics) -> None:
+        self._bars.update(self._task, completed=metrics.step, description=f"training  loss {metrics.loss:.4f}")
+
+    def close(self) -> None:
+        self._open.close()

@@ -1,0 +1,131 @@
+"""`init` writes a configuration that `check` takes and the planner predicts to fit, or one sentence and no file."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.shapes import qwen3_30b_a3b
+from expertmesh.cli.data import check
+from expertmesh.cli.main import main
+from expertmesh.config import Config, load_config
+from expertmesh.planning.forecast import devices_here, forecast
+from expertmesh.training.startup.preflight import preflight
+from tests.data.tokenizers_on_the_fly import CHATML, bpe_tokenizer
+from tests.training.tiny_run import write_inputs
+
+CHAT = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Nothing special."}]
+FOR_ONE_H100 = "full fine-tuning does not fit: 463."
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 30 B parameters, of which there are only config.json and a tokenizer."""
+    directory = tmp_path_factory.mktemp("large") / "Qwen3-30B-A3B"
+    qwen3_30b_a3b().save_pretrained(directory)
+    bpe_tokenizer(CHATML).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    return rows(tmp_path, [{"messages": CHAT}] * 5)
+
+
+def rows(root: Path, content: list[dict[str, Any]]) -> str:
+    (root / "train, mine.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in content))
+    return "train, mine.jsonl"
+
+
+def written(*arguments: str) -> Config:
+    assert main(["init", *arguments, "--output", "new.yaml"]) == 0
+    return load_config("new.yaml")
+
+
+def test_what_it_writes_for_this_machine_passes_check_and_fits(
+    tmp_path: Path, data: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_inputs(tmp_path)
+    config = written("model", "--data", data)
+    text = Path("new.yaml").read_text()
+    assert capsys.readouterr().out == f"{text}wrote new.yaml\n"
+    assert len([line for line in text.splitlines() if not line.startswith("#")]) <= 16
+    assert "messages; " in text
+    assert "found by " in text
+    assert (config.lora, config.precision.compute, config.data.max_length) == (None, "float32", 128)
+    assert check.run(config, nproc=2) == 0
+    prediction = forecast(config, preflight(config, 2))
+    assert prediction.warning is None
+    assert prediction.prediction is not None
+    devices = devices_here(2)
+    assert devices is not None
+    assert prediction.prediction.peak_memory_bytes < devices.hardware.memory
+
+    assert main(["init", "model", "--data", data, "--output", "new.yaml"]) == 2
+    assert "new.yaml exists already and stays as it is" in capsys.readouterr().err
+    assert Path("new.yaml").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "targets", "frozen", "says"),
+    [
+        ("8xh100", [], None, None, "full fine-tuning, on 1x8 h100"),
+        ("1 h100", [], ("attention", "experts"), None, FOR_ONE_H100),
+        ("1xrtx4090", ["--max-length", "2048"], ("attention",), "nf4", "LoRA on attention does not fit"),
+    ],
+)
+def test_it_trains_what_fits_and_says_what_does_not(
+    large: Path,
+    data: str,
+    devices: str,
+    options: list[str],
+    targets: tuple[str, ...] | None,
+    frozen: str | None,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**12))
+    config = written(str(large), "--data", data, "--devices", devices, *options)
+    assert (None if config.lora is None else config.lora.targets) == targets
+    assert config.precision.frozen == frozen
+    assert config.optim.learning_rate == (1e-5 if targets is None else 1e-4)
+    assert says in Path("new.yaml").read_text()
+    preflight(config, int(devices[0]), weights=False)
+
+
+def test_quantised_experts_stay_as_they_are_published(tmp_path: Path, data: str) -> None:
+    write_inputs(tmp_path)
+    assert main(["convert", "model", "--output", "fp8", "--dtype", "fp8"]) == 0
+    assert written("fp8", "--data", data, "--lora").precision.frozen == "as_published"
+
+
+def test_nothing_is_written_where_nothing_fits(large: Path, data: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", str(large), "--data", data, "--devices", "1 h100", "--full"]) == 2
+    said = capsys.readouterr().err
+    assert "does not fit on 1x1 h100 at --max-length 4,096" in said
+    assert FOR_ONE_H100 in said
+    assert not list(Path().glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ([{"messages": CHAT}, {"messages": [{"role": "user"}]}], "mine.jsonl:2: "),
+        ([{"question": "What?"}], "mine.jsonl:1: the row's keys (question) fit none of the formats"),
+        (
+            [{"prompt": "a", "chosen": "b", "rejected": "c"}],
+            "mine.jsonl:1: the row is of format preference, ",
+        ),
+        ([{"messages": CHAT[:1]}], "has no target token at all"),
+    ],
+)
+def test_mistakes_in_the_data_are_said_before_anything_is_written(
+    large: Path, tmp_path: Path, data: str, content: list[Any], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", str(large), "--data", rows(tmp_path, content), "--devices", "8 h100"]) == 2
+    assert says in capsys.readouterr().err
+    assert not list(Path().glob("*.yaml"))

@@ -1,0 +1,198 @@
+"""Whole training steps of one rank on fake CUDA tensors, by a build of torch for CPUs.
+
+Called with the compiled no_cuda.cpp; reads variants, a line of JSON each, and prints for each what its second step did:
+collectives with the devices of their tensors, copies between host and device, ops on the host alone, and the waits of
+the expert layers. It finds tensors on the wrong device and waits that nobody meant; it finds neither races nor wrong
+values. A process of its own: the library tells torch that there is a GPU, and has to be loaded first.
+"""
+
+import ctypes
+import json
+import sys
+from collections import Counter, namedtuple
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+if __name__ == "__main__":
+    ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from expertmesh.compat import TorchDispatchMode, tree_leaves
+from expertmesh.config import LoraConfig, MoeConfig, OptimConfig, ParallelConfig, PrecisionConfig
+from expertmesh.distributed.mesh import init_mesh
+from expertmesh.experts import dispatch
+from expertmesh.experts.balance import update_router_bias
+from expertmesh.model import ModelOptions, prepare_model
+from expertmesh.parallel.shard_plan import ShardOptions
+from expertmesh.planning.read_model import figures_of
+from expertmesh.simulation.stand_ins import stand_ins
+from expertmesh.simulation.steps import fake_buffers
+from expertmesh.step.forward_backward import forward_backward
+from expertmesh.step.grad_norm import clip_grad_norm_
+from expertmesh.training.optimizers.build import build_optimizer
+from expertmesh.weights.meta_model import materialize
+from tests.support.models import tiny_config
+
+CUDA, LENGTH, MICRO_BATCHES = torch.device("cuda", 0), 64, 2
+
+
+class _Stream:
+    """A stream or an event on which nothing runs."""
+
+    device, priority, cuda_stream, stream_id, device_index, device_type = CUDA, 0, 0, 0, 0, 1
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: self
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+@contextmanager
+def _one_h100() -> Iterator[None]:
+    """Enough of torch.cuda for FSDP2 and DeviceMesh to find a GPU."""
+    properties = namedtuple("Properties", "name major minor multi_processor_count total_memory")
+    stream = _Stream()
+    answers: dict[str, Any] = {
+        "torch._subclasses.fake_tensor.init_gpu_context": None,
+        "torch.distributed.fsdp._fully_shard._fsdp_init._move_states_to_device": None,
+        "torch.cuda.is_available": True,
+        "torch.cuda.is_initialized": True,
+        "torch.cuda._lazy_init": None,
+        "torch.cuda.device_count": 8,
+        "torch.cuda.current_device": 0,
+        "torch.cuda.set_device": None,
+        "torch.cuda.synchronize": None,
+        "torch.cuda.get_rng_state": torch.zeros(16, dtype=torch.uint8),
+        "torch.cuda.set_rng_state": None,
+        "torch.cuda.current_stream": stream,
+        "torch.cuda.default_stream": stream,
+        "torch.cuda.stream": stream,
+        "torch.cuda.get_device_capability": (9, 0),
+        "torch.cuda.get_device_properties": properties("NVIDIA H100 80GB HBM3", 9, 0, 132, 80 << 30),
+        "torch.accelerator.is_available": True,
+        "torch.accelerator.current_accelerator": torch.device("cuda"),
+        "torch.accelerator.device_count": 8,
+        "torch.accelerator.current_stream": stream,
+        "torch.accelerator.synchronize": None,
+        "torch.accelerator.set_device_index": None,
+        "torch.accelerator.current_device_index": 0,
+    }
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(patch(name, lambda *_, answer=answer, **__: answer))
+        stack.enter_context(patch("torch.cuda.Stream", _Stream))
+        stack.enter_context(patch("torch.cuda.Event", _Stream))
+        yield
+
+
+class _Redirect(TorchFunctionMode):
+    """Outside of the fake mode: what is made on the device, or moved to it, is a fake tensor."""
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()
+        self.fake = fake
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device") or next((each for each in args[1:] if isinstance(each, torch.device)), None)
+        if device is not None and torch.device(device).type == "cuda":
+            with self.fake:
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives, self.copies, self.on_host = Counter[str](), Counter[str](), Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, torch.Tensor)]
+        devices, name = sorted({tensor.device.type for tensor in tensors}), func._schema.name
+        if name.startswith("c10d"):
+            self.collectives[f"{name.removeprefix('c10d::')} on {' and '.join(devices)}"] += 1
+        elif devices == ["cpu", "cuda"]:
+            self.copies[name] += 1
+        elif devices == ["cpu"]:
+            self.on_host[name] += 1
+        return out
+
+
+def _run(variant: dict[str, Any]) -> dict[str, Any]:
+    """One variant: `family`, `world`, `parallel`, and, if given, `mode`, `lora`, `packed` and `moe`."""
+    config = tiny_config(variant["family"])
+    lora = LoraConfig(**variant["lora"]) if variant.get("lora") else None
+    precision = PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
+    moe = MoeConfig(compute="grouped_mm", **variant.get("moe", {}))
+    router = figures_of(config, precision=precision, lora=lora, length=LENGTH).experts.router
+    dist.init_process_group("fake", rank=0, world_size=variant["world"])
+    try:
+        with _one_h100():
+            mesh = init_mesh(ParallelConfig(**variant["parallel"]), num_experts=router.experts, device=CUDA)
+            fake = FakeTensorMode(allow_non_fake_inputs=True)
+            shards = ShardOptions(precision, moe, variant.get("mode", "none"))
+            with _Redirect(fake):
+                model, _ = prepare_model(config, Path(), mesh, ModelOptions(precision, lora), shards)
+            with fake:
+                return _step(model, mesh, router, variant)
+    finally:
+        dist.destroy_process_group()
+
+
+def _step(model: Any, mesh: Any, router: Any, variant: dict[str, Any]) -> dict[str, Any]:
+    """The second step: in the first FSDP2 and the optimizer make what stays."""
+    fake_buffers(model)
+    materialize(model, mesh.device)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    optimizer = build_optimizer(model, OptimConfig(), seed=0)
+    tokens = torch.zeros(1, LENGTH, dtype=torch.int64, device=CUDA)
+    micro = {"input_ids": tokens, "labels": tokens, "row_numbers": torch.zeros(1, dtype=torch.int64, device=CUDA)}
+    if variant.get("packed"):
+        micro["attention_mask"] = torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool, device=CUDA)
+    with stand_ins(router, LENGTH, mesh.layout):
+        waits, counts = 0, dispatch.to_host
+
+        def to_host(tensor: torch.Tensor) -> list[Any]:
+            nonlocal waits
+            waits += 1
+            return counts(tensor)
+
+        for watch in (_Watch(), _Watch()):
+            waits = 0
+            with watch, patch("expertmesh.experts.dispatch.to_host", to_host):
+                losses = forward_backward(model, [micro] * MICRO_BATCHES, target_tokens=LENGTH - 1)
+                norm = clip_grad_norm_(model, 1.0)
+                optimizer.step()
+                update_router_bias(model)
+                optimizer.zero_grad()
+    return {
+        "elsewhere": [name for name, tensor in tensors if tensor.device.type != "cuda"],
+        "results": sorted({losses.loss.device.type, norm.device.type}),
+        "waits_of_experts": waits,
+        "collectives": watch.collectives,
+        "copies": watch.copies,
+        "on_host": watch.on_host,
+    }
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        print(json.dumps(_run(json.loads(line))), flush=True)
