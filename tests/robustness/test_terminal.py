@@ -75,6 +75,9 @@ def commands(root: Path) -> dict[str, list[list[str]]]:
         "bench": [[EVIL]],
         "schema": [[EVIL]],
         "demo": [[EVIL]],
+        "doctor": [[EVIL]],
+        "init": [[EVIL]],
+        "prepare": [[at("no.yaml")], [config, f"{EVIL}=1"]],
     }
 
 
