@@ -53,7 +53,10 @@ def _checkpoint_of(family: str, root: Path) -> tuple[Path, torch.Tensor]:
 
 
 def _same_files(one: Path, other: Path) -> None:
-    names = [sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file()) for root in (one, other)]
+    names = [
+        sorted(p.relative_to(root).as_posix() for p in root.rglob("*.*") if p.name != "README.md")
+        for root in (one, other)
+    ]
     assert names[0] == names[1]
     for name in names[0]:
         assert (one / name).read_bytes() == (other / name).read_bytes(), name

@@ -23,6 +23,7 @@ from expertmesh.planning import forecast as planner
 from expertmesh.training.startup.preflight import preflight
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.setup import set_up
+from tests.families.tiny import random_model
 from tests.training.tiny_run import run_config, write_inputs
 
 BF16 = "precision={params: float32, compute: bfloat16}"
@@ -66,9 +67,14 @@ class Case:
     ranks: int = 1
 
 
+def _mixing(_: pytest.MonkeyPatch, root: Path) -> None:
+    """A family that carries state along the sequence, in a way that samples cannot be kept apart."""
+    random_model("DeepseekV4ForCausalLM", "deepseek_v4").save_pretrained(root / "model")
+
+
 CASES = {
     "packing of a family that mixes samples": Case(
-        "data.packing: gpt_oss ", ("data.packing=true",), "gpt_oss", verbs=("train", "check", "verify")
+        "data.packing: deepseek_v4 ", ("data.packing=true",), prepare=_mixing, verbs=("train", "check", "verify")
     ),
     "quantised files": Case(
         "weights are quantised by 'gptq', which is not supported",
@@ -145,13 +151,14 @@ def test_nothing_is_refused_where_nothing_is_wrong(tmp_path: Path, capsys: pytes
 
 
 def test_a_plan_for_a_family_that_mixes_packed_samples_can_be_trained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_inputs(tmp_path, "gpt_oss")
+    write_inputs(tmp_path)
+    _mixing(monkeypatch, tmp_path)
     _verbs(run_config(tmp_path, tmp_path / "run"), tmp_path)["plan"]()
     out = capsys.readouterr().out
     assert yaml.safe_load(out)["data"]["packing"] is False
-    assert "# data.packing is off: gpt_oss " in out
+    assert "# data.packing is off: deepseek_v4 " in out
     preflight(run_config(tmp_path, tmp_path / "run", "data.packing=false"), 1)
 
 

@@ -8,7 +8,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from expertmesh.config import ModelConfig
-from expertmesh.config.errors import InputError, SecurityError
+from expertmesh.config.errors import ExpertmeshError, InputError, SecurityError
 from expertmesh.io.reading import MAX_TOKENIZER_BYTES, opened, parse_json, read_file
 
 # What tokenizers of transformers are read from.
@@ -30,7 +30,12 @@ def load_tokenizer(model: ModelConfig, chat_template: str | None = None) -> PreT
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
+        whole = Path(name) / "tokenizer.json" if Path(name).is_dir() else _cached(model)
+        if whole is not None and whole.exists():
+            _refuse_growth(whole)
         tokenizer("a")  # some settings are only used here
+    except ExpertmeshError:
+        raise
     except Exception as error:  # transformers, the hub client and the Rust library share no base class
         reason = " ".join(str(error).split())
         if "trust_remote_code" in reason and not model.trust_remote_code:
@@ -51,9 +56,6 @@ def load_tokenizer(model: ModelConfig, chat_template: str | None = None) -> PreT
             key="tokenizer.no-vocabulary",
         )
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    whole = Path(name) / "tokenizer.json" if Path(name).is_dir() else _cached(model)
-    if whole is not None and whole.exists():
-        _refuse_growth(whole)
     if chat_template is not None:
         try:
             tokenizer.chat_template = read_file(Path(chat_template).expanduser()).decode("utf-8")
