@@ -160,11 +160,11 @@ def test_a_killed_run_continues_from_the_newest_checkpoint(
     _assert_as_if_nothing_had_happened(tmp_path / "run", whole)
 
 
-METRICS, REPLACE = "expertmesh.training.reporting.reporter", "expertmesh.io.safetensors_writer:os.replace"
+METRICS, REPLACE = "expertmesh.training.reporting.metrics_file", "expertmesh.io.safetensors_writer:os.replace"
 FIRST_START = {
     "publishing the configuration": Kill(0, REPLACE, about="config.yaml"),
     "opening the metrics": Kill(0, REPLACE, about="metrics.jsonl"),
-    "writing a row": Kill(0, f"{METRICS}:_Jsonl.write", at=2, how=_after_half_of_the_row),
+    "writing a row": Kill(0, f"{METRICS}:MetricsFile.write", at=2, how=_after_half_of_the_row),
 }
 
 
@@ -187,7 +187,7 @@ def test_restarts_that_are_killed_too_lose_nothing(
     config_replaced = Kill(0, REPLACE, about="config.yaml")
     metrics_replaced = Kill(0, REPLACE, about="metrics.jsonl")
     cleaned = Kill(0, "expertmesh.checkpoint.directory:shutil.rmtree", about=".tmp-", how=_after_half_of_the_files)
-    row = Kill(0, f"{METRICS}:_Jsonl.write", at=3, how=_after_half_of_the_row)  # the row of step 7
+    row = Kill(0, f"{METRICS}:MetricsFile.write", at=3, how=_after_half_of_the_row)  # the row of step 7
     saving = Kill(0, "expertmesh.weights.save:write_companions")
     for kill, newest in ((config_replaced, 4), (metrics_replaced, 4), (cleaned, 4), (row, 4), (saving, 6)):
         capfd.readouterr()
