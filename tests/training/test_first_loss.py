@@ -68,7 +68,7 @@ def _report(loss: float = 3.0, grad_norm: float = 1.0, dead: int = 0, skipped: s
     [
         (_report(grad_norm=0.0), 3, "gradient norm has been 0"),
         (_report(loss=math.log(1000) * 1.004), 20, "uniform guess, ln 1,000 = 6.91"),
-        (_report(dead=65), 3, "more than half of a layer's experts"),
+        (_report(dead=65), 20, "more than half of a layer's experts"),
     ],
 )
 def test_a_run_that_learns_nothing_any_more_is_told_once(report: StepMetrics, reports: int, said: str) -> None:

@@ -59,7 +59,7 @@ class Collapse:
             "collapsed, or learns nothing": (abs(metrics.loss - uniform) < _NEARLY * uniform, 20),
             "more than half of a layer's experts have been without a token: the routers have collapsed": (
                 dead > self.experts / 2,
-                3,
+                20,  # a random model's routers may need as long to spread
             ),
         }
         for sign, (shows, reports) in signs.items():
