@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from expertmesh.adapters.peft_format import WEIGHTS_FILE
 from expertmesh.io.boxes import slices
 from expertmesh.parallel.pipeline import pipeline_of
+from expertmesh.state.packed_format import PackedFormat
+from expertmesh.state.sharded_model import sharded
 from expertmesh.state.shards import as_stored, local_box, local_tensor
 from expertmesh.state.stage_view import stage_names
 from expertmesh.verification.compare import gather
@@ -55,8 +57,10 @@ def bugs(proof: Proof) -> list[Bug]:
     moments = "sgd keeps no moments" if setup.config.optim.name == "sgd" else None
     update, resume = {"update": CHECKS["update"]}, {"metamorphic": check_resume}
     between = Bug("the gradient from one stage to the one before lost", "backward", Hooks(loaded=_lose_between_stages))
+    swapped = Bug("codes of a frozen matrix with their halves exchanged", "bytes", Hooks(loaded=_swap_nibbles))
     return [
         Bug("two experts exchanged", "bytes", Hooks(loaded=_swap_experts)),
+        *([swapped] if setup.config.precision.frozen is not None else []),
         Bug("the first token of a rank gets no expert", "forward", Hooks(loaded=_drop_token)),
         Bug("the router's gradient of other ranks dropped", "backward", Hooks(loaded=_drop_router), refusal=routers),
         *([between] if layout.pp > 1 else []),
@@ -79,6 +83,17 @@ def _swap_experts(job: Job) -> None:
             (start, middle), (_, stop) = (experts.rows(tensor, number) for number in (0, 1))
             whole[start:stop] = torch.cat([whole[middle:stop], whole[start:middle]])
             held.copy_(whole[slices(box)])
+
+
+@torch.no_grad()
+def _swap_nibbles(job: Job) -> None:
+    """In one matrix: of a linear layer, where the run packs those."""
+    formats: Mapping[str, PackedFormat] = sharded(job.model).frozen_formats or {}
+    state = job.tensors()
+    for name, kind in sorted(formats.items(), key=lambda each: each[1].by_rows)[-1:]:
+        held_LB = local_tensor(as_stored(job.model, name, state[name]))
+        codes = held_LB[:, kind.sections[1] : kind.sections[2]]
+        codes.copy_(codes >> 4 | codes << 4)
 
 
 def _drop_token(job: Job) -> None:
