@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from expertmesh.adapters.peft_format import WEIGHTS_FILE
 from expertmesh.io.boxes import slices
 from expertmesh.parallel.pipeline import pipeline_of
-from expertmesh.state.packed_format import PackedFormat
-from expertmesh.state.sharded_model import sharded
 from expertmesh.state.shards import as_stored, local_box, local_tensor
 from expertmesh.state.stage_view import stage_names
 from expertmesh.verification.compare import gather
@@ -88,11 +86,12 @@ def _swap_experts(job: Job) -> None:
 @torch.no_grad()
 def _swap_nibbles(job: Job) -> None:
     """In one matrix: of a linear layer, where the run packs those."""
-    formats: Mapping[str, PackedFormat] = sharded(job.model).frozen_formats or {}
-    state = job.tensors()
-    for name, kind in sorted(formats.items(), key=lambda each: each[1].by_rows)[-1:]:
-        held_LB = local_tensor(as_stored(job.model, name, state[name]))
-        codes = held_LB[:, kind.sections[1] : kind.sections[2]]
+    model, state = job.model, job.tensors()
+    packed = [local_tensor(tensor) for name, tensor in state.items() if as_stored(model, name, tensor) is not tensor]
+    held: list[Any] = [each for each in packed if hasattr(each, "kind")]  # the others are on other stages
+    for tensor in sorted(held, key=lambda each: each.kind.by_rows)[-1:]:
+        start, stop = tensor.kind.sections[1:]
+        codes = tensor.packed_LB[:, start:stop]
         codes.copy_(codes >> 4 | codes << 4)
 
 
