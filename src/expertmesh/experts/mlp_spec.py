@@ -52,6 +52,7 @@ class Adapter:
 
     a_LrK: torch.Tensor
     b_LNr: torch.Tensor
+    scaling: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,6 @@ class Adapters:
 
     up: Adapter | None
     down: Adapter | None
-    scaling: float
     first_expert: int
 
 
