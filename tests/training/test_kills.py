@@ -249,7 +249,7 @@ def _newest(output: Path) -> int:
 
 
 def _train_until(config: Config, step: int) -> None:
-    """Go on from the newest checkpoint, and stop in order after `step`, which a launcher with more ranks to come does."""
+    """Go on from the newest checkpoint, and stop in order after `step`, as for a start with another layout."""
     if step == config.train.max_steps:
         return train(config)
     return train_steps(config, step - _newest(Path(config.output_dir)))
