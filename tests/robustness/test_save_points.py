@@ -68,7 +68,7 @@ class FaultPoint:
 
 
 def _save_with_faults(directory: Path, fault: Fault, victim: int, stride: int) -> tuple[int, int, set[str]]:
-    """Save once at every `stride`th point. How many points there are, how many saves came to nothing, keys of errors."""
+    """Save once at every `stride`th point. How many points there are, how many saves came to nothing, errors' keys."""
     job = Job(tiny_model("qwen3_moe"), em.ParallelConfig(ep=1))
     job.train([0])
     rank = job.mesh.rank
