@@ -29,3 +29,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         used |= hits
     if config.args == config.getini("testpaths") and not config.option.keyword and used != rows:
         raise pytest.UsageError(f"tests/slow.yaml names tests that do not exist: {sorted(rows - used)}")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str) -> None:
+    """The whole run ends with the process that dies in a test: `--dist loadfile` would wait for it for ever."""
+    pytest.exit(f"{crashitem}: the process that ran it has died", returncode=1)
