@@ -285,6 +285,8 @@ class ParallelConfig(Section):
 
     ep: Ranks | Literal["auto"] = "auto"
     """Contiguous ranks that together hold all routed experts once; auto takes what model and ranks allow."""
+    ep_across_nodes: bool = False
+    """Whether groups of an ep that is given may have parts of nodes; whole nodes are taken, auto stays within one."""
     fsdp: Ranks | Literal["auto"] = "auto"
     """Ranks over which parameters are sharded; auto takes all that the other axes leave."""
     replicate: Ranks = 1
@@ -393,8 +395,7 @@ class DistributedConfig(Section):
     def _combine(self) -> Self:
         if self.first_step_timeout_seconds < self.timeout_seconds:
             refuse(
-                "distributed.first_step_timeout_seconds "
-                f"({self.first_step_timeout_seconds}) must be at least "
+                f"distributed.first_step_timeout_seconds ({self.first_step_timeout_seconds}) must be at least "
                 f"distributed.timeout_seconds ({self.timeout_seconds}); change one of them"
             )
         return self
