@@ -374,8 +374,7 @@ class MoeConfig(Section):
     router: Literal["train", "frozen"] = "train"
     """Whether router weights are trained."""
     router_dtype: Literal["float32", "compute"] = "float32"
-    """What routers compute in where precision.compute is narrower: float32 for their input, weights and scores, as far
-    as the family's code runs so, or precision.compute as everything else. What it became is printed."""
+    """What routers compute in under a narrower precision.compute, as far as the family's code runs so (printed)."""
     aux_loss_coef: Annotated[float, Field(ge=0, le=MAX_FACTOR)] | Literal["from_model"] = "from_model"
     """Factor of the load-balancing loss, taken over the whole batch of an optimizer step; from_model takes the model's
     own (none unless its config has output_router_logits), 0.0 leaves the loss out."""
@@ -388,6 +387,8 @@ class MoeConfig(Section):
     """How tokens travel to the ranks of their experts."""
     compute: Literal["auto", "grouped_mm", "loop"] = "auto"
     """How an expert rank multiplies: grouped matrix products, or expert after expert (the reference)."""
+    kernels: Literal["auto", "torch", "triton"] = "auto"
+    """What runs around the products: Triton's kernels, on a GPU that a trial has shown to run them, or torch's."""
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
