@@ -61,12 +61,14 @@ def test_packed_samples_are_what_they_are_apart(family: str) -> None:
 
 def _with_adapters(family: str, cp: int, mode: Any) -> dict[str, torch.Tensor]:
     """Adapters with dropout, after three steps on one row a data rank."""
-    model: Any = random_model(_class_of(family), family)
+    model: Any = random_model(_class_of(family), family, torch.float64)
     mesh = em.init_mesh(em.ParallelConfig(cp=cp), num_experts=EXPERTS)
     targets = ["in_proj", "out_proj", "experts"] if family == "lfm2_moe" else ["attention", "experts"]
     torch.manual_seed(0)
-    em.parallelize(model, mesh, lora=em.LoraConfig(r=4, dropout=0.3, targets=targets), activation_checkpointing=mode)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    lora, moe = em.LoraConfig(r=4, dropout=0.3, targets=targets), em.MoeConfig(compute="loop")
+    precision = em.PrecisionConfig(params="float64", compute="float64", reduce="float64")
+    em.parallelize(model, mesh, moe=moe, precision=precision, lora=lora, activation_checkpointing=mode)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for step in range(3):
         ids = torch.arange(24)[None] * 7 % 89 + step
         batch = {"input_ids": ids, "labels": ids, "row_numbers": torch.tensor([step])}
