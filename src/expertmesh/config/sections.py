@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_serializer, model_validator
 
 from expertmesh.config.base import Listed, Name, Patterns, Plain, Section, is_named, pattern_problem, refuse
+from expertmesh.config.data import EarlyStopConfig
 
 # Beyond what anybody trains with: what is larger is a slip, and would be noticed late.
 MAX_RANKS, MAX_SECONDS, MAX_RANK, MAX_ALPHA, MAX_FACTOR = 2**20, 366 * 86400, 2**16, 1e6, 1e6
@@ -235,19 +236,6 @@ class ScheduleConfig(Section):
         off = {key for key, names in self._ONLY_FOR.items() if self.name not in names}
         off.add("warmup_steps" if self.warmup_steps is None else "warmup_ratio")
         return {key: value for key, value in serialize(self).items() if key not in off}
-
-
-class EarlyStopConfig(Section):
-    """When evaluations show that training no longer helps."""
-
-    section: ClassVar[str] = "train.early_stop"
-
-    figure: Name = "eval_loss"
-    """A figure of evaluations; a loss is better when it is lower, any other when it is higher."""
-    patience: PositiveInt = 3
-    """So many evaluations in a row without a better figure end the run."""
-    min_change: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
-    """A figure is better when it is so by more than this."""
 
 
 class TrainConfig(Section):
