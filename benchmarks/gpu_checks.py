@@ -347,7 +347,7 @@ def _steps(run: Run, model: Any, optimizer: torch.optim.Optimizer, numbers: rang
 
 
 def of_determinism(run: Run) -> Iterator[Row]:
-    """An expert layer gives the same bits again; all of a model with `train.deterministic`, and what without is told."""
+    """An expert layer gives the same bits again, and with `train.deterministic` all of a model; without, it is told."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # which cuBLAS reads once
     start_one_rank(run)
     model: Any = tiny_model("qwen3_moe", hidden_size=128, moe_intermediate_size=64)
