@@ -1,4 +1,4 @@
-"""Sections `data` and `eval`: where samples come from, how rows become token sequences, what evaluations do."""
+"""Sections `data` and `eval`, and what evaluations decide: where samples come from, how rows become token sequences."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal, Self
@@ -135,3 +135,16 @@ class EvalConfig(Section):
     @model_serializer(mode="wrap")
     def _without_what_does_nothing(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
         return {key: value for key, value in serialize(self).items() if self.samples or key != "sample_tokens"}
+
+
+class EarlyStopConfig(Section):
+    """When evaluations show that training no longer helps."""
+
+    section: ClassVar[str] = "train.early_stop"
+
+    figure: Name = "eval_loss"
+    """A figure of evaluations; a loss is better when it is lower, any other when it is higher."""
+    patience: int = Field(default=3, ge=1, le=2**31 - 1)
+    """So many evaluations in a row without a better figure end the run."""
+    min_change: float = Field(default=0.0, ge=0, le=1e6)
+    """A figure is better when it is so by more than this."""

@@ -8,9 +8,8 @@ from pydantic import model_validator
 from expertmesh.config.base import Name, Section, refuse
 from expertmesh.config.data import DataConfig, EvalConfig
 from expertmesh.config.objective import ObjectiveConfig, eval_figures, objective_conflicts
-from expertmesh.config.output import CheckpointConfig, LogConfig, SaveConfig
+from expertmesh.config.output import CheckpointConfig, DistributedConfig, LogConfig, SaveConfig
 from expertmesh.config.sections import (
-    DistributedConfig,
     LoraConfig,
     ModelConfig,
     MoeConfig,

@@ -41,6 +41,7 @@ _FREE_KEYS = (
     *(f"train.early_stop.{key}" for key in ("figure", "patience", "min_change")),
     "moe.dispatch",
     "moe.compute",
+    "moe.kernels",
     "data.eval",
     "data.prepared_path",
     "output_dir",
