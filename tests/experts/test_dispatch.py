@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from expertmesh.experts.dispatch import AllGatherDispatcher, AllToAllDispatcher,
 from expertmesh.experts.hierarchical import HierarchicalDispatcher
 from expertmesh.experts.pairs import LocalPairs, segments_of
 from expertmesh.planning.model_figures import TopKRouter, rows_per_token
+from expertmesh.planning.traffic import _of_dispatch
 from tests.support.ranks import run_ranks
 
 EXPERTS, HIDDEN, TOP_K = 8, 6, 3
@@ -215,6 +217,7 @@ def _between_nodes(kind: Callable[..., Dispatcher], experts: int, top_k: int) ->
         for module in (dispatch, hierarchical):
             patched.enter_context(mock.patch.object(module, "all_to_all", all_to_all))
             patched.enter_context(mock.patch.object(module, "to_host", to_host))
+        traffic = patched.enter_context(_Traffic())
         results = _through_wide(dispatcher, hidden, index, weight, rank * experts // group.size())
     rows, _, _, metadata = dispatcher.dispatch(hidden + number[:, None], index, weight)
     numbers = dispatcher.numbers(number, metadata)
@@ -223,7 +226,16 @@ def _between_nodes(kind: Callable[..., Dispatcher], experts: int, top_k: int) ->
         {each for each in row if each // NODE != rank // NODE} for row in (index * group.size() // experts).tolist()
     ]
     expected = [len(row if flat else {each // NODE for each in row}) for row in others]
-    return {"results": results, "sent": sent, "waits": waits, "fits": fits, "expected": sum(expected)}
+    size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in traffic.sent)
+    return {
+        "results": results,
+        "sent": sent,
+        "waits": waits,
+        "fits": fits,
+        "expected": sum(expected),
+        "bytes": size,
+        "calls": len(traffic.sent),
+    }
 
 
 def _through_wide(
@@ -253,6 +265,13 @@ def test_between_nodes_a_row_travels_once_to_each_and_the_result_is_that_of_the_
     # Rows go and come back in forward and in backward.
     for way in (flat, tiered):
         assert sum(each["sent"] for each in way) == 4 * sum(each["expected"] for each in way)
+    # The planner's expectation, for the mean of a rank's tokens.
+    router = TopKRouter(experts, top_k)
+    figures: Any = SimpleNamespace(router=router, spec=SimpleNamespace(hidden_size=HIDDEN, num_experts=experts))
+    for way, nodes in ((flat, 1), (tiered, 2)):
+        predicted = list(_of_dispatch(figures, 8, router.routed(60 * 7 / 8, 8), 1, (8, nodes)))
+        assert {each["calls"] for each in way} == {sum(each.calls for each in predicted)}
+        assert sum(each["bytes"] for each in way) / 8 == pytest.approx(sum(each.bytes for each in predicted), rel=0.02)
 
 
 @pytest.mark.parametrize(("ranks", "share"), [(16, 0.30), (32, 0.49), (64, 0.69)])
