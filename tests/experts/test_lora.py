@@ -52,8 +52,8 @@ def _lean(
     gate = gate_of(experts, spec) if triton else None
     form = ExpertMlpSpec(activation, is_silu_gated(experts, spec), spec.transposed, loop, triton, gate)
     weights = ExpertWeights(*(experts.get_parameter(name).detach() for name in spec.parameters))
-    both = [Adapter(adapters[f"{name}_A"], adapters[f"{name}_B"]) for name in (spec.up, spec.down)]
-    return expert_mlp(rows, weight_P, pairs, weights, form, Adapters(*both, SCALING, 0), **options)
+    both = [Adapter(adapters[f"{name}_A"], adapters[f"{name}_B"], SCALING) for name in (spec.up, spec.down)]
+    return expert_mlp(rows, weight_P, pairs, weights, form, Adapters(*both, 0), **options)
 
 
 def _gradients(out: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -79,6 +79,7 @@ class Adapter:
 
     a_LrK: torch.Tensor
     b_LNr: torch.Tensor
+    scaling: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,6 @@ class Adapters:
 
     up: Adapter | None
     down: Adapter | None
-    scaling: float
     first_expert: int
 
 
