@@ -22,6 +22,7 @@ from expertmesh.distributed.layout import Layout
 from expertmesh.io.terminal import gib
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.shard_plan import ShardPlan
+from expertmesh.parallel.varlen import packed_attention_line
 from expertmesh.step.pipeline_schedule import schedule_kind
 from expertmesh.training.reporting.machine import machine_lines
 from expertmesh.training.reporting.record import Forecast
@@ -68,6 +69,9 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
     yield from (f"           {line}" for line in layout.table().splitlines())
     yield from (f"cp         {line}" for line in plan.context.lines())
     yield from (f"tp         {line}" for line in plan.tensor.lines())
+    if config.data.packing and mesh.device.type != "cpu":
+        compute = getattr(torch, config.precision.compute)
+        yield f"packed     rows attend {packed_attention_line(model, anatomy, mesh.device, compute)}"
     pipeline = pipeline_of(model)
     if pipeline is not None:
         yield from (f"stages     {line}" for line in _stage_lines(pipeline, batches.accumulation))
