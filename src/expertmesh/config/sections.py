@@ -302,8 +302,7 @@ class ParallelConfig(Section):
     pp_virtual_stages: Ranks = 1
     """Stages that each pp rank holds; more than 1 make interleaved_1f1b, whose ranks wait less."""
     offload: Literal["none", "experts"] = "none"
-    """What lives in host memory: with experts the packed routed experts of precision.frozen, copied to the device one
-    layer ahead."""
+    """What lives in host memory: experts are the packed ones of precision.frozen, copied one layer ahead."""
 
     @field_validator("pp_schedule", mode="before")
     @classmethod

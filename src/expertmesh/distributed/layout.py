@@ -138,15 +138,8 @@ def resolve_layout(
         schedule = "1f1b" if parallel.pp_virtual_stages == 1 else "interleaved_1f1b"
     virtual, offload = parallel.pp_virtual_stages, parallel.offload
     layout = Layout(fsdp=fsdp, ep=ep, pp_schedule=schedule, pp_virtual_stages=virtual, offload=offload, **fixed)
-    crossing = node_crossing(layout, ranks_per_node)
-    if crossing is not None and not parallel.ep_across_nodes:
-        node = _ranks_per_node(ranks_per_node)
-        within = _listed([size for size in choices if node % size == 0])
-        raise InputError(
-            f"parallel.{crossing}; set parallel.ep to auto or one of {within}, which stay within a node, or "
-            "parallel.ep_across_nodes to true",
-            key="layout.ep-crosses-nodes",
-        )
+    if not parallel.ep_across_nodes:
+        _refuse_crossing(layout, choices, ranks_per_node)
     return layout
 
 
@@ -188,6 +181,16 @@ def node_crossing(layout: Layout, ranks_per_node: int | None = None) -> str | No
         f"ep {layout.ep} crosses the borders of nodes of {node} ranks in {len(crossing)} of its {len(groups)} "
         f"groups (ranks {ranks}), whose tokens travel between nodes"
     )
+
+
+def _refuse_crossing(layout: Layout, choices: list[int], ranks_per_node: int | None) -> None:
+    if (crossing := node_crossing(layout, ranks_per_node)) is not None:
+        within = _listed([size for size in choices if _ranks_per_node(ranks_per_node) % size == 0])
+        raise InputError(
+            f"parallel.{crossing}; set parallel.ep to auto or one of {within}, which stay within a node, or "
+            "parallel.ep_across_nodes to true",
+            key="layout.ep-crosses-nodes",
+        )
 
 
 def _ep_choices(expert_ranks: int, num_experts: int | None) -> list[int]:

@@ -70,8 +70,8 @@ def traffic_of(workload: Workload, stage: int = 0) -> tuple[Transfer, ...]:
 
 
 def bytes_between_nodes(transfer: Transfer, layout: Layout, per_node: int) -> float:
-    """Of `transfer`, what a rank sends to ranks on other nodes of `per_node` ranks in an optimizer step, in the mean. An
-    all-to-all sends each of its ranks an equal part; all else goes around a ring in the order of ranks.
+    """Of `transfer`, what a rank sends to ranks on other nodes of `per_node` ranks in an optimizer step, in the mean.
+    An all-to-all sends each of its ranks an equal part; all else goes around a ring in the order of ranks.
     """
     world, ranks = layout.world_size, transfer.ranks
     if world <= per_node or ranks == 1:
