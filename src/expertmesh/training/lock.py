@@ -198,7 +198,10 @@ def holder(directory: Path) -> Owner | None:
 
     For readers: what they are told may be over the moment after.
     """
-    return _read(directory / NAME)
+    try:
+        return _read(directory / NAME)
+    except OSError as error:
+        raise InputError(f"{directory / NAME}: cannot be read: {error.strerror}", key="file.unreadable") from error
 
 
 def _create(path: Path, owner: Owner) -> bool:
