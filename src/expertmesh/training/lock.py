@@ -38,6 +38,9 @@ BEAT_SECONDS = 15.0
 # Without a sign of life for this long, a lock counts as left behind where its process cannot be looked up: on another
 # host, or in another container. Much longer than what a stalled file system or a busy host takes.
 STALE_SECONDS = 300.0
+# How long a lock of another host that looks left behind is watched for a sign of life: clocks of two hosts are apart at
+# times, and a clock may jump.
+WATCH_SECONDS = 2 * BEAT_SECONDS + 5
 # How long a lock may be unreadable because its owner is just writing it.
 _WRITING_SECONDS = 2.0
 _MAX_BYTES = 1 << 16
@@ -135,7 +138,7 @@ class RunLock:
         holder = self._holder()
         if holder is None:
             return _create(self.path, self.owner)
-        if not holder.is_gone():
+        if not holder.is_gone() or self._lives(holder):
             age = max(0.0, time.time() - holder.heartbeat)
             raise InputError(
                 f"output_dir {self.path.parent} is in use by another run: {holder} (last sign of life {age:.0f} s "
@@ -148,6 +151,16 @@ class RunLock:
         if holder.launch is None or holder.launch != self.owner.launch:
             log.info(f"{self.path}: the run that held it has ended without giving it back ({holder}); taken over")
         return True
+
+    def _lives(self, holder: Owner) -> bool:
+        """Whether the holder of a lock that looks left behind gives another sign of life."""
+        if holder.space in ("", _process_space()):  # nobody has written it, or its process is gone
+            return False
+        log.info(f"{self.path}: {holder} has given no sign of life; watching for {WATCH_SECONDS:.0f} s whether it does")
+        until = time.monotonic() + WATCH_SECONDS
+        while (now := self._holder()) == holder and time.monotonic() < until:
+            time.sleep(0.1)
+        return now is not None and now != holder
 
     def _inherit(self, dead: Owner) -> bool:
         claim = self._claim_after(dead)
