@@ -106,6 +106,7 @@ def test_on_another_host_the_heartbeat_decides(
     with refused("output.in-use", naming="process 1 on far"), RunLock(tmp_path):
         pass
     monkeypatch.setattr(lock_module, "WATCH_SECONDS", 0.3)
+    print_log("info")
     write_lock(tmp_path, host="far", space="far", process=1, heartbeat=time.time() - STALE_SECONDS - 1)
     with RunLock(tmp_path):
         assert "process 1 on far" in capsys.readouterr().out
