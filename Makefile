@@ -16,7 +16,11 @@ OLDEST := tests/config tests/data tests/experts tests/weights tests/checkpoint t
 	--deselect tests/data/test_tokenizer.py::test_code_of_a_model_does_not_run_unless_trusted \
 	--deselect tests/experts/test_balance.py::test_a_bias_that_is_a_sharded_parameter_moves_alike
 
-.PHONY: setup test test-all test-oldest test-newest families lint demo schema docs wheel clean
+# What one GPU has to tell, in at most nine minutes; the same correctness as tests is `pytest -m gpu`.
+gpu:
+	PYTHONPATH=src:.:$$PYTHONPATH $(PYTHON) -m benchmarks.gpu $(ARGS)
+
+.PHONY: setup test test-all test-oldest test-newest gpu families lint demo schema docs wheel clean
 
 setup: $(STAMP)
 

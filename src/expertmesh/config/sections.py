@@ -307,6 +307,8 @@ class ParallelConfig(Section):
 
     ep: Ranks | Literal["auto"] = "auto"
     """Contiguous ranks that together hold all routed experts once; auto takes what model and ranks allow."""
+    ep_across_nodes: bool = False
+    """Whether groups of an ep that is given may have parts of nodes; whole nodes are taken, auto stays within one."""
     fsdp: Ranks | Literal["auto"] = "auto"
     """Ranks over which parameters are sharded; auto takes all that the other axes leave."""
     replicate: Ranks = 1
