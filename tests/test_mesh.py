@@ -19,8 +19,9 @@ from expertmesh.distributed.layout import (
     DENSE_AXES,
     EXPERT_AXES,
     Layout,
-    crossing_warning,
     ep_reason,
+    explicit,
+    node_crossing,
     resolve_layout,
 )
 from expertmesh.distributed.mesh import current_device, init_mesh, set_timeout
@@ -111,34 +112,36 @@ def test_auto_stays_within_a_node_and_says_why(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-SIX = "warning: ep 4 crosses the borders of nodes of 6 ranks in 1 of its 3 groups (ranks 4 to 7), whose tokens travel "
-SIX += "between nodes; ep 1, 2 would not"
+SIX = "ep 4 crosses the borders of nodes of 6 ranks in 1 of its 3 groups (ranks 4 to 7), "
+SIX += "whose tokens travel between nodes"
 
 
-def test_groups_of_experts_cross_a_node_only_if_asked_to_and_then_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_experts_cross_a_node_only_if_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
     auto = resolve_layout(ParallelConfig(), 12, 64)
     assert auto.ep == 2
-    assert crossing_warning(auto) is None
-    chosen = resolve_layout(ParallelConfig(ep=4), 12, 64)
-    assert ep_reason(ParallelConfig(ep=4), chosen, 64) == crossing_warning(chosen) == SIX
-    assert crossing_warning(chosen, ranks_per_node=4) is None
-    assert crossing_warning(Layout(fsdp=4, ep=4)) is None  # on one node, whatever it could hold
-    many = crossing_warning(Layout(fsdp=64, ep=16), ranks_per_node=8)
+    assert node_crossing(auto) is None
+    assert resolve_layout(ParallelConfig(ep_across_nodes=True), 12, 64) == auto
+    with pytest.raises(InputError) as refusal:
+        resolve_layout(ParallelConfig(ep=4), 12, 64)
+    assert refusal.value.key == "layout.ep-crosses-nodes"
+    what = "set parallel.ep to auto or one of 1, 2, whose groups are within a node or whole nodes, "
+    assert str(refusal.value) == f"parallel.{SIX}; {what}or parallel.ep_across_nodes to true"
+    with pytest.raises(InputError, match=r"auto or one of 1, 2, 3, 6, 12, whose"):
+        resolve_layout(ParallelConfig(ep=4), 12)
+    whole = resolve_layout(ParallelConfig(ep=12), 12)
+    assert (node_crossing(whole) or "").startswith("ep 12 crosses")
+    said = ParallelConfig(ep=4, ep_across_nodes=True)
+    chosen = resolve_layout(said, 12, 64)
+    assert ep_reason(said, chosen, 64) == node_crossing(chosen) == SIX
+    assert node_crossing(chosen, ranks_per_node=4) is None
+    assert node_crossing(Layout(fsdp=4, ep=4)) is None  # on one node, whatever it could hold
+    assert resolve_layout(explicit(chosen), 12, 64) == chosen
+    many = node_crossing(Layout(fsdp=64, ep=16), ranks_per_node=8)
     assert many is not None
     assert "in 4 of its 4 groups (ranks 0 to 15 and 16 to 31 and 32 to 47 ...)" in many
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert crossing_warning(chosen) is None  # nobody has said what a node is
-
-
-def test_a_mesh_from_python_warns_of_groups_that_cross_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=12)
-    try:
-        with pytest.warns(UserWarning, match="ep 4 crosses the borders of nodes of 6 ranks"):
-            init_mesh(ParallelConfig(ep=4), num_experts=64, device=torch.device("cpu"))
-    finally:
-        dist.destroy_process_group()
+    assert resolve_layout(ParallelConfig(ep=4), 12, 64) == chosen  # nobody has said what a node is
 
 
 def test_a_rank_takes_its_accelerator_also_where_it_sees_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(inputs: Path, output: str) -> list[str]:
-    return [str(inputs / "run.yaml"), "parallel.ep=2", f"output_dir={inputs / output}"]
+    return [str(inputs / "run.yaml"), "parallel.ep=2", "parallel.ep_across_nodes=true", f"output_dir={inputs / output}"]
 
 
 def assert_same(inputs: Path, output: str) -> None:
@@ -106,9 +106,7 @@ def test_pods_of_kubeflow_on_two_machines_without_names(inputs: Path) -> None:
     (said,) = run_all([([*namespaces, "sh", "-c", TWO_MACHINES, "two-machines", *command], pods)])
     assert "1 rank on this machine (node 0 of 2, 10.77.0.1:23456), each" in said
     assert "starting   network interface cable0 (10.77.0.1), on the route to 10.77.0.1\n" in said
-    assert (
-        "layout     warning: ep 2 crosses the borders of nodes of 1 ranks in 1 of its 1 groups (ranks 0 to 1)" in said
-    )
+    assert "layout     ep 2 crosses the borders of nodes of 1 ranks in 1 of its 1 groups (ranks 0 to 1)" in said
     assert_same(inputs, "pods")
 
 

@@ -23,7 +23,7 @@ from expertmesh.planning.read_model import figures_of
 from expertmesh.planning.search import Job, layouts, plan, run_costs
 from expertmesh.planning.speed import _ranks_in_node, speed_of
 from expertmesh.planning.stages import Batch, Workload, pipeline_rank, resident_state
-from expertmesh.planning.traffic import traffic_of
+from expertmesh.planning.traffic import Transfer, bytes_between_nodes, traffic_of
 from tests.families.tiny import tiny_config
 from tests.support.errors import refused
 from tests.support.models import tiny_model
@@ -291,12 +291,33 @@ def test_groups_that_cross_a_node_are_named_and_their_bytes_go_outside(
     by_ep = {candidate.layout.ep: candidate for candidate in plan(job).candidates}
     console = Console(width=200)
     print_candidates(console, "qwen", job, [by_ep[4], by_ep[4]])
-    warning = "warning: ep 4 crosses the borders of nodes of 6 ranks in 1 of its 3 groups (ranks 4 to 7)"
-    assert capsys.readouterr().out.count(warning) == 1
+    said = capsys.readouterr().out
+    assert said.count("ep 4 crosses the borders of nodes of 6 ranks in 1 of its 3 groups (ranks 4 to 7)") == 1
+    assert "whose tokens travel between nodes" in said
     print_candidates(console, "qwen", job, [by_ep[2]])
-    assert "warning" not in capsys.readouterr().out
+    assert "crosses" not in capsys.readouterr().out
     sizes = [_ranks_in_node(Layout(fsdp=24, ep=ep), node)["ep"] for ep, node in ((4, 6), (4, 8), (8, 4), (3, 8))]
     assert sizes == [2, 4, 4, 1]  # the fewest of a group that share a node
+
+
+@pytest.mark.parametrize(
+    ("axis", "kind", "layout", "leaving"),
+    [
+        ("ep", "all_to_all", Layout(fsdp=4, ep=4), 120 / 2),  # half of each rank's rows
+        ("ep", "all_to_all", Layout(fsdp=4, ep=2), 0),
+        ("ep", "all_to_all", Layout(fsdp=6, ep=3), 120 * (1 / 3 + 1 / 3 + 2 / 3) / 3),  # 0 1 | 2, 3 | 4 5
+        ("fsdp", "all_gather", Layout(fsdp=4), 120 * 3 / 4 / 2),  # one of the two ranks of a node sends to the other
+        ("fsdp", "all_reduce", Layout(fsdp=4), 2 * 120 * 3 / 4 / 2),
+        ("efsdp", "all_gather", Layout(fsdp=4, ep=2), 120 / 2),  # ranks 0 and 2: each on a node of its own
+        ("tp", "all_gather", Layout(fsdp=2, tp=2), 0),
+        ("fsdp", "all_gather", Layout(fsdp=2, tp=2), 120 / 2),
+        ("pp", "send", Layout(pp=2, fsdp=2), 120),
+    ],
+)
+def test_what_leaves_a_node_of_two_ranks_by_hand(axis: str, kind: Any, layout: Layout, leaving: float) -> None:
+    transfer = Transfer(axis, kind, 1, 120, layout.size(axis))
+    assert bytes_between_nodes(transfer, layout, per_node=2) == pytest.approx(leaving)
+    assert bytes_between_nodes(transfer, layout, per_node=8) == 0
 
 
 def test_budget_checkpoints_and_failures_by_hand(qwen: ModelFigures) -> None:

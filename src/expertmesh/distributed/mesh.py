@@ -5,7 +5,6 @@
 
 import datetime
 import os
-import warnings
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +15,7 @@ from expertmesh.compat import set_group_timeout
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.environment import join_job
-from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout, crossing_warning, resolve_layout
+from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout, resolve_layout
 from expertmesh.distributed.network import choose_interface
 
 
@@ -83,17 +82,14 @@ def init_mesh(
 ) -> Mesh:
     """Build both views over the default process group. Every rank calls it, with the same arguments.
 
-    Starts the default process group from the launcher's environment (torchrun, srun) if none is up, and warns on rank 0
-    of an ep whose groups cross a node's border. Issues the communication that creating process groups takes; no other
-    collective.
+    Starts the default process group from the launcher's environment (torchrun, srun) if none is up. Issues the
+    communication that creating process groups takes; no other collective.
     """
     if not dist.is_initialized():
         join_job()
     device = device or current_device()
     start_process_group(device)
     layout = resolve_layout(parallel or ParallelConfig(), dist.get_world_size(), num_experts)
-    if dist.get_rank() == 0 and (crossing := crossing_warning(layout)):
-        warnings.warn(crossing, stacklevel=2)
     return build_mesh(layout, device)
 
 

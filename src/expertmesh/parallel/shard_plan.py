@@ -16,7 +16,7 @@ from torch import nn
 from expertmesh.anatomy import Anatomy, describe, is_inside
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.distributed.layout import Layout
-from expertmesh.experts.install import choose_backend
+from expertmesh.experts.install import Kernels, choose_backend, choose_kernels
 from expertmesh.parallel.checkpointing import CheckpointedLayers, CheckpointingMode, checkpointed_blocks
 from expertmesh.parallel.compiling import compiled_parts, refuse_compile
 from expertmesh.parallel.context.plan import ContextPlan, context_plan
@@ -61,6 +61,7 @@ class ShardPlan:
     balance: "Balance"
     dispatch: str
     compute: Mapping[str, str]
+    kernels: Kernels
     frozen: tuple[str, ...]
     tensor: TensorPlan
     context: ContextPlan
@@ -87,10 +88,16 @@ class ShardPlan:
 
     @property
     def resolved(self) -> dict[str, str]:
-        """What moe.dispatch, moe.compute and moe.router_dtype became, to be printed."""
+        """What moe.dispatch, moe.compute, moe.kernels and moe.router_dtype became, to be printed."""
         backends = Counter(self.compute.values())
         layers = ", ".join(f"{name} ({count} layers)" for name, count in backends.items())
-        return {"dispatch": self.dispatch, "compute": layers, "router_dtype": self._router_dtype()}
+        router_dtype = self._router_dtype()
+        return {
+            "dispatch": self.dispatch,
+            "compute": layers,
+            "kernels": self.kernels.said,
+            "router_dtype": router_dtype,
+        }
 
     def _router_dtype(self) -> str:
         compute, routers = self.options.precision.compute, self.anatomy.routers
@@ -131,6 +138,7 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
         balance=balance,
         dispatch="local" if layout.ep == 1 else dispatch,
         compute=backends,
+        kernels=choose_kernels(model, anatomy, options.moe.kernels, compute),
         frozen=frozen,
         tensor=tensor,
         context=context,

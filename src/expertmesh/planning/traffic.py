@@ -4,10 +4,11 @@ All-to-all counts its input, rows to itself included; the other collectives the 
 crosses a link is less by the rank's own part: `Transfer.wire`. docs/formulas.md derives the counts.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from math import gcd
+from math import gcd, lcm
 from typing import Literal
 
 from expertmesh.distributed.layout import Layout
@@ -66,6 +67,34 @@ def traffic_of(workload: Workload, stage: int = 0) -> tuple[Transfer, ...]:
     if workload.optimizer == "muon":
         found += _of_matrices(model, rank, layout)
     return _summed(found)
+
+
+def bytes_between_nodes(transfer: Transfer, layout: Layout, per_node: int) -> float:
+    """Of `transfer`, what a rank sends to ranks on other nodes of `per_node` ranks in an optimizer step, in the mean.
+    An all-to-all sends each of its ranks an equal part; all else goes around a ring in the order of ranks.
+    """
+    world, ranks = layout.world_size, transfer.ranks
+    if world <= per_node or ranks == 1:
+        return 0.0
+    stride = _stride(transfer, layout)
+    if world % lcm(stride * ranks, per_node) == 0:
+        world = lcm(stride * ranks, per_node)  # from there on all repeats
+    crossing = 0.0  # of all ranks, the shares of what leaves them
+    for first in (rank for rank in range(world) if rank // stride % ranks == 0):
+        nodes = [(first + place * stride) // per_node for place in range(ranks)]
+        if transfer.kind == "all_to_all":
+            crossing += sum(1 - count / ranks for count in Counter(nodes).values() for _ in range(count))
+        else:
+            crossing += sum(node != after for node, after in zip(nodes, [*nodes[1:], nodes[0]], strict=True))
+    return crossing / world * (transfer.bytes if transfer.kind == "all_to_all" else transfer.wire)
+
+
+def _stride(transfer: Transfer, layout: Layout) -> int:
+    """Between neighbours of a group: what faster axes have, fsdp joined with them for dense parameters."""
+    if transfer.axis == "fsdp":
+        return layout.tp if transfer.ranks == layout.fsdp * layout.cp else 1
+    first, second, *_ = layout.groups(transfer.axis)[0]
+    return second - first
 
 
 def host_copies(workload: Workload, stage: int) -> Transfer:

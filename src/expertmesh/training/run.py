@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
-from expertmesh.distributed.mesh import current_device, start_process_group
 from expertmesh.training.checkpoints import open_checkpoints
 from expertmesh.training.control import Control
+from expertmesh.training.evaluation import Evaluation
 from expertmesh.training.lock import RunLock
 from expertmesh.training.loop import TrainingLoop
 from expertmesh.training.publish import push_result
@@ -35,7 +35,6 @@ def train(config: "Config", control: Control | None = None, predict: Predict | N
     of config.errors, and `Stopped` when the run was asked to stop and has saved.
     """
     control = control or Control()
-    start_process_group(current_device(), config.distributed.first_step_timeout_seconds)
     begin(config, control)
     with raise_on_all_ranks("checking the configuration"):
         checked = preflight(config, dist.get_world_size())
@@ -70,7 +69,7 @@ def _train(config: "Config", control: Control, checked: "Checked", predict: Pred
             optimizer=state.optimizer,
             schedule=state.schedule,
             train_batches=run.batches,
-            eval_batches=run.evaluation,
+            evaluation=Evaluation.of(run),
             total_steps=run.total_steps,
             reporter=reporter,
             expert_load=expert_load,

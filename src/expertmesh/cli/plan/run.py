@@ -17,7 +17,7 @@ from expertmesh.cli.printing import Terminal
 from expertmesh.config import Config, LoraConfig, dump_config
 from expertmesh.config.errors import InputError
 from expertmesh.config.yaml_text import parse_yaml
-from expertmesh.distributed.layout import explicit
+from expertmesh.distributed.layout import explicit, node_crossing
 from expertmesh.planning.hardware import hardware_table, parse_devices
 from expertmesh.planning.search import GIB, Candidate, Job, plan, run_costs
 
@@ -102,6 +102,7 @@ def _lora(pairs: list[str]) -> LoraConfig:
 
 def _yaml(options: PlanOptions, job: Job, best: Candidate, lora: LoraConfig | None, why_unpacked: str | None) -> str:
     """A configuration that `expertmesh train` takes, with what was predicted for it in comments."""
+    crosses = node_crossing(best.layout, job.devices.per_node) is not None
     config = Config.model_validate(
         {
             "model": {"name_or_path": options.model, "trust_remote_code": options.trust_remote_code},
@@ -118,7 +119,7 @@ def _yaml(options: PlanOptions, job: Job, best: Candidate, lora: LoraConfig | No
                 "micro_batch_size": best.workload.batch.rows,
                 "activation_checkpointing": best.workload.mode,
             },
-            "parallel": explicit(best.layout).model_dump(),
+            "parallel": explicit(best.layout).model_dump() | {"ep_across_nodes": crosses},
             "output_dir": f"runs/{Path(options.model).name}",
         }
     )

@@ -7,9 +7,10 @@ from typing import Any
 from rich.console import Console
 
 from expertmesh.cli.printing import bytes_text, count_text, print_rows
-from expertmesh.distributed.layout import CONFIGURED_AXES, Layout, crossing_warning
+from expertmesh.distributed.layout import CONFIGURED_AXES, Layout, node_crossing
 from expertmesh.planning.blocks import saved_by_kind
 from expertmesh.planning.search import CARDS, GIB, Candidate, Job, Plan, RunCosts, cards_that_fit, modes
+from expertmesh.planning.traffic import bytes_between_nodes
 
 REJECTED_SHOWN = 6
 COLUMNS = (*CONFIGURED_AXES, "checkpointing", "micro-batch", "peak", "s/step", "tokens/s/device", "MFU")
@@ -21,9 +22,9 @@ def print_candidates(console: Console, name: str, job: Job, candidates: Sequence
     what = f"{name}: {count_text(figures.total)} parameters ({count_text(figures.expert)} in experts)"
     title = f"{what}, {figures.length:,} tokens x {job.global_batch_size} sequences on {job.devices}"
     print_rows(console, title, COLUMNS, [_row(job, candidate) for candidate in candidates])
-    warnings = (crossing_warning(candidate.layout, job.devices.per_node) for candidate in candidates)
-    for warning in dict.fromkeys(filter(None, warnings)):
-        console.print(warning, soft_wrap=True)
+    crossings = (node_crossing(candidate.layout, job.devices.per_node) for candidate in candidates)
+    for crossing in dict.fromkeys(filter(None, crossings)):
+        console.print(crossing, soft_wrap=True)
 
 
 def print_best(console: Console, job: Job, best: Candidate, costs: RunCosts) -> None:
@@ -44,18 +45,21 @@ def print_best(console: Console, job: Job, best: Candidate, costs: RunCosts) -> 
             for kind in kinds
         ],
     )
+    per_node, several = job.devices.per_node, job.devices.nodes > 1
     links = [
         (
             link.transfer.axis,
             link.transfer.kind,
             f"{link.transfer.calls:.0f}",
             bytes_text(int(link.transfer.bytes)),
+            *([bytes_text(round(bytes_between_nodes(link.transfer, best.layout, per_node)))] if several else []),
             f"{link.seconds:.3f}",
             f"{link.exposed:.3f}",
         )
         for link in best.speed.links
     ]
-    print_rows(console, "bytes of a rank and step", ("axis", "what", "calls", "bytes", "seconds", "not hidden"), links)
+    columns = ("axis", "what", "calls", "bytes", *(["to other nodes"] if several else []), "seconds", "not hidden")
+    print_rows(console, "bytes of a rank and step", columns, links)
     print_rows(console, "time of a step", None, _time(best))
     print_rows(console, "run", None, list(_costs(costs)))
 
@@ -84,7 +88,7 @@ def as_json(found: Plan, best: Candidate, costs: RunCosts) -> dict[str, Any]:
     def axes(layout: Layout) -> dict[str, int]:
         return {axis: layout.size(axis) for axis in (*CONFIGURED_AXES, "efsdp")}
 
-    model = found.job.model
+    model, per_node = found.job.model, found.job.devices.per_node
     return {
         "devices": str(found.job.devices),
         "family": model.family,
@@ -100,7 +104,10 @@ def as_json(found: Plan, best: Candidate, costs: RunCosts) -> dict[str, Any]:
                 "seconds": each.speed.seconds,
                 "tokens_per_second": each.tokens_per_second,
                 "mfu": each.speed.mfu,
-                "links": [asdict(link) for link in each.speed.links],
+                "links": [
+                    asdict(link) | {"bytes_to_other_nodes": bytes_between_nodes(link.transfer, each.layout, per_node)}
+                    for link in each.speed.links
+                ],
             }
             for each in found.candidates
         ],

@@ -70,8 +70,7 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
     yield from (f"cp         {line}" for line in plan.context.lines())
     yield from (f"tp         {line}" for line in plan.tensor.lines())
     if config.data.packing and mesh.device.type != "cpu":
-        compute = getattr(torch, config.precision.compute)
-        yield f"packed     rows attend {packed_attention_line(model, anatomy, mesh.device, compute)}"
+        yield f"packed     rows attend {packed_attention_line(model, anatomy, mesh.device, plan.dtypes[1])}"
     pipeline = pipeline_of(model)
     if pipeline is not None:
         yield from (f"stages     {line}" for line in _stage_lines(pipeline, batches.accumulation))
@@ -94,6 +93,8 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
     yield (
         f"experts    dispatch {said['dispatch']}, compute {said['compute']}, router {router}, in {said['router_dtype']}"
     )
+    if said["kernels"] != "torch":
+        yield f"           kernels {said['kernels']}"
     counted = batches.accumulation if batches.accumulation > 1 or pipeline is not None else 0
     yield from (f"balance    {line}" for line in _balance_lines(plan, counted))
     if lora is not None:
