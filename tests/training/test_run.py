@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import os
 import re
 import sys
 from collections import Counter
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from expertmesh.config import Config, load_config
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.data import TokenizedDataset
+from expertmesh.launcher.worker import run_rank
 from expertmesh.planning.forecast import train_with_forecast
 from expertmesh.state import stage_view
 from expertmesh.step import forward_backward as step_module
@@ -137,6 +139,18 @@ def _train_with_bad_losses(config: Config, bad_steps: set[int]) -> None:
 
     with mock.patch.object(step_module, "loss_of_batch", poisoned):
         train(config)
+
+
+def _run_rank(config: Config) -> tuple[int, bool, str | None]:
+    code = run_rank(config, "expertmesh.training.run:train", Control())
+    return code, torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+
+
+def test_a_deterministic_run_takes_torchs_deterministic_algorithms_in_all_that_it_does(
+    inputs: Path, tmp_path: Path
+) -> None:
+    options = ("train.deterministic=true", "train.max_steps=1", "checkpoint.every_steps=1")
+    assert run_ranks(_run_rank, 1, run_config(inputs, tmp_path / "run", *options)) == [(0, True, ":4096:8")]
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_every_rank(inputs: Path, tmp_path: Path) -> None:
