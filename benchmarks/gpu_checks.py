@@ -34,9 +34,10 @@ from expertmesh.anatomy import describe
 from expertmesh.bench.result import machine
 from expertmesh.experts.dispatch import AllToAllDispatcher
 from expertmesh.experts.expert_mlp import grouped_mm
+from expertmesh.experts.kernels.probe import triton_refusal
 from expertmesh.experts.layer import layer_of
 from expertmesh.experts.lora_state import Dropout, keep_mask
-from expertmesh.experts.mlp_spec import ExpertMlpSpec, activation_backward
+from expertmesh.experts.mlp_spec import ExpertMlpSpec, Gate, activation_backward
 from expertmesh.experts.pairs import count_pairs, segment_sum, segments_of
 from expertmesh.launcher.worker import take_deterministic_algorithms
 from tests.support.models import tiny_model
@@ -143,6 +144,9 @@ def of_kernels(run: Run) -> Iterator[Row]:
         got = activation_backward(*copies, weight_P.to(device), mlp)
         yield checked(f"activation, {dtype}", limit, **dict(zip(names, map(error, got, expected), strict=True)))
         yield checked(f"segment sum, {dtype}", limit, sum=error(segment_sum(values.to(device, dtype), segments), sums))
+        gates = frozenset({Gate(), Gate(interleaved=True, alpha=1.702, limit=7.0, offset=1.0)})
+        refusal = triton_refusal(device, dtype, gates) if device.type == "cuda" else "there is no GPU"
+        yield {"case": f"triton, {dtype}", "refusal": refusal, "ok": refusal is None or device.type == "cpu"}
     index = torch.randint(128, (4096, 8))
     dropout = Dropout(0.1, 12345678901234567, torch.arange(4096))
     on_device = dataclasses.replace(dropout, number_P=dropout.number_P.to(device))

@@ -101,7 +101,7 @@ def _products_and_rows(run: Run, shape: Shape, tokens: int) -> Row:
 def of_layer_bench(run: Run) -> Iterator[Row]:
     """One layer's experts, forward and backward, beside transformers' grouped_mm; what else is installed is named."""
     yield {"installed": [name for name in PEERS if importlib.util.find_spec(name)]}
-    names = [name for name in layer.SYSTEMS if "loop" not in name]
+    names = [name for name in layer.systems_on(run.device) if "loop" not in name]
     tokens = run.pick({"Qwen3-30B-A3B": (8192, 32768, 65536), "DeepSeek-V3, a rank of 8": (8192,)}, {"tiny": (64,)})
     for name, shape in run.pick(SHAPES, SMALL).items():
         for count in tokens[name]:

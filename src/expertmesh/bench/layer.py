@@ -7,7 +7,7 @@ all systems are compared with the first one's.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,16 +36,18 @@ class Inputs:
     grad_TH: torch.Tensor
 
 
-def our_layer(experts: Any, *, per_expert: bool) -> Experts:
+def our_layer(experts: Any, *, per_expert: bool, triton: bool = False) -> Experts:
     """The expert layer as a single rank runs it: no communication, lean backward."""
     from expertmesh.anatomy import experts_spec
     from expertmesh.experts.dispatch import LocalDispatcher
-    from expertmesh.experts.install import mlp_spec_of
+    from expertmesh.experts.install import gate_of, mlp_spec_of
     from expertmesh.experts.layer import ExpertLayer
 
     spec = experts_spec("experts", experts)
     form = mlp_spec_of(experts, spec, per_expert=per_expert)
-    layer = ExpertLayer(spec, LocalDispatcher(spec.num_experts), form, experts.down_proj.dtype)
+    if triton:
+        form = replace(form, triton=True, gate=gate_of(experts, spec))
+    layer = ExpertLayer(spec, LocalDispatcher(spec.num_experts, triton), form, experts.down_proj.dtype)
     return partial(layer.forward, experts)
 
 
@@ -70,14 +72,24 @@ def qwen3_experts(shape: Shape, weights: Mapping[str, torch.Tensor], implementat
 SYSTEMS: dict[str, Callable[[Shape, Mapping[str, torch.Tensor]], Experts]] = {
     "transformers_grouped_mm": lambda shape, weights: qwen3_experts(shape, weights, "grouped_mm"),
     "expertmesh_grouped_mm": lambda shape, weights: our_layer(qwen3_experts(shape, weights), per_expert=False),
+    "expertmesh_triton": lambda shape, weights: our_layer(qwen3_experts(shape, weights), per_expert=False, triton=True),
     "expertmesh_loop": lambda shape, weights: our_layer(qwen3_experts(shape, weights), per_expert=True),
 }
+
+
+def systems_on(device: torch.device) -> tuple[str, ...]:
+    """Those that this device runs: Triton's kernels where they have been proven."""
+    from expertmesh.experts.kernels.probe import triton_refusal
+    from expertmesh.experts.mlp_spec import Gate
+
+    proven = device.type == "cuda" and triton_refusal(device, torch.bfloat16, frozenset({Gate()})) is None
+    return tuple(name for name in SYSTEMS if proven or name != "expertmesh_triton")
 
 
 def bench_layer(sizes: Sizes, ranks: int, device: torch.device) -> Result:
     """One layer's experts, on one device."""
     del ranks
-    reports = [measure(case, tuple(SYSTEMS), device, sizes.layer_repeats) for case in sizes.layer]
+    reports = [measure(case, systems_on(device), device, sizes.layer_repeats) for case in sizes.layer]
     ratios = []
     for report in reports:
         rows = {(row["routing"], row["system"]): row for row in report["rows"]}

@@ -13,6 +13,7 @@ neither backward nor the second run of a checkpointed block waits.
     Q rows and S = T * K pairs sent, R rows and P pairs received
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -115,12 +116,18 @@ class AllToAllDispatcher:
         index_TK: torch.Tensor,
         weight_TK: torch.Tensor,
         counts: Counts | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Dispatched:
         """Three all-to-alls in forward (counts, pairs, rows), two in backward (pair weights, rows). The second run of a
         checkpointed block has the counts, as the caller may have. A choice of `num_experts` is of no expert here.
+
+        `meanwhile` is called while rows travel, and its backward runs while their gradients do.
         """
-        route = self._route(index_TK, counts)
-        rows_RH, weight_P, row_P = _AllToAllDispatch.apply(hidden_TH, weight_TK, route, self)
+        route, journey = self._route(index_TK, counts), None if meanwhile is None else _Journey()
+        rows_RH, weight_P, row_P = _AllToAllDispatch.apply(hidden_TH, weight_TK, route, self, journey)
+        if meanwhile is not None:
+            meanwhile()
+            rows_RH = _Arrival.apply(rows_RH, route.splits, self.group, journey)
         by_row = segments_of(row_P, rows_RH.shape[0])
         return rows_RH, weight_P, LocalPairs(row_P, route.expert_end_L, by_row), route
 
@@ -200,19 +207,33 @@ def _arrivals(pairs_DL: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.T
     return arrival_P, block_P % ranks
 
 
+@dataclass(slots=True)
+class _Journey:
+    """Rows that travel while something else is computed: what to wait for, and in backward where they arrive."""
+
+    rows: dist.Work | None = None
+    back: tuple[torch.Tensor, dist.Work | None] | None = None
+
+
 class _AllToAllDispatch(torch.autograd.Function):
-    """(hidden_TH, weight_TK) -> (rows_RH, weight_P, row_P); the pairs' outputs are ordered by local expert."""
+    """(hidden_TH, weight_TK) -> (rows_RH, weight_P, row_P), pairs by expert; on a journey rows may still travel."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: torch.Tensor, weight_TK: torch.Tensor, route: Route, by: AllToAllDispatcher
+        ctx: Any,
+        hidden_TH: torch.Tensor,
+        weight_TK: torch.Tensor,
+        route: Route,
+        by: AllToAllDispatcher,
+        journey: _Journey | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # Index tensors are saved like any other: as attributes they would outlive a checkpointed block's first run.
         ctx.save_for_backward(route.arrival_P, route.pair_S, route.rows_of_token.item_P, route.rows_of_token.start_R1)
         ctx.splits, ctx.by, ctx.weights = route.splits, by, (weight_TK.shape, weight_TK.dtype)
+        ctx.journey = journey
         splits, group = route.splits, by.group
-        # One message for both facts of a pair, its weight as bits beside its row number. It goes first: NCCL sends one
-        # after the other, and pairs are put in order while the rows travel.
+        # One message for both facts of a pair, its weight as bits beside its row number; first, as NCCL sends one after
+        # the other: pairs are put in order while the rows travel.
         weight_S = exact(weight_TK.reshape(-1).index_select(0, route.pair_S))
         bits = torch.int64 if weight_S.dtype == torch.float64 else torch.int32
         pair_S2 = torch.stack([route.row_in_block_S.to(bits), weight_S.view(bits)], dim=1)
@@ -224,7 +245,10 @@ class _AllToAllDispatch(torch.autograd.Function):
         row_P = pair_P2[:, 0].long() + route.block_start_P
         weight_P = pair_P2[:, 1].contiguous().view(weight_S.dtype).to(weight_TK.dtype)
         ctx.mark_non_differentiable(row_P)
-        _wait(rows_work)
+        if journey is None:
+            _wait(rows_work)
+        else:
+            journey.rows = rows_work
         return rows_RH, weight_P, row_P
 
     @staticmethod
@@ -238,13 +262,38 @@ class _AllToAllDispatch(torch.autograd.Function):
         grad_weight_S, pairs_work = all_to_all(
             grad_arrived_P, splits.pairs_received, splits.pairs_sent, group, wait=False
         )
-        grad_rows_QH, rows_work = all_to_all(grad_rows_RH, splits.rows_received, splits.rows_sent, group, wait=False)
+        if ctx.journey is not None and ctx.journey.back is not None:
+            (grad_rows_QH, rows_work), ctx.journey.back = ctx.journey.back, None
+        else:
+            grad_rows_QH, rows_work = all_to_all(
+                grad_rows_RH, splits.rows_received, splits.rows_sent, group, wait=False
+            )
         _wait(pairs_work)
         shape, dtype = ctx.weights
         grad_weight = grad_weight_S.new_zeros(shape.numel()).index_copy_(0, pair_S, grad_weight_S)
         _wait(rows_work)
         grad_hidden_TH = segment_sum(grad_rows_QH, Segments(*rows_of_token), ctx.by.triton)
-        return grad_hidden_TH, grad_weight.view(shape).to(dtype), None, None
+        return grad_hidden_TH, grad_weight.view(shape).to(dtype), None, None, None
+
+
+class _Arrival(torch.autograd.Function):
+    """rows_RH that may still travel -> rows_RH. In backward their gradients leave here, for `_AllToAllDispatch`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_RH: torch.Tensor, splits: Splits, group: dist.ProcessGroup, journey: _Journey
+    ) -> torch.Tensor:
+        ctx.splits, ctx.group, ctx.journey = splits, group, journey
+        _wait(journey.rows)
+        journey.rows = None
+        return rows_RH.view_as(rows_RH)
+
+    @staticmethod
+    def backward(ctx: Any, grad_rows_RH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        splits = ctx.splits
+        ctx.journey.back = all_to_all(grad_rows_RH, splits.rows_received, splits.rows_sent, ctx.group, wait=False)
+        # What autograd hands on has a shape alone.
+        return grad_rows_RH.new_zeros(()).expand_as(grad_rows_RH), None, None, None
 
 
 class SumRows(torch.autograd.Function):

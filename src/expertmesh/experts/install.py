@@ -23,7 +23,7 @@ from expertmesh.experts.dispatch import AllGatherDispatcher, AllToAllDispatcher,
 from expertmesh.experts.expert_mlp import grouped_mm_refusal
 from expertmesh.experts.hierarchical import HierarchicalDispatcher
 from expertmesh.experts.kernels.probe import triton_refusal
-from expertmesh.experts.layer import ExpertLayer, attach_layer, layer_of
+from expertmesh.experts.layer import ExpertLayer, SharedExpert, attach_layer, layer_of
 from expertmesh.experts.mlp_spec import ExpertMlpSpec, Gate
 from expertmesh.experts.token_counts import real_tokens
 from expertmesh.state.patching import register_function, replace_forward
@@ -52,11 +52,13 @@ def install(
     dispatch: str,
     compute: Mapping[str, str],
     kernels: Kernels,
+    shared: Mapping[str, str],
     dtype: torch.dtype,
 ) -> None:
     """Make every experts module of `model` run here, as the shard plan has decided. No communication.
 
-    `dispatch` is the dispatcher's name, `compute` the backend of each experts module, `dtype` the compute dtype.
+    `dispatch` is the dispatcher's name, `compute` the backend of each experts module, `shared` the shared
+    expert that computes while its rows travel, `dtype` the compute dtype.
     """
     register_function(ALL_EXPERTS_FUNCTIONS, IMPLEMENTATION, _experts_forward)
     for spec in anatomy.experts:
@@ -65,7 +67,8 @@ def install(
         mlp = replace(mlp, triton=kernels.triton, gate=kernels.gates.get(spec.name))
         first_expert = mesh.expert["ep"].get_local_rank() * (spec.num_experts // mesh.layout.ep)
         dispatcher = _dispatcher(dispatch, spec, mesh, kernels.triton)
-        attach_layer(experts, ExpertLayer(spec, dispatcher, mlp, dtype, first_expert))
+        beside = SharedExpert(model.get_submodule(shared[spec.name])) if spec.name in shared else None
+        attach_layer(experts, ExpertLayer(spec, dispatcher, mlp, dtype, first_expert, shared=beside))
         if spec.call == "interface":
             experts.config._experts_implementation = IMPLEMENTATION
         else:

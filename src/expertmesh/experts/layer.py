@@ -16,12 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from expertmesh.anatomy import ExpertsSpec
 from expertmesh.experts.activation_checkpointing import computed_once, confirm_choice, is_recomputing
-from expertmesh.experts.dispatch import Dispatcher
+from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatched, Dispatcher
 from expertmesh.experts.expert_mlp import expert_mlp, normed_expert_mlp
 from expertmesh.experts.lora_state import Dropout, running_adapters_of
 from expertmesh.experts.mlp_spec import Adapter, Adapters, ExpertMlpSpec, ExpertWeights
 from expertmesh.experts.pairs import LocalPairs, count_pairs
 from expertmesh.experts.token_counts import TokensPerExpert, real_tokens
+from expertmesh.state.patching import replace_forward
 from expertmesh.state.sharded_model import attach_to_module, module_state
 
 
@@ -38,6 +39,7 @@ class ExpertLayer:
     mlp: ExpertMlpSpec
     dtype: torch.dtype
     first_expert: int = 0
+    shared: "SharedExpert | None" = None
     tokens_per_expert: TokensPerExpert = field(default_factory=TokensPerExpert)
     step_tokens_per_expert: TokensPerExpert = field(default_factory=TokensPerExpert)
 
@@ -50,13 +52,18 @@ class ExpertLayer:
         Collective over the EP group (see the dispatcher); the parameters are unsharded by FSDP2 around this call.
         """
         hidden_TH = hidden.reshape(-1, hidden.shape[-1]).to(self.dtype)
-        with _span("dispatch"):
-            rows_RH, weight_P, pairs, metadata = self.dispatcher.dispatch(hidden_TH, index_TK, weight_TK)
-            dropout = self._dropout(experts, len(hidden_TH), metadata)
-        with _span("experts"):
-            out_RH = self._expert_mlp(experts, rows_RH, weight_P, pairs, dropout)
-        with _span("combine"):
-            return self.dispatcher.combine(out_RH, metadata).to(hidden.dtype)
+        try:
+            with _span("dispatch"):
+                rows_RH, weight_P, pairs, metadata = self._dispatch(hidden, hidden_TH, index_TK, weight_TK)
+                dropout = self._dropout(experts, len(hidden_TH), metadata)
+            with _span("experts"):
+                out_RH = self._expert_mlp(experts, rows_RH, weight_P, pairs, dropout)
+            with _span("combine"):
+                return self.dispatcher.combine(out_RH, metadata).to(hidden.dtype)
+        except BaseException:  # by one torch ends a block's second run, when it has all that backward needs
+            if self.shared is not None:
+                self.shared.forget()
+            raise
 
     def forward_dense(self, experts: nn.Module, rows_NH: torch.Tensor) -> torch.Tensor:
         """For blocks that pass every token to every expert, `[E * T, H]`, with zeros where it did not choose it.
@@ -92,6 +99,15 @@ class ExpertLayer:
         out_TH = computed_once(partial(self.forward, experts, hidden, index_TK, weight_TK))
         # Not a view: FSDP2 hooks this output, and a model may add to it in place.
         return out_TH if hidden.dim() == 2 else out_TH.view(hidden.shape).clone()
+
+    def _dispatch(
+        self, hidden: torch.Tensor, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor
+    ) -> Dispatched:
+        """The dispatcher's, with the shared expert at work while rows travel."""
+        if self.shared is None:
+            return self.dispatcher.dispatch(hidden_TH, index_TK, weight_TK)
+        assert isinstance(self.dispatcher, AllToAllDispatcher)
+        return self.dispatcher.dispatch(hidden_TH, index_TK, weight_TK, meanwhile=partial(self.shared.compute, hidden))
 
     def _expert_mlp(
         self,
@@ -130,6 +146,39 @@ class ExpertLayer:
         state = running_adapters_of(experts)
         dropout = state.dropout_of(self.spec.name, tokens) if state is not None and experts.training else None
         return dropout and replace(dropout, number_P=self.dispatcher.numbers(dropout.number_P, metadata))
+
+
+class SharedExpert:
+    """A shared expert that the model calls behind the routed ones, with their tokens: computed while these travel, and
+    given out when the model asks. With any other input it runs as ever.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self._own = module, module.forward
+        self._ahead: tuple[torch.Tensor, int, torch.Tensor] | None = None
+        replace_forward(module, self._forward)
+
+    def compute(self, hidden: torch.Tensor) -> None:
+        """Run the module, hooks included, on what the routed experts are given."""
+        self.forget()
+        self._ahead = (hidden, hidden._version, self.module(hidden))
+
+    def forget(self) -> None:
+        """Free what the model will not ask for."""
+        self._ahead = None
+
+    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and _same_values(ahead[0], hidden) and ahead[1] == hidden._version:
+            return ahead[2] if ahead[2].shape == hidden.shape else ahead[2].view(hidden.shape)
+        out: torch.Tensor = self._own(hidden)
+        return out
+
+
+def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are the same memory, seen in the same order."""
+    memory = [(each.untyped_storage()._cdata, each.storage_offset(), each.numel(), each.dtype) for each in (one, other)]
+    return memory[0] == memory[1] and one.is_contiguous() and other.is_contiguous()
 
 
 def attach_layer(experts: nn.Module, layer: ExpertLayer) -> None:

@@ -50,7 +50,16 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
             twin.get_submodule(name).requires_grad_(False)
         anatomy = cut(model, plan.cut, anatomy, mesh, compute, twin)
     tensor, context = plan.tensor.within(anatomy.blocks), plan.context.within(anatomy.blocks)
-    install(model, anatomy, mesh, dispatch=plan.dispatch, compute=plan.compute, kernels=plan.kernels, dtype=compute)
+    install(
+        model,
+        anatomy,
+        mesh,
+        dispatch=plan.dispatch,
+        compute=plan.compute,
+        kernels=plan.kernels,
+        shared=plan.shared_beside,
+        dtype=compute,
+    )
     packed = {name: kind for name, kind in plan.packed.items() if _is_here(name, plan, mesh)}
     pack_linears(model, packed, mesh.device)
     _split_parameters(model, plan, mesh)

@@ -4,12 +4,12 @@ Called by `plan_shards` (shard_plan.py) for every way into the product.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec, is_adapter, is_classifier
+from expertmesh.anatomy import Anatomy, ExpertsSpec, is_adapter, is_classifier, is_inside
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout, nodes_of_ep
@@ -17,6 +17,7 @@ from expertmesh.experts.balance import Balance, balance_of
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.compute_dtype import Casts, plan_compute, with_wide_routers
 from expertmesh.introspection.experts_proof import confirm_experts
+from expertmesh.introspection.shared_expert import shared_behind_routed
 from expertmesh.parallel.sequence import refuse_blocks
 from expertmesh.state.stage_view import MetaTwin
 
@@ -55,6 +56,20 @@ def choose_dispatch(moe: MoeConfig, layout: Layout) -> str:
             key="moe.dispatch-needs-nodes",
         )
     return "local" if layout.ep == 1 else "all_to_all" if moe.dispatch == "auto" else moe.dispatch
+
+
+def shared_beside_rows(
+    twin: MetaTwin, anatomy: Anatomy, layout: Layout, moe: MoeConfig, gathered: Sequence[str]
+) -> dict[str, str]:
+    """By experts module, the shared expert that computes while rows travel. Not under tp, which splits its tokens, nor
+    where FSDP2 gathers it alone, among the modules `gathered`. The caller leaves out compiled ones, and selective
+    checkpointing, where a block's second run has the routed experts' result but not its own.
+    """
+    if layout.ep == 1 or layout.tp > 1 or choose_dispatch(moe, layout) != "all_to_all":
+        return {}
+    found = shared_behind_routed(twin.module, anatomy)
+    alone = {shared for shared in found.values() for name in gathered if name == shared or is_inside(name, shared)}
+    return {experts: shared for experts, shared in found.items() if shared not in alone}
 
 
 def expert_shard_dim(spec: ExpertsSpec, layout: Layout) -> int:

@@ -22,7 +22,7 @@ from expertmesh.parallel.compiling import compiled_parts, refuse_compile
 from expertmesh.parallel.context.plan import ContextPlan, context_plan
 from expertmesh.parallel.groups import Group, Split, plan_expert_dims, plan_frozen, plan_groups
 from expertmesh.parallel.pipeline import Cut, plan_cut
-from expertmesh.parallel.refusals import choose_dispatch, refuse_axes, refuse_dtypes, refuse_model
+from expertmesh.parallel.refusals import choose_dispatch, refuse_axes, refuse_dtypes, refuse_model, shared_beside_rows
 from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
 from expertmesh.state.stage_view import MetaTwin
 
@@ -48,10 +48,11 @@ class ShardOptions:
 class ShardPlan:
     """How one model is sharded in one layout. All names are of the whole model, of all pipeline stages.
 
-    `compute`: the backend of each experts module. `frozen` are the routers that are not trained, `checkpointed` the
-    blocks that are recomputed in backward, `compiled` the parts that are compiled. `splits` are those parameters that
-    ep or tp splits. `groups` are in the order of their `fully_shard` calls, the root last. `cast_buffers` are modules
-    whose buffers are in the compute dtype while they run, `wide_routers` routers whose inputs are cast to fp32.
+    `compute`: the backend of each experts module, `shared_beside` a shared expert that computes while its rows travel.
+    `frozen` are the routers that are not trained, `checkpointed` the blocks that are recomputed in backward, `compiled`
+    the parts that are compiled. `splits` are those parameters that ep or tp splits. `groups` are in the order of their
+    `fully_shard` calls, the root last. `cast_buffers` are modules whose buffers are in the compute dtype while they
+    run, `wide_routers` routers whose inputs are cast to fp32.
     `packed` are the frozen parameters that stay in 8 or 4 bits.
     """
 
@@ -62,6 +63,7 @@ class ShardPlan:
     dispatch: str
     compute: Mapping[str, str]
     kernels: Kernels
+    shared_beside: Mapping[str, str]
     frozen: tuple[str, ...]
     tensor: TensorPlan
     context: ContextPlan
@@ -90,10 +92,11 @@ class ShardPlan:
     def resolved(self) -> dict[str, str]:
         """What moe.dispatch, moe.compute, moe.kernels and moe.router_dtype became, to be printed."""
         backends = Counter(self.compute.values())
+        dispatch = f"{self.dispatch} beside shared experts" if self.shared_beside else self.dispatch
         layers = ", ".join(f"{name} ({count} layers)" for name, count in backends.items())
         router_dtype = self._router_dtype()
         return {
-            "dispatch": self.dispatch,
+            "dispatch": dispatch,
             "compute": layers,
             "kernels": self.kernels.said,
             "router_dtype": router_dtype,
@@ -130,6 +133,9 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
     if options.compile:
         refuse_compile(model, layout, precision.frozen)
     splits, groups = plan_groups(model, anatomy, layout, tensor, expert_dims, casts.kept)
+    overlaps = not options.compile and options.activation_checkpointing != "selective"
+    gathered = [module for group in groups for module in group.modules]
+    shared = shared_beside_rows(twin, anatomy, layout, options.moe, gathered) if overlaps else {}
     return ShardPlan(
         layout=layout,
         options=options,
@@ -138,6 +144,7 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
         dispatch=choose_dispatch(options.moe, layout),
         compute=backends,
         kernels=choose_kernels(model, anatomy, options.moe.kernels, compute),
+        shared_beside=shared,
         frozen=frozen,
         tensor=tensor,
         context=context,
