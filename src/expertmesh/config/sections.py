@@ -369,10 +369,9 @@ class MoeConfig(Section):
     z_loss_coef: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """Factor of the router z-loss (arXiv 2202.08906): the mean of logsumexp(router logits) squared."""
     bias_update_rate: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
-    """How far the routers' correction biases move towards balance after each optimizer step (arXiv 2408.15664), for
-    models that have them; 0.0 leaves them as published."""
-    dispatch: Literal["auto", "all_to_all", "all_gather"] = "auto"
-    """How tokens travel to the ranks of their experts."""
+    """How far routers' correction biases move towards balance after each step (arXiv 2408.15664); 0.0: not at all."""
+    dispatch: Literal["auto", "all_to_all", "all_gather", "hierarchical"] = "auto"
+    """How tokens travel to the ranks of their experts; hierarchical: once to each node, and there to its ranks."""
     compute: Literal["auto", "grouped_mm", "loop"] = "auto"
     """How an expert rank multiplies: grouped matrix products, or expert after expert (the reference)."""
     kernels: Literal["auto", "torch", "triton"] = "auto"

@@ -21,6 +21,7 @@ from expertmesh.io.parent import end_with_parent, watch_parent
 from expertmesh.io.terminal import lasting_output, prepare_output
 from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.launcher.rank_files import RankFailure, progress_file, show_stack_when_asked
+from expertmesh.launcher.roll_call import open_roll_call
 from expertmesh.training.control import Control, Stopped
 from expertmesh.training.progress import Progress
 
@@ -96,11 +97,16 @@ def main() -> NoReturn:
     progress.start()
     end_with_parent()
     watch_parent(int(parent), progress.beat)
+    call = None
     with lasting_output():
         try:
-            code = run_rank(load_config(config), function, Control(progress, **json.loads(control)))
+            read = load_config(config)
+            if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:  # the launcher sees its own machine alone
+                call = open_roll_call(progress, read, lambda verdict: RankFailure.of(rank, verdict).write(directory))
+            code = run_rank(read, function, Control(progress, **json.loads(control)))
         except (Exception, SystemExit) as error:
-            failure = RankFailure.of(rank, error)
+            verdict = call.verdict_on(error) if call is not None else None
+            failure = RankFailure.of(rank, verdict or error)
             failure.write(directory)
             code = failure.exit_code
         leave(code)
