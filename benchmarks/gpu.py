@@ -123,9 +123,9 @@ class _Stage:
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """Of a process that loads no file from a hub and prints no bars."""
+    """Of a process that loads no file from a hub and prints no bars, with the allocator's setting of our ranks."""
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-    return {**os.environ, **quiet, **more}
+    return {**os.environ, **quiet, "PYTORCH_ALLOC_CONF": "expandable_segments:True", **more}
 
 
 def table(found: Mapping[str, Found]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 import itertools
 import json
 import os
@@ -49,6 +50,7 @@ FP32, BF16 = 1e-5, 1e-2
 STEPS_FP32, STEPS_BF16 = 1e-4, 2.0
 # Ranks that share the device: gloo carries CUDA tensors, NCCL refuses two ranks on one.
 RANKS = 4
+GPT_OSS_GATE = Gate(interleaved=True, alpha=1.702, limit=7.0, offset=1.0)
 LAYOUTS: dict[str, dict[str, int]] = {
     "qwen3_moe": {"ep": 4}, "deepseek_v3": {"ep": 2}, "gpt_oss": {"ep": 2, "replicate": 2},
     "qwen3_moe, tp": {"ep": 2, "tp": 2}, "qwen3_moe, cp": {"ep": 2, "cp": 2}, "qwen3_moe, pp": {"ep": 2, "pp": 2},
@@ -57,11 +59,12 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 def of_environment(run: Run) -> Iterator[Row]:
     """Versions and device; everything imports."""
-    import expertmesh.cli.main
-    import expertmesh.export.convert
-    import expertmesh.training.run
-    import expertmesh.verification.run  # noqa: F401
-
+    for module in ("cli.main", "export.convert", "training.run", "verification.run"):
+        try:
+            importlib.import_module(f"expertmesh.{module}")
+            yield {"case": f"import {module}", "ok": True}
+        except Exception as problem:
+            yield {"case": f"import {module}", "said": f"{type(problem).__name__}: {problem}", "ok": False}
     yield machine() | {"platform": platform.platform(), "cuda_visible": torch.cuda.is_available()}
     if run.device.type == "cuda":
         properties = torch.cuda.get_device_properties(run.device)
@@ -144,9 +147,9 @@ def of_kernels(run: Run) -> Iterator[Row]:
         got = activation_backward(*copies, weight_P.to(device), mlp)
         yield checked(f"activation, {dtype}", limit, **dict(zip(names, map(error, got, expected), strict=True)))
         yield checked(f"segment sum, {dtype}", limit, sum=error(segment_sum(values.to(device, dtype), segments), sums))
-        gates = frozenset({Gate(), Gate(interleaved=True, alpha=1.702, limit=7.0, offset=1.0)})
-        refusal = triton_refusal(device, dtype, gates) if device.type == "cuda" else "there is no GPU"
-        yield {"case": f"triton, {dtype}", "refusal": refusal, "ok": refusal is None or device.type == "cpu"}
+        if device.type == "cuda":
+            refusal = triton_refusal(device, dtype, frozenset((Gate(), GPT_OSS_GATE)))
+            yield {"case": f"Triton's kernels, {dtype}", "refused": refusal, "ok": refusal is None}
     index = torch.randint(128, (4096, 8))
     dropout = Dropout(0.1, 12345678901234567, torch.arange(4096))
     on_device = dataclasses.replace(dropout, number_P=dropout.number_P.to(device))
@@ -176,13 +179,17 @@ def of_layer(run: Run) -> Iterator[Row]:
     The second dispatcher sends everything to this rank itself, through the device's own collectives.
     """
     start_one_rank(run)
-    for family, dtype in itertools.product(("qwen3_moe", "gpt_oss"), ("float32", "bfloat16")):
+    cases = itertools.product(
+        ("qwen3_moe", "gpt_oss"), ("float32", "bfloat16"), run.pick(("torch", "triton"), ("torch",))
+    )
+    for family, dtype, kernels in cases:
         limit = FP32 if dtype == "float32" else BF16
         config = {"hidden_size": 128, "intermediate_size" if family == "gpt_oss" else "moe_intermediate_size": 64}
         model: Any = tiny_model(family, **config, initializer_range=0.05)
         exact = copy.deepcopy(_experts(model)[1]).double()
         precision: Any = em.PrecisionConfig(params="float32", compute=dtype, reduce="float32")  # type: ignore[arg-type]
-        em.parallelize(model, em.init_mesh(em.ParallelConfig(ep=1), device=run.device), precision=precision)
+        mesh = em.init_mesh(em.ParallelConfig(ep=1), device=run.device)
+        em.parallelize(model, mesh, precision=precision, moe=em.MoeConfig(kernels=kernels))
         _, experts = _experts(model)
         for dispatch in ("here", "all-to-all"):
             if dispatch == "all-to-all":
@@ -193,7 +200,7 @@ def of_layer(run: Run) -> Iterator[Row]:
                 call = _call(tokens, chosen)
                 for _ in range(3):  # the later ones in memory that was used before
                     got = _results(experts, call, run.device)
-                name = f"{family}, {dtype}, {dispatch}, {tokens} tokens of {chosen} experts"
+                name = f"{family}, {dtype}, {kernels}, {dispatch}, {tokens} tokens of {chosen} experts"
                 yield checked(name, limit, **_errors(got, _results(exact, call, torch.device("cpu"), torch.float64)))
 
 
@@ -285,7 +292,8 @@ def of_parity(run: Run) -> Iterator[Row]:
         both = {}
         for device in (run.device, torch.device("cpu")):
             precision = em.PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
-            both[device] = train_sharded(expected, one, device=device, precision=precision)
+            moe = em.MoeConfig(kernels="torch" if device.type == "cpu" else "auto")
+            both[device] = train_sharded(expected, one, moe=moe, device=device, precision=precision)
         ours, theirs = (distances(each) for each in (both[run.device], both[torch.device("cpu")]))
         yield checked(
             f"{family}, bfloat16 as multiples of the CPU's errors", STEPS_BF16,
@@ -314,6 +322,7 @@ def of_ranks(run: Run) -> Iterator[Row]:
 
 def of_checkpoint(run: Run) -> Iterator[Row]:
     """A resumed run is the uninterrupted one, bit for bit where kernels repeat: weights, moments, generators."""
+    take_deterministic_algorithms()
     start_one_rank(run)
 
     def job() -> tuple[Any, torch.optim.Optimizer]:
@@ -352,7 +361,7 @@ def _steps(run: Run, model: Any, optimizer: torch.optim.Optimizer, numbers: rang
 
 def of_determinism(run: Run) -> Iterator[Row]:
     """An expert layer gives the same bits again, and with `train.deterministic` all of a model; without, it is told."""
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # which cuBLAS reads once
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads it once
     start_one_rank(run)
     model: Any = tiny_model("qwen3_moe", hidden_size=128, moe_intermediate_size=64)
     mesh = em.init_mesh(em.ParallelConfig(ep=1), device=run.device)
@@ -365,7 +374,6 @@ def of_determinism(run: Run) -> Iterator[Row]:
     yield {"case": "step of a model", "repeats": _repeats(run, model)}
     take_deterministic_algorithms()
     yield {"case": "step of a model, train.deterministic", "ok": _repeats(run, model)}
-    torch.use_deterministic_algorithms(False)
 
 
 def _repeats(run: Run, model: Any) -> bool:

@@ -7,10 +7,12 @@ compared with a peer must give the peer's results first.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib.util
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +29,8 @@ from expertmesh.bench.probes import median, peak_bytes, seconds_of, synchronize
 from expertmesh.bench.result import why_missing
 from expertmesh.distributed.layout import Layout
 from expertmesh.experts.expert_mlp import grouped_mm
-from expertmesh.experts.pairs import segment_sum, segments_of
+from expertmesh.experts.mlp_spec import ExpertMlpSpec, Gate, activate, activation_backward
+from expertmesh.experts.pairs import Segments, order_by_expert, segment_sum, segments_of
 from expertmesh.planning.forecast import devices_here
 from expertmesh.planning.read_model import figures_of
 from expertmesh.planning.search import Job, evaluate
@@ -77,7 +80,7 @@ def _of_host(run: Run, on_device: torch.Tensor) -> Iterator[Row]:
 
 
 def _products_and_rows(run: Run, shape: Shape, tokens: int) -> Row:
-    """Grouped products alone, with even counts, in all directions; gathers and sums of a layer's rows."""
+    """Grouped products alone, with even counts, in all directions; what moves a layer's rows around them."""
     pairs, bf16 = tokens * shape.top_k, torch.bfloat16
     x_PH, pre_P2I = (torch.randn(pairs, n, device=run.device, dtype=bf16) for n in (shape.hidden, 2 * shape.width))
     up_E2IH = torch.randn(shape.experts, 2 * shape.width, shape.hidden, device=run.device, dtype=bf16)
@@ -91,11 +94,29 @@ def _products_and_rows(run: Run, shape: Shape, tokens: int) -> Row:
     rates = {f"{name}_TFLOPs": flops / _seconds(run, product) / 1e12 for name, product in products.items()}
     row_P = torch.randint(tokens, (pairs,), device=run.device)
     segments = segments_of(row_P, tokens)
-    moved = 2 * x_PH.nbytes
-    rates["gather_TBps"] = moved / _seconds(run, lambda: x_PH.index_select(0, row_P)) / 1e12
-    rates["segment_sum_TBps"] = moved / _seconds(run, lambda: segment_sum(x_PH, segments)) / 1e12
+    rates["gather_TBps"] = 2 * x_PH.nbytes / _seconds(run, lambda: x_PH.index_select(0, row_P)) / 1e12
     rates["sort_us"] = _seconds(run, lambda: torch.sort(row_P, stable=True)) * 1e6
-    return rates
+    return rates | _around_products(run, pre_P2I, segments, x_PH)
+
+
+def _around_products(run: Run, pre_P2I: torch.Tensor, segments: Segments, x_PH: torch.Tensor) -> Row:
+    """What moves around the products, by torch and by Triton's kernels: bytes that have to be moved a second."""
+    experts = torch.randint(128, (len(x_PH),), device=run.device)
+    grad_PI = torch.randn(len(x_PH), pre_P2I.shape[1] // 2, device=run.device, dtype=torch.bfloat16)
+    weight_P, found = torch.rand(len(x_PH), device=run.device), dict[str, Any]()
+    for name, triton in (("torch", False), ("triton", True))[: run.pick(2, 1)]:
+        mlp = ExpertMlpSpec(torch.nn.Identity(), True, False, False, triton, Gate() if triton else None)
+        calls: dict[str, tuple[int, Callable[[], object]]] = {
+            "segment_sum": (2 * x_PH.nbytes, partial(segment_sum, x_PH, segments, triton)),
+            "swiglu": (pre_P2I.nbytes + grad_PI.nbytes, partial(activate, pre_P2I, weight_P, mlp)),
+            # In place: values change from call to call, bytes do not.
+            "swiglu_backward": (
+                2 * pre_P2I.nbytes + 2 * grad_PI.nbytes, partial(activation_backward, pre_P2I, grad_PI, weight_P, mlp)
+            ),
+        }  # fmt: skip
+        found |= {f"{what}_{name}_TBps": size / _seconds(run, call) / 1e12 for what, (size, call) in calls.items()}
+        found[f"order_{name}_us"] = _seconds(run, partial(order_by_expert, experts, 128, triton)) * 1e6
+    return found
 
 
 def of_layer_bench(run: Run) -> Iterator[Row]:
@@ -129,10 +150,10 @@ def of_frozen_bench(run: Run) -> Iterator[Row]:
     for kind in run.pick((None, "nf4", "mxfp4", "float8"), (None, "nf4")):
         step, model = frozen.build(case, mesh, adapters, kind)
         step()
-        _forget(run)
         seconds = median([seconds_of(step, run.device) for _ in range(run.pick(5, 1))])
         yield {"experts": kind or "bfloat16", "seconds": seconds, "peak_bytes_above": peak_bytes(step, run.device)}
         del step, model
+        _forget(run)
 
 
 def of_memory(run: Run) -> Iterator[Row]:
@@ -191,7 +212,8 @@ def of_profile(run: Run) -> Iterator[Row]:
     """Device time of one layer by kernel, launches, and how long the device has nothing to do; a trace in --out."""
     shape = run.pick(Shape(), SMALL["tiny"])
     weights = layer.make_weights(shape, run.device, torch.bfloat16)
-    experts = layer.SYSTEMS["expertmesh_grouped_mm"](shape, weights)
+    ours = layer.TRITON if layer.TRITON in layer.systems_on(run.device) else "expertmesh_grouped_mm"
+    experts = layer.SYSTEMS[ours](shape, weights)
     inputs = layer.make_inputs(shape, run.pick(8192, 64), "real", run.device, torch.bfloat16)
     for _ in range(3):
         layer.forward_backward(experts, inputs, weights)
@@ -251,6 +273,8 @@ def _seconds(run: Run, call: Callable[[], object]) -> float:
 
 
 def _forget(run: Run) -> None:
+    """What the last case held is free for the next one; models are cycles."""
+    gc.collect()
     if run.device.type == "cuda":
         torch.cuda.empty_cache()
 

@@ -51,7 +51,7 @@ class _Received:
 
     def wait(self) -> bool:
         done: bool = self.work.wait()
-        self.tensor.copy_(self.on_host)
+        self.tensor.detach().copy_(self.on_host)  # a stage's buffer may be a leaf
         return done
 
 

@@ -17,24 +17,25 @@ from pathlib import Path
 import torch
 
 from expertmesh.bench.case import TINY_LAYER, LayerCase, Shape
-from expertmesh.bench.layer import SYSTEMS, measure, table
+from expertmesh.bench.layer import SYSTEMS, measure, systems_on, table
 from expertmesh.config.errors import ExpertmeshError
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", default=accelerator.type if accelerator else "cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--tokens", type=int, nargs="+")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--systems", help=f"some of {', '.join(SYSTEMS)}; default: those that run on the device")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     shape = TINY_LAYER if arguments.tiny else Shape()
     tokens = arguments.tokens or ([512, 2048] if arguments.tiny else [8192, 16384, 32768, 65536])
-    device, names = torch.device(arguments.device), arguments.systems.split(",")
+    device = torch.device(arguments.device)
+    names = arguments.systems.split(",") if arguments.systems else systems_on(device)
     try:
         cases = (LayerCase(count, shape, arguments.dtype) for count in tokens)
         reports = [measure(case, names, device, arguments.repeats) for case in cases]

@@ -22,7 +22,7 @@ from expertmesh.training.reporting.machine import device_name
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     parser.add_argument("--device", default=accelerator.type if accelerator else "cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="instead of that of each case")
     parser.add_argument("--repeats", type=int, default=9)

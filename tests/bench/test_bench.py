@@ -49,7 +49,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest sizes, on a CPU, wherever the tests run."""
     monkeypatch.setattr(model, "launch", forked)
     monkeypatch.setattr(case, "CPU_QUICK", SMALLEST)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
 
 
 @pytest.mark.parametrize("verb", [["bench"], ["verify", "none.yaml"], ["verify", "--model", "none"]])
@@ -171,7 +171,7 @@ def test_ranks_that_do_not_compute_the_same_are_refused(
 def test_a_wrong_part_or_number_of_ranks_is_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     assert main(["bench", "stpe"]) == 2
     assert "bench has no part stpe; use step, layer, load, lora" in capsys.readouterr().err
     assert main(["bench", "--nproc", "3"]) == 2

@@ -7,7 +7,7 @@ all systems are compared with the first one's.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,17 +37,16 @@ class Inputs:
 
 
 def our_layer(experts: Any, *, per_expert: bool, triton: bool = False) -> Experts:
-    """The expert layer as a single rank runs it: no communication, lean backward."""
+    """The expert layer as a single rank runs it: no communication, lean backward. `triton`: with Triton's kernels."""
     from expertmesh.anatomy import experts_spec
     from expertmesh.experts.dispatch import LocalDispatcher
     from expertmesh.experts.install import gate_of, mlp_spec_of
     from expertmesh.experts.layer import ExpertLayer
 
     spec = experts_spec("experts", experts)
-    form = mlp_spec_of(experts, spec, per_expert=per_expert)
-    if triton:
-        form = replace(form, triton=True, gate=gate_of(experts, spec))
-    layer = ExpertLayer(spec, LocalDispatcher(spec.num_experts, triton), form, experts.down_proj.dtype)
+    mlp = mlp_spec_of(experts, spec, per_expert=per_expert)
+    mlp = dataclasses.replace(mlp, triton=triton, gate=gate_of(experts, spec) if triton else None)
+    layer = ExpertLayer(spec, LocalDispatcher(spec.num_experts, triton), mlp, experts.down_proj.dtype)
     return partial(layer.forward, experts)
 
 
@@ -69,11 +68,13 @@ def qwen3_experts(shape: Shape, weights: Mapping[str, torch.Tensor], implementat
 
 
 # Ours with grouped products is what `moe.compute: auto` means on accelerators, the loop what it means on a CPU.
+# Triton's kernels are what `moe.kernels: auto` means on GPUs.
+TRITON = "expertmesh_triton"
 SYSTEMS: dict[str, Callable[[Shape, Mapping[str, torch.Tensor]], Experts]] = {
     "transformers_grouped_mm": lambda shape, weights: qwen3_experts(shape, weights, "grouped_mm"),
     "expertmesh_grouped_mm": lambda shape, weights: our_layer(qwen3_experts(shape, weights), per_expert=False),
-    "expertmesh_triton": lambda shape, weights: our_layer(qwen3_experts(shape, weights), per_expert=False, triton=True),
     "expertmesh_loop": lambda shape, weights: our_layer(qwen3_experts(shape, weights), per_expert=True),
+    TRITON: lambda shape, weights: our_layer(qwen3_experts(shape, weights), per_expert=False, triton=True),
 }
 
 
@@ -83,7 +84,7 @@ def systems_on(device: torch.device) -> tuple[str, ...]:
     from expertmesh.experts.mlp_spec import Gate
 
     proven = device.type == "cuda" and triton_refusal(device, torch.bfloat16, frozenset({Gate()})) is None
-    return tuple(name for name in SYSTEMS if proven or name != "expertmesh_triton")
+    return tuple(name for name in SYSTEMS if proven or name != TRITON)
 
 
 def bench_layer(sizes: Sizes, ranks: int, device: torch.device) -> Result:
@@ -94,7 +95,8 @@ def bench_layer(sizes: Sizes, ranks: int, device: torch.device) -> Result:
     for report in reports:
         rows = {(row["routing"], row["system"]): row for row in report["rows"]}
         for routing in ROUTINGS:
-            ours, peer = (rows[routing, f"{name}_grouped_mm"] for name in ("expertmesh", "transformers"))
+            name = TRITON if (routing, TRITON) in rows else "expertmesh_grouped_mm"
+            ours, peer = rows[routing, name], rows[routing, "transformers_grouped_mm"]
             where = f"{report['case']['dtype']}, {report['case']['tokens']} tokens, {routing} routing"
             for key, what in (
                 ("seconds", "seconds"), ("peak_bytes", "peak memory"), ("saved_bytes", "bytes saved for backward"),

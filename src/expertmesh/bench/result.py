@@ -72,7 +72,7 @@ def why_missing(peer: str) -> str | None:
 def machine() -> dict[str, Any]:
     """What is measured on: the device, the versions (None: not installed), and how busy the machine is."""
     return {
-        "device": device_name(torch.accelerator.current_accelerator() or torch.device("cpu")),
+        "device": device_name(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")),
         "cpus": os.cpu_count(),
         "load_average": os.getloadavg(),
         "python": platform.python_version(),

@@ -42,7 +42,7 @@ def run(parts: Sequence[str], quick: bool, nproc: int | None, report: str | None
             f"bench has no part {unknown[0]}; use {', '.join(PARTS)}, or none for all", key="bench.no-such-part"
         )
     refuse_unwritable(report)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     sizes = sizes_for(device, quick)
     ranks = check_ranks(nproc, device, quick, sizes)
     here = machine()
