@@ -77,8 +77,13 @@ def _refuse_hostile_files(directory: Path) -> None:
     """
     for path in sorted(path for pattern in _FILES for path in directory.glob(pattern)):
         if not path.is_dir():
-            with opened(path, MAX_TOKENIZER_BYTES):
-                pass
+            try:
+                with opened(path, MAX_TOKENIZER_BYTES):
+                    pass
+            except OSError as error:
+                raise InputError(
+                    f"{path}: cannot be read ({error.strerror}); copy or download it again", key="tokenizer.not-loaded"
+                ) from error
 
 
 def _is_deepseek_v4(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -36,6 +36,7 @@ _FREE_KEYS = (
     "train.activation_checkpointing",
     "train.checkpoint_layers",
     "train.compile",
+    "train.deterministic",
     "train.eval_every_steps",
     "train.early_stop",
     *(f"train.early_stop.{key}" for key in ("figure", "patience", "min_change")),
