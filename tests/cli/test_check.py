@@ -2,8 +2,10 @@
 
 import functools
 import json
+import multiprocessing
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +190,43 @@ def test_hopeless_input_is_refused(model: Path, tmp_path: Path) -> None:
     (model / "tokenizer.json").write_text("{}")
     with refused("tokenizer.not-loaded"):
         check.run(config_of(model, good))
+
+
+def test_of_two_that_need_the_same_tokens_one_makes_them(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(model, write(tmp_path / "a.jsonl", [chat() for _ in range(50)]))
+    monkeypatch.setattr(prepare, "_SECONDS_BETWEEN_LOOKS", 0.05)
+    context, counter = multiprocessing.get_context("fork"), tmp_path / "made"
+    encode = Encoder.encode
+
+    def slow(self: Encoder, records: Any) -> Any:
+        with counter.open("a") as file:
+            file.write(f"{len(records)}\n")
+        time.sleep(0.5)
+        return encode(self, records)
+
+    monkeypatch.setattr(Encoder, "encode", slow)
+    first = context.Process(target=prepare.run, args=(config, 1))
+    first.start()
+    while not counter.exists():
+        time.sleep(0.01)
+    assert prepare.run(config, 1) == 0
+    first.join(30)
+    assert first.exitcode == 0
+    assert counter.read_text() == "50\n"
+    said = capfd.readouterr().out
+    assert "train data: waiting for process " in said
+    assert said.count(" rows/s, 1 processes") == 1
+    assert not [path.name for path in (tmp_path / "run" / "prepared").iterdir() if path.name.startswith(".")]
+    # Who has died holds nothing up.
+    (tmp_path / "other").mkdir()
+    other = config.model_copy(update={"output_dir": str(tmp_path / "other")})
+    counter.unlink()
+    dying = context.Process(target=prepare.run, args=(other, 1))
+    dying.start()
+    while not counter.exists():
+        time.sleep(0.01)
+    os.kill(dying.pid or 0, signal.SIGKILL)
+    dying.join(30)
+    assert prepare.run(other, 1) == 0

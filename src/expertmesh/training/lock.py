@@ -81,14 +81,14 @@ _OWNER = TypeAdapter(Owner)
 
 
 class RunLock:
-    """`with RunLock(directory):` makes the directory if needed, and holds its lock inside the block.
+    """`with RunLock(directory):` makes the directory if needed, and holds its lock (of this `name`) inside the block.
 
     Entering raises `InputError` if another run holds it. `launch` names the launcher: an earlier attempt of the same
     one is waited for a while, and what it has left behind is taken over without a word.
     """
 
-    def __init__(self, directory: Path, launch: str | None = None) -> None:
-        self.path = directory / NAME
+    def __init__(self, directory: Path, launch: str | None = None, name: str = NAME) -> None:
+        self.path = directory / name
         process, now = os.getpid(), time.time()
         self.owner = Owner(
             token=uuid.uuid4().hex,
@@ -180,7 +180,7 @@ class RunLock:
             claim.unlink(missing_ok=True)
             return False
         _replace(self.path, self.owner)
-        for left_behind in self.path.parent.glob(f"{NAME}.*"):
+        for left_behind in self.path.parent.glob(f"{self.path.name}.*"):
             left_behind.unlink(missing_ok=True)
         return True
 
@@ -191,7 +191,7 @@ class RunLock:
             seen.add(owner.token)
             if heir.token in seen:  # no run writes such files
                 raise InputError(
-                    f"{self.path}: is taken over in a circle; remove it and {NAME}.after-* beside it",
+                    f"{self.path}: is taken over in a circle; remove it and {self.path.name}.after-* beside it",
                     key="output.unwritable",
                 )
             owner = heir
@@ -202,7 +202,7 @@ class RunLock:
         return holder is not None and holder.token == self.owner.token
 
     def _claim_after(self, owner: Owner) -> Path:
-        return self.path.with_name(f"{NAME}.after-{owner.token}")
+        return self.path.with_name(f"{self.path.name}.after-{owner.token}")
 
     def _beat(self) -> None:
         while not self._done.wait(BEAT_SECONDS):
@@ -229,7 +229,7 @@ def holder(directory: Path) -> Owner | None:
 
 def _create(path: Path, owner: Owner) -> bool:
     """Whether this call created the file, whole from the first moment; of many at the same time, one does."""
-    unfinished = path.with_name(f"{NAME}.{owner.token}.tmp")
+    unfinished = path.with_name(f"{path.name}.{owner.token}.tmp")
     unfinished.write_text(json.dumps(asdict(owner)), encoding="utf-8")
     try:
         os.link(unfinished, path)
@@ -241,7 +241,7 @@ def _create(path: Path, owner: Owner) -> bool:
         return _create_without_links(path, owner)
     finally:
         unfinished.unlink(missing_ok=True)
-    for left_behind in path.parent.glob(f"{NAME}.*.tmp"):
+    for left_behind in path.parent.glob(f"{path.name}.*.tmp"):
         left_behind.unlink(missing_ok=True)
     return True
 
@@ -262,7 +262,7 @@ def _create_without_links(path: Path, owner: Owner) -> bool:
 
 
 def _replace(path: Path, owner: Owner) -> None:
-    unfinished = path.with_name(f"{NAME}.{owner.token}.tmp")
+    unfinished = path.with_name(f"{path.name}.{owner.token}.tmp")
     try:
         unfinished.write_text(json.dumps(asdict(owner)), encoding="utf-8")
         os.replace(unfinished, path)

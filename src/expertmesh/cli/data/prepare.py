@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 import uuid
+from contextlib import ExitStack
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -19,8 +20,10 @@ from expertmesh.config import Config
 from expertmesh.config.errors import DistributedFailure
 from expertmesh.data import Preparation, PreparedData, Recipe, load_tokenizer
 from expertmesh.data.sources import Share
+from expertmesh.io.terminal import counted
+from expertmesh.training.startup.data import held_by_another
 
-_SECONDS_BETWEEN_LINES = 10.0
+_SECONDS_BETWEEN_LOOKS = 2.0
 
 
 def run(config: Config, workers: int | None = None) -> int:
@@ -52,9 +55,17 @@ def processors() -> int:
 
 def prepare(name: str, preparation: Preparation, workers: int) -> PreparedData:
     """Find the tokens, or have `workers` processes make them; says which."""
-    if (found := preparation.find()) is not None:
-        print(f"{name} data: is prepared already")
-        return found
+    with ExitStack() as stack:
+        while (found := preparation.find()) is None and (holder := held_by_another(stack, preparation)):
+            print(f"{name} data: waiting for {holder}, which tokenizes it", flush=True)
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        if (found := found or preparation.find()) is not None:
+            print(f"{name} data: is prepared already")
+            return found
+        return _made(name, preparation, workers)
+
+
+def _made(name: str, preparation: Preparation, workers: int) -> PreparedData:
     if preparation.is_stale():
         print(f"{name} data: its rows have changed since it was prepared")
     began, building = time.monotonic(), preparation.building(uuid.uuid4().hex)
@@ -81,20 +92,19 @@ def _write(name: str, preparation: Preparation, building: Path, workers: int) ->
         running[receiver] = context.Process(target=_work, args=arguments, daemon=True)
         running[receiver].start()
         sender.close()
-    began = said = time.monotonic()
     rows = 0
     try:
-        while running:
-            for ready in wait(list(running)):
-                assert isinstance(ready, Connection)
-                try:
-                    rows += ready.recv()
-                except EOFError:
-                    _refuse_dead(running.pop(ready))
-            now = time.monotonic()
-            if now - said >= _SECONDS_BETWEEN_LINES:
-                said = now
-                print(f"{name} data: {rows:,} rows, {rows / (now - began):,.0f} rows/s", flush=True)
+        with counted(f"tokenizing {name} data", "rows") as told:  # after the forks: a bar has a thread
+            while running:
+                for ready in wait(list(running)):
+                    assert isinstance(ready, Connection)
+                    try:
+                        more = ready.recv()
+                    except EOFError:
+                        _refuse_dead(running.pop(ready))
+                        continue
+                    rows += more
+                    told(more)
     finally:
         for process in running.values():
             process.kill()

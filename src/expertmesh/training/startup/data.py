@@ -9,6 +9,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from expertmesh.config import Config
+from expertmesh.config import Config, InputError
 from expertmesh.data import (
     DataReport,
     Mixture,
@@ -37,9 +38,11 @@ from expertmesh.distributed.all_ranks import (
     raise_on_all_ranks,
     sum_over_ranks,
 )
+from expertmesh.io.terminal import counted
+from expertmesh.training.lock import RunLock
 from expertmesh.training.startup.model_check import Checked
 
-_SECONDS_BETWEEN_LINES = 10.0
+_SECONDS_BETWEEN_LOOKS = 2.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -106,13 +109,46 @@ def _ranks() -> Ranks:
 
 
 def _on_all_ranks(name: str, preparation: Preparation, say: Callable[[str], None]) -> PreparedData:
-    """The tokens, which are made now if one rank does not find them."""
+    """The tokens, which are made now if one rank does not find them. Of jobs that need the same, one makes them."""
+    found = _find(preparation)
+    with ExitStack() as stack:
+        while found is None and (holder := _held_by_another(stack, preparation)):
+            say(f"waiting for {name}, which is tokenized by {holder}")
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            found = _find(preparation)
+        found = found or _find(preparation) or _made(name, preparation, say)
+    say(f"{name} is prepared: {found.directory}")
+    return found
+
+
+def _find(preparation: Preparation) -> PreparedData | None:
+    """The tokens, if every rank finds them."""
     with raise_on_all_ranks("looking for prepared data"):
         found = preparation.find()
-    if not int(sum_over_ranks(torch.tensor([found is None])).item()):
-        assert found is not None
-        say(f"{name} is prepared: {found.directory}")
-        return found
+    return None if int(sum_over_ranks(torch.tensor([found is None])).item()) else found
+
+
+def _held_by_another(stack: ExitStack, preparation: Preparation) -> str:
+    """Who makes the tokens; nobody else from here on, if it is none."""
+    holder = ""
+    with raise_on_all_ranks("locking the prepared data"):
+        if dist.get_rank() == 0:
+            holder = held_by_another(stack, preparation)
+    return from_rank_0(holder)
+
+
+def held_by_another(stack: ExitStack, preparation: Preparation) -> str:
+    """The job that makes these tokens now, or nothing: then this process has the right to, until `stack` is closed."""
+    try:
+        stack.enter_context(RunLock(preparation.directory, name=f".making-{preparation.key}.json"))
+    except InputError as error:
+        if error.key != "output.in-use":
+            raise
+        return str(error).partition(" by another run: ")[2].partition(" (last sign")[0] or "another job"
+    return ""
+
+
+def _made(name: str, preparation: Preparation, say: Callable[[str], None]) -> PreparedData:
     hosts = [""] * dist.get_world_size()
     boot_id = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
     dist.all_gather_object(hosts, f"{socket.gethostname()} {boot_id}")
@@ -121,29 +157,17 @@ def _on_all_ranks(name: str, preparation: Preparation, say: Callable[[str], None
     building = preparation.building(f"{from_rank_0(uuid.uuid4().hex)}-{here[0]}")
     stale = ", as its rows have changed since it was prepared" if preparation.is_stale() else ""
     say(f"tokenizing {name}{stale}")
-    with raise_on_all_ranks("tokenizing the data"):
-        preparation.write_share(building, share, _progress(lambda what: say(f"tokenizing {name}: {what}"), len(hosts)))
+    with raise_on_all_ranks("tokenizing the data"), _counted(f"tokenizing {name}, about") as told:
+        # As if all ranks were as fast as this one.
+        preparation.write_share(building, share, lambda rows: told(rows * share.count))
     with raise_on_all_ranks("joining the tokens"):
         if share.index == 0:
             preparation.finish(building, share.count)
-    with raise_on_all_ranks("opening the prepared data"):
-        found = preparation.find()
-        assert found is not None
-    say(f"{name} is prepared: {found.directory}")
+    found = _find(preparation)
+    assert found is not None
     return found
 
 
-def _progress(say: Callable[[str], None], ranks: int) -> Callable[[int], None]:
-    """Says how far the ranks are and how fast, if all of them are as fast as this one."""
-    began = said = time.monotonic()
-    rows = 0
-
-    def told(more: int) -> None:
-        nonlocal rows, said
-        rows, now = rows + more, time.monotonic()
-        if now - said >= _SECONDS_BETWEEN_LINES:
-            said = now
-            speed = rows * ranks / (now - began)
-            say(f"about {rows * ranks:,} rows, {speed:,.0f} rows/s")
-
-    return told
+def _counted(what: str) -> AbstractContextManager[Callable[[int], None]]:
+    """Shown by rank 0."""
+    return counted(what, "rows") if dist.get_rank() == 0 else nullcontext(lambda rows: None)
