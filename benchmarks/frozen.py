@@ -62,7 +62,7 @@ def main() -> None:
 
 def _peak(case: Case, mesh: Mesh, lora: em.LoraConfig, frozen: str | None) -> tuple[int, int]:
     """Bytes of parameters and buffers, and the most bytes of tensors in two steps, the optimizer's moments included."""
-    step, model = _build(case, mesh, lora, frozen)
+    step, model = build(case, mesh, lora, frozen)
     tracker = UsageTracker()
     held = (*model.parameters(), *model.buffers())
     tracker.include(stored(each.to_local()) if isinstance(each, DTensor) else each for each in held)
@@ -77,7 +77,7 @@ def _peak(case: Case, mesh: Mesh, lora: em.LoraConfig, frozen: str | None) -> tu
 
 def _seconds(case: Case, mesh: Mesh, lora: em.LoraConfig, repeats: int) -> dict[str | None, float]:
     """Medians; what slows the machine down slows all formats alike."""
-    steps = {frozen: _build(case, mesh, lora, frozen)[0] for frozen in FORMATS}
+    steps = {frozen: build(case, mesh, lora, frozen)[0] for frozen in FORMATS}
     names = {str(frozen): frozen for frozen in FORMATS}
     found: dict[str | None, list[float]] = {frozen: [] for frozen in FORMATS}
     for name in (*names, *alternating(list(names), repeats)):
@@ -85,7 +85,8 @@ def _seconds(case: Case, mesh: Mesh, lora: em.LoraConfig, repeats: int) -> dict[
     return {frozen: median(times[1:]) for frozen, times in found.items()}
 
 
-def _build(case: Case, mesh: Mesh, lora: em.LoraConfig, frozen: str | None) -> tuple[Callable[[], None], Any]:
+def build(case: Case, mesh: Mesh, lora: em.LoraConfig, frozen: str | None) -> tuple[Callable[[], None], Any]:
+    """An optimizer step of a random model with adapters, and the model."""
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(qwen3_moe_config(case), dtype=torch.bfloat16).train()
     em.parallelize(
@@ -96,7 +97,7 @@ def _build(case: Case, mesh: Mesh, lora: em.LoraConfig, frozen: str | None) -> t
         activation_checkpointing="full",
     )
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
-    ids = input_ids(case, 0)
+    ids = input_ids(case, 0).to(mesh.device)
     batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
     def step() -> None:

@@ -1,5 +1,5 @@
-"""Marks the tests that `make test` leaves to `make test-all` as slow: those that slow.yaml names. All run on the CPU,
-where a GPU is as well: ranks are forked, and there are more of them than devices.
+"""Marks the tests that `make test` leaves to `make test-all` as slow: those that slow.yaml names. All but those of
+`pytest -m gpu` run on the CPU, where a GPU is as well: ranks are forked, and there are more of them than devices.
 """
 
 import os
@@ -11,7 +11,10 @@ import yaml
 
 _SLOW: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("slow.yaml").read_text())
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything imports torch
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything imports torch
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -26,3 +29,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         used |= hits
     if config.args == config.getini("testpaths") and not config.option.keyword and used != rows:
         raise pytest.UsageError(f"tests/slow.yaml names tests that do not exist: {sorted(rows - used)}")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str) -> None:
+    """The whole run ends with the process that dies in a test: `--dist loadfile` would wait for it for ever."""
+    pytest.exit(f"{crashitem}: the process that ran it has died", returncode=1)

@@ -125,10 +125,12 @@ def test_groups_of_experts_cross_a_node_only_if_it_is_said(monkeypatch: pytest.M
     with pytest.raises(InputError) as refusal:
         resolve_layout(ParallelConfig(ep=4), 12, 64)
     assert refusal.value.key == "layout.ep-crosses-nodes"
-    what = "set parallel.ep to auto or one of 1, 2, which stay within a node, or parallel.ep_across_nodes to true"
-    assert str(refusal.value) == f"parallel.{SIX}; {what}"
-    with pytest.raises(InputError, match=r"auto or one of 1, 2, 3, 6, which"):
-        resolve_layout(ParallelConfig(ep=12), 12)
+    what = "set parallel.ep to auto or one of 1, 2, whose groups are within a node or whole nodes, "
+    assert str(refusal.value) == f"parallel.{SIX}; {what}or parallel.ep_across_nodes to true"
+    with pytest.raises(InputError, match=r"auto or one of 1, 2, 3, 6, 12, whose"):
+        resolve_layout(ParallelConfig(ep=4), 12)
+    whole = resolve_layout(ParallelConfig(ep=12), 12)
+    assert (node_crossing(whole) or "").startswith("ep 12 crosses")
     said = ParallelConfig(ep=4, ep_across_nodes=True)
     chosen = resolve_layout(said, 12, 64)
     assert ep_reason(said, chosen, 64) == node_crossing(chosen) == SIX

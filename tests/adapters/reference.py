@@ -83,9 +83,8 @@ def tiny_peft_run(
 
     Computed once in the test process; `directory` gets the adapter that it starts from.
     """
-    run = _tiny_peft_run(
-        family, tuple(modules), tuple(parameters), tuple(confined), prepare, dtype, tuple(lora), **changes
-    )
+    named = modules if isinstance(modules, str) else tuple(modules)
+    run = _tiny_peft_run(family, named, tuple(parameters), tuple(confined), prepare, dtype, tuple(lora), **changes)
     shutil.copytree(run.start, directory, dirs_exist_ok=True)
     return replace(run, start=directory)
 
@@ -112,7 +111,8 @@ def _tiny_peft_run(
         prepare(model)
     if not modules and not parameters:
         modules, parameters = TARGETS[family]
-    return peft_run(model.train(), directory, modules, parameters, confined, **dict(lora))
+    said = {key: dict(value) if key.endswith("_pattern") else value for key, value in lora}
+    return peft_run(model.train(), directory, modules, parameters, confined, **said)
 
 
 def peft_run(
@@ -137,7 +137,8 @@ def random_adapter(
 ) -> Any:
     """PEFT around `model` with an adapter whose B is random too, also saved to `directory`."""
     said: dict[str, Any] = {"r": R, "lora_alpha": ALPHA, "task_type": "CAUSAL_LM", **lora}
-    config = peft.LoraConfig(target_modules=list(modules), target_parameters=list(parameters), **said)
+    said["target_modules"] = modules if isinstance(modules, str) else list(modules)
+    config = peft.LoraConfig(target_parameters=list(parameters), **said)
     torch.manual_seed(5)
     adapted: Any = peft.get_peft_model(model, config)  # type: ignore[arg-type]
     for name, parameter in adapted.named_parameters():

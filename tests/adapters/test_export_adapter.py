@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import expertmesh as em
 from expertmesh.cli.main import main
+from expertmesh.config.errors import IntegrityError
 from expertmesh.export.checkpoint import export
 from expertmesh.export.merge import merge
 from expertmesh.training.run import train
@@ -160,11 +161,43 @@ def test_stock_peft_reads_keys_for_each_expert_as_well(family: str, tmp_path: Pa
     stored = {name.removesuffix(".weight") for name in load_file(tmp_path / "base" / "model.safetensors")}
     assert {name.removeprefix("base_model.model.")[: -len(".lora_A.weight")] for name in files} <= stored
     gate, up = {"mixtral": ("w1", "w3")}.get(family, ("gate_proj", "up_proj"))
+    merge(tmp_path / "out", tmp_path / "merged")
+    assert _error(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), expected) <= 1e-5
+    run_ranks(_continue_and_save, 2, tmp_path)
+    assert _error(peft.PeftModel.from_pretrained(base_model(family), str(tmp_path / "continued")), expected) <= 1e-5
     of_gate = [name for name in files if f".experts.5.{gate}.lora_A" in name]
     assert of_gate
     for name in of_gate:
         assert torch.equal(files[name], files[name.replace(gate, up)])
         assert files[name.replace("lora_A", "lora_B")].shape == (16, 4)
+
+
+def _error(model: object, expected: torch.Tensor) -> float:
+    return float((logits(model) - expected).abs().max() / expected.abs().max())
+
+
+def _continue_and_save(root: Path) -> None:
+    mesh = em.init_mesh(em.ParallelConfig(ep=2), num_experts=8)
+    lora = em.LoraConfig(from_adapter=str(root / "out"))
+    em.save_adapter(em.load_model(root / "base", mesh, precision=FP32, lora=lora), root / "continued")
+
+
+def test_what_keys_for_each_expert_leave_out_is_noticed(tmp_path: Path) -> None:
+    path, expected = _checkpoint_of("qwen3_moe", tmp_path)
+    export(path, tmp_path / "out", adapter_format="per-expert")
+    (tmp_path / "out" / "expertmesh.json").unlink()
+    tensors = load_file(tmp_path / "out" / ADAPTER)
+    prefix = "base_model.model.model.layers.1.mlp.experts."
+    b = [f"{prefix}{expert}.up_proj.lora_B.weight" for expert in (4, 5)]
+    save_file({**tensors, b[0]: tensors[b[1]], b[1]: tensors[b[0]]}, tmp_path / "out" / ADAPTER)
+    merge(tmp_path / "out", tmp_path / "swapped")
+    assert _error(AutoModelForCausalLM.from_pretrained(tmp_path / "swapped"), expected) > 1e-3
+    save_file({name: tensor for name, tensor in tensors.items() if name != b[0]}, tmp_path / "out" / ADAPTER)
+    with refused("adapter.differs-from-its-config", IntegrityError, naming=b[0]):
+        merge(tmp_path / "out", tmp_path / "refused")
+    save_file({**tensors, f"{prefix}8.up_proj.lora_B.weight": tensors[b[0]].clone()}, tmp_path / "out" / ADAPTER)
+    with refused("adapter.differs-from-its-config", IntegrityError, naming="experts.8.up_proj"):
+        merge(tmp_path / "out", tmp_path / "refused")
 
 
 def test_shared_experts_alone_are_not_taken_for_routed_ones(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A LoraConfig of PEFT becomes ours: it adapts what PEFT adapts, or the field that it cannot honour is named."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,40 @@ def test_dropout_and_the_gaussian_start_carry_over() -> None:
     assert (lora.dropout, lora.init) == (0.25, "gaussian")
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("modules", ["all-linear", ["q_proj", "gate_proj", "up_proj", "down_proj", "w1", "w3", "w2"]])
+def test_a_directory_means_what_peft_makes_of_it(family: str, modules: Any, tmp_path: Path) -> None:
+    """Names, ranks and scalings: PEFT takes former modules for fused experts in some families, and in others not."""
+    named = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if family == "gpt_oss" else []
+    said = {"rank_pattern": {r"layers\.1\..*o_proj": 2}, "alpha_pattern": {"down_proj": 3, r".*\.gate_up_proj": 1}}
+    config = _peft_config(target_modules=modules, target_parameters=named, exclude_modules=["k_proj"], **said)
+    config.save_pretrained(tmp_path)
+    model = random_model("GptOssForCausalLM", family) if family == "gpt_oss" else tiny_model(family)
+    plan = plan_adapters(model, em.LoraConfig(from_adapter=str(tmp_path)), None)
+    keys = {target: file_keys(target, plan.targets)[0].removesuffix(".lora_A.weight") for target in plan.targets}
+    wrapped: Any = peft.get_peft_model(model, config)
+    layers = {name: each for name, each in wrapped.named_modules() if hasattr(each, "lora_A") and each.lora_A}
+    assert set(layers) == set(keys.values())
+    for target, key in keys.items():
+        theirs = layers[key]
+        assert (target.r, target.alpha) == (theirs.r["default"], theirs.lora_alpha["default"]), key
+        assert target.scaling == theirs.scaling["default"], key
+
+
+def test_patterns_of_a_config_in_memory_carry_over_and_idle_ones_are_refused() -> None:
+    model, config = tiny_model("qwen3_moe"), _peft_config(rank_pattern={"q_proj": 8}, alpha_pattern={r".*\.1\..*": 2})
+    plan = plan_adapters(model, em.lora_from_peft(config), None)
+    assert [(target.r, target.alpha) for target in plan.targets] == [(8, 8.0), (8, 2.0)]
+    content = json.loads(plan.config(model))
+    assert content["rank_pattern"] == {"q_proj": 8}
+    assert content["alpha_pattern"] == {r"1\.self_attn\.q_proj": 2}
+    for said in ({"rank_pattern": {"v_proj": 8}}, {"alpha_pattern": {"v_proj": 8.0}}):
+        with refused("lora.pattern-nothing", naming="v_proj"):
+            plan_adapters(model, em.LoraConfig(targets=("q_proj",), **said), None)
+    with refused("config.combination", naming="lora.rank_pattern"):
+        em.LoraConfig(rank_pattern={"(": 8})
+
+
 def test_a_module_of_a_groups_name_is_not_the_group() -> None:
     lora = em.lora_from_peft(_peft_config(target_modules=["attention", "q_proj"]))
     with refused("lora.targets-nothing", naming="attention.weight"):
@@ -83,8 +118,6 @@ def test_a_module_of_a_groups_name_is_not_the_group() -> None:
         ("bias", "all"),
         ("bias", "lora_only"),
         ("lora_bias", True),
-        ("rank_pattern", {"q_proj": 8}),
-        ("alpha_pattern", {"q_proj": 8}),
         ("layers_to_transform", [0]),
         ("exclude_modules", ".*k_proj"),
         ("layer_replication", [(0, 1)]),

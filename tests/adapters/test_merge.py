@@ -78,6 +78,22 @@ def test_the_merged_model_computes_what_stock_peft_computes(
     assert not report.base_checked
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_adapters_of_others_merge_to_stock_peft_s_logits(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = base_model(family)
+    base.save_pretrained(tmp_path / "base")
+    said = {"rank_pattern": {"q_proj": 2, "experts.down_proj": 6}, "alpha_pattern": {"experts.down_proj": 5}}
+    named = EXPERTS if family == "gpt_oss" else ()
+    expected = adapted(base, "all-linear", named, tmp_path / "adapter", exclude_modules=["k_proj"], **said)
+    merge(tmp_path / "adapter", tmp_path / "out", base=str(tmp_path / "base"))
+    assert _error(logits(_plain(tmp_path / "out")), expected) <= 1e-5
+    monkeypatch.setattr(em.LoraConfig, "scaling_of", lambda self, r, alpha: self.alpha / self.r)
+    merge(tmp_path / "adapter", tmp_path / "wrong", base=str(tmp_path / "base"))
+    assert _error(logits(_plain(tmp_path / "wrong")), expected) > 1e-3
+
+
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_the_dtypes_are_the_base_s_unless_asked_for(dtype: torch.dtype | None, tmp_path: Path) -> None:
     """DeepSeek-V3 keeps a bias in fp32; merged weights are rounded once."""
@@ -209,7 +225,7 @@ def test_a_pickled_adapter_is_refused_for_security(copy: Path) -> None:
     ("change", "cause", "naming"),
     [
         ({"use_dora": True}, "adapter.unsupported-option", "use_dora"),
-        ({"rank_pattern": {"q_proj": 2}}, "adapter.unsupported-option", "rank_pattern"),
+        ({"rank_pattern": {"q_proj": "2"}}, "adapter.invalid-config", "rank_pattern"),
         ({"init_lora_weights": "pissa_niter_4"}, "adapter.changes-base", "pissa_niter_4"),
         ({"base_model_name_or_path": None}, "adapter.unknown-base", "--base"),
         ({"base_model_name_or_path": "/nowhere/to/be/found"}, "model.not-found", "--base names another"),

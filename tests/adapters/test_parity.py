@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 import expertmesh as em
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts import expert_mlp
+from expertmesh.state.sharded_model import module_state
 from tests.adapters.reference import EXPERTS, AdapterDistance, PeftRun, tiny_peft_run, train_adapters
 from tests.parallel.test_uneven_routing import EVERY_ROW, FIRST_EP_GROUP, _route_by_half
 from tests.support.ranks import run_ranks
@@ -91,6 +92,33 @@ def test_adapters_that_efsdp_does_not_divide_by_experts_are_sharded_on_a_later_d
 
 def test_a_rank_that_the_grouped_kernel_does_not_take_and_the_other_scaling(expected: Expected) -> None:
     _check(expected("qwen3_moe", lora=(("r", 3), ("use_rslora", True))), 2, [(2, 1, 1)])
+
+
+# What all-linear means to PEFT in this family: attention, experts and router, with twice the rank for gate and up.
+OF_OTHERS = {
+    "modules": "all-linear",
+    "lora": (
+        ("rank_pattern", ((r"layers\.1\.self_attn\.q_proj", 8), ("gate.weight", 2))),
+        ("alpha_pattern", (("v_proj", 3.0), ("experts.down_proj", 5.0))),
+        ("exclude_modules", ("k_proj",)),
+    ),
+}
+
+
+def test_ranks_and_scalings_of_their_own_as_other_people_s_adapters_have_them(expected: Expected) -> None:
+    run = expected("qwen3_moe", **OF_OTHERS)
+    _check(run, 4, [(2, 1, 1), (4, 1, 1)])
+    run_of_base = _train(run, 2, [(2, 1, 1)], tamper=_one_scaling)[0][0]
+    with pytest.raises(AssertionError, match="AdapterDistance"):
+        run_of_base.check(TOLERANCE)
+    assert run_of_base.loss > 1e-3
+
+
+def _one_scaling(model: nn.Module, mesh: Mesh) -> None:
+    """As if alpha_pattern were not there."""
+    for module in model.modules():
+        if (state := module_state(module)).lora_scaling:
+            state.lora_scaling = dict.fromkeys(state.lora_scaling, 2.0)
 
 
 def test_heads_dense_mlps_and_shared_experts(expected: Expected) -> None:

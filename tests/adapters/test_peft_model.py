@@ -130,7 +130,6 @@ def _other(config: peft.PeftConfig) -> Any:
         (lambda: _peft_model(use_dora=True), "adapter.unsupported-option", "use_dora"),
         (lambda: _peft_model(modules_to_save=["lm_head"]), "adapter.unsupported-option", "modules_to_save"),
         (lambda: _peft_model(bias="lora_only"), "adapter.unsupported-option", "bias"),
-        (lambda: _peft_model(rank_pattern={"o_proj": 8}), "adapter.unsupported-option", "rank_pattern"),
         (lambda: _peft_model(inference_mode=True), "adapter.unsupported-option", "inference_mode"),
         (lambda: _peft_model(init_lora_weights="pissa"), "adapter.changes-base", "pissa"),
         (lambda: _peft_model(target_modules=["embed_tokens", "q_proj"]), "adapter.unsupported-peft-model", "Embedding"),

@@ -104,8 +104,9 @@ def test_adapters_are_merged_as_the_command_merges_them(
 def _with_a_bug(root: Path) -> list[str]:
     add = stream.add_delta
 
-    def twice(values: Tensor, box: Any, target: Any, factors: Any, scaling: float) -> None:
-        add(values, box, target, factors, scaling * (2.0 if target.experts is not None else 1.0))
+    def twice(values: Tensor, box: Any, target: Any, factors: Any) -> None:
+        for _ in range(2 if target.experts is not None else 1):
+            add(values, box, target, factors)
 
     with mock.patch.object(stream, "add_delta", twice):
         ((found, _),) = _merged_and_streamed(root, TWO[:1], "float32")

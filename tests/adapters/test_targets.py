@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import expertmesh as em
-from expertmesh.adapters.peft_format import config_content
+from expertmesh.adapters.peft_config import config_content
 from expertmesh.adapters.plan import adapt, plan_adapters, plan_lines
 from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError
@@ -183,13 +183,16 @@ def test_a_config_of_peft_says_targets_rank_and_scaling(tmp_path: Path) -> None:
         ({"target_parameters": "mlp.experts.down_proj"}, "adapter.invalid-config", "target_parameters"),
         ({"bias": "all"}, "adapter.unsupported-option", "bias is 'all'"),
         ({"modules_to_save": ["lm_head"]}, "adapter.unsupported-option", "modules_to_save is"),
-        ({"rank_pattern": {"q_a_proj": 8}}, "adapter.unsupported-option", "rank_pattern is"),
-        ({"alpha_pattern": {"q_a_proj": 8}}, "adapter.unsupported-option", "alpha_pattern is"),
+        ({"rank_pattern": {"q_a_proj": 0}}, "adapter.invalid-config", "rank_pattern is"),
+        ({"rank_pattern": {"q_a_proj": 2.5}}, "adapter.invalid-config", "but 2.5 is no number"),
+        ({"alpha_pattern": {"(": 8}}, "adapter.invalid-config", "'(' is not a regular expression"),
+        ({"alpha_pattern": ["q_a_proj"]}, "adapter.invalid-config", "alpha_pattern is"),
+        ({"exclude_modules": "*"}, "adapter.invalid-config", "is not a regular expression"),
         ({"layers_to_transform": [0]}, "adapter.unsupported-option", "layers_to_transform is"),
         ({"trainable_token_indices": [1, 2]}, "adapter.unsupported-option", "trainable_token_indices is"),
         ({"target_modules": ["embed_tokens"]}, "adapter.unsupported-target", "model.embed_tokens (Embedding)"),
-        ({"target_modules": "all-linear"}, "adapter.ambiguous-targets", "'all-linear'"),
-        ({"target_modules": ["mlp.down_proj"]}, "adapter.ambiguous-targets", "mlp.down_proj"),
+        ({"target_modules": ".*q_a_proj"}, "adapter.ambiguous-targets", "'.*q_a_proj'"),
+        ({"target_modules": ["mlp.up_proj"]}, "adapter.ambiguous-targets", "up_proj without gate_proj"),
         ({"target_modules": ["nowhere"]}, "adapter.targets-nothing", ""),
         ({"target_parameters": ["norm.weight"]}, "adapter.unsupported-target", "the parameter model.norm.weight"),
         ({"init_lora_weights": "pissa"}, "adapter.changes-base", "'pissa'"),

@@ -91,14 +91,14 @@ def test_compiled_code_gives_the_eager_gradients_for_any_length() -> None:
         _check(found)
 
 
-def test_shared_experts_dense_mlps_and_adapters_trace_to_graphs_that_are_equal_too() -> None:
-    def compare() -> list[tuple[float, list[int]]]:
-        lora = em.LoraConfig(r=8)
-        adapted = _compare("qwen3_moe", 1, ("selective",), layers=1, lora=lora)
-        return _compare("deepseek_v3", 1, ("full",)) + adapted
-
+@pytest.mark.parametrize(
+    ("family", "mode", "options"),
+    [("deepseek_v3", "full", {}), ("qwen3_moe", "selective", {"layers": 1, "lora": em.LoraConfig(r=8)})],
+    ids=["shared experts and dense MLPs", "adapters"],
+)
+def test_all_parts_trace_to_graphs_that_are_equal_too(family: str, mode: str, options: dict[str, Any]) -> None:
     with mock.patch.object(torch, "compile", TRACED), mock.patch.object(compiling, "_probe"):
-        _check(run_ranks(compare, 1, timeout=110)[0])
+        _check(run_ranks(lambda: _compare(family, 1, (mode,), **options), 1, timeout=110)[0])
 
 
 def test_parts_are_whole_modules_beside_routers_and_experts() -> None:

@@ -30,7 +30,7 @@ from tests.parallel.test_router_loss import _train as train_with_router_losses
 from tests.parallel.test_router_loss import expected as expected_with_router_losses
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
-from tests.support.reference import Distance, Reference, _rows, padded, reference, train_sharded
+from tests.support.reference import Reference, _rows, padded, reference, train_sharded
 
 TOLERANCE = 1e-5
 Parallel = dict[str, Any]
@@ -50,42 +50,31 @@ def _reference(family: str, changes: Changes = ()) -> Reference:
     return reference(family, torch.float32, prepare, **dict(changes))
 
 
-# By world size: family, what its config changes, layout, rows of a micro-batch, options of parallelize
-Case = tuple[str, Changes, Parallel, int, dict[str, Any]]
-CASES: dict[int, list[Case]] = {
-    2: [
-        ("qwen3_moe", (), {"tp": 2}, 2, {}),
-        ("qwen3_moe", TIED, {"tp": 2, "ep": 2}, 1, {}),
-        ("mixtral", (), {"tp": 2, "ep": 2}, 1, {"activation_checkpointing": True}),
-        ("deepseek_v3", (), {"tp": 2, "ep": 2}, 1, {"activation_checkpointing": True}),
-        ("deepseek_v3", (("q_lora_rank", None),), {"tp": 2}, 4, {}),
-        ("olmoe", (), {"tp": 2}, 1, {}),
-        ("olmoe", (("attention_bias", True),), {"tp": 2, "ep": 2}, 2, {}),
-        ("qwen3_moe", (("attention_bias", True), ("vocab_size", 97)), {"tp": 2}, 2, {}),
-    ],
-    4: [
-        ("qwen3_moe", (), {"tp": 2, "ep": 4}, 1, {}),
-        ("qwen3_moe", (), {"tp": 2, "ep": 2}, 2, {"moe": em.MoeConfig(dispatch="all_gather")}),
-        ("deepseek_v3", (), {"tp": 2, "ep": 1, "replicate": 2}, 1, {}),
-        ("mixtral", TIED, {"tp": 2, "ep": 2, "replicate": 2}, 1, {}),
-        ("deepseek_v3", (), {"tp": 4, "ep": 2}, 4, {}),
-    ],
+# World size, family, what its config changes, layout, rows of a micro-batch, options of parallelize
+CASES: dict[str, tuple[int, str, Changes, Parallel, int, dict[str, Any]]] = {
+    "plain": (2, "qwen3_moe", (), {"tp": 2}, 2, {}),
+    "tied": (2, "qwen3_moe", TIED, {"tp": 2, "ep": 2}, 1, {}),
+    "mixtral": (2, "mixtral", (), {"tp": 2, "ep": 2}, 1, {"activation_checkpointing": True}),
+    "latent": (2, "deepseek_v3", (), {"tp": 2, "ep": 2}, 1, {"activation_checkpointing": True}),
+    "latent, queries whole": (2, "deepseek_v3", (("q_lora_rank", None),), {"tp": 2}, 4, {}),
+    "olmoe": (2, "olmoe", (), {"tp": 2}, 1, {}),
+    "biases": (2, "olmoe", (("attention_bias", True),), {"tp": 2, "ep": 2}, 2, {}),
+    "odd vocabulary": (2, "qwen3_moe", (("attention_bias", True), ("vocab_size", 97)), {"tp": 2}, 2, {}),
+    "ep over tp": (4, "qwen3_moe", (), {"tp": 2, "ep": 4}, 1, {}),
+    "all-gather": (4, "qwen3_moe", (), {"tp": 2, "ep": 2}, 2, {"moe": em.MoeConfig(dispatch="all_gather")}),
+    "replicas": (4, "deepseek_v3", (), {"tp": 2, "ep": 1, "replicate": 2}, 1, {}),
+    "tied, replicas": (4, "mixtral", TIED, {"tp": 2, "ep": 2, "replicate": 2}, 1, {}),
+    "tp 4": (4, "deepseek_v3", (), {"tp": 4, "ep": 2}, 4, {}),
+    "fsdp 4 x tp 2": (8, "deepseek_v3", (), {"tp": 2, "ep": 4}, 1, {}),
 }
 
 
-@pytest.mark.parametrize("world", CASES)
-def test_every_gradient_and_the_weights_after_four_steps_equal_the_unsharded_model(world: int) -> None:
-    expected = [_reference(family, changes) for family, changes, *_ in CASES[world]]
-
-    def every_case() -> list[Distance]:
-        return [
-            train_sharded(want, em.ParallelConfig(**{"ep": 1, **parallel}), micro_batch, **options)
-            for want, (_, _, parallel, micro_batch, options) in zip(expected, CASES[world], strict=True)
-        ]
-
-    for distances in run_ranks(every_case, world, timeout=120):
-        for distance in distances:
-            distance.check(TOLERANCE)
+@pytest.mark.parametrize("case", CASES)
+def test_every_gradient_and_the_weights_after_four_steps_equal_the_unsharded_model(case: str) -> None:
+    world, family, changes, parallel, micro_batch, options = CASES[case]
+    expected, layout = _reference(family, changes), em.ParallelConfig(**{"ep": 1, **parallel})
+    for distance in run_ranks(lambda: train_sharded(expected, layout, micro_batch, **options), world):
+        distance.check(TOLERANCE)
 
 
 def _placements(replicate: int) -> dict[str, tuple[Placement, ...]]:
@@ -101,15 +90,9 @@ def _placements(replicate: int) -> dict[str, tuple[Placement, ...]]:
     return found
 
 
-def test_eight_ranks_hold_what_they_should_and_equal_the_unsharded_model() -> None:
+def test_eight_ranks_hold_what_they_should() -> None:
     """FSDP 4 x TP 2 and HSDP 2x2 x TP 2."""
-    expected = _reference("deepseek_v3")
-
-    def everything() -> tuple[list[dict[str, tuple[Placement, ...]]], Distance]:
-        return [_placements(1), _placements(2)], train_sharded(expected, em.ParallelConfig(tp=2, ep=4))
-
-    for placements, distance in run_ranks(everything, 8, timeout=120):
-        distance.check(TOLERANCE)
+    for placements in run_ranks(lambda: [_placements(1), _placements(2)], 8):
         for found, lead in zip(placements, ([], [Replicate()]), strict=True):
             block = "model.layers.1"
             columns, rows = (*lead, _StridedShard(0, split_factor=2), Shard(0)), (*lead, Shard(0), Shard(1))
@@ -312,11 +295,11 @@ def _count_losses_twice(model: nn.Module, mesh: Mesh) -> None:
 
 def _add_biases_on_every_rank(model: nn.Module, mesh: Mesh) -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        running = tensor._running(self)
-        x = sequence_collectives.own_part(x, x.dim() - 1, running.group) if running.part.cuts_input else x
+        axis = tensor._running(self).axes[0]
+        x = sequence_collectives.own_part(x, x.dim() - 1, axis.group) if axis.part.cuts_input else x
         with tensor._local(self, ("weight",)):
             partial = super(tensor._Rows, self).forward(x)
-        return sequence_collectives.reduce_scatter(partial, partial.dim() - 2, running.group)
+        return sequence_collectives.reduce_scatter(partial, partial.dim() - 2, axis.group)
 
     mock.patch.object(tensor._Rows, "forward", forward).start()
 

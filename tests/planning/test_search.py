@@ -293,7 +293,7 @@ def test_groups_that_cross_a_node_are_named_and_their_bytes_go_outside(
     print_candidates(console, "qwen", job, [by_ep[4], by_ep[4]])
     said = capsys.readouterr().out
     assert said.count("ep 4 crosses the borders of nodes of 6 ranks in 1 of its 3 groups (ranks 4 to 7)") == 1
-    assert "train wants parallel.ep_across_nodes: true" in said
+    assert "whose tokens travel between nodes" in said
     print_candidates(console, "qwen", job, [by_ep[2]])
     assert "crosses" not in capsys.readouterr().out
     sizes = [_ranks_in_node(Layout(fsdp=24, ep=ep), node)["ep"] for ep, node in ((4, 6), (4, 8), (8, 4), (3, 8))]

@@ -29,6 +29,7 @@ from expertmesh.config import LoraConfig, MoeConfig, OptimConfig, ParallelConfig
 from expertmesh.distributed.mesh import init_mesh
 from expertmesh.experts import dispatch
 from expertmesh.experts.balance import update_router_bias
+from expertmesh.experts.install import Kernels, gate_of
 from expertmesh.model import ModelOptions, prepare_model
 from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.planning.read_model import figures_of
@@ -137,7 +138,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _run(variant: dict[str, Any]) -> dict[str, Any]:
-    """One variant: `family`, `world`, `parallel`, and, if given, `mode`, `lora`, `packed` and `moe`."""
+    """One variant: `family`, `world`, `parallel`, and, if given, `mode`, `lora`, `packed`, `moe` and `triton`."""
     config = tiny_config(variant["family"])
     lora = LoraConfig(**variant["lora"]) if variant.get("lora") else None
     precision = PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
@@ -149,12 +150,24 @@ def _run(variant: dict[str, Any]) -> dict[str, Any]:
             mesh = init_mesh(ParallelConfig(**variant["parallel"]), num_experts=router.experts, device=CUDA)
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             shards = ShardOptions(precision, moe, variant.get("mode", "none"))
-            with _Redirect(fake):
+            with _Redirect(fake), _proven_kernels(variant.get("triton", False)):
                 model, _ = prepare_model(config, Path(), mesh, ModelOptions(precision, lora), shards)
             with fake:
                 return _step(model, mesh, router, variant)
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _proven_kernels(triton: bool) -> Iterator[None]:
+    """Triton's kernels, as on a GPU that has run them."""
+
+    def chosen(model: Any, anatomy: Any, *_: Any) -> Kernels:
+        gates = ((spec.name, gate_of(model.get_submodule(spec.name), spec)) for spec in anatomy.experts)
+        return Kernels(triton, {name: gate for name, gate in gates if gate is not None})
+
+    with patch("expertmesh.parallel.shard_plan.choose_kernels", chosen):
+        yield
 
 
 def _step(model: Any, mesh: Any, router: Any, variant: dict[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], int, int]] = {
         {"family": "deepseek_v3", "parallel": {"ep": 2}, "moe": {"bias_update_rate": 1e-3}}, 1, 7,
     ),
     "shared experts, tp": ({"family": "deepseek_v3", "parallel": {"ep": 4, "tp": 2}, "mode": "selective"}, 1, 7),
+    "triton": ({"family": "gpt_oss", "parallel": {"ep": 2}, "mode": "full", "triton": True}, 1, 10),
     "biases, adapters": ({"family": "gpt_oss", "parallel": {"ep": 2}, "lora": LORA}, 1, 8),
 }  # fmt: skip
 # Which micro-batch a stage runs is told in a tensor on the host.

@@ -92,7 +92,9 @@ def _wait_for_all(processes: list[Any], timeout: float) -> None:
     pending = {process.sentinel: process for process in processes}
     while pending and time.monotonic() < deadline:
         for sentinel in wait(list(pending), timeout=deadline - time.monotonic()):
-            if pending.pop(sentinel).exitcode != 0:
+            process = pending.pop(sentinel)
+            process.join()  # a sentinel is ready a moment before its process can be waited for
+            if process.exitcode != 0:
                 # Peers notice a dead rank within seconds; give them that long to write their own tracebacks.
                 deadline = min(deadline, time.monotonic() + 5)
 

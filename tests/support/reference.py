@@ -123,11 +123,12 @@ def train_sharded(
     micro_batch: int = 1,
     moe: em.MoeConfig | None = None,
     tamper: Callable[[nn.Module, Mesh], None] | None = None,
+    device: torch.device | None = None,
     **options: Any,
 ) -> Distance:
     """Run the reference's steps sharded; every rank calls it. `tamper` plants a bug after sharding."""
     model = copy.deepcopy(expected.model)
-    mesh = em.init_mesh(parallel)
+    mesh = em.init_mesh(parallel, device=device)
     em.parallelize(model, mesh, moe=moe, **options)
     if tamper is not None:
         tamper(model, mesh)
@@ -168,8 +169,8 @@ def take_steps(model: Any, mesh: Mesh, rows: Sequence[Sequence[Row]], micro_batc
             chosen = mine[first : first + micro_batch]
             batch = padded([step_rows[row] for row in chosen])
             batch["row_numbers"] = torch.tensor([step * len(step_rows) + row for row in chosen])
-            batches.append(batch)
-        loss = torch.zeros((), dtype=torch.float64)
+            batches.append({name: tensor.to(mesh.device) for name, tensor in batch.items()})
+        loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
         if mesh.layout.pp > 1:
             loss = em.forward_backward(model, batches, target_tokens=total, chunk_tokens=16).loss
         else:
@@ -212,9 +213,9 @@ def joined_stages(own: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.T
 
 
 def full(tensor: Any) -> torch.Tensor:
-    """A copy of the whole tensor. Collective for a DTensor."""
+    """A copy of the whole tensor, on the CPU. Collective for a DTensor."""
     whole: torch.Tensor = full_values(tensor) if isinstance(tensor, DTensor) else tensor
-    return whole.detach().clone()
+    return whole.detach().cpu().clone()
 
 
 def worst(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:

@@ -62,6 +62,7 @@ JOBS = {
         2,
         ("lora={r: 4, targets: [attention, experts]}", "precision.frozen=nvfp4", "precision.compute=bfloat16"),
         {"ep 2 = ep 4", "saved model in plain transformers"},
+        self_test=True,
     ),
     "tp": Job("qwen3_moe", 2, ("parallel.tp=2", "parallel.ep=2"), {"ep 2 = ep 4", *ADAPTERS}, self_test=True),
     "cp": Job("qwen3_moe", 2, ("parallel.cp=2", "parallel.ep=2"), {"ep 2 = ep 4", *ADAPTERS}, self_test=True),
@@ -104,6 +105,9 @@ def test_a_sound_job_passes_every_layer(kind: str, tmp_path: Path) -> None:
         chosen = next(check for check in checks if "experts chosen" in check.name)
         # By one of the ranks that share rows.
         assert chosen.compared == BLOCKS * reports[0].facts["tokens_of_a_step"]
+    if kind == "adapters on experts in 4 bits":
+        found = {mutation.bug: mutation.status for mutation in reports[0].mutations}
+        assert found["codes of a frozen matrix with their halves exchanged"] == "pass"
     if kind == "adapters":
         assert "lora.dropout 0.1 is off" in reports[0].facts["notes"]
 

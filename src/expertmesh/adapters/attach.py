@@ -23,15 +23,14 @@ from expertmesh.state.sharded_model import attach_to_module, module_state
 def attach_adapters(model: nn.Module, targets: Sequence[Target], lora: LoraConfig, dtype: torch.dtype) -> None:
     """Freeze `model` and give every target an adapter in `dtype` (that of masters), all zeros yet. No communication."""
     model.requires_grad_(False)
-    state = AdapterState(scaling=lora.scaling, dropout=lora.dropout)
+    state = AdapterState(dropout=lora.dropout)
     for target in targets:
         module = model.get_submodule(target.module)
         device = next(module.parameters()).device
-        lead = () if target.experts is None else (target.experts,)
-        shapes = ((*lead, lora.r, target.in_features), (*lead, target.out_features, lora.r))
-        for leaf, shape in zip(target.leaves, shapes, strict=True):
+        for leaf, shape in zip(target.leaves, target.shapes, strict=True):
             module.register_parameter(leaf, nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)))
-        attach_to_module(module, lora_state=state, lora_name=target.name)
+        scaling = {**(module_state(module).lora_scaling or {}), target.parameter or "weight": target.scaling}
+        attach_to_module(module, lora_state=state, lora_name=target.name, lora_scaling=scaling)
         if target.experts is None:
             mix_in(module, _LinearForward if target.parameter is None else _ParameterForward)
     model.register_forward_pre_hook(_take_row_numbers, with_kwargs=True)
@@ -91,7 +90,7 @@ class _LinearForward(nn.Module):
         # Where tp splits the layer these are this rank's parts, and plain tensors for the time of the call.
         a_rK, b_Nr = (self._parameters[leaf].to(x.dtype) for leaf in ("lora_A", "lora_B"))  # type: ignore[union-attr]
         kept = state.dropped(x, module.lora_name, module.first_column) if self.training else x
-        return torch.add(out, F.linear(F.linear(kept, a_rK), b_Nr), alpha=state.scaling)
+        return torch.add(out, F.linear(F.linear(kept, a_rK), b_Nr), alpha=module.lora_scaling["weight"])
 
 
 class _ParameterForward(nn.Module):
@@ -103,6 +102,6 @@ class _ParameterForward(nn.Module):
             return super().forward(*args, **kwargs)
         assert weight_NK is not None
         a_rK, b_Nr = (self.get_parameter(f"weight_lora_{which}").to(weight_NK.dtype) for which in "AB")
-        adapted: Any = torch.add(weight_NK, b_Nr @ a_rK, alpha=state.scaling)
+        adapted: Any = torch.add(weight_NK, b_Nr @ a_rK, alpha=module_state(self).lora_scaling["weight"])
         with exchanged(self._parameters, {"weight": adapted}):
             return super().forward(*args, **kwargs)

@@ -4,10 +4,16 @@ PEFT is never imported; its config only has to say what it would write to adapte
 """
 
 import glob
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
-from expertmesh.adapters.peft_format import refuse_content, refuse_names
+from expertmesh.adapters.peft_config import (
+    lora_of,
+    plain_content,
+    refuse_content,
+    refuse_field,
+    refuse_names,
+    refuse_start,
+)
 from expertmesh.adapters.targets import GROUPS
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
@@ -17,8 +23,8 @@ def lora_from_peft(peft_config: Any) -> LoraConfig:
     """A `peft.LoraConfig` as an `em.LoraConfig` that trains the same adapters; no communication.
 
     `target_modules` has to be a list of names; `target_parameters` may name routed experts. r, lora_alpha,
-    lora_dropout, exclude_modules, use_rslora and init_lora_weights (True, "gaussian") carry over. Raises `InputError`
-    naming the field for whatever else is set: use_dora, modules_to_save, bias, rank_pattern, layers_to_transform, ...
+    rank_pattern, alpha_pattern, lora_dropout, exclude_modules, use_rslora and init_lora_weights (True, "gaussian")
+    carry over. Raises `InputError` naming the field for whatever else is set: use_dora, modules_to_save, bias, ...
     """
     if not hasattr(peft_config, "to_dict"):
         raise InputError(
@@ -30,45 +36,26 @@ def lora_from_peft(peft_config: Any) -> LoraConfig:
     refuse_start(content, where)
     init = content.get("init_lora_weights", True)
     if init is not True and init != "gaussian":
-        _refuse(where, "init_lora_weights", init, 'only True and "gaussian" can be started here')
+        refuse_field(where, "init_lora_weights", init, 'only True and "gaussian" can be started here')
     modules, parameters = content.get("target_modules") or [], content.get("target_parameters") or []
     exclude = content.get("exclude_modules") or []
     if isinstance(exclude, str):
-        _refuse(where, "exclude_modules", exclude, "it is a pattern; list the modules' names")
+        refuse_field(where, "exclude_modules", exclude, "it is a pattern; list the modules' names")
     if named := [name for name in exclude if any(each.endswith(f"{name}.weight") for each in parameters)]:
-        _refuse(where, "exclude_modules", named, "target_parameters names its weight, which PEFT does not exclude")
+        refuse_field(where, "exclude_modules", named, "target_parameters names its weight, which PEFT does not exclude")
     if not modules and not parameters:
-        _refuse(where, "target_modules", content.get("target_modules"), "PEFT chooses by family then; list the modules")
-    return LoraConfig(
-        r=content["r"],
-        alpha=float(content["lora_alpha"]),
+        refuse_field(
+            where, "target_modules", content.get("target_modules"), "PEFT chooses by family then; list the modules"
+        )
+    return lora_of(
+        content,
         dropout=float(content.get("lora_dropout") or 0.0),
-        use_rslora=bool(content.get("use_rslora")),
-        init="gaussian" if init == "gaussian" else "default",
         # A module by its weight, so that a parameter of the same name is not meant.
         targets=(*(f"{_text(name)}.weight" for name in modules), *(_text(name) for name in parameters)),
         exclude=tuple(f"{_text(name)}.weight" for name in exclude),
     )
 
 
-def plain_content(peft_config: Any) -> dict[str, Any]:
-    """What a config of PEFT would write to adapter_config.json."""
-    content = peft_config.to_dict()
-    return {key: sorted(value) if isinstance(value, set | tuple) else value for key, value in content.items()}
-
-
-def refuse_start(content: Mapping[str, Any], where: str) -> None:
-    """Raise `InputError` for adapters that would not be trained, or not as those of a causal language model."""
-    if (task := content.get("task_type")) not in (None, "CAUSAL_LM"):
-        _refuse(where, "task_type", task, "only causal language models train here; set it to CAUSAL_LM")
-    if content.get("inference_mode"):
-        _refuse(where, "inference_mode", True, "its adapters would stay frozen; set it to False")
-
-
 def _text(name: str) -> str:
     """A name of PEFT's as a selector that means no group of ours."""
     return f"*.{name}" if name in GROUPS else glob.escape(name)
-
-
-def _refuse(where: str, field: str, value: Any, why: str) -> NoReturn:
-    raise InputError(f"{where}: {field} is {value!r}: {why}", key="adapter.unsupported-option")

@@ -6,7 +6,7 @@ by name, with the model as it was. Used by `parallelize`; nothing here communica
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,8 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from expertmesh.adapters.attach import attach_adapters
-from expertmesh.adapters.from_peft import plain_content, refuse_start
-from expertmesh.adapters.peft_format import PREFIX, refuse_content
+from expertmesh.adapters.peft_config import lora_of, plain_content, refuse_content, refuse_start
+from expertmesh.adapters.peft_format import PREFIX
 from expertmesh.adapters.plan import AdapterPlan, plan_targets
 from expertmesh.adapters.read import copy_adapter
 from expertmesh.adapters.targets import Target, candidates
@@ -104,17 +104,16 @@ def peft_adapters(model: nn.Module, lora: LoraConfig | None) -> PeftAdapters | N
         _refuse_layer(place, layer, name)
     _refuse_trainables(model)
     twin = _unwrapped(meta_twin(model))
-    targets = tuple(_targets(twin, layers))
-    config = LoraConfig(
-        r=content["r"],
-        alpha=float(content["lora_alpha"]),
+    targets = tuple(_targets(twin, layers, name))
+    config = lora_of(
+        {**content, "init_lora_weights": True},
         dropout=float(content.get("lora_dropout") or 0.0),
-        use_rslora=bool(content.get("use_rslora")),
         targets=tuple(target.name for target in targets),
     )
     for place, layer in layers.items():
-        if layer.scaling[name] != config.scaling:
-            _refuse(f"{place} is scaled by {layer.scaling[name]:g}, not by the {config.scaling:g} of its config")
+        wanted = config.scaling_of(layer.r[name], layer.lora_alpha[name])
+        if layer.scaling[name] != wanted:
+            _refuse(f"{place} is scaled by {layer.scaling[name]:g}, not by the {wanted:g} of its config")
     base, revision = content.get("base_model_name_or_path"), content.get("revision")
     plan = AdapterPlan(config, targets, None, base or twin.config.name_or_path or None, revision, in_memory=True)
     return PeftAdapters(model, plan_targets(twin, plan), dict(_values(model, name)))
@@ -161,8 +160,8 @@ def _refuse_trainables(model: nn.Module) -> None:
             _refuse(f"{name} {state} here; set its requires_grad to {not parameter.requires_grad}")
 
 
-def _targets(twin: nn.Module, layers: Mapping[str, Any]) -> Iterator[Target]:
-    """What the layers adapt, in module order of the model without PEFT."""
+def _targets(twin: nn.Module, layers: Mapping[str, Any], adapter: str) -> Iterator[Target]:
+    """What the layers adapt, in module order of the model without PEFT, each with its own rank and scaling."""
     adapted: dict[tuple[str, str | None], str] = {}
     for name, layer in layers.items():
         module = name.removeprefix(PREFIX)
@@ -172,8 +171,10 @@ def _targets(twin: nn.Module, layers: Mapping[str, Any]) -> Iterator[Target]:
         is_linear = type(layer.get_base_layer()) is nn.Linear
         adapted[module, None if is_linear and parameter == "weight" else parameter] = name
     for target in candidates(twin, describe(twin)):
-        if adapted.pop((target.module, target.parameter), None) is not None:
-            yield target
+        if (place := adapted.pop((target.module, target.parameter), None)) is not None:
+            layer = layers[place]
+            rank, alpha = layer.r[adapter], float(layer.lora_alpha[adapter])
+            yield replace(target, r=rank, alpha=alpha, scaling=layer.scaling[adapter])
     if adapted:
         raise InputError(
             f"{_WHERE}: {next(iter(adapted.values()))} cannot be adapted here; leave it out of the adapter's targets",

@@ -4,8 +4,9 @@ The plan is made on the model before it is sharded and remembered on it, for sav
 """
 
 import glob
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,22 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from expertmesh.adapters.attach import attach_adapters
 from expertmesh.adapters.base import remember_formats
-from expertmesh.adapters.peft_format import WEIGHTS_FILE, config_selects, parameter_name, read_config
+from expertmesh.adapters.peft_config import (
+    as_peft_reads,
+    config_bytes,
+    config_content,
+    config_selects,
+    lora_of,
+    name_in_config,
+    read_config,
+)
+from expertmesh.adapters.peft_format import PREFIX, WEIGHTS_FILE, Part, name_of, parameter_name, published_parts
 from expertmesh.adapters.targets import ALL_LINEAR, GROUPS, Target, candidates, find_targets, refuse_tied_head
 from expertmesh.anatomy import Anatomy, describe, is_classifier
 from expertmesh.config import LoraConfig
+from expertmesh.config.base import is_named
 from expertmesh.config.errors import InputError
+from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.state.sharded_model import attach, sharded
 from expertmesh.weights.mapping import own_class
 
@@ -29,6 +41,7 @@ from expertmesh.weights.mapping import own_class
 class AdapterPlan:
     """`lora` as it holds for this model; `weights` is the PEFT directory to start from, if there is one, `in_memory`
     that the values are there already; `base` the name of the model for PEFT's config, `revision` which one of it.
+    `parts`, by target: the matrices of the published files after which the directory names them, where it does.
     """
 
     lora: LoraConfig
@@ -37,11 +50,21 @@ class AdapterPlan:
     base: str | None
     revision: str | None = None
     in_memory: bool = False
+    parts: Mapping[str, Sequence[Part]] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
         """Trainable parameters of the whole model."""
-        return sum(target.elements(self.lora.r) for target in self.targets)
+        return sum(target.elements for target in self.targets)
+
+    def config(self, model: nn.Module) -> bytes:
+        """adapter_config.json."""
+        return config_bytes(config_content(model, self.targets, self.lora, self.base, self.revision))
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all adapters have the same rank and alpha."""
+        return all((target.r, target.alpha) == (self.lora.r, self.lora.alpha) for target in self.targets)
 
 
 def adapt(
@@ -74,7 +97,9 @@ def plan_adapters(model: nn.Module, lora: LoraConfig, base: str | None) -> Adapt
     if lora.from_adapter is not None:
         plan = _plan_from_adapter(model, anatomy, lora, base)
     else:
-        plan = AdapterPlan(lora, find_targets(model, anatomy, lora.targets, lora.exclude), None, base)
+        found = find_targets(model, anatomy, lora.targets, lora.exclude)
+        _refuse_idle_patterns(lora, [name_of(target) for target in found])
+        plan = AdapterPlan(lora, tuple(_ranked(target, lora, name_of(target)) for target in found), None, base)
         _refuse_left_out(model, lora, plan.targets)
     return plan_targets(model, plan, anatomy)
 
@@ -104,8 +129,10 @@ def plan_lines(plan: AdapterPlan, anatomy: Anatomy) -> Iterator[str]:
     """Per group: what matched, the experts covered per layer, trainable parameters."""
     for group in dict.fromkeys(target.group for target in plan.targets):
         members = [target for target in plan.targets if target.group == group]
-        count = sum(target.elements(plan.lora.r) for target in members)
-        yield f"{group}: {_what(members)}, {count:,} trainable parameters"
+        count = sum(target.elements for target in members)
+        others = sorted({target.r for target in members} - {plan.lora.r})
+        of_rank = f" of r {', '.join(map(str, others))} by pattern" if others else ""
+        yield f"{group}: {_what(members)}{of_rank}, {count:,} trainable parameters"
     covered = {target.module for target in plan.targets if target.experts is not None}
     every = anatomy.num_experts
     if len(covered) == len(anatomy.experts):
@@ -128,11 +155,21 @@ def _plan_from_adapter(model: nn.Module, anatomy: Anatomy, lora: LoraConfig, bas
     assert lora.from_adapter is not None
     directory = Path(lora.from_adapter)
     content = read_config(directory)
-    targets = tuple(target for target in candidates(model, anatomy) if config_selects(content, target))
-    _refuse_unknown(model, content, targets, directory)
+    weights, there = directory / WEIGHTS_FILE, list(candidates(model, anatomy))
+    parts = _parts_in(model, there, directory) if weights.exists() else {}
+    if parts:
+        said = lora_of(content, dropout=lora.dropout)
+        targets = tuple(
+            _joined(target, parts[target.name], said, directory) for target in there if target.name in parts
+        )
+    else:
+        content = as_peft_reads(content, model, directory)
+        said = lora_of(content, dropout=lora.dropout)
+        found = tuple(target for target in there if config_selects(content, target))
+        targets = tuple(_ranked(target, said, name_in_config(content, target)) for target in found)
+        _refuse_unknown(model, content, targets, directory)
     if not targets:
         raise InputError(f"{directory}: its targets match nothing in this model", key="adapter.targets-nothing")
-    weights = directory / WEIGHTS_FILE
     init = content.get("init_lora_weights", True)
     if init not in (True, "gaussian") and not weights.exists():
         raise InputError(
@@ -140,14 +177,51 @@ def _plan_from_adapter(model: nn.Module, anatomy: Anatomy, lora: LoraConfig, bas
             '"gaussian" can be started here',
             key="adapter.unsupported-option",
         )
-    said: dict[str, Any] = {
-        "r": content["r"],
-        "alpha": float(content["lora_alpha"]),
-        "init": "gaussian" if init == "gaussian" else "default",
-    }
-    said |= {"use_rslora": bool(content.get("use_rslora")), "targets": tuple(target.name for target in targets)}
-    resolved = LoraConfig(dropout=lora.dropout, **said)
-    return AdapterPlan(resolved, targets, directory if weights.exists() else None, base)
+    resolved = said.model_copy(update={"targets": tuple(target.name for target in targets)})
+    return AdapterPlan(resolved, targets, directory if weights.exists() else None, base, parts=parts)
+
+
+def _ranked(target: Target, lora: LoraConfig, name: str) -> Target:
+    r, alpha = lora.of(name)
+    return replace(target, r=r, alpha=alpha, scaling=lora.scaling_of(r, alpha))
+
+
+def _parts_in(model: Any, there: Sequence[Target], directory: Path) -> dict[str, list[Part]]:
+    """By target, the parts that the directory's file has adapters for, if it names single experts' matrices."""
+    with open_weight_files(directory, WEIGHTS_FILE) as files:
+        keys = set(files.tensors)
+    if not any(re.search(r"\.experts\.\d+\.", key) for key in keys):
+        return {}
+    parts: dict[str, list[Part]] = {}
+    for target, _, part in published_parts(model, there):
+        if part is not None:
+            parts.setdefault(target.name, []).append(part)
+    return {name: of_one for name, of_one in parts.items() if any(not keys.isdisjoint(part.keys) for part in of_one)}
+
+
+def _joined(target: Target, parts: Sequence[Part], lora: LoraConfig, directory: Path) -> Target:
+    """`target` with the rank of all its parts together, and their scaling."""
+    ranks = {lora.of(part.key.removeprefix(PREFIX)) for part in parts}
+    if len(ranks) > 1:
+        raise InputError(
+            f"{directory}: rank_pattern or alpha_pattern tell parts of {target.name} apart, which are one weight here; "
+            "train a plain LoRA adapter",
+            key="adapter.unsupported-option",
+        )
+    ((r, alpha),) = ranks
+    count, scaling = len(parts) // (target.experts or 1), lora.scaling_of(r, alpha)
+    alpha = scaling / lora.scaling_of(count * r, 1.0)
+    return replace(target, r=count * r, alpha=alpha, scaling=scaling)
+
+
+def _refuse_idle_patterns(lora: LoraConfig, names: Sequence[str]) -> None:
+    for key, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        for pattern in patterns:
+            if not any(is_named(name, pattern) for name in names):
+                raise InputError(
+                    f"lora.{key}: {pattern} matches no name that gets adapters, as {names[0]}; leave it out",
+                    key="lora.pattern-nothing",
+                )
 
 
 def _refuse_left_out(model: nn.Module, lora: LoraConfig, targets: tuple[Target, ...]) -> None:

@@ -36,7 +36,7 @@ def read_adapter(model: nn.Module, plan: AdapterPlan, directory: Path) -> None:
         def fetch(leaf: Any, box: Box, out: torch.Tensor) -> None:
             checkpoint.read(leaf, box, out)
 
-        for name, lazy in model_tensors_from(files, plan.targets, plan.lora.r, directory).items():
+        for name, lazy in model_tensors_from(files, plan.targets, plan.parts, directory).items():
             box, local = local_box(tensors[name]), local_tensor(tensors[name])  # empty of another pipeline stage
             read_box(lazy, box, local, fetch)
             refuse_non_finite(name, lazy, box, local)
@@ -54,7 +54,7 @@ def copy_adapter(model: nn.Module, plan: AdapterPlan, values: Mapping[str, torch
     def fetch(leaf: Any, box: Box, out: torch.Tensor) -> None:
         out.copy_(leaf.tensor[slices(box)])
 
-    for name, lazy in model_tensors_from(files, plan.targets, plan.lora.r, where).items():
+    for name, lazy in model_tensors_from(files, plan.targets, plan.parts, where).items():
         read_box(lazy, full_box(lazy.shape), local_tensor(model.get_parameter(name)), fetch)
 
 
@@ -63,7 +63,7 @@ def check_adapter(model: nn.Module) -> None:
     plan = plan_of(model)
     if plan is not None and plan.weights is not None:
         with open_weight_files(plan.weights, WEIGHTS_FILE) as checkpoint:
-            model_tensors_from(_lazy(checkpoint), plan.targets, plan.lora.r, plan.weights)
+            model_tensors_from(_lazy(checkpoint), plan.targets, plan.parts, plan.weights)
 
 
 def _lazy(checkpoint: WeightFiles) -> dict[str, LazyTensor]:

@@ -14,14 +14,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from expertmesh.adapters.base import base_bytes
-from expertmesh.adapters.peft_format import (
-    BASE_FILE,
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    config_bytes,
-    config_content,
-    file_tensors,
-)
+from expertmesh.adapters.peft_format import BASE_FILE, CONFIG_FILE, WEIGHTS_FILE, file_tensors
 from expertmesh.adapters.plan import AdapterPlan, plan_of
 from expertmesh.adapters.serving import unread_by_engines
 from expertmesh.config.errors import InputError
@@ -111,8 +104,7 @@ def write_adapter(
 
 def small_files(model: PreTrainedModel, plan: AdapterPlan) -> dict[str, bytes]:
     """PEFT's config and our note on the base, by file name."""
-    content = config_content(model, plan.targets, plan.lora, plan.base, plan.revision)
-    return {CONFIG_FILE: config_bytes(content), BASE_FILE: base_bytes(model)}
+    return {CONFIG_FILE: plan.config(model), BASE_FILE: base_bytes(model)}
 
 
 def filled_shares(model: PreTrainedModel, plan: AdapterPlan) -> dict[str, tuple[float, ...]]:

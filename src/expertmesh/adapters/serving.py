@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from expertmesh.adapters.plan import AdapterPlan
-from expertmesh.config import LoraConfig
 from expertmesh.state.stage_view import full_model
 
 _VLLM_MOST_RANK = 512
@@ -20,7 +19,7 @@ _VLLM_MOST_RANK = 512
 
 def unread_by_engines(model: PreTrainedModel, plan: AdapterPlan) -> tuple[str, ...]:
     """A sentence for each thing that an engine would refuse, or compute otherwise. No communication."""
-    return (*_of_experts(model, plan), *_of_modules(plan), *_of_config(plan.lora))
+    return (*_of_experts(model, plan), *_of_modules(plan), *_of_config(plan))
 
 
 def _of_experts(model: PreTrainedModel, plan: AdapterPlan) -> Iterator[str]:
@@ -51,7 +50,10 @@ def _of_modules(plan: AdapterPlan) -> Iterator[str]:
         yield "SGLang: routers; merge for it"
 
 
-def _of_config(lora: LoraConfig) -> Iterator[str]:
+def _of_config(plan: AdapterPlan) -> Iterator[str]:
+    lora = plan.lora
+    if not plan.is_uniform:
+        yield "vLLM, SGLang: rank_pattern and alpha_pattern, which they do not look at; merge for them"
     if lora.r > _VLLM_MOST_RANK:
         yield f"vLLM: rank {lora.r}; it takes {_VLLM_MOST_RANK} at most"
     if lora.use_rslora:

@@ -56,19 +56,19 @@ def _start_anew(model: nn.Module, targets: Sequence[Target], lora: LoraConfig, s
         box, local = local_box(whole), local_tensor(whole)
         local_tensor(module.get_parameter(leaf_b)).zero_()
         if target.experts is None:
-            local.copy_(_first_values(tuple(whole.shape), lora, seed, target.name)[slices(box)])
+            local.copy_(_first_values(tuple(whole.shape), lora.init, seed, target.name)[slices(box)])
             continue
         for row, expert in enumerate(range(*box[0])):
-            values = _first_values(tuple(whole.shape[1:]), lora, seed, f"{target.name}.{expert}")
+            values = _first_values(tuple(whole.shape[1:]), lora.init, seed, f"{target.name}.{expert}")
             local[row].copy_(values[slices(box[1:])])
 
 
-def _first_values(shape: tuple[int, ...], lora: LoraConfig, seed: int, name: str) -> torch.Tensor:
+def _first_values(shape: tuple[int, ...], init: str, seed: int, name: str) -> torch.Tensor:
     """A `[r, in]` in fp32: uniform in ±1/sqrt(in) (Kaiming with a = sqrt(5)), or normal with deviation 1/r."""
     key = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
     values = torch.empty(shape)
-    if lora.init == "gaussian":
-        return values.normal_(0.0, 1.0 / lora.r, generator=generator)
+    if init == "gaussian":
+        return values.normal_(0.0, 1.0 / shape[0], generator=generator)
     bound = 1.0 / math.sqrt(shape[-1])
     return values.uniform_(-bound, bound, generator=generator)

@@ -78,7 +78,6 @@ class _Values:
 
     def __init__(self, model: nn.Module, plan: AdapterPlan | None) -> None:
         self._targets = {} if plan is None else {parameter_name(target): target for target in plan.targets}
-        self._scaling = 1.0 if plan is None else plan.lora.scaling
         self._adapters: Mapping[str, Tensor] = adapter_tensors(model) if plan is not None else {}
         # Files hold an expert's two projections in turn.
         self._factors = lru_cache(maxsize=2)(self._gather_factors)
@@ -98,7 +97,7 @@ class _Values:
         if target is None:
             return values
         merged = values.to(torch.promote_types(values.dtype, torch.float32), copy=True)
-        add_delta(merged, box, target, self._factors(leaf.name), self._scaling)
+        add_delta(merged, box, target, self._factors(leaf.name))
         return merged
 
     def _gather_factors(self, weight: str) -> tuple[Tensor, Tensor]:
@@ -111,7 +110,7 @@ class _Values:
         return found[0], found[1]
 
 
-def add_delta(values: Tensor, box: Box, target: Target, factors: tuple[Tensor, Tensor], scaling: float) -> None:
+def add_delta(values: Tensor, box: Box, target: Target, factors: tuple[Tensor, Tensor]) -> None:
     """Add `scaling · B A` of `box` of an adapted weight to `values`, which hold that box in fp32 or wider.
 
     `factors`: A `[E, r, in]` and B `[E, out, r]`, without E for a matrix. Products and sums are in fp64, so that the
@@ -123,7 +122,7 @@ def add_delta(values: Tensor, box: Box, target: Target, factors: tuple[Tensor, T
     for expert, part in zip(range(first, last), parts, strict=True):
         a_rK, b_Nr = a_ErK[expert].double(), b_ENr[expert].double()
         left, right = (a_rK.t(), b_Nr.t()) if target.transposed else (b_Nr, a_rK)
-        part.copy_(part.double().addmm_(left[slice(*rows)], right[:, slice(*columns)], alpha=scaling))
+        part.copy_(part.double().addmm_(left[slice(*rows)], right[:, slice(*columns)], alpha=target.scaling))
 
 
 def _parts(lazy: LazyTensor, values: _Values) -> Iterator[tuple[Box, Tensor]]:

@@ -25,7 +25,7 @@ class Target:
 
     `experts` is the number of experts of a 3-D parameter, which has an adapter for each, and None elsewhere. `swapped`:
     PEFT takes the parameter's outputs for its inputs, so its A is our B transposed, and its B our A. `transposed`: the
-    parameter lies as `[experts, in, out]`.
+    parameter lies as `[experts, in, out]`. What a plan says of the adapter: its rank `r`, `alpha`, and `scaling`.
     """
 
     module: str
@@ -36,6 +36,9 @@ class Target:
     group: str
     swapped: bool = False
     transposed: bool = False
+    r: int = 0
+    alpha: float = 0.0
+    scaling: float = 1.0
 
     @property
     def name(self) -> str:
@@ -53,8 +56,15 @@ class Target:
         """The shortest name that selects it, together with others of its kind."""
         return ".".join(self.name.split(".")[-2 if self.parameter == "weight" else -1 :])
 
-    def elements(self, r: int) -> int:
-        return r * (self.in_features + self.out_features) * (self.experts or 1)
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of A and B."""
+        lead = () if self.experts is None else (self.experts,)
+        return (*lead, self.r, self.in_features), (*lead, self.out_features, self.r)
+
+    @property
+    def elements(self) -> int:
+        return self.r * (self.in_features + self.out_features) * (self.experts or 1)
 
 
 def find_targets(

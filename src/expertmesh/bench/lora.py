@@ -93,7 +93,7 @@ def ours(shape: Shape, weights: Tensors, adapters: Tensors, inputs: Inputs) -> S
     trained = {name: torch.nn.Parameter(adapter) for name, adapter in adapters.items()}
     for name, adapter in trained.items():
         experts.register_parameter(name, adapter)
-    attach_to_module(experts, lora_state=AdapterState(ALPHA / R))
+    attach_to_module(experts, lora_state=AdapterState(), lora_scaling=dict.fromkeys(PROJECTIONS, ALPHA / R))
     return partial(forward_backward, our_layer(experts, per_expert=False), inputs, trained)
 
 

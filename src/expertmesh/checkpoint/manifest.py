@@ -119,7 +119,10 @@ def header_problems(directory: Path, manifest: Manifest) -> Iterator[str]:
     said, layout, world = f"{directory / MANIFEST}: damaged:", manifest.layout, manifest.world_size
     named = step_of(directory)
     if named is not None and named != manifest.step:
-        yield f"{said} step is {manifest.step}, but the directory is of step {named}"
+        yield (
+            f"{directory / MANIFEST}: step is {manifest.step}, but its directory is called {directory.name}; rename it "
+            f"to step-{manifest.step:08d}"
+        )
     if layout.keys() != set(AXES):
         yield f"{said} layout names other axes than {', '.join(AXES)}"
     elif min(layout.values()) < 1 or math.prod(layout[axis] for axis in AXES[:5]) != world:

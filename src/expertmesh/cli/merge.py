@@ -73,7 +73,8 @@ def _lines(report: MergeReport) -> Iterator[str]:
     if report.frozen is not None:
         yield f"            experts as {report.frozen} keeps them, which the adapter was trained on"
     lora = report.plan.lora
-    yield f"            r {lora.r}, scaling {lora.scaling:g}, {len(report.plan.targets):,} adapted weights"
+    others = "" if report.plan.is_uniform else " and others by pattern"
+    yield f"            r {lora.r}, scaling {lora.scaling:g}{others}, {len(report.plan.targets):,} adapted weights"
     layers: dict[str, list[Target]] = {}
     for target in report.plan.targets:
         layers.setdefault(_layer_of(target), []).append(target)

@@ -4,7 +4,7 @@ It imports neither torch nor transformers nor anything else of expertmesh, so a 
 before anything heavy is loaded.
 """
 
-from expertmesh.config.data import DataConfig, DataSource
+from expertmesh.config.data import DataConfig, DataSource, EvalConfig
 from expertmesh.config.errors import (
     DistributedFailure,
     ExpertmeshError,
@@ -14,11 +14,10 @@ from expertmesh.config.errors import (
 )
 from expertmesh.config.files import dump_config, load_config, make_config
 from expertmesh.config.objective import ObjectiveConfig
-from expertmesh.config.output import CheckpointConfig, LogConfig, SaveConfig
+from expertmesh.config.output import CheckpointConfig, DistributedConfig, LogConfig, SaveConfig
 from expertmesh.config.root import Config
 from expertmesh.config.schema import json_schema
 from expertmesh.config.sections import (
-    DistributedConfig,
     LoraConfig,
     ModelConfig,
     MoeConfig,
@@ -36,6 +35,7 @@ __all__ = [
     "DataSource",
     "DistributedConfig",
     "DistributedFailure",
+    "EvalConfig",
     "ExpertmeshError",
     "InputError",
     "IntegrityError",

@@ -6,6 +6,7 @@ where a number is asked) and that no key is ignored. Built from YAML or from Pyt
 """
 
 import json
+import re
 import unicodedata
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -75,6 +76,23 @@ Name = Annotated[Plain, Field(min_length=1)]
 
 Mapped = Annotated[dict[str, Any], AfterValidator(_Frozen)]
 """Keys and values that nobody here knows, as given."""
+
+Patterns = Annotated[dict[str, T], AfterValidator(_Frozen)]
+"""Values for what is named by a pattern."""
+
+
+def pattern_problem(pattern: str) -> str | None:
+    """Why `pattern` is no regular expression, or None."""
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        return f"{pattern[:80]!r} is not a regular expression: {error}"
+    return None
+
+
+def is_named(name: str, pattern: str) -> bool:
+    """Whether the end of `name`, from a dot on, is what a pattern of PEFT's says."""
+    return re.match(rf"(.*\.)?({pattern})$", name) is not None
 
 
 def refuse(*problems: str) -> None:

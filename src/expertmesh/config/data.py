@@ -1,9 +1,9 @@
-"""Section `data`: where samples come from, and how rows become token sequences."""
+"""Sections `data` and `eval`, and what evaluations decide: where samples come from, how rows become token sequences."""
 
-from collections.abc import Iterator
-from typing import ClassVar, Literal, Self
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, model_serializer, model_validator
 
 from expertmesh.config.base import Listed, Mapped, Name, Plain, Section, refuse
 
@@ -103,3 +103,38 @@ class DataConfig(Section):
         for at, source in enumerate(self.train):
             if source.repeat > 1:
                 yield f"data.train.{at}.repeat does nothing beside weights, by which rows are drawn; remove it"
+
+
+class EvalConfig(Section):
+    """What an evaluation does beside its figures."""
+
+    section: ClassVar[str] = "eval"
+
+    samples: int = Field(default=0, ge=0, le=1000)
+    """To how many prompts of each evaluation set, the first ones, the model answers at every evaluation; the answers
+    stand in the log, metrics.jsonl, trackers and the report."""
+    sample_tokens: int = Field(default=64, ge=1, le=2**16)
+    """Longest answer, in tokens; each takes a forward of all before it, and none goes beyond data.max_length."""
+
+    @model_validator(mode="after")
+    def _combine(self) -> Self:
+        if not self.samples and "sample_tokens" in self.model_fields_set:
+            refuse("eval.sample_tokens does nothing with eval.samples 0; set eval.samples, or remove it")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_what_does_nothing(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
+        return {key: value for key, value in serialize(self).items() if self.samples or key != "sample_tokens"}
+
+
+class EarlyStopConfig(Section):
+    """When evaluations show that training no longer helps."""
+
+    section: ClassVar[str] = "train.early_stop"
+
+    figure: Name = "eval_loss"
+    """A figure of evaluations; a loss is better when it is lower, any other when it is higher."""
+    patience: int = Field(default=3, ge=1, le=2**31 - 1)
+    """So many evaluations in a row without a better figure end the run."""
+    min_change: float = Field(default=0.0, ge=0, le=1e6)
+    """A figure is better when it is so by more than this."""

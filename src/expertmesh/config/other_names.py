@@ -102,8 +102,6 @@ NOT_YET = {
     "peft_use_dora": "DoRA",
     "modules_to_save": "training whole modules beside adapters",
     "lora_modules_to_save": "training whole modules beside adapters",
-    "rank_pattern": "another rank for some modules",
-    "alpha_pattern": "another alpha for some modules",
     "loraplus_lr_ratio": "another learning rate for B (LoRA+)",
     "loraplus_lr_embedding": "another learning rate for B (LoRA+)",
     "neftune_noise_alpha": "noise on embeddings (NEFTune)",

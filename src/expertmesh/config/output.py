@@ -1,11 +1,11 @@
-"""What a user may say about what a run writes: checkpoints, the model at its end, and reports."""
+"""What a user may say about what a run writes (checkpoints, the model at its end, reports), and how long ranks wait."""
 
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from expertmesh.config.base import Listed, Name, Section, refuse
-from expertmesh.config.sections import MAX_SECONDS, PositiveInt
+from expertmesh.config.sections import MAX_SECONDS, PositiveInt, Seconds
 
 
 class CheckpointConfig(Section):
@@ -77,3 +77,24 @@ class LogConfig(Section):
     @classmethod
     def _jsonl_always(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(("jsonl", *value)))
+
+
+class DistributedConfig(Section):
+    """How long ranks wait for each other."""
+
+    section: ClassVar[str] = "distributed"
+
+    timeout_seconds: Seconds = 600
+    """Longest time one collective may take before the job ends."""
+    first_step_timeout_seconds: Seconds = 1800
+    """The same up to the end of the first step, which also loads weights and warms up."""
+
+    @model_validator(mode="after")
+    def _combine(self) -> Self:
+        if self.first_step_timeout_seconds < self.timeout_seconds:
+            refuse(
+                "distributed.first_step_timeout_seconds "
+                f"({self.first_step_timeout_seconds}) must be at least "
+                f"distributed.timeout_seconds ({self.timeout_seconds}); change one of them"
+            )
+        return self

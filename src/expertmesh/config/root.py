@@ -6,11 +6,10 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from expertmesh.config.base import Name, Section, refuse
-from expertmesh.config.data import DataConfig
+from expertmesh.config.data import DataConfig, EvalConfig
 from expertmesh.config.objective import ObjectiveConfig, eval_figures, objective_conflicts
-from expertmesh.config.output import CheckpointConfig, LogConfig, SaveConfig
+from expertmesh.config.output import CheckpointConfig, DistributedConfig, LogConfig, SaveConfig
 from expertmesh.config.sections import (
-    DistributedConfig,
     LoraConfig,
     ModelConfig,
     MoeConfig,
@@ -30,6 +29,7 @@ class Config(Section):
     model: ModelConfig
     precision: PrecisionConfig = PrecisionConfig()
     data: DataConfig
+    eval: EvalConfig = EvalConfig()
     lora: LoraConfig | None = None
     """Low-rank adapters on a frozen model; null for full fine-tuning."""
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -65,6 +65,10 @@ class Config(Section):
             problems.append(
                 f"train.eval_every_steps is {self.train.eval_every_steps}, but data.eval is empty; name data "
                 "there or set train.eval_every_steps to null"
+            )
+        if self.eval.samples and not self.data.eval:
+            problems.append(
+                f"eval.samples is {self.eval.samples}, but data.eval is empty; name data there or set eval.samples to 0"
             )
         problems += self._figure_problems()
         if self.precision.frozen is not None and self.lora is None:

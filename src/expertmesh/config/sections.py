@@ -12,7 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_serializer, model_validator
 
-from expertmesh.config.base import Listed, Name, Plain, Section, refuse
+from expertmesh.config.base import Listed, Name, Patterns, Plain, Section, is_named, pattern_problem, refuse
+from expertmesh.config.data import EarlyStopConfig
 
 # Beyond what anybody trains with: what is larger is a slip, and would be noticed late.
 MAX_RANKS, MAX_SECONDS, MAX_RANK, MAX_ALPHA, MAX_FACTOR = 2**20, 366 * 86400, 2**16, 1e6, 1e6
@@ -84,12 +85,22 @@ class LoraConfig(Section):
     """Low-rank adapters; the base weights are frozen and kept in precision.compute."""
 
     section: ClassVar[str] = "lora"
-    _SAID_BY_ADAPTER: ClassVar[tuple[str, ...]] = ("r", "alpha", "targets", "exclude", "use_rslora", "init")
+    _SAID_BY_ADAPTER: ClassVar[tuple[str, ...]] = (
+        *("r", "alpha", "rank_pattern", "alpha_pattern", "targets", "exclude", "use_rslora", "init"),
+    )
 
     r: Annotated[int, Field(ge=1, le=MAX_RANK)] = 16
     """Rank of the adapters."""
     alpha: float = Field(default=32.0, gt=0, le=MAX_ALPHA)
     """Adapters are scaled by alpha / r (alpha / sqrt(r) with use_rslora)."""
+    rank_pattern: Patterns[Annotated[int, Field(ge=1, le=MAX_RANK)]] = Field(
+        default_factory=dict, validate_default=True
+    )
+    """Another r for some modules or parameters: regular expressions of ends of their names, as PEFT reads them."""
+    alpha_pattern: Patterns[Annotated[float, Field(gt=0, le=MAX_ALPHA)]] = Field(
+        default_factory=dict, validate_default=True
+    )
+    """Another alpha, in the same way."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the input of every adapter, in training only."""
     targets: Listed[Name] = Field(default=("attention", "experts"), min_length=1)
@@ -102,13 +113,15 @@ class LoraConfig(Section):
     init: Literal["default", "gaussian"] = "default"
     """How A starts, as PEFT does it: uniform (Kaiming), or normal with deviation 1 / r. B starts at zero."""
     from_adapter: Plain | None = None
-    """Directory of a PEFT adapter to continue from; it then says r, alpha, targets, use_rslora and init."""
+    """Directory of a PEFT adapter to continue from; it then says r, alpha, patterns, targets, use_rslora and init."""
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
         said = [key for key in self._SAID_BY_ADAPTER if key in self.model_fields_set]
         if self.from_adapter is not None and said:
             refuse(f"lora.{said[0]} is said by the adapter that lora.from_adapter names; remove one of the two")
+        for key, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
+            refuse(*(f"lora.{key}: {problem}" for pattern in patterns if (problem := pattern_problem(pattern))))
         return self
 
     @model_serializer(mode="wrap")
@@ -118,8 +131,18 @@ class LoraConfig(Section):
 
     @property
     def scaling(self) -> float:
-        """What the product of the adapter is multiplied by."""
-        return self.alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+        """What the product of the adapter is multiplied by, unless a pattern says otherwise."""
+        return self.scaling_of(self.r, self.alpha)
+
+    def scaling_of(self, r: int, alpha: float) -> float:
+        """The same for an adapter of another `r` and `alpha`."""
+        return alpha / (math.sqrt(r) if self.use_rslora else r)
+
+    def of(self, name: str) -> tuple[int, float]:
+        """r and alpha of the adapter on the module, or parameter, of this name."""
+        r = next((r for pattern, r in self.rank_pattern.items() if is_named(name, pattern)), self.r)
+        alphas = (alpha for pattern, alpha in self.alpha_pattern.items() if is_named(name, pattern))
+        return r, next(alphas, self.alpha)
 
 
 class OptimConfig(Section):
@@ -215,19 +238,6 @@ class ScheduleConfig(Section):
         return {key: value for key, value in serialize(self).items() if key not in off}
 
 
-class EarlyStopConfig(Section):
-    """When evaluations show that training no longer helps."""
-
-    section: ClassVar[str] = "train.early_stop"
-
-    figure: Name = "eval_loss"
-    """A figure of evaluations; a loss is better when it is lower, any other when it is higher."""
-    patience: PositiveInt = 3
-    """So many evaluations in a row without a better figure end the run."""
-    min_change: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
-    """A figure is better when it is so by more than this."""
-
-
 class TrainConfig(Section):
     """Batches, steps and memory of the training loop."""
 
@@ -286,7 +296,7 @@ class ParallelConfig(Section):
     ep: Ranks | Literal["auto"] = "auto"
     """Contiguous ranks that together hold all routed experts once; auto takes what model and ranks allow."""
     ep_across_nodes: bool = False
-    """Whether the ranks of an ep that is given may be on several nodes; auto always stays within a node."""
+    """Whether groups of an ep that is given may have parts of nodes; whole nodes are taken, auto stays within one."""
     fsdp: Ranks | Literal["auto"] = "auto"
     """Ranks over which parameters are sharded; auto takes all that the other axes leave."""
     replicate: Ranks = 1
@@ -351,8 +361,7 @@ class MoeConfig(Section):
     router: Literal["train", "frozen"] = "train"
     """Whether router weights are trained."""
     router_dtype: Literal["float32", "compute"] = "float32"
-    """What routers compute in where precision.compute is narrower: float32 for their input, weights and scores, as far
-    as the family's code runs so, or precision.compute as everything else. What it became is printed."""
+    """What routers compute in under a narrower precision.compute, as far as the family's code runs so (printed)."""
     aux_loss_coef: Annotated[float, Field(ge=0, le=MAX_FACTOR)] | Literal["from_model"] = "from_model"
     """Factor of the load-balancing loss, taken over the whole batch of an optimizer step; from_model takes the model's
     own (none unless its config has output_router_logits), 0.0 leaves the loss out."""
@@ -365,6 +374,8 @@ class MoeConfig(Section):
     """How tokens travel to the ranks of their experts."""
     compute: Literal["auto", "grouped_mm", "loop"] = "auto"
     """How an expert rank multiplies: grouped matrix products, or expert after expert (the reference)."""
+    kernels: Literal["auto", "torch", "triton"] = "auto"
+    """What runs around the products: Triton's kernels, on a GPU that a trial has shown to run them, or torch's."""
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
@@ -377,24 +388,3 @@ class MoeConfig(Section):
 
     def _is_on(self, key: str) -> bool:
         return getattr(self, key) not in ("from_model", 0.0)
-
-
-class DistributedConfig(Section):
-    """How long ranks wait for each other."""
-
-    section: ClassVar[str] = "distributed"
-
-    timeout_seconds: Seconds = 600
-    """Longest time one collective may take before the job ends."""
-    first_step_timeout_seconds: Seconds = 1800
-    """The same up to the end of the first step, which also loads weights and warms up."""
-
-    @model_validator(mode="after")
-    def _combine(self) -> Self:
-        if self.first_step_timeout_seconds < self.timeout_seconds:
-            refuse(
-                "distributed.first_step_timeout_seconds "
-                f"({self.first_step_timeout_seconds}) must be at least "
-                f"distributed.timeout_seconds ({self.timeout_seconds}); change one of them"
-            )
-        return self

@@ -88,8 +88,8 @@ def resolve_layout(
 
     `num_experts` is the number of routed experts of a layer; it is needed for `ep: auto` and checked against `ep`.
     `ep: auto` is the largest ep that divides the experts and the ranks that share them and whose groups stay within a
-    node: `ranks_per_node`, else LOCAL_WORLD_SIZE, else 8. Another ep is refused where its groups cross a node's border,
-    unless `ep_across_nodes` is set. Raises `InputError` with the numbers and the valid choices.
+    node: `ranks_per_node`, else LOCAL_WORLD_SIZE, else 8. An ep whose groups have parts of nodes is refused, unless
+    `ep_across_nodes` is set; one of whole nodes is taken. Raises `InputError` with the numbers and the valid choices.
     """
     fixed = {axis: getattr(parallel, axis) for axis in ("pp", "replicate", "cp", "tp")}
     product = math.prod(fixed.values())
@@ -112,6 +112,28 @@ def resolve_layout(
             )
     expert_ranks = fsdp * fixed["cp"] * fixed["tp"]
     choices = _ep_choices(expert_ranks, num_experts)
+    ep = _ep(parallel, world_size, expert_ranks, num_experts, ranks_per_node)
+    schedule = parallel.pp_schedule
+    if schedule == "auto":
+        schedule = "1f1b" if parallel.pp_virtual_stages == 1 else "interleaved_1f1b"
+    virtual, offload = parallel.pp_virtual_stages, parallel.offload
+    layout = Layout(fsdp=fsdp, ep=ep, pp_schedule=schedule, pp_virtual_stages=virtual, offload=offload, **fixed)
+    node = _ranks_per_node(ranks_per_node)
+    crossing = node_crossing(layout, ranks_per_node)
+    if crossing is not None and ep % node and not parallel.ep_across_nodes:
+        within = _listed([size for size in choices if node % size == 0 or size % node == 0])
+        raise InputError(
+            f"parallel.{crossing}; set parallel.ep to auto or one of {within}, whose groups are within a node or whole "
+            "nodes, or parallel.ep_across_nodes to true",
+            key="layout.ep-crosses-nodes",
+        )
+    return layout
+
+
+def _ep(
+    parallel: ParallelConfig, world_size: int, expert_ranks: int, num_experts: int | None, ranks_per_node: int | None
+) -> int:
+    choices = _ep_choices(expert_ranks, num_experts)
     if parallel.ep == "auto":
         if num_experts is None:
             raise InputError(
@@ -119,28 +141,19 @@ def resolve_layout(
                 key="layout.auto-ep-without-experts",
             )
         node = _ranks_per_node(ranks_per_node)
-        ep = max(size for size in choices if world_size <= node or node % size == 0)
-    else:
-        ep = parallel.ep
-        if expert_ranks % ep:
-            raise InputError(
-                f"parallel.ep {ep} does not divide fsdp * cp * tp = {expert_ranks} ranks; "
-                f"valid values: {_listed(choices)}",
-                key="layout.ep-divides-ranks",
-            )
-        if num_experts is not None and num_experts % ep:
-            raise InputError(
-                f"parallel.ep {ep} does not divide the model's {num_experts} experts; valid values: {_listed(choices)}",
-                key="layout.ep-divides-experts",
-            )
-    schedule = parallel.pp_schedule
-    if schedule == "auto":
-        schedule = "1f1b" if parallel.pp_virtual_stages == 1 else "interleaved_1f1b"
-    virtual, offload = parallel.pp_virtual_stages, parallel.offload
-    layout = Layout(fsdp=fsdp, ep=ep, pp_schedule=schedule, pp_virtual_stages=virtual, offload=offload, **fixed)
-    if not parallel.ep_across_nodes:
-        _refuse_crossing(layout, choices, ranks_per_node)
-    return layout
+        return max(size for size in choices if world_size <= node or node % size == 0)
+    ep = parallel.ep
+    if expert_ranks % ep:
+        raise InputError(
+            f"parallel.ep {ep} does not divide fsdp * cp * tp = {expert_ranks} ranks; valid values: {_listed(choices)}",
+            key="layout.ep-divides-ranks",
+        )
+    if num_experts is not None and num_experts % ep:
+        raise InputError(
+            f"parallel.ep {ep} does not divide the model's {num_experts} experts; valid values: {_listed(choices)}",
+            key="layout.ep-divides-experts",
+        )
+    return ep
 
 
 def explicit(layout: Layout) -> ParallelConfig:
@@ -181,16 +194,6 @@ def node_crossing(layout: Layout, ranks_per_node: int | None = None) -> str | No
         f"ep {layout.ep} crosses the borders of nodes of {node} ranks in {len(crossing)} of its {len(groups)} "
         f"groups (ranks {ranks}), whose tokens travel between nodes"
     )
-
-
-def _refuse_crossing(layout: Layout, choices: list[int], ranks_per_node: int | None) -> None:
-    if (crossing := node_crossing(layout, ranks_per_node)) is not None:
-        within = _listed([size for size in choices if _ranks_per_node(ranks_per_node) % size == 0])
-        raise InputError(
-            f"parallel.{crossing}; set parallel.ep to auto or one of {within}, which stay within a node, or "
-            "parallel.ep_across_nodes to true",
-            key="layout.ep-crosses-nodes",
-        )
 
 
 def _ep_choices(expert_ranks: int, num_experts: int | None) -> list[int]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from expertmesh.distributed.collectives import all_gather, all_to_all, all_to_all_even, reduce_scatter, to_host
 from expertmesh.experts.activation_checkpointing import exchanged_once
-from expertmesh.experts.pairs import LocalPairs, Segments, count_pairs, segment_sum, segments_of
+from expertmesh.experts.pairs import LocalPairs, Segments, count_pairs, order_by_expert, segment_sum, segments_of
 
 # `rows_RH`, the weight of each local pair `weight_P`, pairs, and metadata for `combine`.
 Dispatched = tuple[torch.Tensor, torch.Tensor, LocalPairs, Any]
@@ -49,13 +49,15 @@ class LocalDispatcher:
     """All experts are here: rows are the tokens themselves and nothing travels."""
 
     num_experts: int
+    triton: bool = False
 
     def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
-        flat = index_TK.reshape(-1)
-        order_P = torch.argsort(flat, stable=True)
-        row_P = order_P // index_TK.shape[1]
+        tokens, top_k = index_TK.shape
+        order_P, place_P = order_by_expert(index_TK.reshape(-1), self.num_experts, self.triton)
+        row_P = order_P // top_k
         end_E = count_pairs(index_TK, self.num_experts).cumsum(0).to(torch.int32)
-        pairs = LocalPairs(row_P, end_E, segments_of(row_P, hidden_TH.shape[0]))
+        by_row = Segments(place_P, torch.arange(0, tokens * top_k + 1, top_k, device=place_P.device))
+        pairs = LocalPairs(row_P, end_E, by_row)
         return hidden_TH, weight_TK.reshape(-1).index_select(0, order_P), pairs, None
 
     def combine(self, rows_RH: torch.Tensor, metadata: Any) -> torch.Tensor:
@@ -94,23 +96,27 @@ class _Splits:
 
 @dataclass(frozen=True, eq=False)
 class AllToAllDispatcher:
-    """De-duplicated all-to-all dispatch with pre-reduced combine over `group`, the EP group."""
+    """De-duplicated all-to-all dispatch with pre-reduced combine over `group`, the EP group.
+
+    `triton`: routes are sorted, and rows summed, by Triton's kernels.
+    """
 
     num_experts: int
     group: dist.ProcessGroup
+    triton: bool = False
 
     def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
         """Three all-to-alls in forward (counts, pairs, rows), two in backward (pair weights, rows). The second run of a
         checkpointed block has the counts.
         """
         route = self._route(index_TK)
-        rows_RH, weight_P, row_P = _AllToAllDispatch.apply(hidden_TH, weight_TK, route, self.group)
+        rows_RH, weight_P, row_P = _AllToAllDispatch.apply(hidden_TH, weight_TK, route, self)
         by_row = segments_of(row_P, rows_RH.shape[0])
         return rows_RH, weight_P, LocalPairs(row_P, route.expert_end_L, by_row), route
 
     def combine(self, rows_RH: torch.Tensor, metadata: _Route) -> torch.Tensor:
         """One all-to-all in forward, one in backward."""
-        out_TH: torch.Tensor = _AllToAllCombine.apply(rows_RH, metadata, self.group)
+        out_TH: torch.Tensor = _AllToAllCombine.apply(rows_RH, metadata, self)
         return out_TH
 
     def numbers(self, number_T: torch.Tensor, metadata: _Route) -> torch.Tensor:
@@ -126,8 +132,8 @@ class AllToAllDispatcher:
         """
         ranks, tokens, top_k = self.group.size(), *index_TK.shape
         experts_here = self.num_experts // ranks
-        expert_S, pair_S = torch.sort(index_TK.reshape(-1), stable=True)
-        token_S, rank_S = pair_S // top_k, expert_S // experts_here
+        pair_S, _ = order_by_expert(index_TK.reshape(-1), self.num_experts, self.triton)
+        token_S, rank_S = pair_S // top_k, index_TK.reshape(-1).index_select(0, pair_S) // experts_here
         # A cell is (rank, token). The cells in use, in order, are the rows to send: each token once to each rank.
         cell_S = rank_S * tokens + token_S
         used = cell_S.new_zeros(ranks * tokens).scatter_(0, cell_S, 1)
@@ -181,12 +187,12 @@ class _AllToAllDispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: torch.Tensor, weight_TK: torch.Tensor, route: _Route, group: dist.ProcessGroup
+        ctx: Any, hidden_TH: torch.Tensor, weight_TK: torch.Tensor, route: _Route, by: AllToAllDispatcher
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # Index tensors are saved like any other: as attributes they would outlive a checkpointed block's first run.
         ctx.save_for_backward(route.arrival_P, route.pair_S, route.rows_of_token.item_P, route.rows_of_token.start_R1)
-        ctx.splits, ctx.group, ctx.weights = route.splits, group, (weight_TK.shape, weight_TK.dtype)
-        splits = route.splits
+        ctx.splits, ctx.by, ctx.weights = route.splits, by, (weight_TK.shape, weight_TK.dtype)
+        splits, group = route.splits, by.group
         # One message for both facts of a pair, its weight as bits beside its row number. It goes first: NCCL sends one
         # after the other, and pairs are put in order while the rows travel.
         weight_S = _exact(weight_TK.reshape(-1).index_select(0, route.pair_S))
@@ -208,7 +214,7 @@ class _AllToAllDispatch(torch.autograd.Function):
         ctx: Any, grad_rows_RH: torch.Tensor, grad_weight_P: torch.Tensor, grad_row_P: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         arrival_P, pair_S, *rows_of_token = ctx.saved_tensors
-        splits, group = ctx.splits, ctx.group
+        splits, group = ctx.splits, ctx.by.group
         # Every rank travels both ways back, whatever its own tokens need: a skipped collective hangs the others.
         grad_arrived_P = _exact(torch.empty_like(grad_weight_P).index_copy_(0, arrival_P, grad_weight_P))
         grad_weight_S, pairs_work = all_to_all(
@@ -219,18 +225,19 @@ class _AllToAllDispatch(torch.autograd.Function):
         grad_weight = torch.empty_like(grad_weight_S).index_copy_(0, pair_S, grad_weight_S)
         _wait(rows_work)
         shape, dtype = ctx.weights
-        return segment_sum(grad_rows_QH, Segments(*rows_of_token)), grad_weight.view(shape).to(dtype), None, None
+        grad_hidden_TH = segment_sum(grad_rows_QH, Segments(*rows_of_token), ctx.by.triton)
+        return grad_hidden_TH, grad_weight.view(shape).to(dtype), None, None
 
 
 class _AllToAllCombine(torch.autograd.Function):
     """rows_RH -> out_TH: rows travel back and each token sums what it receives."""
 
     @staticmethod
-    def forward(ctx: Any, rows_RH: torch.Tensor, route: _Route, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, rows_RH: torch.Tensor, route: _Route, by: AllToAllDispatcher) -> torch.Tensor:
         ctx.save_for_backward(route.token_Q)
-        ctx.splits, ctx.group = route.splits, group
-        rows_QH, _ = all_to_all(rows_RH, route.splits.rows_received, route.splits.rows_sent, group)
-        return segment_sum(rows_QH, route.rows_of_token)
+        ctx.splits, ctx.group = route.splits, by.group
+        rows_QH, _ = all_to_all(rows_RH, route.splits.rows_received, route.splits.rows_sent, by.group)
+        return segment_sum(rows_QH, route.rows_of_token, by.triton)
 
     @staticmethod
     def backward(ctx: Any, grad_out_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -86,9 +86,10 @@ def expert_mlp(
         out_RH = PerExpertMlp.apply(rows_RH, weight_P, *weights.flat(), pairs, mlp)
     else:
         up, down = (None, None) if adapters is None else (adapters.up, adapters.down)
-        settings = (1.0, 0) if adapters is None else (adapters.scaling, adapters.first_expert)
-        low_rank = (*_padded(up), *_padded(down))
-        out_RH = _ExpertMlp.apply(rows_RH, weight_P, *weights.flat(), *low_rank, pairs, mlp, *settings, dropout)
+        scalings = tuple(1.0 if adapter is None else adapter.scaling for adapter in (up, down))
+        first_expert = 0 if adapters is None else adapters.first_expert
+        settings = (pairs, mlp, scalings, first_expert, dropout)
+        out_RH = _ExpertMlp.apply(rows_RH, weight_P, *weights.flat(), *_padded(up), *_padded(down), *settings)
     return out_RH
 
 
@@ -108,7 +109,7 @@ class _ExpertMlp(torch.autograd.Function):
         down_b: torch.Tensor | None,
         pairs: LocalPairs,
         mlp: ExpertMlpSpec,
-        scaling: float,
+        scalings: tuple[float, float],
         first_expert: int,
         dropout: Dropout | None,
     ) -> torch.Tensor:
@@ -121,30 +122,29 @@ class _ExpertMlp(torch.autograd.Function):
         if up_a is not None and up_b is not None:
             x_PH = _dropped(x_PH, dropout, pairs, None)
             low_up_Pr = product(x_PH, up_a.to(dtype).transpose(1, 2), end_L)
-            pre_P2I.add_(product(low_up_Pr, up_b.to(dtype).transpose(1, 2), end_L), alpha=scaling)
+            pre_P2I.add_(product(low_up_Pr, up_b.to(dtype).transpose(1, 2), end_L), alpha=scalings[0])
         del x_PH
-        act_PI = activate(pre_P2I, mlp)
-        act_PI *= weight_P.unsqueeze(1)
+        act_PI = activate(pre_P2I, weight_P, mlp)
         out_PH = _by_weight(product, act_PI, down, end_L, mlp)
         if down_a is not None and down_b is not None:
             act_PI = _dropped(act_PI, dropout, pairs, first_expert)
             low_down_Pr = product(act_PI, down_a.to(dtype).transpose(1, 2), end_L)
-            out_PH.add_(product(low_down_Pr, down_b.to(dtype).transpose(1, 2), end_L), alpha=scaling)
+            out_PH.add_(product(low_down_Pr, down_b.to(dtype).transpose(1, 2), end_L), alpha=scalings[1])
         if down_bias is not None:
             out_PH += _per_pair(down_bias.to(dtype), pairs) * weight_P.unsqueeze(1)
         number_R = None if dropout is None else dropout.number_P
         low_rank = (up_a, up_b, down_a, down_b, low_up_Pr, low_down_Pr, number_R)
         # The index tensors too: attributes of ctx would outlive a checkpointed block's first run.
         ctx.save_for_backward(rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias, *low_rank, *pairs.tensors())
-        ctx.mlp, ctx.scaling, ctx.first_expert = mlp, scaling, first_expert
+        ctx.mlp, ctx.scalings, ctx.first_expert = mlp, scalings, first_expert
         ctx.dropout = None if dropout is None else (dropout.probability, dropout.salt)
-        return segment_sum(out_PH, pairs.by_row)
+        return segment_sum(out_PH, pairs.by_row, mlp.triton)
 
     @staticmethod
     def backward(ctx: Any, grad_out_RH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias, *rest = ctx.saved_tensors
         up_a, up_b, down_a, down_b, low_up_Pr, low_down_Pr, number_R, *indices = rest
-        pairs, mlp, scaling = LocalPairs.of(*indices), ctx.mlp, ctx.scaling
+        pairs, mlp, (up_scaling, down_scaling) = LocalPairs.of(*indices), ctx.mlp, ctx.scalings
         dropout = None if number_R is None else Dropout(ctx.dropout[0], ctx.dropout[1], number_R)
         product, end_L, dtype = looped_mm if mlp.per_expert else grouped_mm, pairs.expert_end_L, rows_RH.dtype
         trains_rows, _, trains_up, trains_down, trains_up_bias, trains_down_bias = ctx.needs_input_grad[:6]
@@ -155,7 +155,7 @@ class _ExpertMlp(torch.autograd.Function):
         # The gradient of the weighted activation; the routing weight is still on it.
         grad_act_PI = _by_weight(product, grad_out_PH, down, end_L, mlp, backward=True)
         if down_a is not None:
-            grad_low_Pr = product(grad_out_PH, down_b.to(dtype), end_L).mul_(scaling)
+            grad_low_Pr = product(grad_out_PH, down_b.to(dtype), end_L).mul_(down_scaling)
             through_PI = product(grad_low_Pr, down_a.to(dtype), end_L)
             grad_act_PI += _dropped(through_PI, dropout, pairs, ctx.first_expert)
         act_PI, grad_pre_P2I, grad_weight_P = activation_backward(pre_P2I, grad_act_PI, weight_P, mlp)
@@ -169,7 +169,7 @@ class _ExpertMlp(torch.autograd.Function):
         if down_a is not None:
             act_PI = _dropped(act_PI, dropout, pairs, ctx.first_expert)
             grad_down_a = product(grad_low_Pr.t(), act_PI, end_L).to(down_a.dtype)
-            grad_down_b = product(grad_out_PH.t(), low_down_Pr, end_L).mul_(scaling).to(down_b.dtype)
+            grad_down_b = product(grad_out_PH.t(), low_down_Pr, end_L).mul_(down_scaling).to(down_b.dtype)
         del act_PI, grad_act_PI, grad_out_PH
 
         if trains_up_bias:
@@ -180,15 +180,15 @@ class _ExpertMlp(torch.autograd.Function):
             del x_PH
         grad_x_PH = _by_weight(product, grad_pre_P2I, up, end_L, mlp, backward=True) if trains_rows else None
         if up_a is not None:
-            grad_low_Pr = product(grad_pre_P2I, up_b.to(dtype), end_L).mul_(scaling)
-            grad_up_b = product(grad_pre_P2I.t(), low_up_Pr, end_L).mul_(scaling).to(up_b.dtype)
+            grad_low_Pr = product(grad_pre_P2I, up_b.to(dtype), end_L).mul_(up_scaling)
+            grad_up_b = product(grad_pre_P2I.t(), low_up_Pr, end_L).mul_(up_scaling).to(up_b.dtype)
             x_PH = _dropped(rows_RH.index_select(0, pairs.row_P), dropout, pairs, None)
             grad_up_a = product(grad_low_Pr.t(), x_PH, end_L).to(up_a.dtype)
             del x_PH
             if grad_x_PH is not None:
                 grad_x_PH += _dropped(product(grad_low_Pr, up_a.to(dtype), end_L), dropout, pairs, None)
         if grad_x_PH is not None:
-            grad_rows_RH = segment_sum(grad_x_PH, pairs.by_row)
+            grad_rows_RH = segment_sum(grad_x_PH, pairs.by_row, mlp.triton)
         weights = (grad_up, grad_down, grad_up_bias, grad_down_bias)
         adapters = (grad_up_a, grad_up_b, grad_down_a, grad_down_b)
         return grad_rows_RH, grad_weight_P, *weights, *adapters, *(None,) * 5
@@ -213,11 +213,11 @@ def normed_expert_mlp(
     def compute(rows_RH: torch.Tensor, weight_P: torch.Tensor) -> torch.Tensor:
         place_P = torch.arange(pairs.row_P.shape[0], device=rows_RH.device)
         alone = LocalPairs(place_P, pairs.expert_end_L, segments_of(place_P, len(place_P)))
-        rows_PH: torch.Tensor = _GatherRows.apply(rows_RH, pairs)
+        rows_PH: torch.Tensor = _GatherRows.apply(rows_RH, pairs, mlp.triton)
         out_PH = expert_mlp(rows_PH, torch.ones_like(weight_P), alone, weights, mlp)
         weighted_PH = norm(out_PH) * weight_P.unsqueeze(1)
         # In the wider dtype of the two, as the weights may be fp32, and back.
-        out_RH: torch.Tensor = _SumPairs.apply(weighted_PH, pairs)
+        out_RH: torch.Tensor = _SumPairs.apply(weighted_PH, pairs, mlp.triton)
         return out_RH.to(rows_RH.dtype)
 
     out_RH: torch.Tensor = checkpoint(compute, rows_RH, weight_P, use_reentrant=False, preserve_rng_state=False)
@@ -228,26 +228,27 @@ class _GatherRows(torch.autograd.Function):
     """rows_RH -> rows_PH, each pair its row. Like `_SumPairs`, without the atomic additions of torch's own backward."""
 
     @staticmethod
-    def forward(ctx: Any, rows_RH: torch.Tensor, pairs: LocalPairs) -> torch.Tensor:
+    def forward(ctx: Any, rows_RH: torch.Tensor, pairs: LocalPairs, triton: bool) -> torch.Tensor:
         ctx.save_for_backward(*pairs.tensors())
+        ctx.triton = triton
         return rows_RH.index_select(0, pairs.row_P)
 
     @staticmethod
     def backward(ctx: Any, grad_PH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return segment_sum(grad_PH, LocalPairs.of(*ctx.saved_tensors).by_row), None
+        return segment_sum(grad_PH, LocalPairs.of(*ctx.saved_tensors).by_row, ctx.triton), None, None
 
 
 class _SumPairs(torch.autograd.Function):
     """values_PH -> out_RH, the sum of each row's pairs."""
 
     @staticmethod
-    def forward(ctx: Any, values_PH: torch.Tensor, pairs: LocalPairs) -> torch.Tensor:
+    def forward(ctx: Any, values_PH: torch.Tensor, pairs: LocalPairs, triton: bool) -> torch.Tensor:
         ctx.save_for_backward(*pairs.tensors())
-        return segment_sum(values_PH, pairs.by_row)
+        return segment_sum(values_PH, pairs.by_row, triton)
 
     @staticmethod
     def backward(ctx: Any, grad_RH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return grad_RH.index_select(0, LocalPairs.of(*ctx.saved_tensors).row_P), None
+        return grad_RH.index_select(0, LocalPairs.of(*ctx.saved_tensors).row_P), None, None
 
 
 def _by_weight(

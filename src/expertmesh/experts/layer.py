@@ -123,7 +123,7 @@ class ExpertLayer:
         if state is None:
             return None
         up, down = (_adapter(experts, name) for name in (self.spec.up, self.spec.down))
-        return Adapters(up, down, state.scaling, self.first_expert)
+        return Adapters(up, down, self.first_expert)
 
     def _dropout(self, experts: nn.Module, tokens: int, metadata: Any) -> Dropout | None:
         """The adapters' dropout with the numbers of the rows that came here; one more collective where there is any."""
@@ -152,7 +152,8 @@ def _span(part: str) -> AbstractContextManager[Any]:
 def _adapter(experts: nn.Module, name: str) -> Adapter | None:
     if not hasattr(experts, f"{name}_lora_A"):
         return None
-    return Adapter(*(_local(experts.get_parameter(f"{name}_lora_{which}")) for which in "AB"))
+    a_LrK, b_LNr = (_local(experts.get_parameter(f"{name}_lora_{which}")) for which in "AB")
+    return Adapter(a_LrK, b_LNr, module_state(experts).lora_scaling[name])
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What all LoRA adapters of one model share: their scaling, and dropout whose mask depends on the token alone.
+"""What all LoRA adapters of one model share: dropout whose mask depends on the token alone.
 
 The mask does not depend on the rank, the order, or how often it is computed: a counter-based generator (splitmix64,
 doi 10.1145/2660193.2660195) maps (salt, token number, column) to a uniform number. Every layout, every micro-batch size
@@ -39,7 +39,6 @@ class AdapterState:
     number, and a token has the same one in every layout. `is_off`: the base computes alone.
     """
 
-    scaling: float
     dropout: float = 0.0
     seed: int = 0
     number_T: torch.Tensor | None = None
@@ -87,7 +86,7 @@ def drop_adapters(module: nn.Module) -> None:
     for name in [name for name in module._parameters if is_adapter(name)]:
         delattr(module, name)
     if adapter_state_of(module) is not None:
-        attach_to_module(module, lora_state=None)
+        attach_to_module(module, lora_state=None, lora_scaling=None)
 
 
 def number_rows(

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
-from expertmesh.adapters.peft_format import BASE_FILE, CONFIG_FILE, WEIGHTS_FILE, config_bytes, file_tensors
+from expertmesh.adapters.peft_format import BASE_FILE, CONFIG_FILE, WEIGHTS_FILE, file_tensors
 from expertmesh.adapters.plan import plan_of
 from expertmesh.adapters.save import write_adapter
 from expertmesh.checkpoint.companions import ADAPTER
@@ -48,7 +48,7 @@ def export_adapter(
     else:
         adapter = per_expert_adapter(model, plan)
         files = adapter.tensors
-        small[CONFIG_FILE] = config_bytes(adapter.config(json.loads(small[CONFIG_FILE]), plan))
+        small[CONFIG_FILE] = adapter.config(json.loads(small[CONFIG_FILE]), plan)
     layout, written = write_adapter(directory, files, small, CopiedFiles(_tokenizer_files(state)), values, dtype)
     return SaveReport(
         directory=directory,

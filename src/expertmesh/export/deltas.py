@@ -30,17 +30,17 @@ class Deltas:
 
     def __init__(self, plan: AdapterPlan, files: WeightFiles) -> None:
         self.targets = {parameter_name(target): target for target in plan.targets}
-        self.scaling = plan.lora.scaling
+        self.parts = plan.parts
         self.unused: dict[str, tuple[int, ...]] = {}
         stored = {name: LazyTensor.of(tensor) for name, tensor in files.tensors.items()}
-        self._tensors = model_tensors_from(stored, plan.targets, plan.lora.r, files.directory)
+        self._tensors = model_tensors_from(stored, plan.targets, plan.parts, files.directory)
         self._files = files
         # Files hold an expert's two projections in turn.
         self._factors = lru_cache(maxsize=2)(self._read_factors)
 
     def add(self, weight: str, box: Box, values: Tensor) -> None:
         """Add the delta of `box` of an adapted weight to `values`, which hold that box in fp32 or wider."""
-        add_delta(values, box, self.targets[weight], self._factors(weight), self.scaling)
+        add_delta(values, box, self.targets[weight], self._factors(weight))
 
     def _read_factors(self, weight: str) -> tuple[Tensor, Tensor]:
         """A `[E, r, in]` and B `[E, out, r]` in the file's dtype, without E for a matrix."""

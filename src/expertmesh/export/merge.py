@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from expertmesh.adapters.peft_format import WEIGHTS_FILE, read_config
+from expertmesh.adapters.peft_format import WEIGHTS_FILE
 from expertmesh.adapters.plan import AdapterPlan, plan_adapters
 from expertmesh.config import LoraConfig
 from expertmesh.config.errors import InputError
@@ -70,10 +70,7 @@ def merge(
             f"merge: {dtype!r} is none of {', '.join(_DTYPES)}; convert a plain result", key="config.wrong-value"
         )
     check_target(target)
-    content = read_config(adapter)
-    if not (adapter / WEIGHTS_FILE).exists():
-        raise InputError(f"{adapter}: has no {WEIGHTS_FILE}", key="adapter.no-weights")
-    model, directory = base_model(adapter, content, base, trust_remote_code)
+    model, directory = base_model(adapter, base, trust_remote_code)
     plan = plan_adapters(model, LoraConfig(from_adapter=str(adapter)), str(directory))
     with (
         open_weight_files(directory, weights_file(model)) as files,

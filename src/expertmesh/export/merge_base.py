@@ -5,13 +5,13 @@ For merge.py. Holds a block of the base's weights at a time; nothing here commun
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from expertmesh.adapters.base import read_base
-from expertmesh.adapters.peft_format import BASE_FILE, CONFIG_FILE
+from expertmesh.adapters.peft_config import read_config
+from expertmesh.adapters.peft_format import BASE_FILE, CONFIG_FILE, WEIGHTS_FILE
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.export.merge_check import base_hash
 from expertmesh.io.safetensors_reader import INDEX_FILE, WeightFiles
@@ -27,10 +27,11 @@ _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "cha
 _MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 
 
-def base_model(
-    adapter: Path, content: dict[str, Any], base: str | None, trust_remote_code: bool
-) -> tuple[PreTrainedModel, Path]:
-    """The base on meta, and its directory."""
+def base_model(adapter: Path, base: str | None, trust_remote_code: bool) -> tuple[PreTrainedModel, Path]:
+    """The base of an adapter with weights, on meta, and its directory."""
+    content = read_config(adapter)
+    if not (adapter / WEIGHTS_FILE).exists():
+        raise InputError(f"{adapter}: has no {WEIGHTS_FILE}", key="adapter.no-weights")
     named = content.get("base_model_name_or_path")
     if base is None and not (isinstance(named, str) and named):
         raise InputError(

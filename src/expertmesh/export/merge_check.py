@@ -6,7 +6,7 @@ the adapter taken apart as PEFT's own code does it. Holds a block of the base, o
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertmesh.adapters.peft_format import file_keys
+from expertmesh.adapters.peft_format import Part, file_keys
 from expertmesh.config.errors import IntegrityError
 from expertmesh.export.deltas import Deltas
 from expertmesh.io.boxes import Box, blocks, extents, full_box
@@ -80,17 +80,21 @@ def compare_sample(
         written = plan_load(model, files)
     targets, worst, moved, wanted = list(deltas.targets.values()), 0.0, 0.0, 0.0
     for weight, target in deltas.targets.items():
-        a_ErK, b_ENr = _as_peft_does(factors, file_keys(target, targets), target.experts or 1)
+        if target.name in deltas.parts:
+            a_ErK, b_ENr = _of_parts(factors, deltas.parts[target.name], target.shapes)
+        else:
+            a_ErK, b_ENr = _as_peft_does(factors, file_keys(target, targets), target.experts or 1)
         expert = _some_expert(weight, b_ENr)
         a_rK, b_Nr = a_ErK[expert].double(), b_ENr[expert].double()
-        flipped = target.transposed and not target.swapped
+        # PEFT's own file has A and B in each other's places where it takes outputs for inputs.
+        flipped = target.transposed and (not target.swapped or target.name in deltas.parts)
         left, right = (a_rK.t(), b_Nr.t()) if flipped else (b_Nr, a_rK)
         first, last = _some_rows(weight, left.shape[0], right.shape[1])
         lead = () if target.experts is None else ((expert, expert + 1),)
         box = (*lead, (first, last), (0, right.shape[1]))
         base, got = (_read(plan.tensors[weight], box, library) for plan in (load, written))
-        delta = deltas.scaling * left[first:last] @ right
-        size = deltas.scaling * left[first:last].abs() @ right.abs()
+        delta = target.scaling * left[first:last] @ right
+        size = target.scaling * left[first:last].abs() @ right.abs()
         rounding = max(torch.finfo(tensor.dtype).eps for tensor in (base, got))
         expected = base.double() + delta
         allowed = rounding * expected.abs() + _FP32_ERROR * (base.double().abs() + size)
@@ -135,6 +139,21 @@ def _as_peft_does(factors: WeightFiles, keys: tuple[str, str], experts: int) -> 
     with safe_open(path, framework="pt") as file:
         a, b = (file.get_tensor(key) for key in keys)
     return a.reshape(experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
+
+
+def _of_parts(
+    factors: WeightFiles, parts: Sequence[Part], shapes: tuple[tuple[int, ...], tuple[int, ...]]
+) -> tuple[Tensor, Tensor]:
+    """The same of adapters on published matrices, each with columns of its own. `shapes`: those of the target."""
+    a_ErK, b_ENr = (torch.zeros(shape if len(shape) == 3 else (1, *shape)) for shape in shapes)
+    width = a_ErK.shape[1] * a_ErK.shape[0] // len(parts)
+    with safe_open(factors.tensors[parts[0].keys[0]].path, framework="pt") as file:
+        for part in parts:
+            a, b = (file.get_tensor(key) for key in part.keys)
+            first = width * (part.rows[0] // (part.rows[1] - part.rows[0]))
+            a_ErK[part.expert or 0, first : first + width] = a
+            b_ENr[part.expert or 0, slice(*part.rows), first : first + width] = b
+    return a_ErK, b_ENr
 
 
 def _some_expert(weight: str, b_ENr: Tensor) -> int:

@@ -13,13 +13,13 @@ from typing import Any, NoReturn
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertmesh.adapters.peft_format import PREFIX, is_parameter, parameter_name
+from expertmesh.adapters.peft_config import config_bytes
+from expertmesh.adapters.peft_format import Part, is_parameter, parameter_name, published_parts
 from expertmesh.adapters.plan import AdapterPlan
 from expertmesh.adapters.targets import Target
-from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError
 from expertmesh.weights.lazy import LazyTensor
-from expertmesh.weights.mapping import StateTensor, adapter_tensors, own_class, plan_save
+from expertmesh.weights.mapping import StateTensor, adapter_tensors, own_class
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class PerExpertAdapter:
     tensors: dict[str, LazyTensor]
     modules: tuple[str, ...]
 
-    def config(self, content: Mapping[str, Any], plan: AdapterPlan) -> dict[str, Any]:
+    def config(self, content: Mapping[str, Any], plan: AdapterPlan) -> bytes:
         """adapter_config.json, made of PEFT's own `content`.
 
         Dense MLPs and shared experts stay parameters: PEFT takes modules of these names for routed experts.
@@ -37,7 +37,7 @@ class PerExpertAdapter:
         dense = [parameter_name(target) for target in plan.targets if is_parameter(target) and not target.parameter]
         endings = content.get("target_parameters") or ()
         kept = [ending for ending in endings if any(name.endswith(f".{ending}") for name in dense)]
-        return {**content, "target_modules": list(self.modules), "target_parameters": kept or None}
+        return config_bytes({**content, "target_modules": list(self.modules), "target_parameters": kept or None})
 
 
 def per_expert_adapter(model: PreTrainedModel, plan: AdapterPlan) -> PerExpertAdapter:
@@ -46,50 +46,32 @@ def per_expert_adapter(model: PreTrainedModel, plan: AdapterPlan) -> PerExpertAd
     Raises `InputError` for a model whose files do not hold one matrix per expert (GPT-OSS and others with all experts
     of a layer in one tensor).
     """
+    if not plan.is_uniform:
+        raise InputError(
+            "--adapter-format per-expert: the adapter has a rank_pattern or alpha_pattern, which readers of single "
+            "experts do not apply to them; leave it out, or merge the adapter",
+            key="adapter.per-expert-of-one-rank",
+        )
     adapters = adapter_tensors(model)
-    transposed = {spec.name for spec in describe(model).experts if spec.transposed}
-    targets = {parameter_name(target): target for target in plan.targets}
     named, files, modules = Counter[str](), dict[str, LazyTensor](), dict[str, None]()
-    for key, lazy in plan_save(model).items():
-        weights = [leaf.name for leaf in lazy.leaves() if leaf.name in targets]
-        if not weights:
-            continue
-        target = targets[weights[0]]
-        part = _part_of(key, lazy, target, target.module in transposed)
+    for target, key, part in published_parts(model, plan.targets):
         if part is None:
-            _refuse(model, weights[0], key)
-        a, b = _factors(adapters, target, *part)
-        prefix = f"{PREFIX}{key.removesuffix('.weight')}"
-        files |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
-        named[weights[0]] += part[1][1] - part[1][0]
+            _refuse(model, parameter_name(target), key)
+        files |= zip(part.keys, _factors(adapters, target, part), strict=True)
+        named[target.name] += part.rows[1] - part.rows[0]
         if target.parameter or not is_parameter(target):
-            modules[prefix.rpartition(".")[2]] = None
-    for weight, target in targets.items():
-        if named[weight] != target.out_features * (target.experts or 1):
-            _refuse(model, weight, "not all of it")
+            modules[part.key.rpartition(".")[2]] = None
+    for target in plan.targets:
+        if named[target.name] != target.out_features * (target.experts or 1):
+            _refuse(model, parameter_name(target), "not all of it")
     return PerExpertAdapter(files, tuple(modules))
 
 
-def _part_of(key: str, lazy: LazyTensor, target: Target, transposed: bool) -> tuple[int | None, tuple[int, int]] | None:
-    """Which expert's, and which outputs, a tensor of the files is; None if it is not one matrix `[outputs, inputs]`."""
-    if len(lazy.pieces) != 1 or lazy.dim() != 2 or not key.endswith(".weight"):
-        return None
-    (piece,) = lazy.pieces
-    lead = 0 if target.experts is None else 1
-    out, inner = (lead + 1, lead) if transposed and lead else (lead, lead + 1)
-    if not isinstance(piece.leaf, StateTensor) or piece.dims != (out, inner):
-        return None
-    if piece.source[inner] != (0, target.in_features):
-        return None
-    return piece.source[0][0] if lead else None, piece.source[out]
-
-
-def _factors(
-    adapters: Mapping[str, Tensor], target: Target, expert: int | None, rows: tuple[int, int]
-) -> tuple[LazyTensor, LazyTensor]:
+def _factors(adapters: Mapping[str, Tensor], target: Target, part: Part) -> tuple[LazyTensor, LazyTensor]:
     names = [f"{target.module}.{leaf}" for leaf in target.leaves]
     a, b = (LazyTensor.of(StateTensor(name, adapters[name])) for name in names)
-    chosen = (a, b[slice(*rows)]) if expert is None else (a[expert], b[expert, slice(*rows)])
+    rows = slice(*part.rows)
+    chosen = (a, b[rows]) if part.expert is None else (a[part.expert], b[part.expert, rows])
     assert all(isinstance(each, LazyTensor) for each in chosen)
     return chosen  # type: ignore[return-value]
 

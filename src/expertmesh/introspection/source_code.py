@@ -84,6 +84,12 @@ def along_the_sequence(kind: Any) -> str | None:
     return None
 
 
+def only_multiplies(kind: Any) -> bool:
+    """Whether matrix products are all in the code of a class that may look along the sequence."""
+    used = {name for tree in map(_tree, _owners(kind)) for name in map(_called, _calls(tree))}
+    return used & _ALONG_THE_SEQUENCE <= {"matmul"} and along_the_sequence(kind) == "matmul"
+
+
 @known_by_class("attributes_read")
 def attributes_read(function: Any) -> list[str]:
     """Which attributes of its argument `module` a function of Python reads."""

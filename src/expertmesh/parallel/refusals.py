@@ -17,7 +17,6 @@ from expertmesh.experts.balance import Balance, balance_of
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.compute_dtype import Casts, plan_compute, with_wide_routers
 from expertmesh.introspection.experts_proof import confirm_experts
-from expertmesh.parallel.context import refuse_context
 from expertmesh.parallel.sequence import refuse_blocks
 from expertmesh.state.stage_view import MetaTwin
 
@@ -89,7 +88,7 @@ def adapter_shard_dim(name: str, adapter: torch.Tensor, layout: Layout) -> int:
 
 
 def refuse_axes(model: nn.Module, anatomy: Anatomy, layout: Layout) -> None:
-    """Raise `InputError` for a model whose positions tp or cp cannot cut, or whose attention cp cannot exchange."""
+    """Raise `InputError` for a model whose rows or positions tp, cp or pp cannot share."""
     axis = next((axis for axis in ("tp", "cp", "pp") if layout.size(axis) > 1), None)
     if is_classifier(model) and axis is not None:
         raise InputError(
@@ -98,7 +97,6 @@ def refuse_axes(model: nn.Module, anatomy: Anatomy, layout: Layout) -> None:
             key="layout.ranks-share-rows",
         )
     refuse_blocks(model, anatomy, layout)
-    refuse_context(model, anatomy, layout)
 
 
 def refuse_dtypes(

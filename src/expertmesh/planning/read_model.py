@@ -187,7 +187,7 @@ class _Reader:
             router=TopKRouter(spec.num_experts, spec.top_k, *((groups, best) if limited else ())),
             matrices=tuple(self._expert_weight(spec, name, parameter) for name, parameter in own.items()),
             looped=self.backends[spec.name] == "loop",
-            rank=self.lora.r if self.lora is not None and any(map(is_adapter, own)) else 0,
+            rank=max((own[name].shape[1] for name in own if is_adapter(name) and name.endswith("A")), default=0),
         )
 
     def _expert_weight(self, spec: ExpertsSpec, leaf: str, parameter: nn.Parameter) -> ExpertWeight:

@@ -63,6 +63,8 @@ class ModuleState:
     """`experts.layer.layer_of`."""
     lora_state: Any = None
     """The model's, if this very module is adapted: `experts.lora_state.adapter_state_of`."""
+    lora_scaling: Any = None
+    """What the product of the adapter is multiplied by, by the name of the adapted parameter."""
     lora_name: str = ""
     """The adapted module's name in the model."""
     first_column: int = 0

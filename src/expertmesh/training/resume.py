@@ -28,7 +28,7 @@ from expertmesh.io.versioned_json import first_problem
 from expertmesh.training.optimizers.build import learning_rate_factor
 
 # What may differ from the run that is resumed: sections and keys.
-_FREE_SECTIONS = ("parallel", "checkpoint", "save", "log", "distributed")
+_FREE_SECTIONS = ("parallel", "eval", "checkpoint", "save", "log", "distributed")
 _FREE_KEYS = (
     "train.max_steps",
     "train.num_epochs",
@@ -41,6 +41,7 @@ _FREE_KEYS = (
     *(f"train.early_stop.{key}" for key in ("figure", "patience", "min_change")),
     "moe.dispatch",
     "moe.compute",
+    "moe.kernels",
     "data.eval",
     "data.prepared_path",
     "output_dir",

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
-from expertmesh.distributed.mesh import current_device, start_process_group
 from expertmesh.training.checkpoints import open_checkpoints
 from expertmesh.training.control import Control
+from expertmesh.training.evaluation import Evaluation
 from expertmesh.training.lock import RunLock
 from expertmesh.training.loop import TrainingLoop
 from expertmesh.training.publish import push_result
@@ -41,7 +41,6 @@ def train(
     run was asked to stop and has saved.
     """
     control = control or Control()
-    start_process_group(current_device(), config.distributed.first_step_timeout_seconds)
     begin(config, control)
     if arrange is not None:
         config = arranged(config, arrange)
@@ -78,7 +77,7 @@ def _train(config: "Config", control: Control, checked: "Checked", predict: Pred
             optimizer=state.optimizer,
             schedule=state.schedule,
             train_batches=run.batches,
-            eval_batches=run.evaluation,
+            evaluation=Evaluation.of(run),
             total_steps=run.total_steps,
             reporter=reporter,
             expert_load=expert_load,

@@ -55,8 +55,10 @@ def bugs(proof: Proof) -> list[Bug]:
     moments = "sgd keeps no moments" if setup.config.optim.name == "sgd" else None
     update, resume = {"update": CHECKS["update"]}, {"metamorphic": check_resume}
     between = Bug("the gradient from one stage to the one before lost", "backward", Hooks(loaded=_lose_between_stages))
+    swapped = Bug("codes of a frozen matrix with their halves exchanged", "bytes", Hooks(loaded=_swap_nibbles))
     return [
         Bug("two experts exchanged", "bytes", Hooks(loaded=_swap_experts)),
+        *([swapped] if setup.config.precision.frozen is not None else []),
         Bug("the first token of a rank gets no expert", "forward", Hooks(loaded=_drop_token)),
         Bug("the router's gradient of other ranks dropped", "backward", Hooks(loaded=_drop_router), refusal=routers),
         *([between] if layout.pp > 1 else []),
@@ -79,6 +81,18 @@ def _swap_experts(job: Job) -> None:
             (start, middle), (_, stop) = (experts.rows(tensor, number) for number in (0, 1))
             whole[start:stop] = torch.cat([whole[middle:stop], whole[start:middle]])
             held.copy_(whole[slices(box)])
+
+
+@torch.no_grad()
+def _swap_nibbles(job: Job) -> None:
+    """In one matrix: of a linear layer, where the run packs those."""
+    model, state = job.model, job.tensors()
+    packed = [local_tensor(tensor) for name, tensor in state.items() if as_stored(model, name, tensor) is not tensor]
+    held: list[Any] = [each for each in packed if hasattr(each, "kind")]  # the others are on other stages
+    for tensor in sorted(held, key=lambda each: each.kind.by_rows)[-1:]:
+        start, stop = tensor.kind.sections[1:]
+        codes = tensor.packed_LB[:, start:stop]
+        codes.copy_(codes >> 4 | codes << 4)
 
 
 def _drop_token(job: Job) -> None:

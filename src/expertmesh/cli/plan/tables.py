@@ -24,7 +24,7 @@ def print_candidates(console: Console, name: str, job: Job, candidates: Sequence
     print_rows(console, title, COLUMNS, [_row(job, candidate) for candidate in candidates])
     crossings = (node_crossing(candidate.layout, job.devices.per_node) for candidate in candidates)
     for crossing in dict.fromkeys(filter(None, crossings)):
-        console.print(f"{crossing}: train wants parallel.ep_across_nodes: true", soft_wrap=True)
+        console.print(crossing, soft_wrap=True)
 
 
 def print_best(console: Console, job: Job, best: Candidate, costs: RunCosts) -> None:

@@ -1,6 +1,8 @@
 """Rows of JSON lines and of JSON lists, decoded strictly: repeated keys and NaN are problems, not choices."""
 
+import io
 import json
+import os
 import re
 from collections.abc import Iterator
 from typing import IO, Any
@@ -47,8 +49,10 @@ def read_json(stream: IO[bytes], name: str, takes: Takes) -> Iterator[RawRow | N
         return
     source = SourceFile(name, by_line=False)
     try:
-        content = stream.read(MAX_LIST_BYTES + 1)
-        if len(content) > MAX_LIST_BYTES:
+        # A plain file says its size, so that none of a giant is read.
+        giant = isinstance(stream, io.BufferedReader) and os.fstat(stream.fileno()).st_size > MAX_LIST_BYTES
+        content = b"" if giant else stream.read(MAX_LIST_BYTES + 1)
+        if giant or len(content) > MAX_LIST_BYTES:
             raise too_large(name, "is one list, and longer", MAX_LIST_BYTES)
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -20,7 +20,6 @@ from expertmesh.anatomy import Anatomy, alike_as_one, decoder_blocks, is_adapter
 from expertmesh.config import Config, InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.io.terminal import gib
-from expertmesh.parallel.context import context_lines
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.shard_plan import ShardPlan
 from expertmesh.step.pipeline_schedule import schedule_kind
@@ -67,7 +66,7 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
     layout, anatomy, plan = mesh.layout, checked.anatomy, checked.plan
     yield f"model      {config.model.name_or_path}: {checked.model_config.model_type}, " + _experts_line(anatomy)
     yield from (f"           {line}" for line in layout.table().splitlines())
-    yield from (f"cp         {line}" for line in context_lines(model, layout))
+    yield from (f"cp         {line}" for line in plan.context.lines())
     yield from (f"tp         {line}" for line in plan.tensor.lines())
     pipeline = pipeline_of(model)
     if pipeline is not None:
@@ -91,6 +90,8 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
     yield (
         f"experts    dispatch {said['dispatch']}, compute {said['compute']}, router {router}, in {said['router_dtype']}"
     )
+    if said["kernels"] != "torch":
+        yield f"           kernels {said['kernels']}"
     counted = batches.accumulation if batches.accumulation > 1 or pipeline is not None else 0
     yield from (f"balance    {line}" for line in _balance_lines(plan, counted))
     if lora is not None:

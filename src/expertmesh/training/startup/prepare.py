@@ -20,7 +20,7 @@ from expertmesh.config import Config, InputError, ParallelConfig
 from expertmesh.data import BatchLayout, EvaluationBatches, TrainingBatches
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.distributed.layout import explicit
-from expertmesh.distributed.mesh import Mesh, build_mesh, current_device, set_timeout
+from expertmesh.distributed.mesh import Mesh, build_mesh, current_device, set_timeout, start_process_group
 from expertmesh.io.terminal import print_log
 from expertmesh.parallel.apply import shard_model
 from expertmesh.training.resume import Identity, check_start, date_of, find_start, find_weights
@@ -123,7 +123,8 @@ def prepare(config: Config, control: "Control", checked: Checked) -> Prepared:
 
 
 def begin(config: Config, control: "Control") -> None:
-    """The first words of this rank: from here on it prints what `log.level` says."""
+    """Join the job, and say the first words: from here on this rank prints what `log.level` says."""
+    start_process_group(current_device(), config.distributed.first_step_timeout_seconds)
     print_log(config.log.level, dist.get_rank())
     say(control, "building the model on meta and planning its shards")
 

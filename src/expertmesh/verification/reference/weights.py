@@ -65,7 +65,7 @@ class Weights:
     def leaves(self, name: str) -> dict[str, Tensor]:
         """What a gradient is wanted of, on the device, by name: the tensor itself, and the adapters on it."""
         target = self.targets.get(name)
-        shapes = {} if target is None or self.adapters is None else _adapter_shapes(target, self.adapters.lora.r)
+        shapes = {} if target is None else _adapter_shapes(target)
         if self.held is not None:
             return {leaf: self.held[leaf].detach().to(self.device, copy=True) for leaf in (name, *shapes)}
         lazy, dtype = self.plan.tensors[name], self.state[name].dtype
@@ -78,7 +78,7 @@ class Weights:
     def value(self, name: str, leaves: Mapping[str, Tensor]) -> Tensor:
         """The tensor, computed from its leaves under autograd."""
         value, target = leaves[name], self.targets.get(name)
-        if target is None or self.adapters is None:
+        if target is None:
             return value
         a, b = (leaves[f"{target.module}.{leaf}"] for leaf in target.leaves)
         delta = b @ a
@@ -86,7 +86,7 @@ class Weights:
             spec.name == target.module and spec.transposed for spec in self.setup.anatomy.experts
         ):
             delta = delta.mT
-        return value + (self.adapters.lora.scaling * delta).to(value.dtype)
+        return value + (target.scaling * delta).to(value.dtype)
 
 
 @torch.no_grad()
@@ -96,7 +96,7 @@ def set_adapters(model: PreTrainedModel) -> None:
         return
     state = dict(model.named_parameters())
     for target in plan.targets:
-        for name, shape in _adapter_shapes(target, plan.lora.r).items():
+        for name, shape in _adapter_shapes(target).items():
             if name in state:
                 local_tensor(state[name]).copy_(adapter_value(name, shape)[slices(local_box(state[name]))])
 
@@ -110,8 +110,6 @@ def adapter_value(name: str, shape: tuple[int, ...]) -> Tensor:
     return values * (0.5 / shape[-1] ** 0.5 if name.endswith("A") else 0.05)
 
 
-def _adapter_shapes(target: Target, r: int) -> dict[str, tuple[int, ...]]:
+def _adapter_shapes(target: Target) -> dict[str, tuple[int, ...]]:
     """The shapes of A and B of one target, by parameter name."""
-    lead = () if target.experts is None else (target.experts,)
-    shapes = ((*lead, r, target.in_features), (*lead, target.out_features, r))
-    return {f"{target.module}.{leaf}": shape for leaf, shape in zip(target.leaves, shapes, strict=True)}
+    return {f"{target.module}.{leaf}": shape for leaf, shape in zip(target.leaves, target.shapes, strict=True)}

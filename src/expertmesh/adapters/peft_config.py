@@ -1,0 +1,383 @@
+"""adapter_config.json: what ours says, and what other people's mean, by the rules by which PEFT reads them.
+
+Whatever a plain LoRA adapter does not have is refused by its name. PEFT is never imported here.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, NoReturn, TypeGuard
+
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
+from transformers.pytorch_utils import Conv1D
+
+from expertmesh.adapters.peft_format import (
+    CONFIG_FILE,
+    TAKEN_FOR_EXPERTS,
+    WEIGHTS_FILE,
+    is_parameter,
+    name_of,
+    parameter_name,
+)
+from expertmesh.adapters.targets import ALL_LINEAR, Target
+from expertmesh.config import LoraConfig
+from expertmesh.config.base import pattern_problem
+from expertmesh.config.errors import InputError, SecurityError
+from expertmesh.config.sections import MAX_ALPHA, MAX_RANK
+from expertmesh.introspection.known_families import own_class
+from expertmesh.io.reading import read_json, shortened
+from expertmesh.state.stage_view import full_model
+
+_PICKLE = "adapter_model.bin"
+# All that adapter_config.json may say: what we read, and what changes nothing that a plain adapter computes. Whatever
+# else is set there is refused, also what PEFT will only know in future.
+_KNOWN = (
+    "peft_type",
+    "task_type",
+    "r",
+    "lora_alpha",
+    "rank_pattern",
+    "alpha_pattern",
+    "lora_dropout",
+    "use_rslora",
+    "bias",
+    "init_lora_weights",
+    "target_modules",
+    "target_parameters",
+    "exclude_modules",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "auto_mapping",
+    "peft_version",
+    "layers_pattern",
+    "megatron_core",
+    "qalora_group_size",
+    "ensure_weight_tying",
+    "runtime_config",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+)
+# What their values have to be, where they say anything.
+_IS_BOOL = ("use_rslora", "inference_mode", "ensure_weight_tying")
+_IS_TEXT = ("task_type", "bias", "base_model_name_or_path", "revision", "peft_version")
+# A branch, a tag or a commit; it becomes part of a path in the hub's cache.
+_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+-]{0,199}")
+_MAX_NAMES = 100_000
+# Ways to start that take something out of the base: the adapter alone is not all that was learned.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# What PEFT 0.21 makes of former modules of experts and routers (its `_MOE_TARGET_MODULE_MAPPING`), by the family whose
+# rules transformers has for a model's files.
+_FORMER = {
+    "mixtral": {"gate": "gate.weight", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"},
+    "qwen2_moe": {
+        "gate": "gate.weight",
+        "gate_proj": "gate_up_proj",
+        "up_proj": "gate_up_proj",
+        "down_proj": "down_proj",
+    },
+}
+
+
+def config_content(
+    model: nn.Module, targets: Sequence[Target], lora: LoraConfig, base: str | None, revision: str | None
+) -> dict[str, Any]:
+    """adapter_config.json. Dropout is written as 0 when parameters are adapted: PEFT has none for those."""
+    modules = [name_of(target) for target in targets if not is_parameter(target)]
+    parameters = [name_of(target) for target in targets if is_parameter(target)]
+    model = full_model(model)
+    every_module = [name for name, _ in model.named_modules()]
+    every_parameter = [name for name, _ in model.named_parameters()]
+    task, mapping = _class_to_load(model)
+    return {
+        "peft_type": "LORA",
+        "task_type": task,
+        "auto_mapping": mapping,
+        "base_model_name_or_path": base,
+        "revision": revision,
+        "inference_mode": True,
+        "r": lora.r,
+        "lora_alpha": _number(lora.alpha),
+        "rank_pattern": _pattern({target: target.r for target in targets if target.r != lora.r}, targets),
+        "alpha_pattern": _pattern(
+            {target: _number(target.alpha) for target in targets if target.alpha != lora.alpha}, targets
+        ),
+        "lora_dropout": 0.0 if parameters else lora.dropout,
+        "use_rslora": lora.use_rslora,
+        "init_lora_weights": True if lora.init == "default" else lora.init,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "modules_to_save": None,
+        "target_modules": _endings(modules, every_module, 1),
+        "target_parameters": _endings(parameters, every_parameter, 2) or None,
+    }
+
+
+def _class_to_load(model: nn.Module) -> tuple[str | None, dict[str, str] | None]:
+    """PEFT's task_type and auto_mapping: the class whose modules have the adapter's names.
+
+    AutoModelForCausalLM makes a model of text alone of many vision-language checkpoints, with other names, of which
+    PEFT would load nothing but warn. Without a task its AutoPeftModel loads the class that is named.
+    """
+    kind: Any = own_class(type(model))
+    if not kind.__module__.startswith("transformers."):
+        return "CAUSAL_LM", None
+    config: Any = type(model.config)
+    with_vision = config in AutoModelForImageTextToText._model_mapping
+    by_name = AutoModelForCausalLM._model_mapping.get(config, None)
+    task = None if with_vision and by_name is not kind else "CAUSAL_LM"
+    return task, {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+
+
+def config_bytes(content: Mapping[str, Any]) -> bytes:
+    """adapter_config.json as it is written."""
+    return json.dumps(content, indent=2).encode() + b"\n"
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """adapter_config.json of a PEFT directory. Raises `InputError` for what we cannot train exactly, by name."""
+    path = directory / CONFIG_FILE
+    try:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{path}: cannot be read as an adapter's config: {error}", key="adapter.unreadable-config"
+        ) from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: is not the config of a LoRA adapter", key="adapter.not-lora")
+    refuse_content(content, path)
+    if (directory / _PICKLE).exists() and not (directory / WEIGHTS_FILE).exists():
+        raise SecurityError(
+            f"{directory / _PICKLE}: is a pickle, which can run code when read; convert it first", key="adapter.pickle"
+        )
+    return content
+
+
+def refuse_content(content: Mapping[str, Any], path: Path | str) -> None:
+    """Raise `InputError` for what an adapter_config.json (of `path`) says that we cannot train exactly, by name."""
+    if content.get("peft_type") != "LORA":
+        raise InputError(f"{path}: is not the config of a LoRA adapter", key="adapter.not-lora")
+    # Zero is set too: `layers_to_transform: 0` means the first layer alone.
+    said = [key for key, value in content.items() if key not in _KNOWN and (value or type(value) is int)]
+    if said or content.get("bias", "none") != "none":
+        key = said[0] if said else "bias"
+        raise InputError(
+            f"{path}: {key} is {shortened(repr(content[key]))}, which is not supported; train a plain LoRA adapter",
+            key="adapter.unsupported-option",
+        )
+    init = content.get("init_lora_weights")
+    if isinstance(init, str) and init.startswith(_CHANGES_BASE):
+        raise InputError(
+            f"{path}: init_lora_weights is {init!r}, which changes the base's weights as well; save it with PEFT's "
+            "path_initial_model_for_weight_conversion, which makes a plain LoRA adapter of it",
+            key="adapter.changes-base",
+        )
+    for key in ("target_modules", "target_parameters", "exclude_modules"):
+        listed = content.get(key) or []
+        text = [listed] if isinstance(listed, str) and key != "target_parameters" else listed
+        if not isinstance(text, list) or not all(isinstance(name, str) for name in text):
+            raise InputError(
+                f"{path}: {key} is {shortened(repr(listed))}, not a list of names", key="adapter.invalid-config"
+            )
+        if len(text) > _MAX_NAMES:
+            raise InputError(f"{path}: {key} has {len(text):,} names", key="adapter.invalid-config")
+    for key, problem in (*_wrong_values(content), *_wrong_patterns(content)):
+        raise InputError(
+            f"{path}: {key} is {shortened(repr(content.get(key)))}, {problem}", key="adapter.invalid-config"
+        )
+
+
+def _wrong_values(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(key, why) of what no adapter can have."""
+    yield from ((key, "not true or false") for key in _IS_BOOL if type(content.get(key, False)) not in (bool, NoneType))
+    yield from ((key, "not text") for key in _IS_TEXT if not isinstance(content.get(key, ""), str | None))
+    if not isinstance(content.get("init_lora_weights", True), bool | str | None):
+        yield "init_lora_weights", "neither true, false nor a name"
+    r, alpha, dropout = content.get("r"), content.get("lora_alpha"), content.get("lora_dropout", 0.0)
+    if type(r) is not int or not 0 < r <= MAX_RANK:
+        yield "r", f"not a number of 1 to {MAX_RANK:,}"
+    if not _is_number(alpha) or not 0 < alpha <= MAX_ALPHA:
+        yield "lora_alpha", f"not a number above 0 and of at most {MAX_ALPHA:g}"
+    if dropout is not None and (not _is_number(dropout) or not 0 <= dropout < 1):
+        yield "lora_dropout", "not a number from 0 to below 1"
+    revision = content.get("revision")
+    if isinstance(revision, str) and (not _REVISION.fullmatch(revision) or ".." in revision):
+        yield "revision", "not a branch, tag or commit"
+
+
+def _wrong_patterns(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, most in (("rank_pattern", MAX_RANK), ("alpha_pattern", MAX_ALPHA)):
+        patterns = content.get(key) or {}
+        if not isinstance(patterns, Mapping):
+            yield key, "not a value for each pattern of names"
+            continue
+        for pattern, value in patterns.items():
+            if not _is_number(value) or not 0 < value <= most or (key == "rank_pattern" and type(value) is not int):
+                yield key, f"but {shortened(repr(value))} is no number above 0 and of at most {most:,}"
+            if (problem := pattern_problem(pattern)) is not None:
+                yield key, f"and {problem}"
+    for key in ("target_modules", "exclude_modules"):
+        pattern = content.get(key)
+        if isinstance(pattern, str) and (problem := pattern_problem(pattern)) is not None:
+            yield key, f"and {problem}"
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return type(value) in (int, float)
+
+
+def refuse_names(content: Mapping[str, Any], path: Path | str) -> None:
+    """Raise `InputError` for modules' names that mean something else to PEFT from family to family: patterns, and names
+    of former experts.
+    """
+    modules = content.get("target_modules")
+    if isinstance(modules, str):
+        raise InputError(
+            f"{path}: target_modules is {shortened(repr(modules))}, which PEFT widens in Mixture-of-Experts models; "
+            "list the modules' names, or give em.parallelize the PeftModel that get_peft_model makes of it",
+            key="adapter.ambiguous-targets",
+        )
+    for name in modules or ():
+        if name.rpartition(".")[2] in TAKEN_FOR_EXPERTS:
+            raise InputError(
+                f"{path}: target_modules names {name}, which PEFT takes for routed experts or the router in many "
+                f"families; name the weights in target_parameters instead, as {name}.weight or mlp.experts.down_proj",
+                key="adapter.ambiguous-targets",
+            )
+
+
+def plain_content(peft_config: Any) -> dict[str, Any]:
+    """What a config of PEFT would write to adapter_config.json."""
+    content = peft_config.to_dict()
+    return {key: sorted(value) if isinstance(value, set | tuple) else value for key, value in content.items()}
+
+
+def refuse_start(content: Mapping[str, Any], where: str) -> None:
+    """Raise `InputError` for adapters that would not be trained, or not as those of a causal language model."""
+    if (task := content.get("task_type")) not in (None, "CAUSAL_LM"):
+        refuse_field(where, "task_type", task, "only causal language models train here; set it to CAUSAL_LM")
+    if content.get("inference_mode"):
+        refuse_field(where, "inference_mode", True, "its adapters would stay frozen; set it to False")
+
+
+def refuse_field(where: str, field: str, value: Any, why: str) -> NoReturn:
+    raise InputError(f"{where}: {field} is {value!r}: {why}", key="adapter.unsupported-option")
+
+
+def as_peft_reads(content: Mapping[str, Any], model: nn.Module, path: Path | str) -> dict[str, Any]:
+    """An adapter_config.json (of `path`) with the names that PEFT makes of its own for `model`.
+
+    `all-linear` becomes the linear layers beside the head. In the families of which PEFT takes modules of transformers
+    4 for fused experts, gate and up together become `gate_up_proj`, with twice the rank and the same scaling.
+    """
+    config: Any = model.config
+    family = _MODEL_TO_CONVERSION_PATTERN.get(config.model_type)
+    former = _FORMER.get("mixtral" if config.model_type == "mixtral" else str(family), {})
+    modules = content.get("target_modules")
+    if isinstance(modules, str) and modules.lower() == ALL_LINEAR:
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        linear = (
+            name for name, each in model.named_modules() if isinstance(each, nn.Linear | Conv1D) and each is not head
+        )
+        modules = sorted({name.rpartition(".")[2] for name in linear} | former.keys()) if former else list(linear)
+    elif isinstance(modules, str) and former:
+        raise InputError(
+            f"{path}: target_modules is the pattern {shortened(repr(modules))}, which PEFT widens in this family; list "
+            "the modules' names instead",
+            key="adapter.ambiguous-targets",
+        )
+    if not former or modules is None:
+        return {**content, "target_modules": modules if modules is None or isinstance(modules, str) else set(modules)}
+    new_names = {each: next((old for old in former if f".{each}".endswith(f".{old}")), None) for each in modules}
+    taken = {name for name in new_names.values() if name is not None}
+    fused = {old for old, new in former.items() if new == "gate_up_proj"}
+    if len(fused & taken) == 1:
+        raise InputError(
+            f"{path}: target_modules names {min(fused & taken)} without {min(fused - taken)}, which are one parameter "
+            "in this model; name both, or neither",
+            key="adapter.ambiguous-targets",
+        )
+    said = {**content, "target_modules": {each for each, name in new_names.items() if name is None}}
+    said["target_parameters"] = {*(content.get("target_parameters") or ()), *(former[name] for name in taken)}
+    if fused <= taken:
+        for key, value in (("rank_pattern", content["r"]), ("alpha_pattern", content["lora_alpha"])):
+            said[key] = {**(content.get(key) or {}), r".*\.gate_up_proj": 2 * value}
+    return said
+
+
+def lora_of(content: Mapping[str, Any], **others: Any) -> LoraConfig:
+    """What an adapter_config.json says of all adapters, and `others`."""
+    return LoraConfig(
+        r=content["r"],
+        alpha=float(content["lora_alpha"]),
+        rank_pattern=dict(content.get("rank_pattern") or {}),
+        alpha_pattern={key: float(value) for key, value in (content.get("alpha_pattern") or {}).items()},
+        use_rslora=bool(content.get("use_rslora")),
+        init="gaussian" if content.get("init_lora_weights") == "gaussian" else "default",
+        **others,
+    )
+
+
+def config_selects(content: Mapping[str, Any], target: Target) -> bool:
+    """Whether an adapter_config.json targets `target`, by PEFT's own matching rules."""
+    modules, parameters = content.get("target_modules") or [], content.get("target_parameters") or []
+    if _selected(parameters, [parameter_name(target)]):
+        return True
+    if target.parameter is not None or _is_excluded(content, target.module):
+        return False
+    if isinstance(modules, str):
+        return re.fullmatch(modules, target.module) is not None
+    return bool(_selected(modules, [target.module]))
+
+
+def name_in_config(content: Mapping[str, Any], target: Target) -> str:
+    """What the patterns of an adapter_config.json that selects `target` are compared with."""
+    by_parameter = _selected(content.get("target_parameters") or [], [parameter_name(target)])
+    return parameter_name(target) if by_parameter else target.module
+
+
+def _is_excluded(content: Mapping[str, Any], module: str) -> bool:
+    """By PEFT's rule: a pattern for whole names, or ends of names. Parameters are never excluded."""
+    exclude = content.get("exclude_modules") or []
+    if isinstance(exclude, str):
+        return re.fullmatch(exclude, module) is not None
+    return bool(_selected(exclude, [module]))
+
+
+def _pattern(values: Mapping[Target, Any], targets: Sequence[Target]) -> dict[str, Any]:
+    """rank_pattern or alpha_pattern: `values`, where they are not those of all `targets`."""
+    names = {target: name_of(target) for target in targets}
+    patterns: dict[str, Any] = {}
+    for value in dict.fromkeys(values.values()):
+        chosen = [names[target] for target in values if values[target] == value]
+        patterns |= {re.escape(end): value for end in _endings(chosen, list(names.values()), 1)}
+    return patterns
+
+
+def _number(value: float) -> int | float:
+    return int(value) if value == int(value) else value
+
+
+def _endings(chosen: Sequence[str], every: Sequence[str], least: int) -> list[str]:
+    """The shortest endings of names, of `least` parts or more, that select `chosen` and nothing else in `every`."""
+    wanted = set(chosen)
+    endings: dict[str, None] = {}
+    for name in chosen:
+        endings[next(end for end in _ends_of(name, least) if _selected([end], every) <= wanted)] = None
+    return list(endings)
+
+
+def _ends_of(name: str, least: int) -> Iterator[str]:
+    parts = name.split(".")
+    yield from (".".join(parts[start:]) for start in range(max(0, len(parts) - least), -1, -1))
+
+
+def _selected(endings: Collection[str], every: Sequence[str]) -> set[str]:
+    """The names that are one of `endings` or end with it after a dot."""
+    return {name for name in every if not set(_ends_of(name, 1)).isdisjoint(endings)}
