@@ -161,11 +161,14 @@ def test_two_agents_of_torchrun(inputs: Path, commands: dict[str, str], rendezvo
     assert_same(inputs, rendezvous)
 
 
-def test_a_refusal_under_torchrun_is_said_once(inputs: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "expertmesh", "train"]
+def test_a_refusal_under_torchrun_is_said_once_and_its_restarts_do_not_try_it_again(inputs: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
+    torchrun += ["-m", "expertmesh", "train"]
     (said,) = run_all([([*torchrun, *arguments(inputs, "refused"), "parallel.ep=3"], {})], code=1)
-    assert said.count("error: rank ") == 1
-    assert "traceback : parallel.ep 3 does not divide" in said  # torchrun's own summary
+    assert said.count("error: rank 0: parallel.ep 3 does not divide") == 1
+    assert said.count("building the model on meta") == 1
+    assert said.count(": not tried again (attempt ") == 3  # by one rank in each attempt, and in torchrun's summary
+    assert "traceback : not tried again (attempt 3): parallel.ep 3 does not divide" in said
 
 
 def test_a_process_group_that_is_up(inputs: Path) -> None:

@@ -36,6 +36,8 @@ def run_rank(config: Config, function: str, control: Control) -> int:
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         # The rows that experts receive are others in every step: blocks of fixed sizes would fragment.
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if config.train.deterministic:
+        take_deterministic_algorithms()
     module, _, name = function.partition(":")
     with lazy_imports():
         imported = importlib.import_module(module)
@@ -47,6 +49,16 @@ def run_rank(config: Config, function: str, control: Control) -> int:
             signal.signal(number, signal.SIG_IGN)
         return stopped.exit_code
     return 0
+
+
+def take_deterministic_algorithms() -> None:
+    """Let every operation of this process give the same bits again, or fail by name. Before a GPU is used: its matrix
+    products read their setting once.
+    """
+    os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
+    import torch
+
+    torch.use_deterministic_algorithms(True)
 
 
 def leave(code: int) -> NoReturn:

@@ -173,7 +173,9 @@ def _job(config: Config, checked: Checked, devices: Devices) -> Job:
     length, packed = config.data.max_length, config.data.packing
     figures = figures_of_plan(checked.plan, length=length, lora=config.lora, packed=packed)
     layers = config.train.checkpoint_layers
-    return Job(figures, devices, config.train.global_batch_size, config.optim.name, layers=layers)
+    hierarchical = config.moe.dispatch == "hierarchical"
+    size, optimizer = config.train.global_batch_size, config.optim.name
+    return Job(figures, devices, size, optimizer, layers=layers, hierarchical=hierarchical)
 
 
 def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:

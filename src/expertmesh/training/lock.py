@@ -42,6 +42,9 @@ STALE_SECONDS = 300.0
 # launcher may be wrong about that (torchrun is, of an agent that it did not hear of), a living one keeps its lock.
 LOST_SECONDS = 45.0
 _POLL_SECONDS = 0.2
+# How long a lock of another host that looks left behind is watched for a sign of life: clocks of two hosts are apart at
+# times, and a clock may jump.
+WATCH_SECONDS = 2 * BEAT_SECONDS + 5
 # How long a lock may be unreadable because its owner is just writing it.
 _WRITING_SECONDS = 2.0
 _MAX_BYTES = 1 << 16
@@ -145,7 +148,7 @@ class RunLock:
         if ours and not holder.is_gone(LOST_SECONDS) and time.monotonic() < self._patient_until:
             time.sleep(_POLL_SECONDS)
             return False
-        if not holder.is_gone(LOST_SECONDS if ours else STALE_SECONDS):
+        if not holder.is_gone(LOST_SECONDS if ours else STALE_SECONDS) or (not ours and self._lives(holder)):
             age = max(0.0, time.time() - holder.heartbeat)
             raise InputError(
                 f"output_dir {self.path.parent} is in use by another run: {holder} (last sign of life {age:.0f} s "
@@ -158,6 +161,16 @@ class RunLock:
         if holder.launch is None or holder.launch != self.owner.launch:
             log.info(f"{self.path}: the run that held it has ended without giving it back ({holder}); taken over")
         return True
+
+    def _lives(self, holder: Owner) -> bool:
+        """Whether the holder of a lock that looks left behind gives another sign of life."""
+        if holder.space in ("", _process_space()):  # nobody has written it, or its process is gone
+            return False
+        log.info(f"{self.path}: {holder} has given no sign of life; watching for {WATCH_SECONDS:.0f} s whether it does")
+        until = time.monotonic() + WATCH_SECONDS
+        while (now := self._holder()) == holder and time.monotonic() < until:
+            time.sleep(0.1)
+        return now is not None and now != holder
 
     def _inherit(self, dead: Owner) -> bool:
         claim = self._claim_after(dead)
@@ -208,7 +221,10 @@ def holder(directory: Path) -> Owner | None:
 
     For readers: what they are told may be over the moment after.
     """
-    return _read(directory / NAME)
+    try:
+        return _read(directory / NAME)
+    except OSError as error:
+        raise InputError(f"{directory / NAME}: cannot be read: {error.strerror}", key="file.unreadable") from error
 
 
 def _create(path: Path, owner: Owner) -> bool:
