@@ -105,7 +105,12 @@ def test_a_hung_rank_is_named_with_its_place_and_stack(hang: str, ranks: int, fo
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "reason"), [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C")]
+    ("number", "code", "reason"),
+    [
+        (signal.SIGTERM, 143, "SIGTERM"),
+        (signal.SIGINT, 130, "Ctrl-C"),
+        (signal.SIGUSR1, 143, "SIGUSR1 (a notice of preemption)"),
+    ],
 )
 def test_a_job_that_is_asked_to_stop_saves_and_ends(
     number: signal.Signals, code: int, reason: str, temporary: Path

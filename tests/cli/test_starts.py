@@ -188,12 +188,12 @@ train(sys.argv[5:], 2, storage_path=sys.argv[2], name=sys.argv[3])
 
 
 def test_ray(inputs: Path, tmp_path: Path) -> None:
-    """By the script of the examples. A worker that is killed is started again, with the others, by Ray."""
+    """By the script of the examples."""
     pytest.importorskip("ray.train", reason="needs ray[train]")
     paths = os.pathsep.join([str(CLUSTERS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     wanted = [*arguments(inputs, "ray"), "checkpoint.every_steps=1", "train.max_steps=3"]
     command = [sys.executable, "-c", RAY, str(CLUSTERS), str(tmp_path), "ray", paths, *wanted]
-    run_all([(command, {"PYTHONPATH": paths, "RAY_TRAIN_V2_ENABLED": "1"})])
+    run_all([(command, {"PYTHONPATH": paths})])
     assert_same(inputs, "ray")
 
 

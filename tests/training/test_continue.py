@@ -3,6 +3,7 @@
 import datetime
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +17,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from expertmesh.checkpoint.directory import published
+from expertmesh.checkpoint.write import SavedCheckpoint
 from expertmesh.cli.main import main
-from expertmesh.config import Config
+from expertmesh.config import CheckpointConfig, Config
 from expertmesh.config.errors import InputError
 from expertmesh.config.sections import OptimConfig
+from expertmesh.distributed.layout import Layout
 from expertmesh.training import checkpoints, resume
 from expertmesh.training.checkpoints import RunCheckpoints
 from expertmesh.training.loop import TrainingLoop
@@ -341,6 +344,28 @@ def test_minutes_are_rank_0s_and_alone_decide_when_steps_do_not(inputs: Path, tm
     saved = run_ranks(_train_by_a_clock, 2, run_config(inputs, tmp_path / "run", *RUN, *every), 2.1)
     assert saved == [[3, 6], [3, 6]]
     assert [path.name for _, path in published(tmp_path / "run" / "checkpoints")] == ["step-00000006"]
+
+
+def test_the_best_interval_follows_from_what_saves_cost_and_how_often_ranks_fail(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def saved(paused: float, seconds: float) -> SavedCheckpoint:
+        return SavedCheckpoint(Path("step-00000004"), 4, 1, 1, 1, paused, seconds)
+
+    assert checkpoints.best_interval(saved(2, 60), 3600) == 120  # the root of 2 · 2 · 3600
+    assert checkpoints.best_interval(saved(2, 300), 3600) == 300  # the disk does no more
+    settings = CheckpointConfig(every_minutes="auto", device_hours_per_failure=4)
+    mesh = SimpleNamespace(rank=0, layout=Layout(fsdp=4))
+    run: Any = SimpleNamespace(config=SimpleNamespace(checkpoint=settings), mesh=mesh)
+    none: Any = None
+    kept = RunCheckpoints(run, none, none, {}, None, 0, none, saved_at=time.monotonic() - 200)
+    assert not kept.overdue()  # the first is after 5 minutes
+    with caplog.at_level("INFO"):
+        kept._tell(saved(2, 60))
+        kept._tell(saved(2.1, 60))
+    assert kept.overdue()
+    said = "saved every 2 minutes from here on: a save pauses training for 2.00 s, and 4 ranks fail every 1 h"
+    assert caplog.text.count("saved every") == caplog.text.count(said) == 1
 
 
 def _train_and_count(config: Config, steps: int | None) -> list[int]:

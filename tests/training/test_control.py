@@ -59,6 +59,7 @@ def end_of(child: int) -> int:
     [
         (signal.SIGTERM, StopReason.SIGTERM, 143, "SIGTERM"),
         (signal.SIGINT, StopReason.SIGINT, 130, "Ctrl-C"),
+        (signal.SIGUSR1, StopReason.SIGUSR1, 143, "SIGUSR1 (a notice of preemption)"),
     ],
 )
 @pytest.mark.usefixtures("foreground")

@@ -1,6 +1,6 @@
 """What a user may say about what a run writes (checkpoints, the model at its end, reports), and how long ranks wait."""
 
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -15,8 +15,11 @@ class CheckpointConfig(Section):
 
     every_steps: PositiveInt | None = 200
     """Save every this many optimizer steps and after the last; null saves only by every_minutes or when stopped."""
-    every_minutes: float | None = Field(default=None, gt=0, le=MAX_SECONDS / 60)
-    """Save when this many minutes have passed since the last save, by rank 0's clock; null for no such rule."""
+    every_minutes: Annotated[float, Field(gt=0, le=MAX_SECONDS / 60)] | Literal["auto"] | None = None
+    """Save when this many minutes have passed since the last save, by rank 0's clock; auto takes what loses least time
+    for the measured pause of a save and device_hours_per_failure; null for no such rule."""
+    device_hours_per_failure: float = Field(default=50_000.0, gt=0, le=MAX_SECONDS)
+    """Hours of one device between failures, for every_minutes: auto; the default is that of Llama 3's 16,384 GPUs."""
     keep_last: PositiveInt = 2
     """How many of the newest checkpoints to keep; one more is on the disk while it is written."""
     keep_best: Name | None = None

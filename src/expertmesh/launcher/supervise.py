@@ -21,7 +21,8 @@ from expertmesh.distributed.environment import Rank
 from expertmesh.launcher.failures import root_cause
 from expertmesh.launcher.hangs import RankSnapshot, hang_error, is_stopped, read_stack, timed_out
 from expertmesh.launcher.rank_files import SHOW_STACK, failures_in, progress_file, stack_file
-from expertmesh.training.control import ONE_REQUEST_SECONDS
+from expertmesh.training.control import ONE_REQUEST_SECONDS, StopReason
+from expertmesh.training.control import STOP_SIGNALS as REQUESTS
 from expertmesh.training.progress import Progress, RankStatus, StopState
 
 POLL_SECONDS = 0.05
@@ -32,9 +33,9 @@ STACK_SECONDS = 2.0
 STOPPED_SECONDS = 5.0
 # A process in an uninterruptible wait (a dead disk or driver) does not even end by SIGKILL; the launcher still must.
 KILL_SECONDS = 30.0
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_WAITED_FOR = (signal.SIGTERM, signal.SIGINT)
-_ENDED_WELL = (0, *(128 + number for number in _WAITED_FOR))
+_WAITED_FOR = REQUESTS
+STOP_SIGNALS = (*_WAITED_FOR, signal.SIGHUP, signal.SIGQUIT)
+_ENDED_WELL = (0, 130, 143)
 
 
 @dataclass(slots=True)
@@ -48,7 +49,8 @@ class StopRequests:
     @property
     def exit_code(self) -> int:
         """Of a launcher that ends by what was asked."""
-        return 128 + (self.forced or self.requested)
+        number = self.forced or self.requested
+        return StopReason(number).exit_code if number in _WAITED_FOR else 128 + number
 
     @property
     def seconds_ago(self) -> float:

@@ -22,7 +22,7 @@ from expertmesh.io.terminal import lasting_output, prepare_output
 from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.launcher.rank_files import RankFailure, progress_file, show_stack_when_asked
 from expertmesh.launcher.roll_call import open_roll_call
-from expertmesh.training.control import Control, Stopped
+from expertmesh.training.control import STOP_SIGNALS, Control, Stopped
 from expertmesh.training.progress import Progress
 
 TEARDOWN_SECONDS = 30
@@ -45,7 +45,7 @@ def run_rank(config: Config, function: str, control: Control) -> int:
         getattr(imported, name)(config, control)
     except Stopped as stopped:
         # Saved and done. torchrun sends SIGTERM to all ranks when the first ends; that must not change the exit code.
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         return stopped.exit_code
     return 0

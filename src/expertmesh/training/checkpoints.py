@@ -5,6 +5,7 @@ them have: the step, and what rank 0's clock and every writer said in the step's
 """
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# When `every_minutes: auto` saves for the first time in a start, to know what a save costs.
+FIRST_SECONDS = 300.0
+# From which change of the interval on it is said.
+_WORTH_A_LINE = 0.2
+
 
 @dataclass(slots=True)
 class RunCheckpoints:
@@ -47,11 +53,14 @@ class RunCheckpoints:
     saved_step: int
     selection: Selection
     saved_at: float = field(default_factory=time.monotonic)
+    best_seconds: float = FIRST_SECONDS
+    """Between saves, for `every_minutes: auto`; by what the last save has cost."""
 
     def overdue(self) -> bool:
         """Whether `every_minutes` have passed by this rank's clock; only rank 0's answer counts."""
         minutes = self.run.config.checkpoint.every_minutes
-        return minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
+        seconds = self.best_seconds if minutes == "auto" else None if minutes is None else 60 * minutes
+        return seconds is not None and time.monotonic() - self.saved_at >= seconds
 
     def is_due(self, step: int, overdue: bool) -> bool:
         """Whether to save after `step` by the rules; `overdue` is rank 0's."""
@@ -85,11 +94,30 @@ class RunCheckpoints:
         self._tell(self.writer.close())
 
     def _tell(self, saved: SavedCheckpoint | None) -> None:
-        if saved is not None and self.run.mesh.rank == 0:
+        if saved is None:
+            return
+        config, ranks = self.run.config.checkpoint, self.run.mesh.layout.world_size
+        before = self.best_seconds
+        self.best_seconds = best_interval(saved, 3600 * config.device_hours_per_failure / ranks)
+        if self.run.mesh.rank == 0:
             log.info(
                 f"checkpoint {saved.directory.name}: {saved.files} files, {gib(saved.total_bytes)}, "
                 f"written in {saved.seconds:.1f} s, training paused {saved.paused_seconds:.2f} s"
             )
+            told = abs(self.best_seconds / before - 1) < _WORTH_A_LINE
+            if config.every_minutes == "auto" and not told:
+                log.info(
+                    f"           saved every {self.best_seconds / 60:.3g} minutes from here on: a save pauses training "
+                    f"for {saved.paused_seconds:.2f} s, and {ranks} ranks fail every "
+                    f"{config.device_hours_per_failure / ranks:,.3g} h (checkpoint.device_hours_per_failure)"
+                )
+
+
+def best_interval(saved: SavedCheckpoint, seconds_between_failures: float) -> float:
+    """Seconds between saves that lose least by pauses and by work done again (Young's rule), but no fewer than a save
+    takes.
+    """
+    return max(math.sqrt(2 * saved.paused_seconds * seconds_between_failures), saved.seconds)
 
 
 def open_checkpoints(run: Prepared, state: RunState, lock: RunLock | None) -> RunCheckpoints:

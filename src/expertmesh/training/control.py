@@ -17,6 +17,7 @@ from typing import Literal
 
 from expertmesh.training.progress import Progress, StopState
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # A scheduler and a launcher may both deliver what is one request: signals this close together count as one.
 ONE_REQUEST_SECONDS = 0.5
 
@@ -27,6 +28,7 @@ class StopReason(IntEnum):
     NONE = 0
     MAX_TIME = 1
     SIGINT = 2
+    SIGUSR1 = 10
     SIGTERM = 15
 
     @property
@@ -34,7 +36,7 @@ class StopReason(IntEnum):
         return 130 if self is StopReason.SIGINT else 143
 
     def __str__(self) -> str:
-        return {1: "--max-time", 2: "Ctrl-C"}.get(self.value, self.name)
+        return {1: "--max-time", 2: "Ctrl-C", 10: "SIGUSR1 (a notice of preemption)"}.get(self.value, self.name)
 
 
 class Stopped(Exception):
@@ -79,7 +81,7 @@ class Control:
 
     @contextmanager
     def accepting_stop(self) -> Iterator[None]:
-        """Around the loop: the first SIGTERM or SIGINT is only noted, for `stop_requested`; a second ends the process.
+        """Around the loop: the first of STOP_SIGNALS is only noted, for `stop_requested`; a second ends the process.
 
         Outside of it these signals end the process. Only the main thread of a process can be told by signals.
         """
@@ -99,12 +101,12 @@ class Control:
         if not self._signal:
             self._signal, self._signal_at = number, now
         elif now - self._signal_at > ONE_REQUEST_SECONDS:
-            os._exit(128 + number)
+            os._exit(StopReason(number).exit_code)
 
 
 @contextmanager
 def _calling_on_signal(received: Callable[[int], None]) -> Iterator[None]:
-    """Call `received(number)` for each SIGTERM and SIGINT, at once, in a thread of its own.
+    """Call `received(number)` for each of STOP_SIGNALS, at once, in a thread of its own.
 
     Python runs a signal's handler between two lines of the main thread, which may be inside a collective for minutes;
     the byte that the interpreter writes to the wake-up descriptor comes when the signal comes. A signal that is
@@ -118,7 +120,7 @@ def _calling_on_signal(received: Callable[[int], None]) -> Iterator[None]:
     thread = threading.Thread(target=_listen, args=(reading, received), name="stop-signals", daemon=True)
     thread.start()
     old_descriptor = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     handlers = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
     try:
         for number in handlers:
@@ -136,5 +138,5 @@ def _calling_on_signal(received: Callable[[int], None]) -> Iterator[None]:
 def _listen(reading: int, received: Callable[[int], None]) -> None:
     while numbers := os.read(reading, 64):
         for number in numbers:
-            if number in (signal.SIGTERM, signal.SIGINT):
+            if number in STOP_SIGNALS:
                 received(number)
