@@ -123,11 +123,13 @@ class _Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.collectives, self.copies, self.on_host = Counter[str](), Counter[str](), Counter[str]()
+        self.by_samples = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         tensors = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, torch.Tensor)]
         devices, name = sorted({tensor.device.type for tensor in tensors}), func._schema.name
+        self.by_samples += name == "torch_attn::_varlen_attn"
         if name.startswith("c10d"):
             self.collectives[f"{name.removeprefix('c10d::')} on {' and '.join(devices)}"] += 1
         elif devices == ["cpu", "cuda"]:
@@ -138,7 +140,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _run(variant: dict[str, Any]) -> dict[str, Any]:
-    """One variant: `family`, `world`, `parallel`, and, if given, `mode`, `lora`, `packed`, `moe` and `triton`."""
+    """One variant: `family`, `world`, `parallel`; if given `mode`, `lora`, `packed`, `samples`, `moe` and `triton`."""
     config = tiny_config(variant["family"])
     lora = LoraConfig(**variant["lora"]) if variant.get("lora") else None
     precision = PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
@@ -180,7 +182,8 @@ def _step(model: Any, mesh: Any, router: Any, variant: dict[str, Any]) -> dict[s
     micro = {"input_ids": tokens, "labels": tokens, "row_numbers": torch.zeros(1, dtype=torch.int64, device=CUDA)}
     if variant.get("packed"):
         micro["attention_mask"] = torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool, device=CUDA)
-    with stand_ins(router, LENGTH, mesh.layout):
+    borders = [(0, 20), (20, LENGTH)] if variant.get("samples") else None
+    with stand_ins(router, LENGTH, mesh.layout), patch("expertmesh.parallel.sequence._borders", lambda _: borders):
         waits, counts = 0, dispatch.to_host
 
         def to_host(tensor: torch.Tensor) -> list[Any]:
@@ -203,6 +206,7 @@ def _step(model: Any, mesh: Any, router: Any, variant: dict[str, Any]) -> dict[s
         "collectives": watch.collectives,
         "copies": watch.copies,
         "on_host": watch.on_host,
+        "by_samples": watch.by_samples,
     }
 
 

@@ -26,6 +26,7 @@ _ALONG_THE_SEQUENCE |= {"scaled_dot_product_attention", "flex_attention", "flash
 # An attention that counts its heads itself, instead of letting `view` do it, cannot have fewer.
 _COUNTS_HEADS = re.compile(r"self\.(config\.)?(num_(attention_|key_value_|kv_)?heads|n_heads?|hidden_size|embed_dim)\b")
 _TAKES_MASKS = re.compile(r"isinstance\((\w+ := )?attention_mask, dict\)")
+_TEXT_POSITIONS = re.compile(r"position_ids\.shape\[0\] == 4\b")
 _CAUSAL_MASK = re.compile(r"create_(\w+_)?causal_mask")
 
 
@@ -128,6 +129,11 @@ def mask_refusal(kind: Any) -> str | None:
 def takes_masks(kind: Any) -> bool:
     """Whether a decoder computes with the masks that it is given, one for each kind of layer in a dict."""
     return _TAKES_MASKS.search(inspect.getsource(own_class(kind))) is not None
+
+
+def takes_text_positions(kind: Any) -> bool:
+    """Whether a decoder with several position axes takes `[4, B, S]`, of which it masks by the first."""
+    return _TEXT_POSITIONS.search(inspect.getsource(own_class(kind))) is not None
 
 
 def _masks_see_positions(source: str) -> bool:

@@ -55,7 +55,7 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
     pack_linears(model, packed, mesh.device)
     _split_parameters(model, plan, mesh)
     pack_experts(model, packed, on_host=plan.layout.offload == "experts")
-    separate_samples(model, plan.anatomy, compute)
+    separate_samples(model, plan.anatomy, mesh.device, compute)
     split_parts(model, tensor.parts, context.whole, mesh)
     buffers, routers = (_all_here(names, plan, mesh) for names in (plan.cast_buffers, plan.wide_routers))
     cast_in_forward(model, buffers, routers, compute)

@@ -36,8 +36,16 @@ from expertmesh.compat import tree_map_only
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.experts.token_counts import Borders, packed_samples
-from expertmesh.introspection.attention import MASKED_KINDS, decoder_of, mask_kinds, needs_masks, recurrent_mixers
+from expertmesh.experts.token_counts import Borders, PackedSamples, packed_samples
+from expertmesh.introspection.attention import (
+    MASKED_KINDS,
+    decoder_of,
+    has_position_axes,
+    mask_kinds,
+    needs_masks,
+    recurrent_mixers,
+)
+from expertmesh.parallel.varlen import attend_by_samples, varlen_refusal
 from expertmesh.state.patching import mix_in
 from expertmesh.state.sharded_model import sharded
 
@@ -235,15 +243,19 @@ def _cut_positions(
     return cut(x, dim) if x.shape[dim] == length else x
 
 
-def separate_samples(model: nn.Module, anatomy: Anatomy, dtype: torch.dtype) -> None:
-    """Let `model`, whose compute dtype is `dtype`, keep packed samples apart. Called by `shard`; no communication.
+def separate_samples(model: nn.Module, anatomy: Anatomy, device: torch.device, dtype: torch.dtype) -> None:
+    """Let `model`, which computes in `dtype` on `device`, keep packed samples apart. Called by `shard`; no
+    communication.
 
     `anatomy` is the whole model's: of pipeline stages, those blocks are changed that are here.
     """
     mixers, asks = recurrent_mixers(model, anatomy), needs_masks(model, anatomy)
-    if not mixers and not asks:
+    if by_samples := varlen_refusal(model, anatomy, device, dtype) is None:
+        attend_by_samples(decoder_of(model, anatomy))
+    has_axes = has_position_axes(model)
+    if not mixers and not asks and not by_samples and not has_axes:
         return
-    model.register_forward_pre_hook(_enter, with_kwargs=True, prepend=True)
+    model.register_forward_pre_hook(partial(_enter, has_axes), with_kwargs=True, prepend=True)
     model.register_forward_hook(_leave, always_call=True)
     for name in mixers or ():
         mix_in(model.get_submodule(name), _OneByOne)
@@ -251,8 +263,14 @@ def separate_samples(model: nn.Module, anatomy: Anatomy, dtype: torch.dtype) -> 
         decoder_of(model, anatomy).register_forward_pre_hook(partial(_give_masks, dtype), with_kwargs=True)
 
 
-def _enter(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    packed_samples.set(_borders(kwargs.get("position_ids")))
+def _enter(has_axes: bool, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A hook before the model. One that numbers positions along several axes gets them for each, the text's first."""
+    # As in transformers, rows with a mask of padding are not packed.
+    borders = _borders(kwargs.get("position_ids")) if kwargs.get("attention_mask") is None else None
+    packed_samples.set(None if borders is None else PackedSamples(borders))
+    if borders is None or not has_axes:
+        return None
+    return args, {**kwargs, "position_ids": kwargs["position_ids"].expand(4, -1, -1)}
 
 
 def _leave(model: nn.Module, args: Any, output: Any) -> None:
@@ -300,13 +318,13 @@ class _OneByOne(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        borders = packed_samples.get()
-        if borders is None:
+        packed = packed_samples.get()
+        if packed is None:
             return super().forward(*args, **kwargs)
         hidden_BSH = args[0] if args else kwargs["hidden_states"]
         kwargs = {key: value for key, value in kwargs.items() if not key.startswith(_BORDERS)}
         outputs, places = [], []
-        for samples in _alike(borders):
+        for samples in _alike(packed.borders):
             longest = max(end - start for start, end in samples)
             offset_L = torch.arange(longest)
             place_NL = torch.stack([(start + offset_L).clamp(max=end - 1) for start, end in samples])
