@@ -179,7 +179,7 @@ def refuse_content(content: Mapping[str, Any], path: Path | str) -> None:
             key="adapter.changes-base",
         )
     for key in ("target_modules", "target_parameters", "exclude_modules"):
-        listed = content.get(key) or []
+        listed = [] if content.get(key) is None else content[key]
         text = [listed] if isinstance(listed, str) and key != "target_parameters" else listed
         if not isinstance(text, list) or not all(isinstance(name, str) for name in text):
             raise InputError(
