@@ -119,6 +119,16 @@ def test_a_prediction_is_compared_with_what_came_after_its_start_alone(tmp_path:
     assert "resident" not in page.texts["plan"]
 
 
+def test_starts_on_other_ranks_are_listed(tmp_path: Path) -> None:
+    """Of an elastic run, or of one that somebody has started anew elsewhere."""
+    fewer = {"pp": 1, "replicate": 2, "fsdp": 1, "cp": 1, "tp": 1, "efsdp": 1, "ep": 1}
+    starts = [start(), start(10, world_size=2, layout=fewer), start(20)]
+    told = page_of(write_run(tmp_path / "run", starts=starts)).text
+    said = "It ran on 4 ranks (fsdp 4, efsdp 2, ep 2) from step 1, 2 ranks (replicate 2) from step 11, 4 ranks ("
+    assert said in told
+    assert "It ran on" not in page_of(write_run(tmp_path / "same", starts=[start(), start(20)])).text
+
+
 def test_values_under_the_pointer_are_where_the_figures_draw_them(tmp_path: Path) -> None:
     rows = [row(step, 40, 3, expert_tokens=[[8, 0, 4], [4, 4, 4], [0, 0, 12]]) for step in range(1, 41)]
     rows += [{"step": 20, "eval_loss": 3.5}]

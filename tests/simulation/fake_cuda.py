@@ -140,7 +140,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _run(variant: dict[str, Any]) -> dict[str, Any]:
-    """One variant: `family`, `world`, `parallel`, and perhaps `mode`, `lora`, `samples`, `packed`, `moe`, `triton`."""
+    """One variant: `family`, `world`, `parallel`; if given `mode`, `lora`, `packed`, `samples`, `moe` and `triton`."""
     config = tiny_config(variant["family"])
     lora = LoraConfig(**variant["lora"]) if variant.get("lora") else None
     precision = PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")

@@ -99,8 +99,9 @@ def _check_plain_paths(files: Iterable[FileEntry], where: Path) -> None:
 
 def unsafe_content(path: Path, directory: Path) -> str | None:
     """Why a file of the checkpoint `directory` must not be opened, as a sentence; None for one that may be."""
-    if not path.resolve().is_relative_to(directory.resolve()):
-        return f"{path}: leads out of the checkpoint, to {path.resolve()}; remove it"
+    target = Path(os.path.realpath(path))  # `resolve` raises for links in a circle
+    if not target.is_relative_to(directory.resolve()):
+        return f"{path}: leads out of the checkpoint, to {target}; remove it"
     if path.is_file() and _is_pickle(path):
         return f"{path}: is a pickle, which can run code when it is read; no checkpoint holds one; remove it"
     return None

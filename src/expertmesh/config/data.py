@@ -60,6 +60,11 @@ class DataConfig(Section):
     thinking: Literal["auto", "drop", "keep_last", "every_turn"] = "auto"
     """Thinking in answers: what the template makes of it (auto), none, that of the last answer alone, or that of every
     answer, for which a row becomes several samples if the template keeps that of the last one only."""
+    stream: bool = False
+    """Read and tokenize data.train while training goes, for data larger than memory and disk; train.max_steps ends the
+    run. Without it all data are tokenized once, before."""
+    stream_rows: int = Field(default=8192, ge=1, le=2**20)
+    """Rows of a stream that are read, tokenized, shuffled and packed together."""
     prepared_path: str | None = None
     """Directory for tokens, which runs that name the same one share; null for prepared in output_dir."""
     packing: bool = True
@@ -85,6 +90,11 @@ class DataConfig(Section):
         return {name: tuple(source for source in self.eval if (source.name or "") == name) for name in names}
 
     def _mixing_problems(self) -> Iterator[str]:
+        if not self.stream and "stream_rows" in self.model_fields_set and self.stream_rows != 8192:
+            yield "data.stream_rows does nothing without data.stream; set data.stream to true, or remove it"
+        for at, source in enumerate(self.train if self.stream else ()):
+            if source.max_rows is not None:
+                yield f"data.train.{at}.max_rows does nothing with data.stream, which reads all rows; remove it"
         named = [source.name is not None for source in self.train]
         if any(named):
             yield f"data.train.{named.index(True)}.name does nothing, as it names a set of data.eval; remove it"

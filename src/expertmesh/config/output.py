@@ -93,8 +93,7 @@ class DistributedConfig(Section):
     def _combine(self) -> Self:
         if self.first_step_timeout_seconds < self.timeout_seconds:
             refuse(
-                "distributed.first_step_timeout_seconds "
-                f"({self.first_step_timeout_seconds}) must be at least "
+                f"distributed.first_step_timeout_seconds ({self.first_step_timeout_seconds}) must be at least "
                 f"distributed.timeout_seconds ({self.timeout_seconds}); change one of them"
             )
         return self

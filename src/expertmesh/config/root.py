@@ -70,6 +70,7 @@ class Config(Section):
             problems.append(
                 f"eval.samples is {self.eval.samples}, but data.eval is empty; name data there or set eval.samples to 0"
             )
+        problems += self._stream_problems()
         problems += self._figure_problems()
         if self.precision.frozen is not None and self.lora is None:
             problems.append(
@@ -98,6 +99,20 @@ class Config(Section):
             )
         refuse(*problems)
         return self
+
+    def _stream_problems(self) -> Iterator[str]:
+        if not self.data.stream:
+            return
+        if self.train.max_steps is None:
+            yield "data.stream is true, and a stream has no end; set train.max_steps"
+        if self.train.num_epochs > 1:
+            epochs = self.train.num_epochs
+            yield f"train.num_epochs is {epochs}, but a stream begins again until train.max_steps; remove it"
+        if self.objective.name == "dpo":
+            yield (
+                "data.stream is true, but objective dpo needs all pairs before the first step, for their reference; "
+                "set data.stream to false"
+            )
 
     def _figure_problems(self) -> Iterator[str]:
         stop, known = self.train.early_stop, eval_figures(self.objective, self.data)

@@ -261,10 +261,11 @@ class TrainConfig(Section):
     """Recompute blocks in backward instead of keeping their activations: all of a block (full), or all but dispatch,
     experts, combine and fused attention (selective). auto is full on accelerators and none on a CPU."""
     checkpoint_layers: Literal["all"] | Annotated[int, Field(ge=2)] | Listed[Annotated[int, Field(ge=0)]] = "all"
-    """Which blocks activation_checkpointing is for, numbered from 0: all, N for every Nth from the first on, or a list
-    of numbers; the others keep their activations."""
+    """Blocks that activation_checkpointing is for, from 0: all, N for every Nth from the first on, or a list."""
     compile: bool = False
     """Compile the dense parts of each block (attention, norms, dense MLPs, shared experts) with torch.compile."""
+    deterministic: bool = False
+    """Take torch's deterministic algorithms: GPUs repeat a run bit for bit, or an operation without one ends it."""
 
     @field_validator("checkpoint_layers", mode="after")
     @classmethod
@@ -312,8 +313,7 @@ class ParallelConfig(Section):
     pp_virtual_stages: Ranks = 1
     """Stages that each pp rank holds; more than 1 make interleaved_1f1b, whose ranks wait less."""
     offload: Literal["none", "experts"] = "none"
-    """What lives in host memory: with experts the packed routed experts of precision.frozen, copied to the device one
-    layer ahead."""
+    """What lives in host memory: experts are those of precision.frozen, packed, copied to the device a layer ahead."""
 
     @field_validator("pp_schedule", mode="before")
     @classmethod
@@ -369,10 +369,9 @@ class MoeConfig(Section):
     z_loss_coef: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """Factor of the router z-loss (arXiv 2202.08906): the mean of logsumexp(router logits) squared."""
     bias_update_rate: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
-    """How far the routers' correction biases move towards balance after each optimizer step (arXiv 2408.15664), for
-    models that have them; 0.0 leaves them as published."""
-    dispatch: Literal["auto", "all_to_all", "all_gather"] = "auto"
-    """How tokens travel to the ranks of their experts."""
+    """How far routers' correction biases move towards balance after each step (arXiv 2408.15664); 0.0: not at all."""
+    dispatch: Literal["auto", "all_to_all", "all_gather", "hierarchical"] = "auto"
+    """How tokens travel to the ranks of their experts; hierarchical: once to each node, and there to its ranks."""
     compute: Literal["auto", "grouped_mm", "loop"] = "auto"
     """How an expert rank multiplies: grouped matrix products, or expert after expert (the reference)."""
     kernels: Literal["auto", "torch", "triton"] = "auto"

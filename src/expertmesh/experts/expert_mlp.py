@@ -7,7 +7,7 @@ adapters: R*H + P*2I elements against about P*(2H + 6I) in the plain form (arXiv
 
 For an adapted projection W the layer computes `x W^T + scaling · (x A^T) B^T` (LoRA: arXiv 2106.09685). The product
 B A, E x out x in, is never formed (huggingface/peft issue 3577 shows its cost), and frozen weights get no gradient.
-`moe.compute: loop` multiplies one expert after the other (per_expert.py).
+`moe.compute: loop` multiplies one expert after the other (kernels/per_expert.py).
 
     R rows, P pairs, H hidden, I intermediate, L experts on this rank, r rank of the adapters; up weights are
     `[L, 2I, H]`, or `[L, H, 2I]` in transposed families (2I is I when the experts are not gated), down weights
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from expertmesh.experts.kernels.per_expert import PerExpertMlp, looped_mm
 from expertmesh.experts.lora_state import Dropout, keep_mask
 from expertmesh.experts.mlp_spec import (
     Adapter,
@@ -33,7 +34,6 @@ from expertmesh.experts.mlp_spec import (
     activation_backward,
 )
 from expertmesh.experts.pairs import LocalPairs, Segments, segment_sum, segments_of
-from expertmesh.experts.per_expert import PerExpertMlp, looped_mm
 from expertmesh.state.codes import Scratch
 from expertmesh.state.packed import PackedTensor, units_together
 

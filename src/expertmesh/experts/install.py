@@ -21,6 +21,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.dispatch import AllGatherDispatcher, AllToAllDispatcher, Dispatcher, LocalDispatcher
 from expertmesh.experts.expert_mlp import grouped_mm_refusal
+from expertmesh.experts.hierarchical import HierarchicalDispatcher
 from expertmesh.experts.kernels.probe import triton_refusal
 from expertmesh.experts.layer import ExpertLayer, attach_layer, layer_of
 from expertmesh.experts.mlp_spec import ExpertMlpSpec, Gate
@@ -86,6 +87,10 @@ def _dense_forward(experts: nn.Module, hidden_states: torch.Tensor) -> torch.Ten
 def _dispatcher(name: str, spec: ExpertsSpec, mesh: Mesh, triton: bool) -> Dispatcher:
     if mesh.layout.ep == 1:
         return LocalDispatcher(spec.num_experts, triton)
+    if name == "hierarchical":
+        assert mesh.ep_nodes is not None
+        across, inside = (mesh.ep_nodes.get_group(axis) for axis in ("across", "inside"))
+        return HierarchicalDispatcher(spec.num_experts, across, inside, triton)
     if name == "all_gather":
         return AllGatherDispatcher(spec.num_experts, mesh.ep_group)
     return AllToAllDispatcher(spec.num_experts, mesh.ep_group, triton)

@@ -12,7 +12,7 @@ from torch import nn
 from expertmesh.anatomy import Anatomy, ExpertsSpec, is_adapter, is_classifier
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
-from expertmesh.distributed.layout import Layout
+from expertmesh.distributed.layout import Layout, nodes_of_ep
 from expertmesh.experts.balance import Balance, balance_of
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.compute_dtype import Casts, plan_compute, with_wide_routers
@@ -44,6 +44,17 @@ def refuse_model(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> Balance:
                 )
     confirm_experts(model, anatomy)
     return balance
+
+
+def choose_dispatch(moe: MoeConfig, layout: Layout) -> str:
+    """What `moe.dispatch` means in `layout`; refuses the hierarchical one where ep is not of several nodes."""
+    if moe.dispatch == "hierarchical" and nodes_of_ep(layout) == 1:
+        raise InputError(
+            f"moe.dispatch: hierarchical sends rows once to each node, and ep {layout.ep} is not several whole nodes "
+            "of LOCAL_WORLD_SIZE ranks; set moe.dispatch to auto or parallel.ep to such nodes",
+            key="moe.dispatch-needs-nodes",
+        )
+    return "local" if layout.ep == 1 else "all_to_all" if moe.dispatch == "auto" else moe.dispatch
 
 
 def expert_shard_dim(spec: ExpertsSpec, layout: Layout) -> int:

@@ -22,7 +22,7 @@ from expertmesh.parallel.compiling import compiled_parts, refuse_compile
 from expertmesh.parallel.context.plan import ContextPlan, context_plan
 from expertmesh.parallel.groups import Group, Split, plan_expert_dims, plan_frozen, plan_groups
 from expertmesh.parallel.pipeline import Cut, plan_cut
-from expertmesh.parallel.refusals import refuse_axes, refuse_dtypes, refuse_model
+from expertmesh.parallel.refusals import choose_dispatch, refuse_axes, refuse_dtypes, refuse_model
 from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
 from expertmesh.state.stage_view import MetaTwin
 
@@ -130,13 +130,12 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
     if options.compile:
         refuse_compile(model, layout, precision.frozen)
     splits, groups = plan_groups(model, anatomy, layout, tensor, expert_dims, casts.kept)
-    dispatch = "all_to_all" if options.moe.dispatch == "auto" else options.moe.dispatch
     return ShardPlan(
         layout=layout,
         options=options,
         anatomy=anatomy,
         balance=balance,
-        dispatch="local" if layout.ep == 1 else dispatch,
+        dispatch=choose_dispatch(options.moe, layout),
         compute=backends,
         kernels=choose_kernels(model, anatomy, options.moe.kernels, compute),
         frozen=frozen,

@@ -4,6 +4,7 @@ It knows a sharded model and batches; it does not know how either came to be. Ev
 of `train_step` is the same sequence of collectives on all of them.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from expertmesh.training.reporting.metrics import ExpertLoad, StepMetrics, exper
 from expertmesh.training.reporting.profiling import profiling
 
 if TYPE_CHECKING:
-    from expertmesh.data import Step, TrainingBatches
+    from expertmesh.data import Step, StreamBatches, TrainingBatches
     from expertmesh.training.reporting.reporter import Reporter
     from expertmesh.training.resume import Counters
 
@@ -45,7 +46,7 @@ class TrainingLoop:
     objective: RunObjective
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
-    train_batches: "TrainingBatches"
+    train_batches: "TrainingBatches | StreamBatches"
     evaluation: Evaluation
     total_steps: int
     reporter: "Reporter"
@@ -73,6 +74,7 @@ class TrainingLoop:
                 result = self._train_step(number, step, guard)
                 self.counters.step, self.counters.skipped_in_a_row = number, guard.in_a_row
                 self.counters.tokens += step.tokens
+                self.counters.stream = step.position
                 if number == first:
                     set_timeout(self.mesh, self.config.distributed.timeout_seconds)
                 if number == 1 and self.mesh.rank == 0:
@@ -111,7 +113,7 @@ class TrainingLoop:
         self.reporter.step(
             StepMetrics(
                 step=number,
-                epoch=step.epoch + (step.step_in_epoch + 1) / self.train_batches.steps_in_epoch(step.epoch),
+                epoch=step.progress,
                 loss=result.facts.loss,
                 grad_norm=result.facts.grad_norm,
                 learning_rate=result.learning_rate,
@@ -154,16 +156,9 @@ class TrainingLoop:
             raise Stopped(facts.stop)
 
     def _steps(self) -> Iterator["Step"]:
-        """The steps after `counters.step`, each in its epoch."""
-        remaining, skipped = self.total_steps - self.counters.step, self.counters.step
-        for epoch in range(self.config.train.num_epochs):
-            start = min(skipped, self.train_batches.steps_in_epoch(epoch))
-            skipped -= start
-            for step in self.train_batches.epoch(epoch, start):
-                if remaining == 0:
-                    return
-                yield step
-                remaining -= 1
+        """The steps after `counters.step`."""
+        steps = self.train_batches.steps(self.counters.step, self.counters.stream)
+        return itertools.islice(steps, self.total_steps - self.counters.step)
 
     def _train_step(self, number: int, step: "Step", guard: NonFiniteGuard) -> "_StepResult":
         """One optimizer step: backward over all micro-batches, one norm, one decision, one update.

@@ -20,7 +20,7 @@ from expertmesh.training.publish import push_result
 from expertmesh.training.reporting.plan_lines import Predict, out_of_memory, print_plan
 from expertmesh.training.reporting.reporter import open_reporter, start_reports
 from expertmesh.training.run_state import load_state, save_result
-from expertmesh.training.startup.preflight import preflight
+from expertmesh.training.startup.arrangement import Arrange, arranged, check
 from expertmesh.training.startup.prepare import begin, prepare
 
 if TYPE_CHECKING:
@@ -28,22 +28,30 @@ if TYPE_CHECKING:
     from expertmesh.training.startup.model_check import Checked
 
 
-def train(config: "Config", control: Control | None = None, predict: Predict | None = None) -> None:
+def train(
+    config: "Config",
+    control: Control | None = None,
+    predict: Predict | None = None,
+    arrange: Arrange | None = None,
+) -> None:
     """Train as `config` says and save `output_dir/model`, or `output_dir/adapter` with `lora`.
 
-    Every rank calls it; `predict` says on rank 0 what a step will take, to be printed and recorded. Raises the errors
-    of config.errors, and `Stopped` when the run was asked to stop and has saved.
+    Every rank calls it; `predict` says on rank 0 what a step will take, to be printed and recorded, and `arrange` how
+    ranks that `config` may not be written for are laid out. Raises the errors of config.errors, and `Stopped` when the
+    run was asked to stop and has saved.
     """
     control = control or Control()
     begin(config, control)
+    if arrange is not None:
+        config = arranged(config, arrange)
     with raise_on_all_ranks("checking the configuration"):
-        checked = preflight(config, dist.get_world_size())
+        checked = check(config)
     try:
         _train(config, control, checked, predict)
         push_result(config)
     except torch.OutOfMemoryError as error:
         # Planned anew: what is sharded already cannot be planned with.
-        forecast = None if predict is None else predict(config, preflight(config, dist.get_world_size()))
+        forecast = None if predict is None else predict(config, check(config))
         raise out_of_memory(error, control.progress.status(), forecast) from error
 
 

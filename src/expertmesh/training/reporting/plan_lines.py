@@ -66,16 +66,8 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
     config, checked, mesh, model, batches = run.config, run.checked, run.mesh, run.model, run.batches
     layout, anatomy, plan = mesh.layout, checked.anatomy, checked.plan
     yield f"model      {config.model.name_or_path}: {checked.model_config.model_type}, " + _experts_line(anatomy)
-    yield from (f"           {line}" for line in layout.table().splitlines())
-    yield from (f"cp         {line}" for line in plan.context.lines())
-    yield from (f"tp         {line}" for line in plan.tensor.lines())
-    if config.data.packing and mesh.device.type != "cpu":
-        yield f"packed     rows attend {packed_attention_line(model, anatomy, mesh.device, plan.dtypes[1])}"
+    yield from _layout_lines(run)
     pipeline = pipeline_of(model)
-    if pipeline is not None:
-        yield from (f"stages     {line}" for line in _stage_lines(pipeline, batches.accumulation))
-    if checked.layout_reason is not None:
-        yield f"layout     {checked.layout_reason}"
     dense, expert, adapters = local_parameters(model, anatomy)
     counts = f"{dense:,} dense + {expert:,} expert{f' + {adapters:,} adapter' if adapters else ''} parameters"
     yield f"per rank   {counts}, {gib(run.bytes_to_load)} to load"
@@ -121,6 +113,22 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
     yield f"steps      {steps}, {config.optim.name}, {config.schedule.name} schedule"
     if forecast is not None:
         yield f"predicted  {forecast.line}"
+
+
+def _layout_lines(run: "Prepared") -> Iterator[str]:
+    """Where ranks are, and what each axis does."""
+    config, checked, mesh, model = run.config, run.checked, run.mesh, run.model
+    plan = checked.plan
+    yield from (f"           {line}" for line in mesh.layout.table().splitlines())
+    yield from (f"cp         {line}" for line in plan.context.lines())
+    yield from (f"tp         {line}" for line in plan.tensor.lines())
+    if config.data.packing and mesh.device.type != "cpu":
+        compute = getattr(torch, config.precision.compute)
+        yield f"packed     rows attend {packed_attention_line(model, checked.anatomy, mesh.device, compute)}"
+    if (pipeline := pipeline_of(model)) is not None:
+        yield from (f"stages     {line}" for line in _stage_lines(pipeline, run.batches.accumulation))
+    if checked.layout_reason is not None:
+        yield f"layout     {checked.layout_reason}"
 
 
 def _stage_lines(pipeline: Pipeline, micro_batches: int) -> Iterator[str]:
