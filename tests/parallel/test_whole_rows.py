@@ -16,13 +16,17 @@ from torch import nn
 import expertmesh as em
 from expertmesh.bench.probes import count_collectives
 from expertmesh.distributed import sequence_collectives
+from expertmesh.distributed.layout import Layout
 from expertmesh.introspection.state_heads import Share
 from expertmesh.parallel import tensor
+from expertmesh.planning import traffic
+from expertmesh.planning.model_figures import ModelFigures
+from expertmesh.planning.read_model import figures_of
 from tests.adapters.reference import trainables, worst
 from tests.families.packing import check_packing
 from tests.families.proof import Run, Subject, measure
 from tests.families.test_families import FAMILIES
-from tests.families.tiny import EXPERTS, random_model
+from tests.families.tiny import EXPERTS, random_model, tiny_config
 from tests.support.ranks import run_ranks
 
 TOLERANCE = 1e-5
@@ -120,6 +124,23 @@ def test_the_bytes_of_a_step_are_those_of_the_formula(family: str, parts: int, s
             assert found == dict.fromkeys(("_gather", "_reduce_scatter"), (2 * parts, 2 * parts * whole))
         else:
             assert found == dict.fromkeys(("_gather", "_reduce_scatter"), (parts, parts * whole))
+    precision = em.PrecisionConfig(params="float32", compute="float32", reduce="float32")
+    model = figures_of(tiny_config(_class_of(family), family), length=16, precision=precision, packed=False)
+    assert {kind: _predicted(model)[kind] for kind in ("all_gather", "reduce_scatter")} == {
+        "all_gather": found["_gather"],
+        "reduce_scatter": found["_reduce_scatter"],
+    }
+
+
+def _predicted(model: ModelFigures) -> dict[str, tuple[int, int]]:
+    """Calls and bytes of cp by kind, as the planner has them for two rows on two ranks."""
+    sums: dict[str, tuple[int, int]] = {}
+    for block in model.blocks:
+        for transfer in traffic._of_sequence(block, model, Layout(cp=2), 2, "none"):
+            if transfer.axis == "cp":
+                calls, sent = sums.get(transfer.kind, (0, 0))
+                sums[transfer.kind] = (calls + transfer.calls, sent + int(transfer.bytes))
+    return dict(sorted(sums.items()))
 
 
 # Planted bugs ------------------------------------------------------------------------------------------------------
