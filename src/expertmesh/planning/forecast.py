@@ -33,9 +33,9 @@ def train_with_forecast(config: Config, control: Control | None = None) -> None:
     train(config, control, predict=forecast)
 
 
-def forecast(config: Config, checked: Checked) -> Forecast:
-    """Time and memory of a step of what preflight has let pass, on the devices here. No communication."""
-    devices = devices_here(checked.layout.world_size)
+def forecast(config: Config, checked: Checked, devices: Devices | None = None) -> Forecast:
+    """Time and memory of a step of what preflight has let pass, on `devices` or those here. No communication."""
+    devices = devices or devices_here(checked.layout.world_size)
     if devices is None:
         return Forecast("nothing: the planner does not know this device")
     try:
