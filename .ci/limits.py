@@ -1,7 +1,8 @@
 """Limits that keep rooms small; part of `make lint`. Prints every place that is over one, and exits with 1.
 
-Two kinds of arguments are not counted: keyword-only ones of the functions in `expertmesh.__all__`, which are options of
-the public interface and a contract, and those of an autograd Function, where torch wants every tensor on its own.
+Arguments of two kinds are not counted: keyword-only ones of the functions in `expertmesh.__all__`, which are options of
+the public interface and a contract, and those of an autograd Function or a Triton kernel, which want every tensor and
+size on its own.
 """
 
 import ast
@@ -76,7 +77,8 @@ def _counted(tree: ast.Module, public: set[str]) -> Iterator[tuple[Function, boo
     }
     contract = {id(node) for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in public}
     for node in ast.walk(tree):
-        if isinstance(node, Function) and id(node) not in autograd:
+        kernel = isinstance(node, Function) and "triton.jit" in map(ast.unparse, node.decorator_list)
+        if isinstance(node, Function) and id(node) not in autograd and not kernel:
             yield node, id(node) not in contract
 
 

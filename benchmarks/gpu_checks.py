@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from expertmesh.experts.layer import layer_of
 from expertmesh.experts.lora_state import Dropout, keep_mask
 from expertmesh.experts.mlp_spec import ExpertMlpSpec, activation_backward
 from expertmesh.experts.pairs import count_pairs, segment_sum, segments_of
+from expertmesh.launcher.worker import take_deterministic_algorithms
 from tests.support.models import tiny_model
 from tests.support.reference import Distance, reference, train_sharded
 
@@ -345,9 +347,8 @@ def _steps(run: Run, model: Any, optimizer: torch.optim.Optimizer, numbers: rang
 
 
 def of_determinism(run: Run) -> Iterator[Row]:
-    """An expert layer gives the same bits again; whether all of a model does is told, and is not promised without
-    `train.deterministic`.
-    """
+    """An expert layer gives the same bits again, and with `train.deterministic` all of a model; without, it is told."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # which cuBLAS reads once
     start_one_rank(run)
     model: Any = tiny_model("qwen3_moe", hidden_size=128, moe_intermediate_size=64)
     mesh = em.init_mesh(em.ParallelConfig(ep=1), device=run.device)
@@ -357,14 +358,23 @@ def of_determinism(run: Run) -> Iterator[Row]:
     first, *others = (_results(experts, _call(2000, 8), run.device) for _ in range(3))
     differ = [name for other in others for name in other if not torch.equal(other[name], first[name])]
     yield {"case": "expert layer", "differ": differ, "ok": not differ}
+    yield {"case": "step of a model", "repeats": _repeats(run, model)}
+    take_deterministic_algorithms()
+    yield {"case": "step of a model, train.deterministic", "ok": _repeats(run, model)}
+    torch.use_deterministic_algorithms(False)
+
+
+def _repeats(run: Run, model: Any) -> bool:
+    """Whether a step's gradients are the same three times."""
     ids = torch.randint(96, (4, 128), generator=torch.Generator().manual_seed(0)).to(run.device)
-    gradients = []
-    for _ in range(3):
-        model.zero_grad()
-        em.forward_backward(model, [{"input_ids": ids, "labels": ids}], target_tokens=4 * 127)
-        gradients.append([parameter.grad.to_local().clone() for parameter in model.parameters()])
-    same = all(torch.equal(a, b) for other in gradients[1:] for a, b in zip(gradients[0], other, strict=True))
-    yield {"case": "step of a model", "repeats": same}
+    first, *others = (_gradients(model, ids) for _ in range(3))
+    return all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def _gradients(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    em.forward_backward(model, [{"input_ids": ids, "labels": ids}], target_tokens=em.count_targets(ids))
+    return [parameter.grad.to_local().clone() for parameter in model.parameters()]
 
 
 STAGES: dict[str, Stage] = {

@@ -24,7 +24,7 @@ from expertmesh.distributed.layout import (
     node_crossing,
     resolve_layout,
 )
-from expertmesh.distributed.mesh import current_device, init_mesh, set_timeout
+from expertmesh.distributed.mesh import build_mesh, current_device, init_mesh, set_timeout
 from expertmesh.experts import dispatch
 from tests.support.models import tiny_model
 from tests.support.ranks import RankFailed, run_ranks
@@ -142,6 +142,36 @@ def test_groups_of_experts_cross_a_node_only_if_it_is_said(monkeypatch: pytest.M
     assert "in 4 of its 4 groups (ranks 0 to 15 and 16 to 31 and 32 to 47 ...)" in many
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert resolve_layout(ParallelConfig(ep=4), 12, 64) == chosen  # nobody has said what a node is
+
+
+@pytest.mark.parametrize(
+    ("layout", "groups", "lists"),
+    [
+        (Layout(fsdp=4096, ep=8), [8, 512, 4096], 520),
+        (Layout(replicate=8, fsdp=512, ep=8), [8, 8, 8, 64, 512], 1608),
+        (Layout(pp=8, fsdp=512, ep=64), [8, 8, 8, 64, 512], 1608),
+    ],
+)
+def test_a_rank_of_thousands_is_in_few_groups(
+    monkeypatch: pytest.MonkeyPatch, layout: Layout, groups: list[int], lists: int
+) -> None:
+    """The counts of docs/scale.md."""
+    made, make = [], dist.distributed_c10d._new_process_group_helper
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        made.append(arguments)
+        return make(*arguments, **options)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4096)
+    monkeypatch.setattr(dist.distributed_c10d, "_new_process_group_helper", counted)
+    try:
+        mesh = build_mesh(layout, torch.device("cpu"))
+        views = (mesh.dense, mesh.expert, mesh.dense_mesh, mesh.dense_tp_mesh)
+        found = {group for view in views for group in view.get_all_groups()}
+        assert len(made) == lists
+        assert sorted(group.size() for group in found) == groups
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_rank_takes_its_accelerator_also_where_it_sees_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

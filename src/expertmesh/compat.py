@@ -36,6 +36,8 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "update_as",
+    "varlen_attn",
+    "varlen_operation",
     "wrap_clipping",
 ]
 
@@ -47,7 +49,8 @@ StridedShard = _StridedShard
 all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# The ops behind F.scaled_dot_product_attention, for torch's selective checkpointing, which takes ops.
+# The ops behind F.scaled_dot_product_attention, for torch's selective checkpointing, which takes ops; also that of
+# variable-length attention, which came with torch 2.11.
 FUSED_ATTENTION: list[Any] = [
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -55,6 +58,15 @@ FUSED_ATTENTION: list[Any] = [
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
 ]
+varlen_attn: Any = None
+varlen_operation: Any = None
+try:
+    from torch.nn.attention import varlen
+except ImportError:
+    pass
+else:
+    varlen_attn, varlen_operation = varlen.varlen_attn, torch.ops.torch_attn._varlen_attn
+    FUSED_ATTENTION.append(varlen_operation.default)
 
 # transformers' gate of experts that define none: what has it computes act(gate) * up.
 default_apply_gate: Callable[..., torch.Tensor] = transformers_moe._default_apply_gate

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -49,6 +50,24 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "launch", forked)
     monkeypatch.setattr(case, "CPU_QUICK", SMALLEST)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+
+
+@pytest.mark.parametrize("verb", [["bench"], ["verify", "none.yaml"], ["verify", "--model", "none"]])
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_done(
+    verb: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("expertmesh.cli.bench.PARTS", {"step": ("nothing", None)})
+    os.mkfifo(tmp_path / "pipe")
+    for path, why in (
+        (tmp_path, "Is a directory"),
+        (tmp_path / "no" / "x.json", "No such"),
+        (tmp_path / "pipe", "No "),
+    ):
+        assert main([*verb, "--json", str(path)]) == 2
+        told = capsys.readouterr()
+        assert f"--json {path}: cannot be written: {why}" in told.err
+        assert told.out == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe"]
 
 
 def test_all_parts_beside_all_peers_in_one_command(

@@ -244,7 +244,10 @@ IMPOSSIBLE: dict[str, tuple[Damage, str]] = {
     "an axis more": (change_manifest(lambda m: m["layout"].update(up=1)), "layout names other axes"),
     "an axis of none": (change_manifest(lambda m: m["layout"].update(tp=0)), "its layout is not one of 2 ranks"),
     "experts of others": (change_manifest(lambda m: m["layout"].update(ep=4)), "ep and efsdp of its layout (4, "),
-    "another step": (change_manifest(lambda m: m.update(step=7)), "step is 7, but the directory is of step 1"),
+    "another step": (
+        change_manifest(lambda m: m.update(step=7)),
+        "step is 7, but its directory is called step-00000001; rename it to step-00000007",
+    ),
     "a step below zero": (change_manifest(lambda m: m.update(step=-1)), "step: "),
     "a step without end": (change_manifest(lambda m: m.update(step=10**30)), "step: "),
     "ranks without end": (change_manifest(lambda m: m.update(world_size=10**12)), "world_size: "),

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from expertmesh.distributed.environment import Rank
+from expertmesh.launcher.failures import root_cause
 from expertmesh.launcher.hangs import RankSnapshot, hang_error, read_stack, timed_out
 from expertmesh.launcher.rank_files import RankFailure
+from expertmesh.launcher.roll_call import Answer, judge
 from expertmesh.training.progress import RankStatus, StopState
 
 NOW = 1000.0
@@ -147,3 +150,27 @@ def test_a_stack_that_is_too_deep_for_faulthandler_is_complete_too(tmp_path: Pat
     calls = "".join(f'  File "/x/deep.py", line {line} in deep\n' for line in range(100))
     file.write_text(f"Thread 0x0000000000000001 (most recent call first):\n{calls}  ...\n")
     assert len(read_stack(file, 1, seconds=0)) == 15
+
+
+def test_by_their_answers_ranks_find_out_who_was_waited_for(tmp_path: Path) -> None:
+    """What `judge` says of answers; real ranks are in test_two_nodes.py."""
+    caller, stacks = Rank("", 0, 4, None, 2), tmp_path / "stacks.txt"
+    waits = Answer("a", 7, "forward and backward", 15, IN_A_COLLECTIVE, failed=True)
+    reads = Answer("b", 7, "reading data", 15.1, ELSEWHERE, failed=False)
+    hung = judge({0: waits, 1: waits, 2: reads, 3: waits}, caller, HERE, TIMED_OUT, stacks)
+    assert hung.key == "rank.hung"
+    assert str(hung).startswith("rank 2 hung at step 7, reading data: it had not moved for 15 s; its process was")
+    assert str(hung).endswith(f"stacks of all ranks: {stacks}")
+    assert "rank 2 on b at step 7, reading data, for 15 s:\n" + "\n".join(ELSEWHERE) in stacks.read_text()
+    lost = judge({0: waits, 1: waits}, caller, HERE, TIMED_OUT, stacks)
+    assert lost.key == "rank.lost"
+    assert str(lost).startswith("rank 2, 3 (node 1 of 2) did not answer within 5 s when the others had waited in vain")
+    nobody = judge(dict.fromkeys(range(4), waits), caller, HERE, TIMED_OUT, stacks)
+    assert str(nobody).startswith("all ranks waited in vain; rank 0 was the first to give up at step 7, forward and")
+
+
+def test_the_verdict_of_all_ranks_is_reported_before_what_followed() -> None:
+    verdict = RankFailure(1, 5, "rank 3 hung at step 7", "", 2, "rank.hung")
+    first = RankFailure(0, 1, "RuntimeError: Connection closed by peer", "Traceback", 1)
+    found = root_cause([first, verdict], {0: 1, 1: 5}, {0: HERE, 1: HERE})
+    assert (str(found), found.key) == ("rank 3 hung at step 7", "rank.hung")

@@ -8,10 +8,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from expertmesh.config import load_config
+from expertmesh.distributed.environment import Node, find_place
 from expertmesh.training.run import train
 from tests.cli.jobs import ROOT
 from tests.support.ranks import run_ranks
@@ -83,11 +86,33 @@ def assert_same(inputs: Path, output: str) -> None:
     assert ours.read_bytes() == local.read_bytes()
 
 
-def test_srun(inputs: Path) -> None:
-    step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "3", "SLURM_NTASKS": "2", "SLURM_NODEID": "0"}
-    step |= {"SLURM_STEP_NODELIST": "node07", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    command = [*TRAIN, *arguments(inputs, "srun")]
-    first, second = run_all([(command, step | {"SLURM_PROCID": n, "SLURM_LOCALID": n}) for n in "01"])
+CLUSTERS = ROOT / "examples" / "clusters"
+# What srun sets for the tasks of a step, on two nodes of one task or on one of two; $SLURM_TASKS is theirs.
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift; done
+export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=node07 SLURM_STEP_TASKS_PER_NODE=2 SLURM_NODEID=0
+for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=$task "$@" > "$SAID-$task" 2>&1 & tasks+=($!); done
+for task in "${tasks[@]}"; do wait "$task"; done
+"""
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> dict[str, str]:
+    """Variables under which `expertmesh` is this one, `torchrun` this torch's, and `srun` the one above."""
+    (tmp_path / "srun").write_text(SRUN)
+    for name, module in (("expertmesh", "expertmesh"), ("torchrun", "torch.distributed.run")):
+        (tmp_path / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
+    for name in ("srun", "expertmesh", "torchrun"):
+        (tmp_path / name).chmod(0o755)
+    return {"PATH": os.pathsep.join([str(tmp_path), os.environ["PATH"]]), "SAID": str(tmp_path / "said")}
+
+
+def test_srun(inputs: Path, commands: dict[str, str]) -> None:
+    """By the batch script of the examples. The step has its own variables, and those of the job."""
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "node07"}
+    script = str(CLUSTERS / "task-per-device.sbatch")
+    run_all([(["bash", script, *arguments(inputs, "srun")], commands | job)])
+    first, second = (Path(f"{commands['SAID']}-{task}").read_text() for task in range(2))
     assert first.startswith("starting   rank 0 of 2 that SLURM has started: ")
     assert "network" not in first
     assert "step 3/3" not in second
@@ -118,18 +143,32 @@ def test_pods_of_a_pytorchjob_with_a_rank_each(inputs: Path, local: dict[str, st
     assert_same(inputs, f"pytorchjob-{len(local)}")
 
 
-def test_two_agents_of_torchrun(inputs: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "-m", "expertmesh", "train"]
-    run_all([([*torchrun, *arguments(inputs, "agents")], {})] * 2)
-    assert_same(inputs, "agents")
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+def test_two_agents_of_torchrun(inputs: Path, commands: dict[str, str], rendezvous: str) -> None:
+    """By the script of the examples, as a node where nothing is elastic, and by torchrun's own rendezvous."""
+    said = [f"output_dir={inputs / rendezvous}" if "output_dir" in each else each for each in arguments(inputs, "")]
+    if rendezvous == "static":
+        script = ["bash", str(CLUSTERS / "torchrun.sh"), *said]
+        own = commands | {"HOST": "localhost", "NODES": "2", "DEVICES": "1"}
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", 29500)) == 0:
+                pytest.skip("torchrun's usual port, which the script takes, is in use on this machine")
+        run_all([(script, own | {"NODE_RANK": node}) for node in "01"])
+    else:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+        torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "-m", "expertmesh"]
+        run_all([([*torchrun, "train", *said], {})] * 2)
+    assert_same(inputs, rendezvous)
 
 
-def test_a_refusal_under_torchrun_is_said_once(inputs: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "expertmesh", "train"]
+def test_a_refusal_under_torchrun_is_said_once_and_its_restarts_do_not_try_it_again(inputs: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
+    torchrun += ["-m", "expertmesh", "train"]
     (said,) = run_all([([*torchrun, *arguments(inputs, "refused"), "parallel.ep=3"], {})], code=1)
-    assert said.count("error: rank ") == 1
-    assert "traceback : parallel.ep 3 does not divide" in said  # torchrun's own summary
+    assert said.count("error: rank 0: parallel.ep 3 does not divide") == 1
+    assert said.count("building the model on meta") == 1
+    assert said.count(": not tried again (attempt ") == 3  # by one rank in each attempt, and in torchrun's summary
+    assert "traceback : not tried again (attempt 3): parallel.ep 3 does not divide" in said
 
 
 def test_a_process_group_that_is_up(inputs: Path) -> None:
@@ -141,24 +180,72 @@ def test_a_process_group_that_is_up(inputs: Path) -> None:
 RAY = """
 import sys
 import ray
-from ray.train import RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
-
-def rank(arguments):
-    from expertmesh.cli.main import main
-    assert main(["train", *arguments["arguments"]]) == 0
-
-ray.init(num_cpus=2, include_dashboard=False)
-run_config = RunConfig(storage_path=sys.argv[1])
-loop = {"arguments": sys.argv[2:]}
-TorchTrainer(rank, train_loop_config=loop, scaling_config=ScalingConfig(num_workers=2), run_config=run_config).fit()
+sys.path.append(sys.argv[1])
+from ray_train import train
+ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": sys.argv[4]}})
+train(sys.argv[5:], 2, storage_path=sys.argv[2], name=sys.argv[3])
 """
 
 
-def test_ray(inputs: Path) -> None:
+def test_ray(inputs: Path, tmp_path: Path) -> None:
+    """By the script of the examples. A worker that is killed is started again, with the others, by Ray."""
     pytest.importorskip("ray.train", reason="needs ray[train]")
-    run_all([([sys.executable, "-c", RAY, str(inputs / "storage"), *arguments(inputs, "ray")], {})])
+    paths = os.pathsep.join([str(CLUSTERS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    wanted = [*arguments(inputs, "ray"), "checkpoint.every_steps=1", "train.max_steps=3"]
+    command = [sys.executable, "-c", RAY, str(CLUSTERS), str(tmp_path), "ray", paths, *wanted]
+    run_all([(command, {"PYTHONPATH": paths, "RAY_TRAIN_V2_ENABLED": "1"})])
     assert_same(inputs, "ray")
+
+
+def _pods(name: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The container of a manifest of the examples, and the variables that it sets to fixed values."""
+    manifest = yaml.safe_load((CLUSTERS / f"{name}.yaml").read_text())
+    assert manifest["apiVersion"] == VERSIONS[name]
+    spec = manifest["spec"]
+    if name == "trainjob":
+        return spec["trainer"], {"PET_NPROC_PER_NODE": str(spec["trainer"]["numProcPerNode"])}
+    if name == "pytorchjob":
+        master, workers = (spec["pytorchReplicaSpecs"][kind] for kind in ("Master", "Worker"))
+        assert master | {"replicas": 3} == workers
+        (container,) = master["template"]["spec"]["containers"]
+        return container, {"PET_NPROC_PER_NODE": spec["nprocPerNode"]}
+    job = spec["replicatedJobs"][0]["template"]["spec"]
+    assert (job["completionMode"], job["completions"]) == ("Indexed", job["parallelism"])
+    (container,) = job["template"]["spec"]["containers"]
+    assert container["env"][3]["value"] == f"{manifest['metadata']['name']}-node-0-0.{manifest['metadata']['name']}"
+    return container, {each["name"]: each["value"] for each in container["env"] if "value" in each}
+
+
+# All of each manifest has been compared with the published definition of its kind, unknown fields refused.
+VERSIONS = {
+    "trainjob": "trainer.kubeflow.org/v1alpha1",
+    "pytorchjob": "kubeflow.org/v1",
+    "jobset": "jobset.x-k8s.io/v1alpha2",
+}
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_a_pod_of_each_manifest_is_a_launcher_of_its_ranks(name: str) -> None:
+    container, own = _pods(name)
+    assert container["command"][:2] == ["expertmesh", "train"]
+    operator = {"PET_NNODES": "4", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "first", "PET_MASTER_PORT": "29500"}
+    nproc = int(container["command"][4]) if "--nproc" in container["command"] else None
+    place = find_place(nproc, operator | own)
+    assert isinstance(place, Node)
+    assert (place.number, place.count, place.ranks) == (2, 4, 8)
+    (limits,) = (container[key]["limits"] for key in ("resources", "resourcesPerNode") if key in container)
+    assert limits == {"nvidia.com/gpu": place.ranks}
+
+
+def test_a_task_of_skypilot_is_a_launcher_of_its_ranks(tmp_path: Path) -> None:
+    task = yaml.safe_load((CLUSTERS / "skypilot.yaml").read_text())
+    assert task["run"].endswith("expertmesh train /work/config.yaml\n")
+    sky = {"SKYPILOT_NUM_NODES": str(task["num_nodes"]), "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+    sky |= {"SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8", "PATH": os.environ["PATH"]}
+    script = task["run"].replace("expertmesh train /work/config.yaml", "env")
+    said = subprocess.run(["bash", "-ec", script], env=sky, capture_output=True, text=True, check=True).stdout
+    place = find_place(None, dict(line.split("=", 1) for line in said.splitlines() if line.startswith("PET_")))
+    assert place == Node("Kubeflow", 1, 4, 8, "10.0.0.7", 29500)
 
 
 def test_launchers_that_start_other_numbers_of_ranks_do_not_start_any(inputs: Path) -> None:

@@ -103,6 +103,9 @@ CASES = {
         "moe.compute: grouped_mm cannot run",
         ("moe.compute=grouped_mm", "precision={params: float64, compute: float64, reduce: float64}"),
     ),
+    "kernels for a GPU on a CPU": Case(
+        "moe.kernels: triton cannot be used here: there is no GPU", ("moe.kernels=triton",)
+    ),
     "no tokenizer": Case("the tokenizer of ", prepare=_no_tokenizer),
     "a file in output_dir": Case(
         "is not empty and holds no run of ours", prepare=_something_in_output_dir, verbs=("train", "check")

@@ -1,6 +1,7 @@
 """Calls, thinking, turns that are no targets and dates: what conversations hold beside questions and answers."""
 
 import datetime
+import hashlib
 import json
 import re
 from dataclasses import replace
@@ -8,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
+from transformers import DeepseekV4Config
 
-from expertmesh.config import DataConfig, DataSource
+from expertmesh.config import DataConfig, DataSource, ModelConfig
 from expertmesh.config.errors import InputError
-from expertmesh.data import build_dataset
+from expertmesh.data import build_dataset, load_tokenizer
 from expertmesh.data.encoding.chat import ChatRenderer
 from expertmesh.data.encoding.encode import Encoded, Encoder
 from expertmesh.data.encoding.targets import ChatOptions
@@ -249,3 +252,106 @@ def test_published_templates_have_the_targets_of_their_copies_with_marks(name: s
     for conversation in conversations[: 1 + calls]:
         expected = [text.removeprefix(header).strip() for text in _texts(marked, conversation)]
         assert _texts(published, conversation) == expected
+
+
+def deepseek_v4(directory: Path) -> ModelConfig:
+    """A checkpoint with the special words of DeepSeek-V4 and no template."""
+    tokenizer = bpe_tokenizer()
+    words = ["<｜User｜>", "<｜Assistant｜>", "<｜latest_reminder｜>", "<think>", "</think>", "｜DSML｜"]
+    tokenizer.add_tokens([AddedToken(word, special=word.startswith("<｜")) for word in words])
+    tokenizer.save_pretrained(directory)
+    DeepseekV4Config().save_pretrained(directory)
+    return ModelConfig(name_or_path=str(directory))
+
+
+def of_deepseek_v4(tmp_path: Path, conversation: Conversation, **options: Any) -> tuple[str, list[str]]:
+    """The text of its only sample, and its targets, as characters."""
+    renderer = ChatRenderer(load_tokenizer(deepseek_v4(tmp_path)), ChatOptions(**options))
+    (found,) = renderer.render([conversation])
+    assert not isinstance(found, MalformedRow), found
+    (one,) = found
+    return one.text, [one.text[start:end] for start, end in one.spans]
+
+
+# These texts are those of encoding_dsv4.py, which the checkpoints of DeepSeek-V4 have in place of a template.
+BRIEF = "<|bos|>Be brief.<｜User｜>1 + 1?<｜Assistant｜>"
+SUM = "<｜User｜>2 + 2?<｜Assistant｜>"
+
+
+@pytest.mark.parametrize(
+    ("args", "expected", "learned"),
+    [
+        ({}, f"{BRIEF}</think>2<|eos|>{SUM}<think>Sum.</think>4<|eos|>", ["2<|eos|>", "Sum.</think>4<|eos|>"]),
+        ({"thinking_mode": "chat"}, f"{BRIEF}</think>2<|eos|>{SUM}</think>4<|eos|>", ["2<|eos|>", "4<|eos|>"]),
+        (
+            {"drop_thinking": False},
+            f"{BRIEF}<think>Easy.</think>2<|eos|>{SUM}<think>Sum.</think>4<|eos|>",
+            ["Easy.</think>2<|eos|>", "Sum.</think>4<|eos|>"],
+        ),
+    ],
+)
+def test_deepseek_v4_is_written_as_its_encoder_writes_it(
+    tmp_path: Path, args: dict[str, Any], expected: str, learned: list[str]
+) -> None:
+    turns = [("1 + 1?", "Easy.", "2"), ("2 + 2?", "Sum.", "4")]
+    talked = [
+        message
+        for asked, thought, answer in turns
+        for message in (
+            {"role": "user", "content": asked},
+            {"role": "assistant", "reasoning_content": thought, "content": answer},
+        )
+    ]
+    conversation = Conversation(({"role": "system", "content": "Be brief."}, *talked))
+    assert of_deepseek_v4(tmp_path, conversation, template_args=args) == (expected, learned)
+
+
+def test_tools_of_deepseek_v4_are_its_markup_and_results_stand_in_the_order_of_the_calls(tmp_path: Path) -> None:
+    def called(place: str, city: str) -> dict[str, Any]:
+        arguments = {"city": city, "days": [1, {"é": None}]}
+        return {"type": "function", "id": place, "function": {"name": "weather", "arguments": arguments}}
+
+    conversation = Conversation(
+        (
+            {"role": "user", "content": "Rome or Oslo?"},
+            {"role": "assistant", "reasoning": "Both.", "tool_calls": [called("a", "Rome"), called("b", "Oslo")]},
+            {"role": "tool", "tool_call_id": "b", "content": "14"},
+            {"role": "tool", "tool_call_id": "a", "content": "22"},
+            {"role": "user", "content": "In short."},
+            {"role": "assistant", "reasoning_content": "Compare.", "content": "Rome."},
+            {"role": "user", "content": "Thanks"},
+            {"role": "assistant", "content": "Sure."},
+        ),
+        tools=(TOOL,),
+    )
+    text, learned = of_deepseek_v4(tmp_path, conversation)
+    calls = "".join(
+        f'<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">{city}</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">[1, {"é": null}]</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        for city in ("Rome", "Oslo")
+    )
+    both = f"Both.</think>\n\n<｜DSML｜tool_calls>\n{calls}</｜DSML｜tool_calls><|eos|>"
+    results = (
+        "<｜User｜><tool_result>22</tool_result>\n\n<tool_result>14</tool_result>\n\nIn short.<｜Assistant｜><think>"
+    )
+    end = f"{results}Compare.</think>Rome.<|eos|><｜User｜>Thanks<｜Assistant｜><think></think>Sure.<|eos|>"
+    assert text.endswith(f"calls.\n<｜User｜>Rome or Oslo?<｜Assistant｜><think>{both}{end}")
+    assert learned == [both, "Compare.</think>Rome.<|eos|>", "Sure.<|eos|>"]
+    head = text.partition("<｜User｜>")[0]
+    assert head.startswith("<|bos|>\n\n## Tools\n\nYou have access to a set of tools")
+    schemas = '### Available Tool Schemas\n\n{"name": "weather", "parameters": {"type": "object"}}\n\nYou MUST strictly'
+    assert schemas in head
+    assert hashlib.sha256(head.encode()).hexdigest()[:16] == "7bbfa61156b93b67"
+
+
+def test_only_deepseek_v4_without_a_template_gets_that_one(tmp_path: Path) -> None:
+    model = deepseek_v4(tmp_path)
+    (tmp_path / "encoding").mkdir()
+    (tmp_path / "encoding" / "encoding.py").touch()  # as DeepSeek-V4.1 has, which writes calls otherwise
+    assert load_tokenizer(model).chat_template is None
+    (tmp_path / "encoding" / "encoding_dsv4.py").touch()
+    assert "｜DSML｜" in str(load_tokenizer(model).chat_template)
+    tokenizer = load_tokenizer(model)
+    tokenizer.chat_template = on_the_fly.CHATML
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(model).chat_template == on_the_fly.CHATML

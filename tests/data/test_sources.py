@@ -132,7 +132,7 @@ def test_missing_local_path_is_refused_without_asking_the_hub(path: str, monkeyp
 def test_hub_id_loads_the_named_split_and_train_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def load_dataset(name: str, split: str) -> datasets.Dataset:
+    def load_dataset(name: str, split: str, streaming: bool) -> datasets.Dataset:
         asked.append((name, split))
         return datasets.Dataset.from_list(ROWS)
 
@@ -143,7 +143,7 @@ def test_hub_id_loads_the_named_split_and_train_by_default(monkeypatch: pytest.M
 
 
 def test_hub_failure_says_that_the_path_is_not_local_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(name: str, split: str) -> datasets.Dataset:
+    def load_dataset(name: str, split: str, streaming: bool) -> datasets.Dataset:
         raise ConnectionError("no route to the hub\nmore")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)

@@ -13,7 +13,7 @@ from expertmesh.anatomy import describe, experts_spec
 from expertmesh.experts import expert_mlp as expert_mlp_module
 from expertmesh.experts.dispatch import LocalDispatcher
 from expertmesh.experts.expert_mlp import expert_mlp, grouped_mm_refusal
-from expertmesh.experts.install import choose_backend, is_silu_gated
+from expertmesh.experts.install import choose_backend, gate_of, is_silu_gated
 from expertmesh.experts.mlp_spec import ExpertMlpSpec, ExpertWeights
 from tests.support.models import tiny_model
 
@@ -22,6 +22,7 @@ class _Experts(nn.Module):
     """Experts of any form, computed one token at a time in the plainest way; the reference of these tests."""
 
     gated, transposed, biased = True, False, False
+    limit, alpha = 0.7, 1.702
 
     def __init__(self, config: Any, experts: int = 6, hidden: int = 16, width: int = 8) -> None:
         super().__init__()
@@ -67,8 +68,8 @@ def _variant(**flags: Any) -> type[nn.Module]:
 
 def _clamped_interleaved_gate(self: nn.Module, pre: torch.Tensor) -> torch.Tensor:
     """GPT-OSS's: gate and up alternate, both are clamped, the gate's sigmoid has a factor."""
-    gate, up = pre[..., ::2].clamp(max=0.7), pre[..., 1::2].clamp(-0.7, 0.7)
-    return (up + 1) * gate * torch.sigmoid(gate * 1.702)
+    gate, up = pre[..., ::2].clamp(max=self.limit), pre[..., 1::2].clamp(-self.limit, self.limit)
+    return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
 
 
 VARIANTS = {
@@ -80,17 +81,21 @@ VARIANTS = {
 }
 
 
-def _run(experts: nn.Module, inputs: list[torch.Tensor], *, lean: bool, loop: bool = False) -> list[torch.Tensor]:
+def _run(
+    experts: nn.Module, inputs: list[torch.Tensor], *, lean: bool, loop: bool = False, triton: bool = False
+) -> list[torch.Tensor]:
     """Output, then gradients of hidden states, routing weights and parameters, for a fixed weighting of outputs."""
     hidden, index, weight = (t.clone().requires_grad_(t.is_floating_point()) for t in inputs)
     if lean:
         spec = experts_spec("experts", experts)
-        rows, weight_P, pairs, _ = LocalDispatcher(spec.num_experts).dispatch(hidden, index, weight)
+        rows, weight_P, pairs, _ = LocalDispatcher(spec.num_experts, triton).dispatch(hidden, index, weight)
         form = ExpertMlpSpec(
             activation=experts._apply_gate if spec.gated else experts.act_fn,
             silu_gated=is_silu_gated(experts, spec),
             transposed=spec.transposed,
             per_expert=loop,
+            triton=triton,
+            gate=gate_of(experts, spec) if triton else None,
         )
         weights = ExpertWeights(*(experts.get_parameter(name) for name in spec.parameters))
         out = expert_mlp(rows, weight_P, pairs, weights, form)

@@ -2,18 +2,24 @@
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh.distributed import collectives
-from expertmesh.experts import dispatch
+from expertmesh.experts import dispatch, hierarchical
 from expertmesh.experts.dispatch import AllGatherDispatcher, AllToAllDispatcher, Dispatcher, LocalDispatcher
+from expertmesh.experts.hierarchical import HierarchicalDispatcher
 from expertmesh.experts.pairs import LocalPairs, segments_of
+from expertmesh.planning.model_figures import TopKRouter, rows_per_token
+from expertmesh.planning.traffic import _of_dispatch
 from tests.support.ranks import run_ranks
 
 EXPERTS, HIDDEN, TOP_K = 8, 6, 3
@@ -56,7 +62,13 @@ def _through(dispatcher: Dispatcher, inputs: tuple[torch.Tensor, ...], first: in
     return [out.detach(), *torch.autograd.grad((out * weighting).sum(), [hidden, weight])]
 
 
-def _compare_with_local(kind: type, routing: Routing) -> float:
+def _hierarchical(experts: int, group: dist.ProcessGroup) -> HierarchicalDispatcher:
+    """Over nodes of two ranks each."""
+    mesh = DeviceMesh("cpu", torch.arange(group.size()).view(-1, 2), mesh_dim_names=("across", "inside"))
+    return HierarchicalDispatcher(experts, mesh.get_group("across"), mesh.get_group("inside"))
+
+
+def _compare_with_local(kind: Callable[..., Dispatcher], routing: Routing) -> float:
     group, rank = dist.group.WORLD, dist.get_rank()
     inputs = _inputs(rank, routing)
     got = _through(kind(EXPERTS, group), inputs, rank * EXPERTS // group.size())
@@ -64,9 +76,9 @@ def _compare_with_local(kind: type, routing: Routing) -> float:
     return max([float((a - b).abs().max()) for a, b in zip(got, expected, strict=True) if a.numel()], default=0.0)
 
 
-@pytest.mark.parametrize("kind", [AllToAllDispatcher, AllGatherDispatcher])
+@pytest.mark.parametrize("kind", [AllToAllDispatcher, AllGatherDispatcher, _hierarchical])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_results_and_gradients_equal_a_single_process(kind: type, routing: str) -> None:
+def test_results_and_gradients_equal_a_single_process(kind: Callable[..., Dispatcher], routing: str) -> None:
     assert max(run_ranks(_compare_with_local, 4, kind, ROUTINGS[routing])) <= 1e-5
 
 
@@ -169,3 +181,106 @@ def test_a_dispatcher_written_from_the_protocol_alone_gives_the_same() -> None:
     inputs = _inputs(0, _spread)
     for got, expected in zip(_through(own, inputs, 0), _through(LocalDispatcher(EXPERTS), inputs, 0), strict=True):
         torch.testing.assert_close(got, expected)
+
+
+NODE = 4
+
+
+def _between_nodes(kind: Callable[..., Dispatcher], experts: int, top_k: int) -> dict[str, Any]:
+    """Rows that this rank sends to other nodes of `NODE` ranks, there and back, and what comes of it in fp64."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
+    mesh = DeviceMesh("cpu", torch.arange(group.size()).view(-1, NODE), mesh_dim_names=("across", "inside"))
+    flat = kind is AllToAllDispatcher
+    across = group if flat else mesh.get_group("across")
+    dispatcher = kind(experts, group) if flat else kind(experts, across, mesh.get_group("inside"))
+    here = slice(rank // NODE * NODE, (rank // NODE + 1) * NODE) if flat else slice(rank // NODE, rank // NODE + 1)
+    sent, waits = 0, 0
+
+    def all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], way: Any, **options: Any) -> Any:
+        nonlocal sent
+        if way is across and rows.dtype == torch.float64 and rows.dim() == 2 and rows.shape[1] == HIDDEN:
+            sent += sum(send) - sum(send[here])
+        return collectives.all_to_all(rows, send, receive, way, **options)
+
+    def to_host(counts: torch.Tensor) -> list[Any]:
+        nonlocal waits
+        waits += 1
+        return collectives.to_host(counts)
+
+    torch.manual_seed(rank)
+    tokens = 0 if rank == 1 else 60
+    index = torch.rand(tokens, experts).topk(top_k).indices
+    hidden, weight = torch.randn(tokens, HIDDEN, dtype=torch.float64), torch.rand(tokens, top_k, dtype=torch.float64)
+    number = torch.arange(tokens) + 1000 * rank
+    with ExitStack() as patched:
+        for module in (dispatch, hierarchical):
+            patched.enter_context(mock.patch.object(module, "all_to_all", all_to_all))
+            patched.enter_context(mock.patch.object(module, "to_host", to_host))
+        traffic = patched.enter_context(_Traffic())
+        results = _through_wide(dispatcher, hidden, index, weight, rank * experts // group.size())
+    rows, _, _, metadata = dispatcher.dispatch(hidden + number[:, None], index, weight)
+    numbers = dispatcher.numbers(number, metadata)
+    fits = bool(((rows - numbers[:, None]).abs() < 10).all()) and len(numbers) == len(rows)
+    others = [
+        {each for each in row if each // NODE != rank // NODE} for row in (index * group.size() // experts).tolist()
+    ]
+    expected = [len(row if flat else {each // NODE for each in row}) for row in others]
+    size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in traffic.sent)
+    return {
+        "results": results,
+        "sent": sent,
+        "waits": waits,
+        "fits": fits,
+        "expected": sum(expected),
+        "bytes": size,
+        "calls": len(traffic.sent),
+    }
+
+
+def _through_wide(
+    dispatcher: Dispatcher, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, first: int
+) -> list[torch.Tensor]:
+    leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    rows, weight_P, pairs, metadata = dispatcher.dispatch(leaves[0], index, leaves[1])
+    expert_P = pairs.expert_P() + first + 1
+    out_PH = rows[pairs.row_P] * (weight_P * expert_P).unsqueeze(1)
+    out = dispatcher.combine(torch.zeros_like(rows).index_add(0, pairs.row_P, out_PH), metadata)
+    weighting = torch.arange(out.numel(), dtype=torch.float64).view_as(out) / 10
+    return [out.detach(), *torch.autograd.grad((out * weighting).sum(), leaves)]
+
+
+def test_between_nodes_a_row_travels_once_to_each_and_the_result_is_that_of_the_flat_dispatch() -> None:
+    experts, top_k = 32, 4
+    flat, tiered = (
+        run_ranks(_between_nodes, 8, kind, experts, top_k) for kind in (AllToAllDispatcher, HierarchicalDispatcher)
+    )
+    for one, other in zip(flat, tiered, strict=True):
+        for got, want in zip(other["results"], one["results"], strict=True):
+            assert got.shape == want.shape
+            assert (got - want).norm() <= 1e-12 * want.norm()
+        assert one["waits"] == other["waits"] == 1
+        assert one["fits"]
+        assert other["fits"]
+    # Rows go and come back in forward and in backward.
+    for way in (flat, tiered):
+        assert sum(each["sent"] for each in way) == 4 * sum(each["expected"] for each in way)
+    # The planner's expectation, for the mean of a rank's tokens.
+    router = TopKRouter(experts, top_k)
+    figures: Any = SimpleNamespace(router=router, spec=SimpleNamespace(hidden_size=HIDDEN, num_experts=experts))
+    for way, nodes in ((flat, 1), (tiered, 2)):
+        predicted = list(_of_dispatch(figures, 8, router.routed(60 * 7 / 8, 8), 1, (8, nodes)))
+        assert {each["calls"] for each in way} == {sum(each.calls for each in predicted)}
+        assert sum(each["bytes"] for each in way) / 8 == pytest.approx(sum(each.bytes for each in predicted), rel=0.02)
+
+
+@pytest.mark.parametrize(("ranks", "share"), [(16, 0.30), (32, 0.49), (64, 0.69)])
+def test_rows_between_nodes_of_eight_ranks_for_top_8_of_128(ranks: int, share: float) -> None:
+    torch.manual_seed(0)
+    owner = torch.rand(4000, 128).topk(8).indices // (128 // ranks)  # as seen from rank 0
+    flat = sum(len({rank for rank in row if rank >= 8}) for row in owner.tolist())
+    tiered = sum(len({rank // 8 for rank in row if rank >= 8}) for row in owner.tolist())
+    router = TopKRouter(128, 8)
+    predicted = [rows_per_token(router, parts) * (1 - 8 / ranks) for parts in (ranks // 8, ranks)]
+    assert tiered / flat == pytest.approx(predicted[0] / predicted[1], rel=0.02)
+    assert tiered / flat == pytest.approx(share, abs=0.01)

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from expertmesh.anatomy import experts_spec
 from expertmesh.experts.dispatch import LocalDispatcher
 from expertmesh.experts.expert_mlp import expert_mlp
-from expertmesh.experts.install import is_silu_gated
+from expertmesh.experts.install import gate_of, is_silu_gated
 from expertmesh.experts.lora_state import Dropout, keep_mask
 from expertmesh.experts.mlp_spec import Adapter, Adapters, ExpertMlpSpec, ExpertWeights
 from tests.experts.test_compute import VARIANTS, _inputs, _variant
@@ -39,11 +39,18 @@ def _plain(experts: Any, spec: Any, leaves: list[torch.Tensor], adapters: dict[s
 
 
 def _lean(
-    experts: Any, spec: Any, leaves: list[torch.Tensor], adapters: dict[str, torch.Tensor], loop: bool, **options: Any
+    experts: Any,
+    spec: Any,
+    leaves: list[torch.Tensor],
+    adapters: dict[str, torch.Tensor],
+    loop: bool,
+    triton: bool = False,
+    **options: Any,
 ) -> torch.Tensor:
-    rows, weight_P, pairs, _ = LocalDispatcher(spec.num_experts).dispatch(*leaves)
+    rows, weight_P, pairs, _ = LocalDispatcher(spec.num_experts, triton).dispatch(*leaves)
     activation = experts._apply_gate if spec.gated else experts.act_fn
-    form = ExpertMlpSpec(activation, is_silu_gated(experts, spec), spec.transposed, loop)
+    gate = gate_of(experts, spec) if triton else None
+    form = ExpertMlpSpec(activation, is_silu_gated(experts, spec), spec.transposed, loop, triton, gate)
     weights = ExpertWeights(*(experts.get_parameter(name).detach() for name in spec.parameters))
     both = [Adapter(adapters[f"{name}_A"], adapters[f"{name}_B"], SCALING) for name in (spec.up, spec.down)]
     return expert_mlp(rows, weight_P, pairs, weights, form, Adapters(*both, 0), **options)

@@ -30,7 +30,7 @@ from expertmesh.introspection.compute_dtype import plan_compute, with_wide_route
 from expertmesh.introspection.experts_proof import confirm_experts
 from expertmesh.introspection.known_families import Answers, recording
 from expertmesh.introspection.source_code import attributes_read, registry_call
-from expertmesh.parallel.context import refuse_context
+from expertmesh.parallel.context.plan import context_plan
 from expertmesh.parallel.pipeline import plan_cut
 from expertmesh.parallel.tensor_plan import tensor_plan
 from expertmesh.state.stage_view import meta_twin
@@ -52,7 +52,7 @@ def ask(config: PreTrainedConfig) -> None:
         lambda: confirm_experts(model, anatomy),
         lambda: ask_compute(model, anatomy, kept),
         lambda: tensor_plan(model, anatomy, 2, kept),
-        lambda: refuse_context(model, anatomy, Layout(cp=2)),
+        lambda: context_plan(model, anatomy, Layout(cp=2)),
         lambda: plan_cut(model, anatomy, Layout(pp=2)),
         lambda: packing_refusal(model),
         lambda: ask_adapted(config),

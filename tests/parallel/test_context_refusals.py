@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ from torch import nn
 
 from expertmesh.anatomy import describe
 from expertmesh.distributed.layout import Layout
-from expertmesh.introspection import source_code
-from expertmesh.parallel.context import refuse_context
+from expertmesh.introspection import source_code, state_heads
+from expertmesh.parallel.context.plan import ContextPlan, context_plan
 from expertmesh.training.startup.preflight import preflight
 from expertmesh.weights.meta_model import build_meta_model
 from tests.families.catalogue import families
@@ -22,20 +23,25 @@ from tests.training.tiny_run import run_config, write_inputs
 CLASSES = {family.name: family.model_class for family in families() if family.model_class}
 # For each reason one family whose code has it.
 REFUSED = [
-    ("qwen3_next", "layout.cp-carried-state", "linear_attention layers"),
-    ("jamba", "layout.cp-carried-state", ""),
-    ("lfm2_moe", "layout.cp-carried-state", "conv layers"),
-    ("deepseek_v4", "layout.cp-carried-state", "compressed_sparse_attention layers"),
-    ("zaya", "layout.cp-carried-state", "conv_qk_depthwise"),
-    ("deepseek_v32", "layout.cp-attention-arguments", "indices to its attention (model.layers.0.self_attn)"),
-    ("minimax_m3_vl", "layout.cp-attention-arguments", "block_indices"),
-    ("llama4", "layout.mixes-positions", "model.layers.0.self_attn (arange)"),
+    ("zaya", "layout.mixes-positions", "model.layers.0.mlp.gate ([:, a:b])"),
+    ("inkling", "layout.mixes-positions", "model.layers.0.mlp.shared_experts (bmm)"),
+]
+# For each way to see whole rows one family: how its layers are computed, and whether its attention exchanges.
+GATHERED = [
+    ("qwen3_next", "linear_attn by heads: columns of in_proj_ba, in_proj_qkvz, conv1d, rows of out_proj", True),
+    ("kimi_linear", "rows of o_proj", True),
+    ("minimax", "columns of qkv_proj, output_gate, rows of out_proj; norm of all heads", True),
+    ("lfm2_moe", "conv by heads: columns of conv, in_proj, rows of out_proj", True),
+    ("jamba", "mamba whole on each rank of the group, which repeats its work: its layers are not known", True),
+    ("deepseek_v32", "self_attn by heads: columns of q_b_proj, kv_b_proj, rows of o_proj", False),
+    ("llama4", "self_attn by heads: columns of q_proj, k_proj, v_proj, rows of o_proj", False),
+    ("deepseek_v4", "self_attn whole on each rank of the group", False),
 ]
 
 
-def _refuse(config: Any, layout: Layout) -> None:
+def _refuse(config: Any, layout: Layout) -> ContextPlan:
     model = build_meta_model(config, torch.float32)
-    refuse_context(model, describe(model), layout)
+    return context_plan(model, describe(model), layout)
 
 
 @pytest.mark.parametrize(("family", "key", "named"), REFUSED)
@@ -44,6 +50,31 @@ def test_what_mixes_positions_by_itself_is_refused_by_name(family: str, key: str
     with refused(key, naming=named):
         _refuse(config, Layout(cp=2))
     _refuse(config, Layout(cp=1, fsdp=2))
+
+
+@pytest.mark.parametrize(("family", "said", "exchanges"), GATHERED)
+def test_what_is_not_exchanged_gathers_whole_rows_and_the_plan_says_so(family: str, said: str, exchanges: bool) -> None:
+    plan = _refuse(family_config(CLASSES[family], family), Layout(cp=2))
+    assert any(said in line and line.endswith("of whole rows") for line in plan.lines()), list(plan.lines())
+    assert bool(plan.exchanged) is exchanges
+
+
+def test_heads_that_ranks_cannot_share_are_computed_whole() -> None:
+    config = family_config(CLASSES["qwen3_next"], "qwen3_next")
+    lines = list(_refuse(config, Layout(cp=4)).lines())
+    assert any(
+        "linear_attn whole on each rank" in line and "4 ranks cannot share its 2 heads" in line for line in lines
+    )
+
+
+def test_heads_in_other_sections_than_thought_are_not_shared() -> None:
+    model: Any = build_meta_model(family_config(CLASSES["qwen3_next"], "qwen3_next"), torch.float32)
+    mixer = model.model.layers[0].linear_attn
+    assert not isinstance(state_heads.state_heads(mixer, 2), str)
+    with mock.patch.object(state_heads.Share, "of", lambda self, x, rank, ranks: x.chunk(ranks, self.dim)[rank]):
+        found = state_heads._by_names(mixer)
+        assert found is not None
+        assert "its heads see each other" in str(state_heads._why_not(mixer, found, 2))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "ernie4_5_moe"])
@@ -83,18 +114,18 @@ def test_attention_in_code_of_its_own_is_refused_by_name() -> None:
     for another, used in ((_Attention, "scaled_dot_product_attention"), (_ByHand, "@"), (_Shift, "[:, a:b]")):
         first.another = another()
         with refused("layout.mixes-positions", naming=f"model.layers.0.another ({used})"):
-            refuse_context(model, anatomy, Layout(cp=2))
+            context_plan(model, anatomy, Layout(cp=2))
         del first.another
     first.self_attn = _Attention()
     with refused("layout.attention-not-recognised", naming="model.layers.0"):
-        refuse_context(model, anatomy, Layout(cp=2))
+        context_plan(model, anatomy, Layout(cp=2))
 
 
 def test_an_attention_outside_the_blocks_is_refused_by_name() -> None:
     model: Any = build_meta_model(tiny_config("qwen3_moe"), torch.float32)
     model.model.pooler = type(model.model.layers[0].self_attn)(model.config, 0)
     with refused("layout.cp-attention-outside-blocks", naming="model.pooler"):
-        refuse_context(model, describe(model), Layout(cp=2))
+        context_plan(model, describe(model), Layout(cp=2))
 
 
 def test_eager_functions_are_read_for_what_they_take_from_their_module() -> None:

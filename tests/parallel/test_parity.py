@@ -67,6 +67,14 @@ def test_the_other_dispatcher_and_backend_give_the_same_result(option: dict[str,
     _check(_run("deepseek_v3", (4, 2, 1, 1), moe=em.MoeConfig(**option)))
 
 
+@pytest.mark.parametrize(("family", "mode"), [("qwen3_moe", "none"), ("deepseek_v3", "full")])
+def test_rows_that_travel_node_by_node_give_the_same_result(
+    family: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    _check(_run(family, (4, 4, 1, 1), moe=em.MoeConfig(dispatch="hierarchical"), activation_checkpointing=mode))
+
+
 @pytest.mark.parametrize(
     ("layout", "mode"),
     [((2, 1, 1, 1), "full"), ((4, 2, 1, 1), "full"), ((4, 1, 2, 1), "selective"), ((4, 4, 1, 2), "selective")],

@@ -295,11 +295,11 @@ def _count_losses_twice(model: nn.Module, mesh: Mesh) -> None:
 
 def _add_biases_on_every_rank(model: nn.Module, mesh: Mesh) -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        running = tensor._running(self)
-        x = sequence_collectives.own_part(x, x.dim() - 1, running.group) if running.part.cuts_input else x
+        axis = tensor._running(self).axes[0]
+        x = sequence_collectives.own_part(x, x.dim() - 1, axis.group) if axis.part.cuts_input else x
         with tensor._local(self, ("weight",)):
             partial = super(tensor._Rows, self).forward(x)
-        return sequence_collectives.reduce_scatter(partial, partial.dim() - 2, running.group)
+        return sequence_collectives.reduce_scatter(partial, partial.dim() - 2, axis.group)
 
     mock.patch.object(tensor._Rows, "forward", forward).start()
 

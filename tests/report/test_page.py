@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -118,6 +119,16 @@ def test_a_prediction_is_compared_with_what_came_after_its_start_alone(tmp_path:
     assert "resident" not in page.texts["plan"]
 
 
+def test_starts_on_other_ranks_are_listed(tmp_path: Path) -> None:
+    """Of an elastic run, or of one that somebody has started anew elsewhere."""
+    fewer = {"pp": 1, "replicate": 2, "fsdp": 1, "cp": 1, "tp": 1, "efsdp": 1, "ep": 1}
+    starts = [start(), start(10, world_size=2, layout=fewer), start(20)]
+    told = page_of(write_run(tmp_path / "run", starts=starts)).text
+    said = "It ran on 4 ranks (fsdp 4, efsdp 2, ep 2) from step 1, 2 ranks (replicate 2) from step 11, 4 ranks ("
+    assert said in told
+    assert "It ran on" not in page_of(write_run(tmp_path / "same", starts=[start(), start(20)])).text
+
+
 def test_values_under_the_pointer_are_where_the_figures_draw_them(tmp_path: Path) -> None:
     rows = [row(step, 40, 3, expert_tokens=[[8, 0, 4], [4, 4, 4], [0, 0, 12]]) for step in range(1, 41)]
     rows += [{"step": 20, "eval_loss": 3.5}]
@@ -142,6 +153,27 @@ def test_values_under_the_pointer_are_where_the_figures_draw_them(tmp_path: Path
     assert 0 < left < right < 432
     assert 0 < top < bottom < 223
     assert "over the mean of its layer, in the report of step 40" in page.texts["experts"]
+
+
+def test_each_evaluation_set_is_drawn_and_answers_stand_as_text(tmp_path: Path) -> None:
+    rows = [row(step, 40, 1) for step in range(1, 41)]
+    for step in range(5, 41, 5):
+        sample = {"set": "code", "source": "c.jsonl:1", "prompt": "<b>1 + 1?", "answer": f"try {step}", "expected": "2"}
+        figures = {"eval_loss": 2.0, "eval_token_accuracy": 0.5, "eval_my_code_loss": 3.0 - step / 40}
+        figures |= {"eval_my_code_token_accuracy": step / 80, "eval_chat_loss": None, "eval_samples": [sample, 7]}
+        rows.append({"step": step, **figures})
+    page = page_of(write_run(tmp_path / "run", rows=rows))
+    loss, accuracy = page.hovers[0]["lines"], page.hovers[1]["lines"]
+    assert [line["name"] for line in loss] == ["training", "evaluation", "evaluation of my_code", "evaluation of chat"]
+    assert loss[2]["value"][-1] == 2.0
+    assert [line["name"] for line in accuracy[:2]] == ["evaluation", "evaluation of my_code"]
+    assert accuracy[1]["value"][-1] == 0.5
+    told = page.texts["training"]
+    assert "set loss token accuracy my_code 2 0.5 chat" in told
+    assert "code: c.jsonl:1 <b>1 + 1?" in told
+    # Of the first evaluation, the last, and some between.
+    assert re.findall(r"step (\d+) try (\d+)", told) == [("5", "5"), ("15", "15"), ("30", "30"), ("40", "40")]
+    assert "the data 2" in told
 
 
 def test_the_data_page_marks_what_is_learned_and_draws_lengths(tmp_path: Path) -> None:

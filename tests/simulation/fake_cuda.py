@@ -29,6 +29,7 @@ from expertmesh.config import LoraConfig, MoeConfig, OptimConfig, ParallelConfig
 from expertmesh.distributed.mesh import init_mesh
 from expertmesh.experts import dispatch
 from expertmesh.experts.balance import update_router_bias
+from expertmesh.experts.install import Kernels, gate_of
 from expertmesh.model import ModelOptions, prepare_model
 from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.planning.read_model import figures_of
@@ -122,11 +123,13 @@ class _Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.collectives, self.copies, self.on_host = Counter[str](), Counter[str](), Counter[str]()
+        self.by_samples = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         tensors = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, torch.Tensor)]
         devices, name = sorted({tensor.device.type for tensor in tensors}), func._schema.name
+        self.by_samples += name == "torch_attn::_varlen_attn"
         if name.startswith("c10d"):
             self.collectives[f"{name.removeprefix('c10d::')} on {' and '.join(devices)}"] += 1
         elif devices == ["cpu", "cuda"]:
@@ -137,7 +140,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _run(variant: dict[str, Any]) -> dict[str, Any]:
-    """One variant: `family`, `world`, `parallel`, and, if given, `mode`, `lora`, `packed` and `moe`."""
+    """One variant: `family`, `world`, `parallel`; if given `mode`, `lora`, `packed`, `samples`, `moe` and `triton`."""
     config = tiny_config(variant["family"])
     lora = LoraConfig(**variant["lora"]) if variant.get("lora") else None
     precision = PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
@@ -149,12 +152,24 @@ def _run(variant: dict[str, Any]) -> dict[str, Any]:
             mesh = init_mesh(ParallelConfig(**variant["parallel"]), num_experts=router.experts, device=CUDA)
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             shards = ShardOptions(precision, moe, variant.get("mode", "none"))
-            with _Redirect(fake):
+            with _Redirect(fake), _proven_kernels(variant.get("triton", False)):
                 model, _ = prepare_model(config, Path(), mesh, ModelOptions(precision, lora), shards)
             with fake:
                 return _step(model, mesh, router, variant)
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _proven_kernels(triton: bool) -> Iterator[None]:
+    """Triton's kernels, as on a GPU that has run them."""
+
+    def chosen(model: Any, anatomy: Any, *_: Any) -> Kernels:
+        gates = ((spec.name, gate_of(model.get_submodule(spec.name), spec)) for spec in anatomy.experts)
+        return Kernels(triton, {name: gate for name, gate in gates if gate is not None})
+
+    with patch("expertmesh.parallel.shard_plan.choose_kernels", chosen):
+        yield
 
 
 def _step(model: Any, mesh: Any, router: Any, variant: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +182,8 @@ def _step(model: Any, mesh: Any, router: Any, variant: dict[str, Any]) -> dict[s
     micro = {"input_ids": tokens, "labels": tokens, "row_numbers": torch.zeros(1, dtype=torch.int64, device=CUDA)}
     if variant.get("packed"):
         micro["attention_mask"] = torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool, device=CUDA)
-    with stand_ins(router, LENGTH, mesh.layout):
+    borders = [(0, 20), (20, LENGTH)] if variant.get("samples") else None
+    with stand_ins(router, LENGTH, mesh.layout), patch("expertmesh.parallel.sequence._borders", lambda _: borders):
         waits, counts = 0, dispatch.to_host
 
         def to_host(tensor: torch.Tensor) -> list[Any]:
@@ -190,6 +206,7 @@ def _step(model: Any, mesh: Any, router: Any, variant: dict[str, Any]) -> dict[s
         "collectives": watch.collectives,
         "copies": watch.copies,
         "on_host": watch.on_host,
+        "by_samples": watch.by_samples,
     }
 
 

@@ -31,14 +31,19 @@ VARIANTS: dict[str, tuple[dict[str, Any], int, int]] = {
     "pp": ({"parallel": {"ep": 2, "pp": 2}, "mode": "none"}, 1, 7),
     # A first run of the model counts, for losses of the whole batch.
     "packed, router losses": ({"parallel": {"ep": 2}, "packed": True, "moe": {"aux_loss_coef": 0.01}}, 2, 11),
+    "samples in one row": ({"parallel": {"ep": 2}, "samples": True, "mode": "selective"}, 1, 7),
+    "samples in one row, cp": ({"parallel": {"ep": 2, "cp": 2}, "samples": True, "mode": "full"}, 1, 16),
     "shared experts, balancing": (
         {"family": "deepseek_v3", "parallel": {"ep": 2}, "moe": {"bias_update_rate": 1e-3}}, 1, 7,
     ),
     "shared experts, tp": ({"family": "deepseek_v3", "parallel": {"ep": 4, "tp": 2}, "mode": "selective"}, 1, 7),
+    "triton": ({"family": "gpt_oss", "parallel": {"ep": 2}, "mode": "full", "triton": True}, 1, 10),
     "biases, adapters": ({"family": "gpt_oss", "parallel": {"ep": 2}, "lora": LORA}, 1, 8),
 }  # fmt: skip
 # Which micro-batch a stage runs is told in a tensor on the host.
 OF_PIPELINES = {"aten::arange", "aten::zeros", "aten::slice", "prim::device"}
+# Where samples end is made on the host.
+OF_SAMPLES = {"aten::lift_fresh", "prim::device"}
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +73,13 @@ def test_a_step_stays_on_the_device_and_waits_once_a_layer(name: str, steps: dic
     (variant, waits, all_to_alls), step = VARIANTS[name], steps[name]
     assert step["elsewhere"] == []
     assert step["results"] == ["cuda"]
-    assert step["copies"] == {}
-    assert step["on_host"].keys() <= (OF_PIPELINES if "pp" in variant["parallel"] else set())
+    # Where samples end is copied once a micro-batch, and every layer attends by it, without a mask.
+    samples = "samples" in variant
+    assert step["copies"] == ({"aten::_to_copy": MICRO_BATCHES} if samples else {})
+    assert bool(step["by_samples"]) is samples
+    assert step["by_samples"] in (0, LAYERS * MICRO_BATCHES * (2 if variant.get("mode") == "full" else 1))
+    allowed = OF_PIPELINES if "pp" in variant["parallel"] else OF_SAMPLES if samples else set()
+    assert step["on_host"].keys() <= allowed
     assert [kind for kind in step["collectives"] if not kind.endswith(" on cuda")] == []
     # The first layer of DeepSeek-V3 is dense.
     calls = (LAYERS - (variant.get("family") == "deepseek_v3")) * MICRO_BATCHES // variant["parallel"].get("pp", 1)

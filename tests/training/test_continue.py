@@ -213,6 +213,7 @@ FREE = {
     "train.checkpoint_layers": ("all", "2"),
     "moe.dispatch": ("auto", "all_gather"),
     "moe.compute": ("auto", "loop"),
+    "moe.kernels": ("auto", "torch"),
     "parallel.ep": ("2", "1"),
     "parallel.replicate": ("1", "2"),
     "checkpoint.every_steps": ("2", "3"),

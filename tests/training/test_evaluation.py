@@ -6,14 +6,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import expertmesh as em
 from expertmesh.config.errors import InputError
+from expertmesh.data import BatchLayout, TokenizedDataset
 from expertmesh.step.forward_backward import evaluate_terms
 from expertmesh.step.objective import EvaluatedCrossEntropy
+from expertmesh.training.evaluation import generate, prompt_of
 from expertmesh.training.resume import Best, Counters, read_counters
 from expertmesh.training.run import train
 from expertmesh.training.selection import Selection
@@ -69,6 +73,46 @@ def test_accuracy_and_loss_are_the_unsharded_models_in_every_layout() -> None:
         assert loss == pytest.approx(expected, rel=1e-5), layout
 
 
+# Prompts of unequal length, no multiple of the data ranks in number; answers end by length or by a word.
+PROMPTS = [[5, 9, 33], [7, 2, 8, 41, 3, 17, 60], [11], [80, 13, 22, 54, 6], [77, 30]]
+MOST = [9, 4, 9, 9, 6]
+
+
+def _answers(model: nn.Module, ends: set[int]) -> list[list[list[int]]]:
+    found = []
+    for layout in LAYOUTS:
+        mesh, own = em.init_mesh(em.ParallelConfig(**layout)), copy.deepcopy(model)
+        em.parallelize(own, mesh)  # type: ignore[arg-type]
+        form = BatchLayout(2, mesh.data_rank, mesh.layout.data_ranks, True, 0, 16)
+        found.append([each.tolist() for each in generate(own, mesh, form, [np.array(p) for p in PROMPTS], MOST, ends)])
+        assert own.training
+    return found
+
+
+def test_answers_are_the_greedy_ones_of_the_unsharded_model_in_every_layout() -> None:
+    model: Any = tiny_model("qwen3_moe")
+
+    def by_transformers(prompt: list[int], most: int, **options: Any) -> list[int]:
+        ids = torch.tensor([prompt])
+        words = model.eval().generate(ids, do_sample=False, max_new_tokens=most, pad_token_id=0, **options)
+        return [int(word) for word in words[0, len(prompt) :]]
+
+    free = [by_transformers(*each, eos_token_id=None) for each in zip(PROMPTS, MOST, strict=True)]
+    end = free[0][3]
+    expected = [by_transformers(*each, eos_token_id=end) for each in zip(PROMPTS, MOST, strict=True)]
+    assert len(expected[0]) < MOST[0]
+    for rank in run_ranks(_answers, 2, model.train(), {end}):
+        assert rank == [expected] * len(LAYOUTS)
+
+
+def test_prompts_are_what_is_before_the_last_answer() -> None:
+    turns = [False, False, True, True, False, False, True, True, True, False]
+    ids = np.arange(10)
+    plain = TokenizedDataset.of_samples([ids, ids], [np.array(turns), np.ones(10, bool)])
+    assert [part.tolist() for part in prompt_of(plain, 0)] == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
+    assert [part.tolist() for part in prompt_of(plain, 1)] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
 def test_named_sets_early_stop_and_the_best_checkpoint(
     inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,6 +122,7 @@ def test_named_sets_early_stop_and_the_best_checkpoint(
         "train={global_batch_size: 4, eval_every_steps: 1, max_steps: 6, num_epochs: 3, early_stop: {patience: 2}}",
         "optim={name: sgd, learning_rate: 1.0e-30}",  # nothing is learned
         "checkpoint={every_steps: 1, keep_last: 1, keep_best: eval_few_loss}",
+        "eval={samples: 2, sample_tokens: 5}",
     ]
     run = tmp_path / "run"
     run_ranks(train, 2, run_config(inputs, run, *options))
@@ -94,6 +139,22 @@ def test_named_sets_early_stop_and_the_best_checkpoint(
     assert "after step 1, 2 evaluations ago" in said
     assert "checkpoint step-00000001" in said
     assert "eval few loss " in said
+    samples = [row["eval_samples"] for row in rows]
+    assert [(each["set"], each["source"].rpartition("/")[2]) for each in samples[0]] == [
+        ("all", "train.jsonl:1"), ("all", "train.jsonl:2"), ("few", "train.jsonl:1"), ("few", "train.jsonl:2"),
+    ]  # fmt: skip
+    assert samples[0][0]["prompt"] == "What is 0 plus 0?"
+    assert samples[0][0]["expected"].startswith("It is 0.")
+    assert samples[0] == samples[2]
+    assert samples[0][0]["answer"] == samples[0][2]["answer"] == _greedy(run / "model", samples[0][0]["prompt"])
+    assert 'train.jsonl:1: "What is 0 plus 0?" answered by "' in said
+
+
+def _greedy(model: Path, prompt: str) -> str:
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    words = AutoModelForCausalLM.from_pretrained(model).generate(ids, do_sample=False, max_new_tokens=5)
+    return str(tokenizer.decode(words[0, ids.shape[1] :]))
 
 
 def _selection(inputs: Path, **keys: Any) -> Selection:
@@ -124,6 +185,8 @@ def test_what_is_better_and_how_long_to_wait_for_it(inputs: Path) -> None:
         (["checkpoint.keep_best=eval_loss"], "set data.eval and train.eval_every_steps"),
         (["train.early_stop={}"], "train.early_stop.figure is eval_loss, but nothing is evaluated"),
         (["checkpoint.keep_best=eval_b_loss", "train.eval_every_steps=1", "EVAL"], "choose from eval_loss, "),
+        (["eval.samples=2", "data.eval=[]"], "eval.samples is 2, but data.eval is empty"),
+        (["EVAL", "eval.sample_tokens=2"], "eval.sample_tokens does nothing with eval.samples 0"),
         (["data.train.0.name=a"], "data.train.0.name does nothing"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import itertools
 import os
 import pickle
 import re
@@ -24,6 +25,7 @@ from expertmesh.checkpoint.write import WRITING, CheckpointWriter
 from expertmesh.config import Config
 from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.data.loader import TrainingBatches
+from expertmesh.training import lock
 from expertmesh.training.reporting.metrics_file import MetricsFile
 from expertmesh.training.run import train
 from tests.checkpoint.damage import Canary, flip_a_bit, replace_file
@@ -289,3 +291,37 @@ def test_damage_found_at_resume_is_said_on_all_ranks_alike_before_anything_is_wr
 def _contents(directory: Path) -> dict[str, bytes]:
     paths = [path for path in directory.rglob("*") if path.is_file()]
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
+
+
+def _train_while_the_clock_jumps(config: Config) -> None:
+    """Of each rank by itself, at every look: years ahead, years back, an hour back."""
+    jumps, real = itertools.cycle((0.0, 7e7, -7e7, -3600.0, 1e6)), time.time
+    with mock.patch("time.time", side_effect=lambda: real() + next(jumps)):
+        train(config)
+
+
+def test_a_wall_clock_that_jumps_changes_nothing(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.01)
+    options = (
+        "parallel.ep=2",
+        "train.max_steps=6",
+        "train.num_epochs=2",
+        "checkpoint.every_minutes=10",
+        "data.shuffle=true",
+    )
+    run_ranks(train, 2, run_config(inputs, tmp_path / "steady", *options))
+    capfd.readouterr()
+    run_ranks(_train_while_the_clock_jumps, 2, run_config(inputs, tmp_path / "jumps", *options))
+    said = capfd.readouterr().out
+    assert "step 6/6" in said
+    assert not re.search(r"-\d+(\.\d)? ?(s|min|h|d)\b|\d day", said)
+    steady, jumps = tmp_path / "steady", tmp_path / "jumps"
+    assert rows_without_times(jumps) == rows_without_times(steady)
+    assert all(torch.equal(tensor, weights(steady)[name]) for name, tensor in weights(jumps).items())
+    seconds = [row["elapsed_seconds"] for row in metrics(jumps)]
+    assert seconds == sorted(seconds)
+    assert 0 < seconds[0] < seconds[-1] < 60
+    assert all(row["step_seconds"] > 0 and row["tokens_per_second"] > 0 for row in metrics(jumps))
+    assert not (jumps / "checkpoints").exists()  # ten minutes have not passed

@@ -1,5 +1,6 @@
 """kill -9 of a rank at any moment loses nothing: the same call continues, and ends as if nothing had happened."""
 
+import contextlib
 import itertools
 import os
 import pkgutil
@@ -23,7 +24,7 @@ from expertmesh.checkpoint.manifest import read_manifest
 from expertmesh.config import Config
 from expertmesh.training.run import train
 from tests.support.ranks import RankFailed, run_ranks
-from tests.training.tiny_run import metrics, rows_without_times, run_config, weights, write_inputs
+from tests.training.tiny_run import metrics, rows_without_times, run_config, train_steps, weights, write_inputs
 
 # Two epochs of four steps, the last of an epoch shorter; a checkpoint after every second.
 RUN = [
@@ -199,25 +200,39 @@ def test_restarts_that_are_killed_too_lose_nothing(
     _assert_as_if_nothing_had_happened(tmp_path / "run", whole)
 
 
-MANY = [*RUN[1:4], "train.max_steps=60", "train.num_epochs=20", "checkpoint.every_steps=1", "checkpoint.keep_last=2"]
-KILLED_TIMES = 20
+KILLED_TIMES = int(os.environ.get("EXPERTMESH_KILLS", "20"))
+MANY = [*RUN[1:3], "train.num_epochs=20", "checkpoint.every_steps=1", "checkpoint.keep_last=2"]
+# A run of so many steps changes its layout after every `SEGMENT` of them: ranks, and what `parallel` is.
+LAYOUTS = [
+    (2, "{ep: 2}"),
+    (4, "{ep: 2, tp: 2}"),
+    (2, "{ep: 1, pp: 2}"),
+    (1, "{ep: 1}"),
+    (2, "{ep: 1, cp: 2}"),
+    (4, "{ep: 2}"),
+    (2, "{ep: 1}"),
+    (4, "{ep: 2, replicate: 2}"),
+    (2, "{ep: 2, tp: 2}"),
+    (2, "{ep: 2}"),
+]
+SEGMENT = 6
 
 
 class _Assassin:
-    """Kills one rank at a random moment: in the start, or around the step that comes some steps after the newest."""
+    """Kills one rank at a random moment before the step `last`: in the start, or around a step after the newest."""
 
     def __init__(self, output: Path, seed: int) -> None:
-        self.output = output
+        self.output, self.last = output, 0
         self.random = random.Random(seed)
         self.kills = 0
 
     def __call__(self, processes: Sequence[BaseProcess]) -> None:
-        checkpoints = published(self.output / "checkpoints")
-        step = (checkpoints[-1][0] if checkpoints else 0) + self.random.randrange(4)
+        newest = _newest(self.output)
+        step = min(newest + self.random.randrange(4), self.last - 1)
         until = time.monotonic() + 30
         while self._rows() < step and time.monotonic() < until and all(each.is_alive() for each in processes):
             time.sleep(0.001)
-        time.sleep(self.random.uniform(0, 0.1 if step else 0.5))
+        time.sleep(self.random.uniform(0, 0.1 if step > newest else 0.5))
         victim = self.random.choice(processes)
         if victim.is_alive():
             victim.kill()
@@ -228,15 +243,35 @@ class _Assassin:
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-@pytest.mark.timeout(300)
-def test_twenty_random_kills_in_a_row_lose_nothing(inputs: Path, tmp_path: Path) -> None:
-    run_ranks(train, 2, run_config(inputs, tmp_path / "whole", *MANY, "checkpoint.every_steps=60"))
-    config = run_config(inputs, tmp_path / "run", *MANY)
-    assassin = _Assassin(tmp_path / "run", seed=4)
-    for _ in range(KILLED_TIMES):
-        with pytest.raises(RankFailed, match=r"hung or died \(exit -9"):
-            run_ranks(train, 2, config, meanwhile=assassin)
-    assert assassin.kills == KILLED_TIMES
-    run_ranks(train, 2, config)
+def _newest(output: Path) -> int:
+    checkpoints = published(output / "checkpoints")
+    return checkpoints[-1][0] if checkpoints else 0
+
+
+def _train_until(config: Config, step: int) -> None:
+    """Go on from the newest checkpoint, and stop in order after `step`, as for a start with another layout."""
+    if step == config.train.max_steps:
+        return train(config)
+    return train_steps(config, step - _newest(Path(config.output_dir)))
+
+
+@pytest.mark.timeout(max(300, 10 * KILLED_TIMES))
+def test_random_kills_in_layouts_that_change_end_in_the_bits_of_the_run_without_them(
+    inputs: Path, tmp_path: Path
+) -> None:
+    assassin, last = _Assassin(tmp_path / "run", seed=4), SEGMENT * len(LAYOUTS)
+    for number, (world, layout) in enumerate(LAYOUTS, start=1):
+        options = (*MANY, f"train.max_steps={last}", f"parallel={layout}")
+        run_ranks(_train_until, world, run_config(inputs, tmp_path / "whole", *options), number * SEGMENT)
+        config = run_config(inputs, tmp_path / "run", *options)
+        assassin.last = number * SEGMENT
+        while assassin.kills < KILLED_TIMES * number // len(LAYOUTS) and _newest(assassin.output) < assassin.last:
+            with contextlib.suppress(RankFailed):  # of a run that was faster, none is killed
+                run_ranks(_train_until, world, config, assassin.last, meanwhile=assassin)
+        if _newest(assassin.output) < assassin.last:
+            run_ranks(_train_until, world, config, assassin.last)
+    assert assassin.kills > 0.8 * KILLED_TIMES
+    if not (tmp_path / "run" / "model").exists():  # killed after its last checkpoint
+        run_ranks(train, world, config)
     _assert_as_if_nothing_had_happened(tmp_path / "run", tmp_path / "whole")
-    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, 61))
+    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, last + 1))

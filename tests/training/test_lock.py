@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -98,13 +99,30 @@ def test_a_stopped_holder_on_this_host_keeps_its_lock_however_old_its_heartbeat(
         pass
 
 
-def test_on_another_host_the_heartbeat_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_another_host_the_heartbeat_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_lock(tmp_path, host="far", space="far", process=1, heartbeat=time.time() - STALE_SECONDS + 60)
     with refused("output.in-use", naming="process 1 on far"), RunLock(tmp_path):
         pass
+    monkeypatch.setattr(lock_module, "WATCH_SECONDS", 0.3)
+    print_log("info")
     write_lock(tmp_path, host="far", space="far", process=1, heartbeat=time.time() - STALE_SECONDS - 1)
     with RunLock(tmp_path):
         assert "process 1 on far" in capsys.readouterr().out
+
+
+def test_a_run_on_another_host_whose_clock_is_behind_keeps_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock_module, "WATCH_SECONDS", 5.0)
+    far = {"host": "far", "space": "far", "process": 1}
+    write_lock(tmp_path, **far, heartbeat=time.time() - 10 * STALE_SECONDS)
+    beat = threading.Timer(0.3, write_lock, (tmp_path,), far | {"heartbeat": time.time() - 9 * STALE_SECONDS})
+    beat.start()
+    with refused("output.in-use", naming="process 1 on far"), RunLock(tmp_path):
+        pass
+    beat.join()
 
 
 def test_a_lock_that_was_never_written_holds_until_it_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,10 @@ AFMOE = ("AfmoeForCausalLM", "afmoe")  # the same, behind a block without expert
 QWEN3_5 = ("Qwen3_5MoeForCausalLM", "qwen3_5_moe")  # convolutions and states of linear attention
 
 
-@pytest.mark.parametrize(("model_class", "family"), [GPT_OSS, QWEN3_5])
+GLM_4_5V = ("Glm4vMoeForConditionalGeneration", "glm4v_moe")  # several position axes, and masks by the text's alone
+
+
+@pytest.mark.parametrize(("model_class", "family"), [GPT_OSS, QWEN3_5, GLM_4_5V])
 def test_packed_samples_train_as_samples_apart(model_class: str, family: str) -> None:
     assert packing_of(model_class, family) is None
     as_the_family_has_it = mock.patch.object(sequence, "_borders", return_value=None)

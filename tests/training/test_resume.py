@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
+from expertmesh.config.errors import InputError
 from expertmesh.data.encoding.encode import Encoder
 from expertmesh.training.run import train
 from tests.support.ranks import run_ranks
@@ -43,3 +44,33 @@ def test_a_stopped_run_continues_bit_for_bit(inputs: Path, tmp_path: Path, world
     for name, tensor in expected.items():
         assert torch.equal(tensor, got[name]), name
     assert rows_without_times(tmp_path / "broken") == rows_without_times(tmp_path / "whole")
+
+
+def test_a_stream_goes_on_at_the_same_rows_on_other_ranks(inputs: Path, tmp_path: Path) -> None:
+    options = ["data.stream=true", "data.stream_rows=7", "data.packing=true", "data.shuffle=true", "train.max_steps=5"]
+    options += [f"data.eval=[{{path: {inputs / 'train.jsonl'}, max_rows: 3}}]", "checkpoint.every_steps=1"]
+    run_ranks(train, 2, run_config(inputs, tmp_path / "whole", *options))
+    broken = run_config(inputs, tmp_path / "broken", *options)
+    run_ranks(train_steps, 2, broken, 2)
+    run_ranks(train_steps, 1, broken, 1)
+    run_ranks(train, 4, broken)
+    expected, got = (rows_without_times(tmp_path / run) for run in ("whole", "broken"))
+    assert [row["step"] for row in got] == [row["step"] for row in expected] == [1, 2, 3, 4, 5, 5]
+    for row, other in zip(got, expected, strict=True):
+        assert row.get("target_tokens") == other.get("target_tokens")
+        key = "loss" if "loss" in row else "eval_loss"
+        assert row[key] == pytest.approx(other[key], rel=1e-5)
+    assert got[:2] == expected[:2]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.max_steps=null"], "a stream has no end; set train.max_steps"),
+        (["train.num_epochs=2"], "a stream begins again until train.max_steps"),
+        (["objective={name: dpo}", "data.format=preference"], "objective dpo needs all pairs before the first step"),
+    ],
+)
+def test_what_a_stream_cannot_be_is_refused(inputs: Path, overrides: list[str], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        run_config(inputs, inputs / "any", "data.stream=true", *overrides)

@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import os
 import re
 import sys
 from collections import Counter
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from expertmesh.config import Config, load_config
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.data import TokenizedDataset
+from expertmesh.launcher.worker import run_rank
 from expertmesh.planning.forecast import train_with_forecast
 from expertmesh.state import stage_view
 from expertmesh.step import forward_backward as step_module
@@ -139,6 +141,18 @@ def _train_with_bad_losses(config: Config, bad_steps: set[int]) -> None:
         train(config)
 
 
+def _run_rank(config: Config) -> tuple[int, bool, str | None]:
+    code = run_rank(config, "expertmesh.training.run:train", Control())
+    return code, torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+
+
+def test_a_deterministic_run_takes_torchs_deterministic_algorithms_in_all_that_it_does(
+    inputs: Path, tmp_path: Path
+) -> None:
+    options = ("train.deterministic=true", "train.max_steps=1", "checkpoint.every_steps=1")
+    assert run_ranks(_run_rank, 1, run_config(inputs, tmp_path / "run", *options)) == [(0, True, ":4096:8")]
+
+
 def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_every_rank(inputs: Path, tmp_path: Path) -> None:
     # Reported although only every third step is.
     options = ["parallel.ep=2", "train.micro_batch_size=2", "log.every_steps=3"]
@@ -224,6 +238,7 @@ def test_fewer_steps_than_max_steps_are_said(inputs: Path, tmp_path: Path, capfd
         (["data.train.0.path=./absent.jsonl"], 1, "absent.jsonl does not exist"),
         (["model.name_or_path=/nowhere/model"], 1, "/nowhere/model"),
         (["moe.compute=grouped_mm", "precision={params: float64, compute: float64, reduce: float64}"], 1, "float64"),
+        (["moe.dispatch=hierarchical"], 2, "ep 2 is not several whole nodes"),
     ],
 )
 def test_what_cannot_work_is_refused_before_any_rank_starts(

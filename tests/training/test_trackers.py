@@ -28,11 +28,13 @@ from tests.support.errors import refused
 LOAD = [{"max_over_mean": 2.0, "entropy": 0.9, "dead": 1}, {"max_over_mean": 3.0, "entropy": 0.7, "dead": 2}]
 STEP = {"step": 1, "loss": 2.5, "grad_norm": float("nan"), "expert_load": LOAD, "expert_tokens": [[4, 0], [2, 2]]}
 FIGURES = dict(figures_of(STEP))
+SAMPLES = [{"set": "", "source": "a.jsonl:1", "prompt": "# 1 + 1?", "answer": "2\n\n**two**", "expected": ""}]
 # Of what is called in each library, the parameters that are used.
 PARAMETERS = {
     "wandb": {
         "init": ["project", "name", "id", "resume", "dir", "config", "allow_val_change"],
         "Image": ["data_or_path"],
+        "Table": ["columns", "data"],
         "Run.define_metric": ["name", "step_metric"],
         "Run.log": ["data"],
         "Run.finish": ["exit_code"],
@@ -40,6 +42,7 @@ PARAMETERS = {
     "trackio": {
         "init": ["project", "name", "config", "resume", "embed"],
         "Image": ["value"],
+        "Markdown": ["text"],
         "Run.log": ["metrics", "step"],
         "Run.finish": [],
     },
@@ -49,6 +52,7 @@ PARAMETERS = {
         "log_params": ["params"],
         "log_metrics": ["metrics", "step"],
         "log_image": ["image", "key", "step"],
+        "log_text": ["text", "artifact_file"],
         "end_run": ["status"],
     },
 }
@@ -84,7 +88,7 @@ def _config(directory: Path, *trackers: str) -> Config:
 def _two_starts(config: Config) -> None:
     first = open_trackers(config, 0)
     first.write(STEP)
-    first.write({"step": 1, "eval_loss": 2.25})
+    first.write({"step": 1, "eval_loss": 2.25, "eval_samples": SAMPLES})
     first.close()
     again = open_trackers(config, 1)
     again.write({"step": 2, "loss": 2.0})
@@ -116,6 +120,9 @@ def test_tensorboard_has_figures_heat_map_and_configuration(tmp_path: Path) -> N
     assert (events.Images("expert_tokens")[0].width, events.Images("expert_tokens")[0].height) == (12, 12)
     text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "model.name_or_path: some/model" in text
+    (samples,) = events.Tensors("eval_samples/text_summary")
+    shown = samples.tensor_proto.string_val[0].decode()
+    assert (samples.step, shown.count("    # 1 + 1?"), shown.count("    **two**")) == (1, 1, 1)
 
 
 def test_wandb_goes_on_in_the_same_run_by_our_own_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,8 +139,11 @@ def test_wandb_goes_on_in_the_same_run_by_our_own_steps(tmp_path: Path, monkeypa
     assert rows == [
         {"step": 1, **FIGURES, "expert_tokens": "Image"},
         {"step": 1, "eval_loss": 2.25},
+        {"step": 1, "eval_samples": "Table"},
         {"step": 2, "loss": 2.0},
     ]
+    (table,) = (given for name, given in calls if name == "Table")
+    assert dict(zip(table["columns"], table["data"][0], strict=True)) == SAMPLES[0]
     assert [given["exit_code"] for name, given in calls if name == "Run.finish"] == [0, 1]
 
 
@@ -145,7 +155,12 @@ def test_trackio_goes_on_in_the_run_of_the_same_name(tmp_path: Path, monkeypatch
     assert first["name"].startswith("run-")
     assert first["name"] == again["name"]
     rows = [(given["step"], given["metrics"]) for name, given in calls if name == "Run.log"]
-    assert rows == [(1, {**FIGURES, "expert_tokens": "Image"}), (1, {"eval_loss": 2.25}), (2, {"loss": 2.0})]
+    assert rows == [
+        (1, {**FIGURES, "expert_tokens": "Image"}),
+        (1, {"eval_loss": 2.25}),
+        (1, {"eval_samples": "Markdown"}),
+        (2, {"loss": 2.0}),
+    ]
     assert calls[-1] == ("Run.finish", {})
 
 
@@ -163,6 +178,9 @@ def test_mlflow_goes_on_in_the_same_run_and_has_the_configuration_once(
     assert parameters[0]["model.name_or_path"] == "some/model"
     assert [given["step"] for name, given in calls if name == "log_metrics"] == [1, 1, 2]
     assert [given["key"] for name, given in calls if name == "log_image"] == ["expert_tokens"]
+    (text,) = (given for name, given in calls if name == "log_text")
+    assert text["artifact_file"] == "eval_samples/step-00000001.md"
+    assert "    # 1 + 1?\n" in text["text"]
     assert [given["status"] for name, given in calls if name == "end_run"] == ["FINISHED", "FAILED"]
 
 

@@ -157,7 +157,7 @@ def test_the_audit_finds_one_changed_code(tmp_path: Path) -> None:
 def test_matrices_quantised_together_are_found(tmp_path: Path) -> None:
     """Planted: the factor of the very first matrix for all of them."""
     problem = run_ranks(_load_with_one_factor, 1, _source(qwen3_moe(**SIZES), tmp_path / "source"))[0]
-    assert "expert 0, parameter model.layers.0.mlp.experts.down_proj" in problem
+    assert "expert 0, parameter model.layers.0.mlp.experts.gate_up_proj" in problem
 
 
 def _load_with_one_factor(directory: Path) -> str:

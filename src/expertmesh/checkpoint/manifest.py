@@ -99,8 +99,9 @@ def _check_plain_paths(files: Iterable[FileEntry], where: Path) -> None:
 
 def unsafe_content(path: Path, directory: Path) -> str | None:
     """Why a file of the checkpoint `directory` must not be opened, as a sentence; None for one that may be."""
-    if not path.resolve().is_relative_to(directory.resolve()):
-        return f"{path}: leads out of the checkpoint, to {path.resolve()}; remove it"
+    target = Path(os.path.realpath(path))  # `resolve` raises for links in a circle
+    if not target.is_relative_to(directory.resolve()):
+        return f"{path}: leads out of the checkpoint, to {target}; remove it"
     if path.is_file() and _is_pickle(path):
         return f"{path}: is a pickle, which can run code when it is read; no checkpoint holds one; remove it"
     return None
@@ -119,7 +120,10 @@ def header_problems(directory: Path, manifest: Manifest) -> Iterator[str]:
     said, layout, world = f"{directory / MANIFEST}: damaged:", manifest.layout, manifest.world_size
     named = step_of(directory)
     if named is not None and named != manifest.step:
-        yield f"{said} step is {manifest.step}, but the directory is of step {named}"
+        yield (
+            f"{directory / MANIFEST}: step is {manifest.step}, but its directory is called {directory.name}; rename it "
+            f"to step-{manifest.step:08d}"
+        )
     if layout.keys() != set(AXES):
         yield f"{said} layout names other axes than {', '.join(AXES)}"
     elif min(layout.values()) < 1 or math.prod(layout[axis] for axis in AXES[:5]) != world:

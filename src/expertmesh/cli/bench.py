@@ -17,6 +17,7 @@ from expertmesh.bench.layer import bench_layer
 from expertmesh.bench.lora import bench_lora
 from expertmesh.bench.model import bench_load, bench_step
 from expertmesh.bench.result import Result, machine
+from expertmesh.cli.printing import refuse_unwritable
 from expertmesh.config.errors import InputError
 from expertmesh.io.directory import io_errors
 from expertmesh.io.terminal import printable
@@ -40,6 +41,7 @@ def run(parts: Sequence[str], quick: bool, nproc: int | None, report: str | None
         raise InputError(
             f"bench has no part {unknown[0]}; use {', '.join(PARTS)}, or none for all", key="bench.no-such-part"
         )
+    refuse_unwritable(report)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     sizes = sizes_for(device, quick)
     ranks = check_ranks(nproc, device, quick, sizes)

@@ -19,6 +19,7 @@ import typer
 from expertmesh.cli.verbs import app
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError
 from expertmesh.io.terminal import prepare_output, printable
+from expertmesh.launcher.failures import VERDICTS
 from expertmesh.launcher.torchrun import has_to_tell
 from expertmesh.launcher.worker import leave
 
@@ -85,7 +86,7 @@ def _usage_error(error: typer.TyperException) -> InputError:
 def _report(error: ExpertmeshError, said: dict[str, str]) -> int:
     """Print the error as the command line asks for it; returns its exit code."""
     rank = os.environ.get("RANK", "")
-    if not has_to_tell(str(error), may_follow=isinstance(error, DistributedFailure)):
+    if not has_to_tell(str(error), may_follow=isinstance(error, DistributedFailure) and error.key not in VERDICTS):
         return error.exit_code
     if said.get("error_format") == "json":
         record = {"key": error.key, "exit_code": error.exit_code, "message": str(error)}

@@ -6,7 +6,7 @@ Light, so that `--help` and a wrong command line need no torch.
 import functools
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from typer import Argument, Option
@@ -33,6 +33,15 @@ def step_range(text: str) -> tuple[int, int]:
     if not 1 <= first <= last:
         raise ValueError(f"{text!r} are no steps; write 3:5 for the third to the fifth")
     return first, last
+
+
+def rank_range(text: str) -> tuple[int, int]:
+    """The fewest and the most ranks in `text`: `8:32`."""
+    matched = re.fullmatch(r"(\d{1,6}):(\d{1,6})", text.strip())
+    fewest, most = (int(matched[1]), int(matched[2])) if matched is not None else (0, 0)
+    if not 1 <= fewest <= most:
+        raise ValueError(f"{text!r} is no range of ranks; write 8:32 for 8 to 32")
+    return fewest, most
 
 
 def size(text: str) -> int:
@@ -76,6 +85,42 @@ SHARD_SIZE = Option(
 )
 DEFAULT_SHARD_SIZE = size("5GB")
 TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", help="let the model's own Python code run")]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainArguments:
+    """Of `expertmesh train`."""
+
+    config: ConfigFile
+    overrides: Overrides = None
+    nproc: Annotated[
+        int | None,
+        N(help="ranks to start on this machine (default: one per accelerator, 2 on a CPU)"),
+    ] = None
+    max_time: Annotated[
+        float | None,
+        Option(metavar="TIME", parser=duration, help="save and stop (exit 143) after it: 90s, 30m, 2h or seconds"),
+    ] = None
+    max_restarts: Annotated[
+        int, Option(metavar="N", min=0, help="how often to start all local ranks again after one died or hung")
+    ] = 0
+    audit: Annotated[
+        Literal["sampled", "full"],
+        Option(help="compare samples of the loaded weights with their files, or every byte, with a hash per expert"),
+    ] = "sampled"
+    profile: Annotated[
+        Any,
+        Option(metavar="FIRST:LAST", parser=step_range, help="trace these steps of this start on every rank, e.g. 3:5"),
+    ] = None
+    elastic: Annotated[
+        Any,
+        Option(
+            metavar="MIN:MAX",
+            parser=rank_range,
+            help="under torchrun --nnodes MIN:MAX: go on with as many ranks as are left, at a layout that fits them",
+        ),
+    ] = None
+    quiet: Annotated[bool, Option("--quiet", "-q", help="print warnings alone: log.level=warning")] = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,9 @@
-"""What several verbs print alike: sizes, counts, tables, which checkpoint is meant."""
+"""What several verbs print alike, and write: sizes, counts, tables, which checkpoint is meant, where a report goes."""
 
+import os
 import resource
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from expertmesh.config.errors import InputError
 from expertmesh.io.terminal import printable
 
 
@@ -70,3 +73,18 @@ def located_text(checkpoint: Path, found: int | None) -> str:
 def peak_bytes() -> int:
     """The most memory that this process has held so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def refuse_unwritable(report: str | None) -> None:
+    """Raise `InputError` where the file of `--json` cannot be written, before the work that it is about."""
+    if report is None:
+        return
+    path = Path(report)
+    try:
+        if path.exists():
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        else:
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+    except OSError as error:
+        raise InputError(f"--json {path}: cannot be written: {error.strerror}", key="cli.unwritable-report") from error

@@ -29,11 +29,10 @@ from expertmesh.cli.options import (
     Output,
     Overrides,
     PlanOptions,
+    TrainArguments,
     TrustRemoteCode,
     VerifyArguments,
     WrittenDtype,
-    duration,
-    step_range,
 )
 from expertmesh.config import Config, InputError, load_config
 from expertmesh.config.schema import schema_text
@@ -125,33 +124,15 @@ def init(options: InitOptions) -> int:
 
 
 @verb
-def train(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    nproc: Annotated[
-        int | None,
-        N(help="ranks to start on this machine (default: one per accelerator, 2 on a CPU)"),
-    ] = None,
-    max_time: Annotated[
-        float | None,
-        Option(metavar="TIME", parser=duration, help="save and stop (exit 143) after it: 90s, 30m, 2h or seconds"),
-    ] = None,
-    max_restarts: Annotated[
-        int, Option(metavar="N", min=0, help="how often to start all local ranks again after one died or hung")
-    ] = 0,
-    audit: Annotated[
-        Literal["sampled", "full"],
-        Option(help="compare samples of the loaded weights with their files, or every byte, with a hash per expert"),
-    ] = "sampled",
-    profile: Annotated[
-        Any,
-        Option(metavar="FIRST:LAST", parser=step_range, help="trace these steps of this start on every rank, e.g. 3:5"),
-    ] = None,
-    quiet: Annotated[bool, Option("--quiet", "-q", help="print warnings alone: log.level=warning")] = False,
-) -> int:
+@with_options(TrainArguments)
+def train(arguments: TrainArguments) -> int:
     """fine-tune the model that a YAML file describes"""
-    options = RunOptions(nproc=nproc, max_seconds=max_time, max_restarts=max_restarts, audit=audit, profile=profile)
-    read = load_config(config, [*(overrides or ()), *(["log.level=warning"] if quiet else [])])
+    given = arguments
+    options = RunOptions(
+        given.nproc, given.max_time, given.max_restarts, given.audit, given.profile, elastic=given.elastic
+    )
+    quiet = ["log.level=warning"] if given.quiet else []
+    read = load_config(given.config, [*(given.overrides or ()), *quiet])
     refuse_missing_packages(read)
     return run_ranks(read, TRAIN, options, _preflight)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from expertmesh.cli.options import VerifyArguments
-from expertmesh.cli.printing import bytes_text, located_text
+from expertmesh.cli.printing import bytes_text, located_text, refuse_unwritable
 from expertmesh.config import Config, load_config, make_config
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
 from expertmesh.distributed.environment import find_place
@@ -36,6 +36,7 @@ _LENGTH = 512
 
 def run(arguments: VerifyArguments) -> int:
     """Check a checkpoint, or prove a job; returns the exit code."""
+    refuse_unwritable(arguments.json)
     if arguments.model is not None:
         return _prove_model(arguments, arguments.model)
     if arguments.what is None:

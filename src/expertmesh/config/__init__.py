@@ -4,7 +4,7 @@ It imports neither torch nor transformers nor anything else of expertmesh, so a 
 before anything heavy is loaded.
 """
 
-from expertmesh.config.data import DataConfig, DataSource
+from expertmesh.config.data import DataConfig, DataSource, EvalConfig
 from expertmesh.config.errors import (
     DistributedFailure,
     ExpertmeshError,
@@ -35,6 +35,7 @@ __all__ = [
     "DataSource",
     "DistributedConfig",
     "DistributedFailure",
+    "EvalConfig",
     "ExpertmeshError",
     "InputError",
     "IntegrityError",

@@ -1,9 +1,9 @@
-"""Section `data`: where samples come from, and how rows become token sequences."""
+"""Sections `data` and `eval`, and what evaluations decide: where samples come from, how rows become token sequences."""
 
-from collections.abc import Iterator
-from typing import ClassVar, Literal, Self
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, model_serializer, model_validator
 
 from expertmesh.config.base import Listed, Mapped, Name, Plain, Section, refuse
 
@@ -60,6 +60,11 @@ class DataConfig(Section):
     thinking: Literal["auto", "drop", "keep_last", "every_turn"] = "auto"
     """Thinking in answers: what the template makes of it (auto), none, that of the last answer alone, or that of every
     answer, for which a row becomes several samples if the template keeps that of the last one only."""
+    stream: bool = False
+    """Read and tokenize data.train while training goes, for data larger than memory and disk; train.max_steps ends the
+    run. Without it all data are tokenized once, before."""
+    stream_rows: int = Field(default=8192, ge=1, le=2**20)
+    """Rows of a stream that are read, tokenized, shuffled and packed together."""
     prepared_path: str | None = None
     """Directory for tokens, which runs that name the same one share; null for prepared in output_dir."""
     packing: bool = True
@@ -85,6 +90,11 @@ class DataConfig(Section):
         return {name: tuple(source for source in self.eval if (source.name or "") == name) for name in names}
 
     def _mixing_problems(self) -> Iterator[str]:
+        if not self.stream and "stream_rows" in self.model_fields_set and self.stream_rows != 8192:
+            yield "data.stream_rows does nothing without data.stream; set data.stream to true, or remove it"
+        for at, source in enumerate(self.train if self.stream else ()):
+            if source.max_rows is not None:
+                yield f"data.train.{at}.max_rows does nothing with data.stream, which reads all rows; remove it"
         named = [source.name is not None for source in self.train]
         if any(named):
             yield f"data.train.{named.index(True)}.name does nothing, as it names a set of data.eval; remove it"
@@ -103,3 +113,38 @@ class DataConfig(Section):
         for at, source in enumerate(self.train):
             if source.repeat > 1:
                 yield f"data.train.{at}.repeat does nothing beside weights, by which rows are drawn; remove it"
+
+
+class EvalConfig(Section):
+    """What an evaluation does beside its figures."""
+
+    section: ClassVar[str] = "eval"
+
+    samples: int = Field(default=0, ge=0, le=1000)
+    """To how many prompts of each evaluation set, the first ones, the model answers at every evaluation; the answers
+    stand in the log, metrics.jsonl, trackers and the report."""
+    sample_tokens: int = Field(default=64, ge=1, le=2**16)
+    """Longest answer, in tokens; each takes a forward of all before it, and none goes beyond data.max_length."""
+
+    @model_validator(mode="after")
+    def _combine(self) -> Self:
+        if not self.samples and "sample_tokens" in self.model_fields_set:
+            refuse("eval.sample_tokens does nothing with eval.samples 0; set eval.samples, or remove it")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_what_does_nothing(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
+        return {key: value for key, value in serialize(self).items() if self.samples or key != "sample_tokens"}
+
+
+class EarlyStopConfig(Section):
+    """When evaluations show that training no longer helps."""
+
+    section: ClassVar[str] = "train.early_stop"
+
+    figure: Name = "eval_loss"
+    """A figure of evaluations; a loss is better when it is lower, any other when it is higher."""
+    patience: int = Field(default=3, ge=1, le=2**31 - 1)
+    """So many evaluations in a row without a better figure end the run."""
+    min_change: float = Field(default=0.0, ge=0, le=1e6)
+    """A figure is better when it is so by more than this."""

@@ -137,6 +137,8 @@ class _Schema:
                 return f"a list of {len(items)} values, each {self._accepts(items[0])}"
             case {"items": item}:
                 return f"a list of {'one or more' if 'minItems' in node else 'any'} items, each {self._accepts(item)}"
+            case {"additionalProperties": True}:
+                return "keys and values of your own"
             case {"additionalProperties": value}:
                 return f"keys of your own, each {self._accepts(value)}"
         said = [name for name in _LIMITS if name in node and (name != "maximum" or too_large or node[name] <= 1)]

@@ -15,7 +15,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.config.explain import explain, show
 from expertmesh.config.overrides import apply_override
 from expertmesh.config.root import Config
-from expertmesh.config.yaml_text import Path, dump_yaml, parse_yaml
+from expertmesh.config.yaml_text import MAX_CHARACTERS, Path, dump_yaml, parse_yaml
 
 
 def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Config:
@@ -73,7 +73,8 @@ def dump_config(config: Config) -> str:
 
 def _read(source: str) -> str:
     try:
-        return FilePath(source).read_text(encoding="utf-8")
+        with FilePath(source).open(encoding="utf-8") as file:
+            return file.read(MAX_CHARACTERS + 1)  # of a file without end, no more
     except FileNotFoundError:
         raise InputError(
             f"{source}: there is no such configuration file; check the path", key="config.file-missing"

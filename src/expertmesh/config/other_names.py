@@ -54,6 +54,7 @@ THEIRS = {
     "train.seed": "data_seed random_seed",
     "train.activation_checkpointing": "gradient_checkpointing activation_checkpoint recompute_granularity",
     "train.compile": "torch_compile use_compile",
+    "train.deterministic": "full_determinism",
     "parallel.ep": "ep_size expert_parallel_size expert_model_parallel_size expert_parallel_degree",
     "parallel.tp": "tp_size tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree",
     "parallel.cp": "cp_size context_parallel_size context_parallel_degree sequence_parallel_size ulysses_size",

@@ -6,7 +6,7 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from expertmesh.config.base import Name, Section, refuse
-from expertmesh.config.data import DataConfig
+from expertmesh.config.data import DataConfig, EvalConfig
 from expertmesh.config.objective import ObjectiveConfig, eval_figures, objective_conflicts
 from expertmesh.config.output import CheckpointConfig, DistributedConfig, LogConfig, SaveConfig
 from expertmesh.config.sections import (
@@ -29,6 +29,7 @@ class Config(Section):
     model: ModelConfig
     precision: PrecisionConfig = PrecisionConfig()
     data: DataConfig
+    eval: EvalConfig = EvalConfig()
     lora: LoraConfig | None = None
     """Low-rank adapters on a frozen model; null for full fine-tuning."""
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -65,6 +66,11 @@ class Config(Section):
                 f"train.eval_every_steps is {self.train.eval_every_steps}, but data.eval is empty; name data "
                 "there or set train.eval_every_steps to null"
             )
+        if self.eval.samples and not self.data.eval:
+            problems.append(
+                f"eval.samples is {self.eval.samples}, but data.eval is empty; name data there or set eval.samples to 0"
+            )
+        problems += self._stream_problems()
         problems += self._figure_problems()
         if self.precision.frozen is not None and self.lora is None:
             problems.append(
@@ -93,6 +99,20 @@ class Config(Section):
             )
         refuse(*problems)
         return self
+
+    def _stream_problems(self) -> Iterator[str]:
+        if not self.data.stream:
+            return
+        if self.train.max_steps is None:
+            yield "data.stream is true, and a stream has no end; set train.max_steps"
+        if self.train.num_epochs > 1:
+            epochs = self.train.num_epochs
+            yield f"train.num_epochs is {epochs}, but a stream begins again until train.max_steps; remove it"
+        if self.objective.name == "dpo":
+            yield (
+                "data.stream is true, but objective dpo needs all pairs before the first step, for their reference; "
+                "set data.stream to false"
+            )
 
     def _figure_problems(self) -> Iterator[str]:
         stop, known = self.train.early_stop, eval_figures(self.objective, self.data)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_serializer, model_validator
 
 from expertmesh.config.base import Listed, Name, Patterns, Plain, Section, is_named, pattern_problem, refuse
+from expertmesh.config.data import EarlyStopConfig
 
 # Beyond what anybody trains with: what is larger is a slip, and would be noticed late.
 MAX_RANKS, MAX_SECONDS, MAX_RANK, MAX_ALPHA, MAX_FACTOR = 2**20, 366 * 86400, 2**16, 1e6, 1e6
@@ -233,19 +234,6 @@ class ScheduleConfig(Section):
         return {key: value for key, value in serialize(self).items() if key not in off}
 
 
-class EarlyStopConfig(Section):
-    """When evaluations show that training no longer helps."""
-
-    section: ClassVar[str] = "train.early_stop"
-
-    figure: Name = "eval_loss"
-    """A figure of evaluations; a loss is better when it is lower, any other when it is higher."""
-    patience: PositiveInt = 3
-    """So many evaluations in a row without a better figure end the run."""
-    min_change: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
-    """A figure is better when it is so by more than this."""
-
-
 class TrainConfig(Section):
     """Batches, steps and memory of the training loop."""
 
@@ -269,10 +257,11 @@ class TrainConfig(Section):
     """Recompute blocks in backward instead of keeping their activations: all of a block (full), or all but dispatch,
     experts, combine and fused attention (selective). auto is full on accelerators and none on a CPU."""
     checkpoint_layers: Literal["all"] | Annotated[int, Field(ge=2)] | Listed[Annotated[int, Field(ge=0)]] = "all"
-    """Which blocks activation_checkpointing is for, numbered from 0: all, N for every Nth from the first on, or a list
-    of numbers; the others keep their activations."""
+    """Blocks that activation_checkpointing is for, from 0: all, N for every Nth from the first on, or a list."""
     compile: bool = False
     """Compile the dense parts of each block (attention, norms, dense MLPs, shared experts) with torch.compile."""
+    deterministic: bool = False
+    """Take torch's deterministic algorithms: GPUs repeat a run bit for bit, or an operation without one ends it."""
 
     @field_validator("checkpoint_layers", mode="after")
     @classmethod
@@ -320,8 +309,7 @@ class ParallelConfig(Section):
     pp_virtual_stages: Ranks = 1
     """Stages that each pp rank holds; more than 1 make interleaved_1f1b, whose ranks wait less."""
     offload: Literal["none", "experts"] = "none"
-    """What lives in host memory: with experts the packed routed experts of precision.frozen, copied to the device one
-    layer ahead."""
+    """What lives in host memory: experts are those of precision.frozen, packed, copied to the device a layer ahead."""
 
     @field_validator("pp_schedule", mode="before")
     @classmethod
@@ -370,20 +358,20 @@ class MoeConfig(Section):
     router: Literal["train", "frozen"] = "train"
     """Whether router weights are trained."""
     router_dtype: Literal["float32", "compute"] = "float32"
-    """What routers compute in where precision.compute is narrower: float32 for their input, weights and scores, as far
-    as the family's code runs so, or precision.compute as everything else. What it became is printed."""
+    """What routers compute in under a narrower precision.compute, as far as the family's code runs so (printed)."""
     aux_loss_coef: Annotated[float, Field(ge=0, le=MAX_FACTOR)] | Literal["from_model"] = "from_model"
     """Factor of the load-balancing loss, taken over the whole batch of an optimizer step; from_model takes the model's
     own (none unless its config has output_router_logits), 0.0 leaves the loss out."""
     z_loss_coef: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """Factor of the router z-loss (arXiv 2202.08906): the mean of logsumexp(router logits) squared."""
     bias_update_rate: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
-    """How far the routers' correction biases move towards balance after each optimizer step (arXiv 2408.15664), for
-    models that have them; 0.0 leaves them as published."""
-    dispatch: Literal["auto", "all_to_all", "all_gather"] = "auto"
-    """How tokens travel to the ranks of their experts."""
+    """How far routers' correction biases move towards balance after each step (arXiv 2408.15664); 0.0: not at all."""
+    dispatch: Literal["auto", "all_to_all", "all_gather", "hierarchical"] = "auto"
+    """How tokens travel to the ranks of their experts; hierarchical: once to each node, and there to its ranks."""
     compute: Literal["auto", "grouped_mm", "loop"] = "auto"
     """How an expert rank multiplies: grouped matrix products, or expert after expert (the reference)."""
+    kernels: Literal["auto", "torch", "triton"] = "auto"
+    """What runs around the products: Triton's kernels, on a GPU that a trial has shown to run them, or torch's."""
 
     @model_validator(mode="after")
     def _combine(self) -> Self:

@@ -32,7 +32,7 @@ class Document:
 
 # Sections of a configuration lie three deep, template_args as deep as their template wants them.
 _MAX_DEPTH = 50
-_MAX_CHARACTERS = 1 << 18
+MAX_CHARACTERS = 1 << 18
 _NULL = re.compile(r"~|null|Null|NULL|")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]{1,99}|0o[0-7]{1,99}|0x[0-9a-fA-F]{1,99}")  # Python refuses huge ones
@@ -41,9 +41,9 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\
 
 def parse_yaml(text: str, source: str) -> Document:
     """The one document in `text`; `InputError` for text that is not one, with `source` as its name."""
-    if len(text) > _MAX_CHARACTERS:
+    if len(text) > MAX_CHARACTERS:
         raise InputError(
-            f"{source}: has {len(text):,} characters, a configuration at most {_MAX_CHARACTERS:,}; name directories "
+            f"{source}: has more characters than a configuration may have, {MAX_CHARACTERS:,}; name directories "
             "instead of files",
             key="config.invalid-yaml",
         )

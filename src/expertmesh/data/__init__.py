@@ -10,6 +10,7 @@ from expertmesh.data.mixture import Mixture
 from expertmesh.data.prepared import Preparation, PreparedData, found_or_built
 from expertmesh.data.report import DataReport
 from expertmesh.data.sources import refuse_url
+from expertmesh.data.stream import Ranks, Stream, StreamBatches, StreamPosition
 from expertmesh.data.tokenized import IGNORE, Sample, TokenizedDataset
 from expertmesh.data.tokenizer import load_tokenizer
 
@@ -21,9 +22,13 @@ __all__ = [
     "Mixture",
     "Preparation",
     "PreparedData",
+    "Ranks",
     "Recipe",
     "Sample",
     "Step",
+    "Stream",
+    "StreamBatches",
+    "StreamPosition",
     "TokenizedDataset",
     "TrainingBatches",
     "build_dataset",

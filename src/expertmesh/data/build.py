@@ -108,25 +108,17 @@ class BlockReader:
                 "no data source is configured; name at least one file, directory or hub data set.",
                 key="data.no-source",
             )
-        config, self._recipe, self._share = recipe.config, recipe, share or Share()
-        options = ChatOptions(
-            config.loss_on, config.thinking, config.template_args, recipe.date or datetime.date.today()
-        )
-        self._encoder = BlockEncoder(config, PairEncoder(recipe.tokenizer, options), recipe.model_vocab_size)
+        self._recipe, self._share = recipe, share or Share()
+        self._encoder = encoder_of(recipe)
         self.sources: list[SourceReport] = []
         self.place: Place = (0, -1, -1)
 
     def __iter__(self) -> Iterator[Block]:
         for number, source in enumerate(self._recipe.sources):
             self.place = (number, -1, -1)
-            name: str = self._recipe.config.format if source.format == "auto" else source.format
-            if name == "auto":
-                name, also_fits = _detect(self._recipe, source.path)
-                self.sources.append(SourceReport(source.path, name, True, also_fits))
-            else:
-                self.sources.append(SourceReport(source.path, name, False, ()))
+            self.sources.append(source_report(self._recipe, source))
             for rows in self._blocks(number, source):
-                yield self._encoder.encode(self.place, rows, name)
+                yield self._encoder.encode(self.place, rows, self.sources[-1].format)
 
     def _blocks(self, number: int, source: DataSource) -> Iterator[list[RawRow]]:
         """The rows of each block of a source that falls to this process."""
@@ -141,6 +133,22 @@ class BlockReader:
             for block, of_block in itertools.groupby(rows, key=lambda row: (row.number - 1) // BLOCK_ROWS):
                 self.place = (number, file, block)
                 yield list(of_block)
+
+
+def encoder_of(recipe: Recipe) -> BlockEncoder:
+    """What makes blocks of rows."""
+    config = recipe.config
+    options = ChatOptions(config.loss_on, config.thinking, config.template_args, recipe.date or datetime.date.today())
+    return BlockEncoder(config, PairEncoder(recipe.tokenizer, options), recipe.model_vocab_size)
+
+
+def source_report(recipe: Recipe, source: DataSource) -> SourceReport:
+    """In which format a source is, before anything is counted."""
+    name: str = recipe.config.format if source.format == "auto" else source.format
+    if name != "auto":
+        return SourceReport(source.path, name, False, ())
+    name, also_fits = _detect(recipe, source.path)
+    return SourceReport(source.path, name, True, also_fits)
 
 
 def joined(
@@ -169,7 +177,7 @@ def joined(
 def _detect(recipe: Recipe, path: str) -> tuple[str, tuple[str, ...]]:
     """The format of the first usable row, and what else would fit."""
     tried = 0
-    for raw in _first_rows(path):
+    for raw in _first_rows(path, recipe.config.stream):
         tried += 1
         found = fitting_formats(raw.value) if raw.value is not None else ()
         fits = tuple(name for name in found if name in recipe.formats)
@@ -201,9 +209,9 @@ def _detect(recipe: Recipe, path: str) -> tuple[str, tuple[str, ...]]:
     )
 
 
-def _first_rows(path: str) -> Iterator[RawRow]:
+def _first_rows(path: str, stream: bool) -> Iterator[RawRow]:
     left = _ROWS_TRIED_FOR_A_FORMAT
-    for location in locations(path):
+    for location in locations(path, stream):
         for row in location.rows(lambda number: True):
             if not left:
                 return

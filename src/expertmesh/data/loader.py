@@ -5,8 +5,10 @@ only decides which data rank holds which of them. Every row of an epoch is train
 the number of ranks. All ranks derive the same plan from the same data set: nothing here communicates.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +19,9 @@ from expertmesh.data.mixture import Mixture
 from expertmesh.data.packing import Batch, PackedRows, Row, Rows, pack, packed_batch, padded_batch
 from expertmesh.data.tokenized import IGNORE, TokenizedDataset
 
+if TYPE_CHECKING:
+    from expertmesh.data.stream import StreamPosition
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -26,7 +31,8 @@ class Step:
     `[B]`, which no two rows of a run share and no layout changes (for adapters' dropout), `real_tokens` `[B, S]`, false
     for padding and for rows that only keep a rank busy, and `reference` `[B]` where the data set has it. `rows` (for
     preferences, pairs), `tokens` (without padding) and `target_tokens` count the whole step over all data ranks and
-    micro-batches: what the summed loss is divided by is known here without a collective.
+    micro-batches: what the summed loss is divided by is known here without a collective. `progress` is that through the
+    data in passes, after the step; `position` is where a stream goes on.
     """
 
     epoch: int
@@ -35,6 +41,8 @@ class Step:
     tokens: int
     target_tokens: int
     micro_batches: tuple[Batch, ...]
+    progress: float = 0.0
+    position: "StreamPosition | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +159,13 @@ class TrainingBatches:
             self._plans[epoch] = self._layout.plan(self._dataset, order)
         return self._plans[epoch]
 
+    def steps(self, done: int, position: "StreamPosition | None" = None) -> Iterator[Step]:
+        """The steps after the first `done`, epoch after epoch without end; only a stream has a `position`."""
+        for epoch in itertools.count():
+            start = min(done, self.steps_in_epoch(epoch))
+            done -= start
+            yield from self.epoch(epoch, start)
+
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Step]:
         """The steps of one epoch from `start_step` (counted from 0) on; earlier rows are not touched."""
         rows, size = self.plan(epoch).rows, self._global_batch_size
@@ -164,6 +179,7 @@ class TrainingBatches:
                 tokens=int(self._dataset.lengths[samples].sum()),
                 target_tokens=int(self._dataset.target_counts[samples].sum()),
                 micro_batches=tuple(self._layout.micro_batches(self._dataset, part, (epoch << 32) + step * size)),
+                progress=epoch + (step + 1) / self.steps_in_epoch(epoch),
             )
 
 

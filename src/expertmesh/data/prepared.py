@@ -30,6 +30,7 @@ from expertmesh.data.build import BlockReader, Recipe, build, joined
 from expertmesh.data.fingerprints import Origin, Origins, settings_of, sha256_of
 from expertmesh.data.report import DataReport, SourceReport
 from expertmesh.data.sources import Share, SourceFile
+from expertmesh.data.stream import first_rows
 from expertmesh.data.tokenized import SampleIndex, TokenizedDataset, index_of
 from expertmesh.io.safetensors_writer import replace_synced, sync
 from expertmesh.io.versioned_json import read_versioned
@@ -233,7 +234,9 @@ def _content_sha256(origins: list[Origin]) -> str:
 
 
 def found_or_built(config: Config, recipe: Recipe) -> tuple[TokenizedDataset, DataReport]:
-    """The tokens of `recipe` where they are prepared, else made in memory; nothing is written."""
+    """The tokens of `recipe` where they are prepared, else made in memory (of a stream, the first). Writes nothing."""
+    if config.data.stream and recipe.sources == config.data.train:
+        return first_rows(recipe)
     found = Preparation.of(config, recipe).find()
     if found is not None:
         return found.dataset, found.report

@@ -110,6 +110,14 @@ class DataReport:
         for kind, positions in block.odd_at.items():
             self.odd_at[kind] = (self.odd_at.get(kind, []) + positions)[:POSITIONS_KEPT]
 
+    def lost(self) -> str:
+        """How many rows are not trained on, and why; empty if all of them are."""
+        counts = {"malformed": self.skipped, "too long": self.dropped, "without a target": self.no_target}
+        counts |= {"left out by data.on_*": self.left_out}
+        named = ", ".join(f"{count:,} {why}" for why, count in counts.items() if count)
+        first = next(iter((*self.skipped_at, *self.no_target_at)), None)
+        return f"not trained on: {named}" + (f" (first: {first})" if first else "") if named else ""
+
     @property
     def histogram(self) -> tuple[HistogramBin, ...]:
         """Bins of equal width up to `max_length`, and one for everything longer."""

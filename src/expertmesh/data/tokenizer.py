@@ -1,6 +1,7 @@
 """The model's tokenizer. Code that comes with a model runs only if `model.trust_remote_code` is set."""
 
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ _MOST_GROWTH = 10_000
 def load_tokenizer(model: ModelConfig, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of `model.name_or_path`; every rank may call it, no collective.
 
-    `chat_template` (`data.chat_template`) is a file whose text takes the place of the tokenizer's own template. Raises
+    `chat_template` (`data.chat_template`) is a file whose text takes the place of the tokenizer's own template. One of
+    DeepSeek-V4 without a template gets ours, which writes what the published encoder writes. Raises
     `InputError` when there is no tokenizer, when it is damaged, when it needs its own code and
     `model.trust_remote_code` is off, or when the file cannot be read.
     """
@@ -56,6 +58,8 @@ def load_tokenizer(model: ModelConfig, chat_template: str | None = None) -> PreT
             key="tokenizer.no-vocabulary",
         )
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    if chat_template is None and tokenizer.chat_template is None and _is_deepseek_v4(model, tokenizer):
+        tokenizer.chat_template = files("expertmesh.data.encoding").joinpath("deepseek_v4.jinja").read_text("utf-8")
     if chat_template is not None:
         try:
             tokenizer.chat_template = read_file(Path(chat_template).expanduser()).decode("utf-8")
@@ -73,13 +77,36 @@ def _refuse_hostile_files(directory: Path) -> None:
     """
     for path in sorted(path for pattern in _FILES for path in directory.glob(pattern)):
         if not path.is_dir():
-            with opened(path, MAX_TOKENIZER_BYTES):
-                pass
+            try:
+                with opened(path, MAX_TOKENIZER_BYTES):
+                    pass
+            except OSError as error:
+                raise InputError(
+                    f"{path}: cannot be read ({error.strerror}); copy or download it again", key="tokenizer.not-loaded"
+                ) from error
 
 
-def _cached(model: ModelConfig) -> Path | None:
-    """The tokenizer.json of a model of the hub, which has been downloaded by now."""
-    found = try_to_load_from_cache(model.name_or_path, "tokenizer.json", revision=model.revision)
+def _is_deepseek_v4(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether conversations are for DeepSeek-V4, whose checkpoints have an encoder in Python and no template. Another
+    encoder beside the weights, as that of V4.1, is none of ours.
+    """
+    directory = Path(model.name_or_path)
+    path = directory / "config.json" if directory.is_dir() else _cached(model, "config.json")
+    if path is None or not path.is_file() or "<｜latest_reminder｜>" not in tokenizer.get_vocab():
+        return False
+    encoders = directory / "encoding"
+    if encoders.is_dir() and not (encoders / "encoding_dsv4.py").exists():
+        return False
+    try:
+        content = parse_json(read_file(path))
+    except ValueError:  # said by who reads the model's config
+        return False
+    return isinstance(content, dict) and content.get("model_type") == "deepseek_v4"
+
+
+def _cached(model: ModelConfig, name: str = "tokenizer.json") -> Path | None:
+    """A file of a model of the hub, which has been downloaded by now."""
+    found = try_to_load_from_cache(model.name_or_path, name, revision=model.revision)
     return Path(found) if isinstance(found, str) else None
 
 

@@ -8,6 +8,7 @@ code that itself communicates: a rank that raised would leave its peers inside t
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from expertmesh.config.errors import (
 
 _CLASSES = {kind.__name__: kind for kind in (InputError, IntegrityError, SecurityError, DistributedFailure)}
 _MESSAGE_BYTES = 16384
+T = TypeVar("T")
 
 
 @contextmanager
@@ -52,6 +54,24 @@ def from_rank_0(text: str) -> str:
         message.copy_(torch.frombuffer(bytearray(encoded.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8))
     dist.broadcast(message, src=0)
     return bytes(message.cpu().tolist()).rstrip(b"\0").decode()
+
+
+def object_from_rank_0(own: T) -> T:
+    """What rank 0 has, pickled between the ranks of a job. Every rank calls it; two broadcasts on the default group."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return own
+    found = [own]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def objects_of_all_ranks(own: T) -> list[T]:
+    """What each rank has. Every rank calls it; two all-gathers on the default group."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [own]
+    found = [own] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
 
 
 def sum_over_ranks(numbers: torch.Tensor) -> torch.Tensor:

@@ -196,6 +196,12 @@ def node_crossing(layout: Layout, ranks_per_node: int | None = None) -> str | No
     )
 
 
+def nodes_of_ep(layout: Layout, ranks_per_node: int | None = None) -> int:
+    """Of how many whole nodes of `ranks_per_node` (by default LOCAL_WORLD_SIZE) ranks each EP group is, else 1."""
+    node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size))
+    return layout.ep // node if layout.ep % node == 0 else 1
+
+
 def _ep_choices(expert_ranks: int, num_experts: int | None) -> list[int]:
     return [size for size in divisors(expert_ranks) if num_experts is None or num_experts % size == 0]
 

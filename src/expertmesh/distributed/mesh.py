@@ -15,7 +15,7 @@ from expertmesh.compat import set_group_timeout
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.environment import join_job
-from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout, resolve_layout
+from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout, nodes_of_ep, resolve_layout
 from expertmesh.distributed.network import choose_interface
 
 
@@ -26,6 +26,7 @@ class Mesh:
     `dense` and `expert` are the two views. Ranks along cp and tp hold other tokens of the same rows, so most dense
     parameters are sharded over them as well: `dense_mesh` is the dense view with fsdp, cp and tp joined to one axis.
     `dense_tp_mesh` joins fsdp and cp alone, for what tp has split before. Both call the joined axis fsdp.
+    `ep_nodes`: an EP group's nodes (`across`) by the ranks of each (`inside`), where it is of several whole nodes.
     """
 
     layout: Layout
@@ -35,6 +36,7 @@ class Mesh:
     dense_tp_mesh: DeviceMesh
     device: torch.device
     rank: int
+    ep_nodes: DeviceMesh | None = None
 
     @property
     def data_rank(self) -> int:
@@ -101,7 +103,11 @@ def build_mesh(layout: Layout, device: torch.device) -> Mesh:
     split = dense if layout.cp == 1 else _device_mesh(device, joined, DENSE_AXES)
     joined = replace(joined, fsdp=joined.fsdp * layout.tp, tp=1)
     whole = split if layout.tp == 1 else _device_mesh(device, joined, DENSE_AXES)
-    return Mesh(layout, dense, expert, whole, split, device, dist.get_rank())
+    nodes = None
+    if (count := nodes_of_ep(layout)) > 1:
+        ranks = torch.arange(layout.world_size).view(-1, count, layout.ep // count)
+        nodes = DeviceMesh(device.type, ranks, mesh_dim_names=("groups", "across", "inside"))
+    return Mesh(layout, dense, expert, whole, split, device, dist.get_rank(), nodes)
 
 
 def _device_mesh(device: torch.device, layout: Layout, axes: tuple[str, ...]) -> DeviceMesh:
@@ -117,8 +123,8 @@ def set_timeout(mesh: Mesh, seconds: float) -> None:
     """
     world = dist.group.WORLD
     assert world is not None
-    views = (mesh.dense, mesh.expert, mesh.dense_mesh, mesh.dense_tp_mesh)
-    for group in {world, *(group for view in views for group in view.get_all_groups())}:
+    views = (mesh.dense, mesh.expert, mesh.dense_mesh, mesh.dense_tp_mesh, mesh.ep_nodes)
+    for group in {world, *(group for view in views if view is not None for group in view.get_all_groups())}:
         set_group_timeout(group, datetime.timedelta(seconds=seconds))
 
 

@@ -26,9 +26,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from expertmesh.compat import FUSED_ATTENTION, assert_async
+from expertmesh.compat import FUSED_ATTENTION, assert_async, varlen_operation
 from expertmesh.experts.lora_state import AdapterState
-from expertmesh.experts.token_counts import Borders, packed_samples
+from expertmesh.experts.token_counts import PackedSamples, packed_samples
 
 Exchanged = TypeVar("Exchanged")
 
@@ -61,7 +61,8 @@ class _BlockRun(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.topk or func is torch.Tensor.topk:
             return self._topk(func, args, kwargs)
-        if func is F.scaled_dot_product_attention and self.selective and not torch.compiler.is_compiling():
+        is_attention = func is F.scaled_dot_product_attention or func is varlen_operation
+        if is_attention and self.selective and not torch.compiler.is_compiling():
             return self._attention(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -81,7 +82,7 @@ class _BlockRun(TorchFunctionMode):
     def _attention(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Under torch's selective policy, unless it has dropout: random numbers drawn later would be other ones."""
         dropout: float = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-        if dropout > 0.0:
+        if func is F.scaled_dot_product_attention and dropout > 0.0:
             return func(*args, **kwargs)
         if self.recomputes:
             context = self.record.attention.pop(0)
@@ -178,7 +179,7 @@ def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
 
 @contextmanager
 def _during(
-    run: _BlockRun, adapters: AdapterState | None, number_T: torch.Tensor | None, samples: Borders | None
+    run: _BlockRun, adapters: AdapterState | None, number_T: torch.Tensor | None, samples: PackedSamples | None
 ) -> Iterator[None]:
     token, outer = _block_run.set(run), packed_samples.set(samples)
     current = None if adapters is None else adapters.number_T

@@ -4,10 +4,10 @@ A token travels **once** to each rank that holds any of its experts (de-duplicat
 row, which weight, ordered by expert. The expert rank sums a token's pairs before one row travels back (pre-reduced
 combine). Over uniform routing this sends R(1 - C(E-E/R, K)/C(E, K)) rows per token instead of K.
 
-Three interchangeable dispatchers: `LocalDispatcher` (ep = 1, no communication), `AllToAllDispatcher`, and
-`AllGatherDispatcher` (every rank sees every token; for tiny batches). A rank without tokens takes part in every
-collective like any other. Each dispatch waits for the device once, in forward; neither backward nor the second run of a
-checkpointed block waits.
+Interchangeable dispatchers: `LocalDispatcher` (ep = 1, no communication), `AllToAllDispatcher`, `AllGatherDispatcher`
+(every rank sees every token; for tiny batches), and that of hierarchical.py for groups of several nodes. A rank
+without tokens takes part in every collective like any other. Each dispatch waits for the device once, in forward;
+neither backward nor the second run of a checkpointed block waits.
 
     T tokens here, H hidden, K top-k, E experts, D ranks of the EP group, L = E / D experts here
     Q rows and S = T * K pairs sent, R rows and P pairs received
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from expertmesh.distributed.collectives import all_gather, all_to_all, all_to_all_even, reduce_scatter, to_host
 from expertmesh.experts.activation_checkpointing import exchanged_once
-from expertmesh.experts.pairs import LocalPairs, Segments, count_pairs, segment_sum, segments_of
+from expertmesh.experts.pairs import LocalPairs, Segments, count_pairs, order_by_expert, segment_sum, segments_of
 
 # `rows_RH`, the weight of each local pair `weight_P`, pairs, and metadata for `combine`.
 Dispatched = tuple[torch.Tensor, torch.Tensor, LocalPairs, Any]
@@ -49,13 +49,15 @@ class LocalDispatcher:
     """All experts are here: rows are the tokens themselves and nothing travels."""
 
     num_experts: int
+    triton: bool = False
 
     def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
-        flat = index_TK.reshape(-1)
-        order_P = torch.argsort(flat, stable=True)
-        row_P = order_P // index_TK.shape[1]
+        tokens, top_k = index_TK.shape
+        order_P, place_P = order_by_expert(index_TK.reshape(-1), self.num_experts, self.triton)
+        row_P = order_P // top_k
         end_E = count_pairs(index_TK, self.num_experts).cumsum(0).to(torch.int32)
-        pairs = LocalPairs(row_P, end_E, segments_of(row_P, hidden_TH.shape[0]))
+        by_row = Segments(place_P, torch.arange(0, tokens * top_k + 1, top_k, device=place_P.device))
+        pairs = LocalPairs(row_P, end_E, by_row)
         return hidden_TH, weight_TK.reshape(-1).index_select(0, order_P), pairs, None
 
     def combine(self, rows_RH: torch.Tensor, metadata: Any) -> torch.Tensor:
@@ -66,7 +68,7 @@ class LocalDispatcher:
 
 
 @dataclass(frozen=True, slots=True)
-class _Route:
+class Route:
     """Who sends what to whom in one all-to-all dispatch; combine and backward travel it again.
 
     Rows are sent ordered by rank, then token; pairs ordered by expert (so by rank too).
@@ -79,11 +81,11 @@ class _Route:
     arrival_P: torch.Tensor  # the place at which each local pair, ordered by expert, arrives
     block_start_P: torch.Tensor  # the first row of the block that the arriving pair belongs to
     expert_end_L: torch.Tensor
-    splits: "_Splits"
+    splits: "Splits"
 
 
 @dataclass(frozen=True, slots=True)
-class _Splits:
+class Splits:
     """Rows and pairs exchanged with each rank of the group, known on the host."""
 
     rows_sent: list[int]
@@ -92,55 +94,73 @@ class _Splits:
     pairs_received: list[int]
 
 
+# Rows and pairs of each expert that arrive from each rank, int64 `[D, 1 + L]`, and their totals.
+Counts = tuple[torch.Tensor, Splits]
+
+
 @dataclass(frozen=True, eq=False)
 class AllToAllDispatcher:
-    """De-duplicated all-to-all dispatch with pre-reduced combine over `group`, the EP group."""
+    """De-duplicated all-to-all dispatch with pre-reduced combine over `group`, the EP group.
+
+    `triton`: routes are sorted, and rows summed, by Triton's kernels.
+    """
 
     num_experts: int
     group: dist.ProcessGroup
+    triton: bool = False
 
-    def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
+    def dispatch(
+        self,
+        hidden_TH: torch.Tensor,
+        index_TK: torch.Tensor,
+        weight_TK: torch.Tensor,
+        counts: Counts | None = None,
+    ) -> Dispatched:
         """Three all-to-alls in forward (counts, pairs, rows), two in backward (pair weights, rows). The second run of a
-        checkpointed block has the counts.
+        checkpointed block has the counts, as the caller may have. A choice of `num_experts` is of no expert here.
         """
-        route = self._route(index_TK)
-        rows_RH, weight_P, row_P = _AllToAllDispatch.apply(hidden_TH, weight_TK, route, self.group)
+        route = self._route(index_TK, counts)
+        rows_RH, weight_P, row_P = _AllToAllDispatch.apply(hidden_TH, weight_TK, route, self)
         by_row = segments_of(row_P, rows_RH.shape[0])
         return rows_RH, weight_P, LocalPairs(row_P, route.expert_end_L, by_row), route
 
-    def combine(self, rows_RH: torch.Tensor, metadata: _Route) -> torch.Tensor:
+    def combine(self, rows_RH: torch.Tensor, metadata: Route) -> torch.Tensor:
         """One all-to-all in forward, one in backward."""
-        out_TH: torch.Tensor = _AllToAllCombine.apply(rows_RH, metadata, self.group)
+        out_TH: torch.Tensor = SumRows.apply(rows_RH, metadata, self)
         return out_TH
 
-    def numbers(self, number_T: torch.Tensor, metadata: _Route) -> torch.Tensor:
+    def numbers(self, number_T: torch.Tensor, metadata: Route) -> torch.Tensor:
         """One more all-to-all, of 8 bytes a row."""
         splits = metadata.splits
         number_Q = number_T.index_select(0, metadata.token_Q)
         number_R, _ = all_to_all(number_Q, splits.rows_sent, splits.rows_received, self.group)
         return number_R
 
-    def _route(self, index_TK: torch.Tensor) -> _Route:
-        """Plan one dispatch. Issues the count exchange and the layer's one host synchronisation, unless this is run
-        again for activation checkpointing.
+    def _route(self, index_TK: torch.Tensor, counts: Counts | None) -> Route:
+        """Plan one dispatch. Issues the count exchange and the layer's one host synchronisation, unless `counts` are
+        given or this is run again for activation checkpointing.
         """
         ranks, tokens, top_k = self.group.size(), *index_TK.shape
         experts_here = self.num_experts // ranks
-        expert_S, pair_S = torch.sort(index_TK.reshape(-1), stable=True)
-        token_S, rank_S = pair_S // top_k, expert_S // experts_here
-        # A cell is (rank, token). The cells in use, in order, are the rows to send: each token once to each rank.
+        pair_S, _ = order_by_expert(index_TK.reshape(-1), self.num_experts + 1, self.triton)
+        token_S, rank_S = pair_S // top_k, index_TK.reshape(-1).index_select(0, pair_S) // experts_here
+        # A cell is (rank, token). The cells in use, in order, are the rows to send: each token once to each rank. Those
+        # of one rank more are choices of no expert; their pairs are last, and cut off once it is known where.
         cell_S = rank_S * tokens + token_S
-        used = cell_S.new_zeros(ranks * tokens).scatter_(0, cell_S, 1)
-        rows_D = used.view(ranks, tokens).sum(1)
+        used = cell_S.new_zeros((ranks + 1) * tokens).scatter_(0, cell_S, 1)
+        rows_D = used.view(ranks + 1, tokens).sum(1)
         row_S = used.cumsum(0).index_select(0, cell_S) - 1
         row_in_block_S = row_S - (rows_D.cumsum(0) - rows_D).index_select(0, rank_S)
 
-        received, splits = exchanged_once(partial(self._exchange_counts, index_TK, rows_D))
+        received, splits = counts or exchanged_once(partial(self._exchange_counts, index_TK, rows_D[:-1]))
 
+        pair_S, token_S, row_S, row_in_block_S = (
+            each[: sum(splits.pairs_sent)] for each in (pair_S, token_S, row_S, row_in_block_S)
+        )
         token_Q = token_S.new_empty(sum(splits.rows_sent)).scatter_(0, row_S, token_S)
         arrival_P, source_P = _arrivals(received[:, 1:], sum(splits.pairs_received))
         block_start_D = received[:, 0].cumsum(0) - received[:, 0]
-        return _Route(
+        return Route(
             token_Q=token_Q,
             rows_of_token=segments_of(token_Q, tokens),
             pair_S=pair_S,
@@ -151,13 +171,17 @@ class AllToAllDispatcher:
             splits=splits,
         )
 
-    def _exchange_counts(self, index_TK: torch.Tensor, rows_D: torch.Tensor) -> tuple[torch.Tensor, _Splits]:
+    def _exchange_counts(self, index_TK: torch.Tensor, rows_D: torch.Tensor) -> Counts:
         """Rows and pairs of each expert that arrive from each rank, int64 `[D, 1 + L]`, and the totals on the host."""
-        pairs_DL = count_pairs(index_TK, self.num_experts).view(len(rows_D), -1)
+        pairs_DL = count_pairs(index_TK, self.num_experts + 1)[:-1].view(len(rows_D), -1)
         sent = torch.cat([rows_D.unsqueeze(1), pairs_DL], dim=1)
         received = all_to_all_even(sent, self.group)
-        totals = torch.stack([sent[:, 0], received[:, 0], sent[:, 1:].sum(1), received[:, 1:].sum(1)])
-        return received, _Splits(*to_host(totals))
+        return received, Splits(*to_host(totals_of(sent, received)))
+
+
+def totals_of(sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+    """Of counts `[D, 1 + L]`, what `Splits` has, `[4, D]`."""
+    return torch.stack([sent[:, 0], received[:, 0], sent[:, 1:].sum(1), received[:, 1:].sum(1)])
 
 
 def _arrivals(pairs_DL: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,15 +205,15 @@ class _AllToAllDispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: torch.Tensor, weight_TK: torch.Tensor, route: _Route, group: dist.ProcessGroup
+        ctx: Any, hidden_TH: torch.Tensor, weight_TK: torch.Tensor, route: Route, by: AllToAllDispatcher
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # Index tensors are saved like any other: as attributes they would outlive a checkpointed block's first run.
         ctx.save_for_backward(route.arrival_P, route.pair_S, route.rows_of_token.item_P, route.rows_of_token.start_R1)
-        ctx.splits, ctx.group, ctx.weights = route.splits, group, (weight_TK.shape, weight_TK.dtype)
-        splits = route.splits
+        ctx.splits, ctx.by, ctx.weights = route.splits, by, (weight_TK.shape, weight_TK.dtype)
+        splits, group = route.splits, by.group
         # One message for both facts of a pair, its weight as bits beside its row number. It goes first: NCCL sends one
         # after the other, and pairs are put in order while the rows travel.
-        weight_S = _exact(weight_TK.reshape(-1).index_select(0, route.pair_S))
+        weight_S = exact(weight_TK.reshape(-1).index_select(0, route.pair_S))
         bits = torch.int64 if weight_S.dtype == torch.float64 else torch.int32
         pair_S2 = torch.stack([route.row_in_block_S.to(bits), weight_S.view(bits)], dim=1)
         pair_P2, pairs_work = all_to_all(pair_S2, splits.pairs_sent, splits.pairs_received, group, wait=False)
@@ -208,29 +232,30 @@ class _AllToAllDispatch(torch.autograd.Function):
         ctx: Any, grad_rows_RH: torch.Tensor, grad_weight_P: torch.Tensor, grad_row_P: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         arrival_P, pair_S, *rows_of_token = ctx.saved_tensors
-        splits, group = ctx.splits, ctx.group
+        splits, group = ctx.splits, ctx.by.group
         # Every rank travels both ways back, whatever its own tokens need: a skipped collective hangs the others.
-        grad_arrived_P = _exact(torch.empty_like(grad_weight_P).index_copy_(0, arrival_P, grad_weight_P))
+        grad_arrived_P = exact(torch.empty_like(grad_weight_P).index_copy_(0, arrival_P, grad_weight_P))
         grad_weight_S, pairs_work = all_to_all(
             grad_arrived_P, splits.pairs_received, splits.pairs_sent, group, wait=False
         )
         grad_rows_QH, rows_work = all_to_all(grad_rows_RH, splits.rows_received, splits.rows_sent, group, wait=False)
         _wait(pairs_work)
-        grad_weight = torch.empty_like(grad_weight_S).index_copy_(0, pair_S, grad_weight_S)
-        _wait(rows_work)
         shape, dtype = ctx.weights
-        return segment_sum(grad_rows_QH, Segments(*rows_of_token)), grad_weight.view(shape).to(dtype), None, None
+        grad_weight = grad_weight_S.new_zeros(shape.numel()).index_copy_(0, pair_S, grad_weight_S)
+        _wait(rows_work)
+        grad_hidden_TH = segment_sum(grad_rows_QH, Segments(*rows_of_token), ctx.by.triton)
+        return grad_hidden_TH, grad_weight.view(shape).to(dtype), None, None
 
 
-class _AllToAllCombine(torch.autograd.Function):
-    """rows_RH -> out_TH: rows travel back and each token sums what it receives."""
+class SumRows(torch.autograd.Function):
+    """rows_RH -> out_TH: rows travel back on `route` over the group of `by`, and each token sums what it receives."""
 
     @staticmethod
-    def forward(ctx: Any, rows_RH: torch.Tensor, route: _Route, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, rows_RH: torch.Tensor, route: Any, by: AllToAllDispatcher) -> torch.Tensor:
         ctx.save_for_backward(route.token_Q)
-        ctx.splits, ctx.group = route.splits, group
-        rows_QH, _ = all_to_all(rows_RH, route.splits.rows_received, route.splits.rows_sent, group)
-        return segment_sum(rows_QH, route.rows_of_token)
+        ctx.splits, ctx.group = route.splits, by.group
+        rows_QH, _ = all_to_all(rows_RH, route.splits.rows_received, route.splits.rows_sent, by.group)
+        return segment_sum(rows_QH, route.rows_of_token, by.triton)
 
     @staticmethod
     def backward(ctx: Any, grad_out_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -246,7 +271,7 @@ def _wait(work: dist.Work | None) -> None:
         work.wait()
 
 
-def _exact(weight: torch.Tensor) -> torch.Tensor:
+def exact(weight: torch.Tensor) -> torch.Tensor:
     """Routing weights travel in at least fp32, which holds bf16 and fp16 exactly."""
     return weight if weight.dtype == torch.float64 else weight.float()
 
@@ -311,14 +336,14 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return reduce_scatter(_exact(grad), ctx.group).to(grad.dtype), None
+        return reduce_scatter(exact(grad), ctx.group).to(grad.dtype), None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return reduce_scatter(_exact(blocks), group).to(blocks.dtype)
+        return reduce_scatter(exact(blocks), group).to(blocks.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -7,7 +7,7 @@ adapters: R*H + P*2I elements against about P*(2H + 6I) in the plain form (arXiv
 
 For an adapted projection W the layer computes `x W^T + scaling · (x A^T) B^T` (LoRA: arXiv 2106.09685). The product
 B A, E x out x in, is never formed (huggingface/peft issue 3577 shows its cost), and frozen weights get no gradient.
-`moe.compute: loop` multiplies one expert after the other (per_expert.py).
+`moe.compute: loop` multiplies one expert after the other (kernels/per_expert.py).
 
     R rows, P pairs, H hidden, I intermediate, L experts on this rank, r rank of the adapters; up weights are
     `[L, 2I, H]`, or `[L, H, 2I]` in transposed families (2I is I when the experts are not gated), down weights
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from expertmesh.experts.kernels.per_expert import PerExpertMlp, looped_mm
 from expertmesh.experts.lora_state import Dropout, keep_mask
 from expertmesh.experts.mlp_spec import (
     Adapter,
@@ -33,7 +34,6 @@ from expertmesh.experts.mlp_spec import (
     activation_backward,
 )
 from expertmesh.experts.pairs import LocalPairs, Segments, segment_sum, segments_of
-from expertmesh.experts.per_expert import PerExpertMlp, looped_mm
 from expertmesh.state.codes import Scratch
 from expertmesh.state.packed import PackedTensor, units_together
 
@@ -124,8 +124,7 @@ class _ExpertMlp(torch.autograd.Function):
             low_up_Pr = product(x_PH, up_a.to(dtype).transpose(1, 2), end_L)
             pre_P2I.add_(product(low_up_Pr, up_b.to(dtype).transpose(1, 2), end_L), alpha=scalings[0])
         del x_PH
-        act_PI = activate(pre_P2I, mlp)
-        act_PI *= weight_P.unsqueeze(1)
+        act_PI = activate(pre_P2I, weight_P, mlp)
         out_PH = _by_weight(product, act_PI, down, end_L, mlp)
         if down_a is not None and down_b is not None:
             act_PI = _dropped(act_PI, dropout, pairs, first_expert)
@@ -139,7 +138,7 @@ class _ExpertMlp(torch.autograd.Function):
         ctx.save_for_backward(rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias, *low_rank, *pairs.tensors())
         ctx.mlp, ctx.scalings, ctx.first_expert = mlp, scalings, first_expert
         ctx.dropout = None if dropout is None else (dropout.probability, dropout.salt)
-        return segment_sum(out_PH, pairs.by_row)
+        return segment_sum(out_PH, pairs.by_row, mlp.triton)
 
     @staticmethod
     def backward(ctx: Any, grad_out_RH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -189,7 +188,7 @@ class _ExpertMlp(torch.autograd.Function):
             if grad_x_PH is not None:
                 grad_x_PH += _dropped(product(grad_low_Pr, up_a.to(dtype), end_L), dropout, pairs, None)
         if grad_x_PH is not None:
-            grad_rows_RH = segment_sum(grad_x_PH, pairs.by_row)
+            grad_rows_RH = segment_sum(grad_x_PH, pairs.by_row, mlp.triton)
         weights = (grad_up, grad_down, grad_up_bias, grad_down_bias)
         adapters = (grad_up_a, grad_up_b, grad_down_a, grad_down_b)
         return grad_rows_RH, grad_weight_P, *weights, *adapters, *(None,) * 5
@@ -214,11 +213,11 @@ def normed_expert_mlp(
     def compute(rows_RH: torch.Tensor, weight_P: torch.Tensor) -> torch.Tensor:
         place_P = torch.arange(pairs.row_P.shape[0], device=rows_RH.device)
         alone = LocalPairs(place_P, pairs.expert_end_L, segments_of(place_P, len(place_P)))
-        rows_PH: torch.Tensor = _GatherRows.apply(rows_RH, pairs)
+        rows_PH: torch.Tensor = _GatherRows.apply(rows_RH, pairs, mlp.triton)
         out_PH = expert_mlp(rows_PH, torch.ones_like(weight_P), alone, weights, mlp)
         weighted_PH = norm(out_PH) * weight_P.unsqueeze(1)
         # In the wider dtype of the two, as the weights may be fp32, and back.
-        out_RH: torch.Tensor = _SumPairs.apply(weighted_PH, pairs)
+        out_RH: torch.Tensor = _SumPairs.apply(weighted_PH, pairs, mlp.triton)
         return out_RH.to(rows_RH.dtype)
 
     out_RH: torch.Tensor = checkpoint(compute, rows_RH, weight_P, use_reentrant=False, preserve_rng_state=False)
@@ -229,26 +228,27 @@ class _GatherRows(torch.autograd.Function):
     """rows_RH -> rows_PH, each pair its row. Like `_SumPairs`, without the atomic additions of torch's own backward."""
 
     @staticmethod
-    def forward(ctx: Any, rows_RH: torch.Tensor, pairs: LocalPairs) -> torch.Tensor:
+    def forward(ctx: Any, rows_RH: torch.Tensor, pairs: LocalPairs, triton: bool) -> torch.Tensor:
         ctx.save_for_backward(*pairs.tensors())
+        ctx.triton = triton
         return rows_RH.index_select(0, pairs.row_P)
 
     @staticmethod
     def backward(ctx: Any, grad_PH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return segment_sum(grad_PH, LocalPairs.of(*ctx.saved_tensors).by_row), None
+        return segment_sum(grad_PH, LocalPairs.of(*ctx.saved_tensors).by_row, ctx.triton), None, None
 
 
 class _SumPairs(torch.autograd.Function):
     """values_PH -> out_RH, the sum of each row's pairs."""
 
     @staticmethod
-    def forward(ctx: Any, values_PH: torch.Tensor, pairs: LocalPairs) -> torch.Tensor:
+    def forward(ctx: Any, values_PH: torch.Tensor, pairs: LocalPairs, triton: bool) -> torch.Tensor:
         ctx.save_for_backward(*pairs.tensors())
-        return segment_sum(values_PH, pairs.by_row)
+        return segment_sum(values_PH, pairs.by_row, triton)
 
     @staticmethod
     def backward(ctx: Any, grad_RH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return grad_RH.index_select(0, LocalPairs.of(*ctx.saved_tensors).row_P), None
+        return grad_RH.index_select(0, LocalPairs.of(*ctx.saved_tensors).row_P), None, None
 
 
 def _by_weight(

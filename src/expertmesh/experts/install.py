@@ -1,12 +1,16 @@
 """Puts expert layers into a model: through transformers' public experts registry, under the name "expertmesh", or in
-the place of `forward` of experts that do not use it. Decides how each layer multiplies (`moe.compute`).
+the place of `forward` of experts that do not use it. Decides how each layer multiplies (`moe.compute`) and by which
+kernels it does the rest (`moe.kernels`).
 """
 
+import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -17,17 +21,38 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.dispatch import AllGatherDispatcher, AllToAllDispatcher, Dispatcher, LocalDispatcher
 from expertmesh.experts.expert_mlp import grouped_mm_refusal
+from expertmesh.experts.hierarchical import HierarchicalDispatcher
+from expertmesh.experts.kernels.probe import triton_refusal
 from expertmesh.experts.layer import ExpertLayer, attach_layer, layer_of
-from expertmesh.experts.mlp_spec import ExpertMlpSpec
+from expertmesh.experts.mlp_spec import ExpertMlpSpec, Gate
 from expertmesh.experts.token_counts import real_tokens
 from expertmesh.state.patching import register_function, replace_forward
 
 IMPLEMENTATION = "expertmesh"
 ComputeName = Literal["auto", "grouped_mm", "loop"]
+KernelsName = Literal["auto", "torch", "triton"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What `moe.kernels` became. `gates`: those that Triton's kernels compute, by experts module; other activations are
+    torch's. `said` is to be printed.
+    """
+
+    triton: bool = False
+    gates: Mapping[str, Gate] = field(default_factory=dict)
+    said: str = "torch"
 
 
 def install(
-    model: nn.Module, anatomy: Anatomy, mesh: Mesh, *, dispatch: str, compute: Mapping[str, str], dtype: torch.dtype
+    model: nn.Module,
+    anatomy: Anatomy,
+    mesh: Mesh,
+    *,
+    dispatch: str,
+    compute: Mapping[str, str],
+    kernels: Kernels,
+    dtype: torch.dtype,
 ) -> None:
     """Make every experts module of `model` run here, as the shard plan has decided. No communication.
 
@@ -37,8 +62,10 @@ def install(
     for spec in anatomy.experts:
         experts: Any = model.get_submodule(spec.name)
         mlp = mlp_spec_of(experts, spec, per_expert=compute[spec.name] == "loop")
+        mlp = replace(mlp, triton=kernels.triton, gate=kernels.gates.get(spec.name))
         first_expert = mesh.expert["ep"].get_local_rank() * (spec.num_experts // mesh.layout.ep)
-        attach_layer(experts, ExpertLayer(spec, _dispatcher(dispatch, spec, mesh), mlp, dtype, first_expert))
+        dispatcher = _dispatcher(dispatch, spec, mesh, kernels.triton)
+        attach_layer(experts, ExpertLayer(spec, dispatcher, mlp, dtype, first_expert))
         if spec.call == "interface":
             experts.config._experts_implementation = IMPLEMENTATION
         else:
@@ -57,11 +84,16 @@ def _dense_forward(experts: nn.Module, hidden_states: torch.Tensor) -> torch.Ten
     return layer_of(experts).forward_dense(experts, hidden_states)
 
 
-def _dispatcher(name: str, spec: ExpertsSpec, mesh: Mesh) -> Dispatcher:
+def _dispatcher(name: str, spec: ExpertsSpec, mesh: Mesh, triton: bool) -> Dispatcher:
     if mesh.layout.ep == 1:
-        return LocalDispatcher(spec.num_experts)
-    kind = AllGatherDispatcher if name == "all_gather" else AllToAllDispatcher
-    return kind(spec.num_experts, mesh.ep_group)
+        return LocalDispatcher(spec.num_experts, triton)
+    if name == "hierarchical":
+        assert mesh.ep_nodes is not None
+        across, inside = (mesh.ep_nodes.get_group(axis) for axis in ("across", "inside"))
+        return HierarchicalDispatcher(spec.num_experts, across, inside, triton)
+    if name == "all_gather":
+        return AllGatherDispatcher(spec.num_experts, mesh.ep_group)
+    return AllToAllDispatcher(spec.num_experts, mesh.ep_group, triton)
 
 
 def choose_backend(spec: ExpertsSpec, compute: ComputeName, dtype: torch.dtype, experts: int) -> str:
@@ -86,6 +118,63 @@ def _has_grouped_kernel(dtype: torch.dtype) -> bool:
     it goes expert by expert, and waits for the device in each product; our own loop waits once.
     """
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] in (9, 10)
+
+
+def choose_kernels(model: nn.Module, anatomy: Anatomy, asked: KernelsName, dtype: torch.dtype) -> Kernels:
+    """What `moe.kernels` means here in `dtype`; `InputError` when Triton's were asked for and this device lacks them.
+
+    `auto` is Triton's wherever there is a GPU on which they have been proven. Ranks try that, each on its own device; a
+    launcher or a planner leaves the devices alone.
+    """
+    if asked == "torch" or (asked == "auto" and not torch.cuda.is_available()):
+        return Kernels()
+    refusal: str | None = "there is no GPU"
+    if torch.cuda.is_available():
+        if not dist.is_initialized() or dist.get_backend() == "fake":
+            return Kernels(said="triton, where ranks find that their GPUs run them")
+        found = ((spec.name, gate_of(model.get_submodule(spec.name), spec)) for spec in anatomy.experts)
+        gates = {name: gate for name, gate in found if gate is not None}
+        device = torch.device("cuda", torch.cuda.current_device())
+        refusal = triton_refusal(device, dtype, frozenset(gates.values()))
+        if refusal is None:
+            others = len(anatomy.experts) - len(gates)
+            rest = f" (torch for the activations of {others} layers)" if others else ""
+            return Kernels(True, gates, f"triton{rest}")
+    if asked == "triton":
+        raise InputError(
+            f"moe.kernels: triton cannot be used here: {refusal}; set moe.kernels to torch or auto",
+            key="moe.kernels-unsupported",
+        )
+    return Kernels(said=f"torch (not triton: {refusal})")
+
+
+def gate_of(experts: Any, spec: ExpertsSpec) -> Gate | None:
+    """The closed form of these experts' gate, shown by values and gradients on both sides of its limits; else None."""
+    act_fn = _act_fn(experts)
+    if not spec.gated or (isinstance(act_fn, nn.Module) and any(True for _ in act_fn.parameters())):
+        return None
+    activation = mlp_spec_of(experts, spec, per_expert=False).activation
+
+    def constants(*names: str) -> set[float]:
+        values = (getattr(experts, name, None) for name in names)
+        return {float(value) for value in values if isinstance(value, int | float)}
+
+    alphas, limits = sorted({1.0, *constants("alpha", "swiglu_alpha")}), sorted(constants("limit", "swiglu_limit"))
+    random = torch.Generator("cpu").manual_seed(0)
+    wide_P2I = torch.randn(64, 32, generator=random, device="cpu") * 2 * max([1.0, *limits])
+    pre_P2I = torch.cat([wide_P2I, wide_P2I.sign() * wide_P2I.abs().sqrt()]).requires_grad_()
+
+    def with_gradient(function: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        with torch.enable_grad():
+            act_PI = function(pre_P2I)
+            return [act_PI, *torch.autograd.grad(act_PI.sum(), pre_P2I)]
+
+    own = with_gradient(activation)
+    for form in itertools.product((False, True), alphas, (None, *limits), (0.0, 1.0)):
+        tried = with_gradient(gate := Gate(*form))
+        if all(torch.allclose(*pair, rtol=1e-5, atol=1e-5) for pair in zip(own, tried, strict=True)):
+            return gate
+    return None
 
 
 def mlp_spec_of(experts: Any, spec: ExpertsSpec, *, per_expert: bool) -> ExpertMlpSpec:

@@ -12,8 +12,32 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from expertmesh.experts.kernels import ops
+
 # Few enough parts that an accelerator is kept busy, many enough that their temporaries do not matter.
 _PARTS, _LEAST_ELEMENTS = 8, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """A gated activation in closed form: `gate * sigmoid(alpha * gate) * (up + offset)`, gate at most `limit` and up
+    between `-limit` and `limit`. Columns are `[gate; up]`, or alternate.
+    """
+
+    interleaved: bool = False
+    alpha: float = 1.0
+    limit: float | None = None
+    offset: float = 0.0
+
+    def __call__(self, pre_P2I: torch.Tensor) -> torch.Tensor:
+        gate_PI, up_PI = (pre_P2I[:, ::2], pre_P2I[:, 1::2]) if self.interleaved else pre_P2I.chunk(2, dim=1)
+        if self.limit is not None:
+            gate_PI, up_PI = gate_PI.clamp(max=self.limit), up_PI.clamp(-self.limit, self.limit)
+        return gate_PI * torch.sigmoid(self.alpha * gate_PI) * (up_PI + self.offset)
+
+    def flat(self) -> tuple[bool, float, float | None, float]:
+        """As operators take it."""
+        return self.interleaved, self.alpha, self.limit, self.offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +45,16 @@ class ExpertMlpSpec:
     """How one family's experts compute, whatever their sizes.
 
     `activation` maps pre-activations `[P, 2I]` to `[P, I]` by the model's own code; `silu_gated` says that it is
-    `silu(gate) * up` with gate and up concatenated. `per_expert`: multiply one expert after the other.
+    `silu(gate) * up` with gate and up concatenated. `per_expert`: multiply one expert after the other. `triton`: sums
+    run Triton's kernels, and so do activations that are a `gate` in closed form.
     """
 
     activation: Callable[[torch.Tensor], torch.Tensor]
     silu_gated: bool
     transposed: bool
     per_expert: bool
+    triton: bool = False
+    gate: Gate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +91,19 @@ class Adapters:
     first_expert: int
 
 
-def activate(pre_P2I: torch.Tensor, mlp: ExpertMlpSpec) -> torch.Tensor:
+def activate(pre_P2I: torch.Tensor, weight_P: torch.Tensor, mlp: ExpertMlpSpec) -> torch.Tensor:
+    """The activation `[P, I]`, times the routing weights."""
+    act_PI: torch.Tensor
+    if mlp.triton and mlp.gate is not None:
+        act_PI = ops.swiglu(pre_P2I, weight_P, *mlp.gate.flat())
+        return act_PI
     if mlp.silu_gated:
         gate_PI, up_PI = pre_P2I.chunk(2, dim=1)
-        return F.silu(gate_PI).mul_(up_PI)
-    # The model's own code may return its argument or a view of it; what follows works in place.
-    return mlp.activation(pre_P2I).clone()
+        act_PI = F.silu(gate_PI).mul_(up_PI)
+    else:
+        # The model's own code may return its argument or a view of it; what follows works in place.
+        act_PI = mlp.activation(pre_P2I).clone()
+    return act_PI.mul_(weight_P.unsqueeze(1))
 
 
 def activation_backward(
@@ -79,8 +113,10 @@ def activation_backward(
 
     Both arguments are used up: the activation takes the place of its gradient, d(pre-activation) that of the
     pre-activation. So backward holds no third tensor of their size, and can run once (a second one raises: autograd
-    sees that what it had saved was changed). Rows are worked on in parts, whose temporaries are small.
+    sees that what it had saved was changed). Torch works on rows in parts, whose temporaries are small.
     """
+    if mlp.triton and mlp.gate is not None:
+        return grad_act_PI, pre_P2I, ops.swiglu_backward_(pre_P2I, grad_act_PI, weight_P, *mlp.gate.flat())
     grad_weight_P = torch.empty_like(weight_P)
     pairs = pre_P2I.shape[0]
     rows = max(-(-pairs // _PARTS), _LEAST_ELEMENTS // max(1, pre_P2I.shape[1]))

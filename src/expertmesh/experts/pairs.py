@@ -1,7 +1,7 @@
 """The (token, expert) pairs that a rank computes, and the sums by which several of them meet again in one row.
 
-`embedding_bag` takes those sums: it reads each input row once, sums in fp32 whatever the dtype, has no atomics (so
-results repeat bit for bit) and never forms a permuted copy.
+`embedding_bag` or a Triton kernel takes those sums: it reads each input row once, sums in fp32 whatever the dtype, has
+no atomics (so results repeat bit for bit) and never forms a permuted copy.
 
     T tokens, K top-k, E experts, L experts of this rank, P items (pairs or rows), R rows, H hidden
 """
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+
+from expertmesh.experts.kernels import ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,20 @@ def segments_of(row_P: torch.Tensor, num_rows: int) -> Segments:
     return Segments(item_P, count_R.cumsum(0))
 
 
-def segment_sum(values_PH: torch.Tensor, segments: Segments) -> torch.Tensor:
+def order_by_expert(expert_P: torch.Tensor, num_experts: int, triton: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pairs in the order of their experts `[P]`, and the place of each pair in it. No host synchronisation."""
+    if triton:
+        order_P, place_P = ops.counting_sort(expert_P, num_experts)
+        return order_P, place_P
+    order_P = torch.argsort(expert_P, stable=True)
+    return order_P, torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=order_P.device))
+
+
+def segment_sum(values_PH: torch.Tensor, segments: Segments, triton: bool = False) -> torch.Tensor:
     """`out_RH[r]` = sum of `values_PH[p]` over the items p of row r, zero where there are none. Not differentiable."""
+    if triton:
+        out_RH: torch.Tensor = ops.segment_sum(values_PH, segments.item_P, segments.start_R1)
+        return out_RH
     if values_PH.shape[0] == 0:
         return values_PH.new_zeros(segments.start_R1.shape[0] - 1, values_PH.shape[1])
     return F.embedding_bag(segments.item_P, values_PH, segments.start_R1, mode="sum", include_last_offset=True)

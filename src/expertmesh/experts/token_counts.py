@@ -14,8 +14,25 @@ from dataclasses import dataclass
 import torch
 
 Borders = list[tuple[int, int]]
-packed_samples: ContextVar[Borders | None] = ContextVar("expertmesh_packed_samples", default=None)
-"""Where each sample of the packed rows that run now starts and ends; rows lie one behind the other."""
+
+
+@dataclass(eq=False, slots=True)
+class PackedSamples:
+    """Where each sample of packed rows starts and ends; rows lie one behind the other."""
+
+    borders: Borders
+    _cu_seqlens: torch.Tensor | None = None
+
+    def cu_seqlens(self, device: torch.device) -> torch.Tensor:
+        """int32 `[samples + 1]`, copied to `device` once for all layers."""
+        if self._cu_seqlens is None:
+            ends = torch.tensor([0, *(end for _, end in self.borders)], dtype=torch.int32)
+            self._cu_seqlens = ends.to(device, non_blocking=True)
+        return self._cu_seqlens
+
+
+packed_samples: ContextVar[PackedSamples | None] = ContextVar("expertmesh_packed_samples", default=None)
+"""Those of the packed rows that run now."""
 _real_T: ContextVar[torch.Tensor | None] = ContextVar("expertmesh_real_tokens", default=None)
 
 

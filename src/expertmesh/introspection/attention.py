@@ -12,7 +12,13 @@ from typing import Any
 from torch import nn
 
 from expertmesh.anatomy import Anatomy, carries_state, decoder_blocks, describe, is_inside
-from expertmesh.introspection.source_code import along_the_sequence, mask_refusal, registry_call, takes_masks
+from expertmesh.introspection.source_code import (
+    along_the_sequence,
+    mask_refusal,
+    registry_call,
+    takes_masks,
+    takes_text_positions,
+)
 
 # Kinds of layers (config.layer_types) that mix positions by something other than attention over all of them.
 _RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "short_conv", "compressed")
@@ -75,10 +81,16 @@ def packing_refusal(model: nn.Module) -> str | None:
     anatomy = describe(model)
     if (what := carried_state(model)) and recurrent_mixers(model, anatomy) is None:
         return f"{config.model_type} carries state along the sequence ({what}), so samples packed together would mix"
-    if any(hasattr(module, "get_rope_index") for module in model.modules()):
+    decoder = decoder_of(model, anatomy)
+    if has_position_axes(model) and not takes_text_positions(type(decoder)):
         return f"{config.model_type} numbers positions along several axes, so samples do not start again at position 0"
-    refusal = mask_refusal(decoder_of(model, anatomy))
+    refusal = mask_refusal(decoder)
     return None if refusal is None or needs_masks(model, anatomy) else f"{config.model_type} {refusal}"
+
+
+def has_position_axes(model: nn.Module) -> bool:
+    """Whether positions are numbered along time, height and width, as vision-language models do."""
+    return any(hasattr(module, "get_rope_index") for module in model.modules())
 
 
 def decoder_of(model: nn.Module, anatomy: Anatomy) -> nn.Module:

@@ -26,6 +26,7 @@ _ALONG_THE_SEQUENCE |= {"scaled_dot_product_attention", "flex_attention", "flash
 # An attention that counts its heads itself, instead of letting `view` do it, cannot have fewer.
 _COUNTS_HEADS = re.compile(r"self\.(config\.)?(num_(attention_|key_value_|kv_)?heads|n_heads?|hidden_size|embed_dim)\b")
 _TAKES_MASKS = re.compile(r"isinstance\((\w+ := )?attention_mask, dict\)")
+_TEXT_POSITIONS = re.compile(r"position_ids\.shape\[0\] == 4\b")
 _CAUSAL_MASK = re.compile(r"create_(\w+_)?causal_mask")
 
 
@@ -84,6 +85,12 @@ def along_the_sequence(kind: Any) -> str | None:
     return None
 
 
+def only_multiplies(kind: Any) -> bool:
+    """Whether matrix products are all in the code of a class that may look along the sequence."""
+    used = {name for tree in map(_tree, _owners(kind)) for name in map(_called, _calls(tree))}
+    return used & _ALONG_THE_SEQUENCE <= {"matmul"} and along_the_sequence(kind) == "matmul"
+
+
 @known_by_class("attributes_read")
 def attributes_read(function: Any) -> list[str]:
     """Which attributes of its argument `module` a function of Python reads."""
@@ -122,6 +129,11 @@ def mask_refusal(kind: Any) -> str | None:
 def takes_masks(kind: Any) -> bool:
     """Whether a decoder computes with the masks that it is given, one for each kind of layer in a dict."""
     return _TAKES_MASKS.search(inspect.getsource(own_class(kind))) is not None
+
+
+def takes_text_positions(kind: Any) -> bool:
+    """Whether a decoder with several position axes takes `[4, B, S]`, of which it masks by the first."""
+    return _TEXT_POSITIONS.search(inspect.getsource(own_class(kind))) is not None
 
 
 def _masks_see_positions(source: str) -> bool:

@@ -35,14 +35,20 @@ _SHOWN = 200
 
 def open_file(path: Path, *, key: str = "file.unsafe", mend: str = "remove it") -> int:
     """A descriptor of a regular file, for reading. `SecurityError` (of `key`) for any other kind, and `OSError`."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    unsafe = SecurityError(f"{path}: is neither a file nor a link to one; {mend}", key=key)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ENXIO, errno.ELOOP):  # a socket; links in a circle
+            raise unsafe from error
+        raise
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return descriptor
     os.close(descriptor)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "it is a directory", str(path))
-    raise SecurityError(f"{path}: is neither a file nor a link to one; {mend}", key=key)
+    raise unsafe
 
 
 @contextmanager

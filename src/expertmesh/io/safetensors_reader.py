@@ -128,9 +128,8 @@ class WeightFiles:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def read(self, tensor: FileTensor, box: Box, out: Tensor) -> None:
-        """Fill `out` (contiguous, on the CPU, of the tensor's dtype) with the elements of `box`, row-major.
-
-        Raises `IntegrityError` naming file and tensor when the file ends early.
+        """Fill `out` (contiguous, on the CPU, of the tensor's dtype) with the elements of `box`, row-major;
+        `IntegrityError` naming file and tensor when the file ends early.
         """
         assert out.is_contiguous()
         assert out.dtype == tensor.dtype
@@ -149,6 +148,14 @@ class WeightFiles:
                 for row in range(count):
                     self._read_run(tensor, first + row * stride, rows[row])
             at += count * runs.length
+
+    def announce(self, tensor: FileTensor, box: Box) -> None:
+        """Let the system begin to read what `read` will ask for; waits for nothing. Not every system takes advice."""
+        descriptor, runs = self._descriptor(tensor.path), ByteRuns.of(tensor.shape, tensor.dtype.itemsize, box)
+        for first, count, stride in runs.rows():
+            together = count if stride - runs.length <= MAX_GAP_BYTES else 1
+            for start in range(tensor.offset + first, tensor.offset + first + count * stride, together * stride):
+                os.posix_fadvise(descriptor, start, (together - 1) * stride + runs.length, os.POSIX_FADV_WILLNEED)
 
     def _read_spans(self, tensor: FileTensor, first: int, stride: int, rows: Tensor) -> None:
         """Read rows with the small gaps between them, a bounded span at a time."""

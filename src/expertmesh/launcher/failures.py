@@ -13,6 +13,8 @@ from expertmesh.launcher.rank_files import RankFailure
 from expertmesh.training.progress import RankStatus
 
 TRACEBACK_LINES = 20
+# What the ranks of a job have found out together (roll_call.py).
+VERDICTS = ("rank.hung", "rank.lost")
 TRACEBACK_FOLLOWS = "; the last lines of its traceback:"
 
 
@@ -21,10 +23,14 @@ def root_cause(
 ) -> ExpertmeshError:
     """The error to report. `failures` are sorted by time; `exit_codes` are by rank, negative for a signal.
 
-    `statuses` are the last ones of all ranks of the job. In this order: the first sentence meant for the user; a rank
+    `statuses` are the last ones of all ranks of the job. In this order: what ranks have
+    found out together; the first sentence meant for the user; a rank
     that a signal ended without a word; the first failure of any other kind (those after it may be lost connections);
     and last a silent end, where SIGABRT (gloo aborts when its peer is gone) is the least telling.
     """
+    for failure in failures:
+        if failure.key in VERDICTS:
+            return failure.error()
     for failure in failures:
         if not failure.traceback and failure.exit_code != DistributedFailure.exit_code:
             return _reported(failure, failures, statuses)

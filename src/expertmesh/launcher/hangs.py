@@ -142,7 +142,12 @@ def _stack_of(file: Path, main_thread: int) -> tuple[str, ...]:
             stack.append(line.rstrip())
     # faulthandler shows a hundred calls at most, then three dots.
     complete = re.search(r"_run_module_as_main\n|^  \.\.\.$", "\n".join(stack) + "\n", re.MULTILINE) is not None
-    stack = [line for line in stack if "<frozen runpy>" not in line and f"launcher{os.sep}worker.py" not in line]
-    if len(stack) > INNERMOST + OUTERMOST + 1:
-        stack = [*stack[:INNERMOST], "  ...", *stack[-OUTERMOST:]]
-    return tuple(stack) if complete else ()
+    return shortened(stack) if complete else ()
+
+
+def shortened(stack: Sequence[str]) -> tuple[str, ...]:
+    """Both ends of a long stack, innermost line first, without what starts a rank."""
+    kept = [line for line in stack if "<frozen runpy>" not in line and f"launcher{os.sep}worker.py" not in line]
+    if len(kept) > INNERMOST + OUTERMOST + 1:
+        kept = [*kept[:INNERMOST], "  ...", *kept[-OUTERMOST:]]
+    return tuple(kept)

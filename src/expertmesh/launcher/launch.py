@@ -12,7 +12,6 @@ import logging
 import os
 import tempfile
 import time
-import traceback
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,16 +19,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from expertmesh.config import Config, dump_config
-from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError
+from expertmesh.config.errors import DistributedFailure, InputError
 from expertmesh.distributed.environment import Node, Rank, find_place
-from expertmesh.io.parent import watch_parent
 from expertmesh.io.terminal import lasting_output, print_log, tell
 from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.launcher.meeting import THIS_MACHINE, Meeting
-from expertmesh.launcher.rank_files import UNEXPECTED
 from expertmesh.launcher.supervise import Job, StopRequests, start_ranks, stop_requests
-from expertmesh.launcher.torchrun import TorchrunAgent, has_to_tell
-from expertmesh.launcher.worker import run_rank
+from expertmesh.launcher.torchrun import TorchrunAgent, refuse_elastic, run_here
 from expertmesh.training.control import Control
 
 log = logging.getLogger(__name__)
@@ -42,7 +38,8 @@ class RunOptions:
     """What is said beside the configuration: how to run, not what to compute. Not part of a run's identity.
 
     `max_seconds` counts from the start of the command, over all restarts; None is no limit. `audit`: compare samples or
-    all of the loaded weights with their files. `profile`, `arguments`: see `Control`.
+    all of the loaded weights with their files. `profile`, `arguments`: see `Control`. `elastic`: how many ranks of
+    torchrun the job may have, from one of its starts to the next.
     """
 
     nproc: int | None = None
@@ -51,10 +48,12 @@ class RunOptions:
     audit: Literal["sampled", "full"] = "sampled"
     profile: tuple[int, int] | None = None
     arguments: str = ""
+    elastic: tuple[int, int] | None = None
 
     def told(self) -> dict[str, Any]:
         """What ranks are told of it, for `Control`."""
-        return {"audit": self.audit, "profile": self.profile, "arguments": self.arguments}
+        told = {"audit": self.audit, "profile": self.profile, "arguments": self.arguments}
+        return told | {"elastic": self.elastic is not None}
 
 
 def run(
@@ -83,7 +82,8 @@ def _run(
         if place.rank == 0:
             by = "" if place.starter == "RANK" else f" that {place.starter} has started"
             log.info(f"starting   rank 0 of {place.world_size}{by}: importing torch and transformers")
-        return _run_here(config, function, Control(deadline=deadline, **options.told()))
+        launch_id = TorchrunAgent.of(os.environ).run_id if options.elastic is not None else None
+        return run_here(config, function, Control(deadline=deadline, launch=launch_id, **options.told()))
     for name in ("RANK", "WORLD_SIZE"):  # where they count machines, and this process is no rank
         os.environ.pop(name, None)
     log.info("starting   importing torch" + (" and transformers, checking the configuration" if preflight else ""))
@@ -96,24 +96,6 @@ def _run(
     each = "each of which imports torch and transformers"
     log.info(f"           {ranks} rank{'s' * (ranks > 1)} on this machine{where}, {each}")
     return launch(config, ranks, function, options, deadline, node)
-
-
-def _run_here(config: Config, function: str, control: Control) -> int:
-    """As one rank of somebody else's job, where no launcher of ours reports a bug."""
-    agent = TorchrunAgent.of(os.environ)
-    agent.refuse_again()
-    if agent.is_there:
-        watch_parent(os.getppid(), control.progress.beat)
-    try:
-        return run_rank(config, function, control)
-    except ExpertmeshError as error:
-        agent.remember(error)
-        raise
-    except (Exception, SystemExit):
-        what = f"rank {os.environ['RANK']} failed {control.progress.status()}:\n{traceback.format_exc().rstrip()}"
-        if has_to_tell(what, may_follow=True):
-            tell(f"error: {what}", error=True)
-        return UNEXPECTED
 
 
 def join_job(options: RunOptions) -> Rank | Node | None:
@@ -130,6 +112,8 @@ def join_job(options: RunOptions) -> Rank | Node | None:
             f"--nproc is {options.nproc}, but PET_NPROC_PER_NODE is {place.ranks}; leave one of them out",
             key="launch.nproc-differs",
         )
+    if options.elastic is not None:
+        refuse_elastic(options.elastic, place, os.environ)
     machines = place.count if isinstance(place, Node) else 1
     if options.max_restarts and (isinstance(place, Rank) or machines > 1):
         raise InputError(

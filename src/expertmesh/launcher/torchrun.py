@@ -11,12 +11,20 @@ import hashlib
 import json
 import os
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from expertmesh.config.errors import DistributedFailure, ExpertmeshError
-from expertmesh.launcher.rank_files import RankFailure
+from expertmesh.config import Config
+from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError
+from expertmesh.distributed.environment import Node, Rank
+from expertmesh.io.parent import watch_parent
+from expertmesh.io.terminal import tell
+from expertmesh.launcher.rank_files import UNEXPECTED, RankFailure
+from expertmesh.launcher.roll_call import open_roll_call
+from expertmesh.launcher.worker import run_rank
+from expertmesh.training.control import Control
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _TOLD = "expertmesh-told-"
@@ -25,11 +33,15 @@ _REFUSED = "expertmesh-refused.json"
 
 @dataclass(frozen=True, slots=True)
 class TorchrunAgent:
-    """The agent that started this rank, if one did. `notes`: a directory that is the same for all of its attempts."""
+    """The agent that started this rank, if one did. `notes`: a directory that is the same for all of its attempts.
+    `run_id`: of the whole job.
+    """
 
     rank: int
     attempt: int
     notes: Path | None
+    world_size: int = 1
+    run_id: str | None = None
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "TorchrunAgent":
@@ -37,27 +49,87 @@ class TorchrunAgent:
         error_file, attempt = environment.get(_ERROR_FILE), environment.get("TORCHELASTIC_RESTART_COUNT")
         if not error_file or attempt is None or not attempt.isdecimal():
             return cls(0, 0, None)
-        return cls(int(environment["RANK"]), int(attempt), Path(error_file).parents[2])
+        rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        return cls(rank, int(attempt), Path(error_file).parents[2], world_size, environment.get("TORCHELASTIC_RUN_ID"))
 
     @property
     def is_there(self) -> bool:
         return self.notes is not None
 
     def remember(self, error: ExpertmeshError) -> None:
-        """Note what no further attempt can change."""
+        """Note what no further attempt of as many ranks can change."""
         if self.notes is not None and not isinstance(error, DistributedFailure):
             with contextlib.suppress(OSError), (self.notes / _REFUSED).open("x", encoding="utf-8") as file:
-                json.dump(asdict(RankFailure.of(self.rank, error)), file)
+                json.dump({"world_size": self.world_size, "failure": asdict(RankFailure.of(self.rank, error))}, file)
 
     def refuse_again(self) -> None:
         """Raise what an earlier attempt has ended by, if that would end this one too."""
         if self.notes is None or self.attempt == 0:
             return
         try:
-            failure = RankFailure(**json.loads((self.notes / _REFUSED).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            note = json.loads((self.notes / _REFUSED).read_text(encoding="utf-8"))
+            failure, ranks = RankFailure(**note["failure"]), note["world_size"]
+        except (OSError, ValueError, TypeError, KeyError):
             return
-        raise failure.error(prefix=f"not tried again (attempt {self.attempt + 1}): ")
+        if ranks == self.world_size:
+            raise failure.error(prefix=f"not tried again (attempt {self.attempt + 1}): ")
+
+
+def run_here(config: Config, function: str, control: Control) -> int:
+    """Run `function` as one rank of somebody else's job, where no launcher of ours reports a bug; its exit code."""
+    agent = TorchrunAgent.of(os.environ)
+    agent.refuse_again()
+    if agent.is_there:
+        watch_parent(os.getppid(), control.progress.beat)
+    call = open_roll_call(control.progress, config, _tell_verdict)
+    try:
+        return run_rank(config, function, control)
+    except ExpertmeshError as error:
+        agent.remember(error)
+        raise
+    except (Exception, SystemExit) as error:
+        if call is not None and (verdict := call.verdict_on(error)) is not None:
+            raise verdict from error
+        what = f"rank {os.environ['RANK']} failed {control.progress.status()}:\n{traceback.format_exc().rstrip()}"
+        if has_to_tell(what, may_follow=True):
+            tell(f"error: {what}", error=True)
+        return UNEXPECTED
+
+
+def _tell_verdict(verdict: DistributedFailure) -> None:
+    """For a rank that is ended because the others have waited for it in vain."""
+    if has_to_tell(str(verdict), may_follow=False):
+        tell(f"error: {verdict}", error=True)
+
+
+def refuse_elastic(ranks: tuple[int, int], place: Rank | Node | None, environment: Mapping[str, str]) -> None:
+    """Refuse a start with `--elastic` that no agent of torchrun can make again with other ranks, or with too many."""
+    fewest, most = ranks
+    how = "torchrun --nnodes MIN:MAX --rdzv-backend c10d --rdzv-id NAME --max-restarts N"
+    if not isinstance(place, Rank) or place.starter != "torchrun":
+        raise InputError(
+            f"--elastic {fewest}:{most} is for torchrun, whose agents start again on the machines that are left; start "
+            f"with {how} -m expertmesh train",
+            key="launch.elastic-start",
+        )
+    if not fewest <= place.world_size <= most:
+        raise InputError(
+            f"--elastic {fewest}:{most}, but torchrun has started {place.world_size} ranks; make --nnodes times "
+            "--nproc-per-node fit",
+            key="launch.elastic-start",
+        )
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise InputError(
+            "--elastic: torchrun would let ranks read the addresses of those that are gone; start it with the "
+            "environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+            key="launch.elastic-start",
+        )
+    if environment.get("TORCHELASTIC_RUN_ID", "none") == "none":
+        raise InputError(
+            "--elastic: torchrun has no --rdzv-id, by which a start knows the output_dir of the one before it; give it "
+            "one that no other job has",
+            key="launch.elastic-start",
+        )
 
 
 def has_to_tell(message: str, *, may_follow: bool) -> bool:

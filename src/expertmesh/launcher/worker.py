@@ -21,6 +21,7 @@ from expertmesh.io.parent import end_with_parent, watch_parent
 from expertmesh.io.terminal import lasting_output, prepare_output
 from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.launcher.rank_files import RankFailure, progress_file, show_stack_when_asked
+from expertmesh.launcher.roll_call import open_roll_call
 from expertmesh.training.control import Control, Stopped
 from expertmesh.training.progress import Progress
 
@@ -35,6 +36,8 @@ def run_rank(config: Config, function: str, control: Control) -> int:
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         # The rows that experts receive are others in every step: blocks of fixed sizes would fragment.
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if config.train.deterministic:
+        take_deterministic_algorithms()
     module, _, name = function.partition(":")
     with lazy_imports():
         imported = importlib.import_module(module)
@@ -46,6 +49,16 @@ def run_rank(config: Config, function: str, control: Control) -> int:
             signal.signal(number, signal.SIG_IGN)
         return stopped.exit_code
     return 0
+
+
+def take_deterministic_algorithms() -> None:
+    """Let every operation of this process give the same bits again, or fail by name. Before a GPU is used: its matrix
+    products read their setting once.
+    """
+    os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
+    import torch
+
+    torch.use_deterministic_algorithms(True)
 
 
 def leave(code: int) -> NoReturn:
@@ -84,11 +97,16 @@ def main() -> NoReturn:
     progress.start()
     end_with_parent()
     watch_parent(int(parent), progress.beat)
+    call = None
     with lasting_output():
         try:
-            code = run_rank(load_config(config), function, Control(progress, **json.loads(control)))
+            read = load_config(config)
+            if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:  # the launcher sees its own machine alone
+                call = open_roll_call(progress, read, lambda verdict: RankFailure.of(rank, verdict).write(directory))
+            code = run_rank(read, function, Control(progress, **json.loads(control)))
         except (Exception, SystemExit) as error:
-            failure = RankFailure.of(rank, error)
+            verdict = call.verdict_on(error) if call is not None else None
+            failure = RankFailure.of(rank, verdict or error)
             failure.write(directory)
             code = failure.exit_code
         leave(code)

@@ -23,7 +23,7 @@ from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.install import install
 from expertmesh.introspection.compute_dtype import cast_in_forward
-from expertmesh.parallel.context import split_attention
+from expertmesh.parallel.context.exchange import split_attention
 from expertmesh.parallel.groups import Group, link_copies, pack_experts, pack_linears, view_of
 from expertmesh.parallel.pipeline import cut, pipeline_of
 from expertmesh.parallel.sequence import separate_samples, split_blocks
@@ -49,14 +49,14 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
         for name in plan.frozen:
             twin.get_submodule(name).requires_grad_(False)
         anatomy = cut(model, plan.cut, anatomy, mesh, compute, twin)
-    tensor = plan.tensor.within(anatomy.blocks)
-    install(model, anatomy, mesh, dispatch=plan.dispatch, compute=plan.compute, dtype=compute)
+    tensor, context = plan.tensor.within(anatomy.blocks), plan.context.within(anatomy.blocks)
+    install(model, anatomy, mesh, dispatch=plan.dispatch, compute=plan.compute, kernels=plan.kernels, dtype=compute)
     packed = {name: kind for name, kind in plan.packed.items() if _is_here(name, plan, mesh)}
     pack_linears(model, packed, mesh.device)
     _split_parameters(model, plan, mesh)
     pack_experts(model, packed, on_host=plan.layout.offload == "experts")
-    separate_samples(model, plan.anatomy, compute)
-    split_parts(model, tensor, mesh)
+    separate_samples(model, plan.anatomy, mesh.device, compute)
+    split_parts(model, tensor.parts, context.whole, mesh)
     buffers, routers = (_all_here(names, plan, mesh) for names in (plan.cast_buffers, plan.wide_routers))
     cast_in_forward(model, buffers, routers, compute)
     _shard_groups(model, plan, mesh)
@@ -66,8 +66,8 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
         pipeline = pipeline_of(model)
         link_copies(model, anatomy, lambda block: pipeline is not None and pipeline.stage_starts(block))
     attach(model, mesh=mesh, tensor_plan=plan.tensor, balance=plan.balance, frozen_formats=plan.packed)
-    split_blocks(model, plan.anatomy, mesh)
-    split_attention(model, [block for block in decoder_blocks(plan.anatomy) if block in anatomy.blocks], mesh)
+    split_blocks(model, plan.anatomy, mesh, context.gathers)
+    split_attention(model, context, [block for block in decoder_blocks(plan.anatomy) if block in anatomy.blocks], mesh)
 
 
 def _is_here(name: str, plan: ShardPlan, mesh: Mesh) -> bool:

@@ -12,12 +12,11 @@ from torch import nn
 from expertmesh.anatomy import Anatomy, ExpertsSpec, is_adapter, is_classifier
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
-from expertmesh.distributed.layout import Layout
+from expertmesh.distributed.layout import Layout, nodes_of_ep
 from expertmesh.experts.balance import Balance, balance_of
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.compute_dtype import Casts, plan_compute, with_wide_routers
 from expertmesh.introspection.experts_proof import confirm_experts
-from expertmesh.parallel.context import refuse_context
 from expertmesh.parallel.sequence import refuse_blocks
 from expertmesh.state.stage_view import MetaTwin
 
@@ -45,6 +44,17 @@ def refuse_model(model: nn.Module, anatomy: Anatomy, moe: MoeConfig) -> Balance:
                 )
     confirm_experts(model, anatomy)
     return balance
+
+
+def choose_dispatch(moe: MoeConfig, layout: Layout) -> str:
+    """What `moe.dispatch` means in `layout`; refuses the hierarchical one where ep is not of several nodes."""
+    if moe.dispatch == "hierarchical" and nodes_of_ep(layout) == 1:
+        raise InputError(
+            f"moe.dispatch: hierarchical sends rows once to each node, and ep {layout.ep} is not several whole nodes "
+            "of LOCAL_WORLD_SIZE ranks; set moe.dispatch to auto or parallel.ep to such nodes",
+            key="moe.dispatch-needs-nodes",
+        )
+    return "local" if layout.ep == 1 else "all_to_all" if moe.dispatch == "auto" else moe.dispatch
 
 
 def expert_shard_dim(spec: ExpertsSpec, layout: Layout) -> int:
@@ -89,7 +99,7 @@ def adapter_shard_dim(name: str, adapter: torch.Tensor, layout: Layout) -> int:
 
 
 def refuse_axes(model: nn.Module, anatomy: Anatomy, layout: Layout) -> None:
-    """Raise `InputError` for a model whose positions tp or cp cannot cut, or whose attention cp cannot exchange."""
+    """Raise `InputError` for a model whose rows or positions tp, cp or pp cannot share."""
     axis = next((axis for axis in ("tp", "cp", "pp") if layout.size(axis) > 1), None)
     if is_classifier(model) and axis is not None:
         raise InputError(
@@ -98,7 +108,6 @@ def refuse_axes(model: nn.Module, anatomy: Anatomy, layout: Layout) -> None:
             key="layout.ranks-share-rows",
         )
     refuse_blocks(model, anatomy, layout)
-    refuse_context(model, anatomy, layout)
 
 
 def refuse_dtypes(

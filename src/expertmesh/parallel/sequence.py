@@ -17,7 +17,7 @@ masks without position ids those that keep samples apart. A row of one sample is
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,8 +36,16 @@ from expertmesh.compat import tree_map_only
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.experts.token_counts import Borders, packed_samples
-from expertmesh.introspection.attention import MASKED_KINDS, decoder_of, mask_kinds, needs_masks, recurrent_mixers
+from expertmesh.experts.token_counts import Borders, PackedSamples, packed_samples
+from expertmesh.introspection.attention import (
+    MASKED_KINDS,
+    decoder_of,
+    has_position_axes,
+    mask_kinds,
+    needs_masks,
+    recurrent_mixers,
+)
+from expertmesh.parallel.varlen import attend_by_samples, varlen_refusal
 from expertmesh.state.patching import mix_in
 from expertmesh.state.sharded_model import sharded
 
@@ -154,30 +162,37 @@ def refuse_blocks(model: nn.Module, anatomy: Anatomy, layout: Layout) -> None:
             )
 
 
-def split_blocks(model: nn.Module, anatomy: Anatomy, mesh: Mesh) -> None:
+def split_blocks(model: nn.Module, anatomy: Anatomy, mesh: Mesh, gathers: Callable[[str], bool]) -> None:
     """Let the decoder's blocks run on this rank's positions. Called by `parallelize`; no communication.
 
-    The first block gets whole rows and cuts them; all get rotary tables for the positions that attention computes.
+    The first block gets whole rows and cuts them; all get rotary tables for the positions that attention computes:
+    those of a part of the row, or where the block's attention `gathers` it over cp, of all of it.
     """
     share = _share(mesh)
     if share.parts == 1:
         return
     for index, name in enumerate(decoder_blocks(anatomy)):
         block = model.get_submodule(name)
-        names = list(inspect.signature(block.forward).parameters)
-        block.register_forward_pre_hook(partial(_enter_block, share, name, names, index == 0), with_kwargs=True)
+        entered = _Entered(share, name, list(inspect.signature(block.forward).parameters), index == 0, gathers(name))
+        block.register_forward_pre_hook(partial(_enter_block, entered), with_kwargs=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entered:
+    """A block and what its arguments are called. `attends_whole`: its attention gets whole rows."""
+
+    share: SequenceShare
+    name: str
+    arguments: Sequence[str]
+    is_first: bool
+    attends_whole: bool
 
 
 def _enter_block(
-    share: SequenceShare,
-    name: str,
-    names: list[str],
-    is_first: bool,
-    block: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    entered: _Entered, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A hook before a block, whose arguments are called `names`: what it gets for whole rows becomes this rank's."""
+    """A hook before a block: what it gets for whole rows becomes this rank's."""
+    share, names = entered.share, entered.arguments
     given = dict(zip(names, args, strict=False)) | kwargs
     if given.get("past_key_values") is not None:
         raise InputError(
@@ -185,34 +200,40 @@ def _enter_block(
             key="layout.cannot-generate",
         )
     hidden = given["hidden_states"]
-    length = hidden.shape[1] * (1 if is_first else share.parts)
+    length = hidden.shape[1] * (1 if entered.is_first else share.parts)
     if length % share.parts:
         raise InputError(
             f"parallel: rows of {length} positions cannot be cut into {share.parts} parts (cp × tp); pad them, or call "
             "causal_lm_loss, which does",
             key="layout.row-length",
         )
-    here = {key: _part(share, name, key, value, length) for key, value in given.items()}
-    if is_first:
+    here = {key: _part(entered, key, value, length) for key, value in given.items()}
+    if entered.is_first:
         # A copy, not a view: the whole rows must not live until backward, nor see what a block does in place.
         here["hidden_states"] = share.own(hidden, 1).clone()
     return tuple(here[key] for key in names[: len(args)]), {key: here[key] for key in kwargs}
 
 
-def _part(share: SequenceShare, name: str, key: str, value: Any, length: int) -> Any:
+def _part(entered: _Entered, key: str, value: Any, length: int) -> Any:
     """What a block gets of one of its arguments, which is for `length` positions."""
+    share, whole = entered.share, entered.attends_whole
     if key in _OF_ATTENTION:
         # A tensor, or several in a tuple or dict (a table for each kind of layer).
         cut = partial(_cut_positions, share.of_context, _OF_ATTENTION[key], length)
-        return tree_map_only(torch.Tensor, cut, value)
+        return value if whole else tree_map_only(torch.Tensor, cut, value)
     if key in _BESIDE_ATTENTION and value is not None:
         return share.own(value, _BESIDE_ATTENTION[key])
-    if isinstance(value, torch.Tensor) and key not in _WHOLE and not (key in _BETWEEN_ATTENTION and share.cp == 1):
+    if isinstance(value, torch.Tensor) and key not in _WHOLE and not (key in _BETWEEN_ATTENTION and _joint(entered)):
         raise InputError(
-            f"parallel: {name} gets {key} {tuple(value.shape)}, which cp and tp do not know how to split",
+            f"parallel: {entered.name} gets {key} {tuple(value.shape)}, which cp and tp do not know how to split",
             key="layout.input-per-position",
         )
     return value
+
+
+def _joint(entered: _Entered) -> bool:
+    """Whether attention computes the same positions in every block."""
+    return entered.share.cp == 1 or entered.attends_whole
 
 
 def _cut_positions(
@@ -222,15 +243,19 @@ def _cut_positions(
     return cut(x, dim) if x.shape[dim] == length else x
 
 
-def separate_samples(model: nn.Module, anatomy: Anatomy, dtype: torch.dtype) -> None:
-    """Let `model`, whose compute dtype is `dtype`, keep packed samples apart. Called by `shard`; no communication.
+def separate_samples(model: nn.Module, anatomy: Anatomy, device: torch.device, dtype: torch.dtype) -> None:
+    """Let `model`, which computes in `dtype` on `device`, keep packed samples apart. Called by `shard`; no
+    communication.
 
     `anatomy` is the whole model's: of pipeline stages, those blocks are changed that are here.
     """
     mixers, asks = recurrent_mixers(model, anatomy), needs_masks(model, anatomy)
-    if not mixers and not asks:
+    if by_samples := varlen_refusal(model, anatomy, device, dtype) is None:
+        attend_by_samples(decoder_of(model, anatomy))
+    has_axes = has_position_axes(model)
+    if not mixers and not asks and not by_samples and not has_axes:
         return
-    model.register_forward_pre_hook(_enter, with_kwargs=True, prepend=True)
+    model.register_forward_pre_hook(partial(_enter, has_axes), with_kwargs=True, prepend=True)
     model.register_forward_hook(_leave, always_call=True)
     for name in mixers or ():
         mix_in(model.get_submodule(name), _OneByOne)
@@ -238,8 +263,14 @@ def separate_samples(model: nn.Module, anatomy: Anatomy, dtype: torch.dtype) -> 
         decoder_of(model, anatomy).register_forward_pre_hook(partial(_give_masks, dtype), with_kwargs=True)
 
 
-def _enter(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    packed_samples.set(_borders(kwargs.get("position_ids")))
+def _enter(has_axes: bool, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A hook before the model. One that numbers positions along several axes gets them for each, the text's first."""
+    # As in transformers, rows with a mask of padding are not packed.
+    borders = _borders(kwargs.get("position_ids")) if kwargs.get("attention_mask") is None else None
+    packed_samples.set(None if borders is None else PackedSamples(borders))
+    if borders is None or not has_axes:
+        return None
+    return args, {**kwargs, "position_ids": kwargs["position_ids"].expand(4, -1, -1)}
 
 
 def _leave(model: nn.Module, args: Any, output: Any) -> None:
@@ -287,13 +318,13 @@ class _OneByOne(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        borders = packed_samples.get()
-        if borders is None:
+        packed = packed_samples.get()
+        if packed is None:
             return super().forward(*args, **kwargs)
         hidden_BSH = args[0] if args else kwargs["hidden_states"]
         kwargs = {key: value for key, value in kwargs.items() if not key.startswith(_BORDERS)}
         outputs, places = [], []
-        for samples in _alike(borders):
+        for samples in _alike(packed.borders):
             longest = max(end - start for start, end in samples)
             offset_L = torch.arange(longest)
             place_NL = torch.stack([(start + offset_L).clamp(max=end - 1) for start, end in samples])

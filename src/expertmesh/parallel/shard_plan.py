@@ -16,17 +16,18 @@ from torch import nn
 from expertmesh.anatomy import Anatomy, describe, is_inside
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.distributed.layout import Layout
-from expertmesh.experts.balance import Balance
-from expertmesh.experts.install import choose_backend
+from expertmesh.experts.install import Kernels, choose_backend, choose_kernels
 from expertmesh.parallel.checkpointing import CheckpointedLayers, CheckpointingMode, checkpointed_blocks
 from expertmesh.parallel.compiling import compiled_parts, refuse_compile
+from expertmesh.parallel.context.plan import ContextPlan, context_plan
 from expertmesh.parallel.groups import Group, Split, plan_expert_dims, plan_frozen, plan_groups
 from expertmesh.parallel.pipeline import Cut, plan_cut
-from expertmesh.parallel.refusals import refuse_axes, refuse_dtypes, refuse_model
+from expertmesh.parallel.refusals import choose_dispatch, refuse_axes, refuse_dtypes, refuse_model
 from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
 from expertmesh.state.stage_view import MetaTwin
 
 if TYPE_CHECKING:
+    from expertmesh.experts.balance import Balance
     from expertmesh.state.packed_format import PackedFormat
 
 KeptInFp32 = Callable[[str], bool]
@@ -57,11 +58,13 @@ class ShardPlan:
     layout: Layout
     options: ShardOptions
     anatomy: Anatomy
-    balance: Balance
+    balance: "Balance"
     dispatch: str
     compute: Mapping[str, str]
+    kernels: Kernels
     frozen: tuple[str, ...]
     tensor: TensorPlan
+    context: ContextPlan
     cut: Cut | None
     splits: Mapping[str, Split]
     groups: tuple[Group, ...]
@@ -85,10 +88,16 @@ class ShardPlan:
 
     @property
     def resolved(self) -> dict[str, str]:
-        """What moe.dispatch, moe.compute and moe.router_dtype became, to be printed."""
+        """What moe.dispatch, moe.compute, moe.kernels and moe.router_dtype became, to be printed."""
         backends = Counter(self.compute.values())
         layers = ", ".join(f"{name} ({count} layers)" for name, count in backends.items())
-        return {"dispatch": self.dispatch, "compute": layers, "router_dtype": self._router_dtype()}
+        router_dtype = self._router_dtype()
+        return {
+            "dispatch": self.dispatch,
+            "compute": layers,
+            "kernels": self.kernels.said,
+            "router_dtype": router_dtype,
+        }
 
     def _router_dtype(self) -> str:
         compute, routers = self.options.precision.compute, self.anatomy.routers
@@ -114,23 +123,24 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
     backends = {spec.name: choose_backend(spec, asked, compute, spec.num_experts // ep) for spec in anatomy.experts}
     expert_dims = plan_expert_dims(model, anatomy, layout)
     frozen = anatomy.routers if options.moe.router == "frozen" else ()
-    tensor, cut = plan_axes(model, anatomy, layout, twin, kept_in_fp32=kept_in_fp32, frozen=frozen)
+    tensor, context, cut = plan_axes(model, anatomy, layout, twin, kept_in_fp32=kept_in_fp32, frozen=frozen)
     balance = refuse_model(model, anatomy, options.moe)
     casts = refuse_dtypes(model, anatomy, precision, kept_in_fp32, twin, options.moe.router_dtype)
     checkpointed = checkpointed_blocks(model, anatomy, options.activation_checkpointing, options.checkpoint_layers)
     if options.compile:
         refuse_compile(model, layout, precision.frozen)
     splits, groups = plan_groups(model, anatomy, layout, tensor, expert_dims, casts.kept)
-    dispatch = "all_to_all" if options.moe.dispatch == "auto" else options.moe.dispatch
     return ShardPlan(
         layout=layout,
         options=options,
         anatomy=anatomy,
         balance=balance,
-        dispatch="local" if layout.ep == 1 else dispatch,
+        dispatch=choose_dispatch(options.moe, layout),
         compute=backends,
+        kernels=choose_kernels(model, anatomy, options.moe.kernels, compute),
         frozen=frozen,
         tensor=tensor,
+        context=context,
         cut=cut,
         splits=splits,
         groups=groups,
@@ -151,8 +161,9 @@ def plan_axes(
     *,
     kept_in_fp32: KeptInFp32,
     frozen: Sequence[str] = (),
-) -> tuple[TensorPlan, Cut | None]:
-    """What tp splits and where pp cuts, if it does. Raises `InputError` for tp, cp or pp that the model cannot have."""
+) -> tuple[TensorPlan, ContextPlan, Cut | None]:
+    """What tp and cp split, and where pp cuts. Raises `InputError` for tp, cp or pp that the model cannot have."""
     refuse_axes(model, anatomy, layout)
+    context = context_plan(model, anatomy, layout)
     tensor = tensor_plan(model, anatomy, layout.tp, kept_in_fp32)
-    return tensor, plan_cut(model, anatomy, layout, twin.module, frozen) if layout.pp > 1 else None
+    return tensor, context, plan_cut(model, anatomy, layout, twin.module, frozen) if layout.pp > 1 else None

@@ -1,15 +1,18 @@
-"""Tensor parallelism of a model's blocks: carries out a `TensorPlan` by class mixins in front of the modules whose
-parameters are DTensors over tp (fsdp.py).
+"""Layers that compute with more positions than the rank holds: what tp splits, and under cp what needs whole rows.
 
-Activations are plain tensors. A split part gathers its tp group's positions, its own code runs with fewer heads or
-features, its last layer sums over the group and hands each rank its own positions. The part's output is a sum over
-the group of what each rank computes, so every gradient in it is a partial sum as well, whole or split, and FSDP2
-completes those of whole parameters over fsdp·cp·tp and those of split ones over fsdp·cp.
+Class mixins in front of the modules carry out a `TensorPlan` and a `ContextPlan`. Activations are plain tensors. A part
+gathers its group's positions, over tp and then over cp as the plans say; its own code runs with fewer heads or
+features; what it gives is summed over the group, and each rank gets its own positions of it: behind the last layer
+where tp splits that, behind the whole part where cp alone does. tp has the parameters split (fsdp.py); cp cuts whole
+ones while the part runs. A part that is not split is computed whole by each rank, which keeps its own positions.
+
+So what the part gives is a sum over the group of what each rank computes, every gradient in it is a partial sum as
+well, and FSDP2 completes those of whole parameters over fsdp·cp·tp and those of tp's over fsdp·cp.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,30 +24,77 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.distributed.sequence_collectives import gather, own_part, reduce_scatter
 from expertmesh.experts.lora_state import adapter_state
-from expertmesh.parallel.tensor_plan import TensorPart, TensorPlan
+from expertmesh.introspection.state_heads import Share
+from expertmesh.parallel.tensor_plan import TensorPart
+from expertmesh.state.packed import PackedTensor
 from expertmesh.state.patching import exchanged, mix_in
 from expertmesh.state.sharded_model import attach_to_module, module_state
 
 
 @dataclass(frozen=True, slots=True)
-class _Running:
-    """What a mixin knows of its module."""
+class _Axis:
+    """What one axis does with a part."""
 
     part: TensorPart
     group: dist.ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """What a mixin knows of its module: the axes that gather for its part, tp before cp; and what cp cuts of it while
+    it runs: tensors, also of the convolutions in it, whose weights are read past their forwards, and counts of heads.
+    """
+
+    axes: tuple[_Axis, ...]
     leaf: str = ""
+    shares: Mapping[str, Share] = field(default_factory=dict)
+    counts: tuple[str, ...] = ()
 
 
-def split_parts(model: nn.Module, plan: TensorPlan, mesh: Mesh) -> None:
-    """Let the modules that tp splits run with their shares. Called by `shard`; no communication."""
-    for part in plan.parts:
-        module = model.get_submodule(part.name)
-        group = mesh.dense.get_group("tp")
-        if part.is_split:
-            for kind, leaves in ((_Columns, part.columns), (_AllHeads, part.norms), (_Rows, (str(part.rows),))):
-                for leaf in leaves:
-                    _put_in_front(module.get_submodule(leaf), kind, _Running(part, group, leaf))
-        _put_in_front(module, _Gathering, _Running(part, group))
+def split_parts(model: nn.Module, tensor: Sequence[TensorPart], context: Sequence[TensorPart], mesh: Mesh) -> None:
+    """Let the parts that tp splits, and those that need whole rows under cp, run so. Called by `shard`; no
+    communication.
+    """
+    axes: dict[str, list[_Axis]] = {}
+    for name, parts in (("tp", tensor), ("cp", context)):
+        for part in parts:
+            axes.setdefault(part.name, []).append(_Axis(part, mesh.dense.get_group(name)))
+    for name, here in axes.items():
+        module = model.get_submodule(name)
+        _split_part(module, tuple(_unpacked(module, axis) for axis in here))
+
+
+def _split_part(module: nn.Module, axes: tuple[_Axis, ...]) -> None:
+    owned: dict[str, dict[str, Share]] = {"": {}}
+    for name, share in (each for axis in axes for each in axis.part.shares.items()):
+        owner, _, leaf = name.rpartition(".")
+        is_called = bool(owner) and not isinstance(module.get_submodule(owner), nn.Conv1d)
+        owned.setdefault(owner if is_called else "", {})[leaf if is_called else name] = share
+    counted = [(name, *name.rpartition(".")) for axis in axes for name in axis.part.counts]
+    split = [axis.part for axis in axes if axis.part.is_split]
+    kinds: list[tuple[str, type[nn.Module]]] = [
+        (leaf, _Columns) for leaf in dict.fromkeys(leaf for part in split for leaf in part.columns)
+    ]
+    kinds = [(leaf, kind) for leaf, kind in kinds if not isinstance(module.get_submodule(leaf), nn.Conv1d)]
+    kinds += [(leaf, _AllHeads) for leaf in dict.fromkeys(leaf for part in split for leaf in part.norms)]
+    kinds += [(leaf, _Rows) for leaf in sorted({str(part.rows) for part in split})]
+    kinds += [(owner, _Cut) for owner in owned if owner and owner not in dict(kinds)]
+    kinds.append(("", _Gathering))
+    for name, kind in kinds:
+        counts = tuple(leaf for _, owner, _, leaf in counted if owner == name)
+        _put_in_front(module.get_submodule(name), kind, _Running(axes, name, owned.get(name, {}), counts))
+
+
+def _unpacked(module: nn.Module, axis: _Axis) -> _Axis:
+    """Weights that stay packed are not cut while they are used: cp computes the part whole then."""
+    if not any(isinstance(module.get_parameter(name), PackedTensor) for name in axis.part.shares if _has(module, name)):
+        return axis
+    return replace(axis, part=TensorPart(axis.part.name, True, why_whole="its weights stay packed"))
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    owner, _, leaf = name.rpartition(".")
+    return leaf in module.get_submodule(owner)._parameters
 
 
 def _put_in_front(module: nn.Module, kind: type[nn.Module], running: _Running) -> None:
@@ -62,13 +112,15 @@ class _Gathering(nn.Module):
     """In front of an attention or MLP: gives it all positions of the group, and its own positions back."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        running = _running(self)
+        axes = _running(self).axes
         hidden, others = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
-        _refuse_other_positions(running.part, hidden, [*others, *kwargs.values()])
-        whole = gather(hidden, hidden.dim() - 2, running.group)
-        with _numbered(self, hidden.shape[:-1], running.group), _local(self, running.part.bare):
+        _refuse_other_positions(axes[0].part, hidden, [*others, *kwargs.values()])
+        whole = hidden
+        for axis in axes:
+            whole = gather(whole, hidden.dim() - 2, axis.group)
+        with _numbered(self, hidden.shape[:-1], axes), _local(self, axes[0].part.bare), _cut(self):
             output = super().forward(whole, *others, **kwargs)
-        return output if running.part.is_split else _own_positions(output, whole.shape[:2], running.group)
+        return output if _sums_inside(axes) else _own_positions(output, whole.shape[:2], axes)
 
 
 class _Columns(nn.Module):
@@ -76,34 +128,61 @@ class _Columns(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         running = _running(self)
-        with _local(self, ("weight", "bias", "lora_B")):
+        with _local(self, ("weight", "bias", "lora_B")), _cut(self):
             out: torch.Tensor = super().forward(x)
-        return gather(out, out.dim() - 1, running.group) if running.leaf in running.part.gathered else out
+        for axis in running.axes:
+            out = gather(out, out.dim() - 1, axis.group) if running.leaf in axis.part.gathered else out
+        return out
+
+
+class _Cut(nn.Module):
+    """In front of a module of which cp cuts parameters, other than a linear layer."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with _cut(self):
+            return super().forward(*args, **kwargs)
 
 
 class _AllHeads(nn.Module):
     """In front of a norm over all heads, of which the rank has some. It is computed by each rank of the group."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        running = _running(self)
-        normed: torch.Tensor = super().forward(gather(x, x.dim() - 1, running.group))
-        return own_part(normed, x.dim() - 1, running.group)
+        axes = [axis for axis in _running(self).axes if axis.part.is_split]
+        for axis in reversed(axes):
+            x = gather(x, x.dim() - 1, axis.group)
+        normed: torch.Tensor = super().forward(x)
+        for axis in axes:
+            normed = own_part(normed, x.dim() - 1, axis.group)
+        return normed
 
 
 class _Rows(nn.Module):
     """In front of a linear layer whose inputs are split, adapted or not. Its bias is added to the sum, once."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        running = _running(self)
-        if running.part.cuts_input:
-            x = own_part(x, x.dim() - 1, running.group)
+        axes = _running(self).axes
+        split = [axis for axis in axes if axis.part.is_split]
+        for axis in split:
+            x = own_part(x, x.dim() - 1, axis.group) if axis.part.cuts_input else x
         # Dropout of an adapter masks by column, so it has to know which ones these are.
-        attach_to_module(self, first_column=running.group.rank() * x.shape[-1])
-        bias = self._parameters["bias"]
-        with exchanged(self._parameters, {"bias": None}), _local(self, ("weight", "lora_A")):
-            partial: torch.Tensor = super().forward(x)
-        out = reduce_scatter(partial, partial.dim() - 2, running.group)
+        number = 0
+        for axis in split:
+            number = number * axis.group.size() + axis.group.rank()
+        attach_to_module(self, first_column=number * x.shape[-1])
+        bias, inside = self._parameters["bias"], _sums_inside(axes)
+        kept = bias if not inside and number == 0 else None
+        with exchanged(self._parameters, {"bias": kept}), _local(self, ("weight", "lora_A")), _cut(self):
+            out: torch.Tensor = super().forward(x)
+        if not inside:
+            return out
+        for axis in reversed(axes):
+            out = (reduce_scatter if axis.part.is_split else own_part)(out, out.dim() - 2, axis.group)
         return out if bias is None else out + bias
+
+
+def _sums_inside(axes: Sequence[_Axis]) -> bool:
+    """Whether the part's last layer sums over the group, and leaves the rank its own positions: where tp splits it."""
+    return any(axis.part.is_split and not axis.part.shares for axis in axes)
 
 
 def _local(module: nn.Module, leaves: tuple[str, ...]) -> AbstractContextManager[None]:
@@ -114,28 +193,50 @@ def _local(module: nn.Module, leaves: tuple[str, ...]) -> AbstractContextManager
 
 
 @contextmanager
-def _numbered(module: nn.Module, shape: torch.Size, group: dist.ProcessGroup) -> Iterator[None]:
-    """While a part computes with all positions, adapters' dropout has their numbers: one more gather where there is
-    any.
-    """
+def _cut(module: nn.Module) -> Iterator[None]:
+    """While it computes, a module has of its tensors what cp leaves this rank, and counts its own heads."""
+    running = _running(module)
+    group = running.axes[-1].group
+    with ExitStack() as stack:
+        for name, share in running.shares.items():
+            owner, _, leaf = name.rpartition(".")
+            holder = module.get_submodule(owner)
+            slots: Any = holder._parameters if leaf in holder._parameters else holder._buffers
+            if slots[leaf] is not None:
+                stack.enter_context(exchanged(slots, {leaf: share.of(slots[leaf], group.rank(), group.size())}))
+        own = {name: vars(module)[name] // group.size() for name in running.counts}
+        stack.enter_context(exchanged(vars(module), own))
+        yield
+
+
+@contextmanager
+def _numbered(module: nn.Module, shape: torch.Size, axes: Sequence[_Axis]) -> Iterator[None]:
+    """While a part computes with all positions, adapters' dropout has their numbers: gathered where there is any."""
     state = adapter_state(module)
     own = None if state is None else state.number_T
     if state is None or own is None or own.numel() != shape.numel():
         yield
         return
-    state.number_T = gather(own.view(shape), len(shape) - 1, group).reshape(-1)
+    number = own.view(shape)
+    for axis in axes:
+        number = gather(number, len(shape) - 1, axis.group)
+    state.number_T = number.reshape(-1)
     try:
         yield
     finally:
         state.number_T = own
 
 
-def _own_positions(output: Any, whole: torch.Size, group: dist.ProcessGroup) -> Any:
-    """Of what a part that is not split returns: one tensor or several, each with positions on dim 1."""
+def _own_positions(output: Any, whole: torch.Size, axes: Sequence[_Axis]) -> Any:
+    """Of what a part returns: one tensor or several, each with positions on dim 1; summed where ranks share heads.
+
+    Indices are for the attention of the next block, which computes the same positions.
+    """
     if isinstance(output, tuple):
-        return tuple(_own_positions(value, whole, group) for value in output)
-    if isinstance(output, torch.Tensor) and output.dim() == 3 and output.shape[:2] == whole:
-        return own_part(output, 1, group)
+        return tuple(_own_positions(value, whole, axes) for value in output)
+    if isinstance(output, torch.Tensor) and output.is_floating_point() and output.dim() == 3:
+        for axis in reversed(axes) if output.shape[:2] == whole else ():
+            output = (reduce_scatter if axis.part.is_split else own_part)(output, 1, axis.group)
     return output
 
 
@@ -144,7 +245,7 @@ def _refuse_other_positions(part: TensorPart, hidden: torch.Tensor, others: list
     for other in others:
         if isinstance(other, torch.Tensor) and other.is_floating_point() and other.shape[:-1] == hidden.shape[:-1]:
             raise InputError(
-                f"parallel.tp: {part.name} gets more than its hidden states for each position, which tp does not "
-                "gather; set parallel.tp to 1",
+                f"parallel: {part.name} gets more than its hidden states for each position, which tp and cp do not "
+                "gather; set parallel.tp and parallel.cp to 1",
                 key="layout.input-per-position",
             )

@@ -13,7 +13,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.introspection.heads_proof import why_not_split
 from expertmesh.introspection.known_families import proof_key, refusal_by_proof
 from expertmesh.introspection.source_code import counts_heads
+from expertmesh.introspection.state_heads import Share
 from expertmesh.state.sharded_model import sharded
 
 # A module of a block whose forward takes one of these lets positions see each other.
@@ -54,6 +55,7 @@ class TensorPart:
     Names are relative to the module. `columns` are linear layers whose outputs are split, those of `gathered` put
     together again; `rows` the last one, whose inputs are split (`cuts_input`: out of whole ones); `bare` parameters of
     the module itself with one entry per head, `norms` those that normalise all heads of queries or of keys together.
+    `shares` and `counts` are of cp (introspection/state_heads.py): what is cut while the module runs.
     """
 
     name: str
@@ -65,6 +67,8 @@ class TensorPart:
     bare: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
     why_whole: str = ""
+    shares: Mapping[str, Share] = field(default_factory=dict)
+    counts: tuple[str, ...] = ()
 
     @property
     def is_split(self) -> bool:
@@ -99,7 +103,7 @@ class TensorPlan:
         """What to print before training, alike parts of different blocks as one."""
         if self.tp == 1:
             return
-        texts = [_said_of(part) for part in self.parts]
+        texts = [said_of(part) for part in self.parts]
         texts += [f"{_short(name)} unsplit, on own positions: {why}" for name, why in self.kept]
         for text, count in Counter(texts).items():
             yield f"{count} × {text}"
@@ -130,13 +134,15 @@ def tensor_plan(model: nn.Module, anatomy: Anatomy, tp: int, kept_in_fp32: Calla
     kept: list[tuple[str, str]] = []
     confirmed: dict[Any, str | None] = {}
     for block in blocks:
-        mixers = _mixers(model, block)
-        _refuse_hidden_mixing(model, block, mixers, tp)
+        mixing = mixers(model, block)
+        _refuse_hidden_mixing(model, block, mixing, tp)
         others = {name.rpartition(".")[0] for name in _named(styles) if is_inside(name, block)}
-        others = {name for name in others if not any(name == mixer or is_inside(name, mixer) for mixer in mixers)}
+        others = {name for name in others if not any(name == mixer or is_inside(name, mixer) for mixer in mixing)}
         for name, module in model.get_submodule(block).named_modules(prefix=block):
-            if name in mixers:
-                part = _mixer_part(module, name, _below(styles, name), family, tp, confirmed)
+            if name in mixing:
+                part = _mixer_part(module, name, _below(styles, name), tp, confirmed)
+                if part.is_split:
+                    _refuse_heads(part, module, family, tp)
             elif name in others:
                 part = _part(module, name, _below(styles, name), mixes_positions=False)
             else:
@@ -154,6 +160,18 @@ def tensor_plan(model: nn.Module, anatomy: Anatomy, tp: int, kept_in_fp32: Calla
             key="layout.attention-not-recognised",
         )
     return TensorPlan(tp, tuple(parts), tuple(kept))
+
+
+def part_by_heads(model: nn.Module, anatomy: Anatomy, name: str, ranks: int) -> TensorPart:
+    """How `ranks` share an attention by heads, or why they do not."""
+    module, styles = model.get_submodule(name), _styles(model, anatomy, decoder_blocks(anatomy))
+    part = _mixer_part(module, name, _below(styles, name), ranks, {})
+    if part.is_split and part.gathered:
+        return TensorPart(name, True, why_whole="what is between its layers sees all heads")
+    if part.is_split and (problem := _uneven_heads(part, module, ranks)):
+        return TensorPart(name, True, why_whole=f"{ranks} ranks cannot share its {problem[1]} heads evenly")
+    reason = _unsplittable(part, module, ranks, lambda name: False) if part.is_split else None
+    return part if reason is None else TensorPart(name, True, why_whole=reason)
 
 
 def shared_by_heads(model: nn.Module, plan: TensorPlan) -> set[str]:
@@ -183,7 +201,7 @@ def _styles(model: nn.Module, anatomy: Anatomy, blocks: list[str]) -> dict[str, 
     }
 
 
-def _mixers(model: nn.Module, block: str) -> list[str]:
+def mixers(model: nn.Module, block: str) -> list[str]:
     """The outermost modules of a block that let positions see each other."""
     found: list[str] = []
     for name, module in model.get_submodule(block).named_modules(prefix=block):
@@ -193,10 +211,10 @@ def _mixers(model: nn.Module, block: str) -> list[str]:
     return found
 
 
-def _refuse_hidden_mixing(model: nn.Module, block: str, mixers: list[str], tp: int) -> None:
+def _refuse_hidden_mixing(model: nn.Module, block: str, mixing: list[str], tp: int) -> None:
     """A convolution over positions elsewhere would see this rank's alone."""
     for name, module in model.get_submodule(block).named_modules(prefix=block):
-        if isinstance(module, nn.Conv1d) and not any(name == mixer or is_inside(name, mixer) for mixer in mixers):
+        if isinstance(module, nn.Conv1d) and not any(name == mixer or is_inside(name, mixer) for mixer in mixing):
             raise InputError(
                 f"parallel.tp {tp}: {name} may let positions see each other outside of what is recognised as "
                 "attention; set parallel.tp to 1",
@@ -205,7 +223,7 @@ def _refuse_hidden_mixing(model: nn.Module, block: str, mixers: list[str], tp: i
 
 
 def _mixer_part(
-    module: nn.Module, name: str, own: dict[str, str], family: str, tp: int, confirmed: dict[Any, str | None]
+    module: nn.Module, name: str, own: dict[str, str], tp: int, confirmed: dict[Any, str | None]
 ) -> TensorPart:
     """`confirmed`: what was found out about attention of the same kind, and why it is not split, if it is not."""
     if any(_named(own)):
@@ -214,14 +232,10 @@ def _mixer_part(
             # The plan gathers for these norms; they alone need all heads.
             by_heads = replace(part, gathered=(), cuts_input=False, norms=norms)
             part = by_heads if _why_not_split(by_heads, module, tp, confirmed) is None else part
-        if part.is_split:
-            _refuse_heads(part, module, family, tp)
         return part
     part = _by_structure(module, name)
-    if part.is_split:
-        _refuse_heads(part, module, family, tp)
-        if reason := _why_not_split(part, module, tp, confirmed):
-            return TensorPart(name, True, why_whole=f"transformers' plan leaves it out, and {reason}")
+    if part.is_split and (reason := _why_not_split(part, module, tp, confirmed)):
+        return TensorPart(name, True, why_whole=f"transformers' plan leaves it out, and {reason}")
     return part
 
 
@@ -311,16 +325,19 @@ def _norms_of_all_heads(part: TensorPart, module: nn.Module) -> tuple[str, ...]:
 
 def _refuse_heads(part: TensorPart, module: nn.Module, family: str, tp: int) -> None:
     """Raise `InputError` unless each rank gets whole heads, of queries and of keys and values."""
-    counts = dict(_heads(part, module))
-    common = math.gcd(*counts.values())
-    for leaf, heads in counts.items():
-        if heads % tp:
-            choices = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-            raise InputError(
-                f"parallel.tp {tp}: {part.name}.{leaf} of {family} has {heads} heads, which {tp} ranks cannot share "
-                f"evenly; valid values for this model: {choices}",
-                key="layout.tp-divides-heads",
-            )
+    if uneven := _uneven_heads(part, module, tp):
+        leaf, heads = uneven
+        common = math.gcd(*(count for _, count in _heads(part, module)))
+        choices = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        raise InputError(
+            f"parallel.tp {tp}: {part.name}.{leaf} of {family} has {heads} heads, which {tp} ranks cannot share "
+            f"evenly; valid values for this model: {choices}",
+            key="layout.tp-divides-heads",
+        )
+
+
+def _uneven_heads(part: TensorPart, module: nn.Module, ranks: int) -> tuple[str, int] | None:
+    return next(((leaf, heads) for leaf, heads in _heads(part, module) if heads % ranks), None)
 
 
 def _heads(part: TensorPart, module: Any) -> Iterator[tuple[str, int]]:
@@ -358,7 +375,8 @@ def _below(styles: dict[str, str], name: str) -> dict[str, str]:
     }
 
 
-def _said_of(part: TensorPart) -> str:
+def said_of(part: TensorPart) -> str:
+    """A part as the printed plan has it."""
     short = _short(part.name)
     if not part.is_split:
         return f"{short} whole on each rank of the group, which repeats its work: {part.why_whole}"

@@ -5,22 +5,23 @@ Training does not know the planner: `train_with_forecast` is what the command li
 """
 
 import os
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
 
-from expertmesh.config import Config
-from expertmesh.distributed.layout import Layout, explicit
+from expertmesh.config import Config, InputError, ParallelConfig
+from expertmesh.distributed.layout import CONFIGURED_AXES, Layout, explicit, node_crossing
 from expertmesh.io.terminal import gib
 from expertmesh.planning.hardware import Devices, hardware_table, name_of
 from expertmesh.planning.probe import NotProbed
 from expertmesh.planning.read_model import figures_of_plan
-from expertmesh.planning.search import GIB, Candidate, Job, evaluate, layouts, supported_mode
+from expertmesh.planning.search import GIB, Candidate, Job, evaluate, layouts, plan, supported_mode
 from expertmesh.planning.stages import Batch
 from expertmesh.training.control import Control
-from expertmesh.training.reporting.record import Forecast, Prediction
+from expertmesh.training.reporting.record import Arrangement, Forecast, Prediction
 from expertmesh.training.run import train
 from expertmesh.training.startup.model_check import Checked, checkpointing_mode
 
@@ -30,7 +31,38 @@ _FASTER = 1.1
 
 def train_with_forecast(config: Config, control: Control | None = None) -> None:
     """`training.run.train`, with what a step is predicted to take in the printed plan and in run.json."""
-    train(config, control, predict=forecast)
+    elastic = control is not None and control.elastic
+    train(config, control, predict=forecast, arrange=arrange if elastic else None)
+
+
+def arrange(config: Config, world_size: int, preflight: Callable[[Config, int], Checked]) -> Arrangement:
+    """How a start of an elastic job lays out `world_size` ranks: as `config` says if it can, else what is planned to be
+    fastest. `preflight` refuses what cannot be. No communication. `InputError` where nothing fits.
+    """
+    mode = config.train.activation_checkpointing
+    try:
+        preflight(config, world_size)
+        return Arrangement(config.parallel, config.train.micro_batch_size, mode, "laid out as configured")
+    except InputError as error:
+        if not error.key.startswith("layout.") and error.key != "config.combination":
+            raise
+        why = str(error).partition(";")[0]
+    alone = {"parallel": ParallelConfig(), "train": config.train.model_copy(update={"micro_batch_size": 1})}
+    checked, devices = preflight(config.model_copy(update=alone), 1), devices_here(world_size)
+    if devices is None:
+        raise InputError(f"--elastic: the planner does not know this device, and {why}", key="plan.nothing-fits")
+    found = plan(_job(config, checked, devices))
+    across = config.parallel.ep_across_nodes
+    fitting = (each for each in found.candidates if across or node_crossing(each.layout, devices.per_node) is None)
+    if (best := next(fitting, None)) is None:
+        raise InputError(
+            f"--elastic: no layout of {world_size} ranks fits: {found.rejected[0].reason if found.rejected else why}",
+            key="plan.nothing-fits",
+        )
+    rows = best.workload.batch.rows if config.objective.name == "sft" else 1
+    axes = ", ".join(f"{axis} {best.layout.size(axis)}" for axis in CONFIGURED_AXES if best.layout.size(axis) > 1)
+    reason = f"planned anew ({axes or 'one rank'}, micro-batch {rows}), as {why}"
+    return Arrangement(explicit(best.layout), rows, best.workload.mode, reason)
 
 
 def forecast(config: Config, checked: Checked, devices: Devices | None = None) -> Forecast:
@@ -141,7 +173,9 @@ def _job(config: Config, checked: Checked, devices: Devices) -> Job:
     length, packed = config.data.max_length, config.data.packing
     figures = figures_of_plan(checked.plan, length=length, lora=config.lora, packed=packed)
     layers = config.train.checkpoint_layers
-    return Job(figures, devices, config.train.global_batch_size, config.optim.name, layers=layers)
+    hierarchical = config.moe.dispatch == "hierarchical"
+    size, optimizer = config.train.global_batch_size, config.optim.name
+    return Job(figures, devices, size, optimizer, layers=layers, hierarchical=hierarchical)
 
 
 def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:

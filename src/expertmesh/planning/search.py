@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
 from expertmesh.config.sections import OptimizerName
-from expertmesh.distributed.layout import Layout, divisors, explicit, resolve_layout
+from expertmesh.distributed.layout import Layout, divisors, explicit, nodes_of_ep, resolve_layout
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.parallel.refusals import expert_shard_dim
 from expertmesh.planning.hardware import Devices
@@ -43,6 +43,7 @@ class Job:
     imbalance: float = 1.0
     layers: CheckpointedLayers = "all"
     offload: str = "none"
+    hierarchical: bool = False
 
     @property
     def budget(self) -> float:
@@ -149,7 +150,8 @@ def cards_that_fit(job: Job) -> tuple[float, list[int]]:
 def evaluate(job: Job, layout: Layout, mode: CheckpointingMode, batch: Batch) -> Candidate:
     """What one choice will take."""
     gloo = job.devices.name == "cpu"
-    workload = Workload(job.model, layout, batch, mode, job.layers, job.imbalance, gloo, job.optimizer)
+    nodes = nodes_of_ep(layout, job.devices.per_node) if job.hierarchical else 1
+    workload = Workload(job.model, layout, batch, mode, job.layers, job.imbalance, gloo, job.optimizer, nodes)
     memory = memory_of(workload, overhead=job.devices.hardware.overhead)
     return Candidate(workload, memory, speed_of(workload, job.devices))
 

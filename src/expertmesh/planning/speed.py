@@ -238,7 +238,7 @@ def _links(workload: Workload, stage: int, devices: Devices, compute: float) -> 
         room -= hidden
         yield Link(copies, seconds, seconds - hidden)
     for transfer in traffic_of(workload, stage):
-        seconds = _transfer_seconds(transfer, in_node[transfer.axis], devices)
+        seconds = _transfer_seconds(transfer, in_node.get(transfer.axis, 1), devices)
         hidden = min(seconds, room) if transfer.prefetched else 0.0
         room -= hidden
         yield Link(transfer, seconds, seconds - hidden * (1 - reach.interference))

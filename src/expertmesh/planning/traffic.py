@@ -14,10 +14,12 @@ from typing import Literal
 from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning.memory import CHUNK_TOKENS
-from expertmesh.planning.model_figures import Block, Experts, ModelFigures, group_bytes
+from expertmesh.planning.model_figures import Block, Experts, ModelFigures, RoutedTokens, group_bytes, rows_per_token
 from expertmesh.planning.stages import PipelineRank, Workload, parts_of_last_dim, prefetches
 from expertmesh.training.optimizers.blocks import is_quantised, scale_shape
 
+# The ranks of an EP group with the same place in their nodes.
+EP_NODES = "ep, between nodes"
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
 
@@ -56,7 +58,7 @@ def traffic_of(workload: Workload, stage: int = 0) -> tuple[Transfer, ...]:
     ranks, virtual = layout.fsdp * layout.cp, layout.pp_virtual_stages
     # What layouts have in common is added up once: a plan of a large job asks for thousands.
     axes = Layout(pp=layout.pp, cp=layout.cp, tp=layout.tp, ep=layout.ep, pp_virtual_stages=virtual)
-    per_token = _of_tokens(model, rank, axes, workload.batch.rows, workload.imbalance)
+    per_token = _of_tokens(model, rank, axes, workload.batch.rows, workload.imbalance, workload.ep_nodes)
     dense, calls, reduced = _dense(model, rank, virtual, ranks, layout.tp)
     found = [each.times(times) for each in (*dense, *per_token)]
     found += _of_experts(model, rank, layout, times)
@@ -91,6 +93,8 @@ def bytes_between_nodes(transfer: Transfer, layout: Layout, per_node: int) -> fl
 
 def _stride(transfer: Transfer, layout: Layout) -> int:
     """Between neighbours of a group: what faster axes have, fsdp joined with them for dense parameters."""
+    if transfer.axis == EP_NODES:
+        return layout.ep // transfer.ranks
     if transfer.axis == "fsdp":
         return layout.tp if transfer.ranks == layout.fsdp * layout.cp else 1
     first, second, *_ = layout.groups(transfer.axis)[0]
@@ -206,13 +210,16 @@ def _extra_gathers(model: ModelFigures, rank: PipelineRank, layout: Layout, accu
 
 @cache
 def _of_tokens(
-    model: ModelFigures, rank: PipelineRank, layout: Layout, rows: int, imbalance: float
+    model: ModelFigures, rank: PipelineRank, layout: Layout, rows: int, imbalance: float, ep_nodes: int
 ) -> tuple[Transfer, ...]:
     """A micro-batch's, over ep, tp, cp and pp. Of `layout` these axes alone count."""
     found: list[Transfer] = []
     for (block, mode), times in rank.pieces:
         if block.experts is not None:
-            found.append(_of_dispatch(block.experts, model, layout, rows, mode, imbalance).times(times))
+            tokens, runs = rows * model.length / (layout.cp * layout.tp), 2 if mode == "full" else 1
+            routed = block.experts.router.routed(tokens, layout.ep, imbalance)
+            dispatched = _of_dispatch(block.experts, model.compute_bytes, routed, runs, (layout.ep, ep_nodes))
+            found += [each.times(times) for each in dispatched]
         found += [each.times(times) for each in _of_sequence(block, model, layout, rows, mode)]
     if rank.is_last:
         found += _of_vocabulary(model, layout, rows)
@@ -249,21 +256,22 @@ def _experts(model: ModelFigures, rank: PipelineRank) -> tuple[int, float, float
 
 
 def _of_dispatch(
-    experts: Experts, model: ModelFigures, layout: Layout, rows: int, mode: CheckpointingMode, imbalance: float
-) -> Transfer:
-    """Counts, pairs and rows there and rows back in forward; rows, weights and rows in backward (dispatch.py). A second
-    run of the forward has the counts.
+    experts: Experts, width: int, routed: RoutedTokens, runs: int, ranks: tuple[int, int]
+) -> Iterator[Transfer]:
+    """Counts, pairs and rows there and rows back in forward, which runs `runs` times; rows, weights and rows in
+    backward (dispatch.py). A second run has the counts. `width`: bytes of a value; `ranks`: of an EP group, and of
+    how many nodes it is where rows go once to each node first (hierarchical.py), with their choices and weights.
     """
-    ranks = layout.ep
-    tokens = rows * model.length / (layout.cp * layout.tp)
-    routed = experts.router.routed(tokens, ranks, imbalance)
-    row = experts.spec.hidden_size * model.compute_bytes
-    weight = max(4, model.compute_bytes)
-    counts = (ranks + experts.spec.num_experts) * 8
-    forward = routed.sent * row + tokens * experts.router.top_k * 2 * weight + routed.rows * row
+    (ep, nodes), spec, top_k = ranks, experts.spec, experts.router.top_k
+    row, weight = spec.hidden_size * width, max(4, width)
+    counts = (ep + spec.num_experts) // nodes * 8
+    forward = routed.sent * row + routed.tokens * top_k * 2 * weight + routed.rows * row
     backward = routed.sent * row + routed.rows * row + routed.pairs * weight
-    runs = 2 if mode == "full" else 1
-    return Transfer("ep", "all_to_all", 4 + 3 * runs, counts + forward * runs + backward, ranks)
+    yield Transfer("ep", "all_to_all", 4 + 3 * runs, counts + forward * runs + backward, ep // nodes)
+    if nodes > 1:
+        rows, counts = routed.tokens * rows_per_token(experts.router, nodes), 8 * (nodes + ep + spec.num_experts)
+        forward, backward = rows * (2 * row + top_k * (4 + weight)), rows * (2 * row + top_k * weight)
+        yield Transfer(EP_NODES, "all_to_all", 4 + 4 * runs, counts + forward * runs + backward, nodes)
 
 
 def _of_sequence(

@@ -24,11 +24,23 @@ NUMBERS = (
     "elapsed_seconds", "aux_loss", "z_loss", "rewards/chosen", "rewards/rejected", "rewards/margins",
     "rewards/accuracies",
 )  # fmt: skip
-# Those that an evaluation has too, with `eval_` in front.
-EVALUATED = ("loss", "rewards/margins", "rewards/accuracies")
+# Those that an evaluation has, with `eval_` in front, and again with the name of each set of data.
+EVALUATED = ("loss", "token_accuracy", "rewards/margins", "rewards/accuracies")
 # What a row says of a layer's experts, and which end of it needs attention.
 WORST = {"max_over_mean": np.nanmax, "entropy": np.nanmin, "dead": np.nanmax}
 _LINES_NAMED = 5
+# Sets of data that are drawn, evaluations whose answers are kept, and answers of each.
+MAX_SETS, _SAMPLED, _SAMPLES = 8, 4, 50
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A prompt of an evaluation set, what the data answer, and what the model has answered, by step."""
+
+    source: str
+    prompt: str
+    expected: str
+    answers: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +49,8 @@ class Metrics:
 
     `numbers` has a column `[S]` for each of `NUMBERS`, `evaluated` one for each of `EVALUATED`, as long as `eval_step`;
     `load_SL` has one table `[S, L]` for each of `WORST`. `tokens`: the last step with the tokens of every
-    expert, and these, `[L, E]`.
+    expert, and these, `[L, E]`. `sets`: what `evaluated` has, for each named set. `answered`: of the first evaluation
+    that has samples, the last, and some between.
     """
 
     step: npt.NDArray[np.int64]
@@ -47,6 +60,8 @@ class Metrics:
     skipped: tuple[tuple[int, str], ...]
     eval_step: npt.NDArray[np.int64]
     evaluated: dict[str, Column]
+    sets: dict[str, dict[str, Column]]
+    answered: tuple[Answered, ...]
     notes: tuple[str, ...]
 
     def __getitem__(self, name: str) -> Column:
@@ -76,7 +91,8 @@ class _Rows:
     steps: dict[int, list[float]] = field(default_factory=dict)
     loads: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
     skipped: dict[int, str] = field(default_factory=dict)
-    evaluations: dict[int, list[float]] = field(default_factory=dict)
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    samples: dict[int, list[dict[str, str]]] = field(default_factory=dict)
     tokens: tuple[int, npt.NDArray[np.float64]] | None = None
     repeated: set[int] = field(default_factory=set)
     strange: list[int] = field(default_factory=list)
@@ -88,7 +104,10 @@ class _Rows:
         if row is None or type(step) is not int or not 0 < step < 2**53:
             self.strange.append(number)
         elif "eval_loss" in row:
-            self.evaluations[step] = [_number(row.get(f"eval_{key}")) for key in EVALUATED]
+            self.evaluations[step] = {key[5:]: _number(row[key]) for key in row if key.startswith("eval_")}
+            self.samples.pop(step, None)
+            if samples := _samples(row.get("eval_samples")):
+                self.samples[step] = samples
         elif "loss" in row:
             if step in self.steps:
                 self.repeated.add(step)
@@ -145,12 +164,50 @@ def _columns(rows: _Rows) -> Metrics:
         tokens=rows.tokens,
         skipped=tuple(sorted(rows.skipped.items())),
         eval_step=np.array(evaluated, dtype=np.int64),
-        evaluated={
-            key: np.array([rows.evaluations[step][place] for step in evaluated], dtype=np.float64)
-            for place, key in enumerate(EVALUATED)
-        },
+        evaluated=_evaluated(rows, ""),
+        sets={name: _evaluated(rows, f"{name}_") for name in _set_names(rows)},
+        answered=tuple(_answered(rows.samples)),
         notes=tuple(rows.notes()),
     )
+
+
+def _evaluated(rows: _Rows, prefix: str) -> dict[str, Column]:
+    """The columns of one set; NaN where an evaluation did not have it."""
+    found = [rows.evaluations[step] for step in sorted(rows.evaluations)]
+    return {key: np.array([each.get(f"{prefix}{key}", math.nan) for each in found], np.float64) for key in EVALUATED}
+
+
+def _set_names(rows: _Rows) -> list[str]:
+    named = dict.fromkeys(
+        key[: -len(figure) - 1]
+        for evaluation in rows.evaluations.values()
+        for key in evaluation
+        for figure in EVALUATED
+        if key.endswith(f"_{figure}")
+    )
+    return list(named)[:MAX_SETS]
+
+
+def _samples(value: Any) -> list[dict[str, str]]:
+    samples = value if isinstance(value, list) else []
+    keys = ("set", "source", "prompt", "answer", "expected")
+    return [
+        {key: str(each[key]) for key in keys}
+        for each in samples[:_SAMPLES]
+        if isinstance(each, dict) and each.keys() >= set(keys)
+    ]
+
+
+def _answered(samples: dict[int, list[dict[str, str]]]) -> Iterator[Answered]:
+    steps = sorted(samples)
+    chosen = sorted({steps[round(place)] for place in np.linspace(0, len(steps) - 1, _SAMPLED)} if steps else ())
+    found: dict[tuple[str, str, str], Answered] = {}
+    for step in chosen:
+        for each in samples[step]:
+            source = f"{each['set']}: {each['source']}" if each["set"] else each["source"]
+            key = (source, each["prompt"], each["expected"])
+            found.setdefault(key, Answered(*key)).answers[step] = each["answer"]
+    yield from found.values()
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -80,6 +80,7 @@ def _filled(template: str, **content: Any) -> str:
     )  # fmt: skip
     words = {"number": number, "whole": whole, "size": size, "duration": _duration, "plural": plural, "short": short}
     environment.filters |= words
+    environment.tests["finite"] = lambda column: bool(np.isfinite(column).any())
     environment.globals |= words | {"summarize": summarize, "ratio": _ratio, "earlier": _earlier, "NOTHING": NOTHING}
     script = files("expertmesh.report").joinpath("hover.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

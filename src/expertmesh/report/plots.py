@@ -40,11 +40,11 @@ _LOG_RATIO = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One value over steps. A `noisy` one gets a smoothed line; `unit` is what its axis counts in; `beside` are key and
-    label of another that is drawn with it.
+    """One value over steps; without a `label` evaluations alone have it. A `noisy` one gets a smoothed line; `unit` is
+    what its axis counts in; `beside` are key and label of another that is drawn with it.
     """
 
-    label: str
+    label: str | None
     noisy: bool = True
     from_zero: bool = False
     unit: float = 1.0
@@ -53,6 +53,7 @@ class Curve:
 
 CURVES = {
     "loss": Curve("training"),
+    "token_accuracy": Curve(None, from_zero=True),
     "grad_norm": Curve("gradient norm", from_zero=True),
     "learning_rate": Curve("learning rate", noisy=False, from_zero=True),
     "tokens_per_second": Curve("tokens per second", from_zero=True),
@@ -125,7 +126,8 @@ def draw(run: Run) -> dict[str, Markup]:
     """Figures by the key of what they show in metrics.jsonl; what has no finite value has none."""
     metrics, figures = run.metrics, {}
     for key in CURVES:
-        if metrics.has(key) or (key == "loss" and len(metrics.step) and len(metrics.eval_step)):
+        evaluated = key in metrics.evaluated and len(metrics.step) and np.isfinite(metrics.evaluated[key]).any()
+        if evaluated or (key in metrics.numbers and metrics.has(key)):
             figures[key] = _svg(key, partial(_draw_curve, run, key))
     for key, values_SL in metrics.load_SL.items():
         if np.isfinite(values_SL).any() and not (key == "dead" and np.nanmax(values_SL) == 0):
@@ -201,9 +203,11 @@ def _draw_lengths(lengths: Sequence[Bin], figure: Figure, axes: Axes) -> None:
 
 def _draw_curve(run: Run, key: str, figure: Figure, axes: Axes) -> Hover:
     metrics, curve = run.metrics, CURVES[key]
-    line, hover = thin_line(metrics.step, metrics[key] / curve.unit), HoverLines()
-    _draw_line(axes, line, curve.noisy, curve.label, FIRST)
-    hover.lines[curve.label] = line.step, line.middle
+    hover = HoverLines()
+    if curve.label is not None:
+        line = thin_line(metrics.step, metrics[key] / curve.unit)
+        _draw_line(axes, line, curve.noisy, curve.label, FIRST)
+        hover.lines[curve.label] = line.step, line.middle
     if curve.beside is not None:
         other, label = curve.beside
         line = thin_line(metrics.step, metrics[other])
@@ -213,6 +217,11 @@ def _draw_curve(run: Run, key: str, figure: Figure, axes: Axes) -> Hover:
     if evaluated is not None and np.isfinite(evaluated).any():
         hover.lines["evaluation"] = metrics.eval_step, evaluated
         axes.plot(metrics.eval_step, evaluated, "D-", color=SECOND, linewidth=1.5, ms=4.5, label="evaluation")
+        for number, (name, of_set) in enumerate(metrics.sets.items()):
+            value = of_set[key]
+            hover.lines[f"evaluation of {name}"] = metrics.eval_step, value
+            colour = _RUNS[number % len(_RUNS)]
+            axes.plot(metrics.eval_step, value, "o--", color=colour, linewidth=1.2, ms=3, label=f"evaluation of {name}")
     log = False
     if key == "grad_norm":
         norms = summarize(metrics[key])

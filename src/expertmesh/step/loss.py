@@ -153,8 +153,15 @@ class _Head:
         """
         with nullcontext() if self.split is None else self.split.computing():
             logits_CV = head_logits(self.model, hidden_CH, self.output)
-            highest_C = logits_CV.argmax(-1) if self.split is None else self.split.share.argmax(logits_CV)
-            return self._cross_entropy(logits_CV, target_C, wide), highest_C == target_C
+            return self._cross_entropy(logits_CV, target_C, wide), self._largest(logits_CV) == target_C
+
+    def largest(self, hidden_CH: torch.Tensor) -> torch.Tensor:
+        """The first word with the largest logit, `[C]`; under tp with two small all-reduces over its group."""
+        with nullcontext() if self.split is None else self.split.computing():
+            return self._largest(head_logits(self.model, hidden_CH, self.output))
+
+    def _largest(self, logits_CV: torch.Tensor) -> torch.Tensor:
+        return logits_CV.argmax(-1) if self.split is None else self.split.share.argmax(logits_CV)
 
     def _cross_entropy(self, logits_CV: torch.Tensor, target_C: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
         # The wide copy has no name: it is gone before backward, as cross-entropy keeps its own.
@@ -201,12 +208,19 @@ class _TargetLosses:
 
     @torch.no_grad()
     def by_row(self) -> torch.Tensor:
-        wide, chunk = _wide(self.hidden_NH), self.head.chunk
+        wide = _wide(self.hidden_NH)
+        return self._sums_by_row(lambda part: self.head.losses(self.hidden_NH[part], self.target_N[part], wide))
+
+    @torch.no_grad()
+    def largest_by_row(self) -> torch.Tensor:
+        return self._sums_by_row(lambda part: self.head.largest(self.hidden_NH[part]))
+
+    def _sums_by_row(self, values: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+        chunk = self.head.chunk
         sums_B = torch.zeros(self.rows, dtype=torch.float64, device=self.hidden_NH.device)
         for start in range(0, len(self.hidden_NH), chunk):
             part = slice(start, start + chunk)
-            losses_C = self.head.losses(self.hidden_NH[part], self.target_N[part], wide)
-            sums_B.index_add_(0, self.row_N[part], losses_C.double())
+            sums_B.index_add_(0, self.row_N[part], values(part).double())
         if self.share.cp > 1:
             dist.all_reduce(sums_B, group=mesh_of(self.head.model).dense.get_group("cp"))
         return sums_B

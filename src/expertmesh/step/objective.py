@@ -36,6 +36,11 @@ class TokenLosses(Protocol):
         all-reduce over cp, and what `total` issues.
         """
 
+    def largest_by_row(self) -> torch.Tensor:
+        """`[B]` float64, of rows with one target each: the word with the largest logit in its place. Collective
+        as `by_row`.
+        """
+
     def total_and_hits(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`total` without gradients, and this rank's share of how many targets have the largest logit. Collective as
         `total`, and two more all-reduces a chunk.
@@ -146,3 +151,18 @@ class LogProbabilities:
     def term(self, losses: TokenLosses, batch: dict[str, torch.Tensor]) -> Term:
         by_row_B = -losses.by_row()
         return Term(by_row_B.new_zeros(()), by_row_B)
+
+
+@dataclass(frozen=True, slots=True)
+class NextWords:
+    """Nothing is minimised: `figures_F` is the word that the model would choose in the place of each row's only target,
+    `[B]`, on every rank that shares the row.
+    """
+
+    figures: tuple[str, ...] = ()
+    count: int = 1
+    over: str = "rows"
+
+    def term(self, losses: TokenLosses, batch: dict[str, torch.Tensor]) -> Term:
+        word_B = losses.largest_by_row()
+        return Term(word_B.new_zeros(()), word_B)

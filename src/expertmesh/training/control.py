@@ -53,8 +53,9 @@ class Stopped(Exception):
 class Control:
     """One rank's line to its surroundings. `deadline` is of `time.monotonic()`.
 
-    `launch` names the launcher that started this rank, the same for all its restarts; None without one. `audit` is how
-    much of the loaded weights to compare with their files. `profile`: the first and last step of this start to profile.
+    `launch` names the launcher that started this rank, the same for all its restarts; None without one. `elastic`: the
+    next start may have other ranks, so each takes a layout that fits. `audit` is how much of the loaded weights to
+    compare with their files. `profile`: the first and last step of this start to profile.
     `arguments` (JSON) are what a verb other than `train` has to tell its ranks.
     """
 
@@ -64,6 +65,7 @@ class Control:
     audit: Literal["sampled", "full"] = "sampled"
     profile: tuple[int, int] | None = None
     arguments: str = ""
+    elastic: bool = False
     _signal: int = 0
     _signal_at: float = 0.0
 

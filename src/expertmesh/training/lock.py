@@ -38,6 +38,13 @@ BEAT_SECONDS = 15.0
 # Without a sign of life for this long, a lock counts as left behind where its process cannot be looked up: on another
 # host, or in another container. Much longer than what a stalled file system or a busy host takes.
 STALE_SECONDS = 300.0
+# The same for a start of the same launcher, which has made it because the one before is lost: three heartbeats. As a
+# launcher may be wrong about that (torchrun is, of an agent that it did not hear of), a living one keeps its lock.
+LOST_SECONDS = 45.0
+_POLL_SECONDS = 0.2
+# How long a lock of another host that looks left behind is watched for a sign of life: clocks of two hosts are apart at
+# times, and a clock may jump.
+WATCH_SECONDS = 2 * BEAT_SECONDS + 5
 # How long a lock may be unreadable because its owner is just writing it.
 _WRITING_SECONDS = 2.0
 _MAX_BYTES = 1 << 16
@@ -59,11 +66,11 @@ class Owner:
     started: Annotated[float, Field(ge=0, lt=_MAX_TIME)]
     heartbeat: Annotated[float, Field(ge=0, lt=_MAX_TIME)]
 
-    def is_gone(self) -> bool:
+    def is_gone(self, stale_seconds: float = STALE_SECONDS) -> bool:
         """Where the process can be looked up, that decides, also against a heartbeat that has stopped."""
         if self.space == _process_space():
             return _process_started(self.process) != self.process_started
-        return time.time() - self.heartbeat > STALE_SECONDS
+        return time.time() - self.heartbeat > stale_seconds
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started))
@@ -76,8 +83,8 @@ _OWNER = TypeAdapter(Owner)
 class RunLock:
     """`with RunLock(directory):` makes the directory if needed, and holds its lock inside the block.
 
-    Entering raises `InputError` if another run holds it. `launch` names the launcher: what was left behind by an
-    earlier attempt of the same one is taken over without a word.
+    Entering raises `InputError` if another run holds it. `launch` names the launcher: an earlier attempt of the same
+    one is waited for a while, and what it has left behind is taken over without a word.
     """
 
     def __init__(self, directory: Path, launch: str | None = None) -> None:
@@ -93,6 +100,7 @@ class RunLock:
             started=now,
             heartbeat=now,
         )
+        self._patient_until = 0.0
         self._taken_by: Owner | None = None
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
@@ -100,6 +108,7 @@ class RunLock:
     def __enter__(self) -> Self:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._patient_until = time.monotonic() + LOST_SECONDS + BEAT_SECONDS
             while not self._try():
                 time.sleep(0.01)
         except OSError as error:
@@ -135,7 +144,11 @@ class RunLock:
         holder = self._holder()
         if holder is None:
             return _create(self.path, self.owner)
-        if not holder.is_gone():
+        ours = holder.launch is not None and holder.launch == self.owner.launch
+        if ours and not holder.is_gone(LOST_SECONDS) and time.monotonic() < self._patient_until:
+            time.sleep(_POLL_SECONDS)
+            return False
+        if not holder.is_gone(LOST_SECONDS if ours else STALE_SECONDS) or (not ours and self._lives(holder)):
             age = max(0.0, time.time() - holder.heartbeat)
             raise InputError(
                 f"output_dir {self.path.parent} is in use by another run: {holder} (last sign of life {age:.0f} s "
@@ -148,6 +161,16 @@ class RunLock:
         if holder.launch is None or holder.launch != self.owner.launch:
             log.info(f"{self.path}: the run that held it has ended without giving it back ({holder}); taken over")
         return True
+
+    def _lives(self, holder: Owner) -> bool:
+        """Whether the holder of a lock that looks left behind gives another sign of life."""
+        if holder.space in ("", _process_space()):  # nobody has written it, or its process is gone
+            return False
+        log.info(f"{self.path}: {holder} has given no sign of life; watching for {WATCH_SECONDS:.0f} s whether it does")
+        until = time.monotonic() + WATCH_SECONDS
+        while (now := self._holder()) == holder and time.monotonic() < until:
+            time.sleep(0.1)
+        return now is not None and now != holder
 
     def _inherit(self, dead: Owner) -> bool:
         claim = self._claim_after(dead)
@@ -198,7 +221,10 @@ def holder(directory: Path) -> Owner | None:
 
     For readers: what they are told may be over the moment after.
     """
-    return _read(directory / NAME)
+    try:
+        return _read(directory / NAME)
+    except OSError as error:
+        raise InputError(f"{directory / NAME}: cannot be read: {error.strerror}", key="file.unreadable") from error
 
 
 def _create(path: Path, owner: Owner) -> bool:

@@ -4,31 +4,32 @@ It knows a sharded model and batches; it does not know how either came to be. Ev
 of `train_step` is the same sequence of collectives on all of them.
 """
 
+import itertools
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from expertmesh.config import Config
-from expertmesh.data import EvaluationBatches, Step, TrainingBatches
 from expertmesh.distributed.mesh import Mesh, set_timeout
 from expertmesh.experts.balance import attached_balance, update_router_bias
-from expertmesh.step.forward_backward import evaluate_terms, minimise
+from expertmesh.step.forward_backward import minimise
 from expertmesh.step.grad_norm import clip_grad_norm_
 from expertmesh.training.checkpoints import RunCheckpoints
 from expertmesh.training.control import Control, Stopped
+from expertmesh.training.evaluation import Evaluation
 from expertmesh.training.exchange import NonFiniteGuard, RankFacts, StepFacts, exchange
-from expertmesh.training.objective import RunObjective, evaluating, in_groups, on_device
-from expertmesh.training.reporting.metrics import EvalMetrics, ExpertLoad, StepMetrics, expert_load, tokens_are_due
+from expertmesh.training.objective import RunObjective, on_device
+from expertmesh.training.reporting.metrics import ExpertLoad, StepMetrics, expert_load, tokens_are_due
 from expertmesh.training.reporting.profiling import profiling
 
 if TYPE_CHECKING:
+    from expertmesh.data import Step, StreamBatches, TrainingBatches
     from expertmesh.training.reporting.reporter import Reporter
     from expertmesh.training.resume import Counters
 
@@ -45,8 +46,8 @@ class TrainingLoop:
     objective: RunObjective
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
-    train_batches: TrainingBatches
-    eval_batches: Mapping[str, EvaluationBatches]
+    train_batches: "TrainingBatches | StreamBatches"
+    evaluation: Evaluation
     total_steps: int
     reporter: "Reporter"
     expert_load: ExpertLoad
@@ -73,6 +74,7 @@ class TrainingLoop:
                 result = self._train_step(number, step, guard)
                 self.counters.step, self.counters.skipped_in_a_row = number, guard.in_a_row
                 self.counters.tokens += step.tokens
+                self.counters.stream = step.position
                 if number == first:
                     set_timeout(self.mesh, self.config.distributed.timeout_seconds)
                 if number == 1 and self.mesh.rank == 0:
@@ -86,7 +88,7 @@ class TrainingLoop:
                 every = self.config.train.eval_every_steps
                 last = number == self.total_steps
                 best = False
-                if self.eval_batches and (last or (every and number % every == 0)):
+                if self.evaluation.sets and (last or (every and number % every == 0)):
                     self.control.progress.at(number, "evaluating")
                     paused = time.monotonic()
                     best = selection.saw(number, self._evaluate(number))
@@ -102,7 +104,7 @@ class TrainingLoop:
             self.control.progress.at(self.counters.step, "waiting for the last checkpoint")
             self.checkpoints.finish()
 
-    def _report(self, number: int, step: Step, result: "_StepResult", clock: "_Clock") -> None:
+    def _report(self, number: int, step: "Step", result: "_StepResult", clock: "_Clock") -> None:
         tokens_LE, peak_memory = self.expert_load.take()
         elapsed, seconds = clock.read()
         steps = clock.restart(number)
@@ -111,7 +113,7 @@ class TrainingLoop:
         self.reporter.step(
             StepMetrics(
                 step=number,
-                epoch=step.epoch + (step.step_in_epoch + 1) / self.train_batches.steps_in_epoch(step.epoch),
+                epoch=step.progress,
                 loss=result.facts.loss,
                 grad_norm=result.facts.grad_norm,
                 learning_rate=result.learning_rate,
@@ -132,7 +134,7 @@ class TrainingLoop:
 
     def _evaluate(self, number: int) -> dict[str, Any]:
         """Evaluate on every set, and report it; the row of `metrics.jsonl`."""
-        metrics = EvalMetrics.together({name: self.evaluate(batches) for name, batches in self.eval_batches.items()})
+        metrics = self.evaluation.metrics(self.model)
         self.reporter.evaluation(number, metrics)
         return metrics.row()
 
@@ -153,19 +155,12 @@ class TrainingLoop:
                 log.info(f"stopped by {facts.stop} after step {number}; the same command continues from there")
             raise Stopped(facts.stop)
 
-    def _steps(self) -> Iterator[Step]:
-        """The steps after `counters.step`, each in its epoch."""
-        remaining, skipped = self.total_steps - self.counters.step, self.counters.step
-        for epoch in range(self.config.train.num_epochs):
-            start = min(skipped, self.train_batches.steps_in_epoch(epoch))
-            skipped -= start
-            for step in self.train_batches.epoch(epoch, start):
-                if remaining == 0:
-                    return
-                yield step
-                remaining -= 1
+    def _steps(self) -> Iterator["Step"]:
+        """The steps after `counters.step`."""
+        steps = self.train_batches.steps(self.counters.step, self.counters.stream)
+        return itertools.islice(steps, self.total_steps - self.counters.step)
 
-    def _train_step(self, number: int, step: Step, guard: NonFiniteGuard) -> "_StepResult":
+    def _train_step(self, number: int, step: "Step", guard: NonFiniteGuard) -> "_StepResult":
         """One optimizer step: backward over all micro-batches, one norm, one decision, one update.
 
         A skipped step uses up its place in the schedule.
@@ -187,24 +182,6 @@ class TrainingLoop:
         self.optimizer.zero_grad(set_to_none=True)
         self.schedule.step()
         return _StepResult(facts, learning_rate, skipped)
-
-    def evaluate(self, batches: EvaluationBatches) -> EvalMetrics:
-        """The objective over the whole evaluation set; the same on every rank (one all-reduce)."""
-        objective = self.objective.evaluated(rows=batches.rows, target_tokens=batches.target_tokens)
-        totals = torch.zeros(1 + len(objective.figures), dtype=torch.float64, device=self.mesh.device)
-        with evaluating(self.model):
-            for group in in_groups(batches, self.mesh, "evaluating"):
-                for term in evaluate_terms(self.model, self.objective.with_reference(self.model, group), objective):
-                    totals += torch.cat([term.loss.double().view(1), term.figures_F])
-        dist.all_reduce(totals)
-        loss, *figures = totals.tolist()
-        return EvalMetrics(
-            loss,
-            batches.target_tokens,
-            dict(zip(objective.figures, figures, strict=True)),
-            count=int(objective.count),
-            over=objective.over,
-        )
 
 
 @dataclass(frozen=True, slots=True)

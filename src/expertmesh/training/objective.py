@@ -6,7 +6,7 @@ changed when the run goes on, and a run that goes on has to minimise what it min
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.terminal import tracked
 from expertmesh.step.forward_backward import Batch, evaluate_terms
-from expertmesh.step.objective import CrossEntropy, Dpo, EvaluatedCrossEntropy, LogProbabilities, Objective
+from expertmesh.step.objective import CrossEntropy, Dpo, EvaluatedCrossEntropy, LogProbabilities, NextWords, Objective
 from expertmesh.training.reporting.first_loss import first_dpo_loss_lines, first_loss_lines
 
 REFERENCE_FILE = "reference/log_probabilities.safetensors"
@@ -82,7 +82,7 @@ class RunObjective:
 
     def _of_reference(self, model: nn.Module, batches: Sequence[Batch]) -> list[torch.Tensor | None]:
         with adapters_off(model) if self.adapters_off else nullcontext():
-            return log_probabilities(model, batches)
+            return by_row(model, batches, LogProbabilities())
 
     def give_reference(
         self,
@@ -109,14 +109,8 @@ class RunObjective:
         """The reference's log-probability of each sample of `dataset`, by `model` as it is now. Every rank calls it and
         gets it: forwards over all samples, and one all-reduce.
         """
-        table = torch.zeros(len(dataset), dtype=torch.float64, device=mesh.device)
-        for group in in_groups(EvaluationBatches(dataset, layout), mesh, "the reference"):
-            for batch, row_B in zip(group, self._of_reference(model, group), strict=True):
-                # Of the ranks that share a row one counts. Rows that only keep a rank busy are not real.
-                if row_B is not None and mesh.coordinate("cp") == mesh.coordinate("tp") == 0:
-                    table.index_add_(0, batch["row_numbers"], row_B * batch["real_tokens"].any(dim=1))
-        dist.all_reduce(table)
-        return table.cpu().numpy()
+        groups = in_groups(EvaluationBatches(dataset, layout), mesh, "the reference")
+        return table_of_rows(len(dataset), mesh, ((group, self._of_reference(model, group)) for group in groups))
 
     def first_loss_lines(self, model_config: Any, loss: float, target_tokens: int) -> Iterator[str]:
         """What the first step's loss says, for the terminal."""
@@ -145,13 +139,31 @@ def _read_reference(checkpoint: Path, datasets: Sequence[TokenizedDataset]) -> N
         dataset.reference = table.numpy()
 
 
-def log_probabilities(model: nn.Module, batches: Sequence[Batch]) -> list[torch.Tensor | None]:
-    """Of each row's targets, `[B]` float64 for each batch; None on ranks without the last pipeline stage.
+def table_of_rows(
+    rows: int, mesh: Mesh, groups: Iterable[tuple[Sequence[Batch], Sequence[torch.Tensor | None]]]
+) -> npt.NDArray[np.float64]:
+    """`[rows]`, by their numbers, of what each rank has of its batches (`by_row`); the same on every rank, which all
+    call it: one all-reduce.
+    """
+    table = torch.zeros(rows, dtype=torch.float64, device=mesh.device)
+    for batches, values in groups:
+        for batch, value_B in zip(batches, values, strict=True):
+            # Of the ranks that share a row one counts. Rows that only keep a rank busy are not real.
+            if value_B is not None and mesh.coordinate("cp") == mesh.coordinate("tp") == 0:
+                table.index_add_(0, batch["row_numbers"], value_B * batch["real_tokens"].any(dim=1))
+    dist.all_reduce(table)
+    return table.cpu().numpy()
+
+
+def by_row(
+    model: nn.Module, batches: Sequence[Batch], objective: LogProbabilities | NextWords
+) -> list[torch.Tensor | None]:
+    """The figures of each row, `[B]` float64 for each batch; None on ranks without the last pipeline stage.
 
     Every rank calls it, with equally many batches. The model computes as in evaluation, and counts nothing of routing.
     """
     with evaluating(model):
-        terms = evaluate_terms(model, batches, LogProbabilities())
+        terms = evaluate_terms(model, batches, objective)
     if not terms:
         return [None] * len(batches)
     # Behind a batch's own rows may be some that a pipeline has added.
@@ -170,8 +182,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def in_groups(batches: EvaluationBatches, mesh: Mesh, what: str) -> Iterator[list[Batch]]:
-    """As many at a time as keep the stages of a pipeline busy, on the device. `what` is being done with them."""
-    remaining = tracked(batches, len(batches), what, "batches")
+    """As many at a time as keep the stages of a pipeline busy, on the device. `what` is being done with them; nothing
+    is shown without it.
+    """
+    remaining = tracked(batches, len(batches), what, "batches") if what else iter(batches)
     at_a_time = 4 * mesh.layout.pp if mesh.layout.pp > 1 else 1
     while group := list(itertools.islice(remaining, at_a_time)):
         yield [on_device(batch, mesh.device) for batch in group]

@@ -21,14 +21,14 @@ from expertmesh.checkpoint.manifest import read_manifest
 from expertmesh.checkpoint.small_files import STATE_FILE, read_state_file
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError, IntegrityError
-from expertmesh.data import TokenizedDataset
+from expertmesh.data import StreamPosition, TokenizedDataset
 from expertmesh.data.report import ODD_ROWS
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.io.versioned_json import first_problem
 from expertmesh.training.optimizers.build import learning_rate_factor
 
 # What may differ from the run that is resumed: sections and keys.
-_FREE_SECTIONS = ("parallel", "checkpoint", "save", "log", "distributed")
+_FREE_SECTIONS = ("parallel", "eval", "checkpoint", "save", "log", "distributed")
 _FREE_KEYS = (
     "train.max_steps",
     "train.num_epochs",
@@ -36,11 +36,13 @@ _FREE_KEYS = (
     "train.activation_checkpointing",
     "train.checkpoint_layers",
     "train.compile",
+    "train.deterministic",
     "train.eval_every_steps",
     "train.early_stop",
     *(f"train.early_stop.{key}" for key in ("figure", "patience", "min_change")),
     "moe.dispatch",
     "moe.compute",
+    "moe.kernels",
     "data.eval",
     "data.prepared_path",
     "output_dir",
@@ -53,6 +55,8 @@ _ADDED_LATER = {
     "data.format": "auto",
     "data.template_args": {},
     "data.thinking": "auto",
+    "data.stream": False,
+    "data.stream_rows": 8192,
     **{f"data.on_{kind}": "keep" for kind in ODD_ROWS},
     "optim.stochastic_rounding": False,
     "schedule.min_ratio": 0.0,
@@ -97,6 +101,7 @@ class Counters:
     best: Best | None = None
     least: Best | None = None
     no_better: _Count = 0
+    stream: StreamPosition | None = None
 
 
 _COUNTERS = TypeAdapter(Counters)

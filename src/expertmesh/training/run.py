@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
-from expertmesh.distributed.mesh import current_device, start_process_group
 from expertmesh.training.checkpoints import open_checkpoints
 from expertmesh.training.control import Control
+from expertmesh.training.evaluation import Evaluation
 from expertmesh.training.lock import RunLock
 from expertmesh.training.loop import TrainingLoop
 from expertmesh.training.publish import push_result
 from expertmesh.training.reporting.plan_lines import Predict, out_of_memory, print_plan
 from expertmesh.training.reporting.reporter import open_reporter, start_reports
 from expertmesh.training.run_state import load_state, save_result
-from expertmesh.training.startup.preflight import preflight
+from expertmesh.training.startup.arrangement import Arrange, arranged, check
 from expertmesh.training.startup.prepare import begin, prepare
 
 if TYPE_CHECKING:
@@ -28,23 +28,30 @@ if TYPE_CHECKING:
     from expertmesh.training.startup.model_check import Checked
 
 
-def train(config: "Config", control: Control | None = None, predict: Predict | None = None) -> None:
+def train(
+    config: "Config",
+    control: Control | None = None,
+    predict: Predict | None = None,
+    arrange: Arrange | None = None,
+) -> None:
     """Train as `config` says and save `output_dir/model`, or `output_dir/adapter` with `lora`.
 
-    Every rank calls it; `predict` says on rank 0 what a step will take, to be printed and recorded. Raises the errors
-    of config.errors, and `Stopped` when the run was asked to stop and has saved.
+    Every rank calls it; `predict` says on rank 0 what a step will take, to be printed and recorded, and `arrange` how
+    ranks that `config` may not be written for are laid out. Raises the errors of config.errors, and `Stopped` when the
+    run was asked to stop and has saved.
     """
     control = control or Control()
-    start_process_group(current_device(), config.distributed.first_step_timeout_seconds)
     begin(config, control)
+    if arrange is not None:
+        config = arranged(config, arrange)
     with raise_on_all_ranks("checking the configuration"):
-        checked = preflight(config, dist.get_world_size())
+        checked = check(config)
     try:
         _train(config, control, checked, predict)
         push_result(config)
     except torch.OutOfMemoryError as error:
         # Planned anew: what is sharded already cannot be planned with.
-        forecast = None if predict is None else predict(config, preflight(config, dist.get_world_size()))
+        forecast = None if predict is None else predict(config, check(config))
         raise out_of_memory(error, control.progress.status(), forecast) from error
 
 
@@ -70,7 +77,7 @@ def _train(config: "Config", control: Control, checked: "Checked", predict: Pred
             optimizer=state.optimizer,
             schedule=state.schedule,
             train_batches=run.batches,
-            eval_batches=run.evaluation,
+            evaluation=Evaluation.of(run),
             total_steps=run.total_steps,
             reporter=reporter,
             expert_load=expert_load,

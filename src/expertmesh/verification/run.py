@@ -96,7 +96,8 @@ def _finish(report: Report, config: Config, options: VerifyOptions) -> None:
     done = sum(check.status == "pass" for check in checks)
     left = sum(check.status == "not run" for check in checks)
     caught = [mutation for mutation in report.mutations if mutation.status == "pass"]
-    tested = f", {len(caught)} of {len(report.mutations)} planted bugs caught" if report.mutations else ""
+    planted = [mutation for mutation in report.mutations if mutation.status != "not run"]
+    tested = f", {len(caught)} of {len(planted)} planted bugs caught" if report.mutations else ""
     say([f"verified    {done} checks passed, {left} not run{tested} ({report.seconds:.0f} s){where}"])
 
 

@@ -1,11 +1,13 @@
 """Fills an already sharded model from a Hugging Face directory: each rank reads only the bytes of its shards.
 
-Tensors are read one by one, straight into the local shards on their device, cast to the parameter's dtype. Beside the
-shards a rank holds at most one block of one tensor in host memory. Errors are raised on every rank with the same
-sentence. Weights are never gathered or broadcast, so that no rank can overwrite another's experts.
+Tensors are read one by one, in the order of the files, while the system already reads the next ones: the ranks of a
+node sweep over the same file together. They go straight into the local shards on their device, cast to the parameter's
+dtype. Beside the shards a rank holds at most one block of one tensor in host memory. Errors are raised on every rank
+with the same sentence. Weights are never gathered or broadcast, so that no rank can overwrite another's experts.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +19,8 @@ from transformers import PreTrainedModel
 from expertmesh.anatomy import describe
 from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
-from expertmesh.io.boxes import Box, slices
-from expertmesh.io.safetensors_reader import WeightFiles, open_weight_files
+from expertmesh.io.boxes import Box, intersect, slices
+from expertmesh.io.safetensors_reader import FileTensor, WeightFiles, open_weight_files
 from expertmesh.io.terminal import tracked
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.shards import local_box, local_tensor
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from expertmesh.weights.lazy import LazyTensor
 
 _CHECKED_ELEMENTS = 1 << 22
+# How much the system is told to read before it is asked for.
+_AHEAD_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,8 @@ def bytes_to_read(model: PreTrainedModel, directory: str | Path) -> int:
 def fill_planned(model: PreTrainedModel, files: WeightFiles, plan: LoadPlan) -> LoadReport:
     """Carry out `plan` on this rank. Raises `IntegrityError`; issues no collective."""
     state = model_tensors(model)
-    for name, lazy in tracked(plan.tensors.items(), len(plan.tensors), "loading weights", "tensors"):
+    announced = _announced(files, plan, state)
+    for name, lazy in tracked(announced, len(plan.tensors), "loading weights", "tensors"):
         box, local = local_box(state[name]), local_tensor(state[name])
         assert not local.is_meta, f"{name} is still on meta; allocate the model's shards before filling them"
         read_box(lazy, box, local, files.read)
@@ -121,6 +126,30 @@ def fill_planned(model: PreTrainedModel, files: WeightFiles, plan: LoadPlan) -> 
         ignored=plan.ignored,
         unmapped=summarize_unmapped(source.unmapped, files.tensors.keys() - set(plan.ignored)),
     )
+
+
+def _announced(files: WeightFiles, plan: LoadPlan, state: dict[str, Tensor]) -> Iterator[tuple[str, "LazyTensor"]]:
+    """The tensors in the order of the files, each after the system has been told what of the next ones will be read."""
+    items = sorted(plan.tensors.items(), key=lambda item: _place(item[1]))
+    boxes = [local_box(state[name]) for name, _ in items]
+    sizes = [bytes_needed(lazy, box) for (_, lazy), box in zip(items, boxes, strict=True)]
+    told, following = 0, 0 if hasattr(os, "posix_fadvise") else len(items)
+    for number, item in enumerate(items):
+        while following < len(items) and (following <= number or told < _AHEAD_BYTES):
+            for piece in items[following][1].pieces:
+                common = intersect(piece.dest, boxes[following])
+                if isinstance(piece.leaf, FileTensor) and common is not None:
+                    files.announce(piece.leaf, piece.crop(common).source)
+            told += sizes[following]
+            following += 1
+        yield item
+        told -= sizes[number]
+
+
+def _place(lazy: "LazyTensor") -> tuple[str, int]:
+    """The file and the offset where the first of its bytes are."""
+    leaves = (leaf for leaf in lazy.leaves() if isinstance(leaf, FILE_LEAVES))
+    return min(((leaf.path.name, getattr(leaf, "offset", 0)) for leaf in leaves), default=("", 0))
 
 
 def refuse_non_finite(name: str, lazy: "LazyTensor", box: Box, local: Tensor) -> None:

@@ -62,7 +62,7 @@ def run(config: Config, samples: int = 3, nproc: int | None = None) -> int:
 
     recipe = Recipe.of(config, config.data.train, tokenizer, vocab_size)
     dataset, report = found_or_built(config, recipe)
-    mixture = Mixture.of(config.data.train, report, dataset.samples_per_row)
+    mixture = None if config.data.stream else Mixture.of(config.data.train, report, dataset.samples_per_row)
     for index in range(min(samples * dataset.samples_per_row, len(dataset))):
         _print_sample(console, dataset, index, tokenizer)
     _print_report(console, "train", config, report)
@@ -144,7 +144,7 @@ def _share_warning(config: Config, report: DataReport) -> str | None:
 
 
 def _print_steps(
-    console: Console, config: Config, dataset: TokenizedDataset, mixture: Mixture, pad_token_id: int
+    console: Console, config: Config, dataset: TokenizedDataset, mixture: Mixture | None, pad_token_id: int
 ) -> None:
     size = config.train.global_batch_size
     # One rank that takes the whole global batch: steps do not depend on the layout, which is unknown here.
@@ -165,6 +165,9 @@ def _print_steps(
         rows = f"{len(plan.rows):,} rows of {config.data.max_length:,} tokens"
         samples = sum(map(len, plan.rows))
         console.print(f"packing: {samples:,} samples in {rows}, {plan.fill:.1%} full")
+    if config.data.stream:
+        console.print(f"global batch {size:,} rows: {config.train.max_steps:,} steps of the stream")
+        return
     epochs, rows = config.train.num_epochs, "pairs" if dataset.samples_per_row == 2 else "rows"
     console.print(
         f"global batch {size:,} {rows}: {batches.steps_per_epoch:,} steps in the first epoch, "

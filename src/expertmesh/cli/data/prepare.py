@@ -32,7 +32,11 @@ def run(config: Config, workers: int | None = None) -> int:
     tokenizer = load_tokenizer(config.model, config.data.chat_template)
     date = None
     sets = {f"eval {name}".strip(): sources for name, sources in config.data.eval_sets().items()}
-    for name, sources in ({"train": config.data.train} | sets).items():
+    if config.data.stream:
+        print("train data: is read as a stream, so there is nothing to prepare")
+    else:
+        sets = {"train": config.data.train} | sets
+    for name, sources in sets.items():
         recipe = Recipe.of(config, sources, tokenizer, checked.vocab_size, date)
         found = prepare(name, Preparation.of(config, recipe), workers or processors())
         date = date or found.date

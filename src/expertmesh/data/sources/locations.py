@@ -15,7 +15,7 @@ from typing import IO, Any, Protocol
 from expertmesh.config.errors import InputError
 from expertmesh.data.sources.json_rows import read_json, read_lines
 from expertmesh.data.sources.rows import RawRow, SourceFile, Takes
-from expertmesh.data.sources.tables import read_arrow, read_csv, read_parquet, read_table
+from expertmesh.data.sources.tables import read_arrow, read_csv, read_examples, read_parquet, read_table
 from expertmesh.io.reading import open_file
 
 _READERS = {
@@ -46,8 +46,9 @@ class Location(Protocol):
         """A hash of the content; reads all of it."""
 
 
-def locations(path: str) -> list[Location]:
-    """Where the rows of `path` lie: a file, a directory, a URL or a hub data set (`name`, `org/name:split`).
+def locations(path: str, stream: bool = False) -> list[Location]:
+    """Where the rows of `path` lie: a file, a directory, a URL or a hub data set (`name`, `org/name:split`), which is
+    downloaded unless it is to `stream`.
 
     Raises `InputError` when it is none of these.
     """
@@ -55,7 +56,7 @@ def locations(path: str) -> list[Location]:
         return list(_remote_files(path))
     local = Path(path).expanduser()
     if not local.exists():
-        return [_hub_table(path)]
+        return list(_hub_shards(path)) if stream else [_hub_table(path)]
     if not local.is_dir():
         return [_File(str(local), local)]
     if (local / "dataset_info.json").is_file() or (local / "dataset_dict.json").is_file():
@@ -153,6 +154,32 @@ class _Table:
         return self.stamp()
 
 
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """Rows of a data set of the hub, as the package datasets streams them."""
+
+    name: str
+    examples: Any
+
+    def rows(self, takes: Takes) -> Iterator[RawRow | None]:
+        try:
+            yield from read_examples(self.examples, SourceFile(self.name, by_line=False), takes)
+        except InputError:
+            raise
+        except Exception as error:  # of the hub client, of pyarrow and of what decompresses
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise InputError(
+                f"the data set {self.name} cannot be read ({reason}); check the network, and start again.",
+                key="data.unreadable",
+            ) from error
+
+    def stamp(self) -> str:
+        return self.name
+
+    def content(self) -> str:
+        return self.name
+
+
 def refuse_url(url: str) -> None:
     """Raise `InputError` for a URL of a kind that fsspec cannot open here. Asks no network."""
     import fsspec
@@ -237,6 +264,19 @@ def _saved_table(directory: Path) -> _Table:
 
 
 def _hub_table(path: str) -> _Table:
+    name, table = _hub_data(path, streaming=False)
+    return _Table(name, table)
+
+
+def _hub_shards(path: str) -> Iterator["_Shard"]:
+    """The files of a hub data set, none of which is kept on the disk."""
+    name, table = _hub_data(path, streaming=True)
+    for index in range(table.num_shards):
+        shard = table.shard(num_shards=table.num_shards, index=index)
+        yield _Shard(f"{name}, part {index + 1}" if table.num_shards > 1 else name, shard)
+
+
+def _hub_data(path: str, streaming: bool) -> tuple[str, Any]:
     match = _HUB_ID.fullmatch(path)
     if match is None or path.endswith(_FILE_LIKE):
         raise InputError(
@@ -246,7 +286,7 @@ def _hub_table(path: str) -> _Table:
 
     split = match["split"] or "train"
     try:
-        table = datasets.load_dataset(match["id"], split=split)
+        table = datasets.load_dataset(match["id"], split=split, streaming=streaming)
     except Exception as error:  # the hub client raises a dozen unrelated classes; every one becomes this sentence
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(
@@ -254,4 +294,4 @@ def _hub_table(path: str) -> _Table:
             f"{match['id']} cannot be loaded ({reason}); correct the path or the split.",
             key="data.not-found",
         ) from error
-    return _Table(f"{match['id']}:{split}", table)
+    return f"{match['id']}:{split}", table

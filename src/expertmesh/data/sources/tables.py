@@ -104,13 +104,19 @@ def read_table(table: Any, source: SourceFile, takes: Takes) -> Iterator[RawRow 
     """The rows of a `datasets.Dataset`."""
     for start in range(0, len(table), BLOCK_ROWS):
         numbers = range(start + 1, min(start + BLOCK_ROWS, len(table)) + 1)
-        if not takes(start + 1):
+        if not any(map(takes, numbers)):
             yield from (None for _ in numbers)
             continue
         columns = table[start : start + BLOCK_ROWS]
         for place, number in enumerate(numbers):
             value = {name: cells[place] for name, cells in columns.items()}
-            yield RawRow(source, number, _without_nulls(value))
+            yield RawRow(source, number, _without_nulls(value)) if takes(number) else None
+
+
+def read_examples(examples: Any, source: SourceFile, takes: Takes) -> Iterator[RawRow | None]:
+    """The rows of a `datasets.IterableDataset`."""
+    for number, value in enumerate(examples, start=1):
+        yield RawRow(source, number, _without_nulls(value)) if takes(number) else None
 
 
 def _of_batch(batch: Any, source: SourceFile, before: int, takes: Takes) -> Iterator[RawRow | None]:

@@ -1,8 +1,10 @@
 """What a step and an evaluation report: rows of `metrics.jsonl`, and what is counted for them on all ranks."""
 
+import json
 import math
 import resource
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
@@ -17,6 +19,9 @@ from expertmesh.experts.layer import ExpertLayer, layer_of
 from expertmesh.io.terminal import duration
 from expertmesh.state.stage_view import stage_names
 
+EVAL_SAMPLES = "eval_samples"
+# Characters of a prompt, and of an answer, in a log.
+_SHOWN = 160
 # A run reports the tokens of every expert so many times.
 _TIMES_TOKENS = 100
 
@@ -84,9 +89,30 @@ class StepMetrics:
 
 
 @dataclass(frozen=True, slots=True)
+class EvalSample:
+    """What the model answers, greedily, to a prompt of the evaluation set of that name, and what the data answer."""
+
+    set: str
+    source: str
+    prompt: str
+    answer: str
+    expected: str
+
+    def line(self) -> str:
+        """For a log: the end of the prompt, and the beginnings of the answers."""
+        prompt, answer, expected = (json.dumps(text, ensure_ascii=False) for text in self._shortened())
+        return f"sample {self.source}: {prompt} answered by {answer}, in the data by {expected}"
+
+    def _shortened(self) -> Iterator[str]:
+        yield self.prompt if len(self.prompt) <= _SHOWN else f"...{self.prompt[-_SHOWN:]}"
+        for text in (self.answer, self.expected):
+            yield text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+@dataclass(frozen=True, slots=True)
 class EvalMetrics:
     """Over a whole evaluation set, or several: `loss` and `figures` of the objective, each divided by `count` of what
-    `over` names. `sets`: those that have a name, each by itself.
+    `over` names. `sets`: those that have a name, each by itself. `samples`: what the model answers now.
     """
 
     loss: float
@@ -95,6 +121,7 @@ class EvalMetrics:
     count: int
     over: str
     sets: dict[str, "EvalMetrics"] = field(default_factory=dict)
+    samples: list[EvalSample] = field(default_factory=list)
 
     @classmethod
     def together(cls, sets: dict[str, "EvalMetrics"]) -> "EvalMetrics":
@@ -112,15 +139,16 @@ class EvalMetrics:
         row |= {f"eval_{name}": value for name, value in self.figures.items()}
         for name, each in self.sets.items():
             row |= {f"eval_{name}_{key}": value for key, value in {"loss": each.loss, **each.figures}.items()}
-        return row
+        return row | ({EVAL_SAMPLES: [asdict(each) for each in self.samples]} if self.samples else {})
 
     def lines(self) -> list[str]:
         """For a log."""
         found = [("eval", self), *((f"eval {name}", each) for name, each in self.sets.items())]
-        return [
+        figures = [
             "  ".join([f"{name} loss {each.loss:.4f} over {each.count:,} {each.over}", *shown(each.figures)])
             for name, each in found
         ]
+        return figures + [each.line() for each in self.samples]
 
 
 def shown(figures: dict[str, float]) -> list[str]:

@@ -20,9 +20,9 @@ from expertmesh.anatomy import Anatomy, alike_as_one, decoder_blocks, is_adapter
 from expertmesh.config import Config, InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.io.terminal import gib
-from expertmesh.parallel.context import context_lines
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.shard_plan import ShardPlan
+from expertmesh.parallel.varlen import packed_attention_line
 from expertmesh.step.pipeline_schedule import schedule_kind
 from expertmesh.training.reporting.machine import machine_lines
 from expertmesh.training.reporting.record import Forecast
@@ -66,14 +66,8 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
     config, checked, mesh, model, batches = run.config, run.checked, run.mesh, run.model, run.batches
     layout, anatomy, plan = mesh.layout, checked.anatomy, checked.plan
     yield f"model      {config.model.name_or_path}: {checked.model_config.model_type}, " + _experts_line(anatomy)
-    yield from (f"           {line}" for line in layout.table().splitlines())
-    yield from (f"cp         {line}" for line in context_lines(model, layout))
-    yield from (f"tp         {line}" for line in plan.tensor.lines())
+    yield from _layout_lines(run)
     pipeline = pipeline_of(model)
-    if pipeline is not None:
-        yield from (f"stages     {line}" for line in _stage_lines(pipeline, batches.accumulation))
-    if checked.layout_reason is not None:
-        yield f"layout     {checked.layout_reason}"
     dense, expert, adapters = local_parameters(model, anatomy)
     counts = f"{dense:,} dense + {expert:,} expert{f' + {adapters:,} adapter' if adapters else ''} parameters"
     yield f"per rank   {counts}, {gib(run.bytes_to_load)} to load"
@@ -91,6 +85,8 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
     yield (
         f"experts    dispatch {said['dispatch']}, compute {said['compute']}, router {router}, in {said['router_dtype']}"
     )
+    if said["kernels"] != "torch":
+        yield f"           kernels {said['kernels']}"
     counted = batches.accumulation if batches.accumulation > 1 or pipeline is not None else 0
     yield from (f"balance    {line}" for line in _balance_lines(plan, counted))
     if lora is not None:
@@ -117,6 +113,22 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
     yield f"steps      {steps}, {config.optim.name}, {config.schedule.name} schedule"
     if forecast is not None:
         yield f"predicted  {forecast.line}"
+
+
+def _layout_lines(run: "Prepared") -> Iterator[str]:
+    """Where ranks are, and what each axis does."""
+    config, checked, mesh, model = run.config, run.checked, run.mesh, run.model
+    plan = checked.plan
+    yield from (f"           {line}" for line in mesh.layout.table().splitlines())
+    yield from (f"cp         {line}" for line in plan.context.lines())
+    yield from (f"tp         {line}" for line in plan.tensor.lines())
+    if config.data.packing and mesh.device.type != "cpu":
+        compute = getattr(torch, config.precision.compute)
+        yield f"packed     rows attend {packed_attention_line(model, checked.anatomy, mesh.device, compute)}"
+    if (pipeline := pipeline_of(model)) is not None:
+        yield from (f"stages     {line}" for line in _stage_lines(pipeline, run.batches.accumulation))
+    if checked.layout_reason is not None:
+        yield f"layout     {checked.layout_reason}"
 
 
 def _stage_lines(pipeline: Pipeline, micro_batches: int) -> Iterator[str]:

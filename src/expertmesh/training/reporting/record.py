@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import ExpertmeshError
 from expertmesh.io.directory import io_errors
 from expertmesh.io.safetensors_writer import replace_synced
@@ -76,6 +77,16 @@ class Forecast:
     warning: str | None = None
     cures: Callable[[], list[str]] = list
     peak_tokens_per_second: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """How a start lays out its ranks, in place of what the configuration says, and why in words."""
+
+    parallel: ParallelConfig
+    micro_batch_size: int
+    activation_checkpointing: str
+    reason: str
 
 
 class Start(_Strict):

@@ -26,6 +26,7 @@ from expertmesh.config import Config
 from expertmesh.config.errors import InputError
 from expertmesh.io.safetensors_writer import replace_synced
 from expertmesh.io.versioned_json import read_versioned
+from expertmesh.training.reporting.metrics import EVAL_SAMPLES
 from expertmesh.training.resume import flat
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ _JOINED: dict[str, tuple[str, Callable[[Iterator[float]], float]]] = {
 _WHITE, _PIXELS = 4.0, 6
 # MLflow takes no more in one call, and no longer values.
 _MLFLOW_PARAMETERS, _MLFLOW_TEXT = 100, 6000
+# Of a generated sample.
+_TEXTS = ("prompt", "answer", "expected")
 Picture = npt.NDArray[np.uint8]
 
 
@@ -73,6 +76,7 @@ class Tracker(Protocol):
     known_as: str
 
     def log(self, step: int, figures: dict[str, float], pictures: dict[str, Picture]) -> None: ...
+    def samples(self, step: int, rows: list[dict[str, str]]) -> None: ...
     def sync(self) -> None: ...
     def close(self, failed: bool) -> None: ...
 
@@ -89,6 +93,8 @@ class Trackers:
         pictures = {"expert_tokens": heat_map(row["expert_tokens"])} if row.get("expert_tokens") else {}
         for name in list(self.trackers):
             self._try(name, lambda tracker: tracker.log(row["step"], figures, pictures))
+            if row.get(EVAL_SAMPLES):
+                self._try(name, lambda tracker: tracker.samples(row["step"], row[EVAL_SAMPLES]))
 
     def sync(self) -> None:
         for name in list(self.trackers):
@@ -101,6 +107,8 @@ class Trackers:
 
     def _try(self, name: str, use: Callable[[Tracker], None]) -> None:
         """A tracker that fails must not end a run of days."""
+        if name not in self.trackers:  # it has failed a moment ago
+            return
         try:
             use(self.trackers[name])
         except Exception as error:
@@ -174,6 +182,15 @@ def heat_map(tokens_LE: list[list[int]]) -> Picture:
     return np.repeat(large[:, :, None], 3, axis=2)
 
 
+def _as_text(rows: list[dict[str, str]]) -> str:
+    """Generated answers in Markdown: all texts as code, so that none of them is markup."""
+    parts = []
+    for row in rows:
+        parts.append(f"**{row['source']}**")
+        parts += [f"{key}:\n\n" + "\n".join(f"    {line}" for line in (row[key] or " ").splitlines()) for key in _TEXTS]
+    return "\n\n".join(parts)
+
+
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
@@ -194,6 +211,9 @@ class _TensorBoard:
             self.writer.add_scalar(name, value, step)
         for name, picture in pictures.items():
             self.writer.add_image(name, picture, step, dataformats="HWC")
+
+    def samples(self, step: int, rows: list[dict[str, str]]) -> None:
+        self.writer.add_text(EVAL_SAMPLES, _as_text(rows), step)
 
     def sync(self) -> None:
         self.writer.flush()
@@ -223,6 +243,10 @@ class _WandB:
         images = {name: self.wandb.Image(picture) for name, picture in pictures.items()}
         self.run.log({"step": step, **figures, **images})
 
+    def samples(self, step: int, rows: list[dict[str, str]]) -> None:
+        table = self.wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self.run.log({"step": step, EVAL_SAMPLES: table})
+
     def sync(self) -> None:
         pass  # its own process has them
 
@@ -247,6 +271,9 @@ class _Trackio:
         images = {name: self.trackio.Image(picture) for name, picture in pictures.items()}
         self.run.log({**figures, **images}, step=step)
 
+    def samples(self, step: int, rows: list[dict[str, str]]) -> None:
+        self.run.log({EVAL_SAMPLES: self.trackio.Markdown(_as_text(rows))}, step=step)
+
     def sync(self) -> None:
         pass  # a thread of its own writes them
 
@@ -270,6 +297,9 @@ class _MLflow:
         self.mlflow.log_metrics(figures, step=step)
         for name, picture in pictures.items():
             self.mlflow.log_image(picture, key=name, step=step)
+
+    def samples(self, step: int, rows: list[dict[str, str]]) -> None:
+        self.mlflow.log_text(_as_text(rows), f"{EVAL_SAMPLES}/step-{step:08d}.md")
 
     def sync(self) -> None:
         pass  # each call is a request of its own

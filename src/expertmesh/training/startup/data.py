@@ -9,7 +9,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,13 +22,21 @@ from expertmesh.data import (
     Mixture,
     Preparation,
     PreparedData,
+    Ranks,
     Recipe,
+    Stream,
     TokenizedDataset,
     load_tokenizer,
     padding_token_id,
 )
 from expertmesh.data.sources import Share
-from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks, sum_over_ranks
+from expertmesh.distributed.all_ranks import (
+    from_rank_0,
+    object_from_rank_0,
+    objects_of_all_ranks,
+    raise_on_all_ranks,
+    sum_over_ranks,
+)
 from expertmesh.training.startup.model_check import Checked
 
 _SECONDS_BETWEEN_LINES = 10.0
@@ -38,7 +46,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 @dataclass(frozen=True, slots=True)
 class RunData:
     """The data of a run; `evaluation` by the name of the set, `reports` of the training data and then of each of these.
-    `date` is the one that chat templates write.
+    `date` is the one that chat templates write. With a `stream`, `training` and its report are of its first rows.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -47,7 +55,8 @@ class RunData:
     evaluation: Mapping[str, TokenizedDataset]
     reports: tuple[DataReport, ...]
     date: datetime.date
-    mixture: Mixture
+    mixture: Mixture | None
+    stream: Stream | None = None
 
     @property
     def datasets(self) -> list[TokenizedDataset]:
@@ -59,23 +68,41 @@ def read_data(config: Config, checked: Checked, date: datetime.date | None, say:
     say("reading the data")
     with raise_on_all_ranks("loading the tokenizer"):
         tokenizer = load_tokenizer(config.model, config.data.chat_template)
-    found: list[PreparedData] = []
+    stream, found, reports = None, [], []
+    train = Recipe.of(config, config.data.train, tokenizer, checked.vocab_size, date)
+    if config.data.stream:
+        say("reading the first rows of the stream")
+        # A stream is not kept, so what its template writes is that of the first start.
+        date = date or datetime.date.today()
+        stream = Stream(replace(train, date=date), config.train.seed, _ranks())
+        window = stream.first()
+        found.append(window.dataset)
+        reports.append(window.report)
     sets = config.data.eval_sets()
-    names = ["data.train", *(f"data.eval {name}".strip() for name in sets)]
-    for name, sources in zip(names, (config.data.train, *sets.values()), strict=True):
-        recipe = Recipe.of(config, sources, tokenizer, checked.vocab_size, date)
-        found.append(_on_all_ranks(name, Preparation.of(config, recipe), say))
-        date = date or found[0].date or datetime.date.today()
+    recipes = {} if stream else {"data.train": train}
+    recipes |= {f"data.eval {name}".strip(): replace(train, sources=sources) for name, sources in sets.items()}
+    for name, recipe in recipes.items():
+        prepared = _on_all_ranks(name, Preparation.of(config, replace(recipe, date=date)), say)
+        found.append(prepared.dataset)
+        reports.append(prepared.report)
+        date = date or prepared.date or datetime.date.today()
     assert date is not None
     return RunData(
         tokenizer,
         padding_token_id(tokenizer, checked.vocab_size),
-        found[0].dataset,
-        {name: each.dataset for name, each in zip(sets, found[1:], strict=True)},
-        tuple(each.report for each in found),
+        found[0],
+        dict(zip(sets, found[1:], strict=True)),
+        tuple(reports),
         date,
-        Mixture.of(config.data.train, found[0].report, found[0].dataset.samples_per_row),
+        None if stream else Mixture.of(config.data.train, reports[0], found[0].samples_per_row),
+        stream,
     )
+
+
+def _ranks() -> Ranks:
+    """All of the job, for a stream."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    return Ranks(rank, count, object_from_rank_0, objects_of_all_ranks, raise_on_all_ranks)
 
 
 def _on_all_ranks(name: str, preparation: Preparation, say: Callable[[str], None]) -> PreparedData:

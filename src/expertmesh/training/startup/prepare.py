@@ -17,10 +17,10 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from expertmesh.config import Config, InputError, ParallelConfig
-from expertmesh.data import BatchLayout, EvaluationBatches, TrainingBatches
+from expertmesh.data import BatchLayout, EvaluationBatches, StreamBatches, TrainingBatches
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.distributed.layout import explicit
-from expertmesh.distributed.mesh import Mesh, build_mesh, current_device, set_timeout
+from expertmesh.distributed.mesh import Mesh, build_mesh, current_device, set_timeout, start_process_group
 from expertmesh.io.terminal import print_log
 from expertmesh.parallel.apply import shard_model
 from expertmesh.training.resume import Identity, check_start, date_of, find_start, find_weights
@@ -48,7 +48,7 @@ class Prepared:
     mesh: Mesh
     data: RunData
     batch_layout: BatchLayout
-    batches: TrainingBatches
+    batches: TrainingBatches | StreamBatches
     evaluation: Mapping[str, EvaluationBatches]
     total_steps: int
     bytes_to_load: int
@@ -75,17 +75,8 @@ def prepare(config: Config, control: "Control", checked: Checked) -> Prepared:
     data = read_data(config, checked, datetime.date.fromisoformat(known) if known else None, partial(say, control))
     mesh = _open_mesh(config, checked)
     train, layout = config.train, _batch_layout(config, mesh, data)
-    batches = TrainingBatches(
-        data.training,
-        layout,
-        global_batch_size=train.global_batch_size,
-        shuffle=config.data.shuffle,
-        seed=train.seed,
-        mixture=data.mixture,
-    )
+    batches, total_steps = _batches(config, layout, data)
     evaluation = {name: EvaluationBatches(dataset, layout) for name, dataset in data.evaluation.items()}
-    total_steps = batches.total_steps(train.num_epochs)
-    total_steps = min(total_steps, train.max_steps or total_steps)
     with raise_on_all_ranks("comparing the data"):
         identity = Identity.of(config, checked.directory, data.training, data.date)
     identity.agree()
@@ -122,8 +113,27 @@ def prepare(config: Config, control: "Control", checked: Checked) -> Prepared:
     )
 
 
+def _batches(config: Config, layout: BatchLayout, data: RunData) -> tuple[TrainingBatches | StreamBatches, int]:
+    """The steps of training, and how many there will be."""
+    train = config.train
+    if data.stream is not None:
+        assert train.max_steps is not None
+        return StreamBatches(data.stream, layout, global_batch_size=train.global_batch_size), train.max_steps
+    batches = TrainingBatches(
+        data.training,
+        layout,
+        global_batch_size=train.global_batch_size,
+        shuffle=config.data.shuffle,
+        seed=train.seed,
+        mixture=data.mixture,
+    )
+    total_steps = batches.total_steps(train.num_epochs)
+    return batches, min(total_steps, train.max_steps or total_steps)
+
+
 def begin(config: Config, control: "Control") -> None:
-    """The first words of this rank: from here on it prints what `log.level` says."""
+    """Join the job, and say the first words: from here on this rank prints what `log.level` says."""
+    start_process_group(current_device(), config.distributed.first_step_timeout_seconds)
     print_log(config.log.level, dist.get_rank())
     say(control, "building the model on meta and planning its shards")
 

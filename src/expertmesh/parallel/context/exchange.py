@@ -5,18 +5,18 @@ for heads: a rank gets whole rows of its share of the query heads (with the key 
 runs the backend that the model was built with on them, and trades the result back. Masks, causality, sliding windows
 and packing are therefore the backend's own, exact for every one of them; and every rank has the same work.
 
-Installed through transformers' public registries under names of its own ("expertmesh_context_sdpa" and so on). What
-cannot be split this way is refused by name before weights are read; in each forward every attention must have come
+Installed through transformers' public registries under names of its own ("expertmesh_context_sdpa" and so on). Which
+attention is exchanged is decided in plan.py, before weights are read; in each forward every one of them must have come
 here exactly once.
 
     B rows, S positions of a whole row, s = S / cp of them here, N query heads, G key and value heads, D size of a head
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,23 +24,17 @@ from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from expertmesh.anatomy import Anatomy, decoder_blocks
+from expertmesh.anatomy import is_inside
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.collectives import all_gather, all_to_all_even
-from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.introspection.attention import attentions, carried_state, own_code_along_the_sequence
-from expertmesh.introspection.source_code import attributes_read, registry_call
+from expertmesh.introspection.source_code import registry_call
+from expertmesh.parallel.context.plan import PREFIX, ContextPlan, backend_of, registered
 from expertmesh.state.patching import register_function
 from expertmesh.state.sharded_model import attach_to_module, module_state
 
-PREFIX = "expertmesh_context_"
-# What attention classes may pass to the registry's function: each is a number, or cut here as it must be.
-_KEYWORDS = {"attention_mask", "dropout", "scaling", "sliding_window", "softcap", "is_causal", "s_aux", "position_ids"}
 # Tensors for whole rows, which the backend gets as they are (samples of a packed batch, for flash attention).
 _WHOLE_ROWS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
-# What a family's eager function may read of its module: the same on every rank, or replaced in `_ModuleView`.
-_ATTRIBUTES = {"num_key_value_groups", "training", "sinks", "head_dim", "config", "scaling", "is_causal", "layer_idx"}
 
 
 @dataclass(slots=True, eq=False)
@@ -54,89 +48,23 @@ class ContextAttention:
     calls: int = 0
 
 
-def refuse_context(model: nn.Module, anatomy: Anatomy, layout: Layout) -> None:
-    """Raise `InputError` for a model whose rows cannot be split over cp exactly. Needs no weights; no communication."""
-    if layout.cp == 1:
-        return
-    family, blocks = model.config.model_type, decoder_blocks(anatomy)  # type: ignore[union-attr]
-    where = f"parallel.cp {layout.cp}: {family}"
-
-    def refuse(problem: str, key: str) -> NoReturn:
-        raise InputError(f"{where} {problem}; set parallel.cp to 1", key=key)
-
-    if state := carried_state(model, blocks):
-        refuse(f"carries state along the sequence ({state}), which needs whole rows", "layout.cp-carried-state")
-    heads: set[int] = set()
-    for block in blocks:
-        found = attentions(model, block)
-        if not found:
-            nothing = f"has no attention through transformers' registry in {block}"
-            refuse(f"{nothing}, so what mixes its positions is not known", "layout.attention-not-recognised")
-        for name, module in found.items():
-            _refuse_attention(where, name, module)
-            heads.add(_query_heads(module))
-        if own := own_code_along_the_sequence(model, anatomy, block):
-            refuse(f"may look along the sequence by itself in {own[0]} ({own[1]})", "layout.mixes-positions")
-    per_rank = math.gcd(*heads) // layout.tp
-    if per_rank % layout.cp:
-        valid = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
-        nearest = min(valid, key=lambda size: (abs(size - layout.cp), size))
-        shared = f" (of {math.gcd(*heads)}, over tp {layout.tp})" if layout.tp > 1 else ""
-        raise InputError(
-            f"{where} has {per_rank} query heads{shared}, which cp does not divide; valid values: "
-            f"{', '.join(map(str, valid))}; the nearest is {nearest}",
-            key="layout.cp-divides-heads",
-        )
-    configs = {id(module.config) for block in blocks for module in attentions(model, block).values()}
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{block}.") for block in blocks)
-        if not inside and registry_call(module) is not None and id(module.config) in configs:
-            outside = f"attends outside its decoder blocks ({name}), which cp does not split"
-            refuse(outside, "layout.cp-attention-outside-blocks")
-
-
-def _refuse_attention(where: str, name: str, module: Any) -> None:
-    call = registry_call(module)
-    assert call is not None
-    if odd := sorted(set(call.keywords) - _KEYWORDS):
-        raise InputError(
-            f"{where} passes {odd[0]} to its attention ({name}), which cp cannot split; set parallel.cp to 1",
-            key="layout.cp-attention-arguments",
-        )
-    backend = _backend(module.config)
-    if backend == "eager" and (odd := sorted(set(attributes_read(call.global_of(call.default))) - _ATTRIBUTES)):
-        raise InputError(
-            f"{where} computes eager attention with {odd[0]} of {name}, which cp cannot split; set model.attention to "
-            "sdpa, or parallel.cp to 1",
-            key="layout.cp-attention-arguments",
-        )
-    if _registered(call.global_of(call.mapping), backend, call.global_of(call.default)) is None:
-        raise InputError(
-            f"{where}: model.attention {backend} is not in transformers' registry; set it to sdpa",
-            key="model.unknown-attention",
-        )
-
-
-def _query_heads(module: Any) -> int:
-    """By what modules and configurations call them; the exchange sees the real number and checks it again."""
-    own = (getattr(module, name, None) for name in ("num_heads", "num_attention_heads", "n_heads"))
-    return int(next((heads for heads in own if isinstance(heads, int)), module.config.num_attention_heads))
-
-
-def split_attention(model: nn.Module, blocks: Sequence[str], mesh: Mesh) -> None:
-    """Let the attention of `blocks`, those of the decoder that are here, exchange positions for heads. Called by
-    `shard`; no communication.
+def split_attention(model: nn.Module, plan: ContextPlan, blocks: Sequence[str], mesh: Mesh) -> None:
+    """Let those attention layers of `blocks`, which are here, exchange positions for heads that the plan says. Called
+    by `shard`; no communication.
     """
-    if mesh.layout.cp == 1:
+    if not plan.exchanged:
         return
     group = mesh.dense.get_group("cp")
     configs: dict[int, Any] = {}
     for block in blocks:
         here = []
-        for name, module in attentions(model, block).items():
-            call, backend = registry_call(module), _backend(module.config)
+        for name in plan.exchanged:
+            if not is_inside(name, block):
+                continue
+            module: Any = model.get_submodule(name)
+            call, backend = registry_call(module), backend_of(module.config)
             assert call is not None
-            function = _registered(call.global_of(call.mapping), backend, call.global_of(call.default))
+            function = registered(call, backend)
             assert function is not None, f"{backend} is not registered"
             attach_to_module(module, context_attention=ContextAttention(name, group, backend, function))
             configs[id(module.config)] = module.config
@@ -147,38 +75,13 @@ def split_attention(model: nn.Module, blocks: Sequence[str], mesh: Mesh) -> None
         owner: Any = model.get_submodule(parent)
         configs[id(owner.config)] = owner.config
     for config in configs.values():
-        backend = _backend(config)
+        backend = backend_of(config)
         register_function(ALL_ATTENTION_FUNCTIONS, PREFIX + backend, _attention)
         if backend in ALL_MASK_ATTENTION_FUNCTIONS:
             masks = ALL_MASK_ATTENTION_FUNCTIONS
             register_function(masks, PREFIX + backend, masks[backend])
         # Its own alone: a dict leaves the configurations inside it (of a vision tower) as they are.
         config._attn_implementation = {"": PREFIX + backend}
-
-
-def context_lines(model: nn.Module, layout: Layout) -> Iterator[str]:
-    """What cp does to a sharded model, for the printed plan: nothing without cp."""
-    here = [context for module in model.modules() if (context := module_state(module).context_attention) is not None]
-    if here:
-        backends = ", ".join(sorted({context.backend for context in here}))
-        yield (
-            f"{layout.cp} ranks share rows: each has 1/{layout.cp} of the positions, and for attention ({backends}) "
-            f"whole rows of 1/{layout.cp} of the heads"
-        )
-
-
-def _backend(config: Any) -> str:
-    """The attention that a configuration asks for, under transformers' name."""
-    name: str = config._attn_implementation or "eager"
-    return name.removeprefix(PREFIX)
-
-
-def _registered(mapping: Any, backend: str, default: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The function for a backend, where the family's code looks it up; None if there is none."""
-    if backend != "eager" and backend not in mapping:
-        return None
-    function: Callable[..., Any] = mapping.get_interface(backend, default)
-    return function
 
 
 def _guard(block: nn.Module, name: str, here: list[ContextAttention]) -> None:

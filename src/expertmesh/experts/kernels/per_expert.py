@@ -40,8 +40,7 @@ class PerExpertMlp(torch.autograd.Function):
             torch.mm(rows_RH.index_select(0, row_p), _in_out(up, expert, mlp, dtype), out=pre_pI2)
             if up_bias is not None:
                 pre_pI2 += up_bias[expert]
-            act_pI = activate(pre_pI2, mlp)
-            act_pI *= weight_p1
+            act_pI = activate(pre_pI2, weight_P[span], mlp)
             out_pH = act_pI @ _in_out(down, expert, mlp, dtype)
             if down_bias is not None:
                 out_pH += down_bias[expert] * weight_p1

@@ -1,0 +1,123 @@
+"""Packed rows on accelerators: variable-length flash attention, told where samples end, instead of a dense mask.
+
+A mask of S × S keeps flash attention away, computes what it then hides, and repeats key and value heads. So sdpa is
+replaced by a function of its own in transformers' registries: for a packed row its mask is nothing, and attention runs
+on all samples at once, one behind the other, with their borders (`torch.nn.attention.varlen`, torch 2.11). Rows of one
+sample and padded ones go to sdpa as before. Families that flash attention does not support in transformers (sinks,
+indices, chunks) keep the dense mask, which is as exact, and the plan says why.
+
+    B rows, S positions, N query heads, G key and value heads, D size of a head; T = B * S
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from expertmesh.anatomy import Anatomy
+from expertmesh.compat import varlen_attn
+from expertmesh.experts.token_counts import packed_samples
+from expertmesh.introspection.attention import decoder_of
+from expertmesh.introspection.source_code import registry_call
+from expertmesh.parallel.context.plan import backend_of
+from expertmesh.state.patching import register_function
+
+NAME = "expertmesh_varlen"
+# What the kernel takes; more would be ignored.
+_KEYWORDS = {"attention_mask", "dropout", "scaling", "sliding_window", "is_causal", "position_ids"}
+_LARGEST_HEAD = 256
+
+
+def varlen_refusal(model: Any, anatomy: Anatomy, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why packed rows of `model` are attended with a dense mask, or None. `dtype` is the compute dtype."""
+    config: Any = decoder_of(model, anatomy).config
+    if device.type != "cuda":
+        return f"on {device.type} torch has no variable-length attention"
+    if varlen_attn is None:
+        return "torch has no torch.nn.attention.varlen before 2.11"
+    if dtype.itemsize != 2:
+        return f"flash attention does not compute in {str(dtype).removeprefix('torch.')}"
+    if (backend := backend_of(config)) not in ("sdpa", NAME):
+        return f"model.attention is {backend}"
+    if not getattr(model, "_supports_flash_attn", False):
+        return f"transformers does not run {config.model_type} with flash attention"
+    for module in model.modules():
+        if getattr(module, "config", None) is config and (call := registry_call(module)) is not None:
+            if odd := sorted(set(call.keywords) - _KEYWORDS):
+                return f"its attention passes {odd[0]}"
+            if getattr(module, "attention_dropout", 0.0) or getattr(config, "attention_dropout", 0.0):
+                return "its attention has dropout"
+            if (size := _head_size(module)) > _LARGEST_HEAD or size % 8:
+                return f"its heads have size {size}"
+    return None
+
+
+def packed_attention_line(model: Any, anatomy: Anatomy, device: torch.device, dtype: torch.dtype) -> str:
+    """How packed rows of a model are attended, for the printed plan; asked before or after it was sharded."""
+    reason = varlen_refusal(model, anatomy, device, dtype)
+    return "by samples, without masks" if reason is None else f"with a mask of all pairs: {reason}"
+
+
+def attend_by_samples(decoder: nn.Module) -> None:
+    """Let the attention of `decoder`, built with sdpa, run on the samples of packed rows. No communication."""
+    register_function(ALL_ATTENTION_FUNCTIONS, NAME, attention)
+    register_function(ALL_MASK_ATTENTION_FUNCTIONS, NAME, mask)
+    config: Any = decoder.config
+    config._attn_implementation = {"": NAME}
+
+
+def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """sdpa's, but for rows that are packed nothing. As in transformers, rows with a mask of padding are not packed."""
+    is_packed = packed_samples.get() is not None and kwargs.get("attention_mask") is None
+    return None if is_packed else ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
+
+
+def attention(
+    module: nn.Module,
+    query_BNSD: torch.Tensor,
+    key_BGSD: torch.Tensor,
+    value_BGSD: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """What stands in transformers' registry: `[B, S, N, D]` out."""
+    samples = packed_samples.get()
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if samples is None or attention_mask is not None or not causal:
+        arguments = (module, query_BNSD, key_BGSD, value_BGSD, attention_mask)
+        out_BSND, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](*arguments, scaling=scaling, is_causal=is_causal, **options)
+        return out_BSND, None
+    assert not options.get("dropout"), "the kernel has no dropout"
+    rows, heads, positions, size = query_BNSD.shape
+    value_size = value_BGSD.shape[-1]
+    # The kernel knows one size of a head; zeros behind a value stay zeros.
+    value_BGSD = F.pad(value_BGSD, (0, size - value_size))
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query_BNSD, key_BGSD, value_BGSD))
+    borders = samples.cu_seqlens(query.device)
+    longest = max(end - start for start, end in samples.borders)
+    out = varlen_attn(
+        query,
+        key,
+        value,
+        borders,
+        borders,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=heads != key.shape[1],
+    )
+    return out.view(rows, positions, heads, size)[..., :value_size], None
+
+
+def _head_size(module: Any) -> int:
+    """By what modules and configurations call it."""
+    names = ("qk_head_dim", "head_dim")
+    return int(next((size for name in names if isinstance(size := getattr(module, name, None), int)), 0))

@@ -1,0 +1,145 @@
+"""Evaluation during a run: figures over whole sets, and answers of the model to their first prompts.
+
+Answers are greedy. Each token is a forward of all that is before it, as evaluation has it, without a cache of keys and
+values: it is the same computation in every layout, pipeline stages included, and no second way through a model has to
+be right. That is for a few short answers, not for serving. Every rank calls all of it, and gets the same.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from expertmesh.config import Config
+from expertmesh.data import IGNORE, BatchLayout, EvaluationBatches, TokenizedDataset
+from expertmesh.distributed.mesh import Mesh
+from expertmesh.io.terminal import tracked
+from expertmesh.step.forward_backward import evaluate_terms
+from expertmesh.step.objective import NextWords
+from expertmesh.training.objective import RunObjective, by_row, evaluating, in_groups, table_of_rows
+from expertmesh.training.reporting.metrics import EvalMetrics, EvalSample
+
+if TYPE_CHECKING:
+    from expertmesh.training.startup.prepare import Prepared
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What a run evaluates, by the name of the set."""
+
+    config: Config
+    objective: RunObjective
+    mesh: Mesh
+    sets: Mapping[str, EvaluationBatches]
+    datasets: Mapping[str, TokenizedDataset]
+    layout: BatchLayout
+    tokenizer: PreTrainedTokenizerBase
+
+    @classmethod
+    def of(cls, run: "Prepared") -> "Evaluation":
+        data = run.data
+        objective = run.checked.objective
+        return cls(run.config, objective, run.mesh, run.evaluation, data.evaluation, run.batch_layout, data.tokenizer)
+
+    def metrics(self, model: nn.Module) -> EvalMetrics:
+        """Of all sets, with the answers that `eval.samples` asks for."""
+        metrics = EvalMetrics.together({name: self._figures(model, batches) for name, batches in self.sets.items()})
+        return replace(metrics, samples=self._samples(model)) if self.config.eval.samples else metrics
+
+    def _figures(self, model: nn.Module, batches: EvaluationBatches) -> EvalMetrics:
+        """The objective over a whole set; one all-reduce."""
+        objective = self.objective.evaluated(rows=batches.rows, target_tokens=batches.target_tokens)
+        totals = torch.zeros(1 + len(objective.figures), dtype=torch.float64, device=self.mesh.device)
+        with evaluating(model):
+            for group in in_groups(batches, self.mesh, "evaluating"):
+                for term in evaluate_terms(model, self.objective.with_reference(model, group), objective):
+                    totals += torch.cat([term.loss.double().view(1), term.figures_F])
+        dist.all_reduce(totals)
+        loss, *figures = totals.tolist()
+        return EvalMetrics(
+            loss,
+            batches.target_tokens,
+            dict(zip(objective.figures, figures, strict=True)),
+            count=int(objective.count),
+            over=objective.over,
+        )
+
+    def _samples(self, model: nn.Module) -> list[EvalSample]:
+        found = [
+            (name, dataset.position(index), *prompt_of(dataset, index))
+            for name, dataset in self.datasets.items()
+            for index in _first_rows(dataset, self.config.eval.samples)
+        ]
+        config = self.config
+        most = [min(config.eval.sample_tokens, config.data.max_length - len(prompt)) for *_, prompt, _ in found]
+        ends = end_tokens(model, self.tokenizer)
+        answers = generate(model, self.mesh, self.layout, [prompt for *_, prompt, _ in found], most, ends)
+        return [
+            EvalSample(name, source, *(self._text(ids) for ids in (prompt, answer, expected)))
+            for (name, source, prompt, expected), answer in zip(found, answers, strict=True)
+        ]
+
+    def _text(self, ids: Ids) -> str:
+        return str(self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False))
+
+
+def _first_rows(dataset: TokenizedDataset, count: int) -> Iterator[int]:
+    """The first sample of each of the first rows; of preferences that is the chosen one."""
+    each = dataset.samples_per_row
+    yield from range(0, min(count * each, len(dataset)), each)
+
+
+def prompt_of(dataset: TokenizedDataset, index: int) -> tuple[Ids, Ids]:
+    """A sample's tokens before its last answer, and that answer: the last of its targets that follow each other. Where
+    all of it is target, as in plain text, its first half is the prompt.
+    """
+    sample = dataset.sample(index)
+    targets = np.flatnonzero(sample.labels != IGNORE)
+    gaps = np.flatnonzero(np.diff(targets) > 1)
+    start, end = int(targets[gaps[-1] + 1] if len(gaps) else targets[0]), int(targets[-1]) + 1
+    if start <= 1:
+        start = max(1, end // 2)
+    return sample.input_ids[:start], sample.input_ids[start:end]
+
+
+def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Those that end an answer: of the model's generation config and of the tokenizer."""
+    config = getattr(model, "generation_config", None)
+    named = getattr(config, "eos_token_id", None)
+    ends = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])}
+    return {int(end) for end in ends if end is not None}
+
+
+def generate(
+    model: nn.Module, mesh: Mesh, layout: BatchLayout, prompts: list[Ids], most: list[int], ends: set[int]
+) -> list[Ids]:
+    """Up to `most` tokens for each prompt, each the one with the largest logit, up to the first of `ends`."""
+    rows = list(prompts)
+    unpacked = replace(layout, packing=False)
+    for number in tracked(range(max(most, default=0)), max(most, default=0), "generating", "tokens"):
+        going = [at for at, row in enumerate(rows) if _goes_on(row[len(prompts[at]) :], number, most[at], ends)]
+        if not going:
+            break
+        for at, word in zip(going, _next_words(model, mesh, unpacked, [rows[at] for at in going]), strict=True):
+            rows[at] = np.append(rows[at], int(word))
+    return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
+
+
+def _goes_on(answer: Ids, number: int, most: int, ends: set[int]) -> bool:
+    return number < most and not (len(answer) and int(answer[-1]) in ends)
+
+
+def _next_words(model: nn.Module, mesh: Mesh, layout: BatchLayout, rows: list[Ids]) -> npt.NDArray[np.float64]:
+    """The word that follows each row: the only target of a sample that has one place more."""
+    longer = [np.append(row, layout.pad_token_id) for row in rows]
+    dataset = TokenizedDataset.of_samples(longer, [np.arange(len(row)) == len(row) - 1 for row in longer])
+    groups = in_groups(EvaluationBatches(dataset, layout), mesh, "")
+    return table_of_rows(len(rows), mesh, ((group, by_row(model, group, NextWords())) for group in groups))

@@ -1,0 +1,42 @@
+"""Before anything is built: how the ranks of an elastic start are laid out, and whether all that can be.
+
+Decided on rank 0 for an elastic start, the same on all ranks.
+"""
+
+import json
+import logging
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from expertmesh.config import Config, ParallelConfig
+from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
+from expertmesh.training.reporting.record import Arrangement
+from expertmesh.training.startup.model_check import Checked
+from expertmesh.training.startup.preflight import preflight
+
+log = logging.getLogger(__name__)
+
+Arrange = Callable[[Config, int, Callable[[Config, int], Checked]], Arrangement]
+
+
+def check(config: Config) -> Checked:
+    """`preflight` of this job's ranks."""
+    return preflight(config, dist.get_world_size())
+
+
+def arranged(config: Config, arrange: Arrange) -> Config:
+    """`config` with what `arrange` gives on rank 0 for this number of ranks. Every rank calls it; issues one broadcast
+    and one small all-reduce.
+    """
+    said = ""
+    with raise_on_all_ranks("choosing a layout"):
+        if dist.get_rank() == 0:
+            found = arrange(config, dist.get_world_size(), preflight)
+            log.info(f"elastic    {dist.get_world_size()} ranks: {found.reason}")
+            batch: dict[str, object] = {"micro_batch_size": found.micro_batch_size}
+            batch |= {"activation_checkpointing": found.activation_checkpointing}
+            said = json.dumps({"parallel": found.parallel.model_dump(mode="json"), "train": batch})
+    changes = json.loads(from_rank_0(said))
+    train = config.train.model_copy(update=changes["train"])
+    return config.model_copy(update={"parallel": ParallelConfig(**changes["parallel"]), "train": train})

@@ -1,0 +1,152 @@
+"""Packed rows on accelerators: which families get variable-length attention, and what it is told.
+
+No GPU: a reference of the kernel's signature, sample by sample in plain torch, stands in for it, and the tests say that
+the device is one. What torch's own kernel makes of the same arguments is not tested here.
+"""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import expertmesh as em
+from expertmesh.anatomy import describe
+from expertmesh.experts.token_counts import PackedSamples
+from expertmesh.parallel import sequence, varlen
+from expertmesh.weights.meta_model import build_meta_model
+from tests.families.tiny import tiny_config as family_config
+from tests.support.models import tiny_config, tiny_model
+from tests.support.ranks import run_ranks
+
+CUDA = torch.device("cuda", 0)
+CALLS: list[dict[str, Any]] = []
+
+
+def _reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """`varlen_attn` by its documentation: `[T, heads, D]`, samples between the borders, a window to the left."""
+    assert (cu_seq_q.dtype, max_q, window_size[1]) == (torch.int32, max_k, 0)
+    assert torch.equal(cu_seq_q, cu_seq_k)
+    lengths = cu_seq_q.diff().tolist()
+    assert max(lengths) == max_q
+    CALLS.append({"lengths": lengths, "window": window_size[0], "scale": scale})
+    samples = []
+    for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
+        distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        seen = (distance >= 0) & ((window_size[0] < 0) | (distance <= window_size[0]))
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+        samples.append(out.transpose(0, 1))
+    return torch.cat(samples)
+
+
+def _gradients(family: str, axes: dict[str, int], by_samples: bool, mode: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Loss and gradients of packed rows and of a padded batch; whether the kernel's reference was called."""
+    CALLS.clear()
+    model: Any = tiny_model(family, **({"sliding_window": 4} if family == "mixtral" else {}))
+    given = sequence.varlen_refusal
+    accelerated = mock.patch.object(
+        sequence, "varlen_refusal", lambda m, a, d, t: given(m, a, CUDA, torch.bfloat16) if by_samples else "told so"
+    )
+    with accelerated, mock.patch.object(varlen, "varlen_attn", _reference):
+        em.parallelize(model, em.init_mesh(em.ParallelConfig(**axes)), activation_checkpointing=mode)
+        ids = torch.arange(48).view(2, 24) * 7 % 89
+        lengths = ((11, 1, 12), (5, 19))
+        positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+        packed = {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
+        loss = em.causal_lm_loss(model, packed, target_tokens=43)
+        loss.backward()
+        asked = list(CALLS)
+        padding = (torch.arange(24) < torch.tensor([[24], [9]])).long()
+        em.causal_lm_loss(model, {"input_ids": ids, "labels": ids, "attention_mask": padding}, target_tokens=31)
+        assert len(CALLS) == len(asked)  # rows that are padded, not packed, take the way they took before
+    found = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+    return (float(loss), asked), found
+
+
+@pytest.mark.parametrize(
+    ("family", "axes", "mode"),
+    [
+        ("qwen3_moe", {"ep": 1}, "none"),
+        ("mixtral", {"ep": 1}, "full"),  # windows
+        ("deepseek_v3", {"ep": 1}, "none"),  # heads of two sizes
+        ("qwen3_moe", {"cp": 2, "ep": 2}, "full"),
+    ],
+)
+def test_packed_rows_have_the_gradients_of_a_dense_mask(family: str, axes: dict[str, int], mode: Any) -> None:
+    world = axes.get("cp", 1)
+    (loss, asked), found = run_ranks(_gradients, world, family, axes, True, mode)[0]
+    (dense_loss, unasked), dense = run_ranks(_gradients, world, family, axes, False, mode)[0]
+    assert not unasked
+    assert asked
+    assert all(call["lengths"] == [11, 1, 12, 5, 19] for call in asked)
+    assert {call["window"] for call in asked} == {3 if family == "mixtral" else -1}
+    assert loss == pytest.approx(dense_loss, rel=1e-6)
+    for name, gradient in dense.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * max(float(gradient.norm()), 1e-4), name
+
+
+def test_a_border_that_is_lost_is_seen() -> None:
+    def planted(position_BS: Any) -> Any:
+        borders = own(position_BS)
+        return None if borders is None else [*borders[:-2], (borders[-2][0], borders[-1][1])]
+
+    own = sequence._borders
+    _, dense = run_ranks(_gradients, 1, "qwen3_moe", {"ep": 1}, False, "none")[0]
+    with mock.patch.object(sequence, "_borders", planted):
+        _, found = run_ranks(_gradients, 1, "qwen3_moe", {"ep": 1}, True, "none")[0]
+    assert max(float((found[name] - g).norm() / g.norm().clamp(min=1e-4)) for name, g in dense.items()) > 1e-3
+
+
+REFUSED = [
+    ("gpt_oss", "GptOssForCausalLM", "model.attention is eager"),
+    ("deepseek_v32", "DeepseekV32ForCausalLM", "transformers does not run deepseek_v32 with flash attention"),
+    ("llama4", "Llama4ForCausalLM", "transformers does not run llama4_text with flash attention"),
+]
+
+
+@pytest.mark.parametrize(("family", "model_class", "why"), REFUSED)
+def test_what_the_kernel_cannot_do_keeps_the_dense_mask(family: str, model_class: str, why: str) -> None:
+    model = build_meta_model(family_config(model_class, family), torch.bfloat16)
+    assert varlen.varlen_refusal(model, describe(model), CUDA, torch.bfloat16) == why
+
+
+def test_other_devices_and_dtypes_keep_the_dense_mask() -> None:
+    model = build_meta_model(tiny_config("qwen3_moe"), torch.bfloat16)
+    anatomy = describe(model)
+    assert varlen.varlen_refusal(model, anatomy, CUDA, torch.bfloat16) is None
+    assert varlen.packed_attention_line(model, anatomy, CUDA, torch.bfloat16) == "by samples, without masks"
+    assert varlen.varlen_refusal(model, anatomy, CUDA, torch.float32) == "flash attention does not compute in float32"
+    cpu = varlen.varlen_refusal(model, anatomy, torch.device("cpu"), torch.bfloat16)
+    assert cpu == "on cpu torch has no variable-length attention"
+    with mock.patch.object(varlen, "varlen_attn", None):
+        assert "before 2.11" in str(varlen.varlen_refusal(model, anatomy, CUDA, torch.bfloat16))
+
+
+def test_torchs_operation_takes_what_it_is_given() -> None:
+    with FakeTensorMode():
+        query = torch.empty(2, 4, 24, 16, dtype=torch.bfloat16, requires_grad=True)
+        key = torch.empty(2, 2, 24, 16, dtype=torch.bfloat16)
+        token = varlen.packed_samples.set(PackedSamples([(0, 11), (11, 24), (24, 48)]))
+        try:
+            out, _ = varlen.attention(torch.nn.Module(), query, key, key, None, scaling=0.25, sliding_window=8)
+        finally:
+            varlen.packed_samples.reset(token)
+        assert out.shape == (2, 24, 4, 16)
+        out.sum().backward()
+        assert query.grad is not None
+        assert query.grad.shape == query.shape

@@ -1,0 +1,149 @@
+"""Layers that need whole rows, under cp: linear attention, convolutions, indexed attention. Gradients, packing, bytes.
+
+The measure is the family matrix's: a tiny random model of each family against the unsharded one, different rows on
+every data rank. Families whose fp32 is too badly conditioned to tell are measured in fp64.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import expertmesh as em
+from expertmesh.bench.probes import count_collectives
+from expertmesh.distributed import sequence_collectives
+from expertmesh.introspection.state_heads import Share
+from expertmesh.parallel import tensor
+from tests.adapters.reference import trainables, worst
+from tests.families.packing import check_packing
+from tests.families.proof import Run, Subject, measure
+from tests.families.test_families import FAMILIES
+from tests.families.tiny import EXPERTS, random_model
+from tests.support.ranks import run_ranks
+
+TOLERANCE = 1e-5
+# By heads with sections, over 2 rows; with tp beside it; whole; by heads with an index, with tp; of 4 ranks.
+CASES: list[tuple[str, dict[str, int], torch.dtype]] = [
+    ("qwen3_next", {"cp": 2}, torch.float64),
+    ("minimax", {"cp": 2, "tp": 2}, torch.float32),
+    ("jamba", {"cp": 2}, torch.float32),
+    ("deepseek_v32", {"cp": 2, "tp": 2}, torch.float32),
+    ("lfm2_moe", {"cp": 4}, torch.float32),
+    ("deepseek_v4", {"cp": 2}, torch.float32),
+]
+
+
+def _run(axes: dict[str, int]) -> Run:
+    world = torch.tensor([*axes.values()]).prod().item() * (2 if len(axes) == 1 and axes["cp"] == 2 else 1)
+    return Run((int(world), 2, "loop"), axes)
+
+
+def _class_of(family: str) -> str:
+    return str(FAMILIES[family].model_class)
+
+
+@pytest.mark.parametrize(("family", "axes", "dtype"), CASES)
+def test_every_gradient_and_the_weights_equal_the_unsharded_model(
+    family: str, axes: dict[str, int], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    errors = measure(Subject(_class_of(family), family, tmp_path), {"cp": [_run(axes)]}, dtype)["cp"]
+    assert max(errors.gradient, errors.loss, errors.weight) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("family", ["lfm2_moe", "minimax", "qwen3_next", "deepseek_v32"])
+def test_packed_samples_are_what_they_are_apart(family: str) -> None:
+    check_packing(_class_of(family), family, {"cp": 2})
+
+
+def _with_adapters(family: str, cp: int, mode: Any) -> dict[str, torch.Tensor]:
+    """Adapters with dropout, after three steps on one row a data rank."""
+    model: Any = random_model(_class_of(family), family, torch.float64)
+    mesh = em.init_mesh(em.ParallelConfig(cp=cp), num_experts=EXPERTS)
+    targets = ["in_proj", "out_proj", "experts"] if family == "lfm2_moe" else ["attention", "experts"]
+    torch.manual_seed(0)
+    lora, moe = em.LoraConfig(r=4, dropout=0.3, targets=targets), em.MoeConfig(compute="loop")
+    precision = em.PrecisionConfig(params="float64", compute="float64", reduce="float64")
+    em.parallelize(model, mesh, moe=moe, precision=precision, lora=lora, activation_checkpointing=mode)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for step in range(3):
+        ids = torch.arange(24)[None] * 7 % 89 + step
+        batch = {"input_ids": ids, "labels": ids, "row_numbers": torch.tensor([step])}
+        em.causal_lm_loss(model, batch, target_tokens=23).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return trainables(model)
+
+
+@pytest.mark.parametrize("family", ["lfm2_moe", "deepseek_v32"])
+def test_adapters_and_their_dropout_are_what_they_are_on_whole_rows(family: str) -> None:
+    alone = run_ranks(_with_adapters, 1, family, 1, "none")[0]
+    split = run_ranks(_with_adapters, 2, family, 2, "full")[0]
+    assert worst(split, alone)[0] <= TOLERANCE
+
+
+def _bytes(family: str, cp: int, mode: Any) -> dict[str, tuple[int, int]]:
+    """Calls and bytes of gathers and reduce-scatters of one forward and backward of two rows of 16 positions."""
+    model: Any = random_model(_class_of(family), family)
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(cp=cp, ep=1)), activation_checkpointing=mode)
+    ids = torch.arange(32).view(2, 16)
+    counts: dict[str, tuple[int, int]] = {}
+
+    def counted(name: str) -> Any:
+        run = getattr(sequence_collectives, name)
+
+        def collective(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+            results: list[torch.Tensor] = []
+            found = count_collectives(lambda: results.append(run(x, dim, group)))
+            calls, sent = counts.get(name, (0, 0))
+            counts[name] = (calls + 1, sent + sum(count.bytes for count in found.values()))
+            return results[0]
+
+        return mock.patch.object(sequence_collectives, name, collective)
+
+    with counted("_gather"), counted("_reduce_scatter"):
+        em.causal_lm_loss(model, {"input_ids": ids, "labels": ids}, target_tokens=30).backward()
+    return counts
+
+
+@pytest.mark.parametrize(("family", "parts", "split"), [("deepseek_v32", 2, True), ("jamba", 4, False)])
+def test_the_bytes_of_a_step_are_those_of_the_formula(family: str, parts: int, split: bool) -> None:
+    """B·S·H·b a gather or reduce-scatter; by heads one of each in forward and in backward, whole a gather in forward
+    and its reduce-scatter in backward: the positions that are kept cost nothing.
+    """
+    whole = 2 * 16 * 32 * 4
+    for found in run_ranks(_bytes, 2, family, 2, "none"):
+        if split:
+            assert found == dict.fromkeys(("_gather", "_reduce_scatter"), (2 * parts, 2 * parts * whole))
+        else:
+            assert found == dict.fromkeys(("_gather", "_reduce_scatter"), (parts, parts * whole))
+
+
+# Planted bugs ------------------------------------------------------------------------------------------------------
+
+
+def _sections_ignored(model: nn.Module) -> None:
+    mock.patch.object(Share, "of", lambda self, x, rank, ranks: x.chunk(ranks, self.dim)[rank]).start()
+
+
+def _positions_of_another_rank(model: nn.Module) -> None:
+    own = tensor.own_part
+    mock.patch.object(tensor, "own_part", lambda x, dim, group: own(x.flip(dim), dim, group)).start()
+
+
+def _sum_taken_once_more(model: nn.Module) -> None:
+    own = tensor.reduce_scatter
+    mock.patch.object(tensor, "reduce_scatter", lambda x, dim, group: own(x, dim, group) * 2).start()
+
+
+@pytest.mark.parametrize(
+    ("bug", "family"),
+    [(_sections_ignored, "lfm2_moe"), (_positions_of_another_rank, "jamba"), (_sum_taken_once_more, "deepseek_v32")],
+)
+def test_a_planted_bug_turns_the_comparison_red(bug: Callable[[nn.Module], None], family: str, tmp_path: Path) -> None:
+    runs = {"cp": [Run((2, 2, "loop"), {"cp": 2})]}
+    errors = measure(Subject(_class_of(family), family, tmp_path), runs, torch.float32, tamper=bug)["cp"]
+    assert errors.gradient > 100 * TOLERANCE
