@@ -1,42 +1,112 @@
-"""Every example is read by the real configuration code, and the example script trains on two ranks."""
+"""Every example is dry-run against its model's published config.json, and the example script trains on two ranks."""
 
 import contextlib
 import io
 import json
+import math
 import os
+import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from expertmesh.config import load_config
-from expertmesh.distributed.layout import resolve_layout
+from expertmesh.planning.forecast import forecast
+from expertmesh.planning.hardware import hardware_table, parse_devices
+from expertmesh.training.reporting.record import Forecast
+from expertmesh.training.startup.model_check import check_model
+from expertmesh.weights.meta_model import read_model_config
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
+from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-RANKS_AND_EXPERTS = {
-    "qwen3-30b-a3b": (8, 128),
-    "qwen3-30b-a3b-lora": (8, 128),
-    "qwen3-30b-a3b-dpo": (8, 128),
-    "qwen3-30b-a3b-qlora-24gb": (1, 128),
-    "mixtral-8x7b": (16, 8),
-    "deepseek-v3": (256, 256),
-    "gpt-oss-20b-lora": (8, 32),
-}
+PUBLISHED = Path(__file__).parent / "published"
+PREDICTED = re.compile(r"# Predicted for (?P<devices>[^:]+): (?P<figures>.+)\.\n")
+# Published tokenizers that have no chat template.
+WITHOUT_TEMPLATE = {"deepseek-ai/DeepSeek-V4-Flash"}
+FILES = sorted(EXAMPLES.glob("*.yaml"))
 
 
-@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
-def test_each_example_is_valid_and_its_layout_possible(file: Path) -> None:
-    world_size, experts = RANKS_AND_EXPERTS[file.stem]
-    layout = resolve_layout(load_config(file).parallel, world_size, experts)
-    assert layout.world_size == world_size
+def _published(name: str, directory: Path) -> Path:
+    """A directory with the published config.json of a model and, of MXFP4, headers of the experts' codes."""
+    directory.mkdir()
+    text = (PUBLISHED / f"{name.replace('/', '--')}.json").read_text()
+    (directory / "config.json").write_text(text)
+    content = json.loads(text)
+    if content.get("quantization_config", {}).get("quant_method") == "mxfp4":
+        _write_headers(content, directory / "model.safetensors")
+    return directory
+
+
+def _write_headers(content: dict[str, Any], path: Path) -> None:
+    """Of the published files of GPT-OSS: experts in blocks of 32 codes of 4 bits and scales. The file is a hole."""
+    with torch.device("meta"):
+        state = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content)).state_dict()
+    header, end = {}, 0
+    for name, tensor in state.items():
+        shapes = {name: ("BF16", [*tensor.shape], 2)}
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, columns, rows = tensor.shape
+            scales = [experts, rows, columns // 32]
+            shapes = {f"{name}_blocks": ("U8", [*scales, 16], 1), f"{name}_scales": ("U8", scales, 1)}
+        for key, (dtype, shape, width) in shapes.items():
+            size = width * math.prod(shape)
+            header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+            end += size
+    encoded = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        file.truncate(8 + len(encoded) + end)
+
+
+def _dry_run(file: Path, directory: Path) -> tuple[str, Forecast]:
+    """What the comment of an example says, and what a step on its devices is predicted to take."""
+    said = PREDICTED.search(file.read_text())
+    assert said is not None
+    config = load_config(file)
+    model_config, published = read_model_config(str(_published(config.model.name_or_path, directory)))
+    devices = parse_devices(said["devices"], hardware_table())
+    checked = check_model(config, model_config, published, devices.count, devices.per_node)
+    return said["figures"], forecast(config, checked, devices)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_each_example_passes_with_the_published_config_as_its_comment_predicts(file: Path, tmp_path: Path) -> None:
+    """Layout, targets, packing and precision, as `train` checks them before it reads weights."""
+    figures, found = _dry_run(file, tmp_path / "model")
+    assert found.line == figures
+    assert found.warning is None
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_each_example_s_rows_need_no_template_that_is_not_there(file: Path) -> None:
+    config = load_config(file)
+    chat = {source.format for source in config.data.train} - {"text", "prompt_completion"}
+    assert not chat or config.data.chat_template or config.model.name_or_path not in WITHOUT_TEMPLATE
+
+
+def test_a_default_that_a_published_config_contradicts_is_found(tmp_path: Path) -> None:
+    for example, right, wrong, key in (
+        ("deepseek-v4-flash-lora", "  packing: false\n", "", "data.packing-unsupported"),
+        ("olmoe-1b-7b", "ep: 8", "ep: 7", "layout.ep-divides-ranks"),
+        ("olmoe-1b-7b", "max_length: 4096", "max_length: 8192", "model.max-positions"),
+    ):
+        text = (EXAMPLES / f"{example}.yaml").read_text()
+        assert right in text
+        spoilt = tmp_path / f"{key}.yaml"
+        spoilt.write_text(text.replace(right, wrong))
+        with refused(key):
+            _dry_run(spoilt, tmp_path / key)
 
 
 def _write_inputs(directory: Path) -> None:

@@ -35,7 +35,7 @@ def main(names: list[str]) -> int:
             continue
         started = time.monotonic()
         try:
-            outcome = outcome_of(family)
+            outcome = outcome_of(family, with_bf16=True)
         except Exception as error:
             # Whatever it is, the other families are still worth knowing; the exit code and the table report it.
             traceback.print_exception(error)

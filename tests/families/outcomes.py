@@ -14,6 +14,7 @@ from expertmesh.introspection.compute_dtype import plan_compute
 from expertmesh.parallel.refusals import refuse_model
 from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32
 from tests.families.axes import AXES, refusal_of, run_of
+from tests.families.bf16 import bf16_ratios
 from tests.families.catalogue import Family
 from tests.families.lora import LAYOUTS as LORA_LAYOUTS
 from tests.families.lora import NoAdapters, prove_adapters
@@ -28,6 +29,7 @@ def outcome_of(
     layouts: Sequence[Layout] = LAYOUTS,
     lora_layouts: Sequence[Layout] = LORA_LAYOUTS,
     axes: Sequence[str] = tuple(AXES),
+    with_bf16: bool = False,
 ) -> Outcome:
     """Build, look for a refusal, prove. A proof that does not hold is raised as it is: it is a bug."""
     name, kind = family.name, family.model_class
@@ -46,7 +48,10 @@ def outcome_of(
         proofs = prove(Subject(kind, name, Path(scratch, "full")), {"parity": [*map(Run, layouts)], **runs})
         lora = _lora(kind, name, Path(scratch, "lora"), lora_layouts)
         parity = proofs.pop("parity")
-        return Outcome(name, kind, "proven", parity, packing, lora, "", {**proofs, **refused}, _refused_in_bf16(config))
+        in_bf16, error = not _refused_in_bf16(config), None
+        if with_bf16 and in_bf16:
+            error = bf16_ratios(kind, name, {"ep2": Run((2, 2, "auto"))}, Path(scratch, "bf16"))["ep2"].joint
+        return Outcome(name, kind, "proven", parity, packing, lora, "", {**proofs, **refused}, not in_bf16, error)
 
 
 def _lora(model_class: str, family: str, scratch: Path, layouts: Sequence[Layout]) -> Proof | str:

@@ -6,6 +6,7 @@ without generated code.
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -101,6 +102,51 @@ def test_all_parts_trace_to_graphs_that_are_equal_too(family: str, mode: str, op
         _check(run_ranks(lambda: _compare(family, 1, (mode,), **options), 1, timeout=110)[0])
 
 
+def _gradients(initial: nn.Module, parallel: em.ParallelConfig, mode: str, compile: bool) -> dict[str, torch.Tensor]:
+    """Of two micro-batches, of this rank's stage."""
+    mesh, model = em.init_mesh(parallel), copy.deepcopy(initial)
+    em.parallelize(model, mesh, activation_checkpointing=mode, compile=compile)  # type: ignore[arg-type]
+    rows = [(ids.repeat(4)[:16], ids.repeat(4)[:16]) for ids, _ in _rows(mesh.data_rank, ())[:4]]
+    em.forward_backward(model, [padded(rows[:2]), padded(rows[2:])], target_tokens=200)
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters() if isinstance(p.grad, DTensor)}
+
+
+def _eager_and_compiled(family: str, mode: str, axes: dict[str, int]) -> tuple[float, int]:
+    initial = random_model("Qwen3NextForCausalLM", family) if family == "qwen3_next" else tiny_model(family)
+    parallel = em.ParallelConfig(ep=1, **axes)  # type: ignore[arg-type]
+    expected = _gradients(initial, parallel, mode, compile=False)
+    torch._dynamo.utils.counters.clear()
+    return _worst(_gradients(initial, parallel, mode, compile=True), expected), _graphs()
+
+
+@pytest.mark.parametrize(
+    ("family", "mode", "axes", "graphs"),
+    [
+        ("qwen3_moe", "selective", {"cp": 2}, 2),
+        ("deepseek_v3", "full", {"pp": 2}, 2),
+        ("qwen3_next", "none", {}, 3),
+    ],
+    ids=["cp", "pp", "beside recurrences"],
+)
+def test_parts_compile_on_cp_pp_and_beside_recurrences(
+    family: str, mode: str, axes: dict[str, int], graphs: int
+) -> None:
+    with mock.patch.object(torch, "compile", TRACED), mock.patch.object(compiling, "_probe"):
+        for distance, found in run_ranks(
+            lambda: _eager_and_compiled(family, mode, axes), 2 if axes else 1, timeout=200
+        ):
+            assert distance <= TOLERANCE
+            assert found >= graphs
+
+
+def test_what_carries_a_state_is_not_compiled() -> None:
+    model = random_model("Qwen3NextForCausalLM", "qwen3_next")
+    parts = list(compiled_parts(model, describe(model)))
+    assert any("self_attn" in part for part in parts)
+    assert any("shared_expert" in part for part in parts)
+    assert not any("linear_attn" in part for part in parts)
+
+
 def test_parts_are_whole_modules_beside_routers_and_experts() -> None:
     model = tiny_model("deepseek_v3")
     parts = list(compiled_parts(model, describe(model)))
@@ -140,14 +186,9 @@ def test_what_cannot_be_compiled_is_refused_by_name() -> None:
     )
     assert broken.endswith("; set train.compile to false")
     assert dropout.startswith("train.compile: lora.dropout is 0.1, ")
-    recurrent = random_model("Qwen3NextForCausalLM", "qwen3_next")
     one = Layout(pp=1, replicate=1, fsdp=1, cp=1, tp=1, ep=1)
-    with refused("train.compile-of-recurrence", naming="model.layers.0.linear_attn"):
-        refuse_compile(recurrent, one, None)
-    for axis in ("tp", "cp", "pp"):
-        layout = Layout(**{"pp": 1, "replicate": 1, "fsdp": 2, "cp": 1, "tp": 1, "ep": 1, axis: 2})
-        with refused("train.compile-with-axis", naming=f"parallel.{axis}"):
-            refuse_compile(tiny_model("qwen3_moe"), layout, None)
+    with refused("train.compile-with-axis", naming="parallel.tp"):
+        refuse_compile(tiny_model("qwen3_moe"), replace(one, tp=2), None)
     with refused("train.compile-with-frozen", naming="precision.frozen is nf4"):
         refuse_compile(tiny_model("qwen3_moe"), one, "nf4")
 

@@ -14,7 +14,9 @@ from expertmesh.distributed.layout import Layout
 from expertmesh.planning import forecast as planner
 from expertmesh.planning.forecast import devices_here, forecast
 from expertmesh.planning.hardware import Devices, hardware_table
+from expertmesh.planning.read_model import figures_of_plan
 from expertmesh.training.startup.model_check import Checked, check_model
+from tests.families.tiny import random_model
 from tests.support.models import tiny_config
 
 
@@ -50,6 +52,20 @@ def test_a_pair_is_two_sequences_and_a_reference_beside_the_step_has_no_time(tmp
     assert adapted.prediction is not None
     assert adapted.prediction.step_seconds is None
     assert re.fullmatch(r"\S+ [GM]iB of tensors a rank", adapted.line)
+
+
+@pytest.mark.parametrize("kind", ["Qwen3_5MoeForConditionalGeneration", "Llama4ForConditionalGeneration"])
+def test_a_vision_tower_before_the_language_model_is_not_measured_in_its_place(kind: str, tmp_path: Path) -> None:
+    family = "qwen3_5_moe" if kind.startswith("Qwen") else "llama4"
+    model_config = random_model(kind, family).config
+    model_config.architectures = [kind]
+    checked = _checked(_config(tmp_path, "data.packing=false"), model_config, 2)
+    figures = figures_of_plan(checked.plan, length=64, lora=None, packed=False)
+    blocks = dict(zip(checked.anatomy.blocks, figures.blocks, strict=True))
+    for name, block in blocks.items():
+        assert (block.figures.products > 0) is ("vis" not in name), name
+    assert 0 < sum("vis" in name for name in blocks) < len(blocks)
+    assert figures.tables >= 0
 
 
 def test_dropout_of_adapters_takes_memory_and_is_no_reason_for_no_plan(tmp_path: Path) -> None:

@@ -93,13 +93,9 @@ class LoraConfig(Section):
     """Rank of the adapters."""
     alpha: float = Field(default=32.0, gt=0, le=MAX_ALPHA)
     """Adapters are scaled by alpha / r (alpha / sqrt(r) with use_rslora)."""
-    rank_pattern: Patterns[Annotated[int, Field(ge=1, le=MAX_RANK)]] = Field(
-        default_factory=dict, validate_default=True
-    )
+    rank_pattern: Patterns[Annotated[int, Field(ge=1, le=MAX_RANK)]] = Field({}, validate_default=True)
     """Another r for some modules or parameters: regular expressions of ends of their names, as PEFT reads them."""
-    alpha_pattern: Patterns[Annotated[float, Field(gt=0, le=MAX_ALPHA)]] = Field(
-        default_factory=dict, validate_default=True
-    )
+    alpha_pattern: Patterns[Annotated[float, Field(gt=0, le=MAX_ALPHA)]] = Field({}, validate_default=True)
     """Another alpha, in the same way."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the input of every adapter, in training only."""

@@ -65,9 +65,9 @@ def arrange(config: Config, world_size: int, preflight: Callable[[Config, int], 
     return Arrangement(explicit(best.layout), rows, best.workload.mode, reason)
 
 
-def forecast(config: Config, checked: Checked) -> Forecast:
-    """Time and memory of a step of what preflight has let pass, on the devices here. No communication."""
-    devices = devices_here(checked.layout.world_size)
+def forecast(config: Config, checked: Checked, devices: Devices | None = None) -> Forecast:
+    """Time and memory of a step of what preflight has let pass, on `devices` or those here. No communication."""
+    devices = devices or devices_here(checked.layout.world_size)
     if devices is None:
         return Forecast("nothing: the planner does not know this device")
     try:

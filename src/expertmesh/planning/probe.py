@@ -22,6 +22,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import number_rows
 from expertmesh.planning.trackers import UsageTracker
 from expertmesh.state.patching import forwards_replaced
+from expertmesh.step.base_model import base_name
 
 
 class NotProbed(InputError):
@@ -102,10 +103,12 @@ def probe(
             key="plan.model-not-probed",
         ) from error
     figures = []
-    for single, double in zip(one.seen, two.seen, strict=True):
-        grows = max(0, double.backward - single.backward)
+    for name in measured:
+        if (single := one.seen.get(name)) is None:
+            figures.append(BlockFigures())  # of a tower that text does not come to
+            continue
+        grows = max(0, two.seen[name].backward - single.backward)
         figures.append(replace(single, backward=grows, gradients=max(0, single.backward - grows)))
-    figures += [BlockFigures()] * (len(measured) - len(figures))  # of towers that text does not come to
     return Probed(figures, one.outside, one.tables, one.first - first.first)
 
 
@@ -200,10 +203,10 @@ def _run(
     watch = _BlockWatch(tracker, counter)
     blocks = {name: model.get_submodule(name) for name in anatomy.blocks}
     forwards = {
-        block: partial(watch.twice, block.forward) if name in measured else watch.pass_through
+        block: partial(watch.twice, name, block.forward) if name in measured else watch.pass_through
         for name, block in blocks.items()
     }
-    base: Any = model.base_model
+    base: Any = model.get_submodule(base_name(model))
     inputs: dict[str, Any] = {"input_ids": torch.zeros(shape, dtype=torch.int64, device="meta")}
     if packed:
         inputs["attention_mask"] = torch.zeros(shape[0], 1, shape[1], shape[1], dtype=torch.bool, device="meta")
@@ -228,7 +231,7 @@ def _run(
         finally:
             for parameter in model.parameters():
                 parameter.grad = None
-    watch.outside = end - known - hidden.nbytes - 2 * sum(seen.saved for seen in watch.seen)
+    watch.outside = end - known - hidden.nbytes - 2 * sum(seen.saved for seen in watch.seen.values())
     watch.tables = watch.begin - known - hidden.nbytes
     return watch
 
@@ -246,12 +249,12 @@ class _BlockWatch:
 
     def __init__(self, tracker: UsageTracker, counter: FlopCounterMode) -> None:
         self.tracker, self.attention, self.counter = tracker, _Attention(), counter
-        self.seen: list[BlockFigures] = []
+        self.seen: dict[str, BlockFigures] = {}
         self.first = self.begin = self.outside = self.tables = 0
         self._tuples = False
 
-    def twice(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What stands for a block's `forward`."""
+    def twice(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What stands for the `forward` of a block of this name."""
         start = self.tracker.live
         self.attention.current = BlockFigures()  # the first run is not counted
         if not self.seen:
@@ -261,7 +264,7 @@ class _BlockWatch:
         if not self.seen:
             self.first = self.tracker.live - start
         seen = self.attention.current = BlockFigures()
-        self.seen.append(seen)
+        self.seen[name] = seen
         before = self.tracker.live
         self._work(seen, 0, -1)
         seen.products = -self.counter.get_total_flops()

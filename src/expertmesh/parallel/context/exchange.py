@@ -242,17 +242,18 @@ def _positions_to_heads(tensors: tuple[torch.Tensor, ...], group: dist.ProcessGr
     """`[B, heads, s, D]` each to `[B, heads / cp, S, D]`, all in one exchange."""
     cp = group.size()
     assert len({tensor.dtype for tensor in tensors}) == 1, [tensor.dtype for tensor in tensors]
-    shares = [tensor.unflatten(1, (cp, -1)) for tensor in tensors]  # [B, cp, heads, s, D]
+    # Tensor.unflatten is a method in Python, which torch.compile cannot trace inside a block that is recomputed.
+    shares = [torch.unflatten(tensor, 1, (cp, -1)) for tensor in tensors]  # [B, cp, heads, s, D]
     blocks = torch.cat([share.permute(1, 0, 3, 2, 4).flatten(3) for share in shares], dim=-1)
     received = _Exchange.apply(blocks, group)  # [cp, B, s, heads * D of all]: block r is part r of the row
     rows = received.transpose(0, 1).flatten(1, 2)
     widths = [share.shape[2] * share.shape[4] for share in shares]
     split = zip(rows.split(widths, dim=-1), shares, strict=True)
-    return [part.unflatten(2, (share.shape[2], -1)).transpose(1, 2) for part, share in split]
+    return [torch.unflatten(part, 2, (share.shape[2], -1)).transpose(1, 2) for part, share in split]
 
 
 def _heads_to_positions(out: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """`[B, S, heads / cp, D]` to `[B, s, heads, D]`."""
-    blocks = out.unflatten(1, (group.size(), -1)).transpose(0, 1)
+    blocks = torch.unflatten(out, 1, (group.size(), -1)).transpose(0, 1)
     received: torch.Tensor = _Exchange.apply(blocks, group)  # [cp, B, s, heads / cp, D]: block r has rank r's heads
     return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
