@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
 
 # (start, stop) for every dim of the global tensor; () is the box of a scalar.
 Box = tuple[tuple[int, int], ...]
@@ -43,3 +45,35 @@ def blocks(box: Box, max_elements: int) -> Iterator[Box]:
     for first in range(start, stop, rows):
         part = (*box[:dim], (first, min(first + rows, stop)), *box[dim + 1 :])
         yield from blocks(part, max_elements)
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRuns:
+    """A box as bytes of its tensor: runs of `length` bytes at `first` plus every sum of one step per loop.
+
+    `loops` are (count, stride in bytes), outermost first; the runs come in the box's row-major order.
+    """
+
+    first: int
+    length: int
+    loops: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], itemsize: int, box: Box) -> "ByteRuns":
+        first, length, stride, contiguous = 0, itemsize, itemsize, True
+        loops: list[tuple[int, int]] = []
+        for size, (start, stop) in zip(reversed(shape), reversed(box), strict=True):
+            first += start * stride
+            if contiguous:
+                length = (stop - start) * stride
+                contiguous = stop - start == size
+            elif stop - start > 1:
+                loops.insert(0, (stop - start, stride))
+            stride *= size
+        return cls(first, length, tuple(loops))
+
+    def rows(self) -> Iterator[tuple[int, int, int]]:
+        """(offset of the first run, number of runs, stride) for each group of equally spaced runs."""
+        count, stride = self.loops[-1] if self.loops else (1, self.length)
+        for steps in product(*(range(0, size * step, step) for size, step in self.loops[:-1])):
+            yield self.first + sum(steps), count, stride

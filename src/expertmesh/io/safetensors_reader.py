@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
-from expertmesh.io.boxes import Box, volume
+from expertmesh.io.boxes import Box, ByteRuns, volume
 from expertmesh.io.reading import open_file, parse_json
 
 SINGLE_FILE = "model.safetensors"
@@ -78,38 +78,6 @@ class FileTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class ByteRuns:
-    """A box as bytes of its tensor: runs of `length` bytes at `first` plus every sum of one step per loop.
-
-    `loops` are (count, stride in bytes), outermost first; the runs come in the box's row-major order.
-    """
-
-    first: int
-    length: int
-    loops: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, shape: tuple[int, ...], itemsize: int, box: Box) -> "ByteRuns":
-        first, length, stride, contiguous = 0, itemsize, itemsize, True
-        loops: list[tuple[int, int]] = []
-        for size, (start, stop) in zip(reversed(shape), reversed(box), strict=True):
-            first += start * stride
-            if contiguous:
-                length = (stop - start) * stride
-                contiguous = stop - start == size
-            elif stop - start > 1:
-                loops.insert(0, (stop - start, stride))
-            stride *= size
-        return cls(first, length, tuple(loops))
-
-    def rows(self) -> Iterator[tuple[int, int, int]]:
-        """(offset of the first run, number of runs, stride) for each group of equally spaced runs."""
-        count, stride = self.loops[-1] if self.loops else (1, self.length)
-        for steps in product(*(range(0, size * step, step) for size, step in self.loops[:-1])):
-            yield self.first + sum(steps), count, stride
-
-
 class WeightFiles:
     """The tensors of one Hugging Face directory, by name, and the files they are in. Close it, or use `with`.
 
@@ -128,8 +96,9 @@ class WeightFiles:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def read(self, tensor: FileTensor, box: Box, out: Tensor) -> None:
-        """Fill `out` (contiguous, on the CPU, of the tensor's dtype) with the elements of `box`, row-major;
-        `IntegrityError` naming file and tensor when the file ends early.
+        """Fill `out` (contiguous, on the CPU, of the tensor's dtype) with the elements of `box`, row-major.
+
+        Raises `IntegrityError` naming file and tensor when the file ends early.
         """
         assert out.is_contiguous()
         assert out.dtype == tensor.dtype

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.io.boxes import Box, volume
-from expertmesh.io.safetensors_reader import DTYPES, INDEX_FILE, SINGLE_FILE, ByteRuns, FileTensor, as_bytes
+from expertmesh.io.boxes import Box, ByteRuns, volume
+from expertmesh.io.safetensors_reader import DTYPES, INDEX_FILE, SINGLE_FILE, FileTensor, as_bytes
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
