@@ -10,6 +10,7 @@ from typing import Any
 from expertmesh.anatomy import Anatomy, decoder_blocks
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
+from expertmesh.parallel.context.plan import ContextPlan
 from expertmesh.parallel.shard_plan import KeptInFp32, plan_axes
 from expertmesh.parallel.stages import plan_stages
 from expertmesh.parallel.tensor_plan import TensorPlan
@@ -42,7 +43,12 @@ class Feasibility:
     def any_tensor_plan(self) -> TensorPlan:
         """Of the fewest ranks that can share this model; of one rank (nothing is split) where none can."""
         plans = (self._plan(Layout(tp=tp)) for tp in (*_SMALL, 1))
-        return next(plan for plan in plans if not isinstance(plan, InputError))
+        return next(plan[0] for plan in plans if not isinstance(plan, InputError))
+
+    def any_context_plan(self) -> ContextPlan:
+        """Of the fewest ranks that can share rows; of one rank where none can."""
+        plans = (self._plan(Layout(cp=cp)) for cp in (*_SMALL, 1))
+        return next(plan[1] for plan in plans if not isinstance(plan, InputError))
 
     @cache  # noqa: B019
     def stages(self, pp: int, virtual: int = 1) -> tuple[tuple[int, ...], ...]:
@@ -54,9 +60,9 @@ class Feasibility:
         return tuple(tuple(place[self._blocks[n]] for n in numbers) for numbers in ranges)
 
     @cache  # noqa: B019
-    def _plan(self, layout: Layout) -> TensorPlan | InputError:
-        """What tp splits, or why the axes of `layout` are refused."""
+    def _plan(self, layout: Layout) -> tuple[TensorPlan, ContextPlan] | InputError:
+        """What tp and cp split, or why the axes of `layout` are refused."""
         try:
-            return plan_axes(self._model, self._anatomy, layout, self._twin, kept_in_fp32=self._kept)[0]
+            return plan_axes(self._model, self._anatomy, layout, self._twin, kept_in_fp32=self._kept)[:2]
         except InputError as error:
             return error

@@ -206,13 +206,16 @@ class Experts:
 @dataclass(frozen=True, slots=True)
 class TensorParallelParts:
     """How many parts of a block gather positions under tp: `split` ones, the last of which may be the block's `last`
-    module, and those that each rank computes `whole`. `features`: of outputs that are put together again.
+    module, and those that each rank computes `whole`. `features`: of outputs that are put together again. Under cp
+    those that gather whole rows, and are computed by heads, or whole on each rank.
     """
 
     split: int = 0
     last: bool = False
     whole: int = 0
     features: int = 0
+    rows_by_heads: int = 0
+    rows_whole: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,7 +5,7 @@ is downloaded.
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -32,6 +32,9 @@ from expertmesh.planning.model_figures import (
 from expertmesh.planning.probe import BlockFigures, NotProbed, probe
 from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.weights.meta_model import kept_in_fp32
+
+if TYPE_CHECKING:
+    from expertmesh.parallel.context.plan import ContextPlan
 
 
 def figures_of(
@@ -78,7 +81,7 @@ def _figures(
     attention_heads = int(sizes.get("num_attention_heads") or 1)
     feasibility = Feasibility(model, anatomy, attention_heads, fp32)
     tensor_plan = feasibility.any_tensor_plan()
-    reader = _Reader(model, plan, fp32, lora, tensor_plan)
+    reader = _Reader(model, plan, fp32, lora, tensor_plan, feasibility.any_context_plan())
     signatures = [reader.signature(name) for name in anatomy.blocks]
     firsts: dict[Any, str] = {}
     for signature, name in zip(signatures, anatomy.blocks, strict=True):
@@ -119,8 +122,15 @@ class _Reader:
     """Turns modules of a model on meta into groups and blocks; `around` are parameters outside blocks."""
 
     def __init__(
-        self, model: Any, plan: ShardPlan, fp32: KeptInFp32, lora: LoraConfig | None, tensor_plan: TensorPlan
+        self,
+        model: Any,
+        plan: ShardPlan,
+        fp32: KeptInFp32,
+        lora: LoraConfig | None,
+        tensor_plan: TensorPlan,
+        context_plan: "ContextPlan",
     ) -> None:
+        self.context_plan = context_plan
         self.model, self.fp32, self.uncast, self.lora, self.tensor_plan = model, fp32, plan.uncast, lora, tensor_plan
         self.master, self.width, _ = plan.dtypes
         self.backends, self.packed = plan.compute, plan.packed
@@ -169,7 +179,9 @@ class _Reader:
         gathered = (f"{part.name}.{leaf}" for part in split for leaf in part.gathered)
         features = sum(self.model.get_submodule(name).out_features for name in gathered)
         last = bool(split) and not split[-1].mixes_positions
-        return TensorParallelParts(len(split), last, len(parts) - len(split), features)
+        rows = self.context_plan.within([block]).whole
+        by_heads = sum(part.is_split for part in rows)
+        return TensorParallelParts(len(split), last, len(parts) - len(split), features, by_heads, len(rows) - by_heads)
 
     def _experts(self, spec: ExpertsSpec) -> Experts:
         module = self.model.get_submodule(spec.name)

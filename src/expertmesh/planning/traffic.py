@@ -277,7 +277,9 @@ def _of_dispatch(
 def _of_sequence(
     block: Block, model: ModelFigures, layout: Layout, rows: int, mode: CheckpointingMode
 ) -> Iterator[Transfer]:
-    """tp gathers the sequence before each split part and scatters its sums; cp exchanges heads for positions."""
+    """tp gathers the sequence before each split part and scatters its sums; cp exchanges heads for positions, or
+    gathers rows for what needs them whole, and where ranks share its heads scatters the sums.
+    """
     forwards, parts = 1 if mode == "none" else 2, block.parts
     whole = _whole_bytes(model, layout, rows)
     gathers = (parts.split + parts.whole) * forwards + parts.split
@@ -286,7 +288,12 @@ def _of_sequence(
     features = rows * model.length / layout.cp * parts.features * model.compute_bytes
     yield Transfer("tp", "all_gather", gathers, gathers * whole + forwards * features, layout.tp)
     yield Transfer("tp", "reduce_scatter", sums, sums * whole + features, layout.tp)
-    if (queries := block.figures.heads) and layout.cp > 1:
+    if layout.cp > 1 and (gathered := parts.rows_by_heads + parts.rows_whole):
+        rows_whole = whole * layout.cp
+        there, back = gathered * forwards + parts.rows_by_heads, parts.rows_by_heads * forwards + gathered
+        yield Transfer("cp", "all_gather", there, there * rows_whole, layout.cp)
+        yield Transfer("cp", "reduce_scatter", back, back * rows_whole, layout.cp)
+    elif (queries := block.figures.heads) and layout.cp > 1:
         # Keys and values go together with the queries, repeated as far as a rank's queries need (context.py).
         groups = queries // model.key_value_heads
         keys = model.key_value_heads * groups // gcd(queries // (layout.cp * layout.tp), groups)

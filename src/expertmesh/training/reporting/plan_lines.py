@@ -123,8 +123,8 @@ def _layout_lines(run: "Prepared") -> Iterator[str]:
     yield from (f"cp         {line}" for line in plan.context.lines())
     yield from (f"tp         {line}" for line in plan.tensor.lines())
     if config.data.packing and mesh.device.type != "cpu":
-        compute = getattr(torch, config.precision.compute)
-        yield f"packed     rows attend {packed_attention_line(model, checked.anatomy, mesh.device, compute)}"
+        how = packed_attention_line(model, checked.anatomy, mesh.device, plan.dtypes[1])
+        yield f"packed     rows attend {how}"
     if (pipeline := pipeline_of(model)) is not None:
         yield from (f"stages     {line}" for line in _stage_lines(pipeline, run.batches.accumulation))
     if checked.layout_reason is not None:
