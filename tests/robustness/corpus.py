@@ -338,7 +338,7 @@ def of_great_numbers() -> Iterator[Case]:
     def read(path: Path) -> None:
         read_header(path / "model.safetensors")
 
-    for count in (400_000, 1_000_000):
+    for count in (100_000, 1_000_000):
         many = lambda count=count: ((str(n), empty) for n in range(count))  # noqa: E731
         yield Case(f"{count:,} empty tensors", lambda path, m=many: _header(m())(path), read, "", count > 500_000)
     for name, offsets in {

@@ -246,16 +246,15 @@ def _header_entries(path: Path) -> tuple[dict[str, Any], int, int]:
     """The JSON object that the header is, where the data starts, and the size of the file."""
     with _opened(path) as (descriptor, size):
         header = _pread(path, descriptor, _header_length(path, descriptor, size), 8)
-    if (said := header.count(b'"data_offsets"')) > MAX_TENSORS:  # to parse so many takes seconds, and gigabytes
-        _unsafe(path, f"a header of {said:,} tensors")
+    count = header.count(b'"data_offsets"')  # to parse a million tensors takes seconds, and gigabytes
     try:
-        entries = parse_json(header)
+        entries = parse_json(header) if count <= MAX_TENSORS else {}
     except ValueError as error:
         _damaged(path, f"header is not JSON ({error})")
     if not isinstance(entries, dict):
         _damaged(path, "header is not a JSON object")
-    if len(entries) > MAX_TENSORS:
-        _unsafe(path, f"a header of {len(entries):,} tensors")
+    if (count := max(count, len(entries))) > MAX_TENSORS:
+        _unsafe(path, f"a header of {count:,} tensors")
     return entries, 8 + len(header), size
 
 
@@ -340,8 +339,7 @@ def _open(path: Path) -> int:
     try:
         return open_file(path, key="weights.unsafe", mend=mend)
     except IsADirectoryError as error:
-        problem = f"{path}: is neither a file nor a link to one; {mend}"
-        raise SecurityError(problem, key="weights.unsafe") from error
+        raise SecurityError(f"{path}: is neither a file nor a link to one; {mend}", key="weights.unsafe") from error
     except FileNotFoundError as error:
         problem = f"{path}: no such file, but the checkpoint needs it; download it"
         raise InputError(problem, key="weights.not-found") from error
