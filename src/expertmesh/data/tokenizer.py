@@ -5,7 +5,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import file_exists, try_to_load_from_cache
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from expertmesh.config import ModelConfig
@@ -94,14 +94,24 @@ def _is_deepseek_v4(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> b
     path = directory / "config.json" if directory.is_dir() else _cached(model, "config.json")
     if path is None or not path.is_file() or "<｜latest_reminder｜>" not in tokenizer.get_vocab():
         return False
-    encoders = directory / "encoding"
-    if encoders.is_dir() and not (encoders / "encoding_dsv4.py").exists():
-        return False
     try:
         content = parse_json(read_file(path))
     except ValueError:  # said by who reads the model's config
         return False
-    return isinstance(content, dict) and content.get("model_type") == "deepseek_v4"
+    return isinstance(content, dict) and content.get("model_type") == "deepseek_v4" and _has_its_encoder(model)
+
+
+def _has_its_encoder(model: ModelConfig) -> bool:
+    """Whether the encoder beside the weights is that of DeepSeek-V4. A directory may have been copied without any."""
+    encoder, directory = "encoding/encoding_dsv4.py", Path(model.name_or_path)
+    if directory.is_dir():
+        return not (directory / "encoding").is_dir() or (directory / encoder).exists()
+    if _cached(model, encoder) is not None:
+        return True
+    try:
+        return file_exists(model.name_or_path, encoder, revision=model.revision)
+    except Exception:  # of the hub client, which is offline or refused: without a template the data are, by name
+        return False
 
 
 def _cached(model: ModelConfig, name: str = "tokenizer.json") -> Path | None:
