@@ -12,6 +12,8 @@ from expertmesh.launcher.hangs import RankSnapshot, hang_error, read_stack, time
 from expertmesh.launcher.rank_files import RankFailure
 from expertmesh.launcher.roll_call import Answer, judge
 from expertmesh.training.progress import RankStatus, StopState
+from expertmesh.training.startup.output_dir import refuse_output_dir
+from tests.cli.jobs import CONFIG
 
 NOW = 1000.0
 IN_A_COLLECTIVE = ('  File "/x/torch/distributed/distributed_c10d.py", line 1 in all_reduce',)
@@ -162,6 +164,7 @@ def test_by_their_answers_ranks_find_out_who_was_waited_for(tmp_path: Path) -> N
     assert str(hung).startswith("rank 2 hung at step 7, reading data: it had not moved for 15 s; its process was")
     assert str(hung).endswith(f"stacks of all ranks: {stacks}")
     assert "rank 2 on b at step 7, reading data, for 15 s:\n" + "\n".join(ELSEWHERE) in stacks.read_text()
+    refuse_output_dir(CONFIG.model_copy(update={"output_dir": str(tmp_path)}))  # the next start is not held up by it
     lost = judge({0: waits, 1: waits}, caller, HERE, TIMED_OUT, stacks)
     assert lost.key == "rank.lost"
     assert str(lost).startswith("rank 2, 3 (node 1 of 2) did not answer within 5 s when the others had waited in vain")

@@ -17,7 +17,7 @@ CONFIG_FILE = "config.yaml"
 MODEL, ADAPTER = "model", "adapter"
 # What a run that was killed before it had written config.yaml may have left behind, none of it worth keeping, and what
 # `verify` and `prepare` write before there is a run.
-_LEFT_BY_A_START = re.compile(r"lock\.json(\..+)?|config\.yaml\.tmp|verification\.json|prepared")
+_LEFT_BY_A_START = re.compile(r"lock\.json(\..+)?|config\.yaml\.tmp|verification\.json|prepared|stacks\.txt")
 
 
 def refuse_output_dir(config: Config) -> None:
