@@ -9,6 +9,7 @@ import re
 import struct
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -184,3 +185,11 @@ def test_the_python_example_computes_the_same_in_every_layout(tmp_path: Path) ->
     assert len(expected) == 3
     for parallel in ("ep=2, tp=2", "ep=2, cp=2", "ep=1, pp=2"):
         assert run_ranks(_in_layout, 2, tmp_path, parallel, 8)[0] == pytest.approx(expected, rel=1e-2), parallel
+
+
+if __name__ == "__main__":  # `python -m tests.test_examples`: the comments' figures anew, after the planner has changed
+    for example in FILES:
+        with tempfile.TemporaryDirectory() as scratch:
+            now = _dry_run(example, Path(scratch, "model"))[1].line
+        line = PREDICTED.sub(lambda said, now=now: f"# Predicted for {said['devices']}: {now}.\n", example.read_text())
+        example.write_text(line)
