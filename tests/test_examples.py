@@ -33,8 +33,6 @@ from tests.support.ranks import run_ranks
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PUBLISHED = Path(__file__).parent / "published"
 PREDICTED = re.compile(r"# Predicted for (?P<devices>[^:]+): (?P<figures>.+)\.\n")
-# Published tokenizers that have no chat template.
-WITHOUT_TEMPLATE = {"deepseek-ai/DeepSeek-V4-Flash"}
 FILES = sorted(EXAMPLES.glob("*.yaml"))
 
 
@@ -87,13 +85,6 @@ def test_each_example_passes_with_the_published_config_as_its_comment_predicts(f
     figures, found = _dry_run(file, tmp_path / "model")
     assert found.line == figures
     assert found.warning is None
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_each_example_s_rows_need_no_template_that_is_not_there(file: Path) -> None:
-    config = load_config(file)
-    chat = {source.format for source in config.data.train} - {"text", "prompt_completion"}
-    assert not chat or config.data.chat_template or config.model.name_or_path not in WITHOUT_TEMPLATE
 
 
 def test_a_default_that_a_published_config_contradicts_is_found(tmp_path: Path) -> None:
