@@ -114,6 +114,13 @@ def test_the_sort_is_torchs_stable_one(items: int, experts: int) -> None:
 
 
 @interpreted
+def test_keys_need_not_be_neighbours() -> None:
+    key = torch.tensor([[0, 9], [1, 9], [2, 9]])[:, :1].reshape(-1)
+    assert not key.is_contiguous()
+    assert torch.equal(order_by_expert(key, 10, True)[0], order_by_expert(key, 10, False)[0])
+
+
+@interpreted
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("loop", [False, True], ids=["grouped_mm", "loop"])
 def test_the_layer_gives_torchs_results_and_gradients(variant: str, loop: bool) -> None:

@@ -110,6 +110,7 @@ def counting_sort(key_N: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.T
     """(`order_N`, `place_N`): the stable order of items by `key_N` (int64, in `range(keys)`), and its inverse."""
     from expertmesh.experts.kernels import triton_kernels
 
+    key_N = key_N.contiguous()  # a column, where each token has one expert
     order_N, place_N = torch.empty_like(key_N), torch.empty_like(key_N)
     items = len(key_N)
     if items:
