@@ -161,7 +161,7 @@ class SharedExpert:
     def compute(self, hidden: torch.Tensor) -> None:
         """Run the module, hooks included, on what the routed experts are given."""
         self.forget()
-        self._ahead = (hidden, hidden._version, self.module(hidden))
+        self._ahead = (hidden, _version(hidden), self.module(hidden))
 
     def forget(self) -> None:
         """Free what the model will not ask for."""
@@ -169,10 +169,15 @@ class SharedExpert:
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and _same_values(ahead[0], hidden) and ahead[1] == hidden._version:
+        if ahead is not None and _same_values(ahead[0], hidden) and ahead[1] == _version(hidden):
             return ahead[2] if ahead[2].shape == hidden.shape else ahead[2].view(hidden.shape)
         out: torch.Tensor = self._own(hidden)
         return out
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Of the values; tensors of inference mode have none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:

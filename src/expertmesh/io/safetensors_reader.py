@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -124,7 +124,8 @@ class WeightFiles:
         for first, count, stride in runs.rows():
             together = count if stride - runs.length <= MAX_GAP_BYTES else 1
             for start in range(tensor.offset + first, tensor.offset + first + count * stride, together * stride):
-                os.posix_fadvise(descriptor, start, (together - 1) * stride + runs.length, os.POSIX_FADV_WILLNEED)
+                with suppress(OSError):  # a file system that takes no advice
+                    os.posix_fadvise(descriptor, start, (together - 1) * stride + runs.length, os.POSIX_FADV_WILLNEED)
 
     def _read_spans(self, tensor: FileTensor, first: int, stride: int, rows: Tensor) -> None:
         """Read rows with the small gaps between them, a bounded span at a time."""

@@ -133,7 +133,8 @@ def _row_stride(tensor: torch.Tensor) -> int:
 
 
 def _block(width: int) -> int:
-    return min(_BLOCK, _power_of_two(width))
+    """At least one column for each thread of four warps: none reads what another writes in place."""
+    return max(128, min(_BLOCK, _power_of_two(width)))
 
 
 def _power_of_two(least: int) -> int:
