@@ -271,8 +271,8 @@ def test_a_rank_ends_with_the_agent_that_started_it(tmp_path: Path) -> None:
 def test_what_no_attempt_can_change_is_not_tried_again_under_torchrun(tmp_path: Path) -> None:
     def agent(attempt: int) -> TorchrunAgent:
         error_file = tmp_path / f"attempt_{attempt}" / "0" / "error.json"
-        places = {"TORCHELASTIC_ERROR_FILE": str(error_file), "TORCHELASTIC_RESTART_COUNT": str(attempt), "RANK": "0"}
-        return TorchrunAgent.of(places)
+        places = {"TORCHELASTIC_ERROR_FILE": str(error_file), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        return TorchrunAgent.of({**places, "RANK": "0", "WORLD_SIZE": "2"})
 
     agent(0).refuse_again()
     agent(0).remember(DistributedFailure("a rank died", key="rank.exited"))

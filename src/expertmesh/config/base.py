@@ -48,6 +48,9 @@ class _Frozen(dict[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         raise TypeError("a configuration cannot change")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self),)
+
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(json.dumps(self, sort_keys=True, default=str))
 

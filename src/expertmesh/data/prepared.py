@@ -141,7 +141,7 @@ class Preparation:
         """
         with _unwritable(building):
             building.mkdir(parents=True, exist_ok=True)
-            _remove_abandoned(self.directory)
+            _remove_abandoned(self.directory, but=building)
         reader = BlockReader(replace(self.recipe, date=self.recipe.date or datetime.date.today()), share)
         stamps = Origins(self.recipe).stamps()
         facts: list[BlockFacts] = []
@@ -318,9 +318,11 @@ def _failures(building: Path) -> list[_Failure]:
     return [_Failure.model_validate_json(path.read_bytes()) for path in building.glob("failed-*.json")]
 
 
-def _remove_abandoned(directory: Path) -> None:
-    """What preparations that were killed have left, if nobody has written into it for a day."""
-    for path in directory.glob(f"{_BUILDING}*"):
+def _remove_abandoned(directory: Path, but: Path) -> None:
+    """What preparations that were killed have left, if nobody has written into it for a day. Clocks may jump: never
+    what this one writes.
+    """
+    for path in {*directory.glob(f"{_BUILDING}*")} - {but}:
         try:
             written = max(each.stat().st_mtime for each in (path, *path.glob("*")))
         except FileNotFoundError:  # another process removes it, or publishes it
