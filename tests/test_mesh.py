@@ -1,11 +1,13 @@
 """Both views of the ranks against rank lists worked out by hand, and every impossible combination by its sentence."""
 
 import gc
+import os
 import re
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from expertmesh.distributed.layout import (
 )
 from expertmesh.distributed.mesh import build_mesh, current_device, init_mesh, set_timeout
 from expertmesh.experts import dispatch
+from expertmesh.experts.install import Kernels
 from tests.support.models import tiny_model
 from tests.support.ranks import RankFailed, run_ranks
 
@@ -234,6 +237,42 @@ def test_meshes_of_any_size_are_built_and_agree_with_the_arithmetic(world: int) 
         assert mesh.data_rank == rank
     finally:
         dist.destroy_process_group()
+
+
+def _on_nodes_of_other_sizes(ep: int | str) -> str:
+    os.environ["LOCAL_WORLD_SIZE"] = "2" if dist.get_rank() == 0 else "1"
+    try:
+        mesh = init_mesh(ParallelConfig.model_validate({"ep": ep}), num_experts=8)
+    except InputError as error:
+        return error.key
+    model = tiny_model("qwen3_moe")
+    with pytest.raises(InputError) as refused:
+        em.parallelize(model, mesh, moe=em.MoeConfig(dispatch="hierarchical", aux_loss_coef=0.0))
+    assert mesh.ep_nodes is None
+    return refused.value.key
+
+
+def test_ranks_agree_on_the_mesh_where_nodes_have_different_numbers_of_them() -> None:
+    assert run_ranks(_on_nodes_of_other_sizes, 2, 2) == ["moe.dispatch-needs-nodes"] * 2
+    assert run_ranks(_on_nodes_of_other_sizes, 2, "auto") == ["launch.local-world-sizes-differ"] * 2
+
+
+def _shard_where_one_rank_refuses(directory: str) -> list[str]:
+    mesh = init_mesh(ParallelConfig(ep=2), num_experts=8)
+    model, refusal = tiny_model("qwen3_moe"), InputError("no kernels here", key="moe.kernels-unsupported")
+    chosen: dict[str, Any] = {"side_effect": refusal} if mesh.rank else {"return_value": Kernels()}
+    found = []
+    with mock.patch("expertmesh.parallel.shard_plan.choose_kernels", **chosen):
+        for shard in (lambda: em.parallelize(model, mesh), lambda: em.load_model(directory, mesh)):
+            with pytest.raises(InputError, match="no kernels here") as refused:
+                shard()
+            found.append(refused.value.key)
+    return found
+
+
+def test_what_one_rank_alone_cannot_run_is_refused_on_all(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe").save_pretrained(tmp_path)
+    assert run_ranks(_shard_where_one_rank_refuses, 2, str(tmp_path)) == [["moe.kernels-unsupported"] * 2] * 2
 
 
 def _how_long_rank_0_waits_in_each_group(done: Path) -> dict[str, float]:
