@@ -43,11 +43,10 @@ GATES = {"silu": SILU, "gpt-oss": GPT_OSS, "clamped": Gate(limit=0.5), "alternat
 
 
 @needs_triton
-@pytest.mark.timeout(300)
 def test_values_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (passed,) = re.findall(r"(\d+) passed", done.stdout)
     assert int(passed) >= 40
