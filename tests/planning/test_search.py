@@ -96,6 +96,28 @@ def test_figures_do_not_depend_on_when_garbage_is_collected() -> None:
     assert found[0] == found[1]
 
 
+def test_a_second_run_has_no_down_projection_unless_something_is_saved_behind_it(qwen: ModelFigures) -> None:
+    deepseek = figures_of(deepseek_v3(), length=4096, precision=PrecisionConfig(), packed=False)
+    assert {(block.figures.behind, block.figures.behind_shared > 0) for block in qwen.blocks} == {(0, False)}
+    assert {block.figures.behind for block in deepseek.blocks} == {0}
+
+    def experts(model: ModelFigures, layout: Layout, mode: CheckpointingMode) -> float:
+        return speed_of(Workload(model, layout, Batch(1, 1), mode), _devices("8x8 h100")).experts
+
+    # Three products forward and six backward; the gate and up projection again, or all three. DeepSeek's shared expert
+    # runs ahead where rows travel, but not under tp.
+    for model, layout, products in (
+        (qwen, Layout(fsdp=64, ep=8), 11),
+        (qwen, Layout(fsdp=32, tp=2, ep=8), 11),
+        (deepseek, Layout(fsdp=64, ep=64), 11),
+        (deepseek, Layout(fsdp=32, tp=2, ep=64), 12),
+        (deepseek, Layout(fsdp=64, ep=1), 12),
+    ):
+        once = experts(model, layout, "none")
+        assert experts(model, layout, "selective") == once
+        assert experts(model, layout, "full") == pytest.approx(once * products / 9)
+
+
 def test_plan_ranks_by_its_goal_and_says_why_others_do_not_fit(qwen: ModelFigures) -> None:
     job = Job(qwen, _devices("1x8 h200"), 64)
     fast, small = plan(job, "speed"), plan(job, "memory")

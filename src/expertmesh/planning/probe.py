@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from expertmesh.anatomy import Anatomy
@@ -38,7 +39,8 @@ class BlockFigures:
     that is masks, for all pairs of positions on every rank, `latents` the part that tp does not split. `queries` are
     bytes of all queries and of what attention gives for them, `keys` of a key and value head, `heads` how many queries
     have. `products` are FLOPs of matrix products in forward, `attention` those of attention. `moved`: bytes that other
-    operations read and write in forward and in backward; `operations`: how many all are.
+    operations read and write in forward and in backward; `operations`: how many all are. `behind`: how many tensors are
+    saved behind the routed experts, `behind_shared` those of their shared expert, which are not among them.
     """
 
     saved: int = 0
@@ -56,6 +58,8 @@ class BlockFigures:
     attention: int = 0
     moved: list[int] = field(default_factory=lambda: [0, 0])
     operations: list[int] = field(default_factory=lambda: [0, 0])
+    behind: int = 0
+    behind_shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +220,12 @@ def _run(
                 module = model.get_submodule(name)
                 hooks.enter_context(module.register_forward_pre_hook(partial(watch.latent, -1)))
                 hooks.enter_context(module.register_forward_hook(partial(watch.latent, 1)))
+        for spec in anatomy.experts:
+            hooks.enter_context(model.get_submodule(spec.name).register_forward_hook(watch.experts_end))
+        for name in anatomy.shared_experts:
+            shared = model.get_submodule(name)
+            hooks.enter_context(shared.register_forward_pre_hook(partial(watch.shared, True)))
+            hooks.enter_context(shared.register_forward_hook(partial(watch.shared, False)))
         if not embeds:
             embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
             hooks.enter_context(embedding.register_forward_hook(_start_graph))
@@ -250,7 +260,7 @@ class _BlockWatch:
         self.tracker, self.attention = tracker, _Attention()
         self.seen: dict[str, BlockFigures] = {}
         self.first = self.begin = self.outside = self.tables = 0
-        self._tuples = False
+        self._tuples = self._is_behind = self._is_shared = False
 
     def twice(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What stands for the `forward` of a block of this name."""
@@ -272,7 +282,9 @@ class _BlockWatch:
         held = [hidden]
         del hidden
         args, kwargs = _with_hidden(args, kwargs, held.pop())
-        out = forward(*args, **kwargs)
+        self._is_behind = False
+        with saved_tensors_hooks(self._saving, lambda tensor: tensor):
+            out = forward(*args, **kwargs)
         args, kwargs = _with_hidden(args, kwargs, None)
         self._work(seen, 0, +1)
         seen.products += self.tracker.products
@@ -284,6 +296,19 @@ class _BlockWatch:
     def latent(self, sign: int, *_: Any) -> None:
         """A hook before (-1) or behind (+1) a module whose results count as latents."""
         self.attention.current.latents += sign * self.tracker.live
+
+    def experts_end(self, *_: Any) -> None:
+        """A hook behind routed experts."""
+        self._is_behind = True
+
+    def shared(self, begins: bool, *_: Any) -> None:
+        """A hook before and behind a shared expert."""
+        self._is_shared = begins
+
+    def _saving(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.attention.current.behind += self._is_behind and not self._is_shared
+        self.attention.current.behind_shared += self._is_behind and self._is_shared
+        return tensor.detach()
 
     def pass_through(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]

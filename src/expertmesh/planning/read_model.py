@@ -200,6 +200,8 @@ class _Reader:
             matrices=tuple(self._expert_weight(spec, name, parameter) for name, parameter in own.items()),
             looped=self.backends[spec.name] == "loop",
             rank=max((own[name].shape[1] for name in own if is_adapter(name) and name.endswith("A")), default=0),
+            last=sum(own[name].numel() for name in (spec.down, f"{spec.down}_lora_B") if name in own)
+            // spec.num_experts,
         )
 
     def _expert_weight(self, spec: ExpertsSpec, leaf: str, parameter: nn.Parameter) -> ExpertWeight:
