@@ -73,7 +73,7 @@ class Speed:
 def speed_of(workload: Workload, devices: Devices) -> Speed:
     """The step on `devices`."""
     model, layout, batch = workload.model, workload.layout, workload.batch
-    rates, times, shares = _Rates.of(model, devices), batch.accumulation, layout.cp * layout.tp
+    rates, times, shares = _Rates.of(model, devices), batch.accumulation, (layout.cp, layout.tp)
     routing = layout.ep, workload.imbalance, runs_shared_beside(layout, workload.ep_nodes)
     each = {
         stage: _micro_batch(model, workload.rank(stage), shares, batch.rows, routing, rates)
@@ -176,37 +176,45 @@ class _MicroBatch:
 
 @cache
 def _micro_batch(
-    model: ModelFigures, rank: PipelineRank, shares: int, rows: int, routing: tuple[int, float, bool], rates: _Rates
+    model: ModelFigures,
+    rank: PipelineRank,
+    shares: tuple[int, int],
+    rows: int,
+    routing: tuple[int, float, bool],
+    rates: _Rates,
 ) -> _MicroBatch:
-    """Of `rows` sequences over `shares` ranks of cp and tp, on one pp rank. `routing`: ep, imbalance, and whether
-    shared experts run while rows travel.
+    """Of `rows` sequences, `shares` ranks of cp and of tp, on one pp rank. `routing`: ep, imbalance, and whether shared
+    experts run while rows travel.
     """
-    ep, imbalance, beside = routing
-    share, tokens = rows / shares, rows * model.length / shares
+    (ep, imbalance, beside), (cp, tp) = routing, shares
+    share, tokens = rows / (cp * tp), rows * model.length / (cp * tp)
     found = _MicroBatch(_head_seconds(model, tokens, rates) if rank.is_last else 0.0)
     grows = 1 if model.adapted else 2
     for (block, mode), count in rank.pieces:
         figures, again, full = block.figures, mode != "none", mode == "full"
-        products = figures.products * share / rates.products
-        attention = figures.attention / 2 * share / rates.attention
+        # What every rank of cp computes for whole rows.
+        repeated, attended, moved = ((cp - 1) * each for each in figures.whole)
+        products = (figures.products + repeated) * share / rates.products
+        attention = (figures.attention / 2 + figures.hidden + attended) * share / rates.attention
         experts, moving = _expert_seconds(model, block, tokens, (ep, imbalance), rates)
         last = (0.0, 0.0)
         if ends := block.ends_in_experts(mode, shared_beside=beside):
             last = _expert_seconds(model, block, tokens, (ep, imbalance), rates, last=True)
         unpacking = sum(sum(group.packed) for group in block.groups) * DEQUANTISING / rates.bandwidth
-        own = [size * share / rates.bandwidth + unpacking for size in figures.moved]
+        more = 1 + moved / max(1, figures.moved[0])
+        own = [size * more * share / rates.bandwidth + unpacking for size in figures.moved]
         operations = (0, 0) if block.experts is None else EXPERT_OPERATIONS
         launches = [own + routed for own, routed in zip(figures.operations, operations, strict=True)]
         found.add(count, products, experts, attention, own[0] + moving, launches[0] * rates.launch)
         # A second run has all of the block, but under `selective` neither experts nor attention.
-        repeated = again * figures.operations[0] + full * (operations[0] - ends * LAST_OPERATIONS)
+        launched_again = again * figures.operations[0] + full * (operations[0] - ends * LAST_OPERATIONS)
         found.add(
             count,
             products * (grows + again),
             experts * (grows + full) - last[0],
             attention * (2.5 + full),
             own[1] + 2 * moving + again * own[0] + full * moving - last[1],
-            (launches[1] + repeated) * rates.launch,
+            (launches[1] + launched_again) * rates.launch,
         )
     return found
 
