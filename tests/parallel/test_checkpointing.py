@@ -114,14 +114,16 @@ def _check_selective(calls: Calls) -> None:
     assert calls == Calls(rows=4, all=7, products=6)
 
 
-def test_selective_sends_rows_four_times_a_layer_and_full_six_times() -> None:
+def test_selective_sends_rows_four_times_a_layer_and_full_five_times() -> None:
     def counts() -> list[Calls]:
         return [_calls(mode) for mode in MODES]
 
     for none, selective, full in run_ranks(counts, 2):
         _check_selective(none)
         _check_selective(selective)
-        assert full == Calls(rows=6, all=10, products=8)  # the counts are known when a block is run again
+        # When a block is run again, the counts are known, and nobody reads what the experts give: it ends before their
+        # down projection, and no row travels back.
+        assert full == Calls(rows=5, all=9, products=7)
 
 
 def test_dropout_numbers_of_experts_do_not_travel_again() -> None:
@@ -141,7 +143,7 @@ def test_dropout_numbers_of_experts_do_not_travel_again() -> None:
 
     for none, selective, full in run_ranks(counts, 2):
         assert none == selective == Calls(rows=4, all=8, products=0)
-        assert full == Calls(rows=6, all=12, products=0)
+        assert full == Calls(rows=5, all=11, products=0)
 
 
 def _forget() -> None:
@@ -153,7 +155,7 @@ def test_an_all_to_all_that_is_repeated_is_seen() -> None:
     for calls in run_ranks(lambda: _calls("selective", _forget), 2):
         with pytest.raises(AssertionError):
             _check_selective(calls)
-        assert calls.rows == 6
+        assert calls.rows == 5
 
 
 def _held(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
@@ -207,8 +209,8 @@ def _noting(kept_by_layer: list[int], from_sizes: list[int]) -> Iterator[None]:
             fp32 * (rows * HIDDEN + here * 2 * WIDTH + here)  # rows received, grouped product, routing weights
             + int64 * (here + here + rows + 1)  # the row of each pair, and the pairs of each row
             + 4 * experts
-            + int64 * (here + pairs_sent + sent + tokens + 1)  # how pairs and rows travel back
-            + int64 * sent
+            + int64 * (here + pairs_sent + sent + tokens + 1)  # how pairs and rows travel back; the tokens of the rows
+            # sent are kept as well, but not saved (dispatch.SumRows)
             + fp32 * experts * 3 * HIDDEN * WIDTH  # the weights, which are there anyway
         )
         kept_by_layer.append(0)

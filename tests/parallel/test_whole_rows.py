@@ -22,6 +22,7 @@ from expertmesh.parallel import tensor
 from expertmesh.planning import traffic
 from expertmesh.planning.model_figures import ModelFigures
 from expertmesh.planning.read_model import figures_of
+from expertmesh.planning.trackers import UsageTracker
 from tests.adapters.reference import trainables, worst
 from tests.families.packing import check_packing
 from tests.families.proof import Run, Subject, measure
@@ -130,6 +131,26 @@ def test_the_bytes_of_a_step_are_those_of_the_formula(family: str, parts: int, s
         "all_gather": found["_gather"],
         "reduce_scatter": found["_reduce_scatter"],
     }
+
+
+def _products(family: str, cp: int) -> int:
+    """FLOPs of a rank's matrix products, attention's among them, in one forward of two rows of 16 positions."""
+    model: Any = random_model(_class_of(family), family)
+    em.parallelize(model, em.init_mesh(em.ParallelConfig(cp=cp, ep=1)), moe=em.MoeConfig(compute="loop"))
+    ids = torch.arange(32).view(2, 16)
+    with UsageTracker() as tracker:
+        em.causal_lm_loss(model, {"input_ids": ids, "labels": ids}, target_tokens=30)
+    return tracker.products
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "jamba"])
+def test_what_every_rank_computes_of_whole_rows_is_predicted_to_the_last_product(family: str) -> None:
+    (alone,), split = run_ranks(_products, 1, family, 1), run_ranks(_products, 2, family, 2)
+    precision = em.PrecisionConfig(params="float32", compute="float32", reduce="float32")
+    model = figures_of(tiny_config(_class_of(family), family), length=16, precision=precision, packed=False)
+    repeated = sum(block.figures.whole[0] for block in model.blocks)
+    assert repeated > 0
+    assert sum(split) - alone == 2 * repeated
 
 
 def _predicted(model: ModelFigures) -> dict[str, tuple[int, int]]:

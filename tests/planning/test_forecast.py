@@ -60,7 +60,7 @@ def test_a_vision_tower_before_the_language_model_is_not_measured_in_its_place(k
     model_config = random_model(kind, family).config
     model_config.architectures = [kind]
     checked = _checked(_config(tmp_path, "data.packing=false"), model_config, 2)
-    figures = figures_of_plan(checked.plan, length=64, lora=None, packed=False)
+    figures = figures_of_plan(checked.plan, length=64, lora=None, packed=False, device="cpu")
     blocks = dict(zip(checked.anatomy.blocks, figures.blocks, strict=True))
     for name, block in blocks.items():
         assert (block.figures.products > 0) is ("vis" not in name), name

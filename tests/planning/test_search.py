@@ -17,6 +17,7 @@ from expertmesh.cli.plan.tables import print_candidates
 from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig, load_config
 from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.checkpointing import CheckpointingMode
+from expertmesh.planning import probe
 from expertmesh.planning.hardware import Devices, hardware_table, name_of, parse_devices
 from expertmesh.planning.memory import fullest_stage, memory_of, peak_of
 from expertmesh.planning.model_figures import ModelFigures, TopKRouter, rows_per_token
@@ -27,6 +28,7 @@ from expertmesh.planning.stages import Batch, Workload, pipeline_rank, resident_
 from expertmesh.planning.traffic import Transfer, bytes_between_nodes, traffic_of
 from tests.families.tiny import tiny_config
 from tests.support.errors import refused
+from tests.support.models import tiny_config as family_config
 from tests.support.models import tiny_model
 
 GIB = 2**30
@@ -94,6 +96,52 @@ def test_figures_do_not_depend_on_when_garbage_is_collected() -> None:
         gc.set_threshold(*thresholds)
         gc.unfreeze()
     assert found[0] == found[1]
+
+
+def test_a_second_run_has_no_down_projection_unless_something_is_saved_behind_it(qwen: ModelFigures) -> None:
+    deepseek = figures_of(deepseek_v3(), length=4096, precision=PrecisionConfig(), packed=False)
+    assert {(block.figures.behind, block.figures.behind_shared > 0) for block in qwen.blocks} == {(0, False)}
+    assert {block.figures.behind for block in deepseek.blocks} == {0}
+
+    def experts(model: ModelFigures, layout: Layout, mode: CheckpointingMode) -> float:
+        return speed_of(Workload(model, layout, Batch(1, 1), mode), _devices("8x8 h100")).experts
+
+    # Three products forward and six backward; the gate and up projection again, or all three. DeepSeek's shared expert
+    # runs ahead where rows travel, but not under tp.
+    for model, layout, products in (
+        (qwen, Layout(fsdp=64, ep=8), 11),
+        (qwen, Layout(fsdp=32, tp=2, ep=8), 11),
+        (deepseek, Layout(fsdp=64, ep=64), 11),
+        (deepseek, Layout(fsdp=32, tp=2, ep=64), 12),
+        (deepseek, Layout(fsdp=64, ep=1), 12),
+    ):
+        once = experts(model, layout, "none")
+        assert experts(model, layout, "selective") == once
+        assert experts(model, layout, "full") == pytest.approx(once * products / 9)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_packed_rows_are_planned_as_they_are_attended(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, length, precision = family_config(family), 64, PrecisionConfig()
+    by_samples, by_masks = (figures_of(config, length=length, precision=precision, device=d) for d in ("cuda", "cpu"))
+    monkeypatch.setattr(probe, "varlen_operation", None)  # torch's own operation runs, on meta
+    by_torch = figures_of(config, length=length, precision=precision)
+    random_state = 2 * 8
+    blocks = zip(by_samples.blocks, by_masks.blocks, by_torch.blocks, strict=True)
+    for samples, masks, own in ((s.figures, m.figures, t.figures) for s, m, t in blocks):
+        assert samples.mask == 0
+        assert samples.saved + random_state == own.saved
+        # Torch counts all pairs of queries and keys, of which a causal kernel computes half; values may be padded.
+        assert samples.products + samples.attention + 2 * samples.hidden == own.products
+        # Under a mask all are computed, and the mask is kept.
+        assert masks.attention == samples.attention == 2 * masks.hidden
+        assert masks.mask == 2 * length**2
+        assert masks.saved > masks.mask
+    devices = _devices("1x8 h100")
+    workloads = [Workload(model, Layout(fsdp=8, ep=8), Batch(1, 1), "none") for model in (by_samples, by_masks)]
+    faster, slower = (speed_of(workload, devices).attention for workload in workloads)
+    # DeepSeek's values of 16 are padded to keys of 24.
+    assert slower / faster == pytest.approx(2 if family == "qwen3_moe" else 2 * 40 / 48)
 
 
 def test_plan_ranks_by_its_goal_and_says_why_others_do_not_fit(qwen: ModelFigures) -> None:

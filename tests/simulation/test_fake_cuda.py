@@ -21,9 +21,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], int, int]] = {
     "all experts here": ({"parallel": {"ep": 1}}, 0, 0),
     "ep": ({"parallel": {"ep": 8}}, 1, 7),
     "ep, selective": ({"parallel": {"ep": 2}, "mode": "selective"}, 1, 7),
-    "ep, full": ({"parallel": {"ep": 4}, "mode": "full"}, 1, 10),
+    "ep, full": ({"parallel": {"ep": 4}, "mode": "full"}, 1, 9),
     "adapters with dropout, replicas": (
-        {"parallel": {"ep": 4, "replicate": 2}, "lora": LORA, "mode": "full"}, 1, 12,
+        {"parallel": {"ep": 4, "replicate": 2}, "lora": LORA, "mode": "full"}, 1, 11,
     ),
     "tp": ({"parallel": {"ep": 2, "tp": 2}, "mode": "selective"}, 1, 7),
     "cp": ({"parallel": {"ep": 2, "cp": 2}, "mode": "none"}, 1, 11),
@@ -32,12 +32,12 @@ VARIANTS: dict[str, tuple[dict[str, Any], int, int]] = {
     # A first run of the model counts, for losses of the whole batch.
     "packed, router losses": ({"parallel": {"ep": 2}, "packed": True, "moe": {"aux_loss_coef": 0.01}}, 2, 11),
     "samples in one row": ({"parallel": {"ep": 2}, "samples": True, "mode": "selective"}, 1, 7),
-    "samples in one row, cp": ({"parallel": {"ep": 2, "cp": 2}, "samples": True, "mode": "full"}, 1, 16),
+    "samples in one row, cp": ({"parallel": {"ep": 2, "cp": 2}, "samples": True, "mode": "full"}, 1, 15),
     "shared experts, balancing": (
         {"family": "deepseek_v3", "parallel": {"ep": 2}, "moe": {"bias_update_rate": 1e-3}}, 1, 7,
     ),
     "shared experts, tp": ({"family": "deepseek_v3", "parallel": {"ep": 4, "tp": 2}, "mode": "selective"}, 1, 7),
-    "triton": ({"family": "gpt_oss", "parallel": {"ep": 2}, "mode": "full", "triton": True}, 1, 10),
+    "triton": ({"family": "gpt_oss", "parallel": {"ep": 2}, "mode": "full", "triton": True}, 1, 9),
     "biases, adapters": ({"family": "gpt_oss", "parallel": {"ep": 2}, "lora": LORA}, 1, 8),
 }  # fmt: skip
 # Which micro-batch a stage runs is told in a tensor on the host.

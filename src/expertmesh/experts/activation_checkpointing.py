@@ -6,6 +6,11 @@ run records what every `topk` chose and the second run gathers at the recorded p
 from the recomputed scores, the choice does not. A router that decides by other means is held to its first choice. How
 many tokens travel between ranks is then known as well: it is neither exchanged again nor waited for.
 
+A second run ends with the last tensor that backward needs. Backward reads no expert's output, so the expert layer
+computes in two parts (`in_two_parts`), the first with all that is saved. In a block that saves nothing behind its
+experts the second part, the down projection and the way back of the rows, is not run again. Every rank has the same
+graph, so all ranks end at the same place.
+
 Under selective checkpointing the second run computes neither experts nor fused attention again. The expert layer keeps
 its result and what autograd saves inside of it (rows received, grouped products, routing weights, indices), so no token
 travels twice. Attention keeps its result and normaliser, by torch's own selective policy. All else in a block is
@@ -159,6 +164,50 @@ def computed_once(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         result = compute()
     run.record.results.append(result.detach().clone())
     return result
+
+
+@dataclass(slots=True, eq=False)
+class Rest:
+    """What an autograd function that saves for backward leaves for later: in forward what to `compute` behind it, whose
+    result is the function's, and in backward that result's gradient. The function returns `edge`, and nothing else.
+    """
+
+    compute: Callable[[], torch.Tensor] | None = None
+    _gradient: torch.Tensor | None = None
+
+    def edge(self, like: torch.Tensor) -> torch.Tensor:
+        """What autograd follows from the result to the function; it has no values."""
+        return like.new_empty(0)
+
+    def gradient(self) -> torch.Tensor:
+        """Of the result, once."""
+        gradient, self._gradient = self._gradient, None
+        assert gradient is not None
+        return gradient
+
+
+def in_two_parts(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
+    """The result of `function`, which is given a `Rest` behind `args`. What it saves is saved before the rest runs."""
+    rest = Rest()
+    try:
+        return _SecondPart.apply(function.apply(*args, rest), rest)  # type: ignore[no-any-return]
+    finally:  # also where torch ends a second run
+        rest.compute = None
+
+
+class _SecondPart(torch.autograd.Function):
+    """Saves nothing: backward is that of the first part."""
+
+    @staticmethod
+    def forward(ctx: Any, edge: torch.Tensor, rest: Rest) -> torch.Tensor:
+        ctx.rest = rest
+        assert rest.compute is not None
+        return rest.compute()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.rest._gradient = gradient
+        return gradient.new_empty(0), None
 
 
 def _pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

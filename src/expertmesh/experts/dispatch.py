@@ -301,15 +301,14 @@ class SumRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows_RH: torch.Tensor, route: Any, by: AllToAllDispatcher) -> torch.Tensor:
-        ctx.save_for_backward(route.token_Q)
-        ctx.splits, ctx.group = route.splits, by.group
+        # Not saved as other tensors are: a checkpointed block would be recomputed as far as here for it.
+        ctx.token_Q, ctx.splits, ctx.group = route.token_Q, route.splits, by.group
         rows_QH, _ = all_to_all(rows_RH, route.splits.rows_received, route.splits.rows_sent, by.group)
         return segment_sum(rows_QH, route.rows_of_token, by.triton)
 
     @staticmethod
     def backward(ctx: Any, grad_out_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (token_Q,) = ctx.saved_tensors
-        grad_rows_QH = grad_out_TH.index_select(0, token_Q)
+        grad_rows_QH = grad_out_TH.index_select(0, ctx.token_Q)
         grad_rows_RH, _ = all_to_all(grad_rows_QH, ctx.splits.rows_sent, ctx.splits.rows_received, ctx.group)
         return grad_rows_RH, None, None
 

@@ -4,6 +4,7 @@ Pairs are ordered by expert, so each projection is one grouped matrix product. R
 down projection, so that expert outputs need not be saved for the router's gradient; gathered inputs and activations
 are recomputed in backward. Saved for backward are the rows received, the pre-activations and the r-wide products of
 adapters: R*H + P*2I elements against about P*(2H + 6I) in the plain form (arXiv 2512.14080 derives the same saving).
+All of it is there before the down projection, where a block's second run ends if backward needs no more of the block.
 
 For an adapted projection W the layer computes `x W^T + scaling · (x A^T) B^T` (LoRA: arXiv 2106.09685). The product
 B A, E x out x in, is never formed (huggingface/peft issue 3577 shows its cost), and frozen weights get no gradient.
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from expertmesh.experts.activation_checkpointing import Rest, in_two_parts
 from expertmesh.experts.kernels.per_expert import PerExpertMlp, looped_mm
 from expertmesh.experts.lora_state import Dropout, keep_mask
 from expertmesh.experts.mlp_spec import (
@@ -81,19 +83,21 @@ def expert_mlp(
     without tokens), so that FSDP2's reduce-scatter is never skipped on a rank. With `adapters` the weights are frozen;
     `dropout` is that of the adapters, and numbers the rows.
     """
-    out_RH: torch.Tensor
     if mlp.per_expert and adapters is None:
-        out_RH = PerExpertMlp.apply(rows_RH, weight_P, *weights.flat(), pairs, mlp)
+        out_RH = in_two_parts(PerExpertMlp, rows_RH, weight_P, *weights.flat(), pairs, mlp)
     else:
         up, down = (None, None) if adapters is None else (adapters.up, adapters.down)
         scalings = tuple(1.0 if adapter is None else adapter.scaling for adapter in (up, down))
         first_expert = 0 if adapters is None else adapters.first_expert
         settings = (pairs, mlp, scalings, first_expert, dropout)
-        out_RH = _ExpertMlp.apply(rows_RH, weight_P, *weights.flat(), *_padded(up), *_padded(down), *settings)
+        parameters = (*weights.flat(), *_padded(up), *_padded(down))
+        out_RH = in_two_parts(_ExpertMlp, rows_RH, weight_P, *parameters, *settings)
     return out_RH
 
 
 class _ExpertMlp(torch.autograd.Function):
+    """The up projection, and a `Rest` with all behind it."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -112,36 +116,46 @@ class _ExpertMlp(torch.autograd.Function):
         scalings: tuple[float, float],
         first_expert: int,
         dropout: Dropout | None,
+        rest: Rest,
     ) -> torch.Tensor:
         product, end_L, dtype = looped_mm if mlp.per_expert else grouped_mm, pairs.expert_end_L, rows_RH.dtype
         x_PH = rows_RH.index_select(0, pairs.row_P)
         pre_P2I = _by_weight(product, x_PH, up, end_L, mlp)
         if up_bias is not None:
             pre_P2I += _per_pair(up_bias.to(dtype), pairs)
-        low_up_Pr = low_down_Pr = None
+        low_up_Pr = low_down_Pr = adapted_PI = None
         if up_a is not None and up_b is not None:
             x_PH = _dropped(x_PH, dropout, pairs, None)
             low_up_Pr = product(x_PH, up_a.to(dtype).transpose(1, 2), end_L)
             pre_P2I.add_(product(low_up_Pr, up_b.to(dtype).transpose(1, 2), end_L), alpha=scalings[0])
         del x_PH
-        act_PI = activate(pre_P2I, weight_P, mlp)
-        out_PH = _by_weight(product, act_PI, down, end_L, mlp)
-        if down_a is not None and down_b is not None:
-            act_PI = _dropped(act_PI, dropout, pairs, first_expert)
-            low_down_Pr = product(act_PI, down_a.to(dtype).transpose(1, 2), end_L)
-            out_PH.add_(product(low_down_Pr, down_b.to(dtype).transpose(1, 2), end_L), alpha=scalings[1])
-        if down_bias is not None:
-            out_PH += _per_pair(down_bias.to(dtype), pairs) * weight_P.unsqueeze(1)
+        if down_a is not None:
+            adapted_PI = activate(pre_P2I, weight_P, mlp)
+            dropped_PI = _dropped(adapted_PI, dropout, pairs, first_expert)
+            low_down_Pr = product(dropped_PI, down_a.to(dtype).transpose(1, 2), end_L)
+            del dropped_PI
+
+        def compute() -> torch.Tensor:
+            act_PI = activate(pre_P2I, weight_P, mlp) if adapted_PI is None else adapted_PI
+            out_PH = _by_weight(product, act_PI, down, end_L, mlp)
+            if low_down_Pr is not None and down_b is not None:
+                out_PH.add_(product(low_down_Pr, down_b.to(dtype).transpose(1, 2), end_L), alpha=scalings[1])
+            if down_bias is not None:
+                out_PH += _per_pair(down_bias.to(dtype), pairs) * weight_P.unsqueeze(1)
+            return segment_sum(out_PH, pairs.by_row, mlp.triton)
+
+        rest.compute = compute
         number_R = None if dropout is None else dropout.number_P
         low_rank = (up_a, up_b, down_a, down_b, low_up_Pr, low_down_Pr, number_R)
         # The index tensors too: attributes of ctx would outlive a checkpointed block's first run.
         ctx.save_for_backward(rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias, *low_rank, *pairs.tensors())
-        ctx.mlp, ctx.scalings, ctx.first_expert = mlp, scalings, first_expert
+        ctx.mlp, ctx.scalings, ctx.first_expert, ctx.rest = mlp, scalings, first_expert, rest
         ctx.dropout = None if dropout is None else (dropout.probability, dropout.salt)
-        return segment_sum(out_PH, pairs.by_row, mlp.triton)
+        return rest.edge(rows_RH)
 
     @staticmethod
-    def backward(ctx: Any, grad_out_RH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_out_RH = ctx.rest.gradient()
         rows_RH, pre_P2I, weight_P, up, down, up_bias, down_bias, *rest = ctx.saved_tensors
         up_a, up_b, down_a, down_b, low_up_Pr, low_down_Pr, number_R, *indices = rest
         pairs, mlp, (up_scaling, down_scaling) = LocalPairs.of(*indices), ctx.mlp, ctx.scalings
@@ -191,7 +205,7 @@ class _ExpertMlp(torch.autograd.Function):
             grad_rows_RH = segment_sum(grad_x_PH, pairs.by_row, mlp.triton)
         weights = (grad_up, grad_down, grad_up_bias, grad_down_bias)
         adapters = (grad_up_a, grad_up_b, grad_down_a, grad_down_b)
-        return grad_rows_RH, grad_weight_P, *weights, *adapters, *(None,) * 5
+        return grad_rows_RH, grad_weight_P, *weights, *adapters, *(None,) * 6
 
 
 def normed_expert_mlp(

@@ -98,7 +98,7 @@ def attention(
     rows, heads, positions, size = query_BNSD.shape
     value_size = value_BGSD.shape[-1]
     # The kernel knows one size of a head; zeros behind a value stay zeros.
-    value_BGSD = F.pad(value_BGSD, (0, size - value_size))
+    value_BGSD = value_BGSD if value_size == size else F.pad(value_BGSD, (0, size - value_size))
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query_BNSD, key_BGSD, value_BGSD))
     borders = samples.cu_seqlens(query.device)
     longest = max(end - start for start, end in samples.borders)

@@ -13,7 +13,7 @@ from functools import cache
 from expertmesh.config.sections import BYTES_OF
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning.model_figures import Block, Experts, GroupBytes, ModelFigures, group_bytes
-from expertmesh.planning.stages import Workload
+from expertmesh.planning.stages import Workload, runs_shared_beside
 from expertmesh.state.packed import DEQUANTISED_ELEMENTS
 
 INDEX = 8  # int64
@@ -24,7 +24,8 @@ _LOOKED_UP = 0.5 + 2 + 4
 @dataclass(frozen=True, slots=True)
 class BlockSharding:
     """What a block's bytes depend on beside the model: `ranks` of fsdp and cp, tp, cp, ep, whether there are replicas,
-    `rows` sequences of a micro-batch, `imbalance`, whether gloo is at work, and whether experts live in host memory.
+    `rows` sequences of a micro-batch, `imbalance`, whether gloo is at work, whether experts live in host memory, and
+    whether shared ones run while rows travel.
     """
 
     ranks: int
@@ -36,6 +37,7 @@ class BlockSharding:
     imbalance: float
     gloo: bool
     offload: bool = False
+    shared_beside: bool = False
 
     @classmethod
     def of(cls, workload: Workload) -> "BlockSharding":
@@ -50,6 +52,7 @@ class BlockSharding:
             imbalance=workload.imbalance,
             gloo=workload.gloo and layout.world_size > 1,
             offload=layout.offload == "experts",
+            shared_beside=runs_shared_beside(layout, workload.ep_nodes),
         )
 
     @property
@@ -77,14 +80,15 @@ class SavedActivations:
 @dataclass(frozen=True, slots=True)
 class ExpertsMemory:
     """Of the routed experts of one block. `saved`: what their backward reads; they are `gathered`, out of what is
-    `buffered`; `forward` and `backward` come on top while they run; `reduced` is the most while their gradients are,
-    and `reducing` what is left of that afterwards.
+    `buffered`; `forward`, `again` (a second run) and `backward` come on top while they run; `reduced` is the most while
+    their gradients are, and `reducing` what is left of that afterwards.
     """
 
     saved: float = 0.0
     gathered: float = 0.0
     buffered: float = 0.0
     forward: float = 0.0
+    again: float = 0.0
     backward: float = 0.0
     reduced: float = 0.0
     reducing: float = 0.0
@@ -117,7 +121,8 @@ def block_memory(model: ModelFigures, block: Block, mode: CheckpointingMode, sha
     groups = (block.own, block.split, block.uncast)
     own, split, uncast = (group_bytes(group, sharding.ranks, sharding.tp) for group in groups)
     reducing = reduced_bytes(model, own) + reduced_bytes(model, split)
-    experts = _Experts(model, block.experts, sharding).memory() if block.experts is not None else ExpertsMemory()
+    ends = block.ends_in_experts(mode, shared_beside=sharding.shared_beside)
+    experts = _Experts(model, block.experts, sharding).memory(ends) if block.experts is not None else ExpertsMemory()
     reads = _read_by_backward(model, block, sharding) + experts.saved
     return BlockMemory(
         reads=reads,
@@ -192,7 +197,10 @@ def _checkpointed(
         saved += (figures.attended + figures.normalisers) * sharding.part
     if block.experts is not None:
         saved += sharding.part * model.length * block.experts.router.top_k * 4
-        saved += by_experts + hidden if mode == "selective" else 0.0
+        if mode == "selective":
+            saved += by_experts + hidden
+        else:  # the rows' way back (dispatch.SumRows)
+            saved += block.experts.router.routed(sharding.part * model.length, sharding.ep).sent * INDEX
     return saved
 
 
@@ -209,7 +217,8 @@ class _Experts:
         self.pairs_PH = self.routed.pairs * self.spec.hidden_size * self.compute
         self.pairs_PI = self.routed.pairs * self.spec.intermediate_size * self.compute
 
-    def memory(self) -> ExpertsMemory:
+    def memory(self, ends: bool) -> ExpertsMemory:
+        """`ends`: a second run does not come to the down projection."""
         efsdp = self.sharding.efsdp
         reducing = self.here(self.reduce, trains=True) if self.gathers else 0.0
         gradients = self.here(self.compute, trains=True) if self.gathers else 0.0
@@ -219,6 +228,7 @@ class _Experts:
             gathered=self.gathered() if self.gathers else 0.0,
             buffered=self.gathered() if efsdp > 1 or self.sharding.offload else 0.0,
             forward=self.forward(),
+            again=self.again() if ends else self.forward(),
             backward=self.backward(),
             reduced=max(gradients + reducing, reducing + copied + reducing / efsdp),
             reducing=reducing,
@@ -260,6 +270,10 @@ class _Experts:
         if self.experts.looped:
             return self.rows_RH * (1 + 4 / self.compute) + self.dequantised()
         return self.pairs_PI + self.pairs_PH + max(self.rows_RH, self.dequantised())
+
+    def again(self) -> float:
+        """In a second run that ends with what is saved: gathered rows, and gradients that have come back already."""
+        return self.rows_RH + (self.dequantised() if self.experts.looped else max(self.pairs_PH, self.dequantised()))
 
     def backward(self) -> float:
         """The largest of three moments, on top of what is saved."""

@@ -171,7 +171,8 @@ def _other_ep(config: Config, job: Job, found: Candidate) -> list[str]:
 
 def _job(config: Config, checked: Checked, devices: Devices) -> Job:
     length, packed = config.data.max_length, config.data.packing
-    figures = figures_of_plan(checked.plan, length=length, lora=config.lora, packed=packed)
+    kind = devices.hardware.torch_device
+    figures = figures_of_plan(checked.plan, length=length, lora=config.lora, packed=packed, device=kind)
     layers = config.train.checkpoint_layers
     hierarchical = config.moe.dispatch == "hierarchical"
     size, optimizer = config.train.global_batch_size, config.optim.name

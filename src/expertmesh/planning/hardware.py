@@ -46,6 +46,8 @@ class Hardware(Section):
 
     section: ClassVar[str] = ""
 
+    torch_device: str = "cuda"
+    """Its type in torch, by which packed rows are attended (ROCm's is cuda)."""
     matches: Sequence[str] = ()
     """Parts of the name that the driver gives the device."""
     flops: Mapping[str, PositiveFloat]

@@ -254,7 +254,7 @@ class _Backward:
             gathering = at_work + experts.buffered - (following.experts.buffered if following else 0.0)
             yield _Moment("experts' gather", accumulated, gathering, now)
             if mode == "full":
-                yield _Moment("recomputing", accumulated, gathering, full, experts.forward)
+                yield _Moment("recomputing", accumulated, gathering, full, experts.again)
             yield _Moment("experts' backward", accumulated, at_work, early, experts.backward, 0.0, hidden)
             reduced, rest = common + experts.reduced, early - experts.saved
             yield _Moment("experts' reduction", accumulated, reduced, rest, 0.0, 0.0, 2 * hidden)

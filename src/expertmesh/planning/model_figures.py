@@ -176,13 +176,16 @@ class ExpertWeight(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experts:
-    """The routed experts of one block, `rank` that of their adapters, 0 without."""
+    """The routed experts of one block, `rank` that of their adapters, 0 without. `last`: elements of one expert that
+    are multiplied when all that its backward reads has been saved: of the down projection, and of its adapter's B.
+    """
 
     spec: ExpertsSpec
     router: TopKRouter
     matrices: tuple[ExpertWeight, ...]
     looped: bool
     rank: int
+    last: int
 
     def elements(self, trains: bool | None = None) -> int:
         """Of one expert; of what trains or does not, if asked so."""
@@ -234,6 +237,14 @@ class Block:
     @property
     def groups(self) -> tuple[ParamGroup, ...]:
         return tuple(group for group in (self.own, self.split, self.uncast) if group is not None)
+
+    def ends_in_experts(self, mode: str, *, shared_beside: bool) -> bool:
+        """Whether a second run ends before the experts' down projection, as nothing is saved behind it.
+        `shared_beside`: a shared expert is not behind it either.
+        """
+        if mode != "full" or self.experts is None or self.experts.spec.call == "dense":
+            return False
+        return not self.figures.behind and (shared_beside or not self.figures.behind_shared)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

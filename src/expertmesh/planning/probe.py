@@ -5,23 +5,32 @@ formulas, blocks.py) and attention by what a fused kernel saves. So a norm that 
 shared expert costs what its code costs. One block of each kind is run; figures are linear in the micro-batch.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from expertmesh.anatomy import Anatomy
+from expertmesh.anatomy import Anatomy, is_inside
+from expertmesh.compat import varlen_operation
 from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import number_rows
+from expertmesh.experts.token_counts import PackedSamples, packed_samples
+from expertmesh.introspection.attention import decoder_of
+from expertmesh.parallel import varlen
 from expertmesh.planning.trackers import UsageTracker
 from expertmesh.state.patching import forwards_replaced
 from expertmesh.step.base_model import base_name
+
+# What keeps the samples of packed rows apart: an explicit mask, or attention that knows them (parallel/varlen.py).
+Packed = Literal["no", "by masks", "by samples"]
 
 
 class NotProbed(InputError):
@@ -37,8 +46,11 @@ class BlockFigures:
     router's choice, `attended` what attention gives and `normalisers` its number per row, `mask` the part of `saved`
     that is masks, for all pairs of positions on every rank, `latents` the part that tp does not split. `queries` are
     bytes of all queries and of what attention gives for them, `keys` of a key and value head, `heads` how many queries
-    have. `products` are FLOPs of matrix products in forward, `attention` those of attention. `moved`: bytes that other
-    operations read and write in forward and in backward; `operations`: how many all are.
+    have. `products` are FLOPs of matrix products in forward, `attention` those of attention for all pairs of positions,
+    and `hidden` what a causal kernel would not compute of them but this one does. `moved`: bytes that other operations
+    read and write in forward and in backward; `operations`: how many all are. `whole`: products, attention, and bytes
+    moved in forward, of the parts that every rank of cp computes for whole rows. `behind`: how many tensors are saved
+    behind the routed experts, `behind_shared` those of their shared expert, which are not among them.
     """
 
     saved: int = 0
@@ -54,8 +66,12 @@ class BlockFigures:
     heads: int = 0
     products: int = 0
     attention: int = 0
+    hidden: int = 0
+    whole: list[int] = field(default_factory=lambda: [0, 0, 0])
     moved: list[int] = field(default_factory=lambda: [0, 0])
     operations: list[int] = field(default_factory=lambda: [0, 0])
+    behind: int = 0
+    behind_shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +93,23 @@ def probe(
     measured: Sequence[str],
     length: int,
     *,
-    packed: bool,
+    packed: Packed,
     latents: Collection[str] = (),
+    whole: Collection[str] = (),
 ) -> Probed:
     """Run `model` (on meta, in the compute dtype, not sharded) on one and two sequences of `length` tokens.
 
-    `measured` names the first block of each kind, in the model's order. `packed` gives attention the explicit mask that
-    keeps samples apart; `latents` names modules of which tp leaves every rank the whole. Raises `NotProbed` where the
-    family's code needs values.
+    `measured` names the first block of each kind, in the model's order. `packed`: what keeps samples apart, if they are
+    packed. `latents` names modules of which tp leaves every rank the whole, `whole` those that every rank of cp
+    computes for whole rows. Raises `NotProbed` where the family's code needs values.
     """
     skipped = {module: _stand_in(module) for module in (model.get_submodule(spec.name) for spec in anatomy.experts)}
     embedding = next(model.get_input_embeddings().parameters())  # type: ignore[operator]
     try:
         with forwards_replaced(skipped):
-            one, two = (_run(model, anatomy, measured, (rows, length), packed, latents) for rows in (1, 2))
-            first = one
-            if not embedding.requires_grad:
-                first = _run(model, anatomy, measured, (1, length), packed, latents, embeds=True)
+            run = partial(_run, model, anatomy, measured, packed=packed, latents=latents, whole=whole)
+            one, two = (run((rows, length)) for rows in (1, 2))
+            first = one if embedding.requires_grad else run((1, length), embeds=True)
     except Exception as error:
         # Another package's code on tensors without values may raise anything; there is no plan for it then.
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -111,12 +127,20 @@ def probe(
     return Probed(figures, one.outside, one.tables, one.first - first.first)
 
 
+def kept_apart(model: Any, anatomy: Anatomy, device: torch.device, dtype: torch.dtype) -> Packed:
+    """How `train` keeps the samples of packed rows apart. Nothing of it is counted where transformers does."""
+    if varlen.varlen_refusal(model, anatomy, device, dtype) is None:
+        return "by samples"
+    return "no" if model.config._attn_implementation == "flash_attention_2" else "by masks"
+
+
 class _Attention(TorchFunctionMode):
     """Stands in for fused attention and counts router choices; both go to the block that runs, `current`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.current = BlockFigures()
+        self._value_size = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -125,22 +149,53 @@ class _Attention(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             query, key, value, *rest = args
             mask = rest[0] if rest else kwargs.get("attn_mask")
-            batch, heads, length, width = query.shape
-            pairs = batch * heads * length * key.shape[2]
-            self.current.attention += 2 * pairs * (width + value.shape[-1])
-            out = FusedAttention.apply(query, key, value, mask)
-            self.current.attended += out.nbytes
-            self.current.queries += query.nbytes + out.nbytes
-            self.current.keys += (key.nbytes + value.nbytes) // key.shape[1]
-            self.current.heads = heads
-            self.current.normalisers += batch * heads * length * 4
-            if mask is not None:
-                self.current.mask += mask.numel() * (query.element_size() if mask.dtype == torch.bool else 0)
-            return out
+            return self._attend(query, key, value, mask, key.shape[2], value.shape[-1])
+        if func is varlen_operation:
+            query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in args[:3])
+            out = self._attend(query, key, value, None, args[6], self._value_size)
+            return out.squeeze(0).transpose(0, 1), None, None
         result = func(*args, **kwargs)
         if func in (torch.topk, torch.Tensor.topk):
             self.current.choices += result.indices.nbytes
         return result
+
+    def _attend(self, query: Any, key: Any, value: Any, mask: Any, length: int, value_size: int) -> torch.Tensor:
+        """Each query with `length` positions; `value_size` is that of values before they were padded."""
+        batch, heads, rows, width = query.shape
+        products, element = 2 * batch * heads * rows * length, query.element_size()
+        out: torch.Tensor = FusedAttention.apply(query, key, value, mask)
+        seen, attention, padded = self.current, products * (width + value_size), products * (width + value.shape[-1])
+        seen.attention += attention
+        seen.hidden += (padded if mask is not None else padded // 2) - attention // 2  # under a mask all is computed
+        seen.attended += out.nbytes
+        seen.queries += query.nbytes + batch * heads * rows * value_size * element
+        seen.keys += (key.numel() // width * (width + value_size)) * element // key.shape[1]
+        seen.heads = heads
+        seen.normalisers += batch * heads * rows * 4
+        if mask is not None:
+            seen.mask += mask.numel() * (element if mask.dtype == torch.bool else 0)
+        return out
+
+    @contextmanager
+    def by_samples(self, decoder: nn.Module, shape: tuple[int, int]) -> Iterator[None]:
+        """Let `decoder` attend as it does to packed rows on an accelerator; each row is one sample."""
+
+        def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+            self._value_size = value.shape[-1]
+            return varlen.attention(module, query, key, value, *args, **options)
+
+        config: Any = decoder.config
+        own, (rows, length) = config._attn_implementation, shape
+        borders = [(start, start + length) for start in range(0, rows * length, length)]
+        varlen.attend_by_samples(decoder)
+        ALL_ATTENTION_FUNCTIONS[varlen.NAME] = attention
+        outer = packed_samples.set(PackedSamples(borders))
+        try:
+            yield
+        finally:
+            packed_samples.reset(outer)
+            del ALL_ATTENTION_FUNCTIONS[varlen.NAME]  # ours alone: what is registered stays
+            config._attn_implementation = own
 
 
 class FusedAttention(torch.autograd.Function):
@@ -190,8 +245,10 @@ def _run(
     anatomy: Anatomy,
     measured: Sequence[str],
     shape: tuple[int, int],
-    packed: bool,
+    *,
+    packed: Packed,
     latents: Collection[str],
+    whole: Collection[str],
     embeds: bool = False,
 ) -> "_BlockWatch":
     """One forward and backward of the base model under the tracker. `embeds`: as the embedding is, frozen.
@@ -207,15 +264,22 @@ def _run(
     }
     base: Any = model.get_submodule(base_name(model))
     inputs: dict[str, Any] = {"input_ids": torch.zeros(shape, dtype=torch.int64, device="meta")}
-    if packed:
+    if packed == "by masks":
         inputs["attention_mask"] = torch.zeros(shape[0], 1, shape[1], shape[1], dtype=torch.bool, device="meta")
     number_rows(model, torch.zeros(shape[0], dtype=torch.int64, device="meta"), shape[1], lambda number_BS: number_BS)
     with ExitStack() as hooks:
-        for name in latents:
-            if any(name.startswith(f"{block}.") for block in measured):
-                module = model.get_submodule(name)
-                hooks.enter_context(module.register_forward_pre_hook(partial(watch.latent, -1)))
-                hooks.enter_context(module.register_forward_hook(partial(watch.latent, 1)))
+        if packed == "by samples":
+            hooks.enter_context(watch.attention.by_samples(decoder_of(model, anatomy), shape))
+        for spec in anatomy.experts:
+            hooks.enter_context(model.get_submodule(spec.name).register_forward_hook(watch.experts_end))
+        for names, begins, ends in (
+            (latents, partial(watch.latent, -1), partial(watch.latent, 1)),
+            (whole, partial(watch.of_whole_rows, -1), partial(watch.of_whole_rows, 1)),
+            (anatomy.shared_experts, partial(watch.shared, True), partial(watch.shared, False)),
+        ):
+            for module in (model.get_submodule(name) for name in names if any(is_inside(name, b) for b in measured)):
+                hooks.enter_context(module.register_forward_pre_hook(begins))
+                hooks.enter_context(module.register_forward_hook(ends))
         if not embeds:
             embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
             hooks.enter_context(embedding.register_forward_hook(_start_graph))
@@ -250,7 +314,7 @@ class _BlockWatch:
         self.tracker, self.attention = tracker, _Attention()
         self.seen: dict[str, BlockFigures] = {}
         self.first = self.begin = self.outside = self.tables = 0
-        self._tuples = False
+        self._tuples = self._is_behind = self._is_shared = False
 
     def twice(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What stands for the `forward` of a block of this name."""
@@ -272,7 +336,9 @@ class _BlockWatch:
         held = [hidden]
         del hidden
         args, kwargs = _with_hidden(args, kwargs, held.pop())
-        out = forward(*args, **kwargs)
+        self._is_behind = False
+        with saved_tensors_hooks(self._saving, lambda tensor: tensor):
+            out = forward(*args, **kwargs)
         args, kwargs = _with_hidden(args, kwargs, None)
         self._work(seen, 0, +1)
         seen.products += self.tracker.products
@@ -284,6 +350,24 @@ class _BlockWatch:
     def latent(self, sign: int, *_: Any) -> None:
         """A hook before (-1) or behind (+1) a module whose results count as latents."""
         self.attention.current.latents += sign * self.tracker.live
+
+    def of_whole_rows(self, sign: int, *_: Any) -> None:
+        """A hook before (-1) or behind (+1) a module that every rank of cp computes for whole rows."""
+        seen = self.attention.current
+        now = self.tracker.products, seen.attention // 2 + seen.hidden, self.tracker.moved
+        seen.whole = [count + sign * each for count, each in zip(seen.whole, now, strict=True)]
+
+    def experts_end(self, *_: Any) -> None:
+        """A hook behind routed experts; `shared`: one before and behind a shared expert."""
+        self._is_behind = True
+
+    def shared(self, begins: bool, *_: Any) -> None:
+        self._is_shared = begins
+
+    def _saving(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.attention.current.behind += self._is_behind and not self._is_shared
+        self.attention.current.behind_shared += self._is_behind and self._is_shared
+        return tensor.detach()
 
     def pass_through(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]

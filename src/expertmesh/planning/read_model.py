@@ -29,7 +29,7 @@ from expertmesh.planning.model_figures import (
     TopKRouter,
     Weight,
 )
-from expertmesh.planning.probe import BlockFigures, NotProbed, probe
+from expertmesh.planning.probe import BlockFigures, NotProbed, Packed, kept_apart, probe
 from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.weights.meta_model import kept_in_fp32
 
@@ -44,19 +44,22 @@ def figures_of(
     precision: PrecisionConfig,
     lora: LoraConfig | None = None,
     packed: bool = True,
+    device: str = "cuda",
 ) -> ModelFigures:
     """Build the model on meta and look at it; no weights, no ranks, no communication.
 
-    `packed`: attention masks keep samples apart, which costs what explicit masks cost. Raises `InputError` for what
-    `train` would refuse about the model.
+    `packed`: samples of a row are kept apart, on a `device` of this type as `train` keeps them apart there. Raises
+    `InputError` for what `train` would refuse about the model.
     """
     model = build_model(config, Path(config.name_or_path or ""), ModelOptions(precision, lora))
     return figures_of_plan(
-        plan_model(model, Layout(), ShardOptions(precision)), length=length, lora=lora, packed=packed
+        plan_model(model, Layout(), ShardOptions(precision)), length=length, lora=lora, packed=packed, device=device
     )
 
 
-def figures_of_plan(plan: ShardPlan, *, length: int, lora: LoraConfig | None, packed: bool) -> ModelFigures:
+def figures_of_plan(
+    plan: ShardPlan, *, length: int, lora: LoraConfig | None, packed: bool, device: str
+) -> ModelFigures:
     """The same for a model whose shards are planned, in any layout, on its meta twin, which is left as it was."""
     twin: Any = plan.twin.module
     compute = plan.dtypes[1]
@@ -68,11 +71,12 @@ def figures_of_plan(plan: ShardPlan, *, length: int, lora: LoraConfig | None, pa
         stack.enter_context(cast_on_meta([tensor for name, tensor in state.items() if not fp32(name)], compute))
         wide = [tensor for name, tensor in state.items() if name in plan.uncast]
         stack.enter_context(cast_on_meta(wide, torch.float32))
-        return _figures(twin, plan, fp32, length=length, lora=lora, packed=packed)
+        apart = kept_apart(twin, plan.anatomy, torch.device(device), compute) if packed else "no"
+        return _figures(twin, plan, fp32, length=length, lora=lora, packed=apart)
 
 
 def _figures(
-    model: Any, plan: ShardPlan, fp32: KeptInFp32, *, length: int, lora: LoraConfig | None, packed: bool
+    model: Any, plan: ShardPlan, fp32: KeptInFp32, *, length: int, lora: LoraConfig | None, packed: Packed
 ) -> ModelFigures:
     """Of a model on meta in the compute dtype."""
     anatomy, precision = plan.anatomy, plan.options.precision
@@ -81,14 +85,14 @@ def _figures(
     attention_heads = int(sizes.get("num_attention_heads") or 1)
     feasibility = Feasibility(model, anatomy, attention_heads, fp32)
     tensor_plan = feasibility.any_tensor_plan()
-    reader = _Reader(model, plan, fp32, lora, tensor_plan, feasibility.any_context_plan())
+    context_plan = feasibility.any_context_plan()
+    reader = _Reader(model, plan, fp32, lora, tensor_plan, context_plan)
     signatures = [reader.signature(name) for name in anatomy.blocks]
     firsts: dict[Any, str] = {}
     for signature, name in zip(signatures, anatomy.blocks, strict=True):
         firsts.setdefault(signature, name)
-    explicit = packed and model.config._attn_implementation != "flash_attention_2"
-    latents = shared_by_heads(model, tensor_plan)
-    probed = probe(model, anatomy, list(firsts.values()), length, packed=explicit, latents=latents)
+    latents, whole = shared_by_heads(model, tensor_plan), computed_whole(model, context_plan)
+    probed = probe(model, anatomy, list(firsts.values()), length, packed=packed, latents=latents, whole=whole)
     kinds = {key: reader.block(firsts[key], figures) for key, figures in zip(firsts, probed.blocks, strict=True)}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
@@ -106,7 +110,7 @@ def _figures(
         heads=attention_heads,
         key_value_heads=int(sizes.get("num_key_value_heads") or attention_heads),
         length=length,
-        packed=packed,
+        packed=packed != "no",
         outside=probed.outside,
         tables=probed.tables,
         first_saves_less=probed.first_saves_less,
@@ -116,6 +120,19 @@ def _figures(
         anatomy=anatomy,
         feasibility=feasibility,
     )
+
+
+def computed_whole(model: nn.Module, plan: "ContextPlan") -> list[str]:
+    """The modules that every rank of cp computes for whole rows: layers that it does not cut, and of those that it cuts
+    by heads the parts with products before the heads (latents, indices).
+    """
+    found = [part.name for part in plan.whole if not part.is_split]
+    for part in plan.whole:
+        for leaf, child in model.get_submodule(part.name).named_children() if part.is_split else ():
+            is_cut = any(name.startswith(f"{leaf}.") for name in part.shares)
+            if not is_cut and any(isinstance(module, nn.Linear) for module in child.modules()):
+                found.append(f"{part.name}.{leaf}")
+    return found
 
 
 class _Reader:
@@ -200,6 +217,8 @@ class _Reader:
             matrices=tuple(self._expert_weight(spec, name, parameter) for name, parameter in own.items()),
             looped=self.backends[spec.name] == "loop",
             rank=max((own[name].shape[1] for name in own if is_adapter(name) and name.endswith("A")), default=0),
+            last=sum(own[name].numel() for name in (spec.down, f"{spec.down}_lora_B") if name in own)
+            // spec.num_experts,
         )
 
     def _expert_weight(self, spec: ExpertsSpec, leaf: str, parameter: nn.Parameter) -> ExpertWeight:

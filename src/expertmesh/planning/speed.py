@@ -13,11 +13,12 @@ from math import gcd
 from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout
 from expertmesh.planning.hardware import Devices
 from expertmesh.planning.model_figures import Block, ModelFigures
-from expertmesh.planning.stages import PipelineRank, Workload, resident_state
+from expertmesh.planning.stages import PipelineRank, Workload, resident_state, runs_shared_beside
 from expertmesh.planning.traffic import Transfer, host_copies, traffic_of
 
-# Operations of one expert layer, forward and backward, counted in benchmarks/planning.py.
-EXPERT_OPERATIONS = (75, 60)
+# Operations of one expert layer, forward and backward, and those of its forward from the activation on, counted in
+# benchmarks/planning.py.
+EXPERT_OPERATIONS, LAST_OPERATIONS = (75, 60), 7
 # Bytes read and written for each packed weight: code, index, fp32 value looked up, scaled and cast (packed_format.py).
 DEQUANTISING = 22
 
@@ -72,9 +73,10 @@ class Speed:
 def speed_of(workload: Workload, devices: Devices) -> Speed:
     """The step on `devices`."""
     model, layout, batch = workload.model, workload.layout, workload.batch
-    rates, times, shares = _Rates.of(model, devices), batch.accumulation, layout.cp * layout.tp
+    rates, times, shares = _Rates.of(model, devices), batch.accumulation, (layout.cp, layout.tp)
+    routing = layout.ep, workload.imbalance, runs_shared_beside(layout, workload.ep_nodes)
     each = {
-        stage: _micro_batch(model, workload.rank(stage), shares, layout.ep, batch.rows, workload.imbalance, rates)
+        stage: _micro_batch(model, workload.rank(stage), shares, batch.rows, routing, rates)
         for stage in workload.distinct_stages()
     }
     # All others wait for the pp rank whose micro-batch takes longest.
@@ -174,48 +176,77 @@ class _MicroBatch:
 
 @cache
 def _micro_batch(
-    model: ModelFigures, rank: PipelineRank, shares: int, ep: int, rows: int, imbalance: float, rates: _Rates
+    model: ModelFigures,
+    rank: PipelineRank,
+    shares: tuple[int, int],
+    rows: int,
+    routing: tuple[int, float, bool],
+    rates: _Rates,
 ) -> _MicroBatch:
-    """Of `rows` sequences over `shares` ranks of cp and tp, on one pp rank."""
-    share, tokens = rows / shares, rows * model.length / shares
+    """Of `rows` sequences, `shares` ranks of cp and of tp, on one pp rank. `routing`: ep, imbalance, and whether shared
+    experts run while rows travel.
+    """
+    (ep, imbalance, beside), (cp, tp) = routing, shares
+    share, tokens = rows / (cp * tp), rows * model.length / (cp * tp)
     found = _MicroBatch(_head_seconds(model, tokens, rates) if rank.is_last else 0.0)
     grows = 1 if model.adapted else 2
     for (block, mode), count in rank.pieces:
-        figures, again = block.figures, mode != "none"
-        products = figures.products * share / rates.products
-        attention = figures.attention / 2 * share / rates.attention
-        experts, moving = _expert_seconds(model, block, tokens, ep, imbalance, rates)
+        figures, again, full = block.figures, mode != "none", mode == "full"
+        # What every rank of cp computes for whole rows.
+        repeated, attended, moved = ((cp - 1) * each for each in figures.whole)
+        products = (figures.products + repeated) * share / rates.products
+        attention = (figures.attention / 2 + figures.hidden + attended) * share / rates.attention
+        experts, moving = _expert_seconds(model, block, tokens, (ep, imbalance), rates)
+        last = (0.0, 0.0)
+        if ends := block.ends_in_experts(mode, shared_beside=beside):
+            last = _expert_seconds(model, block, tokens, (ep, imbalance), rates, last=True)
         unpacking = sum(sum(group.packed) for group in block.groups) * DEQUANTISING / rates.bandwidth
-        moved = [size * share / rates.bandwidth + n * moving + unpacking for n, size in enumerate(figures.moved, 1)]
+        more = 1 + moved / max(1, figures.moved[0])
+        own = [size * more * share / rates.bandwidth + unpacking for size in figures.moved]
         operations = (0, 0) if block.experts is None else EXPERT_OPERATIONS
-        launches = [(a + b) * rates.launch for a, b in zip(figures.operations, operations, strict=True)]
-        found.add(count, products, experts, attention, moved[0], launches[0])
+        launches = [own + routed for own, routed in zip(figures.operations, operations, strict=True)]
+        found.add(count, products, experts, attention, own[0] + moving, launches[0] * rates.launch)
+        # A second run has all of the block, but under `selective` neither experts nor attention.
+        launched_again = again * figures.operations[0] + full * (operations[0] - ends * LAST_OPERATIONS)
         found.add(
             count,
             products * (grows + again),
-            experts * (grows + again - (mode == "selective")),
-            attention * (2.5 + again),
-            moved[1] + again * moved[0],
-            launches[1] + again * launches[0],
+            experts * (grows + full) - last[0],
+            attention * (2.5 + full),
+            own[1] + 2 * moving + again * own[0] + full * moving - last[1],
+            (launches[1] + launched_again) * rates.launch,
         )
     return found
 
 
 def _expert_seconds(
-    model: ModelFigures, block: Block, tokens: float, ep: int, imbalance: float, rates: _Rates
+    model: ModelFigures,
+    block: Block,
+    tokens: float,
+    routing: tuple[int, float],
+    rates: _Rates,
+    *,
+    last: bool = False,
 ) -> tuple[float, float]:
-    """Seconds of the grouped products of a block's forward, and of what routed experts move beside them."""
+    """Seconds of the grouped products of a block's forward, and of what routed experts move beside them; of the `last`
+    part, when its backward's tensors are saved: activation, down projection, and the way back.
+    """
     experts = block.experts
     if experts is None:
         return 0.0, 0.0
-    spec, compute = experts.spec, model.compute_bytes
-    routed, elements = experts.router.routed(tokens, ep, imbalance), experts.elements()
+    (ep, imbalance), spec, compute = routing, experts.spec, model.compute_bytes
+    routed, elements = experts.router.routed(tokens, ep, imbalance), experts.last if last else experts.elements()
     # A grouped product takes at least as long as reading its weights.
     reading = elements * spec.num_experts / ep * compute / rates.bandwidth
     hidden, inner = spec.hidden_size * compute, spec.intermediate_size * compute
-    travelling = (3 * routed.sent + 2 * routed.rows) * hidden
-    pairs = routed.pairs * (3 * hidden + 2 * experts.width * compute + 4 * inner)
-    dequantising = experts.packed * spec.num_experts / ep * DEQUANTISING / rates.bandwidth
+    packed = min(experts.packed, spec.intermediate_size * spec.hidden_size) if last else experts.packed
+    if last:
+        travelling = (routed.sent + routed.rows) * hidden
+        pairs = routed.pairs * (hidden + experts.width * compute + 4 * inner)
+    else:
+        travelling = (3 * routed.sent + 2 * routed.rows) * hidden
+        pairs = routed.pairs * (3 * hidden + 2 * experts.width * compute + 4 * inner)
+    dequantising = packed * spec.num_experts / ep * DEQUANTISING / rates.bandwidth
     products = max(2 * elements * routed.pairs / rates.experts, reading) + dequantising
     return products, (travelling + pairs) / rates.bandwidth
 

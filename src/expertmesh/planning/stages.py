@@ -108,6 +108,11 @@ class Workload:
         return _distinct(self.model, layout.pp, layout.pp_virtual_stages, self.mode, self.layers)
 
 
+def runs_shared_beside(layout: Layout, ep_nodes: int) -> bool:
+    """Whether shared experts run while rows travel, where a family lets them (`parallel.refusals`)."""
+    return layout.ep > 1 and layout.tp == 1 and ep_nodes == 1
+
+
 @cache
 def _distinct(
     model: ModelFigures, pp: int, virtual: int, mode: CheckpointingMode, layers: CheckpointedLayers

@@ -15,7 +15,7 @@ from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning.memory import CHUNK_TOKENS
 from expertmesh.planning.model_figures import Block, Experts, ModelFigures, RoutedTokens, group_bytes, rows_per_token
-from expertmesh.planning.stages import PipelineRank, Workload, parts_of_last_dim, prefetches
+from expertmesh.planning.stages import PipelineRank, Workload, parts_of_last_dim, prefetches, runs_shared_beside
 from expertmesh.training.optimizers.blocks import is_quantised, scale_shape
 
 # The ranks of an EP group with the same place in their nodes.
@@ -218,7 +218,8 @@ def _of_tokens(
         if block.experts is not None:
             tokens, runs = rows * model.length / (layout.cp * layout.tp), 2 if mode == "full" else 1
             routed = block.experts.router.routed(tokens, layout.ep, imbalance)
-            dispatched = _of_dispatch(block.experts, model.compute_bytes, routed, runs, (layout.ep, ep_nodes))
+            back = runs - block.ends_in_experts(mode, shared_beside=runs_shared_beside(layout, ep_nodes))
+            dispatched = _of_dispatch(block.experts, model.compute_bytes, routed, (runs, back), (layout.ep, ep_nodes))
             found += [each.times(times) for each in dispatched]
         found += [each.times(times) for each in _of_sequence(block, model, layout, rows, mode)]
     if rank.is_last:
@@ -256,22 +257,24 @@ def _experts(model: ModelFigures, rank: PipelineRank) -> tuple[int, float, float
 
 
 def _of_dispatch(
-    experts: Experts, width: int, routed: RoutedTokens, runs: int, ranks: tuple[int, int]
+    experts: Experts, width: int, routed: RoutedTokens, runs: tuple[int, int], ranks: tuple[int, int]
 ) -> Iterator[Transfer]:
-    """Counts, pairs and rows there and rows back in forward, which runs `runs` times; rows, weights and rows in
-    backward (dispatch.py). A second run has the counts. `width`: bytes of a value; `ranks`: of an EP group, and of
-    how many nodes it is where rows go once to each node first (hierarchical.py), with their choices and weights.
+    """Counts, pairs and rows there and rows back in forward; rows, weights and rows in backward (dispatch.py). `runs`:
+    how often rows go there in forward, and back. A second run has the counts. `width`: bytes of a value; `ranks`: of an
+    EP group, and of how many nodes it is where rows go once to each node first (hierarchical.py), with their choices
+    and weights.
     """
-    (ep, nodes), spec, top_k = ranks, experts.spec, experts.router.top_k
+    (ep, nodes), (there, back), spec, top_k = ranks, runs, experts.spec, experts.router.top_k
     row, weight = spec.hidden_size * width, max(4, width)
     counts = (ep + spec.num_experts) // nodes * 8
-    forward = routed.sent * row + routed.tokens * top_k * 2 * weight + routed.rows * row
+    forward = there * (routed.sent * row + routed.tokens * top_k * 2 * weight) + back * routed.rows * row
     backward = routed.sent * row + routed.rows * row + routed.pairs * weight
-    yield Transfer("ep", "all_to_all", 4 + 3 * runs, counts + forward * runs + backward, ep // nodes)
+    yield Transfer("ep", "all_to_all", 4 + 2 * there + back, counts + forward + backward, ep // nodes)
     if nodes > 1:
         rows, counts = routed.tokens * rows_per_token(experts.router, nodes), 8 * (nodes + ep + spec.num_experts)
-        forward, backward = rows * (2 * row + top_k * (4 + weight)), rows * (2 * row + top_k * weight)
-        yield Transfer(EP_NODES, "all_to_all", 4 + 4 * runs, counts + forward * runs + backward, nodes)
+        forward = rows * (there * (row + top_k * (4 + weight)) + back * row)
+        backward = rows * (2 * row + top_k * weight)
+        yield Transfer(EP_NODES, "all_to_all", 4 + 3 * there + back, counts + forward + backward, nodes)
 
 
 def _of_sequence(

@@ -91,12 +91,16 @@ def _environment() -> Environment:
 def _filled(template: str, **content: Any) -> str:
     script = files("expertmesh.report").joinpath("hover.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    page = _environment().get_template(template).render(
-        script=Markup(script),
-        script_hash=digest,
-        written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        version=version("expertmesh"),
-        **content,
+    page = (
+        _environment()
+        .get_template(template)
+        .render(
+            script=Markup(script),
+            script_hash=digest,
+            written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+            version=version("expertmesh"),
+            **content,
+        )
     )
     return f"{page}\n"
 

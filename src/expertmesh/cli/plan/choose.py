@@ -110,7 +110,7 @@ def _job(options: InitOptions, way: Way, devices: Devices, length: int, size: in
             trust_remote_code=options.trust_remote_code,
         )
         try:
-            _, figures, why_unpacked = read_figures(wanted, way.lora)
+            _, figures, why_unpacked = read_figures(wanted, way.lora, devices.hardware.torch_device)
         except InputError as error:
             if error.key == "precision.compute-unsupported" and compute != computes[-1]:
                 continue

@@ -14,8 +14,11 @@ from expertmesh.training.startup.model_check import refuse_length
 from expertmesh.weights.meta_model import read_model_config
 
 
-def read_figures(options: PlanOptions, lora: LoraConfig | None) -> tuple[PreTrainedConfig, ModelFigures, str | None]:
-    """(config, figures, why samples cannot be packed). Raises `InputError` for a model that cannot be read or sharded.
+def read_figures(
+    options: PlanOptions, lora: LoraConfig | None, device: str
+) -> tuple[PreTrainedConfig, ModelFigures, str | None]:
+    """(config, figures, why samples cannot be packed), on a `device` of this type. Raises `InputError` for a model that
+    cannot be read or sharded.
 
     Figures are without packing where it was not wanted or cannot be had; the reason is None where it was not wanted.
     """
@@ -27,5 +30,5 @@ def read_figures(options: PlanOptions, lora: LoraConfig | None) -> tuple[PreTrai
     why_unpacked = None if options.no_packing else packing_refusal(model)
     shards = plan_model(model, Layout(), ShardOptions(precision))
     packed = not options.no_packing and why_unpacked is None
-    figures = figures_of_plan(shards, length=options.seq_len, lora=lora, packed=packed)
+    figures = figures_of_plan(shards, length=options.seq_len, lora=lora, packed=packed, device=device)
     return config, figures, why_unpacked

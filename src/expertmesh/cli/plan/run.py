@@ -39,7 +39,7 @@ def _run(options: PlanOptions) -> int:
     devices = parse_devices(options.devices, hardware_table(options.hardware))
     _check(options)
     lora = None if options.lora is None else _lora(options.lora)
-    config, figures, why_unpacked = read_figures(options, lora)
+    config, figures, why_unpacked = read_figures(options, lora, devices.hardware.torch_device)
     size = options.global_batch_size or max(64, devices.count)
     job = Job(figures, devices, size, options.optimizer, options.imbalance, offload=options.offload)
     found = plan(job, options.goal)

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
+from expertmesh.experts.activation_checkpointing import Rest
 from expertmesh.experts.mlp_spec import ExpertMlpSpec, activate, activation_backward
 from expertmesh.experts.pairs import LocalPairs
 from expertmesh.state.packed import PackedTensor
 
 
 class PerExpertMlp(torch.autograd.Function):
-    """See `expert_mlp.expert_mlp`, which calls it."""
+    """The up projections, and a `Rest` with all behind them. See `expert_mlp.expert_mlp`, which calls it."""
 
     @staticmethod
     def forward(
@@ -31,26 +32,33 @@ class PerExpertMlp(torch.autograd.Function):
         down_bias: torch.Tensor | None,
         pairs: LocalPairs,
         mlp: ExpertMlpSpec,
+        rest: Rest,
     ) -> torch.Tensor:
-        dtype = rows_RH.dtype
+        dtype, spans = rows_RH.dtype, list(_spans(pairs))
         pre_PI2 = rows_RH.new_empty(weight_P.shape[0], up.shape[2 if mlp.transposed else 1])
-        out_RH = _wide_zeros(rows_RH)
-        for expert, span in _spans(pairs):
-            row_p, weight_p1, pre_pI2 = pairs.row_P[span], weight_P[span].unsqueeze(1), pre_PI2[span]
-            torch.mm(rows_RH.index_select(0, row_p), _in_out(up, expert, mlp, dtype), out=pre_pI2)
+        for expert, span in spans:
+            pre_pI2 = pre_PI2[span]
+            torch.mm(rows_RH.index_select(0, pairs.row_P[span]), _in_out(up, expert, mlp, dtype), out=pre_pI2)
             if up_bias is not None:
                 pre_pI2 += up_bias[expert]
-            act_pI = activate(pre_pI2, weight_P[span], mlp)
-            out_pH = act_pI @ _in_out(down, expert, mlp, dtype)
-            if down_bias is not None:
-                out_pH += down_bias[expert] * weight_p1
-            out_RH.index_add_(0, row_p, out_pH.to(out_RH.dtype))
+
+        def compute() -> torch.Tensor:
+            out_RH = _wide_zeros(rows_RH)
+            for expert, span in spans:
+                out_pH = activate(pre_PI2[span], weight_P[span], mlp) @ _in_out(down, expert, mlp, dtype)
+                if down_bias is not None:
+                    out_pH += down_bias[expert] * weight_P[span].unsqueeze(1)
+                out_RH.index_add_(0, pairs.row_P[span], out_pH.to(out_RH.dtype))
+            return out_RH.to(dtype)
+
+        rest.compute = compute
         ctx.save_for_backward(rows_RH, pre_PI2, weight_P, up, down, up_bias, down_bias, *pairs.tensors())
-        ctx.mlp = mlp
-        return out_RH.to(dtype)
+        ctx.mlp, ctx.rest = mlp, rest
+        return rest.edge(rows_RH)
 
     @staticmethod
-    def backward(ctx: Any, grad_out_RH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_out_RH = ctx.rest.gradient()
         rows_RH, pre_PI2, weight_P, up, down, up_bias, down_bias, *indices = ctx.saved_tensors
         pairs, mlp, dtype = LocalPairs.of(*indices), ctx.mlp, rows_RH.dtype
         grad_rows_RH, grad_weight_P = _wide_zeros(rows_RH), torch.empty_like(weight_P)
@@ -78,7 +86,7 @@ class PerExpertMlp(torch.autograd.Function):
                 grad_up_bias[expert] = grad_pre_pI2.sum(0)
             grad_rows_pH = grad_pre_pI2 @ _in_out(up, expert, mlp, dtype).t()
             grad_rows_RH.index_add_(0, row_p, grad_rows_pH.to(grad_rows_RH.dtype))
-        return grad_rows_RH.to(dtype), grad_weight_P, *grads, None, None
+        return grad_rows_RH.to(dtype), grad_weight_P, *grads, None, None, None
 
 
 def looped_mm(a: torch.Tensor, b: torch.Tensor, end_L: torch.Tensor) -> torch.Tensor:
