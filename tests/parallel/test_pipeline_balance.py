@@ -114,7 +114,7 @@ def test_a_stage_that_drops_its_router_loss_is_seen(bug: Callable[[Mesh], None])
 
 
 def _move_biases(parallel: em.ParallelConfig, per_micro_batch: bool) -> list[torch.Tensor]:
-    """The bias after each of four steps of four micro-batches."""
+    """The bias after each step of four micro-batches."""
     model = tiny_model("deepseek_v3")
     mesh = em.init_mesh(parallel)
     em.parallelize(model, mesh, moe=em.MoeConfig(bias_update_rate=bias.RATE))
