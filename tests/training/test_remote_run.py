@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from expertmesh.config import Config
+from expertmesh.io import directory as directory_module
 from expertmesh.training.run import train
-from tests.support.errors import refused
+from tests.support.errors import refused, refused_on_ranks
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import rows_without_times, run_config, train_steps, weights, write_inputs
 
@@ -41,3 +42,15 @@ def test_a_run_goes_on_where_its_directory_is_empty_with_the_same_bits(tmp_path:
         sorted(path.name for path in root.iterdir()) for root in (tmp_path / "second/model", remote / "model")
     )
     assert here == stored
+
+
+def _train_on_a_disk_of_its_own(configs: list[Config]) -> None:
+    directory_module.VISIBLE_WITHIN_SECONDS = 0.2
+    train(configs[dist.get_rank()])
+
+
+def test_ranks_that_do_not_share_output_dir_are_refused_before_weights_are_read(tmp_path: Path) -> None:
+    inputs = write_inputs(tmp_path / "inputs")
+    configs = [run_config(inputs, tmp_path / f"node-{node}") for node in (0, 1)]
+    with refused_on_ranks("output.not-shared", naming="node-1/lock.json"):
+        run_ranks(_train_on_a_disk_of_its_own, 2, configs)

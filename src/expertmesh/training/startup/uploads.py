@@ -27,16 +27,18 @@ def open_remote(config: Config) -> RemoteCheckpoints:
     return RemoteCheckpoints(Storage(config.checkpoint.remote, "checkpoint.remote"))
 
 
-def start_uploads(config: Config) -> Uploads | None:
+def start_uploads(config: Config, keep_step: int | None) -> Uploads | None:
     """The uploads of a run that has a `checkpoint.remote`; they begin with what an earlier start has saved and not
-    uploaded. For rank 0; no communication.
+    uploaded: the newest checkpoint, and that of `keep_step`, the best one. For rank 0; no communication.
     """
     if config.checkpoint.remote is None:
         return None
     remote, output = open_remote(config), Path(config.output_dir)
     uploads = Uploads(remote, config.checkpoint.keep_last, lambda: _upload_records(remote.run, output))
-    if checkpoints := published(output / CHECKPOINTS):
-        uploads.submit(checkpoints[-1][1], None)
+    checkpoints = published(output / CHECKPOINTS)
+    for step, path in checkpoints:
+        if step in (keep_step, checkpoints[-1][0]):
+            uploads.submit(path, keep_step)
     return uploads
 
 
