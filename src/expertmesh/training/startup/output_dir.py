@@ -13,7 +13,7 @@ from expertmesh.io.safetensors_writer import rename_synced, replace_synced
 from expertmesh.io.terminal import log
 from expertmesh.io.urls import is_url
 from expertmesh.training.resume import config_differences, find_start, find_weights, flat
-from expertmesh.training.startup.uploads import has_result
+from expertmesh.training.startup.uploads import has_result, withdraw_result
 
 CONFIG_FILE = "config.yaml"
 MODEL, ADAPTER = "model", "adapter"
@@ -130,6 +130,8 @@ def write_config(config: Config) -> None:
     What an earlier start without a step has left of another configuration goes.
     """
     path, content = Path(config.output_dir) / CONFIG_FILE, dump_config(config).encode()
+    if config.checkpoint.remote is not None:
+        withdraw_result(config)
     with io_errors(path, len(content)):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and read_file(path) != content and did_no_step(path.parent):

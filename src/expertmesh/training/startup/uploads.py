@@ -61,7 +61,7 @@ def upload_result(config: Config) -> None:
     target.remove([last])
     target.remove(target.sizes().keys() - set(names))
     target.put(output / name, [each for each in names if each != last])
-    target.put(output / name, [last])
+    target.write(last, read_file(output / name / last))
     log.info(f"uploaded   {output / name} to {target.url}")
 
 
@@ -75,9 +75,15 @@ def fetch_records(config: Config) -> None:
 
 
 def has_result(config: Config) -> bool:
-    """Whether the result of the run is in `checkpoint.remote`, whole."""
+    """Whether the result in `output_dir` is in `checkpoint.remote`, whole."""
     name, last = _result(config)
-    return last in open_remote(config).run.below(name).sizes()
+    return open_remote(config).run.below(name).read(last) == read_file(Path(config.output_dir, name, last))
+
+
+def withdraw_result(config: Config) -> None:
+    """What an earlier start has uploaded as the result is none while the run goes on. For rank 0."""
+    name, last = _result(config)
+    open_remote(config).run.below(name).remove([last])
 
 
 def _result(config: Config) -> tuple[str, str]:
