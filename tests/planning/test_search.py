@@ -1,5 +1,6 @@
 """Layouts, their order, and the sentences of those that cannot be; devices and routing; no rank is started."""
 
+import gc
 import itertools
 import json
 import re
@@ -77,6 +78,22 @@ def test_what_each_optimizer_keeps_of_a_published_model_by_hand(qwen: ModelFigur
     assert bytes_a_parameter["adamw_8bit"] == pytest.approx(2 * (1 + 4 / 256), rel=1e-4)
     assert bytes_a_parameter["muon"] == pytest.approx(4 + 4 * vocabulary, rel=1e-4)
     assert bytes_a_parameter["sgd"] == 0
+
+
+def test_figures_do_not_depend_on_when_garbage_is_collected() -> None:
+    """DeepSeek-V4's indexer makes a graph that nobody goes back through: it is free once the indexer returns."""
+    config, found = tiny_config("DeepseekV4ForCausalLM", "deepseek_v4"), []
+    thresholds = gc.get_threshold()
+    gc.freeze()  # what is there already need not be looked through
+    try:
+        for often in (0, 50):  # never, and all the time
+            gc.set_threshold(often, 1, 1)
+            model = figures_of(config, length=64, precision=PrecisionConfig())
+            found.append((model.outside, *(block.figures for block in model.blocks)))
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+    assert found[0] == found[1]
 
 
 def test_plan_ranks_by_its_goal_and_says_why_others_do_not_fit(qwen: ModelFigures) -> None:

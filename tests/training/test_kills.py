@@ -255,7 +255,7 @@ def _train_until(config: Config, step: int) -> None:
     return train_steps(config, step - _newest(Path(config.output_dir)))
 
 
-@pytest.mark.timeout(max(300, 10 * KILLED_TIMES))
+@pytest.mark.timeout(max(600, 10 * KILLED_TIMES))
 def test_random_kills_in_layouts_that_change_end_in_the_bits_of_the_run_without_them(
     inputs: Path, tmp_path: Path
 ) -> None:

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from expertmesh.anatomy import Anatomy
 from expertmesh.config.errors import InputError
@@ -199,8 +198,8 @@ def _run(
 
     Every block that is not `measured` hands on what it gets, so that those that are get the arguments of their place.
     """
-    tracker, counter = UsageTracker(), FlopCounterMode(display=False)
-    watch = _BlockWatch(tracker, counter)
+    tracker = UsageTracker()
+    watch = _BlockWatch(tracker)
     blocks = {name: model.get_submodule(name) for name in anatomy.blocks}
     forwards = {
         block: partial(watch.twice, name, block.forward) if name in measured else watch.pass_through
@@ -223,7 +222,7 @@ def _run(
         try:
             tracker.include((*model.parameters(), *model.buffers()))
             known = tracker.live
-            with torch.enable_grad(), forwards_replaced(forwards), watch.attention, counter, tracker:
+            with torch.enable_grad(), forwards_replaced(forwards), watch.attention, tracker:
                 hidden = base(**inputs, use_cache=False)[0]
                 end = tracker.live
                 if hidden.requires_grad:
@@ -247,8 +246,8 @@ class _BlockWatch:
     saves, `begin` what is live before it.
     """
 
-    def __init__(self, tracker: UsageTracker, counter: FlopCounterMode) -> None:
-        self.tracker, self.attention, self.counter = tracker, _Attention(), counter
+    def __init__(self, tracker: UsageTracker) -> None:
+        self.tracker, self.attention = tracker, _Attention()
         self.seen: dict[str, BlockFigures] = {}
         self.first = self.begin = self.outside = self.tables = 0
         self._tuples = False
@@ -267,7 +266,7 @@ class _BlockWatch:
         self.seen[name] = seen
         before = self.tracker.live
         self._work(seen, 0, -1)
-        seen.products = -self.counter.get_total_flops()
+        seen.products = -self.tracker.products
         if hidden.requires_grad:
             hidden.register_hook(lambda _: self._backward_ends(seen))
         held = [hidden]
@@ -276,7 +275,7 @@ class _BlockWatch:
         out = forward(*args, **kwargs)
         args, kwargs = _with_hidden(args, kwargs, None)
         self._work(seen, 0, +1)
-        seen.products += self.counter.get_total_flops()
+        seen.products += self.tracker.products
         seen.saved = self.tracker.live - before
         if (hidden := self._hidden_of(out)).requires_grad:
             hidden.register_hook(lambda _: self._backward_begins(seen))

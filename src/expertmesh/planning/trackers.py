@@ -45,8 +45,9 @@ class CollectiveCount:
 class UsageTracker(TorchDispatchMode):
     """Under it, `live` is what tensors made since it began hold (and those given to `include`), `peak` the most of it.
 
-    `sent[group][kind]` counts collectives; groups go by their names. `operations` counts what is more than a view, and
-    `moved` the bytes that these read and write, matrix products left out. Not to be nested.
+    `sent[group][kind]` counts collectives; groups go by their names. `operations` counts what is more than a view:
+    `products` are the FLOPs of matrix products among them, and `moved` the bytes that the others read and write. Not to
+    be nested.
     """
 
     def __init__(self) -> None:
@@ -54,6 +55,7 @@ class UsageTracker(TorchDispatchMode):
         self.live = 0
         self.peak = 0
         self.operations = 0
+        self.products = 0
         self.moved = 0
         self.sent: dict[str, dict[str, CollectiveCount]] = defaultdict(lambda: defaultdict(CollectiveCount))
         self._sizes: dict[int, int] = {}
@@ -96,6 +98,8 @@ class UsageTracker(TorchDispatchMode):
         outputs = [leaf for leaf in tree_leaves(result) if type(leaf) in _WITH_STORAGE]
         for output in outputs:
             self._note(output.untyped_storage())
+        if (flops := flop_registry.get(func._overloadpacket)) is not None:
+            self.products += flops(*args, **(kwargs or {}), out_val=result)
         self._count_operation(func, args, outputs)
         return result
 
