@@ -91,13 +91,19 @@ def test_what_fails_is_tried_again_and_then_named(tmp_path: Path) -> None:
     with refused("storage.failed", naming="Access Denied"):
         remote.newest()
     assert store.attempts == 1
+    store.fail, store.error = 10**6, FileNotFoundError("The specified bucket does not exist")
+    assert remote.newest() is None
+    with refused("storage.failed", naming="bucket does not exist"):
+        remote.run.write("probe", b"")
 
 
 def test_another_runs_checkpoints_are_not_written_over(tmp_path: Path) -> None:
     remote = RemoteCheckpoints(ObjectStore().storage())
-    remote.publish(_checkpoint(tmp_path, 2))
+    second = _checkpoint(tmp_path, 2)
+    remote.publish(second)
     with refused("storage.other-run", naming="step-00000002"):
-        remote.publish(_checkpoint(tmp_path, 1))
+        remote.publish(_checkpoint(tmp_path / "another", 1))
+    assert remote.publish(_checkpoint(tmp_path, 1))  # the best one of the run that has written both
     other = _checkpoint(tmp_path / "other", 2)
     (other / MANIFEST).write_text((other / MANIFEST).read_text() + "\n")
     with refused("storage.other-run"):

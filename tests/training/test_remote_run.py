@@ -3,12 +3,19 @@
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from expertmesh.checkpoint.remote.store import RemoteCheckpoints
 from expertmesh.config import Config
+from expertmesh.io import directory as directory_module
+from expertmesh.io import storage as storage_module
 from expertmesh.training.run import train
-from tests.support.errors import refused
+from expertmesh.training.startup import uploads as uploads_module
+from expertmesh.training.startup.uploads import has_result, upload_result, withdraw_result
+from tests.checkpoint.object_store import Killed, ObjectStore
+from tests.support.errors import refused, refused_on_ranks
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import rows_without_times, run_config, train_steps, weights, write_inputs
 
@@ -22,6 +29,19 @@ def _lose_machines(first: Config, second: Config, other: Config) -> None:
     with refused("storage.other-run", naming="train.seed"):
         train(other)
     train(second)
+    _wait_for_uploads()
+    with refused("run.finished"):
+        train(second)
+    if dist.get_rank() == 0:  # as if it had been killed while it uploaded the result
+        Path(str(second.checkpoint.remote).removeprefix("file://"), "model", "config.json").unlink()
+    dist.barrier()
+    train(second)
+    _wait_for_uploads()
+
+
+def _wait_for_uploads() -> None:
+    """Rank 0 uploads when all collectives are done; a job ends there."""
+    dist.barrier()
 
 
 def test_a_run_goes_on_where_its_directory_is_empty_with_the_same_bits(tmp_path: Path) -> None:
@@ -41,3 +61,46 @@ def test_a_run_goes_on_where_its_directory_is_empty_with_the_same_bits(tmp_path:
         sorted(path.name for path in root.iterdir()) for root in (tmp_path / "second/model", remote / "model")
     )
     assert here == stored
+
+
+def test_a_result_is_there_when_all_of_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_module, "PAUSE_SECONDS", 0.0)
+    config = run_config(tmp_path, tmp_path / "run", "checkpoint.remote=s3://bucket/run")
+    names = ["config.json", "model-1.safetensors", "model-2.safetensors", "tokenizer.json"]
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    for name in names:
+        (tmp_path / "run" / "model" / name).write_text(name)
+
+    def started(died_at: int | None) -> ObjectStore:
+        store = ObjectStore()
+        store.objects |= {
+            f"bucket/run/model/{name}": name.encode() for name in ("config.json", "of-before.safetensors")
+        }
+        monkeypatch.setattr(uploads_module, "open_remote", lambda _: RemoteCheckpoints(store.storage()))
+        store.die_at = died_at
+        return store
+
+    def finish() -> None:
+        withdraw_result(config)
+        upload_result(config)
+
+    whole = started(None)
+    finish()
+    assert sorted(whole.objects) == [f"bucket/run/model/{name}" for name in names]
+    for at in range(whole.seen):
+        started(at)
+        with pytest.raises(Killed):
+            finish()
+        assert has_result(config) == (at == 0)  # when it has withdrawn nothing of an earlier start's, which is whole
+
+
+def _train_on_a_disk_of_its_own(configs: list[Config]) -> None:
+    directory_module.VISIBLE_WITHIN_SECONDS = 0.2
+    train(configs[dist.get_rank()])
+
+
+def test_ranks_that_do_not_share_output_dir_are_refused_before_weights_are_read(tmp_path: Path) -> None:
+    inputs = write_inputs(tmp_path / "inputs")
+    configs = [run_config(inputs, tmp_path / f"node-{node}") for node in (0, 1)]
+    with refused_on_ranks("output.not-shared", naming="node-1/lock.json"):
+        run_ranks(_train_on_a_disk_of_its_own, 2, configs)

@@ -32,7 +32,7 @@ class ModelConfig(Section):
     section: ClassVar[str] = "model"
 
     name_or_path: Name
-    """Hugging Face hub id or local directory of the model, with its tokenizer."""
+    """Hugging Face hub id, local directory or URL of object storage (s3://...) of the model, with its tokenizer."""
     revision: Plain | None = None
     """Branch, tag or commit on the hub; null takes the default branch."""
     trust_remote_code: bool = False

@@ -27,6 +27,8 @@ PAUSE_SECONDS = 1.0
 AT_ONCE = 8
 _BLOCK = 1 << 24
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Of what is not there, neither is an error.
+_MAY_MISS = ("read", "listed", "removed")
 T = TypeVar("T")
 
 
@@ -202,14 +204,18 @@ class Storage:
                     each.cancel()
 
     def _tried(self, name: str, done: str, operation: Callable[[], T]) -> T:
-        """What `operation` gives at one of several attempts. `FileNotFoundError` is an answer."""
+        """What `operation` gives at one of several attempts. `FileNotFoundError` is an answer where it may be one."""
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return operation()
-            except (ExpertmeshError, FileNotFoundError):
+            except ExpertmeshError:
                 raise
             except Exception as error:
-                if attempt == ATTEMPTS or isinstance(error, PermissionError) or getattr(error, "errno", 0) in _FULL:
+                missing = isinstance(error, FileNotFoundError)
+                if missing and done in _MAY_MISS:
+                    raise
+                final = missing or isinstance(error, PermissionError) or getattr(error, "errno", 0) in _FULL
+                if final or attempt == ATTEMPTS:
                     raise self._failed(name, done, error) from error
             time.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
         raise AssertionError("unreachable")

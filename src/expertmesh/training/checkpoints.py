@@ -156,7 +156,8 @@ def open_checkpoints(run: "Prepared", state: "RunState", lock: "RunLock | None")
         if is_main and (leftovers := [*clean(directory), *clean(output)]):
             log.info(f"removed what interrupted saves left: {', '.join(leftovers)}")
     keep_last, asynchronous = config.checkpoint.keep_last, config.checkpoint.asynchronous
-    uploads = start_uploads(config) if is_main else None
+    best = state.counters.best
+    uploads = start_uploads(config, None if best is None else best.step) if is_main else None
     writer = CheckpointWriter(directory, keep_last=keep_last, asynchronous=asynchronous, uploads=uploads)
     selection = Selection(config, state.counters)
     return RunCheckpoints(run, state.optimizer, writer, files, lock, state.counters.step, selection)

@@ -5,6 +5,7 @@ else of it is: a directory without a manifest, or with one that ends early, is n
 process at a time writes. Nothing here communicates.
 """
 
+import logging
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,8 @@ from expertmesh.checkpoint.manifest import CONFIG_FILE, MANIFEST, damaged, parse
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.io.reading import parse_json
 from expertmesh.io.storage import Storage
+
+log = logging.getLogger(__name__)
 
 
 class RemoteCheckpoints:
@@ -61,7 +64,8 @@ class RemoteCheckpoints:
         there = self.manifest(manifest.step)
         if there == content:
             return False
-        if there is not None or (newest is not None and newest > manifest.step):
+        later = newest is not None and newest > manifest.step and not directory.with_name(step_name(newest)).is_dir()
+        if there is not None or later:
             raise InputError(
                 f"{self.storage.url}: holds {step_name(newest or 0)}, which this run has not written; give each run a "
                 "checkpoint.remote of its own",
@@ -95,7 +99,10 @@ class RemoteCheckpoints:
         left = [step for step in found if step not in complete]
         for step in left:
             self._remove(step)
-        self.storage.abort_uploads()
+        try:
+            self.storage.abort_uploads()
+        except InputError as error:  # it may ask for a permission of its own, and costs room alone
+            log.warning(f"warning: {error}")
         return [step_name(step) for step in left]
 
     def _remove(self, step: int) -> None:

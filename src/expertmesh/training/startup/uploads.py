@@ -27,16 +27,18 @@ def open_remote(config: Config) -> RemoteCheckpoints:
     return RemoteCheckpoints(Storage(config.checkpoint.remote, "checkpoint.remote"))
 
 
-def start_uploads(config: Config) -> Uploads | None:
+def start_uploads(config: Config, keep_step: int | None) -> Uploads | None:
     """The uploads of a run that has a `checkpoint.remote`; they begin with what an earlier start has saved and not
-    uploaded. For rank 0; no communication.
+    uploaded: the newest checkpoint, and that of `keep_step`, the best one. For rank 0; no communication.
     """
     if config.checkpoint.remote is None:
         return None
     remote, output = open_remote(config), Path(config.output_dir)
     uploads = Uploads(remote, config.checkpoint.keep_last, lambda: _upload_records(remote.run, output))
-    if checkpoints := published(output / CHECKPOINTS):
-        uploads.submit(checkpoints[-1][1], None)
+    checkpoints = published(output / CHECKPOINTS)
+    for step, path in checkpoints:
+        if step in (keep_step, checkpoints[-1][0]):
+            uploads.submit(path, keep_step)
     return uploads
 
 
@@ -59,7 +61,7 @@ def upload_result(config: Config) -> None:
     target.remove([last])
     target.remove(target.sizes().keys() - set(names))
     target.put(output / name, [each for each in names if each != last])
-    target.put(output / name, [last])
+    target.write(last, read_file(output / name / last))
     log.info(f"uploaded   {output / name} to {target.url}")
 
 
@@ -73,9 +75,15 @@ def fetch_records(config: Config) -> None:
 
 
 def has_result(config: Config) -> bool:
-    """Whether the result of the run is in `checkpoint.remote`, whole."""
+    """Whether the result in `output_dir` is in `checkpoint.remote`, whole."""
     name, last = _result(config)
-    return last in open_remote(config).run.below(name).sizes()
+    return open_remote(config).run.below(name).read(last) == read_file(Path(config.output_dir, name, last))
+
+
+def withdraw_result(config: Config) -> None:
+    """What an earlier start has uploaded as the result is none while the run goes on. For rank 0."""
+    name, last = _result(config)
+    open_remote(config).run.below(name).remove([last])
 
 
 def _result(config: Config) -> tuple[str, str]:
