@@ -37,6 +37,9 @@ from expertmesh.weights.quantised.published import refuse_unsupported
 
 # What a model directory consists of, apart from code: weights, JSON, and the tokenizer's plain-text files.
 DATA_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+# Published configs whose model_type is another name for a family of transformers, tensors' names included. transformers
+# reads the text_config of Kimi-K2.5 by the same rule. The code beside the weights is for transformers 4 and never runs.
+_OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
 
 
 def read_model_config(
@@ -47,16 +50,24 @@ def read_model_config(
     Hub repositories are downloaded into the hub's cache: safetensors, JSON and tokenizer files only, Python
     files only with `trust_remote_code`, and no weights with `weights=False`. Raises `InputError` for what
     is missing, unreadable or quantised by a method that is not read, and when the model needs its own code and
-    `trust_remote_code` is off. Every rank may call it; ranks of one machine share the cache.
+    `trust_remote_code` is off. A type that is another name for a family of transformers (Kimi-K2's) becomes that
+    family. Every rank may call it; ranks of one machine share the cache.
     """
     directory = Path(name_or_path)
     if not directory.is_dir():
         directory = _download(name_or_path, revision, trust_remote_code, weights)
     path = directory / "config.json"
     content = read_model_json(path)
-    _refuse_remote_code(path, content, trust_remote_code)
+    family = _OTHER_NAMES.get(content.get("model_type", ""))
+    if family is None:
+        _refuse_remote_code(path, content, trust_remote_code)
     try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        if family is None:
+            config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        else:
+            values = {**content, "model_type": family, "_name_or_path": str(directory)}
+            values.pop("auto_map", None)
+            config = CONFIG_MAPPING[family].from_dict(values)
     except Exception as error:
         # A family's config class can raise anything on wrong values.
         raise InputError(
