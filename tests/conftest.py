@@ -2,17 +2,23 @@
 `pytest -m gpu` run on the CPU, where a GPU is as well: ranks are forked, and there are more of them than devices.
 """
 
+import logging
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-_SLOW: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("slow.yaml").read_text())
+_LIST = Path(__file__).with_name("slow.yaml").read_text()
+_SLOW: dict[str, dict[str, str]] = yaml.safe_load(_LIST)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    lines = sum(line[:1] not in ("", "#") for line in _LIST.splitlines())
+    if lines != len(_SLOW) + sum(map(len, _SLOW.values())):
+        raise pytest.UsageError("tests/slow.yaml has a key twice, of which YAML keeps the last")
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything imports torch
 
@@ -35,3 +41,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_handlecrashitem(crashitem: str) -> None:
     """The whole run ends with the process that dies in a test: `--dist loadfile` would wait for it for ever."""
     pytest.exit(f"{crashitem}: the process that ran it has died", returncode=1)
+
+
+@pytest.fixture(autouse=True)
+def _log_as_it_was() -> Iterator[None]:
+    """What prints the log is chosen for the life of a process, which here goes on with the next test."""
+    log = logging.getLogger("expertmesh")
+    before = log.handlers, log.propagate, log.level
+    yield
+    log.handlers, log.propagate = before[:2]
+    log.setLevel(before[2])

@@ -28,12 +28,13 @@ from tests.support.reference import (
     full,
     of_all_stages,
     relative_error,
+    steps_in,
     take_steps,
     unsharded_steps,
     worst,
 )
 
-STEPS, R, ALPHA = 4, 4, 8.0
+R, ALPHA = 4, 8.0
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 # By family: PEFT's target_modules and target_parameters for attention, router and experts, and what else there is.
 TARGETS: dict[str, tuple[list[str], list[str]]] = {
@@ -123,11 +124,11 @@ def peft_run(
     confined: Sequence[int] = (),
     **lora: Any,
 ) -> PeftRun:
-    """Start PEFT's adapter with random B as well, save it to `directory`, and train it for `STEPS` clipped steps."""
+    """Start PEFT's adapter with random B as well, save it to `directory`, and train it for some clipped steps."""
     initial = copy.deepcopy(model)
     adapted = random_adapter(model, directory, modules, parameters, **lora)
     trained = {name.replace(".default", ""): p for name, p in adapted.named_parameters() if p.requires_grad}
-    rows = [_rows(step, confined) for step in range(STEPS)]
+    rows = [_rows(step, confined) for step in range(steps_in(next(model.parameters()).dtype))]
     run, final = unsharded_steps(adapted, trained, rows)
     return PeftRun(initial, directory, rows, run.losses, run.norms, run.gradients, final)
 

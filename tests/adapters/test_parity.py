@@ -59,7 +59,7 @@ def _check(run: PeftRun, world: int, layouts: list[Layout], tolerance: float = T
 
 
 @pytest.mark.parametrize(("family", "world", "layouts"), MATRIX)
-def test_every_adapter_gradient_and_four_steps_equal_stock_peft(
+def test_every_adapter_gradient_and_two_steps_equal_stock_peft(
     expected: Expected, family: str, world: int, layouts: list[Layout]
 ) -> None:
     _check(expected(family), world, layouts)

@@ -32,7 +32,7 @@ def open_all(port: int, ranks: tuple[int, ...]) -> list[Any]:
     def open_one(number: int) -> Any:
         time.sleep(0.3 * (number == 2))
         try:
-            return Meeting(ranks[number], node(number, port), 20).open(StopRequests())
+            return Meeting(ranks[number], node(number, port), 300).open(StopRequests())
         except (InputError, DistributedFailure) as error:
             return error
 
@@ -43,7 +43,7 @@ def open_all(port: int, ranks: tuple[int, ...]) -> list[Any]:
 def test_all_machines_get_a_store_and_places_that_follow_each_other(port: int) -> None:
     stores = open_all(port, (2, 2, 2))
     assert {store.port for store in stores} == {port}
-    places = [place for number in range(3) for place in Meeting(2, node(number, port), 20).places(port)]
+    places = [place for number in range(3) for place in Meeting(2, node(number, port), 300).places(port)]
     assert [place.rank for place in places] == list(range(6))
     assert [place.local_rank for place in places] == [0, 1] * 3
     assert {(place.world_size, place.local_world_size, place.port) for place in places} == {(6, 2, port)}
@@ -76,11 +76,11 @@ def test_a_port_in_use_is_named(port: int) -> None:
 def test_waiting_for_the_others_ends_by_a_signal(number: int, port: int) -> None:
     requests = StopRequests()
     threading.Timer(0.3, requests.receive, (signal.SIGTERM, None)).start()
-    assert Meeting(1, node(number, port), 60).open(requests) is None
+    assert Meeting(1, node(number, port), 300).open(requests) is None
 
 
 def test_a_job_on_one_machine_is_reached_from_there_alone() -> None:
-    store = Meeting(2, THIS_MACHINE, 20).open(StopRequests())
+    store = Meeting(2, THIS_MACHINE, 300).open(StopRequests())
     assert store is not None
     listening = f":{store.port:04X}"
     tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]

@@ -187,7 +187,8 @@ def test_ray(inputs: Path, tmp_path: Path) -> None:
     paths = os.pathsep.join([str(CLUSTERS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     wanted = [*arguments(inputs, "ray"), "checkpoint.every_steps=1", "train.max_steps=3"]
     command = [sys.executable, "-c", RAY, str(CLUSTERS), str(tmp_path), "ray", paths, *wanted]
-    run_all([(command, {"PYTHONPATH": paths})])
+    # Ray gives up waiting for its own workers after 30 s, and then waits for others.
+    run_all([(command, {"PYTHONPATH": paths, "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "400"})])
     assert_same(inputs, "ray")
 
 

@@ -72,7 +72,7 @@ def _run(
 
 
 @pytest.mark.parametrize(("family", "changes", "world", "axes", "micro_batch"), CASES)
-def test_every_gradient_and_the_weights_after_four_steps_equal_the_unsharded_model(
+def test_every_gradient_and_the_weights_after_two_steps_equal_the_unsharded_model(
     family: str, changes: dict[str, Any], world: int, axes: Axes, micro_batch: int
 ) -> None:
     for distance in _run(family, world, axes, micro_batch, changes):

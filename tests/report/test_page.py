@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from expertmesh.cli.main import main
+from expertmesh.report import page as page_module
 from expertmesh.report.page import render, write
 from expertmesh.report.run import RESULTS, read_run
 from expertmesh.training.lock import RunLock, holder
@@ -25,6 +26,12 @@ from tests.report.made_up import PREDICTED, row, start, write_run
 from tests.report.parsed import Page
 
 SECTIONS = {"training", "experts", "data", "plan", "verification", "starts", "configuration"}
+
+
+@pytest.fixture
+def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what is said around them: to draw them takes most of the time."""
+    monkeypatch.setattr(page_module, "draw", lambda run: {})
 
 
 def page_of(directory: Path) -> Page:
@@ -99,6 +106,7 @@ def test_a_preference_run_shows_its_rewards_and_how_often_the_chosen_response_wi
     assert "last 0.9, lowest 0.51, highest 0.9; last evaluation 0.7" in page.texts["training"]
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> None:
     rows = [row(step, 40, 1, tokens_per_second=5000.0) for step in range(1, 41)]
     page = page_of(write_run(tmp_path / "run", rows=rows, starts=[start(plan=PREDICTED)]))
@@ -111,6 +119,7 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> N
     assert "not predicted" not in told
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_prediction_is_compared_with_what_came_after_its_start_alone(tmp_path: Path) -> None:
     rows = [row(step, 40, 1, tokens_per_second=100.0 if step <= 20 else 20_000.0) for step in range(1, 41)]
     page = page_of(write_run(tmp_path / "run", rows=rows, starts=[start(), start(20, plan=PREDICTED, device="cuda")]))
@@ -119,6 +128,7 @@ def test_a_prediction_is_compared_with_what_came_after_its_start_alone(tmp_path:
     assert "resident" not in page.texts["plan"]
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_starts_on_other_ranks_are_listed(tmp_path: Path) -> None:
     """Of an elastic run, or of one that somebody has started anew elsewhere."""
     fewer = {"pp": 1, "replicate": 2, "fsdp": 1, "cp": 1, "tp": 1, "efsdp": 1, "ep": 1}
@@ -198,6 +208,7 @@ def _advice(directory: Path, change: Callable[[int], dict[str, Any]], *more: dic
     return page_of(write_run(directory, rows=[*rows, *more])).texts["top"]
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_each_anomaly_has_one_line_of_advice_and_a_sound_run_none(tmp_path: Path) -> None:
     def load(dead: int, load: float) -> list[dict[str, Any]]:
         return [{"max_over_mean": load, "entropy": 0.5, "dead": dead}] * 2
@@ -294,6 +305,7 @@ def test_one_step_a_step_without_any_number_and_no_layer_are_drawn_too(tmp_path:
     assert "Dead experts: none." in page.texts["experts"]
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_run_that_goes_on_is_told_from_one_whose_process_is_gone(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
@@ -326,6 +338,7 @@ def test_thousands_of_steps_are_thinned_and_the_page_says_so(tmp_path: Path) -> 
     assert len(source) < 500_000
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_verification_is_shown_as_it_is_or_its_command_if_there_is_none(tmp_path: Path) -> None:
     run, shown = write_run(tmp_path / "run", steps=1, layers=0), {}
     for name, content in {
@@ -356,6 +369,7 @@ def test_verification_is_shown_as_it_is_or_its_command_if_there_is_none(tmp_path
     assert "0 of 1 planted bug caught; not caught: experts exchanged" in shown["missed"][0]
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_what_verify_writes_is_what_the_report_reads(tmp_path: Path) -> None:
     limit = Check.of("gradients", [Figure("model.norm.weight", 2e-6, 1e-5), Figure("lm_head.weight", math.nan, 1e-5)])
     layers = [Layer("bytes", [Check.that("experts owned", True, 64)]), Layer("backward", [limit])]

@@ -8,6 +8,7 @@ communicates; one rank calls what changes something.
 import re
 import shutil
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from expertmesh.checkpoint.manifest import MANIFEST, step_of
@@ -80,14 +81,14 @@ def clean(directory: Path) -> list[str]:
     return sorted(path.name for path in leftovers)
 
 
-def prune(directory: Path, keep_last: int | None, keep_step: int | None = None) -> list[str]:
-    """Remove all but the newest `keep_last` checkpoints and that of `keep_step`; their names. None keeps all.
+def prune(directory: Path, keep_last: int | None, keep: Collection[int | None] = ()) -> list[str]:
+    """Remove all but the newest `keep_last` checkpoints and those of the steps `keep`; their names. None keeps all.
 
     Each is renamed first: a removal that is cut short leaves no checkpoint that looks whole and is not. Raises
     `InputError` for one that cannot be removed.
     """
     old = published(directory)[:-keep_last] if keep_last is not None else []
-    old = [(step, path) for step, path in old if step != keep_step]
+    old = [(step, path) for step, path in old if step not in keep]
     for _, path in old:
         condemned = path.with_name(f"{path.name}.old-{time.time_ns():x}")
         try:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,9 @@ from expertmesh.io.directory import io_errors, require_space, temporary_director
 from expertmesh.io.safetensors_writer import sync, write_synced
 from expertmesh.state.sharded_model import mesh_of
 from expertmesh.state.stage_view import full_state, on_other_stage
+
+if TYPE_CHECKING:
+    from expertmesh.checkpoint.remote.upload import Uploads
 
 STATUSES = range(5)
 IDLE, WRITING, WRITTEN, PUBLISHED, FAILED = STATUSES
@@ -64,12 +68,21 @@ class _Save:
 class CheckpointWriter:
     """Writes the checkpoints of one run into `directory`, one at a time. Every rank has one, used in step.
 
-    `keep_last` bounds how many stay (None: all), beside that of `keep_step`. With `asynchronous`, `save` returns when
+    `keep_last` bounds how many stay (None: all), beside that of `keep_step`; what is published goes to `uploads`, which
+    rank 0 may have, and stays until it is uploaded. With `asynchronous`, `save` returns when
     this rank's share has been copied to host memory; without, when the checkpoint is published.
     """
 
-    def __init__(self, directory: Path, *, keep_last: int | None = None, asynchronous: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep_last: int | None = None,
+        asynchronous: bool = False,
+        uploads: "Uploads | None" = None,
+    ) -> None:
         self.directory = directory
+        self.uploads = uploads
         self.keep_last = keep_last
         self.keep_step: int | None = None
         self.asynchronous = asynchronous
@@ -195,7 +208,11 @@ class CheckpointWriter:
             manifest = publish(save.temporary, self.directory / step_name(save.job.step), save.job)
         if self._pruning is not None:
             self._pruning.result()  # done: the thread does one thing after the other
-        self._pruning = self._thread.submit(prune, self.directory, self.keep_last, self.keep_step)
+        keep: set[int | None] = {self.keep_step}
+        if self.uploads is not None:
+            self.uploads.submit(self.directory / step_name(save.job.step), self.keep_step)
+            keep |= self.uploads.held()
+        self._pruning = self._thread.submit(prune, self.directory, self.keep_last, keep)
         return manifest
 
     def _saved(self, save: _Save, paused: float) -> SavedCheckpoint:

@@ -8,7 +8,7 @@ start of the program.
 from pathlib import Path
 
 from expertmesh.adapters.peft_format import WEIGHTS_FILE
-from expertmesh.checkpoint.directory import locate
+from expertmesh.checkpoint.remote.local import locate_local
 from expertmesh.cli.printing import bytes_text, located_text, peak_bytes
 from expertmesh.export.adapter import AdapterFormat
 from expertmesh.export.checkpoint import export
@@ -26,7 +26,7 @@ def run(
 ) -> int:
     """Export the checkpoint at `path`, or the newest of the run at `path`; returns 0. Raises what `export` raises."""
     before = peak_bytes()
-    checkpoint, found = locate(Path(path))
+    checkpoint, found = locate_local(path)
     tell(f"checkpoint  {located_text(checkpoint, found)}")
     manifest, saved = export(
         checkpoint,

@@ -13,8 +13,8 @@ from pathlib import Path
 from expertmesh.adapters.peft_format import BASE_FILE, CONFIG_FILE, parameter_name
 from expertmesh.adapters.targets import Target
 from expertmesh.checkpoint.companions import ADAPTER
-from expertmesh.checkpoint.directory import locate
 from expertmesh.checkpoint.manifest import MANIFEST
+from expertmesh.checkpoint.remote.local import local_adapter, locate_local
 from expertmesh.cli.printing import bytes_text, located_text, peak_bytes
 from expertmesh.config.errors import InputError
 from expertmesh.export.checkpoint import export
@@ -30,7 +30,7 @@ def run(path: str, output: str, base: str | None, dtype: str, max_shard_bytes: i
     """Merge the adapter at `path`, or that of the run or checkpoint there; returns 0. Raises what `merge` raises."""
     before = peak_bytes()
     with contextlib.ExitStack() as stack:
-        adapter = _adapter_at(Path(path), Path(output), stack, trust_remote_code)
+        adapter = _adapter_at(local_adapter(path), Path(output), stack, trust_remote_code)
         report = merge(
             adapter,
             Path(output),
@@ -53,7 +53,7 @@ def _adapter_at(path: Path, output: Path, stack: contextlib.ExitStack, trust_rem
             tell(f"adapter     {adapter}")
             return adapter
     try:
-        checkpoint, found = locate(path)
+        checkpoint, found = locate_local(str(path))
     except InputError as error:
         raise InputError(f"{error}; and no {CONFIG_FILE} of an adapter", key="adapter.not-found") from error
     tell(f"adapter     of {located_text(checkpoint, found)}")

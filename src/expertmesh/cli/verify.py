@@ -54,7 +54,7 @@ def run(arguments: VerifyArguments) -> int:
         raise InputError(
             f"{what} is for a configuration, and {arguments.what} is not one; leave it out", key="cli.usage"
         )
-    return _check(path, arguments.json)
+    return _check(arguments.what, arguments.json)
 
 
 def _prove_model(arguments: VerifyArguments, model: str) -> int:
@@ -109,17 +109,17 @@ def _configuration(model: str, sizes: dict[str, int], overrides: list[str], npro
     return make_config(values, overrides, source="--model")
 
 
-def _check(path: Path, report: str | None) -> int:
+def _check(path: str, report: str | None) -> int:
     """Check the checkpoint at `path`, or the newest of the run at `path`, and print what its experts look like.
 
     Returns 0 if nothing is wrong with it. Raises `IntegrityError` with everything that is wrong, `SecurityError` if
     something in it is unsafe, `InputError` when there is no checkpoint to read.
     """
     with lazy_imports():
-        from expertmesh.checkpoint.directory import locate
+        from expertmesh.checkpoint.remote.local import locate_local
         from expertmesh.verification.checkpoint.verify import verify
 
-    checkpoint, found = locate(path)
+    checkpoint, found = locate_local(path, anew=True)
     tell(f"checkpoint  {located_text(checkpoint, found)}")
     verified = verify(checkpoint)
     for line in _lines(verified):

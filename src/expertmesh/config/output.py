@@ -20,6 +20,9 @@ class CheckpointConfig(Section):
     for the measured pause of a save and device_hours_per_failure; null for no such rule."""
     device_hours_per_failure: float = Field(default=50_000.0, gt=0, le=MAX_SECONDS)
     """Hours of one device between failures, for every_minutes: auto; the default is that of Llama 3's 16,384 GPUs."""
+    remote: Annotated[str, Field(min_length=1)] | None = None
+    """Directory of object storage (s3://, gs://, az:// or file://) that gets every checkpoint and the result of the run
+    beside output_dir, and from which the run goes on where output_dir is empty or older."""
     keep_last: PositiveInt = 2
     """How many of the newest checkpoints to keep; one more is on the disk while it is written."""
     keep_best: Name | None = None

@@ -10,7 +10,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from expertmesh.config import ModelConfig
 from expertmesh.config.errors import ExpertmeshError, InputError, SecurityError
+from expertmesh.io.local_copy import local_model
 from expertmesh.io.reading import MAX_TOKENIZER_BYTES, opened, parse_json, read_file
+from expertmesh.io.urls import is_url
 
 # What tokenizers of transformers are read from.
 _FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*")
@@ -26,6 +28,9 @@ def load_tokenizer(model: ModelConfig, chat_template: str | None = None) -> PreT
     `InputError` when there is no tokenizer, when it is damaged, when it needs its own code and
     `model.trust_remote_code` is off, or when the file cannot be read.
     """
+    if is_url(model.name_or_path):
+        directory = local_model(model.name_or_path, model.trust_remote_code, weights=False)
+        model = model.model_copy(update={"name_or_path": str(directory)})
     name = model.name_or_path
     _refuse_hostile_files(Path(name))
     try:

@@ -12,6 +12,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -73,7 +74,9 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _filled(template: str, **content: Any) -> str:
+@cache
+def _environment() -> Environment:
+    """What fills the templates; it keeps them compiled."""
     environment = Environment(
         loader=PackageLoader("expertmesh", "report"), autoescape=True, undefined=StrictUndefined, finalize=_visible,
         trim_blocks=True, lstrip_blocks=True,
@@ -82,14 +85,22 @@ def _filled(template: str, **content: Any) -> str:
     environment.filters |= words
     environment.tests["finite"] = lambda column: bool(np.isfinite(column).any())
     environment.globals |= words | {"summarize": summarize, "ratio": _ratio, "earlier": _earlier, "NOTHING": NOTHING}
+    return environment
+
+
+def _filled(template: str, **content: Any) -> str:
     script = files("expertmesh.report").joinpath("hover.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    page = environment.get_template(template).render(
-        script=Markup(script),
-        script_hash=digest,
-        written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        version=version("expertmesh"),
-        **content,
+    page = (
+        _environment()
+        .get_template(template)
+        .render(
+            script=Markup(script),
+            script_hash=digest,
+            written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+            version=version("expertmesh"),
+            **content,
+        )
     )
     return f"{page}\n"
 

@@ -19,16 +19,18 @@ from expertmesh.checkpoint.directory import CHECKPOINTS, clean
 from expertmesh.checkpoint.small_files import STATE_FILE, state_bytes
 from expertmesh.checkpoint.write import CheckpointWriter, SavedCheckpoint
 from expertmesh.config import dump_config
+from expertmesh.config.errors import ExpertmeshError
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.terminal import gib
-from expertmesh.training.lock import RunLock
 from expertmesh.training.objective import reference_file
-from expertmesh.training.run_state import RunState
 from expertmesh.training.selection import Selection
-from expertmesh.training.startup.prepare import Prepared
+from expertmesh.training.startup.uploads import finish_uploads, start_uploads, upload_result
 
 if TYPE_CHECKING:
+    from expertmesh.training.lock import RunLock
     from expertmesh.training.resume import Counters
+    from expertmesh.training.run_state import RunState
+    from expertmesh.training.startup.prepare import Prepared
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +47,11 @@ class RunCheckpoints:
     `paused_seconds` is how long the last step's saving held training up.
     """
 
-    run: Prepared
+    run: "Prepared"
     optimizer: Optimizer
     writer: CheckpointWriter
     files: Mapping[str, bytes]
-    lock: RunLock | None
+    lock: "RunLock | None"
     saved_step: int
     selection: Selection
     saved_at: float = field(default_factory=time.monotonic)
@@ -93,6 +95,23 @@ class RunCheckpoints:
         """Wait until the last checkpoint is on the disk. Every rank calls it."""
         self._tell(self.writer.close())
 
+    def upload(self, *, result: bool) -> None:
+        """Wait until object storage has all checkpoints; with `result`, give it that of the finished run.
+
+        Called when all else is done, without a collective: an upload takes as long as it takes. Without `result` what
+        cannot be uploaded is said, as the run goes on from its own directory; else it raises `InputError` on rank 0.
+        """
+        if (uploads := self.writer.uploads) is None:
+            return
+        try:
+            finish_uploads(self.run.config, uploads)
+        except ExpertmeshError as error:
+            if result:
+                raise
+            log.warning(f"warning: {error}")
+        if result:
+            upload_result(self.run.config)
+
     def _tell(self, saved: SavedCheckpoint | None) -> None:
         if saved is None:
             return
@@ -120,7 +139,7 @@ def best_interval(saved: SavedCheckpoint, seconds_between_failures: float) -> fl
     return max(math.sqrt(2 * saved.paused_seconds * seconds_between_failures), saved.seconds)
 
 
-def open_checkpoints(run: Prepared, state: RunState, lock: RunLock | None) -> RunCheckpoints:
+def open_checkpoints(run: "Prepared", state: "RunState", lock: "RunLock | None") -> RunCheckpoints:
     """Ready to save; removes what interrupted saves have left. `lock` is rank 0's, of the output directory.
 
     Every rank calls it; issues two small all-reduces.
@@ -136,8 +155,8 @@ def open_checkpoints(run: Prepared, state: RunState, lock: RunLock | None) -> Ru
     with raise_on_all_ranks("cleaning up after interrupted checkpoints"):
         if is_main and (leftovers := [*clean(directory), *clean(output)]):
             log.info(f"removed what interrupted saves left: {', '.join(leftovers)}")
-    writer = CheckpointWriter(
-        directory, keep_last=config.checkpoint.keep_last, asynchronous=config.checkpoint.asynchronous
-    )
+    keep_last, asynchronous = config.checkpoint.keep_last, config.checkpoint.asynchronous
+    uploads = start_uploads(config) if is_main else None
+    writer = CheckpointWriter(directory, keep_last=keep_last, asynchronous=asynchronous, uploads=uploads)
     selection = Selection(config, state.counters)
     return RunCheckpoints(run, state.optimizer, writer, files, lock, state.counters.step, selection)

@@ -29,6 +29,7 @@ from typing import Annotated, ClassVar, Self
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from expertmesh.config.errors import InputError
+from expertmesh.io.directory import wait_until_seen
 from expertmesh.io.reading import read_file
 from expertmesh.io.safetensors_writer import rename_synced, sync
 
@@ -226,6 +227,11 @@ def holder(directory: Path) -> Owner | None:
         return _read(directory / NAME)
     except OSError as error:
         raise InputError(f"{directory / NAME}: cannot be read: {error.strerror}", key="file.unreadable") from error
+
+
+def wait_until_held(directory: Path) -> None:
+    """Return when this rank sees the lock that rank 0 has taken. `InputError` for a `directory` that is not shared."""
+    wait_until_seen(directory / NAME)
 
 
 def _create(path: Path, owner: Owner) -> bool:

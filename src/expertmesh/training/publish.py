@@ -78,7 +78,7 @@ def _card(config: Config) -> Iterator[str]:
     base, adapter = config.model.name_or_path, config.lora is not None
     yield "---"
     yield f"library_name: {'peft' if adapter else 'transformers'}"
-    if not Path(base).exists():
+    if not Path(base).exists() and "://" not in base:
         yield f"base_model: {json.dumps(base)}"
     yield f"tags: [expertmesh, mixture-of-experts, {config.objective.name}{', lora' if adapter else ''}]"
     yield "---"

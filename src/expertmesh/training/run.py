@@ -14,7 +14,7 @@ from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.training.checkpoints import open_checkpoints
 from expertmesh.training.control import Control
 from expertmesh.training.evaluation import Evaluation
-from expertmesh.training.lock import RunLock
+from expertmesh.training.lock import RunLock, wait_until_held
 from expertmesh.training.loop import TrainingLoop
 from expertmesh.training.publish import push_result
 from expertmesh.training.reporting.plan_lines import Predict, out_of_memory, print_plan
@@ -62,6 +62,7 @@ def _train(config: "Config", control: Control, checked: "Checked", predict: Pred
             if is_main:
                 lock = stack.enter_context(RunLock(Path(config.output_dir), control.launch))
         with raise_on_all_ranks("predicting a step"):
+            wait_until_held(Path(config.output_dir))
             forecast = predict(config, checked) if is_main and predict is not None else None
         run = prepare(config, control, checked)
         if is_main:
@@ -69,6 +70,7 @@ def _train(config: "Config", control: Control, checked: "Checked", predict: Pred
         reporter = stack.enter_context(open_reporter(run))
         state = load_state(run, control)
         expert_load = start_reports(reporter, run, forecast, state.counters.step)
+        checkpoints = open_checkpoints(run, state, lock)
         loop = TrainingLoop(
             config=config,
             mesh=run.mesh,
@@ -81,7 +83,7 @@ def _train(config: "Config", control: Control, checked: "Checked", predict: Pred
             total_steps=run.total_steps,
             reporter=reporter,
             expert_load=expert_load,
-            checkpoints=open_checkpoints(run, state, lock),
+            checkpoints=checkpoints,
             control=control,
             counters=state.counters,
         )
@@ -90,3 +92,4 @@ def _train(config: "Config", control: Control, checked: "Checked", predict: Pred
         if lock is not None:
             lock.check()
         save_result(run)
+        checkpoints.upload(result=True)

@@ -28,15 +28,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.experts.module_list import FusedExperts
+from expertmesh.io.local_copy import MODEL_FILES, local_model
 from expertmesh.io.model_config import read_model_json, refuse_impossible
 from expertmesh.io.reading import read_json, shortened
+from expertmesh.io.urls import is_url
 from expertmesh.state.stage_view import full_model
 from expertmesh.weights.mapping import model_tensors, own_class, tied_names
 from expertmesh.weights.module_list import fuse_lists_of_experts
 from expertmesh.weights.quantised.published import refuse_unsupported
 
-# What a model directory consists of, apart from code: weights, JSON, and the tokenizer's plain-text files.
-DATA_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+DATA_FILES = MODEL_FILES
 # Published configs whose model_type is another name for a family of transformers, tensors' names included. transformers
 # reads the text_config of Kimi-K2.5 by the same rule. The code beside the weights is for transformers 4 and never runs.
 _OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
@@ -45,7 +46,7 @@ _OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
 def read_model_config(
     name_or_path: str, revision: str | None = None, trust_remote_code: bool = False, *, weights: bool = True
 ) -> tuple[PreTrainedConfig, Path]:
-    """The config of a local directory or a hub repository, and the local directory with its files.
+    """The config of a local directory, a URL or a hub repository, and the local directory with its files.
 
     Hub repositories are downloaded into the hub's cache: safetensors, JSON and tokenizer files only, Python
     files only with `trust_remote_code`, and no weights with `weights=False`. Raises `InputError` for what
@@ -54,7 +55,9 @@ def read_model_config(
     family. Every rank may call it; ranks of one machine share the cache.
     """
     directory = Path(name_or_path)
-    if not directory.is_dir():
+    if is_url(name_or_path):
+        directory = local_model(name_or_path, trust_remote_code, weights=weights)
+    elif not directory.is_dir():
         directory = _download(name_or_path, revision, trust_remote_code, weights)
     path = directory / "config.json"
     content = read_model_json(path)
@@ -261,7 +264,7 @@ def _refuse_remote_code(path: Path, content: dict[str, Any], trust_remote_code: 
 def _download(name: str, revision: str | None, trust_remote_code: bool, weights: bool) -> Path:
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise InputError(f"model {name}: no such directory; correct the name or the path", key="model.not-found")
-    patterns = [pattern for pattern in DATA_FILES if weights or pattern != "*.safetensors"]
+    patterns = [pattern for pattern in MODEL_FILES if weights or pattern != "*.safetensors"]
     patterns += ["*.py"] if trust_remote_code else []
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))

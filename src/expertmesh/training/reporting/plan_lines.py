@@ -153,8 +153,10 @@ def _stage_lines(pipeline: Pipeline, micro_batches: int) -> Iterator[str]:
 def _disk_line(size: int, config: Config) -> str:
     """What the checkpoints of a run take, beside what is free; one more than are kept is there while it is written."""
     keep, free = config.checkpoint.keep_last, shutil.disk_usage(config.output_dir).free
-    total = (keep + 1) * size
-    line = f"{gib(size)} a checkpoint, {keep} kept and one being written: {gib(total)}; {gib(free)} are free"
+    remote = config.checkpoint.remote is not None
+    total = (keep + (3 if remote else 1)) * size
+    what = f"{keep} kept, up to two waiting for their upload and one" if remote else f"{keep} kept and one"
+    line = f"{gib(size)} a checkpoint, {what} being written: {gib(total)}; {gib(free)} are free"
     if total > free:
         line += "; warning: not enough for them, lower checkpoint.keep_last or choose another output_dir"
     return line

@@ -12,6 +12,7 @@ from expertmesh.io.reading import read_file
 from expertmesh.io.safetensors_writer import rename_synced, replace_synced
 from expertmesh.io.terminal import log
 from expertmesh.training.resume import config_differences, find_start, find_weights, flat
+from expertmesh.training.startup.uploads import has_result
 
 CONFIG_FILE = "config.yaml"
 MODEL, ADAPTER = "model", "adapter"
@@ -49,15 +50,16 @@ def refuse_output_dir(config: Config) -> None:
             key="run.other-configuration",
         )
     goes_on = _has_more_steps(before.train, config.train) and published(directory / CHECKPOINTS)
-    if _result(config).exists() and not goes_on:
+    if _is_finished(config) and not goes_on:
         raise _finished(config, before.train)
-    find_start(config)
-    find_weights(config)
+    if config.checkpoint.remote is None:  # which may have what is not here; prepare.py looks there
+        find_start(config)
+        find_weights(config)
 
 
 def refuse_no_more_steps(config: Config, start: Path, total_steps: int) -> None:
     """Refuse a finished run that more epochs or steps of the configuration do not make longer. Call it on one rank."""
-    if _result(config).exists() and start.name == step_name(total_steps):
+    if _is_finished(config) and start.name == step_name(total_steps):
         raise _finished(config, config.train)
 
 
@@ -73,6 +75,11 @@ def set_result_aside(config: Config, start: Path) -> None:
 
 def _result(config: Config) -> Path:
     return Path(config.output_dir) / (MODEL if config.lora is None else ADAPTER)
+
+
+def _is_finished(config: Config) -> bool:
+    """Whether the result is everywhere it belongs: a run that was killed while it uploaded its result goes on."""
+    return _result(config).exists() and (config.checkpoint.remote is None or has_result(config))
 
 
 def _has_more_steps(before: TrainConfig, now: TrainConfig) -> bool:

@@ -4,6 +4,7 @@ import importlib.util
 
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError
+from expertmesh.io.urls import refuse_url
 
 # Beside the tracker's own; heat maps are pictures.
 _MODULES = {
@@ -19,6 +20,8 @@ def refuse_missing_packages(config: Config) -> None:
             "model.attention: flash_attention_2 needs the flash-attn package; install it or use sdpa",
             key="install.missing-package",
         )
+    if config.checkpoint.remote is not None:
+        refuse_url(config.checkpoint.remote, "checkpoint.remote")
     for tracker in config.log.report_to:
         for module in _MODULES.get(tracker, ()):
             if not _installed(module):

@@ -23,12 +23,13 @@ from expertmesh.io.terminal import print_log
 from expertmesh.parallel.apply import shard_model
 from expertmesh.training.resume import Identity, check_start, date_of, find_start, find_weights
 from expertmesh.training.startup.data import RunData, read_data
-from expertmesh.training.startup.model_check import Checked
 from expertmesh.training.startup.output_dir import refuse_no_more_steps, set_result_aside, write_config
+from expertmesh.training.startup.restore import restore
 from expertmesh.weights.load import bytes_to_read
 
 if TYPE_CHECKING:
     from expertmesh.training.control import Control
+    from expertmesh.training.startup.model_check import Checked
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Prepared:
     """
 
     config: Config
-    checked: Checked
+    checked: "Checked"
     mesh: Mesh
     data: RunData
     batch_layout: BatchLayout
@@ -60,11 +61,12 @@ class Prepared:
         return self.checked.model
 
 
-def prepare(config: Config, control: "Control", checked: Checked) -> Prepared:
+def prepare(config: Config, control: "Control", checked: "Checked") -> Prepared:
     """Get ready to read weights. Every rank calls it."""
     start: Path | None = None
     weights: Path | None = None
     date = ""
+    restore(config)
     with raise_on_all_ranks("looking for a checkpoint"):
         if dist.get_rank() == 0:
             start, weights = find_start(config), find_weights(config)
@@ -142,7 +144,7 @@ def say(control: "Control", what: str) -> None:
     log.log(logging.INFO if dist.get_rank() == 0 else logging.DEBUG, f"starting   {what}")
 
 
-def _open_mesh(config: Config, checked: Checked) -> Mesh:
+def _open_mesh(config: Config, checked: "Checked") -> Mesh:
     """The mesh of the layout that every rank has come to by itself; `build_mesh` compares."""
     mesh = build_mesh(checked.layout, current_device())
     set_timeout(mesh, config.distributed.first_step_timeout_seconds)

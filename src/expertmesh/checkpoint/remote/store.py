@@ -1,0 +1,126 @@
+"""The checkpoints of a run in object storage: which are complete, how one is published, and how old ones go.
+
+Storage has no rename. So the manifest is uploaded when all else of a checkpoint is there, and removed before anything
+else of it is: a directory without a manifest, or with one that ends early, is no checkpoint, and is cleaned up. One
+process at a time writes. Nothing here communicates.
+"""
+
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+from expertmesh.checkpoint.directory import CHECKPOINTS, step_name
+from expertmesh.checkpoint.manifest import CONFIG_FILE, MANIFEST, damaged, parse_manifest, step_of
+from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.io.reading import parse_json
+from expertmesh.io.storage import Storage
+
+
+class RemoteCheckpoints:
+    """Those in `directory` below `run`, the directory of a run in object storage; or in that itself."""
+
+    def __init__(self, run: Storage, directory: str = CHECKPOINTS) -> None:
+        self.run = run
+        self.storage = run.below(directory) if directory else run
+
+    def steps(self) -> dict[int, list[str]]:
+        """What lies in the directory of each step, newest first; `manifest.json` last, where there is one."""
+        found: dict[int, list[str]] = {}
+        for name in sorted(self.storage.sizes(), key=lambda name: name.endswith(f"/{MANIFEST}")):
+            if (step := step_of(Path(name.partition("/")[0]))) is not None:
+                found.setdefault(step, []).append(name)
+        return dict(sorted(found.items(), reverse=True))
+
+    def complete(self) -> list[int]:
+        """The steps whose checkpoints are complete, newest first."""
+        return [step for step, names in self.steps().items() if _named(step) in names and self.manifest(step)]
+
+    def newest(self) -> int | None:
+        return next(
+            (step for step, names in self.steps().items() if _named(step) in names and self.manifest(step)), None
+        )
+
+    def manifest(self, step: int) -> bytes | None:
+        """The manifest as it is written; None if there is none, or the upload of one was cut short."""
+        content = self.storage.read(_named(step))
+        with suppress(ValueError):
+            return content if content is not None and parse_json(content) is not None else None
+        return None
+
+    def config(self, step: int) -> bytes | None:
+        """The configuration of the run that wrote a checkpoint."""
+        return self.storage.read(f"{step_name(step)}/{CONFIG_FILE}")
+
+    def publish(self, directory: Path) -> bool:
+        """Upload the complete checkpoint `directory`, its manifest last. False if storage has it already.
+
+        Raises `InputError` if storage has another checkpoint of this step or a later one: another run writes there.
+        """
+        manifest, content = parse_manifest(directory), (directory / MANIFEST).read_bytes()
+        newest, name = self.newest(), step_name(manifest.step)
+        there = self.manifest(manifest.step)
+        if there == content:
+            return False
+        if there is not None or (newest is not None and newest > manifest.step):
+            raise InputError(
+                f"{self.storage.url}: holds {step_name(newest or 0)}, which this run has not written; give each run a "
+                "checkpoint.remote of its own",
+                key="storage.other-run",
+            )
+        self._remove(manifest.step)
+        target = self.storage.below(name)
+        target.put(directory, [file.name for file in manifest.files])
+        arrived = target.sizes()
+        for file in manifest.files:
+            if arrived.get(file.name) != file.bytes:
+                raise InputError(
+                    f"{target.url}/{file.name}: has {arrived.get(file.name, 0):,} bytes after its upload, not "
+                    f"{file.bytes:,}; the checkpoint is not published",
+                    key="storage.failed",
+                )
+        target.write(MANIFEST, content)
+        return True
+
+    def prune(self, keep_last: int | None, keep: Collection[int | None] = ()) -> list[int]:
+        """Remove all complete checkpoints but the newest `keep_last` and those of the steps `keep`; their steps."""
+        old = self.complete()[keep_last:] if keep_last is not None else []
+        removed = [step for step in old if step not in keep]
+        for step in removed:
+            self._remove(step)
+        return removed
+
+    def clean(self) -> list[str]:
+        """Remove what interrupted uploads and removals have left; the names of the directories."""
+        complete, found = self.complete(), self.steps()
+        left = [step for step in found if step not in complete]
+        for step in left:
+            self._remove(step)
+        self.storage.abort_uploads()
+        return [step_name(step) for step in left]
+
+    def _remove(self, step: int) -> None:
+        directory = self.storage.below(step_name(step))
+        directory.remove([MANIFEST])
+        directory.remove(directory.sizes())
+
+    def fetch(self, step: int, directory: Path, *, rank: int = 0, ranks: int = 1) -> None:
+        """Download every `ranks`-th file of a checkpoint into `directory`, which has its manifest.
+
+        Raises `IntegrityError` naming a file whose content is not what was written.
+        """
+        files = parse_manifest(directory).files[rank::ranks]
+        hashes = self.storage.below(step_name(step)).get(directory, {file.name: file.bytes for file in files})
+        for file in files:
+            if hashes[file.name] != file.sha256:
+                raise other_object(f"{self.storage.url}/{step_name(step)}/{file.name}")
+
+
+def other_object(url: str) -> IntegrityError:
+    return damaged(
+        f"{url}: damaged: its content is not what was written (sha256 differs); remove this checkpoint there to go on "
+        "from the one before it"
+    )
+
+
+def _named(step: int) -> str:
+    return f"{step_name(step)}/{MANIFEST}"

@@ -1,0 +1,62 @@
+"""Local copies of directories in object storage, for whoever reads them as files: models, adapters, checkpoints.
+
+In the user's cache, once for each content: what has changed in storage is copied anew. Processes of one machine wait
+for each other. Nothing here communicates.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from filelock import FileLock
+
+from expertmesh.config.errors import InputError
+from expertmesh.io.directory import io_errors, require_space
+from expertmesh.io.safetensors_writer import rename_synced
+from expertmesh.io.storage import Storage
+
+# What a model directory consists of, apart from code: weights, JSON, and the tokenizer's plain-text files.
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+
+
+def local_model(url: str, trust_remote_code: bool = False, *, weights: bool = True, holds: str = "config.json") -> Path:
+    """The files of the model, or the adapter, at `url`. Raises `InputError`, also if there is no `holds`."""
+    patterns = [each for each in MODEL_FILES if weights or each != "*.safetensors"] + ["*.py"] * trust_remote_code
+    storage = Storage(url, "the model")
+    found = {name: facts for name, facts in storage.objects().items() if any(fnmatchcase(name, p) for p in patterns)}
+    if holds not in found:
+        raise InputError(f"{url}: holds no {holds}; correct the URL", key="storage.not-found")
+    sizes = {name: size for name, (size, _) in found.items()}
+
+    def make(directory: Path) -> None:
+        require_space(directory, sum(sizes.values()))
+        storage.get(directory, sizes)
+
+    return cached([url, sorted(found.items())], storage.url.rpartition("/")[2], make)
+
+
+def cached(content: object, name: str, make: Callable[[Path], None], *, anew: bool = False) -> Path:
+    """The directory `name` that `make` fills, kept for the same `content` (JSON); with `anew`, made in any case."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "expertmesh" / "storage"
+    place = root / hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+    with io_errors(place, 0):
+        place.mkdir(parents=True, exist_ok=True)
+        with FileLock(place / "lock"):
+            if anew:
+                shutil.rmtree(place / name, ignore_errors=True)
+            if not (place / name).is_dir():
+                temporary = place / f"tmp-{uuid.uuid4().hex}"
+                for left_behind in place.glob("tmp-*"):
+                    shutil.rmtree(left_behind)
+                temporary.mkdir()
+                try:
+                    make(temporary)
+                    rename_synced(temporary, place / name)
+                finally:
+                    shutil.rmtree(temporary, ignore_errors=True)
+    return place / name

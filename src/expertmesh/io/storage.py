@@ -1,0 +1,229 @@
+"""A directory of object storage (`s3://`, `gs://`, `az://`) or of a mounted one (`file://`), through fsspec.
+
+Such storage has no directories and no rename: an object appears whole when its upload ends, one by one. Credentials and
+endpoints are the environment's. What comes from there is not trusted: a name that would leave the directory is refused,
+and no more bytes are read than are expected. What fails is tried again, and then named. Nothing here communicates.
+"""
+
+import errno
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from expertmesh.config.errors import ExpertmeshError, InputError, SecurityError
+from expertmesh.io.reading import MAX_MANIFEST_BYTES, open_file, shortened, too_large
+from expertmesh.io.safetensors_writer import replace_synced, sync
+from expertmesh.io.urls import refuse_url
+
+ATTEMPTS = 5
+# Before the second attempt; each later pause is twice as long.
+PAUSE_SECONDS = 1.0
+# Files under way at the same time: one connection rarely fills a network.
+AT_ONCE = 8
+_BLOCK = 1 << 24
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+T = TypeVar("T")
+
+
+class Storage:
+    """Objects below `url`, by their paths relative to it. For any number of threads."""
+
+    def __init__(self, url: str, what: str = "the URL") -> None:
+        refuse_url(url, what)
+        import fsspec
+
+        self.url = url.rstrip("/")
+        self.is_mounted = url.startswith("file://")
+        options = {"auto_mkdir": True} if self.is_mounted else {}
+        try:
+            self._filesystem, self._root = fsspec.core.url_to_fs(self.url, **options)
+        except Exception as error:  # each backend has classes of its own, here as below
+            raise self._failed("", "opened", error) from error
+
+    def below(self, name: str) -> "Storage":
+        """The directory `name` of this one."""
+        other = object.__new__(Storage)
+        other.url, other.is_mounted, other._filesystem = f"{self.url}/{name}", self.is_mounted, self._filesystem
+        other._root = f"{self._root}/{name}"
+        return other
+
+    def sizes(self) -> dict[str, int]:
+        """Every object, with its size in bytes. `SecurityError` for a name that leads out of the directory."""
+        return {name: int(facts["size"]) for name, facts in self._listed().items()}
+
+    def objects(self) -> dict[str, tuple[int, str]]:
+        """Every object, with its size and what changes when its content may have changed."""
+        known = ("size", "etag", "mtime", "lastmodified", "last_modified", "updated", "md5hash", "content-md5")
+        found = {name: {str(key).lower(): facts[key] for key in facts} for name, facts in self._listed().items()}
+        stamps = {name: str([str(facts.get(key)) for key in known]) for name, facts in found.items()}
+        return {name: (int(facts["size"]), stamps[name]) for name, facts in found.items()}
+
+    def read(self, name: str, limit: int = MAX_MANIFEST_BYTES) -> bytes | None:
+        """All of an object of at most `limit` bytes; None if there is none."""
+
+        def read() -> bytes:
+            with self._open(name) as file:
+                return bytes(file.read(limit + 1))
+
+        try:
+            content = self._tried(name, "read", read)
+        except FileNotFoundError:
+            return None
+        if len(content) > limit:
+            raise too_large(f"{self.url}/{name}", "has more", limit)
+        return content
+
+    def write(self, name: str, content: bytes) -> None:
+        """Make the object, whole or not at all, in place of one of that name."""
+
+        def write() -> None:
+            if self.is_mounted:
+                Path(self._path(name)).parent.mkdir(parents=True, exist_ok=True)
+                replace_synced(Path(self._path(name)), content)
+            else:
+                self._filesystem.pipe_file(self._path(name), content)
+
+        self._tried(name, "written", write)
+
+    def put(self, directory: Path, names: Iterable[str]) -> None:
+        """Upload files of `directory`, large ones in several parts."""
+
+        def put(name: str) -> None:
+            self._filesystem.put_file(str(directory / name), self._path(name))
+            if self.is_mounted:
+                sync(Path(self._path(name)))
+
+        self._all("uploaded", put, names)
+
+    def get(self, directory: Path, sizes: Mapping[str, int]) -> dict[str, str]:
+        """Download objects of exactly these sizes into new files of `directory`, on the disk; their sha256."""
+        hashes: dict[str, str] = {}
+
+        def get(name: str) -> None:
+            path = directory / name
+            path.unlink(missing_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            hashes[name] = self._download(name, path, sizes[name])
+
+        self._all("downloaded", get, sizes)
+        return hashes
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove objects; one that is gone already is none to remove."""
+
+        def remove(name: str) -> None:
+            with suppress(FileNotFoundError):
+                self._filesystem.rm_file(self._path(name))
+
+        self._all("removed", remove, names)
+        if self.is_mounted:  # what has directories keeps empty ones
+            for path, _, _ in os.walk(self._root, topdown=False):
+                with suppress(OSError):
+                    os.rmdir(path)
+
+    def abort_uploads(self) -> None:
+        """End what killed uploads of large files have left half done, where storage keeps and bills it unseen (S3)."""
+        if not hasattr(self._filesystem, "list_multipart_uploads"):
+            return
+        bucket, _, prefix = f"{self._root}/".partition("/")
+
+        def abort() -> None:
+            for upload in self._filesystem.list_multipart_uploads(bucket):
+                if upload["Key"].startswith(prefix):
+                    key, token = upload["Key"], upload["UploadId"]
+                    self._filesystem.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=token)
+
+        self._tried("", "rid of unfinished uploads", abort)
+
+    def _listed(self) -> dict[str, Mapping[str, Any]]:
+        def find() -> dict[str, Mapping[str, Any]]:
+            self._filesystem.invalidate_cache()
+            return dict(self._filesystem.find(self._root, detail=True))
+
+        try:
+            found = self._tried("", "listed", find)
+        except FileNotFoundError:
+            return {}
+        start, listed = f"{self._root}/", {}
+        for path, facts in found.items():
+            name = path.removeprefix(start)
+            # A key that ends in "/" is how some tools mark a directory; it holds nothing.
+            if facts.get("type") == "directory" or path.rstrip("/") == self._root or name.endswith("/"):
+                continue
+            if not path.startswith(start) or not is_plain(name):
+                raise SecurityError(
+                    f"{self.url}: holds {shortened(name)!r}, which is not a plain path inside it; remove it",
+                    key="storage.unsafe-name",
+                )
+            listed[name] = facts
+        return listed
+
+    def _open(self, name: str) -> IO[bytes]:
+        if self.is_mounted:  # refuses pipes
+            return os.fdopen(open_file(Path(self._path(name))), "rb")
+        return self._filesystem.open(self._path(name), "rb")  # type: ignore[no-any-return]
+
+    def _path(self, name: str) -> str:
+        assert is_plain(name)
+        return f"{self._root}/{name}"
+
+    def _download(self, name: str, path: Path, size: int) -> str:
+        digest, left = hashlib.sha256(), size
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        with os.fdopen(descriptor, "wb") as target, self._open(name) as source:
+            while block := source.read(min(_BLOCK, left + 1)):
+                left -= len(block)
+                if left < 0:
+                    break
+                digest.update(block)
+                target.write(block)
+            if left:
+                raise ValueError(
+                    f"it has {'more' if left < 0 else 'fewer'} than the {size:,} bytes that it should have"
+                )
+            target.flush()
+            os.fsync(target.fileno())
+        return digest.hexdigest()
+
+    def _all(self, done: str, what: Callable[[str], None], names: Iterable[str]) -> None:
+        """Do it with each object, several at the same time; the first failure ends it, when those under way have."""
+        with ThreadPoolExecutor(max_workers=AT_ONCE, thread_name_prefix="storage") as threads:
+            doing = [threads.submit(self._tried, name, done, lambda name=name: what(name)) for name in names]
+            try:
+                for each in doing:
+                    each.result()
+            finally:
+                for each in doing:
+                    each.cancel()
+
+    def _tried(self, name: str, done: str, operation: Callable[[], T]) -> T:
+        """What `operation` gives at one of several attempts. `FileNotFoundError` is an answer."""
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return operation()
+            except (ExpertmeshError, FileNotFoundError):
+                raise
+            except Exception as error:
+                if attempt == ATTEMPTS or isinstance(error, PermissionError) or getattr(error, "errno", 0) in _FULL:
+                    raise self._failed(name, done, error) from error
+            time.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
+        raise AssertionError("unreachable")
+
+    def _failed(self, name: str, done: str, error: Exception) -> InputError:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        where = f"{self.url}/{name}" if name else self.url
+        return InputError(
+            f"{where}: cannot be {done} ({shortened(reason)}); check the URL, the network, and the credentials in the "
+            "environment",
+            key="storage.failed",
+        )
+
+
+def is_plain(name: str) -> bool:
+    """Whether `name` is a relative path of plain names with `/` between them."""
+    return all(part not in ("", ".", "..") and not set(part) & set("\\\0") for part in name.split("/"))

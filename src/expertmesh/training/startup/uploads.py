@@ -1,0 +1,89 @@
+"""What a run keeps in object storage (`checkpoint.remote`) beside its own directory: each checkpoint, its records as
+they were when it was saved, and in the end its result. restore.py brings them back.
+"""
+
+import logging
+from pathlib import Path
+
+from expertmesh.checkpoint.directory import CHECKPOINTS, prune, published
+from expertmesh.checkpoint.remote.store import RemoteCheckpoints
+from expertmesh.checkpoint.remote.upload import Uploads
+from expertmesh.config import Config
+from expertmesh.io.directory import io_errors
+from expertmesh.io.reading import MAX_METRICS_BYTES, MAX_SMALL_BYTES, read_file
+from expertmesh.io.safetensors_writer import replace_synced
+from expertmesh.io.storage import Storage
+
+log = logging.getLogger(__name__)
+# What a run that goes on elsewhere needs beside a checkpoint, or its reader wants to see.
+RECORDS = {
+    **dict.fromkeys(("config.yaml", "run.json", "data.json", "trackers.json"), MAX_SMALL_BYTES),
+    "metrics.jsonl": MAX_METRICS_BYTES,
+}
+
+
+def open_remote(config: Config) -> RemoteCheckpoints:
+    assert config.checkpoint.remote is not None
+    return RemoteCheckpoints(Storage(config.checkpoint.remote, "checkpoint.remote"))
+
+
+def start_uploads(config: Config) -> Uploads | None:
+    """The uploads of a run that has a `checkpoint.remote`; they begin with what an earlier start has saved and not
+    uploaded. For rank 0; no communication.
+    """
+    if config.checkpoint.remote is None:
+        return None
+    remote, output = open_remote(config), Path(config.output_dir)
+    uploads = Uploads(remote, config.checkpoint.keep_last, lambda: _upload_records(remote.run, output))
+    if checkpoints := published(output / CHECKPOINTS):
+        uploads.submit(checkpoints[-1][1], None)
+    return uploads
+
+
+def finish_uploads(config: Config, uploads: Uploads) -> None:
+    """Wait until all checkpoints are uploaded, and remove those that were kept for that. `InputError` if it fails."""
+    log.info(f"uploading  what is not yet in {config.checkpoint.remote}")
+    uploads.finish()
+    prune(Path(config.output_dir) / CHECKPOINTS, config.checkpoint.keep_last, uploads.kept())
+
+
+def upload_result(config: Config) -> None:
+    """Upload the model or adapter of a finished run. What makes the directory one of these comes last.
+
+    Raises `InputError` if it fails: the same command does it again.
+    """
+    storage, output, (name, last) = open_remote(config).run, Path(config.output_dir), _result(config)
+    _upload_records(storage, output)
+    target, files = storage.below(name), [path for path in (output / name).rglob("*") if path.is_file()]
+    names = [path.relative_to(output / name).as_posix() for path in files]
+    target.remove([last])
+    target.remove(target.sizes().keys() - set(names))
+    target.put(output / name, [each for each in names if each != last])
+    target.put(output / name, [last])
+    log.info(f"uploaded   {output / name} to {target.url}")
+
+
+def fetch_records(config: Config) -> None:
+    """The run's records, in place of older ones; rows after the checkpoint are removed by who continues them."""
+    run, output = open_remote(config).run, Path(config.output_dir)
+    for name, limit in RECORDS.items():
+        if name != "config.yaml" and (content := run.read(name, limit)) is not None:
+            with io_errors(output / name, len(content)):
+                replace_synced(output / name, content)
+
+
+def has_result(config: Config) -> bool:
+    """Whether the result of the run is in `checkpoint.remote`, whole."""
+    name, last = _result(config)
+    return last in open_remote(config).run.below(name).sizes()
+
+
+def _result(config: Config) -> tuple[str, str]:
+    """The directory, and the file without which nothing takes it for a model or an adapter."""
+    return ("model", "config.json") if config.lora is None else ("adapter", "adapter_config.json")
+
+
+def _upload_records(run: Storage, output: Path) -> None:
+    for name, limit in RECORDS.items():
+        if (output / name).is_file():
+            run.write(name, read_file(output / name, limit))

@@ -1,0 +1,227 @@
+"""Checkpoints in object storage: complete or not there, whatever ends an upload; nothing that comes back is trusted."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from expertmesh.checkpoint.manifest import MANIFEST, parse_manifest
+from expertmesh.checkpoint.remote.download import download
+from expertmesh.checkpoint.remote.local import local_checkpoint
+from expertmesh.checkpoint.remote.store import RemoteCheckpoints
+from expertmesh.checkpoint.remote.upload import Uploads
+from expertmesh.config.errors import IntegrityError, SecurityError
+from expertmesh.io import storage as storage_module
+from expertmesh.io.local_copy import local_model
+from expertmesh.io.urls import refuse_url
+from tests.checkpoint.object_store import Killed, ObjectStore
+from tests.support.errors import refused
+
+GOLDEN = Path(__file__).parent / "golden-2" / "step-00000002"
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_module, "PAUSE_SECONDS", 0.0)
+
+
+def _checkpoint(root: Path, step: int) -> Path:
+    """One that says it is of `step`: uploads look at the manifest alone."""
+    directory = root / f"step-{step:08d}"
+    shutil.copytree(GOLDEN, directory)
+    manifest = json.loads((directory / MANIFEST).read_text())
+    (directory / MANIFEST).write_text(json.dumps({**manifest, "step": step}))
+    return directory
+
+
+def _content(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_whatever_operation_of_an_upload_is_the_last_a_complete_checkpoint_is_there(tmp_path: Path) -> None:
+    first, second = _checkpoint(tmp_path, 1), _checkpoint(tmp_path, 2)
+
+    def start() -> tuple[ObjectStore, RemoteCheckpoints]:
+        store = ObjectStore()
+        remote = RemoteCheckpoints(store.storage())
+        remote.publish(first)
+        store.seen = 0
+        return store, remote
+
+    def upload(remote: RemoteCheckpoints) -> None:
+        remote.clean()
+        remote.publish(second)
+        remote.prune(keep_last=1)
+
+    store, remote = start()
+    upload(remote)
+    points = store.seen
+    assert points > 2 * len(parse_manifest(second).files)
+    died = 0
+    for at in range(points):
+        store, remote = start()
+        store.die_at = at
+        try:
+            upload(remote)
+        except Killed:
+            died += 1
+        store.die_at = None
+        newest = remote.newest()
+        assert newest in (1, 2)
+        into = tmp_path / f"after-{at}"
+        assert _content(download(remote, newest, into)) == _content(first if newest == 1 else second)
+        upload(remote)  # the next start
+        assert set(store.objects) == {f"bucket/run/checkpoints/step-00000002/{name}" for name in _content(second)}
+        assert store.objects[f"bucket/run/checkpoints/step-00000002/{MANIFEST}"] == (second / MANIFEST).read_bytes()
+    assert died == points
+
+
+def test_what_fails_is_tried_again_and_then_named(tmp_path: Path) -> None:
+    store, first = ObjectStore(), _checkpoint(tmp_path, 1)
+    remote = RemoteCheckpoints(store.storage())
+    store.fail = storage_module.ATTEMPTS - 1
+    assert remote.publish(first)
+    assert not remote.publish(first)
+    store.fail = 10**6
+    with refused("storage.failed", naming="connection reset"):
+        remote.newest()
+    store.error, store.attempts = PermissionError("Access Denied"), 0
+    with refused("storage.failed", naming="Access Denied"):
+        remote.newest()
+    assert store.attempts == 1
+
+
+def test_another_runs_checkpoints_are_not_written_over(tmp_path: Path) -> None:
+    remote = RemoteCheckpoints(ObjectStore().storage())
+    remote.publish(_checkpoint(tmp_path, 2))
+    with refused("storage.other-run", naming="step-00000002"):
+        remote.publish(_checkpoint(tmp_path, 1))
+    other = _checkpoint(tmp_path / "other", 2)
+    (other / MANIFEST).write_text((other / MANIFEST).read_text() + "\n")
+    with refused("storage.other-run"):
+        remote.publish(other)
+
+
+def test_what_comes_from_storage_is_not_trusted(tmp_path: Path) -> None:
+    def stored(**objects: bytes | None) -> tuple[ObjectStore, RemoteCheckpoints]:
+        store = ObjectStore()
+        remote = RemoteCheckpoints(store.storage())
+        remote.publish(checkpoint)
+        store.read = 0
+        for name, content in objects.items():
+            store.objects[f"bucket/run/checkpoints/step-00000002/{name}"] = content or b""
+        return store, remote
+
+    checkpoint = _checkpoint(tmp_path, 2)
+    manifest = (checkpoint / MANIFEST).read_text()
+    total = parse_manifest(checkpoint).total_bytes
+    for name in ("../../../../etc/x", "/etc/x", "a//b", "a\\b"):
+        _, remote = stored(**{name: b"x"})
+        with refused("storage.unsafe-name", SecurityError):
+            remote.newest()
+        _, remote = stored(**{MANIFEST: manifest.replace("layout.json", json.dumps(name)[1:-1]).encode()})
+        with refused("checkpoint.unsafe", SecurityError):
+            download(remote, 2, tmp_path / "a")
+    store, remote = stored(**{"layout.json": b"x" * (1 << 26)})
+    with refused("storage.failed", naming="layout.json"):
+        download(remote, 2, tmp_path / "b")
+    assert store.read < 2 * (total + len(manifest)) * storage_module.ATTEMPTS
+    size = (checkpoint / "layout.json").stat().st_size
+    _, remote = stored(**{"layout.json": b"x" * size})
+    with refused("checkpoint.damaged", IntegrityError, naming="layout.json"):
+        download(remote, 2, tmp_path / "c")
+    assert not [path for name in "abc" for path in (tmp_path / name).glob("*")]
+    _, remote = stored(**{MANIFEST: manifest[: len(manifest) // 2].encode()})
+    assert remote.newest() is None
+    assert remote.clean() == ["step-00000002"]
+
+
+def test_a_run_outlives_its_storage_and_nothing_that_waits_is_pruned(tmp_path: Path) -> None:
+    store, paths = ObjectStore(), [_checkpoint(tmp_path, step) for step in (1, 2, 3)]
+    remote = RemoteCheckpoints(store.storage())
+    uploads = Uploads(remote, 1, lambda: None)
+    store.fail = 10**6
+    uploads.submit(paths[0], None)
+    uploads.submit(paths[1], keep_step=1)
+    assert 2 in uploads.held()
+    with refused("storage.upload-failed", naming="step-00000002"):
+        uploads.finish()
+    assert 2 in uploads.held()
+    store.fail = 0
+    uploads = Uploads(remote, 1, lambda: None)
+    uploads.submit(paths[0], keep_step=1)
+    uploads.submit(paths[1], keep_step=1)
+    uploads.submit(paths[2], keep_step=1)
+    uploads.finish()
+    assert remote.complete() == [3, 1]
+    assert uploads.held() == set()
+
+
+def test_an_error_that_no_storage_has_is_not_kept_quiet(tmp_path: Path) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    uploads = Uploads(RemoteCheckpoints(ObjectStore().storage()), 1, broken)
+    uploads.submit(_checkpoint(tmp_path, 1), None)
+    with pytest.raises(ZeroDivisionError):
+        uploads.finish()
+
+
+@pytest.mark.parametrize(
+    ("url", "key"),
+    [
+        ("ftp://host/run", "storage.unsupported-url"),
+        ("memory://run", "storage.unsupported-url"),
+        ("s3://", "storage.unsupported-url"),
+        ("s3://bucket/../other", "storage.unsupported-url"),
+        ("s3://key:secret@bucket/run", "storage.unsupported-url"),
+        ("s3://bucket/run?token=secret", "storage.unsupported-url"),
+        ("missing://bucket/run", "install.missing-package"),
+    ],
+)
+def test_urls_that_cannot_be_opened_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, url: str, key: str) -> None:
+    monkeypatch.setitem(storage_module.refuse_url.__globals__["PACKAGES"], "missing", "no_such_package_of_fsspec")
+    with refused(key):
+        refuse_url(url, "checkpoint.remote")
+
+
+def test_tools_read_a_copy_of_what_storage_holds_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run, url = tmp_path / "run", f"file://{tmp_path}/run"
+    with refused("storage.not-found"):
+        local_checkpoint(url)
+    _checkpoint(run / "checkpoints", 1)
+    second = _checkpoint(run / "checkpoints", 2)
+    cut = _checkpoint(run / "checkpoints", 3)
+    (cut / MANIFEST).write_text("{")
+    for path in (url, f"{url}/checkpoints", f"{url}/checkpoints/{second.name}/"):
+        copy = local_checkpoint(path)
+        assert copy.name == second.name
+        assert _content(copy) == _content(second)
+        assert copy.is_relative_to(tmp_path / "cache")
+    (second / "layout.json").write_bytes(b"x" * (second / "layout.json").stat().st_size)
+    assert _content(local_checkpoint(url)) == _content(copy)
+    with refused("checkpoint.damaged", IntegrityError, naming="layout.json"):
+        local_checkpoint(url, anew=True)
+
+
+def test_a_model_is_read_from_storage_without_code_or_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model, url = tmp_path / "model", f"file://{tmp_path}/model"
+    model.mkdir()
+    with refused("storage.not-found", naming="config.json"):
+        local_model(url)
+    for name in ("config.json", "model.safetensors", "modeling.py", "weights.bin"):
+        (model / name).write_text("{}")
+    assert sorted(_content(local_model(url))) == ["config.json", "model.safetensors"]
+    assert sorted(_content(local_model(url, weights=False))) == ["config.json"]
+    assert "modeling.py" in _content(local_model(url, trust_remote_code=True))
+    (model / "config.json").write_text('{"changed": 1}')
+    assert _content(local_model(url))["config.json"] == b'{"changed": 1}'
+    os.mkfifo(model / "pipe.json")
+    with refused("file.unsafe", SecurityError, naming="pipe.json"):
+        local_model(url)
