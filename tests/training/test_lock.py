@@ -1,6 +1,7 @@
 """One run at a time in an output directory: who is refused, who takes over, and that of many one wins."""
 
 import fcntl
+import itertools
 import json
 import os
 import random
@@ -118,11 +119,20 @@ def test_a_run_on_another_host_whose_clock_is_behind_keeps_its_lock(
     monkeypatch.setattr(lock_module, "WATCH_SECONDS", 5.0)
     far = {"host": "far", "space": "far", "process": 1}
     write_lock(tmp_path, **far, heartbeat=time.time() - 10 * STALE_SECONDS)
-    beat = threading.Timer(0.3, write_lock, (tmp_path,), far | {"heartbeat": time.time() - 9 * STALE_SECONDS})
-    beat.start()
-    with refused("output.in-use", naming="process 1 on far"), RunLock(tmp_path):
-        pass
-    beat.join()
+    done, ages = threading.Event(), itertools.count(9 * int(STALE_SECONDS), -1)
+
+    def beat() -> None:  # whenever the watch begins, there is another one
+        while not done.wait(0.1):
+            write_lock(tmp_path, **far, heartbeat=time.time() - next(ages))
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with refused("output.in-use", naming="process 1 on far"), RunLock(tmp_path):
+            pass
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_a_lock_that_was_never_written_holds_until_it_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,14 +151,19 @@ def test_the_heartbeat_goes_on_and_notices_who_took_over(tmp_path: Path, monkeyp
     path = tmp_path / NAME
     with RunLock(tmp_path) as lock:
         first = json.loads(path.read_text())
-        time.sleep(0.2)
-        later = json.loads(path.read_text())
+        later = first
+        for _ in range(500):
+            time.sleep(0.02)
+            if (later := json.loads(path.read_text())) != first:
+                break
         assert later["heartbeat"] > first["heartbeat"]
         assert {**later, "heartbeat": 0} == {**first, "heartbeat": 0}
         lock.check()
-        for _ in range(10):  # a heartbeat in between may put the old owner back
+        for _ in range(200):  # a heartbeat in between may put the old owner back
             write_lock(tmp_path, host="far")
             time.sleep(0.05)
+            if lock._taken_by is not None:
+                break
         with refused("output.taken-over", naming="on far"):
             lock.check()
     assert json.loads(path.read_text())["host"] == "far"  # not removed: it is not ours
