@@ -24,6 +24,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.config.sections import OptimConfig
 from expertmesh.distributed.layout import Layout
 from expertmesh.training import checkpoints, resume
+from expertmesh.training import run as run_module
 from expertmesh.training.checkpoints import RunCheckpoints
 from expertmesh.training.loop import TrainingLoop
 from expertmesh.training.run import train
@@ -171,13 +172,23 @@ class _Tomorrow(datetime.date):
         return cls(2100, 1, 1)
 
 
-def test_a_template_that_writes_the_date_writes_that_of_the_first_start(inputs: Path, tmp_path: Path) -> None:
+def _two_steps_at_midnight(config: Config) -> None:
+    with mock.patch.object(resume.datetime, "date", _Tomorrow if dist.get_rank() else datetime.date):
+        train_steps(config, 2)
+
+
+def test_a_template_that_writes_the_date_writes_that_of_the_first_start_by_rank_0(inputs: Path, tmp_path: Path) -> None:
     said = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "."}]
-    rows = [{"messages": said}] * 20
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [{"messages": said}] * 10
+    (tmp_path / "chats").mkdir()
+    for name in ("a.jsonl", "b.jsonl"):  # one for each rank
+        (tmp_path / "chats" / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "template.jinja").write_text(on_the_fly.WRITES_DATE)
-    data = [f"data.train=[{{path: {tmp_path / 'chats.jsonl'}}}]", f"data.chat_template={tmp_path / 'template.jinja'}"]
-    run_ranks(train_steps, 2, run_config(inputs, tmp_path / "run", *RUN, *data, FOUR), 2)
+    data = [f"data.train=[{{path: {tmp_path / 'chats'}}}]", f"data.chat_template={tmp_path / 'template.jinja'}"]
+    run_ranks(_two_steps_at_midnight, 2, run_config(inputs, tmp_path / "run", *RUN, *data, FOUR))
+    of_rank = [path.read_bytes() for path in (tmp_path / "run" / "prepared").glob("*/tokens-*.bin")]
+    assert len(of_rank) == 2
+    assert len(set(of_rank)) == 1
     with mock.patch.object(resume.datetime, "date", _Tomorrow):
         run_ranks(train, 2, run_config(inputs, tmp_path / "run", *RUN, *data, FOUR))
     saved = (tmp_path / "run" / "model" / "chat_template.jinja").read_text()
@@ -186,6 +197,14 @@ def test_a_template_that_writes_the_date_writes_that_of_the_first_start(inputs: 
     with mock.patch.object(prepare, "date_of", return_value=_Tomorrow.today()):
         (first, _) = run_ranks(_sentences, 2, [run_config(inputs, tmp_path / "new", *RUN, *data, resumed, FOUR)])
     assert "the first sample's ids from token " in first[0]
+
+
+def test_who_has_lost_the_lock_writes_no_model_and_all_ranks_say_so(inputs: Path, tmp_path: Path) -> None:
+    lost = InputError("output_dir was taken over", key="output.taken-over")
+    with mock.patch.object(run_module.RunLock, "check", side_effect=lost):
+        config = run_config(inputs, tmp_path, *RUN, "checkpoint.every_steps=null", "train.max_steps=1")
+        assert run_ranks(_sentences, 2, [config]) == [["output_dir was taken over"]] * 2
+    assert not (tmp_path / "model").exists()
 
 
 def test_which_checkpoint_to_resume_from_is_refused_in_words_where_it_cannot_be(

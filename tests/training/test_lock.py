@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import random
@@ -122,11 +123,20 @@ def test_a_run_on_another_host_whose_clock_is_behind_keeps_its_lock(
     monkeypatch.setattr(lock_module, "WATCH_SECONDS", 300.0)
     far = {"host": "far", "space": "far", "process": 1}
     write_lock(tmp_path, **far, heartbeat=time.time() - 10 * STALE_SECONDS)
-    beat = threading.Timer(0.3, write_lock, (tmp_path,), far | {"heartbeat": time.time() - 9 * STALE_SECONDS})
-    beat.start()
-    with refused("output.in-use", naming="process 1 on far"), RunLock(tmp_path):
-        pass
-    beat.join()
+    done, ages = threading.Event(), itertools.count(9 * int(STALE_SECONDS), -1)
+
+    def beat() -> None:  # whenever the watch begins, there is another one
+        while not done.wait(0.1):
+            write_lock(tmp_path, **far, heartbeat=time.time() - next(ages))
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with refused("output.in-use", naming="process 1 on far"), RunLock(tmp_path):
+            pass
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_a_lock_that_was_never_written_holds_until_it_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

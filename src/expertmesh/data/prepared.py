@@ -126,8 +126,11 @@ class Preparation:
 
     def is_stale(self) -> bool:
         """Whether rows have been prepared with these settings that are not those of now."""
+        there = [path.name for path in self.directory.glob(f"{self.key}-*")]
+        if not there:  # before all rows are read for it
+            return False
         now = _content_sha256(Origins(self.recipe).now())
-        return any(not path.name.startswith(f"{self.key}-{now}") for path in self.directory.glob(f"{self.key}-*"))
+        return any(not name.startswith(f"{self.key}-{now}") for name in there)
 
     def building(self, name: str) -> Path:
         """Where the processes that know this name make the tokens together."""

@@ -89,7 +89,8 @@ def _train(config: "Config", control: Control, checked: "Checked", predict: Pred
         )
         loop.run()
         control.progress.at(state.counters.step, "saving the result")
-        if lock is not None:
-            lock.check()
+        with raise_on_all_ranks("checking the lock of output_dir"):
+            if lock is not None:
+                lock.check()
         save_result(run)
         checkpoints.upload(result=True)

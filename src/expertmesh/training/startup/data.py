@@ -76,7 +76,7 @@ def read_data(config: Config, checked: Checked, date: datetime.date | None, say:
     if config.data.stream:
         say("reading the first rows of the stream")
         # A stream is not kept, so what its template writes is that of the first start.
-        date = date or datetime.date.today()
+        date = date or _today()
         stream = Stream(replace(train, date=date), config.train.seed, _ranks())
         window = stream.first()
         found.append(window.dataset)
@@ -88,7 +88,7 @@ def read_data(config: Config, checked: Checked, date: datetime.date | None, say:
         prepared = _on_all_ranks(name, Preparation.of(config, replace(recipe, date=date)), say)
         found.append(prepared.dataset)
         reports.append(prepared.report)
-        date = date or prepared.date or datetime.date.today()
+        date = date or prepared.date or _today()
     assert date is not None
     return RunData(
         tokenizer,
@@ -100,6 +100,11 @@ def read_data(config: Config, checked: Checked, date: datetime.date | None, say:
         None if stream else Mixture.of(config.data.train, reports[0], found[0].samples_per_row),
         stream,
     )
+
+
+def _today() -> datetime.date:
+    """By rank 0's clock: midnight passes, and nodes have time zones. Every rank calls it."""
+    return datetime.date.fromisoformat(from_rank_0(datetime.date.today().isoformat()))
 
 
 def _ranks() -> Ranks:
@@ -155,14 +160,19 @@ def _made(name: str, preparation: Preparation, say: Callable[[str], None]) -> Pr
     here = [rank for rank, host in enumerate(hosts) if host == hosts[dist.get_rank()]]
     share = Share(here.index(dist.get_rank()), len(here))
     building = preparation.building(f"{from_rank_0(uuid.uuid4().hex)}-{here[0]}")
-    stale = ", as its rows have changed since it was prepared" if preparation.is_stale() else ""
+    stale = ""
+    with raise_on_all_ranks("looking for tokens of other rows"):
+        if dist.get_rank() == 0 and preparation.is_stale():
+            stale = ", as its rows have changed since it was prepared"
     say(f"tokenizing {name}{stale}")
+    dated = replace(preparation.recipe, date=preparation.recipe.date or _today())
+    making = replace(preparation, recipe=dated)
     with raise_on_all_ranks("tokenizing the data"), _counted(f"tokenizing {name}, about") as told:
         # As if all ranks were as fast as this one.
-        preparation.write_share(building, share, lambda rows: told(rows * share.count))
+        making.write_share(building, share, lambda rows: told(rows * share.count))
     with raise_on_all_ranks("joining the tokens"):
         if share.index == 0:
-            preparation.finish(building, share.count)
+            making.finish(building, share.count)
     found = _find(preparation)
     assert found is not None
     return found
