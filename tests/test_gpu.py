@@ -41,7 +41,7 @@ def _rows(name: str, out: Path) -> list[gpu.Row]:
 
 @pytest.mark.parametrize("name", gpu.LIMITS)
 def test_every_stage_runs_in_miniature_on_the_cpu(name: str, tmp_path: Path) -> None:
-    (rows,) = run_ranks(_rows, 1, name, tmp_path, timeout=110)
+    (rows,) = run_ranks(_rows, 1, name, tmp_path)
     assert rows
     json.dumps(rows)
     assert [row for row in rows if row.get("ok") is False] == []

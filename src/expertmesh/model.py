@@ -16,8 +16,8 @@ from expertmesh.adapters.peft_model import peft_adapters
 from expertmesh.adapters.plan import adapt
 from expertmesh.adapters.start import start
 from expertmesh.config import Config, LoraConfig, MoeConfig, PrecisionConfig
+from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.parallel.apply import shard_model
-from expertmesh.parallel.checkpointing import CheckpointedLayers, CheckpointingMode, checkpointing_mode
 from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan, plan_shards
 from expertmesh.state.other_code import refuse_sharded
 from expertmesh.weights.audit import AuditMode, AuditReport, audit_weights
@@ -28,6 +28,7 @@ from expertmesh.weights.module_list import fuse_lists_of_experts
 if TYPE_CHECKING:
     from expertmesh.distributed.layout import Layout
     from expertmesh.distributed.mesh import Mesh
+    from expertmesh.parallel.checkpointing import CheckpointedLayers, CheckpointingMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,8 @@ def parallelize(
     *,
     precision: PrecisionConfig | None = None,
     moe: MoeConfig | None = None,
-    activation_checkpointing: CheckpointingMode | bool = "none",
-    checkpoint_layers: CheckpointedLayers = "all",
+    activation_checkpointing: "CheckpointingMode | bool" = "none",
+    checkpoint_layers: "CheckpointedLayers" = "all",
     compile: bool = False,
     lora: LoraConfig | None = None,
     seed: int = 42,
@@ -93,9 +94,10 @@ def parallelize(
     fuse_lists_of_experts(model)
     if lora is not None:
         adapt(model, lora, getattr(torch, precision.params), model.config.name_or_path or None)
-    mode = checkpointing_mode(activation_checkpointing)
-    options = ShardOptions(precision, moe or MoeConfig(), mode, checkpoint_layers, compile)
-    shard_model(model, plan_model(model, mesh.layout, options), mesh)
+    options = ShardOptions.of(precision, moe, activation_checkpointing, checkpoint_layers, compile)
+    with raise_on_all_ranks("planning the shards"):
+        plan = plan_model(model, mesh.layout, options)
+    shard_model(model, plan, mesh)
     start(model, seed)
     return model
 
@@ -114,8 +116,8 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     attention: str = "auto",
-    activation_checkpointing: CheckpointingMode | bool = "none",
-    checkpoint_layers: CheckpointedLayers = "all",
+    activation_checkpointing: "CheckpointingMode | bool" = "none",
+    checkpoint_layers: "CheckpointedLayers" = "all",
     compile: bool = False,
     audit: AuditMode = "sampled",
     num_labels: int | None = None,
@@ -131,15 +133,15 @@ def load_model(
     (a reward model has one label), whose head comes from `seed` where the files are of a language model. The other
     options are those of `parallelize`.
     """
-    config, directory = read_model_config(str(name_or_path), revision=revision, trust_remote_code=trust_remote_code)
+    with raise_on_all_ranks("reading the model's config"):
+        config, directory = read_model_config(str(name_or_path), revision=revision, trust_remote_code=trust_remote_code)
     precision = precision or PrecisionConfig()
-    mode = checkpointing_mode(activation_checkpointing)
     model, _ = prepare_model(
         config,
         directory,
         mesh,
         ModelOptions(precision, lora, attention, trust_remote_code, str(name_or_path), revision, num_labels),
-        ShardOptions(precision, moe or MoeConfig(), mode, checkpoint_layers, compile),
+        ShardOptions.of(precision, moe, activation_checkpointing, checkpoint_layers, compile),
     )
     loaded, _ = load_weights(model, directory, mesh, audit, () if num_labels is None else head_names(model))
     start_head(model, loaded.new, seed)
@@ -152,10 +154,11 @@ def prepare_model(
 ) -> tuple[PreTrainedModel, ShardPlan]:
     """Build the model on meta and shard it: everything about it is known, nothing is allocated, no file is read.
 
-    Every rank calls it.
+    Every rank calls it; issues one small all-reduce. What one rank refuses is raised on all.
     """
-    model = build_model(config, directory, options)
-    plan = plan_model(model, mesh.layout, shards)
+    with raise_on_all_ranks("planning the shards"):
+        model = build_model(config, directory, options)
+        plan = plan_model(model, mesh.layout, shards)
     shard_model(model, plan, mesh)
     return model, plan
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import expertmesh as em
 from expertmesh.cli.main import main
 from expertmesh.config.errors import IntegrityError, SecurityError
+from expertmesh.data.encoding import sandbox
 from expertmesh.export import merge_check
 from expertmesh.export.deltas import Deltas
 from expertmesh.export.merge import merge
@@ -236,6 +237,18 @@ def test_a_pickled_adapter_is_refused_for_security(copy: Path) -> None:
 def test_what_cannot_be_merged_is_refused_by_name(copy: Path, change: dict[str, Any], cause: str, naming: str) -> None:
     _change(copy / "adapter" / "adapter_config.json", **change)
     with refused(cause, naming=naming):
+        merge(copy / "adapter", copy / "out")
+    assert not (copy / "out").exists()
+
+
+@pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "rank_pattern"])
+def test_patterns_that_never_end_are_refused_when_their_time_is_over(
+    copy: Path, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "TIME_LIMIT_SECONDS", 0.5)
+    endless = r"(([a-z0-9_]+[.]?)+)+!"
+    _change(copy / "adapter" / "adapter_config.json", **{key: {endless: 2} if key == "rank_pattern" else endless})
+    with refused("adapter.slow-pattern", SecurityError, naming="does not finish within 0.5 s"):
         merge(copy / "adapter", copy / "out")
     assert not (copy / "out").exists()
 

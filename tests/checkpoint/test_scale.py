@@ -135,7 +135,7 @@ def _resume(path: Path, counted: bool) -> tuple[float, int]:
 
 
 def _both(directory: Path, counted: bool) -> tuple[float, float, int]:
-    joining = run_ranks(_join, 1, directory, counted, timeout=110)[0]
+    joining = run_ranks(_join, 1, directory, counted)[0]
     resuming, grown = run_ranks(_resume, 1, directory / "step-00000001", counted)[0]
     return joining, resuming, grown
 

@@ -1,6 +1,5 @@
 """The writer between two saves: what goes on on its thread, and what the step that asks it never waits for."""
 
-import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import expertmesh as em
 from expertmesh.checkpoint.manifest import read_manifest
 from expertmesh.checkpoint.publish import publish
 from expertmesh.checkpoint.write import IDLE, PUBLISHED, STATUSES, WRITING, WRITTEN, CheckpointWriter
+from expertmesh.io.safetensors_writer import rename_synced
 from tests.checkpoint.tiny import Job
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
@@ -67,7 +67,7 @@ def _a_rank_is_lost(doing: str) -> Iterator[None]:
 def _lose_a_rank_while_publishing(directory: Path) -> None:
     job = Job(tiny_model("qwen3_moe"), em.ParallelConfig(ep=2))
     writer, go_on = CheckpointWriter(directory, asynchronous=True), threading.Event()
-    rename, target, remove = os.rename, directory / "step-00000001", shutil.rmtree
+    rename, target, remove = rename_synced, directory / "step-00000001", shutil.rmtree
 
     def renaming(*names: object) -> None:
         go_on.wait()
@@ -81,7 +81,7 @@ def _lose_a_rank_while_publishing(directory: Path) -> None:
             pass
         remove(target if under_way else path, ignore_errors=True)
 
-    with mock.patch("expertmesh.checkpoint.publish.os.rename", renaming):
+    with mock.patch("expertmesh.checkpoint.publish.rename_synced", renaming):
         writer.save(job.model, job.optimizer, 1, {})
         while writer.status() != WRITTEN:
             pass

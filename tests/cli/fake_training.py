@@ -10,9 +10,10 @@ from pathlib import Path
 
 from expertmesh.config import Config, InputError, IntegrityError
 from expertmesh.io.terminal import tell
+from expertmesh.training import control as control_module
 from expertmesh.training.control import Control, Stopped
 
-COLLECTIVE_SECONDS = 2
+COLLECTIVE_SECONDS = 3
 
 
 def rank() -> int:
@@ -33,6 +34,13 @@ def peer_is_lost(start: int = 0) -> None:
 
 def lose(start: int = 0) -> None:
     Path(os.environ["SCRATCH"], f"lost-{start}").touch()
+
+
+def meet(ranks: int) -> None:
+    """Wait until all ranks are there: on a busy machine some import for long."""
+    Path(os.environ["SCRATCH"], f"here-{rank()}").touch()
+    while any(not Path(os.environ["SCRATCH"], f"here-{each}").exists() for each in range(ranks)):
+        time.sleep(0.02)
 
 
 def succeed(config: Config, control: Control) -> None:
@@ -56,6 +64,7 @@ def talk(config: Config, control: Control) -> None:
 
 
 def refuse_everywhere(config: Config, control: Control) -> None:
+    meet(2)
     time.sleep(0.5 * rank())  # not all at the same moment
     raise InputError("data.train.0.path: there is no such file", key="data.no-such-file")
 
@@ -91,8 +100,9 @@ def load(config: Config, control: Control) -> None:
 
 def loop(config: Config, control: Control) -> None:
     """Steps until it is asked to stop; then saves, for as long as SAVE_SECONDS says."""
+    control_module.ONE_REQUEST_SECONDS = float(os.environ["ONE_REQUEST_SECONDS"])
     with control.accepting_stop():
-        for step in range(1, 6000):
+        for step in range(1, 60_000):
             control.progress.at(step, "forward and backward")
             if step == 2:
                 say(f"up {os.getpid()}")
@@ -135,7 +145,12 @@ def hang_on_rank_1(config: Config, control: Control) -> None:
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=COLLECTIVE_SECONDS))
+    from expertmesh.compat import set_group_timeout
+
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))  # all are there
+    assert dist.group.WORLD is not None
+    set_group_timeout(dist.group.WORLD, datetime.timedelta(seconds=COLLECTIVE_SECONDS))
     with control.accepting_stop():
         for step in range(1, 6000):
             control.progress.at(step, "reading data")

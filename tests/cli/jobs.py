@@ -7,7 +7,9 @@ stores and groups have threads crashes at times.
 import contextlib
 import multiprocessing
 import os
+import random
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -18,13 +20,14 @@ from pathlib import Path
 
 from expertmesh.config import Config, DataConfig, DataSource, DistributedConfig, ExpertmeshError, ModelConfig
 from expertmesh.launcher import launch as launcher
+from expertmesh.launcher import supervise
 from expertmesh.launcher.launch import RunOptions
 from expertmesh.launcher.supervise import STOP_SIGNALS
 
 ROOT = Path(__file__).parents[2]
 FAKE = "tests.cli.fake_training"
 CONFIG = Config(model=ModelConfig(name_or_path="m"), data=DataConfig(train=(DataSource(path="d"),)), output_dir="out")
-LIMIT = 30.0
+LIMIT = 120.0  # only what hangs takes as long
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["torch.distributed", "tests.cli.jobs"])
 
@@ -37,7 +40,8 @@ def start_server() -> None:
 class ForkedJob:
     """`expertmesh train` without its command line: the function `train` of fake_training.py on `ranks` local ranks.
 
-    With RANK in `environment` it is one rank of somebody else's job instead.
+    With RANK in `environment` it is one rank of somebody else's job instead. Signals within `one_request` seconds are
+    one request, both for the launcher and for its ranks: by default all, 0 for none.
     """
 
     def __init__(
@@ -48,10 +52,12 @@ class ForkedJob:
         seconds: float | None = None,
         restarts: int = 0,
         timeout: int = 600,
+        one_request: float = 600,
         **environment: str,
     ) -> None:
         self.output = Path(os.environ["SCRATCH"], "output")
         environment = {name: os.environ[name] for name in ("SCRATCH", "TMPDIR")} | environment
+        environment["ONE_REQUEST_SECONDS"] = str(one_request)
         options = RunOptions(max_seconds=seconds, max_restarts=restarts)
         self._process = _SERVER.Process(target=_launch, args=(self.output, train, ranks, options, timeout, environment))
         self._process.start()
@@ -92,6 +98,7 @@ def _launch(
     os.environ.update(environment)
     tempfile.tempdir = environment["TMPDIR"]  # the server has asked for it already, and remembers
     os.chdir(ROOT)
+    supervise.ONE_REQUEST_SECONDS = float(environment["ONE_REQUEST_SECONDS"])
     code = 1
     config = CONFIG.model_copy(update={"distributed": DistributedConfig(timeout_seconds=timeout)})
     try:
@@ -107,6 +114,16 @@ def _launch(
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def free_port() -> int:
+    """A port that nobody listens on, below those that the system gives to whoever asks for any."""
+    ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.SystemRandom().sample(range(10_000, max(ephemeral, 12_000)), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("0.0.0.0", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def left_behind(scratch: Path) -> list[str]:

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,23 +197,30 @@ def test_of_two_that_need_the_same_tokens_one_makes_them(
     model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(model, write(tmp_path / "a.jsonl", [chat() for _ in range(50)]))
-    monkeypatch.setattr(prepare, "_SECONDS_BETWEEN_LOOKS", 0.05)
     context, counter = multiprocessing.get_context("fork"), tmp_path / "made"
-    encode = Encoder.encode
+    encode, go_on = Encoder.encode, tmp_path / "go on"
 
     def slow(self: Encoder, records: Any) -> Any:
         with counter.open("a") as file:
             file.write(f"{len(records)}\n")
-        time.sleep(0.5)
+        while not go_on.exists():
+            time.sleep(0.01)
         return encode(self, records)
 
+    def let_go_on(seconds: float) -> None:
+        """Of who waits for the other."""
+        go_on.touch()
+        sleep(0.01)
+
+    sleep = time.sleep
     monkeypatch.setattr(Encoder, "encode", slow)
+    monkeypatch.setattr(prepare, "time", SimpleNamespace(monotonic=time.monotonic, sleep=let_go_on))
     first = context.Process(target=prepare.run, args=(config, 1))
     first.start()
     while not counter.exists():
         time.sleep(0.01)
     assert prepare.run(config, 1) == 0
-    first.join(30)
+    first.join()
     assert first.exitcode == 0
     assert counter.read_text() == "50\n"
     said = capfd.readouterr().out
@@ -223,10 +231,12 @@ def test_of_two_that_need_the_same_tokens_one_makes_them(
     (tmp_path / "other").mkdir()
     other = config.model_copy(update={"output_dir": str(tmp_path / "other")})
     counter.unlink()
+    go_on.unlink()
     dying = context.Process(target=prepare.run, args=(other, 1))
     dying.start()
     while not counter.exists():
         time.sleep(0.01)
     os.kill(dying.pid or 0, signal.SIGKILL)
-    dying.join(30)
+    dying.join()
+    go_on.touch()
     assert prepare.run(other, 1) == 0

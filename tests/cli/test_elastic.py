@@ -21,8 +21,8 @@ from expertmesh.report.page import render
 from expertmesh.report.run import read_run
 from expertmesh.training import lock
 from expertmesh.training.startup.preflight import preflight
-from tests.cli.jobs import ROOT, left_behind
-from tests.cli.test_starts import TRAIN, free_port, run_all
+from tests.cli.jobs import ROOT, free_port, left_behind
+from tests.cli.test_starts import TRAIN, run_all
 from tests.training.tiny_run import metrics, run_config, weights, write_inputs
 
 STEPS = 120
@@ -75,7 +75,6 @@ def _wait(true: object, seconds: float, log: Path) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.timeout(400)
 def test_four_ranks_two_and_four_again_end_as_if_nothing_had_happened(tmp_path: Path) -> None:
     inputs, output, log = write_inputs(tmp_path / "inputs"), tmp_path / "run", tmp_path / "log"
     rows = (inputs / "train.jsonl").read_text()
@@ -87,18 +86,18 @@ def test_four_ranks_two_and_four_again_end_as_if_nothing_had_happened(tmp_path: 
     wanted = [config, *RUN, "parallel.ep_across_nodes=true", "checkpoint.every_steps=2", "--elastic", "2:4"]
     endpoint = f"localhost:{free_port()}"
     first = _agent(wanted, endpoint, tmp_path / "one", log)
-    _wait(lambda: _listens(endpoint), 60, log)  # it holds the store, without which nobody can go on
+    _wait(lambda: _listens(endpoint), 300, log)  # it holds the store, without which nobody can go on
     second = _agent(wanted, endpoint, tmp_path / "two", log)
-    _wait(lambda: (output / "metrics.jsonl").exists() and len(metrics(output)) >= 6, 90, log)
+    _wait(lambda: (output / "metrics.jsonl").exists() and len(metrics(output)) >= 6, 300, log)
     lost = time.monotonic()
     _lose(tmp_path / "two")
     second.wait()
-    _wait(lambda: _starts(output)[-1] == 2 and len(metrics(output)) >= 10, 90, log)
+    _wait(lambda: _starts(output)[-1] == 2 and len(metrics(output)) >= 10, 300, log)
     back = time.monotonic()
     second = _agent(wanted, endpoint, tmp_path / "two", log)
-    _wait(lambda: _starts(output)[-1] == 4, 90, log)
+    _wait(lambda: _starts(output)[-1] == 4, 300, log)
     grown = time.monotonic()
-    assert [agent.wait(200) for agent in (first, second)] == [0, 0], log.read_text()
+    assert [agent.wait(300) for agent in (first, second)] == [0, 0], log.read_text()
     print(f"from a loss to step 10 on two ranks {back - lost:.1f} s; from a node's start to four {grown - back:.1f} s")
 
     assert _starts(output) == [4, 2, 4]

@@ -14,13 +14,12 @@ from expertmesh.config import DistributedFailure, InputError
 from expertmesh.distributed.environment import Node
 from expertmesh.launcher.meeting import THIS_MACHINE, Meeting
 from expertmesh.launcher.supervise import StopRequests
+from tests.cli.jobs import free_port
 
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 def node(number: int, port: int) -> Node:

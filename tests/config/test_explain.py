@@ -150,11 +150,11 @@ def test_a_long_value_is_shown_cut(tmp_path: Path) -> None:
 def test_values_that_cannot_be_are_refused_in_a_sentence_and_at_once(
     tmp_path: Path, override: str, sentence: str
 ) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     said = refusal(write(tmp_path), override)
     assert sentence in said
     assert len(said) < 1000
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_thousands_of_wrong_keys_take_no_longer_than_twenty(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ class _Threads:
     """Ranks that are threads of this process."""
 
     def __init__(self, count: int) -> None:
-        self.count, self.barrier, self.slots = count, threading.Barrier(count, timeout=30), [None] * count
+        self.count, self.barrier, self.slots = count, threading.Barrier(count, timeout=300), [None] * count
 
     def of_all(self, own: Any, rank: int) -> list[Any]:
         self.slots[rank] = own
@@ -120,7 +120,7 @@ def test_ranks_share_the_work_and_have_the_same_rows(tmp_path: Path) -> None:
     for each in running:
         each.start()
     for each in running:
-        each.join(60)
+        each.join(300)
     assert found == [expected] * 3
 
 

@@ -62,7 +62,7 @@ def bf16_ratios(
     found: dict[str, Ratio] = {}
     for world in sorted({run.world for run in runs.values()}):
         here = {name: run for name, run in runs.items() if run.world == world}
-        for got in run_ranks(_rank, world, scratch, list(here.values()), lora, tamper, timeout=120)[:1]:
+        for got in run_ranks(_rank, world, scratch, list(here.values()), lora, tamper)[:1]:
             found |= {name: _ratio(mine, own, exact) for name, mine in zip(here, got, strict=True)}
     return found
 

@@ -78,7 +78,7 @@ def measure(model_class: str, family: str, scratch: Path, layouts: Sequence[Layo
         target = scratch / f"world{world}-ep{ep}"
         moe = em.MoeConfig(compute="loop" if dtype == torch.float64 else compute)
         paths = (scratch / "source", scratch / "adapter", target)
-        errors, final, logits = run_ranks(_rank, world, paths, ep, moe, expected, dtype, timeout=120)[0]
+        errors, final, logits = run_ranks(_rank, world, paths, ep, moe, expected, dtype)[0]
         stored = load_file(target / "adapter_model.safetensors")
         assert stored.keys() == final.keys()
         assert all(torch.equal(stored[key], final[key]) for key in final), "the file does not hold what was trained"

@@ -27,7 +27,7 @@ from expertmesh.distributed.mesh import Mesh
 from expertmesh.state.stage_view import full_state, is_on_other_stage, stage_parameters
 from expertmesh.verification.reference import unsharded
 from tests.families.tiny import EXPERTS, VOCABULARY, model_class_of, random_model
-from tests.support.ranks import run_ranks
+from tests.support.ranks import LIMIT_SECONDS, run_ranks
 from tests.support.reference import full, joined_stages
 
 # Both ways to multiply are on every family; fp64 has only the loop.
@@ -186,7 +186,9 @@ def _on_ranks(
 ) -> list[Errors]:
     source = reference.directory / "source"
     targets = [reference.directory / f"out-{number}" for number in range(len(runs))]
-    found: list[Errors] = run_ranks(_rank, world, reference, runs, targets, tamper, timeout=120 * len(runs))[0]
+    found: list[Errors] = run_ranks(_rank, world, reference, runs, targets, tamper, timeout=LIMIT_SECONDS * len(runs))[
+        0
+    ]
     for target, run in zip(targets, runs, strict=True):
         assert _header(target) == _header(source), f"{run}: other keys or shapes than before: {_diff(target, source)}"
         _check_read_back(reference, target, None if tamper else reference.generated)

@@ -76,12 +76,12 @@ class Result:
 
 def stock(job: Job, world: int = 1) -> Result:
     """The class of transformers or TRL as it is; on several ranks, under DDP."""
-    found: Result = run_ranks(_run, world, job, None, timeout=240)[0]
+    found: Result = run_ranks(_run, world, job, None)[0]
     return found
 
 
 def sharded(job: Job, world: int, **parallel: Any) -> Result:
-    found: Result = run_ranks(_run, world, job, em.ParallelConfig(**parallel), timeout=240)[0]
+    found: Result = run_ranks(_run, world, job, em.ParallelConfig(**parallel))[0]
     return found
 
 

@@ -15,7 +15,6 @@ from tests.robustness.test_fuzz import judged
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits a process by what only Linux has")
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_case_is_read_or_refused_by_name_in_bounds(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,8 +8,10 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
@@ -17,14 +19,16 @@ import torch
 import expertmesh as em
 from expertmesh.checkpoint.directory import clean, published
 from expertmesh.checkpoint.read import check_hashes, open_state
+from expertmesh.config import Config
 from expertmesh.config.errors import InputError
+from expertmesh.training.run import train
 from tests.checkpoint.tiny import Job
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
+from tests.training.tiny_run import run_config, write_inputs
 
 OPERATIONS = ("open", "write", "ftruncate", "pwrite", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir", "link")
 Fault = Literal["kill", "EIO", "ENOSPC", "EDQUOT", "short writes"]
-pytestmark = pytest.mark.timeout(300)
 
 
 class Killed(BaseException):
@@ -128,7 +132,7 @@ def test_a_kill_before_any_file_operation_of_a_save_loses_nothing(tmp_path: Path
 def test_an_error_of_any_file_operation_of_a_save_is_said_and_loses_nothing(
     fault: Fault, world: int, victim: int, stride: int, key: str, tmp_path: Path
 ) -> None:
-    results = run_ranks(_save_with_faults, world, tmp_path, fault, victim, stride, timeout=280)
+    results = run_ranks(_save_with_faults, world, tmp_path, fault, victim, stride)
     points, lost, keys = results[victim]
     assert points > 10
     assert lost > points / (2 * stride)
@@ -152,3 +156,47 @@ def test_writes_of_which_the_system_takes_half_are_made_whole(tmp_path: Path) ->
     run_ranks(save, 1)
     for file in (tmp_path / "whole").iterdir():
         assert file.read_bytes() == (tmp_path / "halves" / file.name).read_bytes(), file.name
+
+
+def _syncs_around_renames(config: Config) -> list[tuple[str, bool, bool]]:
+    """For each rename and link under `output_dir` in a run: its target, was the source synced since it last changed its
+    name, was the target's directory synced after.
+    """
+    events: list[tuple[str, str, str]] = []
+    output, own = str(Path(config.output_dir).resolve()), {name: getattr(os, name) for name in OPERATIONS}
+
+    def fsync(descriptor: int) -> None:
+        events.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}"), ""))
+        own["fsync"](descriptor)
+
+    def renaming(name: str) -> Callable[..., None]:
+        def call(source: Any, target: Any, **named: Any) -> None:
+            own[name](source, target, **named)
+            events.append(
+                ("rename", *(os.path.realpath(os.path.dirname(p)) + "/" + Path(p).name for p in (source, target)))
+            )
+
+        return call
+
+    with mock.patch.object(os, "fsync", fsync), ExitStack() as stack:
+        for name in ("rename", "replace", "link"):
+            stack.enter_context(mock.patch.object(os, name, renaming(name)))
+        train(config)
+    found = []
+    for at, (kind, source, target) in enumerate(events):
+        if kind == "rename" and target.startswith(output):
+            before = ("fsync", source, "") in events[:at]
+            after = ("fsync", os.path.dirname(target), "") in events[at + 1 : at + 2]
+            found.append((target.removeprefix(output), before, after))
+    return found
+
+
+def test_a_rename_publishes_what_the_disk_holds_and_is_on_the_disk_itself(tmp_path: Path) -> None:
+    overrides = ("checkpoint.every_steps=1", "checkpoint.keep_last=1", "checkpoint.asynchronous=false")
+    config = run_config(write_inputs(tmp_path / "inputs"), tmp_path / "run", *overrides)
+    [renames] = run_ranks(_syncs_around_renames, 1, config)
+    kinds = {"checkpoints/step-00000003", "model", "lock.json", "config.yaml", "metrics.jsonl", "run.json", "manifest"}
+    kinds |= {".old-", "prepared/"}
+    targets = [target for target, _, _ in renames]
+    assert not [kind for kind in kinds if not any(kind in target for target in targets)], targets
+    assert [each for each in renames if not all(each[1:])] == []

@@ -54,14 +54,13 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     include = [f"-I{parts}/include", f"-I{parts}/include/torch/csrc/api/include"]
     link = [f"-L{parts}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{parts}/lib"]
     command = [str(COMPILER), "-std=c++20", "-shared", "-fPIC", *include, str(here / "no_cuda.cpp"), *link]
-    subprocess.run([*command, "-o", str(library)], check=True, timeout=60)
+    subprocess.run([*command, "-o", str(library)], check=True)
     variants = [{"family": "qwen3_moe", "world": 8, **variant} for variant, *_ in VARIANTS.values()]
     done = subprocess.run(
         [sys.executable, "-m", "tests.simulation.fake_cuda", str(library)],
         input="\n".join(json.dumps(variant) for variant in variants),
         capture_output=True,
         text=True,
-        timeout=100,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -66,7 +66,7 @@ def _hold(stack: contextlib.ExitStack, command: Sequence[str]) -> int:
     """A process in a new network namespace."""
     process = stack.enter_context(subprocess.Popen([*command, "sleep", "1000"]))
     stack.callback(process.kill)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while Path(f"/proc/{process.pid}/comm").read_text().strip() != "sleep":
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -36,6 +36,12 @@ for _name in em.__all__:
 get_checkpoint_conversion_mapping("qwen3_moe")
 
 
+# Only what hangs comes near it: on a busy machine a test of seconds may take minutes.
+LIMIT_SECONDS = 500
+# How long the others get to fail as well when a rank has.
+GRACE_SECONDS = 30
+
+
 class RankFailed(AssertionError):
     """One or more ranks raised, died or hung; the message carries every rank's traceback."""
 
@@ -44,7 +50,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 60,
+    timeout: float = LIMIT_SECONDS,
     meanwhile: Callable[[Sequence[BaseProcess]], None] | None = None,
 ) -> list[Any]:
     """Run `fn(*args)` in `world_size` forked gloo ranks; return the ranks' (picklable) results in rank order.
@@ -95,8 +101,8 @@ def _wait_for_all(processes: list[Any], timeout: float) -> None:
             process = pending.pop(sentinel)
             process.join()  # a sentinel is ready a moment before its process can be waited for
             if process.exitcode != 0:
-                # Peers notice a dead rank within seconds; give them that long to write their own tracebacks.
-                deadline = min(deadline, time.monotonic() + 5)
+                # Peers notice a dead rank within seconds, and then write their own tracebacks.
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
 
 
 def _collect(processes: list[Any], scratch: Path, timeout: float) -> list[Any]:

@@ -87,7 +87,7 @@ def check(output: Path, gradients: dict[str, Tensor], trained: dict[str, Tensor]
 def test_loss_norm_gradients_and_weights_equal_trls(inputs: Path, tmp_path: Path, expected: ByTrl, layout: str) -> None:
     world, options = LAYOUTS[layout]
     config = preference_config(inputs, tmp_path / "run", *options)
-    gradients = run_ranks(train_keeping_gradients, world, config, timeout=120)[0]
+    gradients = run_ranks(train_keeping_gradients, world, config)[0]
     trained = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").named_parameters())
     check(tmp_path / "run", gradients, trained, expected)
 
@@ -97,7 +97,7 @@ def test_other_families_equal_trls(tmp_path: Path, family: str) -> None:
     inputs = write_inputs(tmp_path, family)
     config = preference_config(inputs, tmp_path / "run", "parallel.pp=2", "parallel.ep=2")
     by_trl = train_by_trl(config, tmp_path)
-    gradients = run_ranks(train_keeping_gradients, 4, config, timeout=120)[0]
+    gradients = run_ranks(train_keeping_gradients, 4, config)[0]
     trained = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").named_parameters())
     check(tmp_path / "run", gradients, trained, by_trl)
 
@@ -177,7 +177,7 @@ def test_adapters_equal_stock_pefts_under_trl(
 ) -> None:
     world, options = ADAPTED[layout]
     config = preference_config(inputs, tmp_path / "run", LORA, EPS, *options)
-    gradients = run_ranks(train_keeping_gradients, world, config, timeout=120)[0]
+    gradients = run_ranks(train_keeping_gradients, world, config)[0]
     _check_adapted(tmp_path / "run", gradients, expected_adapted)
 
 

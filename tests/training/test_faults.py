@@ -322,6 +322,6 @@ def test_a_wall_clock_that_jumps_changes_nothing(
     assert all(torch.equal(tensor, weights(steady)[name]) for name, tensor in weights(jumps).items())
     seconds = [row["elapsed_seconds"] for row in metrics(jumps)]
     assert seconds == sorted(seconds)
-    assert 0 < seconds[0] < seconds[-1] < 60
+    assert 0 < seconds[0] < seconds[-1] < 3600 / 2  # the smallest jump is an hour
     assert all(row["step_seconds"] > 0 and row["tokens_per_second"] > 0 for row in metrics(jumps))
     assert not (jumps / "checkpoints").exists()  # ten minutes have not passed

@@ -130,7 +130,7 @@ KILLS = {
     "in a step": Kill(1, "expertmesh.step.forward_backward:loss_of_batch", at=11, newest=4, or_before=2),
     "while writing a part": Kill(1, f"{PART}:_write_all", at=100, how=_after_half_of_it, newest=2),
     "while writing rank 0's note": Kill(0, f"{PART}:write_synced", at=2, newest=2),
-    "before publishing": Kill(0, f"{PUBLISH}:os.rename", about="step-00000004", newest=2),
+    "before publishing": Kill(0, f"{PUBLISH}:rename_synced", about="step-00000004", newest=2),
     "before pruning": Kill(0, "expertmesh.checkpoint.write:prune", at=2, newest=4),
     "while removing an old one": Kill(
         0,
@@ -184,7 +184,7 @@ def test_restarts_that_are_killed_too_lose_nothing(
 ) -> None:
     # Synchronous: step 6 has its checkpoint before step 7 begins.
     config = run_config(inputs, tmp_path / "run", *RUN, "checkpoint.asynchronous=false")
-    _run_into(Kill(0, f"{PUBLISH}:os.rename", about="step-00000006"), config)
+    _run_into(Kill(0, f"{PUBLISH}:rename_synced", about="step-00000006"), config)
     config_replaced = Kill(0, REPLACE, about="config.yaml")
     metrics_replaced = Kill(0, REPLACE, about="metrics.jsonl")
     cleaned = Kill(0, "expertmesh.checkpoint.directory:shutil.rmtree", about=".tmp-", how=_after_half_of_the_files)
@@ -255,7 +255,7 @@ def _train_until(config: Config, step: int) -> None:
     return train_steps(config, step - _newest(Path(config.output_dir)))
 
 
-@pytest.mark.timeout(max(300, 10 * KILLED_TIMES))
+@pytest.mark.timeout(max(600, 10 * KILLED_TIMES))
 def test_random_kills_in_layouts_that_change_end_in_the_bits_of_the_run_without_them(
     inputs: Path, tmp_path: Path
 ) -> None:

@@ -44,7 +44,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _self_test(inputs: Path, world: int, *overrides: str) -> Report:
     config = run_config(inputs, inputs / "out", *overrides)
     options = VerifyOptions(tokens=256, self_test=True, only=("bytes",), report=str(inputs / "report.json"))
-    report: Report = run_ranks(runner.verify, world, config, Control(arguments=options.dump()), timeout=100)[0]
+    report: Report = run_ranks(runner.verify, world, config, Control(arguments=options.dump()))[0]
     return report
 
 
@@ -80,7 +80,7 @@ def _layers_that_fail(config: Config, plant: Callable[[], Any]) -> set[str]:
             runner.verify(config, Control(arguments=options.dump()))
 
     Path(config.output_dir).mkdir(exist_ok=True)
-    run_ranks(job, 2, timeout=100)
+    run_ranks(job, 2)
     report = json.loads((Path(config.output_dir) / "red.json").read_text())
     checks = [(layer["name"], check) for layer in report["layers"] for check in layer["checks"]]
     return {f"{layer}: {check['name']}" for layer, check in checks if check["status"] == "fail"}

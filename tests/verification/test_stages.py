@@ -96,7 +96,7 @@ def test_a_sound_job_passes_and_its_bugs_are_caught(inputs: Path, kind: str, tmp
     job = JOBS[kind]
     config = run_config(inputs / str(job.blocks), tmp_path / "out", "parallel.pp=2", *job.overrides)
     options = VerifyOptions(tokens=256, only=job.only, self_test=job.self_test, report=str(tmp_path / "report.json"))
-    reports: list[Report] = run_ranks(verify, job.ranks, config, Control(arguments=options.dump()), timeout=170)
+    reports: list[Report] = run_ranks(verify, job.ranks, config, Control(arguments=options.dump()))
     for report in reports:
         assert report.status == "pass", report.failures
     report = reports[0]

@@ -235,12 +235,12 @@ def test_values_that_no_model_has_are_refused_by_name_and_at_once(
 ) -> None:
     content = tiny_config("qwen3_moe").to_dict()
     (tmp_path / "config.json").write_text(json.dumps({**content, **changes}))
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(InputError) as caught:
         build(tmp_path)
     assert sentence in str(caught.value)
     assert len(str(caught.value)) < 700
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])

@@ -104,7 +104,7 @@ def test_sharded_training_equals_the_models_own_code_and_its_files(
     source, reference, target = (tmp_path / name for name in ("source", "reference", "target"))
     write_list_model(source, **changes)
     _train_unsharded(source, reference)
-    held = run_ranks(_train_sharded, world, source, target, ep, dispatch, checkpointing, in_memory, timeout=60)
+    held = run_ranks(_train_sharded, world, source, target, ep, dispatch, checkpointing, in_memory)
     before, expected, got = _read(source), _read(reference), _read(target)
     assert {name: value.shape for name, value in got.items()} == {name: value.shape for name, value in before.items()}
     for name, value in expected.items():

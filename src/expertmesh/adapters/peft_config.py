@@ -228,6 +228,13 @@ def _wrong_patterns(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, f"and {problem}"
 
 
+def patterns_in(content: Mapping[str, Any]) -> list[str]:
+    """The regular expressions of an adapter_config.json."""
+    whole = [content.get(key) for key in ("target_modules", "exclude_modules")]
+    of_values = [pattern for key in ("rank_pattern", "alpha_pattern") for pattern in content.get(key) or {}]
+    return list(dict.fromkeys([*(each for each in whole if isinstance(each, str)), *of_values]))
+
+
 def _is_number(value: Any) -> TypeGuard[float]:
     return type(value) in (int, float)
 

@@ -24,10 +24,19 @@ from expertmesh.adapters.peft_config import (
     config_selects,
     lora_of,
     name_in_config,
+    patterns_in,
     read_config,
 )
 from expertmesh.adapters.peft_format import PREFIX, WEIGHTS_FILE, Part, name_of, parameter_name, published_parts
-from expertmesh.adapters.targets import ALL_LINEAR, GROUPS, Target, candidates, find_targets, refuse_tied_head
+from expertmesh.adapters.targets import (
+    ALL_LINEAR,
+    GROUPS,
+    Target,
+    candidates,
+    find_targets,
+    refuse_slow_patterns,
+    refuse_tied_head,
+)
 from expertmesh.anatomy import Anatomy, describe, is_classifier
 from expertmesh.config import LoraConfig
 from expertmesh.config.base import is_named
@@ -157,6 +166,9 @@ def _plan_from_adapter(model: nn.Module, anatomy: Anatomy, lora: LoraConfig, bas
     content = read_config(directory)
     weights, there = directory / WEIGHTS_FILE, list(candidates(model, anatomy))
     parts = _parts_in(model, there, directory) if weights.exists() else {}
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    names += [part.key.removeprefix(PREFIX) for of_one in parts.values() for part in of_one]
+    refuse_slow_patterns(patterns_in(content), names, directory)
     if parts:
         said = lora_of(content, dropout=lora.dropout)
         targets = tuple(

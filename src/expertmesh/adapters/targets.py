@@ -5,13 +5,17 @@ what there is: adapters that silently miss the experts are the commonest bug of 
 """
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import nn
 
 from expertmesh.anatomy import Anatomy, ExpertsSpec, is_inside
-from expertmesh.config.errors import InputError
+from expertmesh.config.base import is_named
+from expertmesh.config.errors import InputError, SecurityError
+from expertmesh.data.encoding.sandbox import LimitExceeded, Sandbox
 from expertmesh.experts.module_list import FusedExperts
 
 GROUPS = ("attention", "experts", "shared_experts", "dense_mlp", "router", "lm_head")
@@ -185,3 +189,25 @@ def refuse_tied_head(model: nn.Module, targets: Sequence[Target]) -> None:
             "merged; leave lm_head out",
             key="lora.tied-head",
         )
+
+
+def refuse_slow_patterns(patterns: Collection[str], names: Collection[str], where: Path) -> None:
+    """Raise `SecurityError` for regular expressions of somebody else's adapter that take too long for `names`. Nothing
+    in a process ends a match that is under way, so that a child tries all of them first.
+    """
+
+    def match_all(each: Sequence[str]) -> None:
+        for pattern in each:
+            for name in names:
+                re.fullmatch(pattern, name)
+                is_named(name, pattern)
+
+    try:
+        if patterns:
+            Sandbox(match_all).map([list(patterns)])
+    except LimitExceeded as error:
+        raise SecurityError(
+            f"{where}: comparing its patterns ({', '.join(patterns)[:200]}) with the names in the model "
+            f"{error}; write them without repetitions of repetitions",
+            key="adapter.slow-pattern",
+        ) from error

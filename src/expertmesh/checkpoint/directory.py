@@ -13,7 +13,7 @@ from pathlib import Path
 from expertmesh.checkpoint.manifest import MANIFEST, step_of
 from expertmesh.config.errors import InputError
 from expertmesh.io.directory import io_errors
-from expertmesh.io.safetensors_writer import sync
+from expertmesh.io.safetensors_writer import rename_synced
 
 CHECKPOINTS = "checkpoints"
 _LEFTOVER = re.compile(r"(step-\d{8,}|model|adapter)\.(tmp|old)-[0-9a-f]+")
@@ -91,8 +91,7 @@ def prune(directory: Path, keep_last: int | None, keep_step: int | None = None) 
     for _, path in old:
         condemned = path.with_name(f"{path.name}.old-{time.time_ns():x}")
         try:
-            path.rename(condemned)
-            sync(directory)
+            rename_synced(path, condemned)
             shutil.rmtree(condemned)
         except OSError as error:
             raise InputError(

@@ -6,7 +6,6 @@ and memory grow with the number of ranks and with that of tensors, not with thei
 """
 
 import hashlib
-import os
 import platform
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -23,7 +22,7 @@ from expertmesh.checkpoint.small_files import write_generators
 from expertmesh.config.errors import IntegrityError
 from expertmesh.io.boxes import Box, volume
 from expertmesh.io.directory import wait_until_seen
-from expertmesh.io.safetensors_writer import sync, write_synced
+from expertmesh.io.safetensors_writer import rename_synced, write_synced
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +113,7 @@ def publish(temporary: Path, target: Path, job: SavedJob) -> Manifest:
     write_synced(temporary / MANIFEST, manifest.model_dump_json(exclude_none=True).encode())
     for rank in range(job.world_size):
         note_path(temporary, rank).unlink()
-    sync(temporary)
-    os.rename(temporary, target)
-    sync(target.parent)
+    rename_synced(temporary, target)
     return manifest
 
 

@@ -10,7 +10,6 @@ Nothing here communicates: processes meet in a directory that they have agreed o
 import datetime
 import hashlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +31,7 @@ from expertmesh.data.report import DataReport, SourceReport
 from expertmesh.data.sources import Share, SourceFile
 from expertmesh.data.stream import first_rows
 from expertmesh.data.tokenized import SampleIndex, TokenizedDataset, index_of
-from expertmesh.io.safetensors_writer import replace_synced, sync
+from expertmesh.io.safetensors_writer import rename_synced, replace_synced, sync
 from expertmesh.io.versioned_json import read_versioned
 
 DIRECTORY = "prepared"
@@ -222,11 +221,10 @@ class Preparation:
             content = _content_sha256(manifest.origins)
             final = self.directory / f"{self.key}-{content}{f'-{manifest.date}' if manifest.date else ''}"
             try:
-                os.rename(building, final)
+                rename_synced(building, final)
             except OSError:
                 if not (final / MANIFEST).is_file():  # else another job was there first, with the same tokens
                     raise
-            sync(self.directory)
 
 
 def _content_sha256(origins: list[Origin]) -> str:

@@ -14,8 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from expertmesh.compat import set_group_timeout
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
+from expertmesh.distributed.all_ranks import collective_device, raise_on_all_ranks
 from expertmesh.distributed.environment import join_job
-from expertmesh.distributed.layout import DENSE_AXES, EXPERT_AXES, Layout, nodes_of_ep, resolve_layout
+from expertmesh.distributed.layout import (
+    CONFIGURED_AXES,
+    DENSE_AXES,
+    EXPERT_AXES,
+    Layout,
+    nodes_of_ep,
+    resolve_layout,
+)
 from expertmesh.distributed.network import choose_interface
 
 
@@ -84,19 +92,23 @@ def init_mesh(
 ) -> Mesh:
     """Build both views over the default process group. Every rank calls it, with the same arguments.
 
-    Starts the default process group from the launcher's environment (torchrun, srun) if none is up. Issues the
-    communication that creating process groups takes; no other collective.
+    Starts the default process group from the launcher's environment (torchrun, srun) if none is up. Issues two small
+    all-reduces and the communication that creating process groups takes.
     """
     if not dist.is_initialized():
         join_job()
     device = device or current_device()
     start_process_group(device)
-    layout = resolve_layout(parallel or ParallelConfig(), dist.get_world_size(), num_experts)
+    with raise_on_all_ranks("choosing the layout"):
+        layout = resolve_layout(parallel or ParallelConfig(), dist.get_world_size(), num_experts)
     return build_mesh(layout, device)
 
 
 def build_mesh(layout: Layout, device: torch.device) -> Mesh:
-    """Both views of `layout` over the default process group. Every rank calls it; creates process groups."""
+    """Both views of `layout` over the default process group. Every rank calls it; one small all-reduce, and what
+    creating process groups takes. Raises `InputError` on all ranks where each has come to another layout.
+    """
+    count = _agreed_nodes(layout)
     dense, expert = (_device_mesh(device, layout, axes) for axes in (DENSE_AXES, EXPERT_AXES))
     # Each is a mesh of its own, not a flattened one: FSDP2 wants its axes and tp's to come from one root.
     joined = replace(layout, fsdp=layout.fsdp * layout.cp, cp=1, ep=1)
@@ -104,10 +116,28 @@ def build_mesh(layout: Layout, device: torch.device) -> Mesh:
     joined = replace(joined, fsdp=joined.fsdp * layout.tp, tp=1)
     whole = split if layout.tp == 1 else _device_mesh(device, joined, DENSE_AXES)
     nodes = None
-    if (count := nodes_of_ep(layout)) > 1:
+    if count > 1:
         ranks = torch.arange(layout.world_size).view(-1, count, layout.ep // count)
         nodes = DeviceMesh(device.type, ranks, mesh_dim_names=("groups", "across", "inside"))
     return Mesh(layout, dense, expert, whole, split, device, dist.get_rank(), nodes)
+
+
+def _agreed_nodes(layout: Layout) -> int:
+    """`nodes_of_ep`, or 1 where nodes have different numbers of ranks. What a rank knows of nodes is its own
+    LOCAL_WORLD_SIZE; every rank calls this, for one all-reduce.
+    """
+    own = torch.tensor([*(layout.size(axis) for axis in CONFIGURED_AXES), nodes_of_ep(layout)])
+    ends = torch.cat((own, -own)).to(collective_device())
+    dist.all_reduce(ends, op=dist.ReduceOp.MIN)
+    least, most = ends[: len(own)].tolist(), (-ends[len(own) :]).tolist()
+    for axis, low, high in zip(CONFIGURED_AXES, least, most, strict=False):
+        if low != high:
+            raise InputError(
+                f"parallel.{axis} is {low} on some ranks and {high} on others, as the launcher has set another "
+                f"LOCAL_WORLD_SIZE there; set parallel.{axis} to a number",
+                key="launch.local-world-sizes-differ",
+            )
+    return int(most[-1]) if least[-1] == most[-1] else 1
 
 
 def _device_mesh(device: torch.device, layout: Layout, axes: tuple[str, ...]) -> DeviceMesh:

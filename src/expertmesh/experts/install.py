@@ -91,7 +91,12 @@ def _dispatcher(name: str, spec: ExpertsSpec, mesh: Mesh, triton: bool) -> Dispa
     if mesh.layout.ep == 1:
         return LocalDispatcher(spec.num_experts, triton)
     if name == "hierarchical":
-        assert mesh.ep_nodes is not None
+        if mesh.ep_nodes is None:
+            raise InputError(
+                f"moe.dispatch: hierarchical needs EP groups of whole nodes with the same number of ranks, which ep "
+                f"{mesh.layout.ep} has not here; set moe.dispatch to auto",
+                key="moe.dispatch-needs-nodes",
+            )
         across, inside = (mesh.ep_nodes.get_group(axis) for axis in ("across", "inside"))
         return HierarchicalDispatcher(spec.num_experts, across, inside, triton)
     if name == "all_gather":

@@ -134,6 +134,16 @@ def _mark(checkpoint: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, checkpoint / COMPLETE)
+    _sync(checkpoint)
+    _sync(checkpoint.parent)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def is_complete(checkpoint: Path) -> bool:

@@ -4,7 +4,6 @@ Nothing is overwritten: a target that holds anything is refused. Nothing here co
 """
 
 import errno
-import os
 import shutil
 import socket
 import time
@@ -13,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from expertmesh.config.errors import InputError
-from expertmesh.io.safetensors_writer import FilesLayout, create_file, sync
+from expertmesh.io.safetensors_writer import FilesLayout, create_file, rename_synced, sync
 
 # How long files of one rank may take to show up on another: network file systems cache directories.
 VISIBLE_WITHIN_SECONDS = 30.0
@@ -100,5 +99,4 @@ def wait_until_seen(path: Path, size: int | None = None) -> None:
 def publish(layout: FilesLayout, temporary: Path, directory: Path) -> None:
     """Give the complete directory its name, atomically; an empty directory of that name is replaced."""
     with io_errors(directory, layout.size):
-        os.rename(temporary, directory)
-        sync(directory.parent)
+        rename_synced(temporary, directory)

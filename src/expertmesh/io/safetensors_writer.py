@@ -111,8 +111,18 @@ def replace_synced(path: Path, content: bytes) -> None:
     unfinished = path.with_name(f"{path.name}.tmp")
     unfinished.unlink(missing_ok=True)
     write_synced(unfinished, content)
-    os.replace(unfinished, path)
-    sync(path.parent)
+    rename_synced(unfinished, path)
+
+
+def rename_synced(source: Path, target: Path) -> None:
+    """Give a file, or a directory, its name, so that a power loss leaves it whole under one name or the other.
+
+    Its entries are on the disk before the rename, the rename itself after: a file system may order them otherwise. What
+    the files in a directory hold is synced by who writes them.
+    """
+    sync(source)
+    os.replace(source, target)
+    sync(target.parent)
 
 
 def sync(path: Path) -> None:

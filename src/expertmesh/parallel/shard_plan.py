@@ -17,7 +17,12 @@ from expertmesh.anatomy import Anatomy, describe, is_inside
 from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.distributed.layout import Layout
 from expertmesh.experts.install import Kernels, choose_backend, choose_kernels
-from expertmesh.parallel.checkpointing import CheckpointedLayers, CheckpointingMode, checkpointed_blocks
+from expertmesh.parallel.checkpointing import (
+    CheckpointedLayers,
+    CheckpointingMode,
+    checkpointed_blocks,
+    checkpointing_mode,
+)
 from expertmesh.parallel.compiling import compiled_parts, refuse_compile
 from expertmesh.parallel.context.plan import ContextPlan, context_plan
 from expertmesh.parallel.groups import Group, Split, plan_expert_dims, plan_frozen, plan_groups
@@ -42,6 +47,19 @@ class ShardOptions:
     activation_checkpointing: CheckpointingMode = "none"
     checkpoint_layers: CheckpointedLayers = "all"
     compile: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        precision: PrecisionConfig,
+        moe: MoeConfig | None,
+        activation_checkpointing: CheckpointingMode | bool,
+        checkpoint_layers: CheckpointedLayers,
+        compile: bool,
+    ) -> "ShardOptions":
+        """As the Python interface has them: True stands for "full", False for "none"."""
+        mode = checkpointing_mode(activation_checkpointing)
+        return cls(precision, moe or MoeConfig(), mode, checkpoint_layers, compile)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

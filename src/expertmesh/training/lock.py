@@ -30,6 +30,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from expertmesh.config.errors import InputError
 from expertmesh.io.reading import read_file
+from expertmesh.io.safetensors_writer import rename_synced, sync
 
 log = logging.getLogger(__name__)
 
@@ -232,7 +233,9 @@ def _create(path: Path, owner: Owner) -> bool:
     unfinished = path.with_name(f"{path.name}.{owner.token}.tmp")
     unfinished.write_text(json.dumps(asdict(owner)), encoding="utf-8")
     try:
+        sync(unfinished)
         os.link(unfinished, path)
+        sync(path.parent)
     except (FileExistsError, FileNotFoundError):  # somebody was faster, and may have swept up
         return False
     except OSError as error:
@@ -265,7 +268,7 @@ def _replace(path: Path, owner: Owner) -> None:
     unfinished = path.with_name(f"{path.name}.{owner.token}.tmp")
     try:
         unfinished.write_text(json.dumps(asdict(owner)), encoding="utf-8")
-        os.replace(unfinished, path)
+        rename_synced(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
 

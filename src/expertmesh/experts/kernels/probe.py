@@ -13,6 +13,8 @@ from expertmesh.experts.mlp_spec import Gate
 
 # More than one block of columns, the last of them partly used; an odd number of pairs.
 _PAIRS, _WIDTH, _ITEMS, _KEYS = 13, 1096, 100, 11
+# Items and keys that are sorted: fewer keys than a warp has threads, and more than a block has items.
+_SORTED = ((_ITEMS, 2), (200, 300), (_ITEMS, _KEYS))
 
 
 @cache
@@ -48,11 +50,12 @@ def _errors(device: torch.device, dtype: torch.dtype, gates: frozenset[Gate]) ->
         for got, want in zip((grad_PI, pre_P2I, grad_weight_P), (expected_PI, *expected), strict=True):
             yield "swiglu_backward", _error(got, want)
 
-    key_N = torch.randint(_KEYS, (_ITEMS,), generator=random, device=device)
-    order_N = torch.argsort(key_N, stable=True)
-    got_order_N, got_place_N = ops.counting_sort(key_N, _KEYS)
-    yield "counting_sort", _error(got_order_N, order_N)
-    yield "counting_sort", _error(got_place_N, torch.argsort(order_N))
+    for items, keys in _SORTED:
+        key_N = torch.randint(keys, (items,), generator=random, device=device)
+        order_N = torch.argsort(key_N, stable=True)
+        got_order_N, got_place_N = ops.counting_sort(key_N, keys)
+        yield "counting_sort", _error(got_order_N, order_N)
+        yield "counting_sort", _error(got_place_N, torch.argsort(order_N))
 
     values_NH = normal(_ITEMS, _WIDTH)
     start_R1 = torch.searchsorted(key_N[order_N], torch.arange(_KEYS + 1, device=device))

@@ -9,7 +9,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.config.files import config_from
 from expertmesh.io.directory import io_errors
 from expertmesh.io.reading import read_file
-from expertmesh.io.safetensors_writer import replace_synced
+from expertmesh.io.safetensors_writer import rename_synced, replace_synced
 from expertmesh.io.terminal import log
 from expertmesh.training.resume import config_differences, find_start, find_weights, flat
 
@@ -67,7 +67,7 @@ def set_result_aside(config: Config, start: Path) -> None:
     if result.exists():
         kept = result.with_name(f"{result.name}-{start.name}")
         with io_errors(kept, 0):
-            result.rename(kept)
+            rename_synced(result, kept)
         log.info(f"finished   before, after {start.name}; its result is now {kept}")
 
 

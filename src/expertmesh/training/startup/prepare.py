@@ -4,7 +4,6 @@ Every rank calls `prepare`. Afterwards all is known, nothing is allocated, and n
 """
 
 import datetime
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +15,9 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from expertmesh.config import Config, InputError, ParallelConfig
+from expertmesh.config import Config
 from expertmesh.data import BatchLayout, EvaluationBatches, StreamBatches, TrainingBatches
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
-from expertmesh.distributed.layout import explicit
 from expertmesh.distributed.mesh import Mesh, build_mesh, current_device, set_timeout, start_process_group
 from expertmesh.io.terminal import print_log
 from expertmesh.parallel.apply import shard_model
@@ -145,16 +143,7 @@ def say(control: "Control", what: str) -> None:
 
 
 def _open_mesh(config: Config, checked: Checked) -> Mesh:
-    """The mesh of the layout that every rank has come to by itself."""
-    parallel = explicit(checked.layout)
-    with raise_on_all_ranks("comparing the layouts"):
-        first = ParallelConfig(**json.loads(from_rank_0(parallel.model_dump_json())))
-        if first != parallel:
-            raise InputError(
-                f"parallel.ep: auto is {first.ep} on rank 0 and {parallel.ep} here, as the launcher has set another "
-                "LOCAL_WORLD_SIZE on this node; set parallel.ep to a number",
-                key="launch.local-world-sizes-differ",
-            )
+    """The mesh of the layout that every rank has come to by itself; `build_mesh` compares."""
     mesh = build_mesh(checked.layout, current_device())
     set_timeout(mesh, config.distributed.first_step_timeout_seconds)
     return mesh
