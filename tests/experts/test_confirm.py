@@ -164,7 +164,7 @@ def test_families_without_the_interface_are_recognised(
             "model.no-experts",
             "input_linear (JetMoeParallelExperts)",
         ),
-        ("longcat_flash", "LongcatFlashForCausalLM", "model.unsupported-expert-parameters", "12 experts"),
+        ("longcat_flash", "LongcatFlashForCausalLM", "model.unsupported-expert-parameters", "identity experts"),
     ],
 )
 def test_families_in_another_form_are_refused_by_name(family: str, kind: str, key: str, named: str) -> None:

@@ -6,7 +6,6 @@ without generated code.
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -20,7 +19,6 @@ from torch.distributed.tensor import DTensor
 import expertmesh as em
 from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError
-from expertmesh.distributed.layout import Layout
 from expertmesh.parallel import compiling
 from expertmesh.parallel.compiling import compile_parts, compiled_parts, refuse_compile
 from tests.families.tiny import random_model
@@ -123,11 +121,12 @@ def _eager_and_compiled(family: str, mode: str, axes: dict[str, int]) -> tuple[f
     [
         ("qwen3_moe", "selective", {"cp": 2}, 2),
         ("deepseek_v3", "full", {"pp": 2}, 2),
+        ("gpt_oss", "selective", {"tp": 2}, 2),
         ("qwen3_next", "none", {}, 3),
     ],
-    ids=["cp", "pp", "beside recurrences"],
+    ids=["cp", "pp", "tp", "beside recurrences"],
 )
-def test_parts_compile_on_cp_pp_and_beside_recurrences(
+def test_parts_compile_on_cp_pp_tp_and_beside_recurrences(
     family: str, mode: str, axes: dict[str, int], graphs: int
 ) -> None:
     with mock.patch.object(torch, "compile", TRACED), mock.patch.object(compiling, "_probe"):
@@ -185,11 +184,8 @@ def test_what_cannot_be_compiled_is_refused_by_name() -> None:
     )
     assert broken.endswith("; set train.compile to false")
     assert dropout.startswith("train.compile: lora.dropout is 0.1, ")
-    one = Layout(pp=1, replicate=1, fsdp=1, cp=1, tp=1, ep=1)
-    with refused("train.compile-with-axis", naming="parallel.tp"):
-        refuse_compile(tiny_model("qwen3_moe"), replace(one, tp=2), None)
     with refused("train.compile-with-frozen", naming="precision.frozen is nf4"):
-        refuse_compile(tiny_model("qwen3_moe"), one, "nf4")
+        refuse_compile(tiny_model("qwen3_moe"), "nf4")
 
 
 def test_a_machine_without_a_compiler_is_refused_before_weights_are_read() -> None:

@@ -23,6 +23,8 @@ from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.layer import ExpertLayer
 from expertmesh.io.boxes import slices
 from expertmesh.parallel import tensor
+from expertmesh.state.patching import exchanged
+from expertmesh.state.sharded_model import module_state
 from expertmesh.state.shards import local_box
 from expertmesh.step import vocabulary
 from tests.parallel.test_router_loss import MOE
@@ -297,7 +299,7 @@ def _add_biases_on_every_rank(model: nn.Module, mesh: Mesh) -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         axis = tensor._running(self).axes[0]
         x = sequence_collectives.own_part(x, x.dim() - 1, axis.group) if axis.part.cuts_input else x
-        with tensor._local(self, ("weight",)):
+        with exchanged(self._parameters, {"bias": module_state(self).row_bias}):
             partial = super(tensor._Rows, self).forward(x)
         return sequence_collectives.reduce_scatter(partial, partial.dim() - 2, axis.group)
 

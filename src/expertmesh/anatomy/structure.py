@@ -239,7 +239,8 @@ def experts_spec(name: str, module: nn.Module) -> ExpertsSpec:
     if up_experts != down_experts:
         raise _unsupported(
             f"{name}: gate_up_proj holds {up_experts} experts and down_proj {down_experts}, so a share of the one is "
-            "not the share of the other that belongs to it; such experts are not supported"
+            "not the share of the other that belongs to it; such experts are not supported (published files have no "
+            "weights for identity experts: where the class has places for these, transformers cannot read them either)"
         )
     # `[E, 2I, H]` and `[E, H, I]`; never both ways, as 2I is not I.
     transposed = up_columns != down_rows

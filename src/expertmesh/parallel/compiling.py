@@ -3,8 +3,8 @@
 Compiled in place, so that names, state dict and FSDP2's groups stay as they are; parts of one class share their code.
 Routers and routed experts run as they are: what a router chooses must not depend on a compiler, and dispatch waits for
 counts. So do linear attention, state spaces and convolutions along the sequence, whose compiled recurrences differ from
-eager ones by more than rounding. A part is one graph, with cp's exchanges, or is refused by name: nothing falls back to
-eager silently. Evaluation is eager.
+eager ones by more than rounding. A part is one graph, with the exchanges of cp and tp, or is refused by name: nothing
+falls back to eager silently. Evaluation is eager.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +17,6 @@ from torch import nn
 from expertmesh.anatomy import Anatomy, carries_state
 from expertmesh.compat import allow_recompiles, compile_errors
 from expertmesh.config.errors import InputError
-from expertmesh.distributed.layout import Layout
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.attention import recurrent_mixers
 from expertmesh.state.patching import replace_forward
@@ -44,7 +43,7 @@ def compile_parts(model: nn.Module, parts: Iterable[str], device: torch.device) 
         replace_forward(part, partial(_forward, part, name, compiled[kind]))
 
 
-def refuse_compile(model: nn.Module, layout: Layout, frozen: str | None) -> None:
+def refuse_compile(model: nn.Module, frozen: str | None) -> None:
     """Raise `InputError` for what `train.compile` is not proven for; `frozen` is that of precision."""
     if frozen is not None:
         raise InputError(
@@ -58,13 +57,6 @@ def refuse_compile(model: nn.Module, layout: Layout, frozen: str | None) -> None
             f"train.compile: lora.dropout is {state.dropout}, whose masks depend on each token's number, which "
             "compiled code would take for a constant; set lora.dropout to 0 or train.compile to false",
             key="train.compile-with-dropout",
-        )
-    if layout.tp > 1:
-        # torch 2.13: "expected len(self.block_stack) == 1", where the forward of a part changes its own parameters.
-        raise InputError(
-            "train.compile: torch cannot trace parts whose parameters parallel.tp puts in place for each use as one "
-            "graph; set parallel.tp to 1 or train.compile to false",
-            key="train.compile-with-axis",
         )
 
 

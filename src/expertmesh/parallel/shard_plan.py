@@ -149,7 +149,7 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
     casts = refuse_dtypes(model, anatomy, precision, kept_in_fp32, twin, options.moe.router_dtype)
     checkpointed = checkpointed_blocks(model, anatomy, options.activation_checkpointing, options.checkpoint_layers)
     if options.compile:
-        refuse_compile(model, layout, precision.frozen)
+        refuse_compile(model, precision.frozen)
     splits, groups = plan_groups(model, anatomy, layout, tensor, expert_dims, casts.kept)
     overlaps = not options.compile and options.activation_checkpointing != "selective"
     gathered = [module for group in groups for module in group.modules]

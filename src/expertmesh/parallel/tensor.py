@@ -1,29 +1,30 @@
 """Layers that compute with more positions than the rank holds: what tp splits, and under cp what needs whole rows.
 
-Class mixins in front of the modules carry out a `TensorPlan` and a `ContextPlan`. Activations are plain tensors. A part
-gathers its group's positions, over tp and then over cp as the plans say; its own code runs with fewer heads or
-features; what it gives is summed over the group, and each rank gets its own positions of it: behind the last layer
-where tp splits that, behind the whole part where cp alone does. tp has the parameters split (fsdp.py); cp cuts whole
-ones while the part runs. A part that is not split is computed whole by each rank, which keeps its own positions.
+Class mixins in front of the modules, and hooks around a part, carry out a `TensorPlan` and a `ContextPlan`. Activations
+are plain tensors. A part gathers its group's positions, over tp and then over cp as the plans say; its own code runs
+with fewer heads or features; what it gives is summed over the group, and each rank gets its own positions of it: behind
+the last layer where tp splits that, behind the whole part where cp alone does. tp has the parameters split (fsdp.py);
+cp cuts whole ones while the part runs. A part that is not split is computed whole by each rank, which keeps its own
+positions.
 
 So what the part gives is a sum over the group of what each rank computes, every gradient in it is a partial sum as
 well, and FSDP2 completes those of whole parameters over fsdp·cp·tp and those of tp's over fsdp·cp.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.distributed.sequence_collectives import gather, own_part, reduce_scatter
-from expertmesh.experts.lora_state import adapter_state
+from expertmesh.experts.lora_state import adapter_state, adapter_state_of
 from expertmesh.introspection.state_heads import Share
 from expertmesh.parallel.tensor_plan import TensorPart
 from expertmesh.state.packed import PackedTensor
@@ -83,6 +84,7 @@ def _split_part(module: nn.Module, axes: tuple[_Axis, ...]) -> None:
     for name, kind in kinds:
         counts = tuple(leaf for _, owner, _, leaf in counted if owner == name)
         _put_in_front(module.get_submodule(name), kind, _Running(axes, name, owned.get(name, {}), counts))
+    _place_around(module)
 
 
 def _unpacked(module: nn.Module, axis: _Axis) -> _Axis:
@@ -118,8 +120,7 @@ class _Gathering(nn.Module):
         whole = hidden
         for axis in axes:
             whole = gather(whole, hidden.dim() - 2, axis.group)
-        with _numbered(self, hidden.shape[:-1], axes), _local(self, axes[0].part.bare), _cut(self):
-            output = super().forward(whole, *others, **kwargs)
+        output = super().forward(whole, *others, **kwargs)
         return output if _sums_inside(axes) else _own_positions(output, whole.shape[:2], axes)
 
 
@@ -128,7 +129,7 @@ class _Columns(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         running = _running(self)
-        with _local(self, ("weight", "bias", "lora_B")), _cut(self):
+        with _cut(self):
             out: torch.Tensor = super().forward(x)
         for axis in running.axes:
             out = gather(out, out.dim() - 1, axis.group) if running.leaf in axis.part.gathered else out
@@ -164,19 +165,24 @@ class _Rows(nn.Module):
         split = [axis for axis in axes if axis.part.is_split]
         for axis in split:
             x = own_part(x, x.dim() - 1, axis.group) if axis.part.cuts_input else x
-        # Dropout of an adapter masks by column, so it has to know which ones these are.
         number = 0
         for axis in split:
             number = number * axis.group.size() + axis.group.rank()
-        attach_to_module(self, first_column=number * x.shape[-1])
-        bias, inside = self._parameters["bias"], _sums_inside(axes)
-        kept = bias if not inside and number == 0 else None
-        with exchanged(self._parameters, {"bias": kept}), _local(self, ("weight", "lora_A")), _cut(self):
-            out: torch.Tensor = super().forward(x)
-        if not inside:
+        adapters = adapter_state_of(self)
+        if adapters is not None and adapters.dropout > 0.0:
+            # The mask depends on the column, so it has to know which ones these are.
+            attach_to_module(self, first_column=number * x.shape[-1])
+        out: torch.Tensor
+        if not _sums_inside(axes):
+            kept = self._parameters["bias"] if number == 0 else None
+            with exchanged(self._parameters, {"bias": kept}), _cut(self):
+                out = super().forward(x)
             return out
+        with _cut(self):
+            out = super().forward(x)
         for axis in reversed(axes):
             out = (reduce_scatter if axis.part.is_split else own_part)(out, out.dim() - 2, axis.group)
+        bias = module_state(self).row_bias
         return out if bias is None else out + bias
 
 
@@ -185,17 +191,44 @@ def _sums_inside(axes: Sequence[_Axis]) -> bool:
     return any(axis.part.is_split and not axis.part.shares for axis in axes)
 
 
-def _local(module: nn.Module, leaves: tuple[str, ...]) -> AbstractContextManager[None]:
-    """While it computes, a module's split parameters are this rank's plain tensors, with gradients to the DTensors."""
-    parameters: dict[str, Any] = {leaf: module._parameters.get(leaf) for leaf in leaves}
-    local = {leaf: p.to_local() for leaf, p in parameters.items() if isinstance(p, DTensor)}
-    return exchanged(module._parameters, local)
+def _place_around(module: nn.Module) -> None:
+    """While a part computes, split parameters are this rank's plain tensors, with gradients to the DTensors; a last
+    layer that sums inside has no bias; and what is the part's own is cut. By hooks around the part, as torch.compile
+    traces what is inside.
+    """
+    placed = ExitStack()
+    module.register_forward_pre_hook(partial(_place, placed), with_kwargs=True)
+    module.register_forward_hook(partial(_put_back, placed), always_call=True)
+
+
+def _place(placed: ExitStack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    axes = _running(module).axes
+    hidden = args[0] if args else kwargs["hidden_states"]
+    placed.enter_context(_numbered(module, hidden.shape[:-1], axes))
+    for part in (axis.part for axis in axes if axis.part.is_split and not axis.part.shares):
+        for name in part.parameter_dims(module):
+            owner, _, leaf = name.rpartition(".")
+            slots: Any = module.get_submodule(owner)._parameters
+            placed.enter_context(exchanged(slots, {leaf: slots[leaf].to_local()}))
+        last = module.get_submodule(str(part.rows))
+        attach_to_module(last, row_bias=last._parameters["bias"])
+        placed.callback(attach_to_module, last, row_bias=None)
+        placed.enter_context(exchanged(last._parameters, {"bias": None}))
+    placed.enter_context(_cut(module))
+
+
+def _put_back(placed: ExitStack, module: nn.Module, args: Any, output: Any) -> None:
+    placed.close()
+
+
+def _cut(module: nn.Module) -> AbstractContextManager[None]:
+    """While it computes, a module has of its tensors what cp leaves this rank, and counts its own heads."""
+    running = _running(module)
+    return _with_shares(module, running) if running.shares or running.counts else nullcontext()
 
 
 @contextmanager
-def _cut(module: nn.Module) -> Iterator[None]:
-    """While it computes, a module has of its tensors what cp leaves this rank, and counts its own heads."""
-    running = _running(module)
+def _with_shares(module: nn.Module, running: _Running) -> Iterator[None]:
     group = running.axes[-1].group
     with ExitStack() as stack:
         for name, share in running.shares.items():
@@ -213,7 +246,7 @@ def _cut(module: nn.Module) -> Iterator[None]:
 def _numbered(module: nn.Module, shape: torch.Size, axes: Sequence[_Axis]) -> Iterator[None]:
     """While a part computes with all positions, adapters' dropout has their numbers: gathered where there is any."""
     state = adapter_state(module)
-    own = None if state is None else state.number_T
+    own = None if state is None or state.dropout == 0.0 else state.number_T
     if state is None or own is None or own.numel() != shape.numel():
         yield
         return

@@ -5,6 +5,7 @@ A model keeps its own classes, names and structure; what is replaced says so by 
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -33,7 +34,13 @@ def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
 
 def mix_in(module: nn.Module, kind: type) -> None:
     """Put `kind` in front of this very module's class: its `forward` runs first and calls the own one as `super()`."""
-    module.__class__ = type(type(module).__name__, (kind, type(module)), {})
+    module.__class__ = _mixed(kind, type(module))  # type: ignore[arg-type]
+
+
+@cache
+def _mixed(kind: type, own: type) -> type:
+    """One class for all alike: torch.compile compiles for each class anew."""
+    return type(own.__name__, (kind, own), {})
 
 
 def register_function(registry: Any, name: str, function: Callable[..., Any]) -> None:

@@ -69,6 +69,8 @@ class ModuleState:
     """The adapted module's name in the model."""
     first_column: int = 0
     """Where this rank's part of the inputs starts, if tp splits them."""
+    row_bias: Any = None
+    """Of a linear layer whose inputs tp splits: what is added once to the sum of its outputs."""
     tensor_part: Any = None
     """What tp does here: parallel/tensor.py."""
     context_attention: Any = None
