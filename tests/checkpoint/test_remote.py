@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from expertmesh.checkpoint.remote.download import download
 from expertmesh.checkpoint.remote.local import local_checkpoint
 from expertmesh.checkpoint.remote.store import RemoteCheckpoints
 from expertmesh.checkpoint.remote.upload import Uploads
-from expertmesh.config.errors import IntegrityError, SecurityError
+from expertmesh.config.errors import InputError, IntegrityError, SecurityError
 from expertmesh.io import storage as storage_module
 from expertmesh.io.local_copy import local_model
 from expertmesh.io.urls import refuse_url
@@ -165,6 +166,17 @@ def test_a_run_outlives_its_storage_and_nothing_that_waits_is_pruned(tmp_path: P
     assert uploads.held() == set()
 
 
+def test_a_stop_waits_for_an_upload_within_a_limit(tmp_path: Path) -> None:
+    go_on = threading.Event()
+    uploads = Uploads(RemoteCheckpoints(ObjectStore().storage()), 1, lambda: None if go_on.wait() else None)
+    uploads.submit(_checkpoint(tmp_path, 1), None)
+    with refused("storage.upload-failed"):
+        uploads.finish(within_seconds=0.0)
+    go_on.set()
+    uploads.finish()
+    assert uploads.remote.newest() == 1
+
+
 def test_an_error_that_no_storage_has_is_not_kept_quiet(tmp_path: Path) -> None:
     def broken() -> None:
         raise ZeroDivisionError
@@ -189,8 +201,10 @@ def test_an_error_that_no_storage_has_is_not_kept_quiet(tmp_path: Path) -> None:
 )
 def test_urls_that_cannot_be_opened_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, url: str, key: str) -> None:
     monkeypatch.setitem(storage_module.refuse_url.__globals__["PACKAGES"], "missing", "no_such_package_of_fsspec")
-    with refused(key):
+    with pytest.raises(InputError) as caught:
         refuse_url(url, "checkpoint.remote")
+    assert caught.value.key == key
+    assert "secret" not in str(caught.value)
 
 
 def test_tools_read_a_copy_of_what_storage_holds_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

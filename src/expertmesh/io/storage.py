@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeVar
 
 from expertmesh.config.errors import ExpertmeshError, InputError, SecurityError
@@ -117,6 +117,7 @@ class Storage:
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects; one that is gone already is none to remove."""
+        names = list(names)
 
         def remove(name: str) -> None:
             with suppress(FileNotFoundError):
@@ -124,9 +125,10 @@ class Storage:
 
         self._all("removed", remove, names)
         if self.is_mounted:  # what has directories keeps empty ones
-            for path, _, _ in os.walk(self._root, topdown=False):
+            directories = {path for name in names for path in PurePosixPath(name).parents if path.name}
+            for path in sorted(directories, key=lambda path: -len(path.parts)):
                 with suppress(OSError):
-                    os.rmdir(path)
+                    os.rmdir(f"{self._root}/{path}")
 
     def abort_uploads(self) -> None:
         """End what killed uploads of large files have left half done, where storage keeps and bills it unseen (S3)."""

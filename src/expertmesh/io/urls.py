@@ -35,7 +35,8 @@ def url_problem(url: str) -> str | None:
 def refuse_url(url: str, what: str) -> None:
     """Raise `InputError` for a URL that cannot be opened here, also for want of a package. Asks no network."""
     if (problem := url_problem(url)) is not None:
-        raise InputError(f"{what} {url.partition('@')[2] or url}: {problem}", key="storage.unsupported-url")
+        shown = re.sub(r"//.*[@?#].*", "//...", url)  # no secret
+        raise InputError(f"{what} {shown}: {problem}", key="storage.unsupported-url")
     package = PACKAGES[url.partition("://")[0]]
     if package is not None and importlib.util.find_spec(package) is None:
         raise InputError(

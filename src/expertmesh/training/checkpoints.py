@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 # When `every_minutes: auto` saves for the first time in a start, to know what a save costs.
 FIRST_SECONDS = 300.0
+# Of the time that ranks wait for each other, what an upload before a stop may take.
+_SHARE_OF_TIMEOUT = 0.8
 # From which change of the interval on it is said.
 _WORTH_A_LINE = 0.2
 
@@ -95,21 +97,30 @@ class RunCheckpoints:
         """Wait until the last checkpoint is on the disk. Every rank calls it."""
         self._tell(self.writer.close())
 
-    def upload(self, *, result: bool) -> None:
-        """Wait until object storage has all checkpoints; with `result`, give it that of the finished run.
+    def upload_before_stopping(self) -> None:
+        """Give object storage the last checkpoint: a machine that stops may not come back.
 
-        Called when all else is done, without a collective: an upload takes as long as it takes. Without `result` what
-        cannot be uploaded is said, as the run goes on from its own directory; else it raises `InputError` on rank 0.
+        Every rank calls it: launchers end all ranks when the first has left. Within a limit that leaves the others
+        waiting in time; what cannot be uploaded is said, and the run goes on from its own directory.
         """
-        if (uploads := self.writer.uploads) is None:
+        config = self.run.config
+        if config.checkpoint.remote is None:
             return
-        try:
-            finish_uploads(self.run.config, uploads)
-        except ExpertmeshError as error:
-            if result:
-                raise
-            log.warning(f"warning: {error}")
-        if result:
+        with raise_on_all_ranks("uploading the last checkpoint"):
+            if self.writer.uploads is not None:
+                try:
+                    finish_uploads(config, self.writer.uploads, _SHARE_OF_TIMEOUT * config.distributed.timeout_seconds)
+                except ExpertmeshError as error:
+                    log.warning(f"warning: {error}")
+
+    def upload_result(self) -> None:
+        """Wait until object storage has all checkpoints, and give it the result of the finished run.
+
+        Called when all else is done, without a collective: an upload takes as long as it takes. Raises `InputError` on
+        rank 0 if it fails.
+        """
+        if self.writer.uploads is not None:
+            finish_uploads(self.run.config, self.writer.uploads)
             upload_result(self.run.config)
 
     def _tell(self, saved: SavedCheckpoint | None) -> None:

@@ -153,7 +153,7 @@ class TrainingLoop:
             self.checkpoints.finish()
             if self.mesh.rank == 0:
                 log.info(f"stopped by {facts.stop} after step {number}; the same command continues from there")
-            self.checkpoints.upload(result=False)
+            self.checkpoints.upload_before_stopping()
             raise Stopped(facts.stop)
 
     def _steps(self) -> Iterator["Step"]:

@@ -93,4 +93,4 @@ def _train(config: "Config", control: Control, checked: "Checked", predict: Pred
             if lock is not None:
                 lock.check()
         save_result(run)
-        checkpoints.upload(result=True)
+        checkpoints.upload_result()

@@ -106,9 +106,8 @@ class RemoteCheckpoints:
         return [step_name(step) for step in left]
 
     def _remove(self, step: int) -> None:
-        directory = self.storage.below(step_name(step))
-        directory.remove([MANIFEST])
-        directory.remove(directory.sizes())
+        self.storage.remove([_named(step)])
+        self.storage.remove([f"{step_name(step)}/{name}" for name in self.storage.below(step_name(step)).sizes()])
 
     def fetch(self, step: int, directory: Path, *, rank: int = 0, ranks: int = 1) -> None:
         """Download every `ranks`-th file of a checkpoint into `directory`, which has its manifest.

@@ -51,12 +51,17 @@ class Uploads:
         """`held`, and the step of the best one."""
         return self.held() | {self._keep_step}
 
-    def finish(self) -> None:
+    def finish(self, within_seconds: float | None = None) -> None:
         """Wait until all is uploaded. `InputError` if that fails; what is left is in the run's directory."""
         with self._changed:
             self._ending = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(within_seconds)
+        if self._thread.is_alive():
+            raise InputError(
+                f"checkpoint.remote: not all is uploaded in {within_seconds:.0f} s; the next start uploads the rest",
+                key="storage.upload-failed",
+            )
         if self._waiting and isinstance(self._error, ExpertmeshError):
             left = self._waiting[-1]
             raise InputError(

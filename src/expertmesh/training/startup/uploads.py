@@ -42,10 +42,10 @@ def start_uploads(config: Config, keep_step: int | None) -> Uploads | None:
     return uploads
 
 
-def finish_uploads(config: Config, uploads: Uploads) -> None:
+def finish_uploads(config: Config, uploads: Uploads, within_seconds: float | None = None) -> None:
     """Wait until all checkpoints are uploaded, and remove those that were kept for that. `InputError` if it fails."""
     log.info(f"uploading  what is not yet in {config.checkpoint.remote}")
-    uploads.finish()
+    uploads.finish(within_seconds)
     prune(Path(config.output_dir) / CHECKPOINTS, config.checkpoint.keep_last, uploads.kept())
 
 
