@@ -168,7 +168,11 @@ def test_a_run_outlives_its_storage_and_nothing_that_waits_is_pruned(tmp_path: P
 
 def test_a_stop_waits_for_an_upload_within_a_limit(tmp_path: Path) -> None:
     go_on = threading.Event()
-    uploads = Uploads(RemoteCheckpoints(ObjectStore().storage()), 1, lambda: None if go_on.wait() else None)
+
+    def slow() -> None:
+        go_on.wait()
+
+    uploads = Uploads(RemoteCheckpoints(ObjectStore().storage()), 1, slow)
     uploads.submit(_checkpoint(tmp_path, 1), None)
     with refused("storage.upload-failed"):
         uploads.finish(within_seconds=0.0)

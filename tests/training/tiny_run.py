@@ -21,7 +21,7 @@ ROWS = [
 ]
 STEPS, GLOBAL_BATCH = 3, 4
 # What two equal runs need not have in common in a row of metrics.jsonl.
-TIMES = ("tokens_per_second", "peak_memory_bytes", "elapsed_seconds", "step_seconds")
+TIMES = ("tokens_per_second", "peak_memory_bytes", "elapsed_seconds", "step_seconds", "eval_runtime")
 
 
 def write_inputs(root: Path, family: str = "qwen3_moe", **changes: Any) -> Path:

@@ -41,6 +41,9 @@ def run(paths: Sequence[str], output: str | None = None) -> int:
         total = f" of {found.total_steps:,}" if found.total_steps is not None else ""
         reported = f"{len(found.metrics.step):,} steps reported"
         tell(f"            {which}{found.state}, step {found.last_step:,}{total}, {reported}")
+        if (spent := found.goodput) is not None and spent.wall:
+            parts = ", ".join(f"{name} {seconds:,.0f} s" for name, seconds in spent.parts().items() if seconds >= 0.5)
+            tell(f"            goodput {spent.share:.0%} of {spent.wall:,.0f} s: {parts}")
         for note in found.notes:
             tell(f"            {note}")
     return 0

@@ -21,7 +21,7 @@ from expertmesh.io.reading import rows as lines
 Column = npt.NDArray[np.float64]
 NUMBERS = (
     "epoch", "loss", "grad_norm", "learning_rate", "target_tokens", "tokens_per_second", "peak_memory_bytes",
-    "elapsed_seconds", "aux_loss", "z_loss", "rewards/chosen", "rewards/rejected", "rewards/margins",
+    "elapsed_seconds", "step_seconds", "aux_loss", "z_loss", "rewards/chosen", "rewards/rejected", "rewards/margins",
     "rewards/accuracies",
 )  # fmt: skip
 # Those that an evaluation has, with `eval_` in front, and again with the name of each set of data.
@@ -50,7 +50,7 @@ class Metrics:
     `numbers` has a column `[S]` for each of `NUMBERS`, `evaluated` one for each of `EVALUATED`, as long as `eval_step`;
     `load_SL` has one table `[S, L]` for each of `WORST`. `tokens`: the last step with the tokens of every
     expert, and these, `[L, E]`. `sets`: what `evaluated` has, for each named set. `answered`: of the first evaluation
-    that has samples, the last, and some between.
+    that has samples, the last, and some between. `eval_seconds`: what each evaluation took.
     """
 
     step: npt.NDArray[np.int64]
@@ -59,6 +59,7 @@ class Metrics:
     tokens: tuple[int, npt.NDArray[np.float64]] | None
     skipped: tuple[tuple[int, str], ...]
     eval_step: npt.NDArray[np.int64]
+    eval_seconds: Column
     evaluated: dict[str, Column]
     sets: dict[str, dict[str, Column]]
     answered: tuple[Answered, ...]
@@ -164,6 +165,7 @@ def _columns(rows: _Rows) -> Metrics:
         tokens=rows.tokens,
         skipped=tuple(sorted(rows.skipped.items())),
         eval_step=np.array(evaluated, dtype=np.int64),
+        eval_seconds=np.array([rows.evaluations[step].get("runtime", math.nan) for step in evaluated], np.float64),
         evaluated=_evaluated(rows, ""),
         sets={name: _evaluated(rows, f"{name}_") for name in _set_names(rows)},
         answered=tuple(_answered(rows.samples)),

@@ -17,6 +17,7 @@ from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.config.files import config_from
 from expertmesh.io.reading import read_file, read_json, shortened
 from expertmesh.io.versioned_json import first_problem
+from expertmesh.report.goodput import Goodput, goodput
 from expertmesh.report.metrics import Metrics, read_metrics
 from expertmesh.training.lock import Owner, holder
 from expertmesh.training.reporting.data_record import DATA_FILE, DataRecord
@@ -133,6 +134,11 @@ class Run:
         if self.owner is not None:
             return "ended"
         return "stopped" if self.last_step else "not started"
+
+    @property
+    def goodput(self) -> Goodput | None:
+        """Where its time went; None where it is not known."""
+        return goodput(self.record.starts, self.metrics) if self.record is not None else None
 
     @property
     def resumed(self) -> list[int]:

@@ -58,7 +58,7 @@ class Control:
     `launch` names the launcher that started this rank, the same for all its restarts; None without one. `elastic`: the
     next start may have other ranks, so each takes a layout that fits. `audit` is how much of the loaded weights to
     compare with their files. `profile`: the first and last step of this start to profile.
-    `arguments` (JSON) are what a verb other than `train` has to tell its ranks.
+    `arguments` (JSON) are what a verb other than `train` has to tell its ranks. `began`: about when this process did.
     """
 
     progress: Progress = field(default_factory=Progress)
@@ -68,6 +68,7 @@ class Control:
     profile: tuple[int, int] | None = None
     arguments: str = ""
     elastic: bool = False
+    began: float = field(default_factory=time.monotonic)
     _signal: int = 0
     _signal_at: float = 0.0
 

@@ -8,7 +8,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +134,8 @@ class TrainingLoop:
 
     def _evaluate(self, number: int) -> dict[str, Any]:
         """Evaluate on every set, and report it; the row of `metrics.jsonl`."""
-        metrics = self.evaluation.metrics(self.model)
+        began = time.monotonic()
+        metrics = replace(self.evaluation.metrics(self.model), seconds=time.monotonic() - began)
         self.reporter.evaluation(number, metrics)
         return metrics.row()
 

@@ -69,7 +69,7 @@ def _train(config: "Config", control: Control, checked: "Checked", predict: Pred
             print_plan(run, forecast)
         reporter = stack.enter_context(open_reporter(run))
         state = load_state(run, control)
-        expert_load = start_reports(reporter, run, forecast, state.counters.step)
+        expert_load = start_reports(reporter, run, forecast, state.counters, control.began)
         checkpoints = open_checkpoints(run, state, lock)
         loop = TrainingLoop(
             config=config,

@@ -112,7 +112,8 @@ class EvalSample:
 @dataclass(frozen=True, slots=True)
 class EvalMetrics:
     """Over a whole evaluation set, or several: `loss` and `figures` of the objective, each divided by `count` of what
-    `over` names. `sets`: those that have a name, each by itself. `samples`: what the model answers now.
+    `over` names. `sets`: those that have a name, each by itself. `samples`: what the model answers now. `seconds`: what
+    it took.
     """
 
     loss: float
@@ -122,6 +123,7 @@ class EvalMetrics:
     over: str
     sets: dict[str, "EvalMetrics"] = field(default_factory=dict)
     samples: list[EvalSample] = field(default_factory=list)
+    seconds: float | None = None
 
     @classmethod
     def together(cls, sets: dict[str, "EvalMetrics"]) -> "EvalMetrics":
@@ -137,6 +139,7 @@ class EvalMetrics:
         """As `metrics.jsonl` has it."""
         row: dict[str, Any] = {"eval_loss": self.loss, "eval_target_tokens": self.target_tokens}
         row |= {f"eval_{name}": value for name, value in self.figures.items()}
+        row |= {"eval_runtime": self.seconds} if self.seconds is not None else {}
         for name, each in self.sets.items():
             row |= {f"eval_{name}_{key}": value for key, value in {"loss": each.loss, **each.figures}.items()}
         return row | ({EVAL_SAMPLES: [asdict(each) for each in self.samples]} if self.samples else {})

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,24 @@ def _step_of(line: bytes, path: Path, number: int) -> int:
         ) from error
 
 
+def last_elapsed(path: Path) -> float:
+    """`elapsed_seconds` of the last whole row that has one; 0 without any."""
+    elapsed = 0.0
+    if path.exists():
+        with io_errors(path, 0), opened(path, MAX_METRICS_BYTES) as file:
+            for line in rows(file, path):
+                with suppress(ValueError, KeyError, TypeError):
+                    elapsed = max(0.0, float(json.loads(line)["elapsed_seconds"]))
+    return elapsed
+
+
 class MetricsFile:
-    """metrics.jsonl of a run that goes on after `done` steps."""
+    """metrics.jsonl of a run that goes on after `done` steps. `before`: the seconds that its rows told of, those
+    that are dropped included.
+    """
 
     def __init__(self, path: Path, done: int) -> None:
+        self.before = last_elapsed(path)
         keep_rows(path, done)
         self.path = path
         self.file = path.open("ab", buffering=0)

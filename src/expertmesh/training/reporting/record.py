@@ -94,6 +94,9 @@ class Start(_Strict):
 
     `started` is in ISO 8601, UTC. `layout` has the size of every axis of both views. `dispatch`, `compute` and
     `activation_checkpointing` are what `auto` became. `printed` is the plan as `train` printed it, line by line.
+    `startup_seconds`: since rank 0's process began. `elapsed_seconds`: those of `metrics.jsonl` at the checkpoint that
+    it goes on from. `lost_seconds`: of the rows after that one, which it does again. The starts that are left out
+    before it are in the first and the last of these.
     """
 
     started: str
@@ -113,6 +116,9 @@ class Start(_Strict):
     activation_checkpointing: str
     printed: list[str]
     plan: Prediction | None = None
+    startup_seconds: float = Field(default=0.0, ge=0)
+    elapsed_seconds: float = Field(default=0.0, ge=0)
+    lost_seconds: float = Field(default=0.0, ge=0)
 
 
 class RunRecord(_Strict):
@@ -134,9 +140,14 @@ class RunRecord(_Strict):
         What a start did after the step at which the next one began again is no longer in metrics.jsonl; a start of
         which nothing is left there is left out.
         """
-        first = self.starts[0].after_step
-        kept = [start for start in earlier.starts if start.after_step < first] if earlier is not None else []
-        return self.model_copy(update={"starts": [*kept, *self.starts]})
+        own, before = self.starts[0], earlier.starts if earlier is not None else []
+        kept = [start for start in before if start.after_step < own.after_step]
+        gone = [start for start in before if start.after_step >= own.after_step]
+        spent = {
+            name: getattr(own, name) + sum(getattr(start, name) for start in gone)
+            for name in ("startup_seconds", "lost_seconds")
+        }
+        return self.model_copy(update={"starts": [*kept, own.model_copy(update=spent), *self.starts[1:]]})
 
 
 def read_record(directory: Path) -> RunRecord | None:

@@ -21,11 +21,12 @@ from expertmesh.training.control import Stopped
 from expertmesh.training.reporting.data_record import write_data_record
 from expertmesh.training.reporting.metrics import EvalMetrics, ExpertLoad, StepMetrics
 from expertmesh.training.reporting.metrics_file import MetricsFile
-from expertmesh.training.reporting.start import record_start
+from expertmesh.training.reporting.start import Spent, record_start
 from expertmesh.training.reporting.trackers import Trackers, open_trackers
 
 if TYPE_CHECKING:
     from expertmesh.training.reporting.record import Forecast
+    from expertmesh.training.resume import Counters
     from expertmesh.training.startup.prepare import Prepared
 
 log = logging.getLogger(__name__)
@@ -145,24 +146,27 @@ def open_reporter(run: "Prepared") -> Reporter:
     return reporter
 
 
-def start_reports(reporter: Reporter, run: "Prepared", forecast: "Forecast | None", after_step: int) -> ExpertLoad:
+def start_reports(
+    reporter: Reporter, run: "Prepared", forecast: "Forecast | None", counters: "Counters", began: float
+) -> ExpertLoad:
     """Open `output_dir/metrics.jsonl` and the display that fits the terminal; add this start to the run's run.json.
 
-    A run that continues after some steps goes on in the same file; what it says of later steps is removed. Every rank
-    calls it; issues one all-gather of five integers and two small all-reduces. Raises `InputError` on all ranks if
-    rank 0 cannot write.
+    A run that continues after some steps goes on in the same file; what it says of later steps is removed. `began`:
+    when this process did, of `time.monotonic()`. Every rank calls it; issues one all-gather of five integers and two
+    small all-reduces. Raises `InputError` on all ranks if rank 0 cannot write.
     """
     with raise_on_all_ranks("opening the metrics"):
         if run.mesh.rank == 0:
             experts = run.checked.anatomy.experts[0]
             vocabulary = run.checked.vocab_size if run.config.objective.name == "sft" else None
             reporter.collapse = Collapse(vocabulary, experts.num_experts, experts.top_k or 1)
-            reporter.rows = MetricsFile(Path(run.config.output_dir) / "metrics.jsonl", after_step)
+            reporter.rows = MetricsFile(Path(run.config.output_dir) / "metrics.jsonl", counters.step)
             write_data_record(run)
             reporter.total_steps, reporter.devices = run.total_steps, run.mesh.layout.world_size
             reporter.peak_tokens_per_second = None if forecast is None else forecast.peak_tokens_per_second
-            reporter.bar = _Bar(run.total_steps, after_step) if has_bars() else None
-    record_start(run, forecast, after_step)
+            reporter.bar = _Bar(run.total_steps, counters.step) if has_bars() else None
+    lost = 0.0 if reporter.rows is None else max(0.0, reporter.rows.before - counters.elapsed_seconds)
+    record_start(run, forecast, counters, Spent(startup=time.monotonic() - began, lost=lost))
     return ExpertLoad(run.model, run.checked.anatomy, run.mesh)
 
 

@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,11 +31,20 @@ from expertmesh.training.startup.prepare import Prepared
 
 if TYPE_CHECKING:
     from expertmesh.data import DataReport
+    from expertmesh.training.resume import Counters
 
 log = logging.getLogger(__name__)
 
 
-def record_start(run: Prepared, forecast: Forecast | None, after_step: int) -> None:
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Seconds, as in `Start`."""
+
+    startup: float
+    lost: float
+
+
+def record_start(run: Prepared, forecast: Forecast | None, counters: "Counters", spent: Spent) -> None:
     """Add this start to the run's run.json. Every rank calls it; issues one all-gather of five integers and one small
     all-reduce. Raises `InputError` on all ranks if rank 0 cannot write.
     """
@@ -44,7 +54,7 @@ def record_start(run: Prepared, forecast: Forecast | None, after_step: int) -> N
         if mesh.rank == 0:
             start = Start(
                 started=datetime.now(UTC).isoformat(timespec="seconds"),
-                after_step=after_step,
+                after_step=counters.step,
                 total_steps=run.total_steps,
                 world_size=mesh.layout.world_size,
                 layout={axis: mesh.layout.size(axis) for axis in dict.fromkeys((*DENSE_AXES, *EXPERT_AXES))},
@@ -60,6 +70,9 @@ def record_start(run: Prepared, forecast: Forecast | None, after_step: int) -> N
                 activation_checkpointing=checked.plan.options.activation_checkpointing,
                 printed=list(plan_lines(run, forecast)),
                 plan=None if forecast is None else forecast.prediction,
+                startup_seconds=spent.startup,
+                elapsed_seconds=counters.elapsed_seconds,
+                lost_seconds=spent.lost,
             )
             anatomy, reports = checked.anatomy, run.data.reports
             layers = [MoeLayer(name=s.name, experts=s.num_experts, top_k=s.top_k) for s in anatomy.experts]
