@@ -1,13 +1,15 @@
 """However a job is started, it is one job: byte for byte the weights of the plain local launch of as many ranks."""
 
 import contextlib
+import getpass
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import yaml
 from expertmesh.config import load_config
 from expertmesh.distributed.environment import Node, find_place
 from expertmesh.training.run import train
-from tests.cli.jobs import ROOT, free_port
+from tests.cli.jobs import ROOT, free_port, wait_until
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
@@ -111,6 +113,79 @@ def test_srun(inputs: Path, commands: dict[str, str]) -> None:
     assert "network" not in first
     assert "step 3/3" not in second
     assert_same(inputs, "srun")
+
+
+NODES = ("first", "second")
+# Of the examples, for nodes of one core: no GPU, one rank each.
+SMALLER = [
+    ("#SBATCH --(gpus-per-node|exclusive).*\n", ""),
+    ("--nodes=4", "--nodes=2"),
+    ("(-per-node|-per-task)=\\d+", r"\1=1"),
+    ("--nproc 8", "--nproc 1"),
+]
+# A cluster of two nodes, both of which are this machine.
+SLURM_CONF = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+AuthInfo=socket={root}/munge.socket
+StateSaveLocation={root}/state
+SlurmdSpoolDir={root}/%n
+SlurmctldPidFile={root}/controller.pid
+SlurmdPidFile={root}/%n.pid
+SlurmctldPort={ports[0]}
+ProctrackType=proctrack/linuxproc
+SelectType=select/cons_tres
+ReturnToService=2
+NodeName=first NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus}
+NodeName=second NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus}
+PartitionName=all Nodes=ALL Default=YES OverSubscribe=YES:4
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, commands: dict[str, str]) -> Iterator[dict[str, str]]:
+    """Variables with which `sbatch` reaches the cluster."""
+    everywhere = f"{os.environ['PATH']}:/usr/sbin"
+    munged, controller, node, sbatch = (
+        shutil.which(tool, path=everywhere) for tool in ("munged", "slurmctld", "slurmd", "sbatch")
+    )
+    if not (munged and controller and node and sbatch):
+        pytest.skip("needs SLURM (slurmctld, slurmd, sbatch) and munged")
+    (tmp_path / "srun").unlink()  # the one above
+    for name in ("state", "first", "second"):
+        (tmp_path / name).mkdir()
+    settings = {"host": socket.gethostname().split(".")[0], "user": getpass.getuser(), "cpus": os.cpu_count()}
+    conf, key = tmp_path / "slurm.conf", tmp_path / "munge.key"
+    conf.write_text(SLURM_CONF.format(root=tmp_path, ports=[free_port() for _ in range(3)], **settings))
+    key.touch(mode=0o600)
+    key.write_bytes(os.urandom(128))
+    files = {"key-file": key, "socket": tmp_path / "munge.socket"}
+    files |= {f"{kind}-file": tmp_path / f"munge.{kind}" for kind in ("pid", "seed", "log")}
+    daemons = [[munged, "--foreground", "--force", *(f"--{name}={path}" for name, path in files.items())]]
+    daemons += [[controller, "-D", "-f", str(conf)], *([node, "-D", "-f", str(conf), "-N", n] for n in NODES)]
+    own = os.environ | commands | {"SLURM_CONF": str(conf)}
+    with ExitStack() as stack, (tmp_path / "slurm.log").open("w") as log:
+        for daemon in daemons:
+            process = stack.enter_context(subprocess.Popen(daemon, env=own, stdout=log, stderr=log))
+            stack.callback(process.terminate)
+            wait_until(files["socket"].exists)
+        yield {"SLURM_CONF": str(conf), "MASTER_ADDR": "127.0.0.1"} | commands
+
+
+@pytest.mark.parametrize("script", ["task-per-device", "task-per-node"])
+def test_the_batch_scripts_under_slurm_itself(inputs: Path, slurm: dict[str, str], tmp_path: Path, script: str) -> None:
+    text = (CLUSTERS / f"{script}.sbatch").read_text()
+    for there, here in SMALLER:
+        text = re.sub(there, here, text)
+    (tmp_path / "job.sbatch").write_text(text)
+    command = ["sbatch", "--wait", f"--output={tmp_path}/said", str(tmp_path / "job.sbatch")]
+    run_all([([*command, *arguments(inputs, script)], slurm)])
+    said = (tmp_path / "said").read_text()
+    assert "ranks      2 × " in said, said
+    assert "1 on each of 2 machines" in said, said
+    assert_same(inputs, script)
 
 
 def test_pods_of_kubeflow_on_two_machines_without_names(inputs: Path) -> None:
