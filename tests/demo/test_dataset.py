@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from expertmesh.demo.dataset import MAX_CHARACTERS, clean_docstring, stdlib_samples, write_dataset
+from expertmesh.demo.dataset import MAX_CHARACTERS, Sample, clean_docstring, stdlib_samples, write_dataset
 from tests.support.errors import refused
 
 
@@ -56,7 +56,7 @@ def test_the_installed_library_gives_thousands_of_samples_in_the_same_order_ever
 
 
 def test_every_twentieth_sample_is_held_out_and_none_is_lost(tmp_path: Path) -> None:
-    samples = stdlib_samples()[:100]
+    samples = [Sample(f"module.name{n}", f"What is {n}?", f"It is {n}.") for n in range(100)]
     counts = write_dataset(samples, tmp_path / "train.jsonl", tmp_path / "eval.jsonl")
     rows = [json.loads(line) for name in ("train", "eval") for line in (tmp_path / f"{name}.jsonl").open()]
     assert counts == (95, 5)

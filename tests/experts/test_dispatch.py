@@ -269,7 +269,7 @@ def test_between_nodes_a_row_travels_once_to_each_and_the_result_is_that_of_the_
     router = TopKRouter(experts, top_k)
     figures: Any = SimpleNamespace(router=router, spec=SimpleNamespace(hidden_size=HIDDEN, num_experts=experts))
     for way, nodes in ((flat, 1), (tiered, 2)):
-        predicted = list(_of_dispatch(figures, 8, router.routed(60 * 7 / 8, 8), 1, (8, nodes)))
+        predicted = list(_of_dispatch(figures, 8, router.routed(60 * 7 / 8, 8), (1, 1), (8, nodes)))
         assert {each["calls"] for each in way} == {sum(each.calls for each in predicted)}
         assert sum(each["bytes"] for each in way) / 8 == pytest.approx(sum(each.bytes for each in predicted), rel=0.02)
 
