@@ -75,8 +75,12 @@ def _run(
 def test_every_gradient_and_the_weights_after_two_steps_equal_the_unsharded_model(
     family: str, changes: dict[str, Any], world: int, axes: Axes, micro_batch: int
 ) -> None:
-    for distance in _run(family, world, axes, micro_batch, changes):
-        distance.check(TOLERANCE)
+    """GPT-OSS in fp64: a bias of its queries starts at zero, and after two steps the unsharded fp32 model is 2e-5 from
+    its own fp64 there, on some processors.
+    """
+    double = family == "gpt_oss"
+    for distance in _run(family, world, axes, micro_batch, changes, torch.float64 if double else torch.float32):
+        distance.check(1e-10 if double else TOLERANCE)
 
 
 def test_in_double_precision_nothing_is_left_but_the_last_digits() -> None:
