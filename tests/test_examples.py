@@ -89,7 +89,6 @@ def test_each_example_passes_with_the_published_config_as_its_comment_predicts(f
 
 def test_a_default_that_a_published_config_contradicts_is_found(tmp_path: Path) -> None:
     for example, right, wrong, key in (
-        ("deepseek-v4-flash-lora", "  packing: false\n", "", "data.packing-unsupported"),
         ("olmoe-1b-7b", "ep: 8", "ep: 7", "layout.ep-divides-ranks"),
         ("olmoe-1b-7b", "max_length: 4096", "max_length: 8192", "model.max-positions"),
     ):

@@ -69,12 +69,12 @@ class Case:
 
 def _mixing(_: pytest.MonkeyPatch, root: Path) -> None:
     """A family that carries state along the sequence, in a way that samples cannot be kept apart."""
-    random_model("DeepseekV4ForCausalLM", "deepseek_v4").save_pretrained(root / "model")
+    random_model("Inkling2ForCausalLM", "inkling2").save_pretrained(root / "model")
 
 
 CASES = {
     "packing of a family that mixes samples": Case(
-        "data.packing: deepseek_v4 ", ("data.packing=true",), prepare=_mixing, verbs=("train", "check", "verify")
+        "data.packing: inkling2_text ", ("data.packing=true",), prepare=_mixing, verbs=("train", "check", "verify")
     ),
     "quantised files": Case(
         "weights are quantised by 'gptq', which is not supported",
@@ -161,7 +161,7 @@ def test_a_plan_for_a_family_that_mixes_packed_samples_can_be_trained(
     _verbs(run_config(tmp_path, tmp_path / "run"), tmp_path)["plan"]()
     out = capsys.readouterr().out
     assert yaml.safe_load(out)["data"]["packing"] is False
-    assert "# data.packing is off: deepseek_v4 " in out
+    assert "# data.packing is off: inkling2_text " in out
     preflight(run_config(tmp_path, tmp_path / "run", "data.packing=false"), 1)
 
 

@@ -5,6 +5,7 @@ without generated code.
 """
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -99,21 +100,26 @@ def test_all_parts_trace_to_graphs_that_are_equal_too(family: str, mode: str, op
         _check(run_ranks(lambda: _compare(family, 1, (mode,), **options), 1)[0])
 
 
-def _gradients(initial: nn.Module, parallel: em.ParallelConfig, mode: str, compile: bool) -> dict[str, torch.Tensor]:
+def _gradients(
+    initial: nn.Module, parallel: em.ParallelConfig, mode: str, compile: bool, rows: int, lora: em.LoraConfig | None
+) -> dict[str, torch.Tensor]:
     """Of two micro-batches, of this rank's stage."""
     mesh, model = em.init_mesh(parallel), copy.deepcopy(initial)
-    em.parallelize(model, mesh, activation_checkpointing=mode, compile=compile)  # type: ignore[arg-type]
-    rows = [(ids.repeat(4)[:16], ids.repeat(4)[:16]) for ids, _ in _rows(mesh.data_rank, ())[:4]]
-    em.forward_backward(model, [padded(rows[:2]), padded(rows[2:])], target_tokens=200)
+    torch.manual_seed(0)
+    em.parallelize(model, mesh, lora=lora, activation_checkpointing=mode, compile=compile)  # type: ignore[arg-type]
+    samples = [(ids.repeat(4)[:16], ids.repeat(4)[:16]) for ids, _ in _rows(mesh.data_rank, ())[: 2 * rows]]
+    em.forward_backward(model, [padded(samples[:rows]), padded(samples[rows:])], target_tokens=200)
     return {name: p.grad.full_tensor() for name, p in model.named_parameters() if isinstance(p.grad, DTensor)}
 
 
-def _eager_and_compiled(family: str, mode: str, axes: dict[str, int]) -> tuple[float, int]:
+def _eager_and_compiled(
+    family: str, mode: str, axes: dict[str, int], rows: int = 2, lora: em.LoraConfig | None = None
+) -> tuple[float, int]:
     initial = random_model("Qwen3NextForCausalLM", family) if family == "qwen3_next" else tiny_model(family)
     parallel = em.ParallelConfig(ep=1, **axes)  # type: ignore[arg-type]
-    expected = _gradients(initial, parallel, mode, compile=False)
+    expected = _gradients(initial, parallel, mode, False, rows, lora)
     torch._dynamo.utils.counters.clear()
-    return _worst(_gradients(initial, parallel, mode, compile=True), expected), _graphs()
+    return _worst(_gradients(initial, parallel, mode, True, rows, lora), expected), _graphs()
 
 
 @pytest.mark.parametrize(
@@ -135,6 +141,25 @@ def test_parts_compile_on_cp_pp_tp_and_beside_recurrences(
         ):
             assert distance <= TOLERANCE
             assert found >= graphs
+
+
+def _with_one_row(mode: str, lora: em.LoraConfig | None) -> tuple[float, list[str]]:
+    """The distance from eager, and what FSDP2 said of views that were made of exchanged positions."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        distance, _ = _eager_and_compiled("qwen3_moe", mode, {"tp": 2}, 1, lora)
+    return distance, [str(each.message) for each in said if "returned a view tensor" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "lora"), [("none", None), ("full", em.LoraConfig(r=4))], ids=["full weights", "adapters, checkpointed"]
+)
+def test_one_row_a_micro_batch_is_exchanged_into_no_view(mode: str, lora: em.LoraConfig | None) -> None:
+    """The collectives write such rows in place, through a view."""
+    with mock.patch.object(torch, "compile", TRACED), mock.patch.object(compiling, "_probe"):
+        for distance, views in run_ranks(lambda: _with_one_row(mode, lora), 2, timeout=200):
+            assert distance <= TOLERANCE
+            assert not views
 
 
 def test_what_carries_a_state_is_not_compiled() -> None:

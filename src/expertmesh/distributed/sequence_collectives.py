@@ -69,9 +69,12 @@ def _reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torc
 def _exchange(
     collective: Callable[..., torch.Tensor], x: torch.Tensor, dim: int, length: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """The collectives know dim 0 alone. Never a view: FSDP2 hooks results, and a model may change them in place."""
+    """The collectives know dim 0 alone. Never a view: FSDP2 hooks results, and a model may change them in place.
+
+    torch.compile, which has nothing written through views, would make a view of what is written through one here.
+    """
     result = x.new_empty(*x.shape[:dim], length, *x.shape[dim + 1 :])
-    if math.prod(x.shape[:dim]) == 1:
+    if math.prod(x.shape[:dim]) == 1 and not torch.compiler.is_compiling():
         collective(x.reshape(x.shape[dim:]), group, into=result.view(result.shape[dim:]))
         return result
     return result.copy_(collective(x.movedim(dim, 0), group).movedim(0, dim))

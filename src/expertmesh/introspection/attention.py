@@ -6,15 +6,18 @@ own, positions numbered by the module itself) is found here, so that cp and pack
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from expertmesh.anatomy import Anatomy, carries_state, decoder_blocks, describe, is_inside
+from expertmesh.introspection.known_families import own_class
 from expertmesh.introspection.source_code import (
     along_the_sequence,
     mask_refusal,
+    only_multiplies,
     registry_call,
     takes_masks,
     takes_text_positions,
@@ -27,14 +30,8 @@ _RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "short_co
 # Kinds for which transformers has masks that keep packed samples apart.
 MASKED_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 # What a module's forward may take beside hidden states, each for every position or for none.
-_OF_ROWS = {
-    "hidden_states",
-    "position_embeddings",
-    "attention_mask",
-    "cache_params",
-    "past_key_values",
-    "kwargs",
-}
+_OF_ROWS = {"hidden_states", "position_embeddings", "position_ids", "attention_mask", "conv_mask", "input_ids"}
+_OF_ROWS |= {"prev_topk_indices", "cache_params", "past_key_values", "kwargs"}
 
 
 def carried_state(model: nn.Module, within: Sequence[str] = ("",)) -> str | None:
@@ -116,32 +113,66 @@ def needs_masks(model: nn.Module, anatomy: Anatomy) -> bool:
 def recurrent_mixers(model: nn.Module, anatomy: Anatomy) -> list[str] | None:
     """The modules of the decoder's blocks that look along the sequence by a state of their own, to be run on each
     packed sample by itself; None where something else may look along it too, so that this would not be enough.
+
+    Among them is attention that compresses or indexes what it attends to, in a model that carries state.
     """
     blocks, experts = decoder_blocks(anatomy), [spec.name for spec in anatomy.experts]
-    inside = {name for block in blocks for name, _ in model.get_submodule(block).named_modules(prefix=block)}
-    if any(name not in inside and carries_state(module) for name, module in model.named_modules()):
+    if any(carries_state(module) for name, module in _of_text(model, blocks) if not _in_any(name, blocks)):
         return None
+    has_state = carried_state(model) is not None
     found: list[str] = []
     for block in blocks:
-        if along_the_sequence(model.get_submodule(block)) is not None:
+        if along_the_sequence(model.get_submodule(block)) is not None and not mixes_streams(model, block):
             return None
         for name, module in model.get_submodule(block).named_children():
             name = f"{block}.{name}"
-            parts = {
-                part: each
-                for part, each in module.named_modules(prefix=name)
-                if not any(part == expert or is_inside(part, expert) for expert in experts)
-            }
-            if not any(carries_state(part) or along_the_sequence(part) is not None for part in parts.values()):
+            named = module.named_modules(prefix=name)
+            parts = [part for inner, part in named if not _in_any(inner, experts)]
+            if not any(carries_state(part) or along_the_sequence(part) is not None for part in parts):
                 continue
-            attends = any(registry_call(part) is not None for part in parts.values())
-            holds_experts = any(expert == name or is_inside(expert, name) for expert in experts)
-            if attends or holds_experts or not _takes_rows_alone(module):
+            separable = _masks_can_be_cut(model) and has_state if _attends(module) else True
+            holds_experts = any(_in_any(expert, [name]) for expert in experts)
+            if not separable or holds_experts or not _takes_rows_alone(module):
                 return None
             found.append(name)
     return found
 
 
+def attention_by_samples(model: nn.Module, anatomy: Anatomy) -> bool:
+    """Whether attention is among the `recurrent_mixers`: it must then be called with masks of whole rows."""
+    return any(_attends(model.get_submodule(name)) for name in recurrent_mixers(model, anatomy) or ())
+
+
+def mixes_streams(model: Any, block: str) -> bool:
+    """Whether a block multiplies matrices over the last two dims of residual streams, `[B, S, streams, H]`, and uses
+    nothing else that may look along the sequence.
+    """
+    streams = getattr(model.config.get_text_config(), "hc_mult", None)
+    return bool(streams) and only_multiplies(type(model.get_submodule(block)))
+
+
+def _of_text(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+    """All modules but those of towers: models inside the model that hold no block of the decoder."""
+    named = list(model.named_modules())
+    inner = [name for name, module in named if isinstance(module, PreTrainedModel)]
+    towers = [name for name in inner if name and not any(is_inside(block, name) for block in blocks)]
+    yield from ((name, module) for name, module in named if not _in_any(name, towers))
+
+
+def _in_any(name: str, parents: Sequence[str]) -> bool:
+    return any(name == parent or is_inside(name, parent) for parent in parents)
+
+
+def _attends(module: nn.Module) -> bool:
+    return any(registry_call(part) is not None for part in module.modules())
+
+
+def _masks_can_be_cut(model: Any) -> bool:
+    """Whether the masks of attention are tensors, or nothing is masked but the future."""
+    return (model.config.get_text_config()._attn_implementation or "eager") in ("eager", "sdpa")
+
+
 def _takes_rows_alone(module: nn.Module) -> bool:
     """Whether a module's forward takes nothing but what can be cut into samples."""
-    return set(inspect.signature(module.forward).parameters) <= _OF_ROWS
+    taken = inspect.signature(own_class(type(module)).forward).parameters
+    return taken.keys() - {"self"} <= _OF_ROWS

@@ -323,22 +323,18 @@ class _OneByOne(nn.Module):
             return super().forward(*args, **kwargs)
         hidden_BSH = args[0] if args else kwargs["hidden_states"]
         kwargs = {key: value for key, value in kwargs.items() if not key.startswith(_BORDERS)}
-        outputs, places = [], []
-        for samples in _alike(packed.borders):
-            longest = max(end - start for start, end in samples)
-            offset_L = torch.arange(longest)
-            place_NL = torch.stack([(start + offset_L).clamp(max=end - 1) for start, end in samples])
-            of_N = partial(_of_samples, hidden_BSH.shape[:2], place_NL.to(hidden_BSH.device))
-            there_args, there_kwargs = tree_map_only(torch.Tensor, of_N, (args, kwargs))
-            output = super().forward(*there_args, **there_kwargs)
-            is_tuple = isinstance(output, tuple)
-            output_NLH = output[0] if is_tuple else output
-            for sample_LH, (start, end) in zip(output_NLH, samples, strict=True):
-                outputs.append(sample_LH[: end - start])
-                places.append(torch.arange(start, end))
-        order = torch.cat(places).argsort().to(hidden_BSH.device)
-        whole_BSH = torch.cat(outputs).index_select(0, order).view(*hidden_BSH.shape[:2], -1)
-        return (whole_BSH, *(None for _ in output[1:])) if is_tuple else whole_BSH
+        groups, outputs = _alike(packed.borders), []
+        token = packed_samples.set(None)  # for what is inside, each row is one sample
+        try:
+            for samples in groups:
+                cut = partial(_of_samples, _Places.of(samples, hidden_BSH))
+                there_args, there_kwargs = tree_map_only(torch.Tensor, cut, (args, kwargs))
+                outputs.append(super().forward(*there_args, **there_kwargs))
+        finally:
+            packed_samples.reset(token)
+        if not isinstance(outputs[0], tuple):
+            return _of_rows(outputs, groups, hidden_BSH.shape[:2])
+        return tuple(_of_rows(values, groups, hidden_BSH.shape[:2]) for values in zip(*outputs, strict=True))
 
 
 def _alike(borders: Borders) -> list[Borders]:
@@ -349,9 +345,33 @@ def _alike(borders: Borders) -> list[Borders]:
     return list(by_size.values())
 
 
-def _of_samples(shape: torch.Size, place_NL: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """What a module gets for whole rows, for samples as rows of their own."""
-    rows, length = shape
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where the positions of samples of about one length lie in `shape` rows: flat, and which of them are real."""
+
+    shape: tuple[int, int]
+    place_NL: torch.Tensor
+    is_real_NL: torch.Tensor
+
+    @classmethod
+    def of(cls, samples: Borders, like_BSH: torch.Tensor) -> "_Places":
+        offset_L = torch.arange(max(end - start for start, end in samples))
+        place_NL = torch.stack([(start + offset_L).clamp(max=end - 1) for start, end in samples])
+        is_real_NL = torch.stack([start + offset_L < end for start, end in samples])
+        rows, length = like_BSH.shape[:2]
+        return cls((rows, length), place_NL.to(like_BSH.device), is_real_NL.to(like_BSH.device))
+
+
+def _of_samples(places: _Places, x: torch.Tensor) -> torch.Tensor:
+    """What a module gets for whole rows, for samples as rows of their own; masks of all pairs too, but for padding."""
+    rows, length = places.shape
+    place_NL = places.place_NL
+    if x.dim() == 4 and x.shape[0] in (1, rows) and x.shape[2:] == (length, length):
+        row_N, at_NL = place_NL[:, 0] // length, place_NL % length
+        pairs_BSSN = x.expand(rows, *x.shape[1:]).movedim(1, -1)
+        mask = pairs_BSSN[row_N[:, None, None], at_NL[:, :, None], at_NL[:, None, :]].movedim(-1, 1)
+        hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+        return mask.masked_fill(~places.is_real_NL[:, None, None, :], hidden)
     if x.dim() < 2 or x.shape[0] not in (1, rows) or x.shape[1] != length:
         raise InputError(
             f"data.packing: a layer that carries state along the sequence gets a tensor {tuple(x.shape)} beside its "
@@ -359,3 +379,19 @@ def _of_samples(shape: torch.Size, place_NL: torch.Tensor, x: torch.Tensor) -> t
             key="data.packing-unsupported",
         )
     return x.expand(rows, *x.shape[1:]).reshape(rows * length, *x.shape[2:])[place_NL]
+
+
+def _of_rows(values: Sequence[Any], groups: Sequence[Borders], shape: torch.Size) -> torch.Tensor | None:
+    """What a module gave for groups of samples, as whole rows: hidden states, or the indices of chosen positions, which
+    the attention of the next block reads sample by sample. What is not for each position (weights of attention) is left
+    out, as nothing reads it.
+    """
+    if not all(isinstance(value, torch.Tensor) and value.dim() == 3 for value in values):
+        return None
+    parts, places = [], []
+    for value_NLX, samples in zip(values, groups, strict=True):
+        for sample_LX, (start, end) in zip(value_NLX, samples, strict=True):
+            parts.append(sample_LX[: end - start])
+            places.append(torch.arange(start, end))
+    order = torch.cat(places).argsort().to(parts[0].device)
+    return torch.cat(parts).index_select(0, order).view(*shape, -1)

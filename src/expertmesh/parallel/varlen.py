@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from expertmesh.anatomy import Anatomy
 from expertmesh.compat import varlen_attn
 from expertmesh.experts.token_counts import packed_samples
-from expertmesh.introspection.attention import decoder_of
+from expertmesh.introspection.attention import attention_by_samples, decoder_of
 from expertmesh.introspection.source_code import registry_call
 from expertmesh.parallel.context.plan import backend_of
 from expertmesh.state.patching import register_function
@@ -44,6 +44,8 @@ def varlen_refusal(model: Any, anatomy: Anatomy, device: torch.device, dtype: to
         return f"model.attention is {backend}"
     if not getattr(model, "_supports_flash_attn", False):
         return f"transformers does not run {config.model_type} with flash attention"
+    if attention_by_samples(model, anatomy):
+        return "its attention carries state, and runs on each sample by itself"
     for module in model.modules():
         if getattr(module, "config", None) is config and (call := registry_call(module)) is not None:
             if odd := sorted(set(call.keywords) - _KEYWORDS):

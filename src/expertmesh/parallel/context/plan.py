@@ -18,11 +18,11 @@ from torch import nn
 from expertmesh.anatomy import Anatomy, carries_state, decoder_blocks, is_inside
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
+from expertmesh.introspection.attention import mixes_streams
 from expertmesh.introspection.source_code import (
     RegistryCall,
     along_the_sequence,
     attributes_read,
-    only_multiplies,
     registry_call,
 )
 from expertmesh.introspection.state_heads import Share, StateHeads, state_heads
@@ -119,18 +119,14 @@ def _calls(model: nn.Module, mixer: str) -> dict[str, tuple[Any, RegistryCall]]:
 
 
 def _outside(model: Any, anatomy: Anatomy, block: str, names: Sequence[str]) -> tuple[str, str] | None:
-    """The first module of a block, outside of its mixers and experts, that may look along the sequence, and how.
-
-    Residual streams ([B, S, streams, H]) are mixed by matrix products over their last two dims.
-    """
-    streams = getattr(model.config.get_text_config(), "hc_mult", None)
+    """The first module of a block, outside of its mixers and experts, that may look along the sequence, and how."""
     for name, module in model.get_submodule(block).named_modules(prefix=block):
         if any(name == each or is_inside(name, each) for each in (*names, *(spec.name for spec in anatomy.experts))):
             continue
         if carries_state(module):
             return name, "it carries state"
         used = along_the_sequence(module)
-        if used is not None and not (streams and name == block and only_multiplies(type(module))):
+        if used is not None and not (name == block and mixes_streams(model, block)):
             return name, used
     return None
 
