@@ -90,7 +90,7 @@ def test_names_of_other_trainers_lead_to_keys_that_exist() -> None:
         (
             "data.train=[]",
             "data.train must be a list of one or more items, each a section of keys (path, format, "
-            "weight, repeat, max_rows, name), not []",
+            "weight, repeat, max_rows, name) or text that is not empty, not []",
         ),
         (
             "optim.betas=[1, 2, 3]",
@@ -118,6 +118,21 @@ def test_a_list_with_a_bad_item_is_not_also_called_too_short(tmp_path: Path) -> 
         "override 'data.train=[3]': data.train.0 must be a section of keys (path, format, weight, repeat, "
         "max_rows, name), not 3"
     )
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ('data.train=""', "data.train.0.path must be text that is not empty, not ''"),
+        ("data.train=3", "data.train must be a list of one or more items, each a section of keys (path, "),
+        ("log.report_to=wanb", "log.report_to.0 must be one of jsonl, tensorboard, wandb, trackio, mlflow, not 'wanb'"),
+        ("lora.targets=[]", "lora.targets must be a list of one or more items, each text that is not empty, not []"),
+        ("lora.targets=3", "lora.targets must be a list of one or more items, each text that is not empty, not 3"),
+        ("train.checkpoint_layers=al", "train.checkpoint_layers must be all or an integer of at least 2 or a list of "),
+    ],
+)
+def test_a_wrong_value_of_a_list_that_text_may_stand_for(tmp_path: Path, override: str, sentence: str) -> None:
+    assert refusal(write(tmp_path), override).startswith(f"override {override!r}: {sentence}")
 
 
 def test_a_long_value_is_shown_cut(tmp_path: Path) -> None:

@@ -54,11 +54,11 @@ def refusal(tmp_path: Path, *overrides: str) -> str:
         "data.packing=1",
         "data.max_length=1",
         "data.train=[]",
-        "data.train=train.jsonl",
+        "data.train=1",
         "data.train.0.format=csv",
         "model.name_or_path=7",
         "model.attention=flash",
-        "log.report_to=jsonl",
+        "log.report_to=1",
         "log.project=3",
         "parallel.ep=0",
         "parallel.fsdp=all",
@@ -147,7 +147,7 @@ def test_sections_built_in_python_take_lists_and_other_sections() -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["lora={r: 0}", "lora={r: 1.5}", "lora={alpha: 0}", "lora={dropout: 1}", "lora={targets: []}", "lora={targets: q}"],
+    ["lora={r: 0}", "lora={r: 1.5}", "lora={alpha: 0}", "lora={dropout: 1}", "lora={targets: []}", "lora={targets: 1}"],
 )
 def test_adapters_of_another_kind_are_refused_and_named(tmp_path: Path, override: str) -> None:
     assert f"lora.{override[6:].partition(':')[0]} " in refusal(tmp_path, override)
@@ -198,3 +198,15 @@ def test_adapters_learn_faster_unless_a_rate_is_given(tmp_path: Path) -> None:
     config = load_config(write(tmp_path))
     lora = {"model": config.model, "data": config.data, "output_dir": "o", "lora": LoraConfig()}
     assert Config(**lora, optim=OptimConfig(eps=1e-6)).optim.learning_rate == 1e-4
+
+
+def test_text_stands_for_a_list_of_one_and_a_path_for_a_source(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    for train in ("a.jsonl", "[a.jsonl]", "[{path: a.jsonl}]"):
+        assert load_config(path, [f"data.train={train}"]).data.train == (DataSource(path="a.jsonl"),)
+    config = load_config(path, ["data.eval=[a.jsonl, {path: b.jsonl}]", "lora.targets=experts", "log.report_to=wandb"])
+    assert config.data.eval == (DataSource(path="a.jsonl"), DataSource(path="b.jsonl"))
+    assert config.lora is not None
+    assert config.lora.targets == ("experts",)
+    assert "wandb" in config.log.report_to
+    assert DataConfig(train="a.jsonl").train == (DataSource(path="a.jsonl"),)  # type: ignore[arg-type]

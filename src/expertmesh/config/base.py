@@ -11,7 +11,16 @@ import unicodedata
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+)
+from pydantic_core import CoreSchema
 
 from expertmesh.config.explain import explain
 
@@ -38,8 +47,25 @@ class Section(BaseModel):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
 
-Listed = Annotated[tuple[T, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
-"""A list of the file, kept as a tuple: a frozen section must not hold something that can change."""
+class _TextForOne:
+    """The JSON schema of a list that takes text for a list of one, where its items may be text."""
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        listed = handler(schema)
+        items = listed["items"]
+        text = [item for item in items.get("anyOf", [items]) if item.get("type") == "string"]
+        return {"anyOf": [listed, *text]} if text else listed
+
+
+def _as_tuple(value: object) -> object:
+    if isinstance(value, list):
+        return tuple(value)
+    return (value,) if isinstance(value, str) else value
+
+
+Listed = Annotated[tuple[T, ...], BeforeValidator(_as_tuple), _TextForOne()]
+"""A list of the file, or text for a list of one, kept as a tuple: a frozen section must not hold something that can
+change."""
 
 
 class _Frozen(dict[str, Any]):

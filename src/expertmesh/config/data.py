@@ -1,9 +1,9 @@
 """Sections `data` and `eval`, and what evaluations decide: where samples come from, how rows become token sequences."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_serializer, model_validator
+from pydantic import BeforeValidator, Field, model_serializer, model_validator
 
 from expertmesh.config.base import Listed, Mapped, Name, Plain, Section, refuse
 
@@ -29,14 +29,23 @@ class DataSource(Section):
     """In data.eval, the set that the source belongs to: figures are reported of each, as eval_NAME_loss."""
 
 
+Source = Annotated[
+    DataSource,
+    BeforeValidator(
+        lambda value: {"path": value} if isinstance(value, str) else value, json_schema_input_type=DataSource | Name
+    ),
+]
+"""A source, or its path alone."""
+
+
 class DataConfig(Section):
     """Samples, and how they become token sequences."""
 
     section: ClassVar[str] = "data"
 
-    train: Listed[DataSource] = Field(min_length=1)
-    """Sources to train on, read one after the other."""
-    eval: Listed[DataSource] = ()
+    train: Listed[Source] = Field(min_length=1)
+    """Sources to train on, read one after the other; a path alone is a source too."""
+    eval: Listed[Source] = ()
     """Sources to evaluate on; empty for no evaluation."""
     format: DataFormat = "auto"
     """Layout of the rows of all sources that say none themselves."""

@@ -97,11 +97,13 @@ class _Schema:
                 yield path, f"{key} must be {self._accepts(node, too_large)}, not {show(value)}"
 
     def _resolved(self, node: dict[str, Any]) -> dict[str, Any]:
-        """Behind a reference, and for a section that may also be null, the section."""
+        """Behind a reference; of a section that may also be null or a path, the section; and of a list that text may
+        stand for, the list.
+        """
         options = [self._resolved(option) for option in node.get("anyOf", [])]
-        sections = [option for option in options if "properties" in option]
-        if sections:
-            return sections[0]
+        wanted = [option for option in options if "properties" in option] or [o for o in options[:1] if "items" in o]
+        if wanted:
+            return wanted[0]
         return self._schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
 
     def _inside(self, node: dict[str, Any]) -> dict[str | int, Any]:
