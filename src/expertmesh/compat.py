@@ -30,6 +30,7 @@ __all__ = [
     "compile_errors",
     "default_apply_gate",
     "enable_checkpointing",
+    "job_store",
     "reduce_scatter_into",
     "refuse_fully_shard",
     "set_group_timeout",
@@ -80,6 +81,12 @@ def assert_async(condition: torch.Tensor, message: str) -> None:
 def set_group_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
     """Of a group that DeviceMesh has made; torch's own trainers (pytorch/torchtitan) call the same function."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def job_store() -> dist.Store:
+    """Where the ranks of the default group met, over a connection of its own; torch has no public name for it."""
+    store: dist.Store = dist.distributed_c10d._get_default_store().clone()
+    return store
 
 
 def enable_checkpointing(model: nn.Module, options: dict[str, Any]) -> None:

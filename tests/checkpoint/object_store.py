@@ -21,7 +21,7 @@ class Killed(BaseException):
 
 class ObjectStore(AbstractFileSystem):  # type: ignore[misc]
     """`die_at`: the number of the changing operation, from 0, in which the process dies. `fail`: how many operations
-    still fail with `error`. `read` counts the bytes that were asked for.
+    still fail with `error`. Uploads of files wait for `go_on`. `read` counts the bytes that were asked for.
     """
 
     protocol = "s3"
@@ -33,6 +33,8 @@ class ObjectStore(AbstractFileSystem):  # type: ignore[misc]
         self.seen, self.read, self.attempts = 0, 0, 0
         self.die_at: int | None = None
         self.fail, self.error = 0, OSError("connection reset")
+        self.go_on = threading.Event()
+        self.go_on.set()
         self._lock = threading.Lock()
 
     def _change(self, path: str, content: bytes | None) -> None:
@@ -58,6 +60,7 @@ class ObjectStore(AbstractFileSystem):  # type: ignore[misc]
                 raise self.error
 
     def put_file(self, lpath: str, rpath: str, **_: Any) -> None:
+        self.go_on.wait()
         self._change(rpath, Path(lpath).read_bytes())
 
     def pipe_file(self, path: str, value: bytes, **_: Any) -> None:

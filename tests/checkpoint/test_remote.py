@@ -4,13 +4,17 @@ import json
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from expertmesh.checkpoint.manifest import MANIFEST, parse_manifest
 from expertmesh.checkpoint.remote.download import download
 from expertmesh.checkpoint.remote.local import local_checkpoint
+from expertmesh.checkpoint.remote import shares as shares_module
+from expertmesh.checkpoint.remote.shares import Shares, divided
 from expertmesh.checkpoint.remote.store import RemoteCheckpoints
 from expertmesh.checkpoint.remote.upload import Uploads
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
@@ -179,6 +183,74 @@ def test_a_stop_waits_for_an_upload_within_a_limit(tmp_path: Path) -> None:
     go_on.set()
     uploads.finish()
     assert uploads.remote.newest() == 1
+
+
+def _ranks(root: Path, store: ObjectStore) -> tuple[list[Shares], ObjectStore]:
+    """Three ranks of one job, and the same store over the network of rank 1."""
+    theirs, post = ObjectStore(), dist.HashStore()
+    theirs.objects = store.objects
+    networks = [store, theirs, store]
+    return [Shares(post, rank, 3, each.storage(), root) for rank, each in enumerate(networks)], theirs
+
+
+def test_a_checkpoint_is_published_when_the_share_of_the_slowest_rank_has_arrived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shares_module, "POLL_SECONDS", 0.01)
+    store, checkpoints = ObjectStore(), [_checkpoint(tmp_path, step) for step in (1, 2, 3)]
+    (first, *others), slow = _ranks(tmp_path, store)
+    slow.go_on.clear()
+    uploads = Uploads(RemoteCheckpoints(store.storage()), 1, lambda: None, first.put)
+    late = [f"bucket/run/checkpoints/step-00000001/{kind}-00001-of-00002.safetensors" for kind in ("model", "optimizer")]
+    uploads.submit(checkpoints[0], None)
+    deadline = time.monotonic() + 30
+    try:
+        while len(store.objects) < len(_content(checkpoints[0])) - 1 - len(late):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert not [name for name in store.objects if name in late or name.endswith(MANIFEST)]
+        uploads.submit(checkpoints[1], None)
+        uploads.submit(checkpoints[2], None)
+        assert uploads.held() == {1, 3}  # the second is never uploaded: a newer one waits
+    finally:
+        slow.go_on.set()
+    uploads.finish()
+    first.end()
+    for rank in others:
+        rank.wait()
+    assert uploads.remote.complete() == [3]
+    assert set(store.objects) == {f"bucket/run/checkpoints/step-00000003/{name}" for name in _content(checkpoints[2])}
+
+
+def test_a_rank_that_cannot_upload_or_is_lost_is_named_and_the_checkpoint_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shares_module, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(shares_module, "SILENT_SECONDS", 0.2)
+    store, checkpoint = ObjectStore(), _checkpoint(tmp_path, 1)
+    (first, *_), broken = _ranks(tmp_path, store)
+    remote = RemoteCheckpoints(store.storage())
+    broken.fail = 10**6
+    with refused("storage.failed", naming="rank 1: s3://bucket/run"):
+        remote.publish(checkpoint, first.put)
+    assert remote.newest() is None
+    broken.fail = 0
+    assert remote.publish(checkpoint, first.put)
+    alone = Shares(dist.HashStore(), 0, 2, store.storage(), tmp_path)
+    with refused("storage.failed", naming="rank 1 has not answered"):
+        remote.publish(_checkpoint(tmp_path, 2), alone.put)
+    assert remote.complete() == [1]
+    alone.end()
+
+
+def test_each_rank_uploads_what_it_wrote_and_as_many_parts_of_a_model_as_another() -> None:
+    parts = [f"model-{number:05d}-of-00004.safetensors" for number in range(4)]
+    assert divided([*parts, "layout.json", "rng/states.json"], 2) == [
+        [parts[0], parts[2], "layout.json", "rng/states.json"],
+        [parts[1], parts[3]],
+    ]
+    assert [len(share) for share in divided(parts, 8)] == [1, 1, 1, 1, 0, 0, 0, 0]
 
 
 def test_an_error_that_no_storage_has_is_not_kept_quiet(tmp_path: Path) -> None:

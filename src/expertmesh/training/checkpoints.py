@@ -24,7 +24,7 @@ from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.terminal import gib
 from expertmesh.training.objective import reference_file
 from expertmesh.training.selection import Selection
-from expertmesh.training.startup.uploads import finish_uploads, start_uploads, upload_result
+from expertmesh.training.startup.uploads import RunUploads, start_uploads
 
 if TYPE_CHECKING:
     from expertmesh.training.lock import RunLock
@@ -56,6 +56,7 @@ class RunCheckpoints:
     lock: "RunLock | None"
     saved_step: int
     selection: Selection
+    uploads: RunUploads | None
     saved_at: float = field(default_factory=time.monotonic)
     best_seconds: float = FIRST_SECONDS
     """Between saves, for `every_minutes: auto`; by what the last save has cost."""
@@ -103,25 +104,14 @@ class RunCheckpoints:
         Every rank calls it: launchers end all ranks when the first has left. Within a limit that leaves the others
         waiting in time; what cannot be uploaded is said, and the run goes on from its own directory.
         """
-        config = self.run.config
-        if config.checkpoint.remote is None:
+        if self.uploads is None:
             return
         with raise_on_all_ranks("uploading the last checkpoint"):
-            if self.writer.uploads is not None:
+            if self.run.mesh.rank == 0:
                 try:
-                    finish_uploads(config, self.writer.uploads, _SHARE_OF_TIMEOUT * config.distributed.timeout_seconds)
+                    self.uploads.finish(_SHARE_OF_TIMEOUT * self.run.config.distributed.timeout_seconds)
                 except ExpertmeshError as error:
                     log.warning(f"warning: {error}")
-
-    def upload_result(self) -> None:
-        """Wait until object storage has all checkpoints, and give it the result of the finished run.
-
-        Called when all else is done, without a collective: an upload takes as long as it takes. Raises `InputError` on
-        rank 0 if it fails.
-        """
-        if self.writer.uploads is not None:
-            finish_uploads(self.run.config, self.writer.uploads)
-            upload_result(self.run.config)
 
     def _tell(self, saved: SavedCheckpoint | None) -> None:
         if saved is None:
@@ -153,7 +143,7 @@ def best_interval(saved: SavedCheckpoint, seconds_between_failures: float) -> fl
 def open_checkpoints(run: "Prepared", state: "RunState", lock: "RunLock | None") -> RunCheckpoints:
     """Ready to save; removes what interrupted saves have left. `lock` is rank 0's, of the output directory.
 
-    Every rank calls it; issues two small all-reduces.
+    Every rank calls it; issues two small all-reduces, and with `checkpoint.remote` a broadcast.
     """
     config, is_main, output = run.config, run.mesh.rank == 0, Path(run.config.output_dir)
     directory = output / CHECKPOINTS
@@ -168,7 +158,8 @@ def open_checkpoints(run: "Prepared", state: "RunState", lock: "RunLock | None")
             log.info(f"removed what interrupted saves left: {', '.join(leftovers)}")
     keep_last, asynchronous = config.checkpoint.keep_last, config.checkpoint.asynchronous
     best = state.counters.best
-    uploads = start_uploads(config, None if best is None else best.step) if is_main else None
-    writer = CheckpointWriter(directory, keep_last=keep_last, asynchronous=asynchronous, uploads=uploads)
+    uploads = start_uploads(config, None if best is None else best.step)
+    queue = None if uploads is None else uploads.queue
+    writer = CheckpointWriter(directory, keep_last=keep_last, asynchronous=asynchronous, uploads=queue)
     selection = Selection(config, state.counters)
-    return RunCheckpoints(run, state.optimizer, writer, files, lock, state.counters.step, selection)
+    return RunCheckpoints(run, state.optimizer, writer, files, lock, state.counters.step, selection, uploads)

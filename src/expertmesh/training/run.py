@@ -93,4 +93,5 @@ def _train(config: "Config", control: Control, checked: "Checked", predict: Pred
             if lock is not None:
                 lock.check()
         save_result(run)
-        checkpoints.upload_result()
+        if checkpoints.uploads is not None:
+            checkpoints.uploads.finish_with_result()

@@ -2,11 +2,11 @@
 
 Storage has no rename. So the manifest is uploaded when all else of a checkpoint is there, and removed before anything
 else of it is: a directory without a manifest, or with one that ends early, is no checkpoint, and is cleaned up. One
-process at a time writes. Nothing here communicates.
+process at a time decides and removes. Nothing here communicates.
 """
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from expertmesh.io.reading import parse_json
 from expertmesh.io.storage import Storage
 
 log = logging.getLogger(__name__)
+# Uploads files of a directory: this process all of them, or all ranks of a job their shares (shares.py).
+Put = Callable[[Storage, Path, list[str]], None]
 
 
 class RemoteCheckpoints:
@@ -54,8 +56,8 @@ class RemoteCheckpoints:
         """The configuration of the run that wrote a checkpoint."""
         return self.storage.read(f"{step_name(step)}/{CONFIG_FILE}")
 
-    def publish(self, directory: Path) -> bool:
-        """Upload the complete checkpoint `directory`, its manifest last. False if storage has it already.
+    def publish(self, directory: Path, put: Put = Storage.put) -> bool:
+        """Upload the complete checkpoint `directory` by `put`, its manifest last. False if storage has it already.
 
         Raises `InputError` if storage has another checkpoint of this step or a later one: another run writes there.
         """
@@ -73,7 +75,7 @@ class RemoteCheckpoints:
             )
         self._remove(manifest.step)
         target = self.storage.below(name)
-        target.put(directory, [file.name for file in manifest.files])
+        put(target, directory, [file.name for file in manifest.files])
         arrived = target.sizes()
         for file in manifest.files:
             if arrived.get(file.name) != file.bytes:

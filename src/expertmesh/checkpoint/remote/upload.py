@@ -1,5 +1,5 @@
 """Uploads the checkpoints of a run while it goes on: a thread of rank 0 takes each from the run's directory when it is
-published there.
+published there, and has all ranks upload their shares (shares.py).
 
 An upload that fails is said, and tried again with the next checkpoint and at the end; training goes on. What waits for
 its upload stays in the run's directory. If uploads are slower than saves, the newest goes next, and the best one.
@@ -13,17 +13,22 @@ from pathlib import Path
 
 from expertmesh.checkpoint.directory import step_name
 from expertmesh.checkpoint.manifest import step_of
-from expertmesh.checkpoint.remote.store import RemoteCheckpoints
+from expertmesh.checkpoint.remote.store import Put, RemoteCheckpoints
 from expertmesh.config.errors import ExpertmeshError, InputError
+from expertmesh.io.storage import Storage
 
 log = logging.getLogger(__name__)
 
 
 class Uploads:
-    """The uploads of one run; `before` uploads what else belongs to it, before each checkpoint is published."""
+    """The uploads of one run; `before` uploads what else belongs to it, before each checkpoint is published, and `put`
+    the files of that.
+    """
 
-    def __init__(self, remote: RemoteCheckpoints, keep_last: int | None, before: Callable[[], None]) -> None:
-        self.remote, self.keep_last, self._before = remote, keep_last, before
+    def __init__(
+        self, remote: RemoteCheckpoints, keep_last: int | None, before: Callable[[], None], put: Put = Storage.put
+    ) -> None:
+        self.remote, self.keep_last, self._before, self._put = remote, keep_last, before, put
         self._keep_step: int | None = None
         self._waiting: list[Path] = []
         self._under_way: Path | None = None
@@ -95,7 +100,7 @@ class Uploads:
         started = time.monotonic()
         try:
             self._before()
-            if self.remote.publish(checkpoint):
+            if self.remote.publish(checkpoint, self._put):
                 seconds = time.monotonic() - started
                 log.info(f"uploaded   {checkpoint.name} to {self.remote.storage.url} in {seconds:.1f} s")
             self.remote.prune(self.keep_last, {keep_step})

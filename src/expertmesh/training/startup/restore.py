@@ -35,6 +35,8 @@ def restore(config: Config) -> None:
     step: int | None = None
     with raise_on_all_ranks("looking for checkpoints in checkpoint.remote"):
         remote = open_remote(config)
+        remote.run.write(f"{_PROBE}/{dist.get_rank()}", b"")  # every rank uploads
+    with raise_on_all_ranks("cleaning up in checkpoint.remote"):
         if dist.get_rank() == 0:
             _clean(remote)
             step = _missing_here(config, remote)
@@ -45,9 +47,16 @@ def restore(config: Config) -> None:
 
 
 def _clean(remote: RemoteCheckpoints) -> None:
-    """Refuse storage that cannot be written before weights are read, and remove what interrupted uploads have left."""
-    remote.run.write(_PROBE, b"")
-    remote.run.remove([_PROBE])
+    """Refuse storage that is another for each rank, or cannot be removed from; remove what interrupted uploads left."""
+    found = remote.run.below(_PROBE).sizes()
+    missing = [rank for rank in range(dist.get_world_size()) if str(rank) not in found]
+    if missing:
+        raise InputError(
+            f"checkpoint.remote: what rank {missing[0]} has written to {remote.run.url} is not there for rank 0; every "
+            "rank uploads and downloads: mount the same directory at the same path on all nodes",
+            key="storage.not-shared",
+        )
+    remote.run.remove([f"{_PROBE}/{name}" for name in found])
     if left := remote.clean():
         log.info(f"removed what interrupted uploads left in {remote.storage.url}: {', '.join(left)}")
 

@@ -3,10 +3,14 @@ they were when it was saved, and in the end its result. restore.py brings them b
 """
 
 import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch.distributed as dist
+
 from expertmesh.checkpoint.directory import CHECKPOINTS, prune, published
-from expertmesh.checkpoint.remote.store import RemoteCheckpoints
+from expertmesh.checkpoint.remote.shares import Shares, open_shares
+from expertmesh.checkpoint.remote.store import Put, RemoteCheckpoints
 from expertmesh.checkpoint.remote.upload import Uploads
 from expertmesh.config import Config
 from expertmesh.io.directory import io_errors
@@ -27,30 +31,67 @@ def open_remote(config: Config) -> RemoteCheckpoints:
     return RemoteCheckpoints(Storage(config.checkpoint.remote, "checkpoint.remote"))
 
 
-def start_uploads(config: Config, keep_step: int | None) -> Uploads | None:
+@dataclass(frozen=True, slots=True)
+class RunUploads:
+    """What a rank has of the uploads of a run: rank 0 the `queue`, and each of several ranks its `shares`."""
+
+    config: Config
+    queue: Uploads | None
+    shares: Shares | None
+
+    def finish(self, within_seconds: float | None = None) -> None:
+        """Wait until all checkpoints are uploaded, and remove those that were kept for that. For rank 0.
+
+        Raises `InputError` if it fails.
+        """
+        assert self.queue is not None
+        log.info(f"uploading  what is not yet in {self.config.checkpoint.remote}")
+        self.queue.finish(within_seconds)
+        kept = self.queue.kept()
+        prune(Path(self.config.output_dir) / CHECKPOINTS, self.config.checkpoint.keep_last, kept)
+
+    def finish_with_result(self) -> None:
+        """Wait until storage has all checkpoints, and give it the result of the finished run.
+
+        Every rank calls it, when all else is done, without a collective: an upload takes as long as it takes. Raises
+        `InputError` on rank 0 if it fails.
+        """
+        if self.queue is None:
+            assert self.shares is not None
+            self.shares.wait()
+            return
+        try:
+            self.finish()
+            upload_result(self.config, self.put)
+        finally:
+            if self.shares is not None:
+                self.shares.end()
+
+    @property
+    def put(self) -> Put:
+        return Storage.put if self.shares is None else self.shares.put
+
+
+def start_uploads(config: Config, keep_step: int | None) -> RunUploads | None:
     """The uploads of a run that has a `checkpoint.remote`; they begin with what an earlier start has saved and not
-    uploaded: the newest checkpoint, and that of `keep_step`, the best one. For rank 0; no communication.
+    uploaded: the newest checkpoint, and that of `keep_step`, the best one. Every rank calls it; one broadcast.
     """
     if config.checkpoint.remote is None:
         return None
     remote, output = open_remote(config), Path(config.output_dir)
-    uploads = Uploads(remote, config.checkpoint.keep_last, lambda: _upload_records(remote.run, output))
+    started = RunUploads(config, None, open_shares(remote.run, output))
+    if dist.get_rank():
+        return started
+    uploads = Uploads(remote, config.checkpoint.keep_last, lambda: _upload_records(remote.run, output), started.put)
     checkpoints = published(output / CHECKPOINTS)
     for step, path in checkpoints:
         if step in (keep_step, checkpoints[-1][0]):
             uploads.submit(path, keep_step)
-    return uploads
+    return replace(started, queue=uploads)
 
 
-def finish_uploads(config: Config, uploads: Uploads, within_seconds: float | None = None) -> None:
-    """Wait until all checkpoints are uploaded, and remove those that were kept for that. `InputError` if it fails."""
-    log.info(f"uploading  what is not yet in {config.checkpoint.remote}")
-    uploads.finish(within_seconds)
-    prune(Path(config.output_dir) / CHECKPOINTS, config.checkpoint.keep_last, uploads.kept())
-
-
-def upload_result(config: Config) -> None:
-    """Upload the model or adapter of a finished run. What makes the directory one of these comes last.
+def upload_result(config: Config, put: Put = Storage.put) -> None:
+    """Upload the model or adapter of a finished run by `put`. What makes the directory one of these comes last.
 
     Raises `InputError` if it fails: the same command does it again.
     """
@@ -60,7 +101,7 @@ def upload_result(config: Config) -> None:
     names = [path.relative_to(output / name).as_posix() for path in files]
     target.remove([last])
     target.remove(target.sizes().keys() - set(names))
-    target.put(output / name, [each for each in names if each != last])
+    put(target, output / name, [each for each in names if each != last])
     target.write(last, read_file(output / name / last))
     log.info(f"uploaded   {output / name} to {target.url}")
 
