@@ -30,6 +30,8 @@ _COLLECTIVES = (
     "/expertmesh/experts/",
     "/expertmesh/training/exchange.py",
 )
+# Where the stack of every rank begins.
+_STARTERS = ("<frozen runpy>", f"launcher{os.sep}worker.py", f"launcher{os.sep}standby.py")
 # And of one that waits for its device, so for the collectives given to it; backward runs on other threads then.
 _DEVICE_WAITS = ("/torch/accelerator/", "/torch/cuda/", "/torch/autograd/graph.py")
 
@@ -147,7 +149,7 @@ def _stack_of(file: Path, main_thread: int) -> tuple[str, ...]:
 
 def shortened(stack: Sequence[str]) -> tuple[str, ...]:
     """Both ends of a long stack, innermost line first, without what starts a rank."""
-    kept = [line for line in stack if "<frozen runpy>" not in line and f"launcher{os.sep}worker.py" not in line]
+    kept = [line for line in stack if not any(name in line for name in _STARTERS)]
     if len(kept) > INNERMOST + OUTERMOST + 1:
         kept = [*kept[:INNERMOST], "  ...", *kept[-OUTERMOST:]]
     return tuple(kept)

@@ -24,7 +24,8 @@ from expertmesh.distributed.environment import Node, Rank, find_place
 from expertmesh.io.terminal import lasting_output, print_log, tell
 from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.launcher.meeting import THIS_MACHINE, Meeting
-from expertmesh.launcher.supervise import Job, StopRequests, start_ranks, stop_requests
+from expertmesh.launcher.standby import Standbys
+from expertmesh.launcher.supervise import Job, start_ranks, stop_requests
 from expertmesh.launcher.torchrun import TorchrunAgent, refuse_elastic, run_here
 from expertmesh.training.control import Control
 
@@ -189,15 +190,20 @@ def launch(
     control = {"deadline": deadline, "launch": uuid.uuid4().hex, **options.told()}
     worker = [function, str(os.getpid()), json.dumps(control)]
     meeting = Meeting(ranks, node, config.distributed.first_step_timeout_seconds)
-    with stop_requests() as requests, tempfile.TemporaryDirectory(prefix="expertmesh-") as temporary:
+    with (
+        stop_requests() as requests,
+        tempfile.TemporaryDirectory(prefix="expertmesh-") as temporary,
+        Standbys(function, ranks, _environment(ranks)) as standbys,
+    ):
         config_path = Path(temporary, "config.yaml")
         for restart in itertools.count(1):
             config_path.write_text(dump_config(config if restart == 1 else _continued(config)), encoding="utf-8")
             directory = Path(temporary, f"attempt-{restart}")
             directory.mkdir()
             try:
-                arguments = [str(config_path), str(directory), *worker]
-                return _attempt(arguments, directory, meeting, requests, config.distributed.timeout_seconds)
+                job = Job([], directory, requests, config.distributed.timeout_seconds)
+                job.standbys = standbys if restart <= options.max_restarts else None
+                return _attempt([str(config_path), str(directory), *worker], job, meeting, standbys)
             except DistributedFailure as failure:
                 late = deadline is not None and time.monotonic() >= deadline
                 if restart > options.max_restarts or requests.requested or late:
@@ -216,20 +222,21 @@ def _continued(config: Config) -> Config:
     return config.model_copy(update={"checkpoint": checkpoint})
 
 
-def _attempt(
-    arguments: list[str], directory: Path, meeting: Meeting, requests: StopRequests, timeout_seconds: float
-) -> int:
+def _attempt(arguments: list[str], job: Job, meeting: Meeting, standbys: Standbys) -> int:
     """Start all ranks, with nothing left of an attempt before, and wait for them."""
     # A store for each attempt: in an old one ranks would read addresses of the dead.
-    store = meeting.open(requests)
+    store = meeting.open(job.requests)
     if store is None:
-        return requests.exit_code
+        return job.requests.exit_code
+    job.ranks = start_ranks(arguments, meeting.places(store.port), job.directory, standbys)
+    return job.supervise()
+
+
+def _environment(ranks: int) -> dict[str, str]:
+    """Of every rank here, to which its place is added."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    environment = {
-        "OMP_NUM_THREADS": str(max(1, cores // meeting.ranks)),
+    return {
+        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
         **os.environ,
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is up already: rank 0 must not start one
     }
-    places = meeting.places(store.port)
-    started = start_ranks(["expertmesh.launcher.worker", *arguments], places, directory, environment)
-    return Job(started, directory, requests, timeout_seconds).supervise()

@@ -33,9 +33,7 @@ def run_rank(config: Config, function: str, control: Control) -> int:
 
     Called on every rank, before a process group exists; issues no collective. Raises what the function raises.
     """
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        # The rows that experts receive are others in every step: blocks of fixed sizes would fragment.
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    take_allocator_settings()
     if config.train.deterministic:
         take_deterministic_algorithms()
     module, _, name = function.partition(":")
@@ -49,6 +47,13 @@ def run_rank(config: Config, function: str, control: Control) -> int:
             signal.signal(number, signal.SIG_IGN)
         return stopped.exit_code
     return 0
+
+
+def take_allocator_settings() -> None:
+    """Before torch is imported. The user's own are left alone."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # The rows that experts receive are others in every step: blocks of fixed sizes would fragment.
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def take_deterministic_algorithms() -> None:
