@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from expertmesh.config import load_config
+from expertmesh.config import Config, load_config
 from expertmesh.planning.forecast import forecast
 from expertmesh.planning.hardware import hardware_table, parse_devices
 from expertmesh.training.reporting.record import Forecast
@@ -85,6 +85,23 @@ def test_each_example_passes_with_the_published_config_as_its_comment_predicts(f
     figures, found = _dry_run(file, tmp_path / "model")
     assert found.line == figures
     assert found.warning is None
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_published_config_passes_with_the_default_of_every_key(file: Path, tmp_path: Path) -> None:
+    """All but what says what is wanted: the model, the data, adapters, the objective, and a batch with a row a rank."""
+    example = load_config(file)
+    wanted = example.model_dump(mode="json", include={"model": {"name_or_path"}, "output_dir": True})
+    given = example.model_dump(mode="json", include={"lora", "objective"}, exclude_none=True)
+    sources = [source.model_dump(mode="json", include={"path"}) for source in example.data.train]
+    batch = {"global_batch_size": example.train.global_batch_size}
+    config = Config.model_validate({**wanted, **given, "data": {"train": sources}, "train": batch})
+    said = PREDICTED.search(file.read_text())
+    assert said is not None
+    devices = parse_devices(said["devices"], hardware_table())
+    model_config, published = read_model_config(str(_published(config.model.name_or_path, tmp_path / "model")))
+    checked = check_model(config, model_config, published, devices.count, devices.per_node)
+    assert checked.layout.world_size == devices.count
 
 
 def test_a_default_that_a_published_config_contradicts_is_found(tmp_path: Path) -> None:

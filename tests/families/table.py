@@ -87,7 +87,9 @@ Refused in the default precision (bfloat16 computed over float32 parameters), so
 its class has gate and up projections for the identity experts too, which have no weights in the files
 (`tests/families/test_families.py` reproduces it). `jetmoe` stays refused because none of its calls holds the tokens and
 their experts together: the MLP's experts get rows that the router has sorted, with a count for each expert, and
-attention is a mixture as well, whose experts project queries before it and outputs behind it.
+attention is a mixture as well, whose experts project queries before it and outputs behind it. Each such call could be
+dispatched for itself, as experts of one matrix; kernels, adapters, files and the plan know MLPs, and no other family
+has such experts.
 
 Models that bring their own code (`model.trust_remote_code`) may hold their experts in an `nn.ModuleList` of MLPs. The
 list is fused when it is loaded and written back under its own names, if a small copy of the block proves on the spot

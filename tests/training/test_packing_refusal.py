@@ -3,11 +3,13 @@
 from unittest import mock
 
 import pytest
+import torch
 
 from expertmesh.introspection.attention import packing_refusal
 from expertmesh.introspection.source_code import _masks_see_positions
 from expertmesh.parallel import sequence
 from tests.families.packing import check_packing, packing_of
+from tests.families.tiny import random_model
 from tests.support.models import tiny_model
 
 DIRECT = "create_causal_mask(config=c, position_ids=position_ids)"
@@ -40,9 +42,12 @@ QWEN3_5 = ("Qwen3_5MoeForCausalLM", "qwen3_5_moe")  # convolutions and states of
 
 
 GLM_4_5V = ("Glm4vMoeForConditionalGeneration", "glm4v_moe")  # several position axes, and masks by the text's alone
+DEEPSEEK_V4 = ("DeepseekV4ForCausalLM", "deepseek_v4")  # compresses positions: its attention runs sample by sample
+GLM_5 = ("Glm5NextForConditionalGeneration", "glm5_next")  # the same for indices, which the next block reads
+QWEN4 = ("Qwen4ExpForCausalLM", "qwen4_exp")
 
 
-@pytest.mark.parametrize(("model_class", "family"), [GPT_OSS, QWEN3_5, GLM_4_5V])
+@pytest.mark.parametrize(("model_class", "family"), [GPT_OSS, QWEN3_5, GLM_4_5V, DEEPSEEK_V4, GLM_5, QWEN4])
 def test_packed_samples_train_as_samples_apart(model_class: str, family: str) -> None:
     assert packing_of(model_class, family) is None
     as_the_family_has_it = mock.patch.object(sequence, "_borders", return_value=None)
@@ -51,7 +56,31 @@ def test_packed_samples_train_as_samples_apart(model_class: str, family: str) ->
 
 
 @pytest.mark.parametrize(
-    ("of", "axes"), [(QWEN3_5, {"tp": 2}), (QWEN3_5, {"pp": 2}), (GPT_OSS, {"cp": 2}), (AFMOE, {"pp": 2})], ids=str
+    ("of", "axes"),
+    [
+        (QWEN3_5, {"tp": 2}),
+        (QWEN3_5, {"pp": 2}),
+        (GPT_OSS, {"cp": 2}),
+        (AFMOE, {"pp": 2}),
+        (DEEPSEEK_V4, {"cp": 2}),
+        (DEEPSEEK_V4, {"pp": 2}),
+        (GLM_5, {"tp": 2}),
+    ],
+    ids=str,
 )
 def test_packed_samples_are_kept_apart_on_every_axis(of: tuple[str, str], axes: dict[str, int]) -> None:
     check_packing(*of, axes)
+
+
+def test_attention_that_runs_by_samples_needs_masks_that_can_be_cut() -> None:
+    model = random_model(*QWEN4)
+    assert packing_refusal(model) is None
+    model.config._attn_implementation = "flex_attention"
+    assert "carries state" in (packing_refusal(model) or "")
+
+
+def test_convolutions_of_a_tower_do_not_look_along_text() -> None:
+    model = random_model("MuseSparkForConditionalGeneration", "muse_spark")
+    assert packing_refusal(model) is None
+    model.model.language_model.conv = torch.nn.Conv1d(1, 1, 1)
+    assert "carries state" in (packing_refusal(model) or "")

@@ -77,7 +77,7 @@ class DataConfig(Section):
     prepared_path: str | None = None
     """Directory for tokens, which runs that name the same one share; null for prepared in output_dir."""
     packing: bool = True
-    """Fill each sequence with several samples; attention stays inside each of them."""
+    """Fill each sequence with several samples; attention stays inside each of them. Off with objective dpo."""
     loss_on: Literal["assistant", "completion", "all"] = "assistant"
     """Tokens that are targets: every assistant turn, the last turn only, or all tokens."""
     shuffle: bool = True

@@ -58,6 +58,20 @@ class Config(Section):
             return {**values, "optim": optim.model_copy(update={"learning_rate": _RATE_OF_ADAPTERS})}
         return values
 
+    @model_validator(mode="before")
+    @classmethod
+    def _rows_of_pairs(cls, values: Any) -> Any:
+        """The responses of a pair are rows of their own, so that nothing is packed unless that is asked for."""
+        if not isinstance(values, dict):
+            return values
+        objective, data = values.get("objective"), values.get("data")
+        name = objective.get("name") if isinstance(objective, dict) else getattr(objective, "name", None)
+        if name == "dpo" and isinstance(data, dict) and "packing" not in data:
+            return {**values, "data": {**data, "packing": False}}
+        if name == "dpo" and isinstance(data, DataConfig) and "packing" not in data.model_fields_set:
+            return {**values, "data": data.model_copy(update={"packing": False})}
+        return values
+
     @model_validator(mode="after")
     def _combine(self) -> Self:
         problems = list(objective_conflicts(self.objective, self.data, self.lora))

@@ -258,7 +258,7 @@ def separate_samples(model: nn.Module, anatomy: Anatomy, device: torch.device, d
     model.register_forward_pre_hook(partial(_enter, has_axes), with_kwargs=True, prepend=True)
     model.register_forward_hook(_leave, always_call=True)
     for name in mixers or ():
-        mix_in(model.get_submodule(name), _OneByOne)
+        mix_in(model.get_submodule(name), BySamples)
     if asks:
         decoder_of(model, anatomy).register_forward_pre_hook(partial(_give_masks, dtype), with_kwargs=True)
 
@@ -313,7 +313,7 @@ def _mask(kind: str, options: Mapping[str, Any]) -> Any:
     return _MASKS[kind](**options) if kind in _MASKS else None  # recurrent layers are masked against padding alone
 
 
-class _OneByOne(nn.Module):
+class BySamples(nn.Module):
     """In front of a module that carries state along its rows: runs it on each sample by itself."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

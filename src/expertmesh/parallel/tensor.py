@@ -26,6 +26,7 @@ from expertmesh.distributed.mesh import Mesh
 from expertmesh.distributed.sequence_collectives import gather, own_part, reduce_scatter
 from expertmesh.experts.lora_state import adapter_state, adapter_state_of
 from expertmesh.introspection.state_heads import Share
+from expertmesh.parallel.sequence import BySamples
 from expertmesh.parallel.tensor_plan import TensorPart
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.patching import exchanged, mix_in
@@ -44,12 +45,21 @@ class _Axis:
 class _Running:
     """What a mixin knows of its module: the axes that gather for its part, tp before cp; and what cp cuts of it while
     it runs: tensors, also of the convolutions in it, whose weights are read past their forwards, and counts of heads.
+    `by_samples`: inside of the part, rows are packed samples, of which no rank has its own positions.
     """
 
     axes: tuple[_Axis, ...]
     leaf: str = ""
     shares: Mapping[str, Share] = field(default_factory=dict)
     counts: tuple[str, ...] = ()
+    by_samples: bool = False
+
+    @property
+    def sums_inside(self) -> bool:
+        """Whether the part's last layer sums over the group, and leaves the rank its own positions: where tp splits it
+        and its rows are whole.
+        """
+        return not self.by_samples and any(axis.part.is_split and not axis.part.shares for axis in self.axes)
 
 
 def split_parts(model: nn.Module, tensor: Sequence[TensorPart], context: Sequence[TensorPart], mesh: Mesh) -> None:
@@ -83,7 +93,8 @@ def _split_part(module: nn.Module, axes: tuple[_Axis, ...]) -> None:
     kinds.append(("", _Gathering))
     for name, kind in kinds:
         counts = tuple(leaf for _, owner, _, leaf in counted if owner == name)
-        _put_in_front(module.get_submodule(name), kind, _Running(axes, name, owned.get(name, {}), counts))
+        running = _Running(axes, name, owned.get(name, {}), counts, isinstance(module, BySamples))
+        _put_in_front(module.get_submodule(name), kind, running)
     _place_around(module)
 
 
@@ -114,14 +125,15 @@ class _Gathering(nn.Module):
     """In front of an attention or MLP: gives it all positions of the group, and its own positions back."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        axes = _running(self).axes
+        running = _running(self)
+        axes = running.axes
         hidden, others = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
         _refuse_other_positions(axes[0].part, hidden, [*others, *kwargs.values()])
         whole = hidden
         for axis in axes:
             whole = gather(whole, hidden.dim() - 2, axis.group)
         output = super().forward(whole, *others, **kwargs)
-        return output if _sums_inside(axes) else _own_positions(output, whole.shape[:2], axes)
+        return output if running.sums_inside else _own_positions(output, whole.shape[:2], axes)
 
 
 class _Columns(nn.Module):
@@ -161,7 +173,8 @@ class _Rows(nn.Module):
     """In front of a linear layer whose inputs are split, adapted or not. Its bias is added to the sum, once."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        axes = _running(self).axes
+        running = _running(self)
+        axes = running.axes
         split = [axis for axis in axes if axis.part.is_split]
         for axis in split:
             x = own_part(x, x.dim() - 1, axis.group) if axis.part.cuts_input else x
@@ -173,8 +186,9 @@ class _Rows(nn.Module):
             # The mask depends on the column, so it has to know which ones these are.
             attach_to_module(self, first_column=number * x.shape[-1])
         out: torch.Tensor
-        if not _sums_inside(axes):
-            kept = self._parameters["bias"] if number == 0 else None
+        bias = module_state(self).row_bias
+        if not running.sums_inside:
+            kept = (self._parameters["bias"] if bias is None else bias) if number == 0 else None
             with exchanged(self._parameters, {"bias": kept}), _cut(self):
                 out = super().forward(x)
             return out
@@ -182,13 +196,7 @@ class _Rows(nn.Module):
             out = super().forward(x)
         for axis in reversed(axes):
             out = (reduce_scatter if axis.part.is_split else own_part)(out, out.dim() - 2, axis.group)
-        bias = module_state(self).row_bias
         return out if bias is None else out + bias
-
-
-def _sums_inside(axes: Sequence[_Axis]) -> bool:
-    """Whether the part's last layer sums over the group, and leaves the rank its own positions: where tp splits it."""
-    return any(axis.part.is_split and not axis.part.shares for axis in axes)
 
 
 def _place_around(module: nn.Module) -> None:
