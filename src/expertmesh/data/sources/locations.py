@@ -5,6 +5,7 @@ changes when its content may have changed, and a hash of the content itself.
 """
 
 import hashlib
+import io
 import os
 import re
 from collections.abc import Iterator
@@ -120,10 +121,12 @@ class _File:
             return digest.hexdigest()
 
     def _open(self, compression: str | None) -> IO[bytes]:
+        stream: IO[bytes]
         if self.filesystem is None:
             stream = os.fdopen(open_file(self.path), "rb")
         else:
-            stream = self.filesystem.open(self.path, "rb")
+            # Reads ranges, a block at a time. Of its own classes some have no `readline` with a limit.
+            stream = io.BufferedReader(self.filesystem.open(self.path, "rb"))
         if compression is None:
             return stream
         from fsspec.compression import compr
