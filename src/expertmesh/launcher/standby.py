@@ -84,7 +84,7 @@ class Standbys:
             standby = self._waiting.pop(0)
             if standby.process.poll() is None:
                 with contextlib.suppress(ConnectionError), standby.orders as orders:
-                    orders.sendall(json.dumps([list(arguments), dict(variables)]).encode())
+                    orders.sendall(f"{json.dumps([list(arguments), dict(variables)])}\n".encode())
                     return standby.process
             standby.end()
         return None
@@ -105,9 +105,12 @@ def main() -> None:
     with socket.socket(fileno=int(descriptor)) as launcher:
         with lazy_imports():
             importlib.import_module(function.partition(":")[0])
-        launcher.sendall(b".")
-        said = b"".join(iter(lambda: launcher.recv(65536), b""))
-    if not said:  # the launcher has ended
+        said = ""
+        with contextlib.suppress(ConnectionError):  # it may have given its orders, and closed its end, long since
+            launcher.sendall(b".")
+        with contextlib.suppress(ConnectionError), launcher.makefile() as lines:
+            said = lines.readline()
+    if not said.endswith("\n"):  # the launcher has ended
         return
     arguments, variables = json.loads(said)
     os.environ.update(variables)
