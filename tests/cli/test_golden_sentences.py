@@ -106,7 +106,11 @@ def test_options_that_contradict_the_launcher(monkeypatch: pytest.MonkeyPatch) -
             "layout.ep-divides-experts",
             "parallel.ep 3 does not divide the model's 8 experts; valid values: 1, 2",
         ),
-        (lambda: locate(Path("nothing")), "checkpoint.not-found", "nothing: no such directory"),
+        (
+            lambda: locate(Path("nothing")),
+            "checkpoint.not-found",
+            "nothing: no such directory; give the output_dir of a run, or one of its checkpoints",
+        ),
     ],
 )
 def test_a_layout_or_a_checkpoint_that_cannot_be(refuse: Callable[[], object], key: str, sentence: str) -> None:

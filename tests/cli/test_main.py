@@ -205,6 +205,22 @@ def test_what_train_does_is_on_the_screen_before_torch_is_imported(config: str) 
     assert ended.stdout == "starting   importing torch and transformers, checking the configuration\n"
 
 
+def test_a_terminal_is_told_that_a_verb_takes_seconds_to_start(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = []
+
+    def imported(module: str) -> SimpleNamespace:
+        told.append(capsys.readouterr().err)
+        return SimpleNamespace(run=lambda *arguments: 0)
+
+    monkeypatch.setattr(verbs.importlib, "import_module", imported)
+    assert main(["check", config]) == 0
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["check", config]) == 0
+    assert told == ["", "starting   importing torch and transformers\n"]
+
+
 @pytest.mark.parametrize(
     ("words", "completed"),
     [

@@ -90,6 +90,13 @@ def test_unknown_keys_are_refused_with_the_formats(tmp_path: Path) -> None:
             build(path, on_error=on_error)
 
 
+def test_a_csv_without_header_is_told_where_its_keys_are_from(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("What is 1+1?,2\nWhat is 2+2?,4\n")
+    with refused("data.unknown-format", naming="(What is 1+1?, 2), which the first line of the file names, fit none"):
+        build(path)
+
+
 def test_empty_source_is_refused(tmp_path: Path) -> None:
     with refused("data.empty", naming="a.jsonl"):
         build(write(tmp_path / "a.jsonl", [""]))
@@ -139,8 +146,15 @@ def test_rows_add_up(tmp_path: Path) -> None:
 
 def test_data_without_any_target_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "anyone?"}]}] * 3)
-    with refused("data.no-targets", naming="3 without a target"):
+    with refused("data.no-targets", naming="3 without a target under data.loss_on: assistant (first"):
         build(path)
+
+
+def test_targets_that_are_all_cut_off_lead_to_max_length(tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "word " * 50}, {"role": "assistant", "content": "a"}]}
+    path = write(tmp_path / "a.jsonl", [row] * 3)
+    with refused("data.no-targets", naming="3 of them because of the cut to data.max_length 16"):
+        build(path, max_length=16)
 
 
 def test_marks_that_cover_nothing_are_refused(tmp_path: Path) -> None:

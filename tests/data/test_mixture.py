@@ -102,4 +102,7 @@ def test_older_checkpoints_know_no_mixing(tmp_path: Path) -> None:
     old = {"data.train": [{"path": "a", "format": "auto"}]}
     assert config_differences(old, new) == ([], [])
     new["data.train"][0]["repeat"] = 2
-    assert config_differences(old, new)[0]
+    assert config_differences(old, new)[0] == ["data.train.0.repeat was 1 and is 2"]
+    new["data.train"].append({"path": "b"})
+    (sentence,) = config_differences(old, new)[0]
+    assert sentence.startswith('data.train was [{"path": "a", ')

@@ -57,7 +57,10 @@ def locate(path: Path) -> tuple[Path, int | None]:
     With how many there are to choose from, None for `path` itself. Raises `InputError` when there is none.
     """
     if not path.is_dir():
-        raise InputError(f"{path}: no such directory", key="checkpoint.not-found")
+        raise InputError(
+            f"{path}: no such directory; give the output_dir of a run, or one of its checkpoints",
+            key="checkpoint.not-found",
+        )
     if step_of(path.resolve()) is not None or (path / MANIFEST).exists():
         return path, None
     checkpoints = published(path / CHECKPOINTS) or published(path)

@@ -55,6 +55,8 @@ def _adapter_at(path: Path, output: Path, stack: contextlib.ExitStack, trust_rem
     try:
         checkpoint, found = locate_local(str(path))
     except InputError as error:
+        if not path.exists():
+            raise
         raise InputError(f"{error}; and no {CONFIG_FILE} of an adapter", key="adapter.not-found") from error
     tell(f"adapter     of {located_text(checkpoint, found)}")
     parent = output.absolute().parent

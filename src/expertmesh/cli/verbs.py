@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect as signatures
 import os
+import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -36,7 +37,7 @@ from expertmesh.cli.options import (
 )
 from expertmesh.config import Config, InputError, load_config
 from expertmesh.config.schema import schema_text
-from expertmesh.io.terminal import print_log
+from expertmesh.io.terminal import print_log, tell
 from expertmesh.launcher.launch import RunOptions
 from expertmesh.launcher.launch import run as run_ranks
 from expertmesh.launcher.lazy_imports import lazy_imports
@@ -81,8 +82,10 @@ def with_options(options: type[Options]) -> Callable[[Callable[[Options], int]],
 
 
 def call(module: str, *arguments: object) -> int:
-    """Import `module`, which may take seconds, and return the exit code of its `run(*arguments)`."""
+    """Import `module`, which takes seconds (a terminal is told), and return the exit code of its `run(*arguments)`."""
     print_log("info")
+    if sys.stderr.isatty():
+        tell("starting   importing torch and transformers", error=True)
     with lazy_imports():
         imported = importlib.import_module(module)
     return int(imported.run(*arguments))

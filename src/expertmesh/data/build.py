@@ -195,9 +195,11 @@ def _detect(recipe: Recipe, path: str) -> tuple[str, tuple[str, ...]]:
                 mend = "correct the row, or set data.on_error: skip."
                 raise InputError(f"{raw.position}: {raw.problem}; {mend}", key="data.malformed-row")
             keys = ", ".join(map(str, raw.value or ())) or "none"
+            known = "prompt, chosen and rejected" if recipe.pairs else "prompt and completion"
+            header = ", which the first line of the file names," if path.endswith((".csv", ".tsv")) else ""
             raise InputError(
-                f"{raw.position}: the row's keys ({keys}) fit none of the formats {', '.join(recipe.formats)}; "
-                "rename the keys.",
+                f"{raw.position}: the row's keys ({keys}){header} fit none of the formats {', '.join(recipe.formats)}; "
+                f"rename them, for example to {known} (docs/data.md).",
                 key="data.unknown-format",
             )
     if not tried:
@@ -222,13 +224,15 @@ def _first_rows(path: str, stream: bool) -> Iterator[RawRow]:
 
 def _refuse_no_targets(recipe: Recipe, report: DataReport) -> None:
     first = next(iter((*report.skipped_at, *report.no_target_at)), None)
+    lost = report.no_target_after_cut
+    cut = f", {lost:,} of them because of the cut to data.max_length {report.max_length:,}" if lost else ""
     raise InputError(
         f"the data has no target token at all: of {report.rows:,} rows {report.skipped:,} are "
         f"malformed, {report.dropped:,} too long, {report.left_out:,} left out by data.on_* and "
         f"{report.no_target:,} without a target "
-        f"under data.loss_on: {recipe.config.loss_on}"
+        f"under data.loss_on: {recipe.config.loss_on}{cut}"
         + (f" (first: {first})" if first else "")
-        + "; correct the data or data.loss_on.",
+        + f"; correct the data{', data.max_length' if cut else ''} or data.loss_on.",
         key="data.no-targets",
     )
 

@@ -46,7 +46,7 @@ def export(
         check_hashes(state, optimizer=False)
         if adapter_format is not None and not holds_adapters(state):
             raise InputError(
-                f"{checkpoint}: holds a whole model, no adapter; leave --adapter-format out",
+                f"{checkpoint}: holds a whole model, no adapter; export writes it without --adapter-format",
                 key="checkpoint.no-adapter",
             )
         model = stored_model(state, trust_remote_code=trust_remote_code)

@@ -49,6 +49,10 @@ def read_model_json(path: Path) -> dict[str, Any]:
     """What `path` says. Raises `InputError` for what is no JSON object or has a number that no model has."""
     try:
         content = read_json(path)
+    except FileNotFoundError as error:
+        raise InputError(
+            f"{path}: there is no such file; give the directory of a model", key="model.invalid-config"
+        ) from error
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read as a model's config: {error}", key="model.invalid-config") from error
     if not isinstance(content, dict):

@@ -8,7 +8,7 @@ import datetime
 import hashlib
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -179,10 +179,21 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) == new.get(key):
             continue
-        sentence = f"{key} was {_shown(old.get(key))} and is {_shown(new.get(key))}"
+        sentence = ", ".join(_changes(key, old.get(key), new.get(key)))
         free = (key.partition(".")[0] in _FREE_SECTIONS and key != _FROM_WEIGHTS) or key in _FREE_KEYS
         (changed if free else forbidden).append(sentence)
     return forbidden, changed
+
+
+def _changes(key: str, old: Any, new: Any) -> Iterator[str]:
+    """What differs; of lists as long as each other, and of sections in them, only that."""
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        old, new = (dict(enumerate(each)) for each in (old, new))
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping) and old.keys() == new.keys()):
+        yield f"{key} was {_shown(old)} and is {_shown(new)}"
+        return
+    for name in (name for name in old if old[name] != new[name]):
+        yield from _changes(f"{key}.{name}", old[name], new[name])
 
 
 def _with_keys_added_later(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -273,5 +273,7 @@ def _download(name: str, revision: str | None, trust_remote_code: bool, weights:
         where = f"{name} at revision {revision}" if revision else name
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
-            f"model {where}: no such directory, and the hub cannot provide it: {reason}", key="model.not-found"
+            f"model {where}: no such directory, and the hub cannot provide it ({reason.removeprefix('Got: ')}); "
+            "correct the name or the path",
+            key="model.not-found",
         ) from error

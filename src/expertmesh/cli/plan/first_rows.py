@@ -22,6 +22,7 @@ def first_rows(path: str, tokenizer: PreTrainedTokenizerBase, length: int, vocab
     how = report.methods.most_common(1)[0][0]
     longest = max(len(dataset.sample(number).input_ids) for number in range(len(dataset)))
     name, share = report.sources[0].format, report.target_tokens / report.tokens
-    cut = f", {report.cut} are cut" if report.cut else ""
     found = f"{name}; {share:.0%} of the tokens are targets, found by {how}"
-    return found, f"the longest of the first {report.rows} rows has {longest:,} tokens{cut}"
+    if report.cut:
+        return found, f"cuts {report.cut} of the first {report.rows} rows, which are longer"
+    return found, f"the longest of the first {report.rows} rows has {longest:,} tokens"

@@ -11,6 +11,7 @@ from typing import Any
 _INITIALIZER_RANGE = 0.02
 # What bf16 may make of the difference of two sums over long responses that are equal.
 _DPO_ROUNDING = 0.05
+_DIFFERENT_TARGETS = 100
 
 
 def first_loss_lines(config: Any, loss: float, target_tokens: int) -> Iterator[str]:
@@ -27,8 +28,8 @@ def first_loss_lines(config: Any, loss: float, target_tokens: int) -> Iterator[s
     untrained = uniform + untrained_excess(text, target_tokens)
     if loss > untrained:
         yield (
-            f"warning: step 1 loss {loss:.2f} is worse than a uniform guess (ln {vocabulary:,} = {uniform:.2f}), and "
-            f"than an untrained model of this shape would be ({untrained:.2f}): the weights may not be what the config "
+            f"warning: step 1 loss {loss:.3f} is worse than a uniform guess (ln {vocabulary:,} = {uniform:.3f}), and "
+            f"than an untrained model of this shape would be ({untrained:.3f}): the weights may not be what the config "
             "describes, or the data not what the tokenizer was made for"
         )
 
@@ -49,8 +50,10 @@ def untrained_excess(text_config: Any, target_tokens: int) -> float:
     """How far above ln(V) the loss of freely initialised weights can lie.
 
     The last norm leaves hidden states of RMS 1, so logits are normal with σ = initializer_range · √hidden. Their mean
-    loss is ln(V) + σ²/2; the mean over n targets spreads by σ/√n, of which three are allowed.
+    loss is ln(V) + σ²/2; the mean over n targets spreads by σ/√n, of which three are allowed. A text repeats its
+    tokens, whose logits hardly differ from place to place, so that n is 100 at most (one by the sum of the squared
+    shares of its tokens, 0.010 to 0.013 in English).
     """
     initializer = float(getattr(text_config, "initializer_range", None) or _INITIALIZER_RANGE)
     sigma = initializer * math.sqrt(int(text_config.hidden_size))
-    return sigma**2 / 2 + 3 * sigma / math.sqrt(max(target_tokens, 1))
+    return sigma**2 / 2 + 3 * sigma / math.sqrt(min(max(target_tokens, 1), _DIFFERENT_TARGETS))

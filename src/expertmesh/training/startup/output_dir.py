@@ -17,6 +17,8 @@ from expertmesh.training.startup.uploads import has_result, withdraw_result
 
 CONFIG_FILE = "config.yaml"
 MODEL, ADAPTER = "model", "adapter"
+# Of how many differences a refusal speaks.
+_LISTED = 4
 # What a run that was killed before it had written config.yaml may have left behind, none of it worth keeping, and what
 # `verify` and `prepare` write before there is a run.
 _LEFT_BY_A_START = re.compile(r"lock\.json(\..+)?|config\.yaml\.tmp|verification\.json|prepared|stacks\.txt")
@@ -51,8 +53,9 @@ def refuse_output_dir(config: Config) -> None:
     before = _read(written)
     forbidden, _ = config_differences(*(flat(each.model_dump(mode="json")) for each in (before, config)))
     if forbidden:
+        shown = "; ".join(forbidden[:_LISTED]) + (f"; and {len(forbidden) - _LISTED} more" * (len(forbidden) > _LISTED))
         raise InputError(
-            f"output_dir {directory} holds a run with another configuration: {'; '.join(forbidden)}; put it back to "
+            f"output_dir {directory} holds a run with another configuration: {shown}; put it back to "
             "continue that run, or choose another directory",
             key="run.other-configuration",
         )
