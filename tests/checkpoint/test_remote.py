@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from expertmesh.checkpoint.manifest import MANIFEST, parse_manifest
+from expertmesh.checkpoint.remote import shares as shares_module
 from expertmesh.checkpoint.remote.download import download
 from expertmesh.checkpoint.remote.local import local_checkpoint
-from expertmesh.checkpoint.remote import shares as shares_module
 from expertmesh.checkpoint.remote.shares import Shares, divided
 from expertmesh.checkpoint.remote.store import RemoteCheckpoints
 from expertmesh.checkpoint.remote.upload import Uploads
@@ -201,7 +201,8 @@ def test_a_checkpoint_is_published_when_the_share_of_the_slowest_rank_has_arrive
     (first, *others), slow = _ranks(tmp_path, store)
     slow.go_on.clear()
     uploads = Uploads(RemoteCheckpoints(store.storage()), 1, lambda: None, first.put)
-    late = [f"bucket/run/checkpoints/step-00000001/{kind}-00001-of-00002.safetensors" for kind in ("model", "optimizer")]
+    there = "bucket/run/checkpoints/step-00000001"
+    late = [f"{there}/{kind}-00001-of-00002.safetensors" for kind in ("model", "optimizer")]
     uploads.submit(checkpoints[0], None)
     deadline = time.monotonic() + 30
     try:

@@ -25,7 +25,7 @@ from tests.support.ranks import run_ranks
 from tests.training.tiny_run import run_config, train_steps, weights, write_inputs
 
 MISSING = [name for name in ("moto", "flask", "s3fs") if importlib.util.find_spec(name) is None]
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs moto[server] and s3fs; not installed: {', '.join(MISSING)}")
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs moto[server] and s3fs, without {', '.join(MISSING)}")
 
 
 @pytest.fixture(scope="module")
@@ -93,14 +93,14 @@ def _on_another_machine(first: Config, second: Config) -> list[str]:
     return uploaded
 
 
-@pytest.mark.parametrize("stream", ["false", "true"])
+@pytest.mark.parametrize("stream", [(), ("data.stream=true", "data.stream_rows=16")], ids=["prepared", "streamed"])
 def test_model_data_checkpoints_and_result_on_s3_are_those_of_a_run_on_a_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: str, stream: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: str, stream: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     inputs = write_inputs(tmp_path / "inputs")
     _filesystem().put(str(inputs), f"{bucket}/inputs", recursive=True)
-    common = ("checkpoint.every_steps=1", "checkpoint.keep_last=1", "parallel.ep=2", f"data.stream={stream}", "data.stream_rows=16")
+    common = ("checkpoint.every_steps=1", "checkpoint.keep_last=1", "parallel.ep=2", *stream)
     run_ranks(train, 2, run_config(inputs, tmp_path / "whole", *common))
     there = (
         *common,
