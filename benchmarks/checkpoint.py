@@ -6,7 +6,7 @@ One random Qwen3-MoE with AdamW moments on gloo ranks, all in fp32. Saves end wh
 them (DCP syncs by default; `cp` is followed by `sync` of its files; the Trainer does not sync). Our figures include
 hashing everything, at save and at load. Medians of alternating repetitions; the Trainer runs in a process of its own,
 unsharded, which is how it saves on a CPU. Also: how long training stands still per save, synchronous and asynchronous,
-as a share of a step, and the time from SIGKILL of a rank to the first new step of the restarted job.
+as a share of a step.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -54,14 +52,13 @@ def main() -> None:
         command += ["--trainer", json.dumps(dataclasses.asdict(case)), str(files)]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         theirs = json.loads(done.stdout.splitlines()[-1])
-        restart = restart_seconds(Path(scratch))
     if arguments.json:
         report = {"case": dataclasses.asdict(case), "machine": machine(), "ranks": ours, "trainer": theirs}
-        Path(arguments.json).write_text(json.dumps({**report, "restart": restart}, indent=1) + "\n")
-    print(table(case, ours, theirs, restart))
+        Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
+    print(table(case, ours, theirs))
 
 
-def table(case: Case, ours: dict[str, Any], theirs: dict[str, Any], restart: float) -> str:
+def table(case: Case, ours: dict[str, Any], theirs: dict[str, Any]) -> str:
     seconds, size = {**ours["seconds"], **theirs["seconds"]}, ours["bytes"]
     copy = median(seconds["cp"])
     lines = [
@@ -81,7 +78,6 @@ def table(case: Case, ours: dict[str, Any], theirs: dict[str, Any], restart: flo
         f"A step takes {step:.2f} s. A synchronous save stops training for {save:.2f} s ({save / step:.1f} steps), an "
         f"asynchronous one for {pause:.2f} s ({pause / step:.2f} steps); a step while files are written takes "
         f"{during:.2f} s.",
-        f"From SIGKILL of one rank to the first new step of the restarted job (--max-restarts 1): {restart:.1f} s.",
     ]
     return "\n".join(lines)
 
@@ -112,35 +108,6 @@ def trainer(case: Case, directory: Path, repeats: int) -> dict[str, Any]:
         seconds["trainer load"].append(time.perf_counter() - start)
         subprocess.run(["rm", "-rf", str(path)], check=True)
     return {"seconds": seconds}
-
-
-def restart_seconds(scratch: Path) -> float:
-    """Train the demo's model with a checkpoint at every step, kill one rank, and wait for the next step's line."""
-    from expertmesh.demo.run import build_inputs
-
-    config = build_inputs(scratch / "demo")
-    output = scratch / "demo" / "run"
-    command = [sys.executable, "-u", "-m", "expertmesh", "train", str(config), f"output_dir={output}", "--nproc", "2"]
-    command += ["--max-restarts", "1", "train.max_steps=12", "checkpoint.every_steps=1", "data.eval=[]"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as job:
-        assert job.stdout is not None
-        killed = 0.0
-        for line in job.stdout:
-            if not killed and line.startswith("step 5/"):
-                ranks = subprocess.run(["pgrep", "-f", "expertmesh.launcher.worker"], capture_output=True, text=True)
-                own = [pid for pid in ranks.stdout.split() if _parent(int(pid)) == job.pid]
-                os.kill(int(own[-1]), 9)
-                killed = time.perf_counter()
-            elif killed and re.match(r"step \d+/", line) and time.perf_counter() - killed > 1:
-                seconds = time.perf_counter() - killed
-                job.stdout.read()  # to its end: twelve steps
-                return seconds
-    raise RuntimeError("the job did not go on after a rank was killed")
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 if __name__ == "__main__":

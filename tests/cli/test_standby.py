@@ -1,20 +1,19 @@
 """Ranks that start again are processes which have stood by for it, and none of those is left behind."""
 
-import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from expertmesh.launcher.rank_files import progress_file
 from expertmesh.training.progress import Progress
-from tests.cli.jobs import ROOT, ForkedJob, is_alive, left_behind, start_server, wait_until
+from tests.cli.jobs import ROOT, ForkedJob, children, is_alive, left_behind, standing_by, start_server, wait_until
 from tests.training.tiny_run import run_config, write_inputs
 
 
@@ -30,27 +29,6 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     assert list(temporary.iterdir()) == []
     wait_until(lambda: left_behind(tmp_path) == [])
-
-
-def children(launcher: int) -> dict[int, bool]:
-    """The processes that it has started, and whether each began as a standby."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
-            if int(parent) == launcher:
-                found[int(process.name)] = b"expertmesh.launcher.standby" in (process / "cmdline").read_bytes()
-    return found
-
-
-def standing_by(launcher: int, ranks: Sequence[int], count: int = 2) -> set[int]:
-    """Wait until so many stand by, beside the ranks."""
-
-    def found() -> set[int]:
-        return {process for process, began_so in children(launcher).items() if began_so} - set(ranks)
-
-    wait_until(lambda: len(found()) == count)
-    return found()
 
 
 def kill(processes: Iterable[int]) -> None:
