@@ -83,10 +83,9 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> 
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def job_store() -> dist.Store:
+def job_store() -> Any:
     """Where the ranks of the default group met, over a connection of its own; torch has no public name for it."""
-    store: dist.Store = dist.distributed_c10d._get_default_store().clone()
-    return store
+    return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
 
 
 def enable_checkpointing(model: nn.Module, options: dict[str, Any]) -> None:

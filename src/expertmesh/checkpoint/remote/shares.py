@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from expertmesh.compat import job_store
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError
@@ -49,7 +50,7 @@ class Shares:
     The other ranks upload on a thread from the beginning; rank 0 calls `put` from one thread at a time, and `end`.
     """
 
-    def __init__(self, store: dist.Store, rank: int, ranks: int, run: Storage, output: Path) -> None:
+    def __init__(self, store: Store, rank: int, ranks: int, run: Storage, output: Path) -> None:
         self._store, self._rank, self._ranks = store, rank, ranks
         self._run, self._output, self._number = run, output, 0
         self._thread = threading.Thread(target=self._serve, name="upload", daemon=True)
@@ -167,7 +168,7 @@ def open_shares(run: Storage, output: Path) -> Shares | None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     start = from_rank_0(f"{time.time_ns():x}")
-    store = dist.PrefixStore(f"expertmesh-uploads-{start}", job_store())
+    store = PrefixStore(f"expertmesh-uploads-{start}", job_store())
     return Shares(store, dist.get_rank(), dist.get_world_size(), run, output)
 
 
