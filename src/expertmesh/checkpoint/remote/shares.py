@@ -27,8 +27,10 @@ from expertmesh.io.directory import wait_until_seen
 from expertmesh.io.storage import Storage
 
 log = logging.getLogger(__name__)
-# How often ranks look into the job's store.
+# How often a rank looks into the job's store; in a job of more than `OFTEN_RANKS` ranks less often, so that all of them
+# together make no more requests than as many do.
 POLL_SECONDS = 0.5
+OFTEN_RANKS = 256
 # After which time without a sign of life a rank that uploads is taken for lost.
 SILENT_SECONDS = 60.0
 _NUMBER = re.compile(r"-([0-9]+)-of-[0-9]+\.")
@@ -53,6 +55,7 @@ class Shares:
     def __init__(self, store: Store, rank: int, ranks: int, run: Storage, output: Path) -> None:
         self._store, self._rank, self._ranks = store, rank, ranks
         self._run, self._output, self._number = run, output, 0
+        self._pause_seconds = POLL_SECONDS * max(1.0, ranks / OFTEN_RANKS)
         self._thread = threading.Thread(target=self._serve, name="upload", daemon=True)
         if rank:
             self._thread.start()
@@ -110,7 +113,7 @@ class Shares:
                         "network to it is lost"
                     )
             if waiting:
-                time.sleep(POLL_SECONDS)
+                time.sleep(self._pause_seconds)
         return problems
 
     def _answer_of(self, rank: int) -> _Answer | None:
@@ -131,7 +134,7 @@ class Shares:
     def _next(self) -> list[Any] | None:
         key = f"ask/{self._rank}"
         while not self._store.check([key]):
-            time.sleep(POLL_SECONDS)
+            time.sleep(self._pause_seconds)
         self._number, question = json.loads(self._store.get(key))
         self._store.delete_key(key)
         return question  # type: ignore[no-any-return]
@@ -156,7 +159,7 @@ class Shares:
         beat = 0
         while uploading.is_alive():
             self._say(_Answer(self._number, beat := beat + 1))
-            uploading.join(POLL_SECONDS)
+            uploading.join(self._pause_seconds)
         self._say(_Answer(self._number, done=True, error=errors[0]))
 
     def _say(self, answer: _Answer) -> None:
