@@ -101,6 +101,15 @@ def _train_on_a_disk_of_its_own(configs: list[Config]) -> None:
 
 def test_ranks_that_do_not_share_output_dir_are_refused_before_weights_are_read(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path / "inputs")
-    configs = [run_config(inputs, tmp_path / f"node-{node}") for node in (0, 1)]
+    remote = f"checkpoint.remote=file://{tmp_path}/remote"
+    configs = [run_config(inputs, tmp_path / f"node-{node}", remote) for node in (0, 1)]
     with refused_on_ranks("output.not-shared", naming="node-1/lock.json"):
+        run_ranks(_train_on_a_disk_of_its_own, 2, configs)
+
+
+def test_a_directory_that_each_node_has_mounted_for_itself_is_no_storage(tmp_path: Path) -> None:
+    inputs = write_inputs(tmp_path / "inputs")
+    remotes = [f"checkpoint.remote=file://{tmp_path}/mounted-on-{node}" for node in (0, 1)]
+    configs = [run_config(inputs, tmp_path / "run", remote) for remote in remotes]
+    with refused_on_ranks("storage.not-shared", naming="rank 1"):
         run_ranks(_train_on_a_disk_of_its_own, 2, configs)
