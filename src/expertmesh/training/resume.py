@@ -187,9 +187,9 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[
 
 def _changes(key: str, old: Any, new: Any) -> Iterator[str]:
     """What differs; of lists of as many sections, only what differs in these."""
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        if all(isinstance(each, Mapping) for each in (*old, *new)):
-            old, new = (dict(enumerate(each)) for each in (old, new))
+    lists = isinstance(old, list) and isinstance(new, list) and len(old) == len(new)
+    if lists and all(isinstance(each, Mapping) for each in (*old, *new)):
+        old, new = (dict(enumerate(each)) for each in (old, new))
     if not (isinstance(old, Mapping) and isinstance(new, Mapping) and old.keys() == new.keys()):
         yield f"{key} was {_shown(old)} and is {_shown(new)}"
         return
