@@ -114,7 +114,7 @@ def test_what_makes_it_another_run_is_refused_by_name_and_nothing_is_written(
     cases = {
         **ANOTHER_RUN,
         f"model.name_or_path={tmp_path / 'model'}": f"model.name_or_path was {inputs / 'model'} and is {tmp_path}",
-        f"data.train=[{{path: {tmp_path / 'train.jsonl'}}}]": 'data.train.0.path was ',
+        f"data.train=[{{path: {tmp_path / 'train.jsonl'}}}]": "data.train.0.path was ",
     }
     before = _contents(four)
     resume = f"checkpoint.resume={four / 'checkpoints' / 'step-00000004'}"
