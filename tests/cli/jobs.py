@@ -14,9 +14,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
+
+import pytest
 
 from expertmesh.config import Config, DataConfig, DataSource, DistributedConfig, ExpertmeshError, ModelConfig
 from expertmesh.launcher import launch as launcher
@@ -35,6 +37,21 @@ _SERVER.set_forkserver_preload(["torch.distributed", "tests.cli.jobs"])
 def start_server() -> None:
     """Before a test changes where temporary files go: the server keeps one as long as it lives."""
     forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def own_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ranks find this package. Every launch within must leave the temporary directory as it was, and no process."""
+    start_server()
+    monkeypatch.chdir(ROOT)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("SCRATCH", str(tmp_path))
+    yield
+    assert list(temporary.iterdir()) == []
+    wait_until(lambda: left_behind(tmp_path) == [])
 
 
 class ForkedJob:

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from expertmesh.io.parent import watch_parent
 from expertmesh.launcher.launch import RunOptions, _continued, join_job, launch, local_ranks, run
 from expertmesh.launcher.supervise import STOP_SIGNALS
 from expertmesh.launcher.torchrun import TorchrunAgent
-from tests.cli.jobs import CONFIG, FAKE, ROOT, ForkedJob, is_alive, left_behind, start_server, wait_until
+from tests.cli.jobs import CONFIG, FAKE, ForkedJob, is_alive, own_temporary, wait_until
 from tests.support.errors import refused
 
 JOB = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTORCH_ALLOC_CONF")
@@ -28,21 +27,13 @@ JOB = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTORCH_ALLOC_CONF")
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Ranks find this package, and every launch must leave the temporary directory as it was, and no process."""
-    start_server()
-    monkeypatch.chdir(ROOT)
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    monkeypatch.setenv("SCRATCH", str(tmp_path))
+    """Whatever a launch sets in this process, it must put back as well."""
     for name in (*JOB, "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    before = state()
-    yield tmp_path
-    assert list(temporary.iterdir()) == []
-    assert state() == before
-    wait_until(lambda: left_behind(tmp_path) == [])
+    with own_temporary(tmp_path, monkeypatch):
+        before = state()
+        yield tmp_path
+        assert state() == before
 
 
 def test_ranks_form_a_group_and_their_output_passes_through(capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -13,22 +12,14 @@ import pytest
 
 from expertmesh.launcher.rank_files import progress_file
 from expertmesh.training.progress import Progress
-from tests.cli.jobs import ROOT, ForkedJob, children, is_alive, left_behind, standing_by, start_server, wait_until
+from tests.cli.jobs import ROOT, ForkedJob, children, is_alive, own_temporary, standing_by, wait_until
 from tests.training.tiny_run import run_config, write_inputs
 
 
 @pytest.fixture(autouse=True)
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    start_server()
-    monkeypatch.chdir(ROOT)
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    monkeypatch.setenv("SCRATCH", str(tmp_path))
-    yield tmp_path
-    assert list(temporary.iterdir()) == []
-    wait_until(lambda: left_behind(tmp_path) == [])
+    with own_temporary(tmp_path, monkeypatch):
+        yield tmp_path
 
 
 def kill(processes: Iterable[int]) -> None:

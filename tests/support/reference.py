@@ -18,8 +18,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import expertmesh as em
+from expertmesh.compat import update_as
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.state.shards import full_values
+from expertmesh.state.shards import full_values, local_tensor
 from expertmesh.state.stage_view import stage_parameters
 from expertmesh.verification.reference import unsharded
 from tests.support.models import tiny_model
@@ -167,6 +168,7 @@ class StepsTaken:
 def take_steps(model: Any, mesh: Mesh, rows: Sequence[Sequence[Row]], micro_batch: int = 1) -> StepsTaken:
     """Clipped AdamW steps on this data rank's share of `rows`; every rank calls it."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **OPTIM, fused=True)
+    update_as(optimizer, local_tensor)  # as `train` does
     losses, norms, gradients = [], [], {}
     for step, step_rows in enumerate(rows):
         total = sum(int((labels[1:] != -100).sum()) for _, labels in step_rows)
