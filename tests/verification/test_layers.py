@@ -1,17 +1,23 @@
 """The proof passes on sound jobs of several kinds and axes (stages: test_stages.py), and leaves nothing behind."""
 
+import json
 import shutil
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from expertmesh.training.control import Control
-from expertmesh.verification import proof
+from expertmesh.verification import compare, proof
+from expertmesh.verification.job import Job as VerifiedJob
+from expertmesh.verification.job import Losses
 from expertmesh.verification.options import LAYERS, VerifyOptions
 from expertmesh.verification.result import Report
 from expertmesh.verification.run import verify
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankFailed, run_ranks
 from tests.training.dpo_by_trl import preference_config
 from tests.training.tiny_run import run_config, write_inputs
 from tests.weights.published import FORMATS, is_linear, quantise
@@ -110,6 +116,28 @@ def test_a_sound_job_passes_every_layer(kind: str, tmp_path: Path) -> None:
         assert found["codes of a frozen matrix with their halves exchanged"] == "pass"
     if kind == "adapters":
         assert "lora.dropout 0.1 is off" in reports[0].facts["notes"]
+
+
+@pytest.mark.parametrize(("factor", "status"), [(1.0, "pass"), (1.001, "fail")])
+def test_fp64_decides_on_a_loss_of_differences_that_fp32_cannot_tell(
+    factor: float, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A margin of a pair is the small difference of sums: here no fp32 loss is near enough by itself."""
+    backward = VerifiedJob.backward
+
+    def wrong(job: VerifiedJob, step: Any) -> Losses:
+        losses = backward(job, step)
+        return replace(losses, loss=losses.loss * factor)
+
+    monkeypatch.setattr(VerifiedJob, "backward", wrong)
+    monkeypatch.setitem(compare.TOLERANCE, torch.float32, 1e-12)
+    config = preference_config(write_inputs(tmp_path / "inputs"), tmp_path / "run", "objective.beta=2.0")
+    options = VerifyOptions(tokens=64, only=("forward",), report=str(tmp_path / "report.json"))
+    with suppress(RankFailed):
+        run_ranks(verify, 2, config, Control(arguments=options.dump()))
+    (layer,) = json.loads((tmp_path / "report.json").read_text())["layers"]
+    (check,) = [check for check in layer["checks"] if check["name"] == "float32: losses"]
+    assert check["status"] == status, check
 
 
 def test_a_model_too_large_for_one_process_is_read_back_block_by_block(

@@ -187,6 +187,11 @@ class PrecisionRun:
         return torch.float64 if self.precision.compute == "float64" else torch.float32
 
     @property
+    def may_ask_float64(self) -> bool:
+        """Whether the reference in fp64 decides where fp32 cannot."""
+        return self.proof.uses_float64 and self.precision.compute == "float32"
+
+    @property
     def job(self) -> Job:
         """Loaded and not yet stepped."""
         jobs = self.proof.jobs
@@ -250,8 +255,7 @@ class PrecisionRun:
             own = distance(part(self.expected(torch.bfloat16)), expected)
             return Comparison(expected, distance(got, expected), own, self.limit, floor)
         found = Comparison(expected, distance(got, expected), None, self.limit, floor)
-        in_float32 = self.precision.compute == "float32"
-        if not self.proof.uses_float64 or not in_float32 or all(each.share <= 1 for each in found.figures):
+        if not self.may_ask_float64 or all(each.share <= 1 for each in found.figures):
             return found
         exact = self.expected(torch.float64)
         found = Comparison(expected, distance(got, exact), distance(part(expected), exact), self.limit, floor)

@@ -44,15 +44,26 @@ def _checks(run: PrecisionRun) -> list[Check]:
     answers = run.job.answers_for_rows
     compared = run.compared(run.forward.tensors, lambda expected: expected.forward.tensors, answers)
     if not limit:
-        own, exact = run.expected(torch.bfloat16), compared.expected
-        errors = sum(gather(float((own.token_losses - exact.token_losses).abs().sum())))
-        limit = OWN_ERRORS * errors * run.proof.setup.steps[0].share / abs(exact.losses.loss)
+        own = run.expected(torch.bfloat16)
+        limit = _own_limit(run, own, compared.expected)
+    losses = _losses(run, compared.expected, limit, own)
+    if run.may_ask_float64 and any(each.share > 1 for each in losses):
+        own, exact = compared.expected, run.expected(torch.float64)
+        losses = _losses(run, exact, max(limit, _own_limit(run, own, exact)), own)
     return [
         choices,
         Check.of(f"{name}: outputs of blocks", [each for each in compared.figures if each.tensor != "logits"]),
         Check.of(f"{name}: logits", [each for each in compared.figures if each.tensor == "logits"]),
-        Check.of(f"{name}: losses", _losses(run, compared.expected, limit, own)),
+        Check.of(f"{name}: losses", losses),
     ]
+
+
+def _own_limit(run: PrecisionRun, own: Expected, exact: Expected) -> float:
+    """How far off the loss may be because the unsharded model `own` is, as if the errors of all its tokens added up:
+    where a loss is of differences (dpo), they count by more than their share of it. One gathering.
+    """
+    errors = sum(gather(float((own.token_losses - exact.token_losses).abs().sum())))
+    return OWN_ERRORS * errors * run.proof.setup.steps[0].share / abs(exact.losses.loss)
 
 
 def _compare_reference(proof: Proof) -> Check:
