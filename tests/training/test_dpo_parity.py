@@ -95,7 +95,7 @@ def test_loss_norm_gradients_and_weights_equal_trls(inputs: Path, tmp_path: Path
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
 def test_other_families_equal_trls(tmp_path: Path, family: str) -> None:
     inputs = write_inputs(tmp_path, family)
-    # GPT-OSS's key biases start at zero and have gradients that nearly cancel: a small eps makes steps of their rounding.
+    # GPT-OSS's key biases have gradients that nearly cancel: of their rounding a small eps makes steps.
     config = preference_config(inputs, tmp_path / "run", "parallel.pp=2", "parallel.ep=2", "optim.eps=1e-4")
     by_trl = train_by_trl(config, tmp_path)
     gradients = run_ranks(train_keeping_gradients, 4, config)[0]
