@@ -163,7 +163,7 @@ def test_a_rank_that_is_stopped_on_another_node_is_named(nodes: Nodes, inputs: P
     _wait_for_steps(inputs / "stopped")
     os.kill(_process_of_rank(3, tmp_path), signal.SIGSTOP)
     first, _ = (process.communicate()[0] for process in started)
-    assert "rank 3 (node 1 of 2) did not answer within 5 s" in first
+    assert "rank 3 (node 1 of 2) did not answer within 5 s" in first, first
     assert left_behind(tmp_path) == []
 
 
