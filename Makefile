@@ -7,10 +7,13 @@ STAMP := .venv/.expertmesh-installed
 export OMP_NUM_THREADS ?= 1
 
 # What `make test-oldest` runs. Left out is what later transformers alone have: norms behind experts, Inkling 2,
-# dates in templates, a sandbox that refuses namespace(__class__=1), its words about a tokenizer's code.
+# dates in templates, a sandbox that refuses namespace(__class__=1), its words about a tokenizer's code, reasoning under
+# the name that a template asks for, NVFP4 as today's compressed-tensors reads it.
 OLDEST := tests/config tests/data tests/experts tests/weights tests/checkpoint tests/parallel/test_parity.py \
 	tests/parallel/test_pipeline.py tests/simulation/test_simulate.py tests/test_gpu.py -m "not slow" \
 	--ignore tests/experts/test_post_norm.py \
+	--deselect "tests/data/test_conversations.py::test_a_token_that_ends_calls_and_results_that_name_the_call[True]" \
+	--deselect "tests/weights/test_encoding.py::test_a_model_converted_to_a_format_is_read_alike_by_transformers_and_here[nvfp4]" \
 	--deselect "tests/checkpoint/test_export.py::test_it_is_so_for_other_shardings_layouts_of_files_and_rules_that_compute[computed]" \
 	--deselect "tests/data/test_hostile_templates.py::test_hostile_templates_are_refused_by_name_and_in_time[{{ namespace(__class__=1) }}]" \
 	--deselect tests/data/test_hostile_templates.py::test_text_is_what_transformers_renders_character_for_character \

@@ -18,7 +18,8 @@ from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GptOssConfig, PreTrainedModel
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
+from transformers.integrations import finegrained_fp8
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.families.tiny import tiny_config
@@ -94,7 +95,9 @@ def fp8(block: tuple[int, int], exponents: torch.dtype | None = None, suffix: st
             grid, each = (2 ** torch.ceil(torch.log2(part)) for part in (grid, each))
         codes = (weight / each).to(torch.float8_e4m3fn)
         stored = grid if exponents is None else (torch.log2(grid) + 127).to(torch.uint8).view(exponents)
-        values = _dequantize_fp8_weight(codes, grid, list(block), torch.float32)
+        # transformers' own, which 5.17 has for whole blocks alone.
+        own = getattr(finegrained_fp8, "_dequantize_fp8_weight", lambda *_: codes.to(torch.float32) * each)
+        values = own(codes, grid, list(block), torch.float32)
         return {name: codes, f"{name.removesuffix('.weight')}.{suffix}": stored}, values
 
     return Format({"quant_method": "fp8", "weight_block_size": list(block), "activation_scheme": "dynamic"}, write)
