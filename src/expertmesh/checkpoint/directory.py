@@ -57,8 +57,9 @@ def locate(path: Path) -> tuple[Path, int | None]:
     With how many there are to choose from, None for `path` itself. Raises `InputError` when there is none.
     """
     if not path.is_dir():
+        found = "is a file" if path.exists() else "no such directory"
         raise InputError(
-            f"{path}: no such directory; give the output_dir of a run, or one of its checkpoints",
+            f"{path}: {found}; give the output_dir of a run, or one of its checkpoints",
             key="checkpoint.not-found",
         )
     if step_of(path.resolve()) is not None or (path / MANIFEST).exists():
