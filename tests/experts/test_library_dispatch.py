@@ -26,7 +26,10 @@ from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatcher
 from expertmesh.experts.dispatchers import choose, deepep
 from expertmesh.experts.dispatchers.by_library import LibraryDispatcher
 from expertmesh.parallel.refusals import refuse_library
+from expertmesh.training.control import Control
 from expertmesh.training.startup.prepare import Prepared
+from expertmesh.verification.options import LAYERS, VerifyOptions
+from expertmesh.verification.run import verify
 from tests.adapters.reference import TARGETS, random_adapter, worst
 from tests.adapters.test_dropout import FAMILY, _trained
 from tests.families.tiny import random_model
@@ -35,6 +38,7 @@ from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.ranks import RankFailed, run_ranks
 from tests.support.reference import _rows, padded, reference, train_sharded
+from tests.training.tiny_run import run_config, write_inputs
 
 EXPERTS, HIDDEN, TOP_K = 8, 16, 3
 TOKENS = [7, 0, 5, 12]
@@ -231,6 +235,24 @@ def test_dropout_of_adapters_drops_the_same(name: str, tmp_path: Path) -> None:
             assert worst(trained[0], alone)[0] <= 1e-5
 
 
+def test_a_job_whose_rows_a_library_carries_is_verified(tmp_path: Path) -> None:
+    """In its own precision alone, by buffers that are freed; what is compared in fp32 has the all-to-all."""
+    overrides = ("precision.compute=bfloat16", "parallel.ep=2", "moe.dispatch=deepep")
+    config = run_config(write_inputs(tmp_path / "inputs", "qwen3_moe"), tmp_path / "run", *overrides)
+
+    def verified() -> tuple[str, Any, list[bool], int]:
+        options = VerifyOptions(tokens=256, only=LAYERS[:-1])
+        report: Any = verify(config, Control(arguments=options.dump()))
+        calls = sum(len(each.calls) for each in fake_deep_ep.OPENED)
+        return report.status, report.failures, [each.alive for each in fake_deep_ep.OPENED], calls
+
+    with _installed("deepep"), mock.patch("expertmesh.parallel.refusals.library_refusal", return_value=None):
+        for status, failures, alive, calls in run_ranks(verified, 2):
+            assert status == "pass", failures
+            assert alive == [False] * 3
+            assert calls > 50
+
+
 def _asked(name: str, ep: int = 2, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> None:
     anatomy = describe(tiny_model("qwen3_moe", **changes))
     refuse_library(em.MoeConfig(dispatch=name), Layout(fsdp=ep, ep=ep), anatomy, dtype)  # type: ignore[arg-type]
@@ -279,6 +301,7 @@ def test_a_library_that_cannot_be_used_is_refused_by_name(name: str, monkeypatch
         (16, 4, {"num_experts": 16}, "have to be 2 whole nodes of 8 ranks"),
         (16, 8, {"num_experts": 16}, "a multiple of 256 values"),
         (2, 8, {"hidden_size": 40}, "a multiple of 16 values"),
+        (2, 8, {"num_experts": 258}, "at ep 2 it takes 128 experts a rank"),
     ],
 )
 def test_what_deepep_has_no_kernels_for_is_refused(

@@ -374,6 +374,16 @@ class MoeConfig(Section):
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """What runs around the products: Triton's kernels, on a GPU that a trial has shown to run them, or torch's."""
 
+    @field_validator("dispatch", mode="before")
+    @classmethod
+    def _no_nccl_ep(cls, value: object) -> object:
+        if isinstance(value, str) and re.sub(r"[^a-z]", "", value.lower()) == "ncclep":
+            raise ValueError(
+                "nccl.ep is not supported: it waits for the device whenever it dispatches into ordinary tensors, in "
+                "backward, too, and ends the process at more tokens than it was told of; use deepep or hierarchical"
+            )
+        return value
+
     @model_validator(mode="after")
     def _combine(self) -> Self:
         balancing = [key for key in ("aux_loss_coef", "z_loss_coef", "bias_update_rate") if self._is_on(key)]

@@ -35,7 +35,7 @@ CALLS = {
 }
 # Ranks of a group that it has kernels and settings for; NVLink joins 8 of them.
 RANKS, NODE = (2, 4, 8, 16, 24, 32, 64), 8
-MOST_HIDDEN, MOST_TOP_K, MOST_EXPERTS = 8000, 32, 1024
+MOST_HIDDEN, MOST_TOP_K = 8000, 32
 
 
 def refusal(layout: Layout, specs: Sequence[ExpertsSpec], dtype: torch.dtype) -> str | None:
@@ -48,15 +48,17 @@ def refusal(layout: Layout, specs: Sequence[ExpertsSpec], dtype: torch.dtype) ->
     if nodes_of_ep(layout) != nodes or (nodes == 1 and node_crossing(layout)):
         where = f"{nodes} whole nodes of {NODE} ranks" if nodes > 1 else "one node"
         return f"the {layout.ep} ranks of an EP group have to be {where}"
-    multiple = 256 if nodes > 1 else 16
+    multiple, experts = (256, 64) if nodes > 1 else (16, 128)
     for spec in specs:
         if spec.hidden_size % multiple or spec.hidden_size > MOST_HIDDEN:
             return (
                 f"its rows have a multiple of {multiple} values and at most {MOST_HIDDEN}, and those of {spec.name} "
                 f"have {spec.hidden_size}"
             )
-        if spec.num_experts // layout.ep > MOST_EXPERTS or (spec.top_k or 1) > MOST_TOP_K:
-            return f"it takes top-{MOST_TOP_K} of {MOST_EXPERTS} experts a rank at most, which {spec.name} is over"
+        if spec.num_experts // layout.ep > experts or (spec.top_k or 1) > MOST_TOP_K:
+            return (
+                f"at ep {layout.ep} it takes {experts} experts a rank and top-{MOST_TOP_K}, which {spec.name} is over"
+            )
     return None
 
 
