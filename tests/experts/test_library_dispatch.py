@@ -23,9 +23,9 @@ from expertmesh.anatomy import describe
 from expertmesh.config import Config
 from expertmesh.distributed.layout import Layout
 from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatcher
-from expertmesh.experts.dispatchers import choose, deepep
+from expertmesh.experts.dispatchers import deepep
 from expertmesh.experts.dispatchers.by_library import LibraryDispatcher
-from expertmesh.parallel.refusals import refuse_library
+from expertmesh.parallel.refusals import refuse_dispatch
 from expertmesh.training.control import Control
 from expertmesh.training.startup.prepare import Prepared
 from expertmesh.verification.options import LAYERS, VerifyOptions
@@ -42,7 +42,7 @@ from tests.training.tiny_run import run_config, write_inputs
 
 EXPERTS, HIDDEN, TOP_K = 8, 16, 3
 TOKENS = [7, 0, 5, 12]
-FAKES = {"deepep": ("deep_ep", fake_deep_ep)}
+DEEPEP = em.MoeConfig(dispatch="deepep")
 Routing = Callable[[int], torch.Tensor]
 
 
@@ -65,16 +65,16 @@ ROUTINGS = {"spread": _spread, "two ranks without a token": _to_first_experts, "
 
 
 @contextmanager
-def _installed(name: str, *dtypes: torch.dtype) -> Iterator[Any]:
+def _installed(*dtypes: torch.dtype) -> Iterator[None]:
     """The emulation under the library's name; it also carries rows of `dtypes`."""
-    module, fake = FAKES[name]
-    with mock.patch.dict(sys.modules, {module: fake}), mock.patch.object(fake, "CARRIED", [torch.bfloat16, *dtypes]):
-        yield fake
+    carried = mock.patch.object(fake_deep_ep, "CARRIED", [torch.bfloat16, *dtypes])
+    with mock.patch.dict(sys.modules, {"deep_ep": fake_deep_ep}), carried:
+        yield
 
 
-def _dispatchers(name: str) -> tuple[LibraryDispatcher, AllToAllDispatcher]:
+def _dispatchers() -> tuple[LibraryDispatcher, AllToAllDispatcher]:
     group: Any = dist.group.WORLD
-    library = choose.LIBRARIES[name].Exchange(group, HIDDEN)
+    library = deepep.Exchange(group, HIDDEN)
     return LibraryDispatcher(EXPERTS, group.size(), library), AllToAllDispatcher(EXPERTS, group)
 
 
@@ -98,35 +98,31 @@ def _through(dispatcher: Dispatcher, index: torch.Tensor, dtype: torch.dtype) ->
     return [out.detach(), *gradients, *ends]
 
 
-def _compared(name: str, routing: Routing, dtype: torch.dtype) -> tuple[float, list[str]]:
+def _compared(routing: Routing, dtype: torch.dtype) -> tuple[float, list[str]]:
     torch.manual_seed(dist.get_rank())
     index = routing(TOKENS[dist.get_rank()])
-    own, plain = _dispatchers(name)
+    own, plain = _dispatchers()
     got, expected = (_through(dispatcher, index, dtype) for dispatcher in (own, plain))
     assert [each.shape for each in got] == [each.shape for each in expected]
     assert all(each.isfinite().all() for each in got)
     errors = [float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in zip(got, expected, strict=True)]
-    return max(errors), FAKES[name][1].OPENED[0].calls
-
-
-CALLS = {"deepep": ["open", "dispatch", "cached dispatch", "combine", "cached dispatch", "combine"]}
+    return max(errors), fake_deep_ep.OPENED[0].calls
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("name", FAKES)
-def test_results_and_gradients_equal_the_all_to_alls(name: str, routing: str, dtype: torch.dtype) -> None:
-    with _installed(name, dtype):
-        for error, calls in run_ranks(_compared, 4, name, ROUTINGS[routing], dtype):
+def test_results_and_gradients_equal_the_all_to_alls(routing: str, dtype: torch.dtype) -> None:
+    with _installed(dtype):
+        for error, calls in run_ranks(_compared, 4, ROUTINGS[routing], dtype):
             assert error <= (1e-6 if dtype == torch.float32 else 2**-7)
             # Counts, rows and weights in one; the numbers; the way back; in backward its reverse, then the first's.
-            assert calls == CALLS[name]
+            assert calls == ["open", "dispatch", "cached dispatch", "combine", "cached dispatch", "combine"]
 
 
 @contextmanager
-def _taken(name: str) -> Iterator[None]:
+def _taken() -> Iterator[None]:
     """On ranks without a GPU, in fp32."""
-    with _installed(name, torch.float32), mock.patch("expertmesh.parallel.refusals.library_refusal", return_value=None):
+    with _installed(torch.float32), mock.patch("expertmesh.experts.dispatchers.deepep.refusal", return_value=None):
         yield
 
 
@@ -138,11 +134,10 @@ def _taken(name: str) -> Iterator[None]:
         ("deepseek_v3", (4, 4), "selective"),
     ],
 )
-@pytest.mark.parametrize("name", FAKES)
-def test_the_sharded_model_equals_the_unsharded(name: str, family: str, layout: tuple[int, int], mode: str) -> None:
+def test_the_sharded_model_equals_the_unsharded(family: str, layout: tuple[int, int], mode: str) -> None:
     expected, (world, ep) = reference(family), layout
-    options: dict[str, Any] = {"moe": em.MoeConfig(dispatch=name), "activation_checkpointing": mode}  # type: ignore[arg-type]
-    with _taken(name):
+    options: dict[str, Any] = {"moe": DEEPEP, "activation_checkpointing": mode}
+    with _taken():
         for distance in run_ranks(lambda: train_sharded(expected, em.ParallelConfig(ep=ep), **options), world):
             distance.check(1e-5)
 
@@ -168,39 +163,37 @@ def _take_the_handle_of_another_layer(model: Any, mesh: Any) -> None:
 
 @pytest.mark.parametrize("bug", [_drop_weights_on_the_way_back, _take_the_handle_of_another_layer])
 def test_a_planted_bug_turns_the_comparison_red(bug: Callable[[Any, Any], None]) -> None:
-    expected, moe = reference("qwen3_moe"), em.MoeConfig(dispatch="deepep")
+    expected = reference("qwen3_moe")
 
     def check() -> None:
-        train_sharded(expected, em.ParallelConfig(ep=2), moe=moe, tamper=bug).check(1e-5)
+        train_sharded(expected, em.ParallelConfig(ep=2), moe=DEEPEP, tamper=bug).check(1e-5)
 
-    with _taken("deepep"), pytest.raises(RankFailed):
+    with _taken(), pytest.raises(RankFailed):
         run_ranks(check, 2)
 
 
 MODES = ("none", "selective", "full")
 
 
-def _in_every_mode(
-    name: str, model_class: str, family: str
-) -> tuple[list[str], float, list[dict[str, int]], list[bool]]:
+def _in_every_mode(model_class: str, family: str) -> tuple[list[str], float, list[dict[str, int]], list[bool]]:
     """Which gradients are not bit for bit those without checkpointing, how far these are from the all-to-all's, and
     the library's calls.
     """
     mesh, initial, found, calls = em.init_mesh(em.ParallelConfig(ep=2)), random_model(model_class, family), {}, []
-    fake, alive = FAKES[name][1], []
+    alive = []
     for mode in ("all_to_all", *MODES):
-        moe = em.MoeConfig(dispatch="all_to_all" if mode == "all_to_all" else name)  # type: ignore[arg-type]
+        moe = em.MoeConfig(dispatch="all_to_all") if mode == "all_to_all" else DEEPEP
         ways: Any = {"moe": moe, "activation_checkpointing": "none" if mode == "all_to_all" else mode}
         model = em.parallelize(copy.deepcopy(initial).train(), mesh, **ways)
         loss = em.causal_lm_loss(model, padded(_rows(0, ())[mesh.rank :: 2]), target_tokens=64)
         loss.backward()
         found[mode] = {each: p.grad.full_tensor() for each, p in model.named_parameters() if p.grad is not None}
         if mode != "all_to_all":
-            (opened,) = fake.OPENED  # one for all layers
+            (opened,) = fake_deep_ep.OPENED  # one for all layers
             calls.append(dict(Counter(opened.calls)))
             Prepared.close(SimpleNamespace(model=model))  # type: ignore[arg-type]
             alive.append(opened.alive)
-            fake.OPENED.clear()
+            fake_deep_ep.OPENED.clear()
     plain = found["none"]
     changed = [f"{mode} {each}" for mode in MODES[1:] for each in plain if not found[mode][each].equal(plain[each])]
     return changed, worst(plain, found["all_to_all"])[0], calls, alive
@@ -210,12 +203,11 @@ def _in_every_mode(
     ("family", "model_class", "layers", "again"),
     [("qwen3_moe", "Qwen3MoeForCausalLM", 2, 0), ("llama4", "Llama4ForCausalLM", 4, 4)],
 )
-@pytest.mark.parametrize("name", FAKES)
 def test_recomputation_changes_no_bit_and_exchanges_no_counts(
-    name: str, family: str, model_class: str, layers: int, again: int
+    family: str, model_class: str, layers: int, again: int
 ) -> None:
-    with _taken(name):
-        for changed, distance, calls, alive in run_ranks(_in_every_mode, 2, name, model_class, family):
+    with _taken():
+        for changed, distance, calls, alive in run_ranks(_in_every_mode, 2, model_class, family):
             assert changed == []
             assert distance <= 1e-5
             # The host waits in "dispatch" alone. In backward a layer dispatches results' gradients and combines rows'.
@@ -224,12 +216,11 @@ def test_recomputation_changes_no_bit_and_exchanges_no_counts(
             assert alive == [False] * 3
 
 
-@pytest.mark.parametrize("name", FAKES)
-def test_dropout_of_adapters_drops_the_same(name: str, tmp_path: Path) -> None:
+def test_dropout_of_adapters_drops_the_same(tmp_path: Path) -> None:
     random_adapter(tiny_model(FAMILY), tmp_path, *TARGETS[FAMILY])
     (alone,) = run_ranks(_trained, 1, tmp_path, 1)
-    moe = em.MoeConfig(dispatch=name)  # type: ignore[arg-type]
-    with _taken(name):
+    moe = DEEPEP
+    with _taken():
         for mode in ("none", "full"):
             trained = run_ranks(lambda mode=mode: _trained(tmp_path, 4, moe=moe, activation_checkpointing=mode), 4)
             assert worst(trained[0], alone)[0] <= 1e-5
@@ -246,16 +237,16 @@ def test_a_job_whose_rows_a_library_carries_is_verified(tmp_path: Path) -> None:
         calls = sum(len(each.calls) for each in fake_deep_ep.OPENED)
         return report.status, report.failures, [each.alive for each in fake_deep_ep.OPENED], calls
 
-    with _installed("deepep"), mock.patch("expertmesh.parallel.refusals.library_refusal", return_value=None):
+    with _installed(), mock.patch("expertmesh.experts.dispatchers.deepep.refusal", return_value=None):
         for status, failures, alive, calls in run_ranks(verified, 2):
             assert status == "pass", failures
             assert alive == [False] * 3
             assert calls > 50
 
 
-def _asked(name: str, ep: int = 2, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> None:
+def _asked(ep: int = 2, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> None:
     anatomy = describe(tiny_model("qwen3_moe", **changes))
-    refuse_library(em.MoeConfig(dispatch=name), Layout(fsdp=ep, ep=ep), anatomy, dtype)  # type: ignore[arg-type]
+    refuse_dispatch(DEEPEP, Layout(fsdp=ep, ep=ep), anatomy, dtype)
 
 
 @contextmanager
@@ -264,33 +255,31 @@ def _on_gpus(backend: str | None = "nccl") -> Iterator[None]:
     started = mock.patch.multiple(
         "torch.distributed", is_initialized=lambda: backend is not None, get_backend=lambda: backend
     )
-    with started, mock.patch("expertmesh.experts.dispatchers.choose.has_gpu", return_value=True):
+    with started, mock.patch("expertmesh.experts.dispatchers.deepep.has_gpu", return_value=True):
         yield
 
 
 KEY = "moe.dispatch-unsupported"
 
 
-@pytest.mark.parametrize("name", FAKES)
-def test_a_library_that_cannot_be_used_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = FAKES[name][0]
+def test_a_library_that_cannot_be_used_is_refused_by_name() -> None:
     with refused(KEY, naming="there is no GPU"):
-        _asked(name)
+        _asked()
     with refused(KEY, naming="precision.compute is float32"):
-        _asked(name, dtype=torch.float32)
+        _asked(dtype=torch.float32)
     for backend in ("nccl", None):
-        with _on_gpus(backend), refused(KEY, naming=f"{module} is not installed"):
-            _asked(name)
-    with _on_gpus("fake"), _installed(name), refused(KEY, naming="cannot be simulated"):
-        _asked(name)
+        with _on_gpus(backend), refused(KEY, naming="deep_ep is not installed"):
+            _asked()
+    with _on_gpus("fake"), _installed(), refused(KEY, naming="cannot be simulated"):
+        _asked()
     # A launcher does not import it, a rank does.
-    with mock.patch.dict(sys.modules, {module: mock.Mock(__spec__=mock.Mock(), spec=[])}):
+    with mock.patch.dict(sys.modules, {"deep_ep": mock.Mock(__spec__=mock.Mock(), spec=[])}):
         with _on_gpus(None):
-            _asked(name)
-        with _on_gpus(), refused(KEY, naming=f"the {module} that is installed has no "):
-            _asked(name)
-    with _on_gpus(), _installed(name):
-        _asked(name)
+            _asked()
+        with _on_gpus(), refused(KEY, naming="deep_ep.Buffer cannot be imported (AttributeError"):
+            _asked()
+    with _on_gpus(), _installed():
+        _asked()
 
 
 @pytest.mark.parametrize(
@@ -309,7 +298,7 @@ def test_what_deepep_has_no_kernels_for_is_refused(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node))
     with refused(KEY, naming=naming):
-        _asked("deepep", ep, **changes)
+        _asked(ep, **changes)
 
 
 def test_a_deepep_without_what_is_given_to_it_is_refused() -> None:
@@ -319,8 +308,8 @@ def test_a_deepep_without_what_is_given_to_it_is_refused() -> None:
         pass
 
     older_one = mock.patch.object(fake_deep_ep.Buffer, "__init__", older)
-    with _on_gpus(), _installed("deepep"), older_one, refused(KEY, naming="no explicitly_destroy of Buffer.__init__"):
-        _asked("deepep")
+    with _on_gpus(), _installed(), older_one, refused(KEY, naming="another Buffer.__init__"):
+        _asked()
 
 
 @pytest.mark.parametrize("ep", deepep.RANKS)

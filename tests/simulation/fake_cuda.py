@@ -199,7 +199,7 @@ class _DeepEP:
 def _deepep() -> Iterator[None]:
     """The library, as if it were here."""
     with (
-        patch("expertmesh.parallel.refusals.library_refusal", lambda *_: None),
+        patch("expertmesh.experts.dispatchers.deepep.refusal", lambda *_: None),
         patch("expertmesh.experts.dispatchers.deepep.Exchange", _DeepEP),
     ):
         yield

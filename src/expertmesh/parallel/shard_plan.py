@@ -30,8 +30,8 @@ from expertmesh.parallel.pipeline import Cut, plan_cut
 from expertmesh.parallel.refusals import (
     choose_dispatch,
     refuse_axes,
+    refuse_dispatch,
     refuse_dtypes,
-    refuse_library,
     refuse_model,
     shared_beside_rows,
 )
@@ -153,7 +153,7 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
     frozen = anatomy.routers if options.moe.router == "frozen" else ()
     tensor, context, cut = plan_axes(model, anatomy, layout, twin, kept_in_fp32=kept_in_fp32, frozen=frozen)
     balance = refuse_model(model, anatomy, options.moe)
-    refuse_library(options.moe, layout, anatomy, compute)
+    refuse_dispatch(options.moe, layout, anatomy, compute)
     casts = refuse_dtypes(model, anatomy, precision, kept_in_fp32, twin, options.moe.router_dtype)
     checkpointed = checkpointed_blocks(model, anatomy, options.activation_checkpointing, options.checkpoint_layers)
     if options.compile:

@@ -14,7 +14,7 @@ from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
 from expertmesh.config.sections import OptimizerName
 from expertmesh.distributed.layout import Layout, divisors, explicit, nodes_of_ep, resolve_layout
-from expertmesh.experts.dispatchers.choose import library_bytes
+from expertmesh.experts.dispatchers import deepep
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.parallel.refusals import expert_shard_dim
 from expertmesh.planning.hardware import Devices
@@ -154,7 +154,7 @@ def evaluate(job: Job, layout: Layout, mode: CheckpointingMode, batch: Batch) ->
     gloo = job.devices.name == "cpu"
     nodes = nodes_of_ep(layout, job.devices.per_node) if job.dispatch == "hierarchical" else 1
     workload = Workload(job.model, layout, batch, mode, job.layers, job.imbalance, gloo, job.optimizer, nodes)
-    buffers = library_bytes(job.dispatch, layout, job.model.hidden)
+    buffers = deepep.buffer_bytes(layout, job.model.hidden) if job.dispatch == "deepep" and layout.ep > 1 else 0
     memory = memory_of(workload, overhead=job.devices.hardware.overhead + buffers)
     return Candidate(workload, memory, speed_of(workload, job.devices))
 

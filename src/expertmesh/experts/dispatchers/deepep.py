@@ -6,40 +6,68 @@ node. In which order rows come is not relied on.
 """
 
 import importlib
+import importlib.util
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.cuda import is_available as has_gpu
 
 from expertmesh.anatomy import ExpertsSpec
 from expertmesh.distributed.layout import Layout, node_crossing, nodes_of_ep
 from expertmesh.experts.dispatchers.by_library import NUMBER_COLUMNS, Arrived
 
-MODULE = "deep_ep"
-INSTALL = "build DeepEP 1.2.1 or newer from github.com/deepseek-ai/DeepEP"
-# Classes, their methods, and of these the parameters that are given.
+# Methods of `Buffer`, and of their parameters those that are given.
 CALLS = {
-    "Buffer": {
-        "__init__": ("group", "num_nvl_bytes", "num_rdma_bytes", "explicitly_destroy"),
-        "get_dispatch_config": ("num_ranks",),
-        "get_combine_config": ("num_ranks",),
-        "get_dispatch_layout": ("topk_idx", "num_experts"),
-        "dispatch": (
-            *("x", "handle", "num_tokens_per_rank", "num_tokens_per_rdma_rank", "is_token_in_rank"),
-            *("num_tokens_per_expert", "topk_idx", "topk_weights"),
-        ),
-        "combine": ("x", "handle", "topk_weights"),
-        "destroy": (),
-    }
+    "__init__": ("group", "num_nvl_bytes", "num_rdma_bytes", "explicitly_destroy"),
+    "get_dispatch_config": ("num_ranks",),
+    "get_combine_config": ("num_ranks",),
+    "get_dispatch_layout": ("topk_idx", "num_experts"),
+    "dispatch": (
+        *("x", "handle", "num_tokens_per_rank", "num_tokens_per_rdma_rank", "is_token_in_rank"),
+        *("num_tokens_per_expert", "topk_idx", "topk_weights"),
+    ),
+    "combine": ("x", "handle", "topk_weights"),
+    "destroy": (),
 }
+INSTALL = "build DeepEP 1.2.1 or newer from github.com/deepseek-ai/DeepEP"
 # Ranks of a group that it has kernels and settings for; NVLink joins 8 of them.
 RANKS, NODE = (2, 4, 8, 16, 24, 32, 64), 8
 MOST_HIDDEN, MOST_TOP_K = 8000, 32
 
 
 def refusal(layout: Layout, specs: Sequence[ExpertsSpec], dtype: torch.dtype) -> str | None:
-    """Why it cannot carry the rows of `specs` in `layout`, whatever is installed, or None."""
+    """Why it cannot carry the rows of `specs` in `dtype` here, or None. No communication.
+
+    Ranks import it; a launcher or a planner, which leaves devices alone, looks whether it is installed.
+    """
+    without_kernels = _without_kernels(layout, specs, dtype)
+    if without_kernels is not None:
+        return without_kernels
+    if not has_gpu():
+        return "there is no GPU"
+    if dist.is_initialized() and dist.get_backend() == "fake":
+        return "its kernels cannot be simulated"
+    if importlib.util.find_spec("deep_ep") is None:
+        return f"deep_ep is not installed; {INSTALL}"
+    if not dist.is_initialized():
+        return None
+    try:
+        buffer = importlib.import_module("deep_ep").Buffer
+    except Exception as error:  # a build for another CUDA, torch or NCCL fails in many ways; what it was is printed
+        said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return f"deep_ep.Buffer cannot be imported ({said}); {INSTALL}"
+    for method, given in CALLS.items():
+        known = inspect.signature(getattr(buffer, method)).parameters if hasattr(buffer, method) else ()
+        if not known or not set(given) <= set(known):
+            return f"the deep_ep that is installed has another Buffer.{method}; {INSTALL}"
+    return None
+
+
+def _without_kernels(layout: Layout, specs: Sequence[ExpertsSpec], dtype: torch.dtype) -> str | None:
+    """For what of this it has none, whatever is installed."""
     if dtype != torch.bfloat16:
         return f"its rows are bfloat16, and precision.compute is {str(dtype).removeprefix('torch.')}"
     if layout.ep not in RANKS:
@@ -79,7 +107,7 @@ class Exchange:
     """
 
     def __init__(self, group: dist.ProcessGroup, hidden: int) -> None:
-        deep_ep = importlib.import_module(MODULE)
+        deep_ep = importlib.import_module("deep_ep")
         self._index_dtype = getattr(deep_ep, "topk_idx_t", torch.int64)
         ranks, row = group.size(), 2 * max(hidden, NUMBER_COLUMNS)
         configs = (deep_ep.Buffer.get_dispatch_config(ranks), deep_ep.Buffer.get_combine_config(ranks))
