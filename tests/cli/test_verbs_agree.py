@@ -106,6 +106,9 @@ CASES = {
     "kernels for a GPU on a CPU": Case(
         "moe.kernels: triton cannot be used here: there is no GPU", ("moe.kernels=triton",)
     ),
+    "a library for GPUs on CPUs": Case(
+        "moe.dispatch: deepep cannot be used here: there is no GPU", ("moe.dispatch=deepep", BF16), ranks=2
+    ),
     "no tokenizer": Case("the tokenizer of ", prepare=_no_tokenizer),
     "a file in output_dir": Case(
         "is not empty and holds no run of ours", prepare=_something_in_output_dir, verbs=("train", "check")

@@ -131,6 +131,9 @@ def test_sections_built_in_python_refuse_the_same() -> None:
     for name in ("InterleavedZeroBubble", "zbv_zero_bubble", "dual_pipe_v", "zb1p"):
         with refused("config.wrong-value", naming="zero-bubble"):
             ParallelConfig(pp=2, pp_schedule=name)  # type: ignore[arg-type]
+    for name in ("nccl_ep", "nccl.ep"):
+        with refused("config.wrong-value", naming="nccl.ep is not supported"):
+            MoeConfig(dispatch=name)  # type: ignore[arg-type]
     with refused("config.wrong-value", naming="parallel.ep"):
         ParallelConfig(ep="2")  # type: ignore[arg-type]
     with refused("config.combination", naming="precision.compute is float32"):

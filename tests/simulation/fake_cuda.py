@@ -29,6 +29,7 @@ from expertmesh.config import LoraConfig, MoeConfig, OptimConfig, ParallelConfig
 from expertmesh.distributed.mesh import init_mesh
 from expertmesh.experts import dispatch
 from expertmesh.experts.balance import update_router_bias
+from expertmesh.experts.dispatchers.by_library import Arrived
 from expertmesh.experts.install import Kernels, gate_of
 from expertmesh.model import ModelOptions, prepare_model
 from expertmesh.parallel.shard_plan import ShardOptions
@@ -152,7 +153,7 @@ def _run(variant: dict[str, Any]) -> dict[str, Any]:
             mesh = init_mesh(ParallelConfig(**variant["parallel"]), num_experts=router.experts, device=CUDA)
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             shards = ShardOptions(precision, moe, variant.get("mode", "none"))
-            with _Redirect(fake), _proven_kernels(variant.get("triton", False)):
+            with _Redirect(fake), _proven_kernels(variant.get("triton", False)), _deepep():
                 model, _ = prepare_model(config, Path(), mesh, ModelOptions(precision, lora), shards)
             with fake:
                 return _step(model, mesh, router, variant)
@@ -169,6 +170,38 @@ def _proven_kernels(triton: bool) -> Iterator[None]:
         return Kernels(triton, {name: gate for name, gate in gates if gate is not None})
 
     with patch("expertmesh.parallel.shard_plan.choose_kernels", chosen):
+        yield
+
+
+class _DeepEP:
+    """What DeepEP gives and takes, as shapes: the rows and pairs that all-to-alls would bring."""
+
+    def __init__(self, group: Any, hidden: int) -> None:
+        self.rows = 0
+
+    def first(self, rows_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor, experts: int) -> Arrived:
+        _, rows, _, pairs = dispatch.to_host(index_TK)  # its one wait
+        self.rows = sum(rows)
+        given = (each.new_empty(self.rows, each.shape[1]) for each in (rows_TH, index_TK, weight_TK))
+        return Arrived(len(rows_TH), *given, sum(pairs))
+
+    def there(self, rows_TH: torch.Tensor, handle: int) -> torch.Tensor:
+        assert len(rows_TH) == handle
+        return rows_TH.new_empty(self.rows, rows_TH.shape[1])
+
+    def back(self, rows_RH: torch.Tensor, handle: int, weight_RK: torch.Tensor | None = None) -> Any:
+        assert rows_RH.shape[0] == self.rows
+        weight = None if weight_RK is None else weight_RK.new_empty(handle, weight_RK.shape[1])
+        return rows_RH.new_empty(handle, rows_RH.shape[1]), weight
+
+
+@contextmanager
+def _deepep() -> Iterator[None]:
+    """The library, as if it were here."""
+    with (
+        patch("expertmesh.experts.dispatchers.deepep.refusal", lambda *_: None),
+        patch("expertmesh.experts.dispatchers.deepep.Exchange", _DeepEP),
+    ):
         yield
 
 

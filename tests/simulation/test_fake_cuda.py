@@ -38,6 +38,10 @@ VARIANTS: dict[str, tuple[dict[str, Any], int, int]] = {
     ),
     "shared experts, tp": ({"family": "deepseek_v3", "parallel": {"ep": 4, "tp": 2}, "mode": "selective"}, 1, 7),
     "triton": ({"family": "gpt_oss", "parallel": {"ep": 2}, "mode": "full", "triton": True}, 1, 9),
+    "by DeepEP": ({"family": "deepseek_v3", "parallel": {"ep": 8}, "moe": {"dispatch": "deepep"}}, 1, 0),
+    "by DeepEP, full, adapters with dropout": (
+        {"parallel": {"ep": 4}, "lora": LORA, "mode": "full", "moe": {"dispatch": "deepep"}}, 1, 0,
+    ),
     "biases, adapters": ({"family": "gpt_oss", "parallel": {"ep": 2}, "lora": LORA}, 1, 8),
 }  # fmt: skip
 # Which micro-batch a stage runs is told in a tensor on the host.

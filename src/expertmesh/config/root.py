@@ -101,6 +101,11 @@ class Config(Section):
                 f"model.attention is flash_attention_2, which cannot compute in {self.precision.compute}; "
                 "set precision.compute to bfloat16 or model.attention to sdpa"
             )
+        if self.train.deterministic and self.moe.dispatch == "deepep":
+            problems.append(
+                "train.deterministic is true, but moe.dispatch is deepep, which does not run under torch's "
+                "deterministic algorithms; set moe.dispatch to auto"
+            )
         if self.optim.stochastic_rounding and self.precision.params != "bfloat16":
             problems.append(
                 f"optim.stochastic_rounding is true, but precision.params is {self.precision.params}, which is not "

@@ -366,12 +366,23 @@ class MoeConfig(Section):
     """Factor of the router z-loss (arXiv 2202.08906): the mean of logsumexp(router logits) squared."""
     bias_update_rate: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """How far routers' correction biases move towards balance after each step (arXiv 2408.15664); 0.0: not at all."""
-    dispatch: Literal["auto", "all_to_all", "all_gather", "hierarchical"] = "auto"
-    """How tokens travel to the ranks of their experts; hierarchical: once to each node, and there to its ranks."""
+    dispatch: Literal["auto", "all_to_all", "all_gather", "hierarchical", "deepep"] = "auto"
+    """How tokens travel to the ranks of their experts; hierarchical: once to each node, and there to its ranks; deepep:
+    by the kernels of DeepEP, which has to be installed."""
     compute: Literal["auto", "grouped_mm", "loop"] = "auto"
     """How an expert rank multiplies: grouped matrix products, or expert after expert (the reference)."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """What runs around the products: Triton's kernels, on a GPU that a trial has shown to run them, or torch's."""
+
+    @field_validator("dispatch", mode="before")
+    @classmethod
+    def _no_nccl_ep(cls, value: object) -> object:
+        if isinstance(value, str) and re.sub(r"[^a-z]", "", value.lower()) == "ncclep":
+            raise ValueError(
+                "nccl.ep is not supported: it waits for the device whenever it dispatches into ordinary tensors, in "
+                "backward, too, and ends the process at more tokens than it was told of; use deepep or hierarchical"
+            )
+        return value
 
     @model_validator(mode="after")
     def _combine(self) -> Self:

@@ -19,9 +19,8 @@ from expertmesh.anatomy import Anatomy, ExpertsSpec
 from expertmesh.compat import default_apply_gate
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.experts.dispatch import AllGatherDispatcher, AllToAllDispatcher, Dispatcher, LocalDispatcher
+from expertmesh.experts.dispatchers.choose import open_dispatchers
 from expertmesh.experts.expert_mlp import grouped_mm_refusal
-from expertmesh.experts.hierarchical import HierarchicalDispatcher
 from expertmesh.experts.kernels.probe import triton_refusal
 from expertmesh.experts.layer import ExpertLayer, SharedExpert, attach_layer, layer_of
 from expertmesh.experts.mlp_spec import ExpertMlpSpec, Gate
@@ -55,20 +54,21 @@ def install(
     shared: Mapping[str, str],
     dtype: torch.dtype,
 ) -> None:
-    """Make every experts module of `model` run here, as the shard plan has decided. No communication.
+    """Make every experts module of `model` run here, as the shard plan has decided. Communicates where `dispatch` names
+    a library alone, whose buffers all ranks open here.
 
     `dispatch` is the dispatcher's name, `compute` the backend of each experts module, `shared` the shared
     expert that computes while its rows travel, `dtype` the compute dtype.
     """
     register_function(ALL_EXPERTS_FUNCTIONS, IMPLEMENTATION, _experts_forward)
+    dispatchers = open_dispatchers(dispatch, anatomy.experts, mesh, kernels.triton)
     for spec in anatomy.experts:
         experts: Any = model.get_submodule(spec.name)
         mlp = mlp_spec_of(experts, spec, per_expert=compute[spec.name] == "loop")
         mlp = replace(mlp, triton=kernels.triton, gate=kernels.gates.get(spec.name))
         first_expert = mesh.expert["ep"].get_local_rank() * (spec.num_experts // mesh.layout.ep)
-        dispatcher = _dispatcher(dispatch, spec, mesh, kernels.triton)
         beside = SharedExpert(model.get_submodule(shared[spec.name])) if spec.name in shared else None
-        attach_layer(experts, ExpertLayer(spec, dispatcher, mlp, dtype, first_expert, shared=beside))
+        attach_layer(experts, ExpertLayer(spec, dispatchers[spec.name], mlp, dtype, first_expert, shared=beside))
         if spec.call == "interface":
             experts.config._experts_implementation = IMPLEMENTATION
         else:
@@ -85,23 +85,6 @@ def _experts_forward(
 
 def _dense_forward(experts: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     return layer_of(experts).forward_dense(experts, hidden_states)
-
-
-def _dispatcher(name: str, spec: ExpertsSpec, mesh: Mesh, triton: bool) -> Dispatcher:
-    if mesh.layout.ep == 1:
-        return LocalDispatcher(spec.num_experts, triton)
-    if name == "hierarchical":
-        if mesh.ep_nodes is None:
-            raise InputError(
-                f"moe.dispatch: hierarchical needs EP groups of whole nodes with the same number of ranks, which ep "
-                f"{mesh.layout.ep} has not here; set moe.dispatch to auto",
-                key="moe.dispatch-needs-nodes",
-            )
-        across, inside = (mesh.ep_nodes.get_group(axis) for axis in ("across", "inside"))
-        return HierarchicalDispatcher(spec.num_experts, across, inside, triton)
-    if name == "all_gather":
-        return AllGatherDispatcher(spec.num_experts, mesh.ep_group)
-    return AllToAllDispatcher(spec.num_experts, mesh.ep_group, triton)
 
 
 def choose_backend(spec: ExpertsSpec, compute: ComputeName, dtype: torch.dtype, experts: int) -> str:

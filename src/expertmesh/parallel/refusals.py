@@ -14,6 +14,7 @@ from expertmesh.config import MoeConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout, nodes_of_ep
 from expertmesh.experts.balance import Balance, balance_of
+from expertmesh.experts.dispatchers import deepep
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.compute_dtype import Casts, plan_compute, with_wide_routers
 from expertmesh.introspection.experts_proof import confirm_experts
@@ -56,6 +57,15 @@ def choose_dispatch(moe: MoeConfig, layout: Layout) -> str:
             key="moe.dispatch-needs-nodes",
         )
     return "local" if layout.ep == 1 else "all_to_all" if moe.dispatch == "auto" else moe.dispatch
+
+
+def refuse_dispatch(moe: MoeConfig, layout: Layout, anatomy: Anatomy, compute: torch.dtype) -> None:
+    """Raise `InputError` where `moe.dispatch` names a library that is absent, or cannot carry these rows."""
+    if moe.dispatch == "deepep" and (refusal := deepep.refusal(layout, anatomy.experts, compute)) is not None:
+        raise InputError(
+            f"moe.dispatch: deepep cannot be used here: {refusal}; set moe.dispatch to auto",
+            key="moe.dispatch-unsupported",
+        )
 
 
 def shared_beside_rows(

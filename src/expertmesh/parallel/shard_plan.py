@@ -27,7 +27,14 @@ from expertmesh.parallel.compiling import compiled_parts, refuse_compile
 from expertmesh.parallel.context.plan import ContextPlan, context_plan
 from expertmesh.parallel.groups import Group, Split, plan_expert_dims, plan_frozen, plan_groups
 from expertmesh.parallel.pipeline import Cut, plan_cut
-from expertmesh.parallel.refusals import choose_dispatch, refuse_axes, refuse_dtypes, refuse_model, shared_beside_rows
+from expertmesh.parallel.refusals import (
+    choose_dispatch,
+    refuse_axes,
+    refuse_dispatch,
+    refuse_dtypes,
+    refuse_model,
+    shared_beside_rows,
+)
 from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
 from expertmesh.state.stage_view import MetaTwin
 
@@ -146,6 +153,7 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
     frozen = anatomy.routers if options.moe.router == "frozen" else ()
     tensor, context, cut = plan_axes(model, anatomy, layout, twin, kept_in_fp32=kept_in_fp32, frozen=frozen)
     balance = refuse_model(model, anatomy, options.moe)
+    refuse_dispatch(options.moe, layout, anatomy, compute)
     casts = refuse_dtypes(model, anatomy, precision, kept_in_fp32, twin, options.moe.router_dtype)
     checkpointed = checkpointed_blocks(model, anatomy, options.activation_checkpointing, options.checkpoint_layers)
     if options.compile:

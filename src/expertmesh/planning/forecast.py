@@ -174,9 +174,8 @@ def _job(config: Config, checked: Checked, devices: Devices) -> Job:
     kind = devices.hardware.torch_device
     figures = figures_of_plan(checked.plan, length=length, lora=config.lora, packed=packed, device=kind)
     layers = config.train.checkpoint_layers
-    hierarchical = config.moe.dispatch == "hierarchical"
     size, optimizer = config.train.global_batch_size, config.optim.name
-    return Job(figures, devices, size, optimizer, layers=layers, hierarchical=hierarchical)
+    return Job(figures, devices, size, optimizer, layers=layers, dispatch=config.moe.dispatch)
 
 
 def _candidate(config: Config, job: Job, layout: Layout) -> Candidate:

@@ -14,6 +14,7 @@ from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
 from expertmesh.config.sections import OptimizerName
 from expertmesh.distributed.layout import Layout, divisors, explicit, nodes_of_ep, resolve_layout
+from expertmesh.experts.dispatchers import deepep
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.parallel.refusals import expert_shard_dim
 from expertmesh.planning.hardware import Devices
@@ -34,7 +35,8 @@ RESTART_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be trained on what: everything that is the same for all layouts. `layers`: train.checkpoint_layers."""
+    """What is to be trained on what: everything that is the same for all layouts. `layers`: train.checkpoint_layers,
+    `dispatch`: moe.dispatch."""
 
     model: ModelFigures
     devices: Devices
@@ -43,7 +45,7 @@ class Job:
     imbalance: float = 1.0
     layers: CheckpointedLayers = "all"
     offload: str = "none"
-    hierarchical: bool = False
+    dispatch: str = "auto"
 
     @property
     def budget(self) -> float:
@@ -150,9 +152,10 @@ def cards_that_fit(job: Job) -> tuple[float, list[int]]:
 def evaluate(job: Job, layout: Layout, mode: CheckpointingMode, batch: Batch) -> Candidate:
     """What one choice will take."""
     gloo = job.devices.name == "cpu"
-    nodes = nodes_of_ep(layout, job.devices.per_node) if job.hierarchical else 1
+    nodes = nodes_of_ep(layout, job.devices.per_node) if job.dispatch == "hierarchical" else 1
     workload = Workload(job.model, layout, batch, mode, job.layers, job.imbalance, gloo, job.optimizer, nodes)
-    memory = memory_of(workload, overhead=job.devices.hardware.overhead)
+    buffers = deepep.buffer_bytes(layout, job.model.hidden) if job.dispatch == "deepep" and layout.ep > 1 else 0
+    memory = memory_of(workload, overhead=job.devices.hardware.overhead + buffers)
     return Candidate(workload, memory, speed_of(workload, job.devices))
 
 

@@ -92,6 +92,7 @@ def _train(config: "Config", control: Control, checked: "Checked", predict: Pred
         with raise_on_all_ranks("checking the lock of output_dir"):
             if lock is not None:
                 lock.check()
+        run.close()
         save_result(run)
         if checkpoints.uploads is not None:
             checkpoints.uploads.finish_with_result()

@@ -28,6 +28,7 @@ def build(
     checkpointing: bool | None = None,
 ) -> Job:
     """The job of the configuration, or a variant of it, loaded. Adapters get values by their names instead of zeros.
+    What attends or carries rows in bf16 alone is another's in other precisions.
 
     Every rank calls it; issues the collectives of loading.
     """
@@ -39,6 +40,8 @@ def build(
     if options.attention == "flash_attention_2" and precision.compute != "bfloat16":
         options = replace(options, attention="sdpa")
     shards = replace(shard_options(config), precision=precision)
+    if config.moe.dispatch == "deepep" and (precision.compute != "bfloat16" or parallel is not None):
+        shards = replace(shards, moe=config.moe.model_copy(update={"dispatch": "auto"}))
     if checkpointing is not None:
         shards = replace(shards, activation_checkpointing=checkpointing_mode(checkpointing), checkpoint_layers="all")
     model, _ = prepare_model(setup.model_config, setup.directory, mesh, options, shards)

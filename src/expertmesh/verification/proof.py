@@ -17,6 +17,7 @@ from torch import Tensor
 
 from expertmesh.config import PrecisionConfig
 from expertmesh.distributed.all_ranks import from_rank_0
+from expertmesh.experts.dispatchers.choose import close_library
 from expertmesh.verification.build import build
 from expertmesh.verification.compare import (
     TOLERANCE,
@@ -135,7 +136,9 @@ class Proof:
         return replace(self, hooks=hooks, jobs={}, references={})
 
     def free_jobs(self) -> None:
-        """What was measured stays."""
+        """What was measured stays. Every rank calls it."""
+        for job in self.jobs.values():
+            close_library(job.model)
         self.jobs.clear()
         self.references.clear()
         gc.collect()

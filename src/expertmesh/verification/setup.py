@@ -78,6 +78,8 @@ def set_up(config: Config, options: VerifyOptions, world_size: int) -> Setup:
         config.model.name_or_path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
     )
     _silence(model_config, notes)
+    if config.moe.dispatch == "deepep":
+        notes.append("moe.dispatch deepep carries bfloat16 alone: it is auto in what is compared in other precisions")
     if options.random_data and (most := longest(model_config)) is not None:
         length = min(config.data.max_length, most)
         config = config.model_copy(update={"data": config.data.model_copy(update={"max_length": length})})

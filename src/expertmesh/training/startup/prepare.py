@@ -19,6 +19,7 @@ from expertmesh.config import Config
 from expertmesh.data import BatchLayout, EvaluationBatches, StreamBatches, TrainingBatches
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.distributed.mesh import Mesh, build_mesh, current_device, set_timeout, start_process_group
+from expertmesh.experts.dispatchers.choose import close_library
 from expertmesh.io.terminal import print_log
 from expertmesh.parallel.apply import shard_model
 from expertmesh.training.resume import Identity, check_start, date_of, find_start, find_weights
@@ -59,6 +60,10 @@ class Prepared:
     @property
     def model(self) -> PreTrainedModel:
         return self.checked.model
+
+    def close(self) -> None:
+        """Free buffers that a library holds on the device. Every rank calls it when no token travels any more."""
+        close_library(self.model)
 
 
 def prepare(config: Config, control: "Control", checked: "Checked") -> Prepared:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from expertmesh.checkpoint.interface import load_checkpoint, save_checkpoint
 from expertmesh.checkpoint.state import fingerprint
+from expertmesh.experts.dispatchers.choose import close_library
 from expertmesh.state.shards import local_tensor
 from expertmesh.verification.build import build
 from expertmesh.verification.compare import gather
@@ -29,6 +30,7 @@ def check_resume(proof: Proof) -> list[Check]:
     save_checkpoint(job.model, job.optimizer, directory, step=len(first))
     job.train_step(last)
     expected = _fingerprints(job)
+    close_library(job.model)
     del job
     gc.collect()
     resumed = build(setup, precision=precision)
@@ -36,6 +38,7 @@ def check_resume(proof: Proof) -> list[Check]:
     proof.hooks.resumed(resumed)
     resumed.train_step(last)
     got = _fingerprints(resumed)
+    close_library(resumed.model)
     different = sorted(key for key in expected.keys() | got.keys() if expected.get(key) != got.get(key))
     everyone = [key for part in gather(different) for key in part]
     if dist.get_rank() == 0:
