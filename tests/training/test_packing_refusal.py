@@ -7,7 +7,7 @@ import torch
 
 from expertmesh.introspection.attention import packing_refusal
 from expertmesh.introspection.source_code import _masks_see_positions
-from expertmesh.parallel import sequence
+from expertmesh.parallel.packing import by_samples
 from tests.families.packing import check_packing, packing_of
 from tests.families.tiny import random_model
 from tests.support.models import tiny_model
@@ -50,7 +50,7 @@ QWEN4 = ("Qwen4ExpForCausalLM", "qwen4_exp")
 @pytest.mark.parametrize(("model_class", "family"), [GPT_OSS, QWEN3_5, GLM_4_5V, DEEPSEEK_V4, GLM_5, QWEN4])
 def test_packed_samples_train_as_samples_apart(model_class: str, family: str) -> None:
     assert packing_of(model_class, family) is None
-    as_the_family_has_it = mock.patch.object(sequence, "_borders", return_value=None)
+    as_the_family_has_it = mock.patch.object(by_samples, "_borders", return_value=None)
     with as_the_family_has_it, pytest.raises(AssertionError, match="see each other"):
         packing_of(model_class, family)
 

@@ -22,6 +22,7 @@ from expertmesh.introspection.source_code import (
     takes_masks,
     takes_text_positions,
 )
+from expertmesh.introspection.token_proof import TokenProof
 
 # Kinds of layers (config.layer_types) that mix positions by something other than attention over all of them.
 _RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "short_conv", "compressed")
@@ -31,7 +32,7 @@ _RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "short_co
 MASKED_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 # What a module's forward may take beside hidden states, each for every position or for none.
 _OF_ROWS = {"hidden_states", "position_embeddings", "position_ids", "attention_mask", "conv_mask", "input_ids"}
-_OF_ROWS |= {"prev_topk_indices", "cache_params", "past_key_values", "kwargs"}
+_OF_ROWS |= {"key_hidden_states", "value_hidden_states", "prev_topk_indices", "cache_params", "past_key_values", "kwargs"}
 
 
 def carried_state(model: nn.Module, within: Sequence[str] = ("",)) -> str | None:
@@ -114,9 +115,10 @@ def recurrent_mixers(model: nn.Module, anatomy: Anatomy) -> list[str] | None:
     """The modules of the decoder's blocks that look along the sequence by a state of their own, to be run on each
     packed sample by itself; None where something else may look along it too, so that this would not be enough.
 
-    Among them is attention that compresses or indexes what it attends to, in a model that carries state.
+    Among them is attention that compresses or indexes what it attends to, in a model that carries state. Modules that
+    are proven to compute each token by itself (token_proof.py) are not.
     """
-    blocks, experts = decoder_blocks(anatomy), [spec.name for spec in anatomy.experts]
+    blocks, experts, tokens = decoder_blocks(anatomy), [spec.name for spec in anatomy.experts], TokenProof(model, anatomy)
     if any(carries_state(module) for name, module in _of_text(model, blocks) if not _in_any(name, blocks)):
         return None
     has_state = carried_state(model) is not None
@@ -127,14 +129,17 @@ def recurrent_mixers(model: nn.Module, anatomy: Anatomy) -> list[str] | None:
         for name, module in model.get_submodule(block).named_children():
             name = f"{block}.{name}"
             named = module.named_modules(prefix=name)
-            parts = [part for inner, part in named if not _in_any(inner, experts)]
-            if not any(carries_state(part) or along_the_sequence(part) is not None for part in parts):
+            parts = {inner: part for inner, part in named if not _in_any(inner, experts)}
+            looking = [inner for inner, part in parts.items() if along_the_sequence(part) is not None]
+            has_own_state = any(map(carries_state, parts.values()))
+            if not looking and not has_own_state:
                 continue
             separable = _masks_can_be_cut(model) and has_state if _attends(module) else True
             holds_experts = any(_in_any(expert, [name]) for expert in experts)
-            if not separable or holds_experts or not _takes_rows_alone(module):
+            if separable and not holds_experts and _takes_rows_alone(module):
+                found.append(name)
+            elif has_own_state or _attends(module) or not all(map(tokens.holds, looking)):
                 return None
-            found.append(name)
     return found
 
 
