@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from expertmesh.anatomy import Anatomy, carries_state, decoder_blocks, describe, is_inside
+from expertmesh.anatomy import HIDDEN_OF_KEYS, Anatomy, carries_state, decoder_blocks, describe, is_inside
 from expertmesh.introspection.known_families import own_class
 from expertmesh.introspection.source_code import (
     along_the_sequence,
@@ -32,7 +32,7 @@ _RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "short_co
 MASKED_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 # What a module's forward may take beside hidden states, each for every position or for none.
 _OF_ROWS = {"hidden_states", "position_embeddings", "position_ids", "attention_mask", "conv_mask", "input_ids"}
-_OF_ROWS |= {"key_hidden_states", "value_hidden_states", "prev_topk_indices", "cache_params", "past_key_values", "kwargs"}
+_OF_ROWS |= {"prev_topk_indices", "cache_params", "past_key_values", "kwargs"}
 
 
 def carried_state(model: nn.Module, within: Sequence[str] = ("",)) -> str | None:
@@ -118,7 +118,8 @@ def recurrent_mixers(model: nn.Module, anatomy: Anatomy) -> list[str] | None:
     Among them is attention that compresses or indexes what it attends to, in a model that carries state. Modules that
     are proven to compute each token by itself (token_proof.py) are not.
     """
-    blocks, experts, tokens = decoder_blocks(anatomy), [spec.name for spec in anatomy.experts], TokenProof(model, anatomy)
+    blocks, experts = decoder_blocks(anatomy), [spec.name for spec in anatomy.experts]
+    tokens = TokenProof(model, anatomy)
     if any(carries_state(module) for name, module in _of_text(model, blocks) if not _in_any(name, blocks)):
         return None
     has_state = carried_state(model) is not None
@@ -180,4 +181,4 @@ def _masks_can_be_cut(model: Any) -> bool:
 def _takes_rows_alone(module: nn.Module) -> bool:
     """Whether a module's forward takes nothing but what can be cut into samples."""
     taken = inspect.signature(own_class(type(module)).forward).parameters
-    return taken.keys() - {"self"} <= _OF_ROWS
+    return taken.keys() - {"self"} <= _OF_ROWS | HIDDEN_OF_KEYS

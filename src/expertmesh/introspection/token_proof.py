@@ -29,7 +29,8 @@ class TokenProof:
     """Asked of the modules of one model; runs it on meta once, if anything has to be proven on the spot."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
-        self._model, self._anatomy = model, anatomy
+        self._model: Any = model
+        self._anatomy = anatomy
         self._calls: dict[str, _Call] | None = None
 
     def holds(self, name: str) -> bool:

@@ -1,4 +1,5 @@
-"""Carry out a shard plan, all of it: copies compared, sharding, recomputing in backward, compiling, keeping other code from harm.
+"""Carry out a shard plan, all of it: comparing copies, sharding, recomputing in backward, compiling, keeping other code
+from harm.
 
 Nothing is decided here.
 """

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -23,8 +22,8 @@ from expertmesh.experts.install import install
 from expertmesh.introspection.compute_dtype import cast_in_forward
 from expertmesh.parallel.context.exchange import split_attention
 from expertmesh.parallel.groups import Group, link_copies, pack_experts, pack_linears, view_of
-from expertmesh.parallel.pipeline import cut, pipeline_of
 from expertmesh.parallel.packing.by_samples import separate_samples
+from expertmesh.parallel.pipeline import cut, pipeline_of
 from expertmesh.parallel.sequence import split_blocks
 from expertmesh.parallel.shard_plan import ShardPlan
 from expertmesh.parallel.tensor import split_parts

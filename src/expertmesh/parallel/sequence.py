@@ -25,6 +25,9 @@ from expertmesh.compat import tree_map_only
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
+from expertmesh.introspection.attention import decoder_of
+from expertmesh.introspection.source_code import takes_masks
+from expertmesh.parallel.packing.by_samples import kinds_of_masks, masks_of
 from expertmesh.state.sharded_model import sharded
 
 Batch = Mapping[str, torch.Tensor]
@@ -35,13 +38,13 @@ _OF_ATTENTION = {"position_embeddings": -2, "attention_scaling": -2, "position_i
 _BESIDE_ATTENTION = {"per_layer_input": 1, "input_ids": 1}
 # What attention hands on to the attention of the next block, for the positions that it computes.
 _BETWEEN_ATTENTION = ("prev_topk_indices",)
-# What a block hands on to the next for each of its own positions, beside hidden states.
-_BETWEEN_BLOCKS = ("prev_router_hidden_states",)
-# What some families' blocks hand on for each position beside hidden states.
-_NOT_SPLIT = ("block_states",)
+# What a decoder keeps of hidden states between its blocks: its own code then has to see this rank's positions alone.
+_KEPT_BY_DECODER = "block_states"
+# What a block gets for its own positions, from the block before it or of those.
+_BETWEEN_BLOCKS = {"prev_router_hidden_states", _KEPT_BY_DECODER}
 # What it gets for whole rows, for its attention and whatever else gathers them.
-_WHOLE = ("hidden_states", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_WHOLE += ("conv_mask", "ple_input_ids")
+_WHOLE = {"hidden_states", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+_WHOLE |= {"conv_mask", "ple_input_ids"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,46 +122,79 @@ def lengthened(batch: Batch, to: int, refusal: str) -> Batch:
 
 
 def refuse_blocks(model: nn.Module, anatomy: Anatomy, layout: Layout) -> None:
-    """Raise `InputError` for a model whose blocks are known to take more than positions can be cut for.
+    """Raise `InputError` for a model whose decoder keeps what cannot be cut for it.
 
     What is not known here is refused in the first forward.
     """
-    if layout.cp * layout.tp == 1:
-        return
-    for name in decoder_blocks(anatomy):
-        taken = inspect.signature(model.get_submodule(name).forward).parameters
-        if odd := [key for key in _NOT_SPLIT if key in taken]:
-            family = model.config.model_type  # type: ignore[union-attr]
-            raise InputError(
-                f"parallel: {name} of {family} gets {odd[0]} for each position, which cp and tp do not split; set "
-                "parallel.cp and parallel.tp to 1",
-                key="layout.input-per-position",
-            )
+    decoder: Any = decoder_of(model, anatomy)
+    if layout.cp * layout.tp > 1 and _decoder_keeps(model, anatomy) and not takes_masks(decoder):
+        raise InputError(
+            f"parallel: the decoder of {decoder.config.model_type} keeps {_KEPT_BY_DECODER} of all positions and makes "
+            "its masks itself, so cp and tp cannot split positions; set parallel.cp and parallel.tp to 1",
+            key="layout.input-per-position",
+        )
+
+
+def _decoder_keeps(model: nn.Module, anatomy: Anatomy) -> bool:
+    blocks = map(model.get_submodule, decoder_blocks(anatomy))
+    return any(_KEPT_BY_DECODER in inspect.signature(block.forward).parameters for block in blocks)
 
 
 def split_blocks(model: nn.Module, anatomy: Anatomy, mesh: Mesh, gathers: Callable[[str], bool]) -> None:
     """Let the decoder's blocks run on this rank's positions. Called by `parallelize`; no communication.
 
-    The first block gets whole rows and cuts them; all get rotary tables for the positions that attention computes:
-    those of a part of the row, or where the block's attention `gathers` it over cp, of all of it.
+    The first block gets whole rows and cuts them, or the decoder does if it keeps hidden states between blocks; all get
+    rotary tables for the positions that attention computes: those of a part of the row, or where the block's attention
+    `gathers` it over cp, of all of it.
     """
     share = _share(mesh)
     if share.parts == 1:
         return
+    if decoder_cuts := _decoder_keeps(model, anatomy):
+        decoder_of(model, anatomy).register_forward_pre_hook(partial(_enter_decoder, share), with_kwargs=True)
     for index, name in enumerate(decoder_blocks(anatomy)):
         block = model.get_submodule(name)
-        entered = _Entered(share, name, list(inspect.signature(block.forward).parameters), index == 0, gathers(name))
+        arguments, cuts = list(inspect.signature(block.forward).parameters), index == 0 and not decoder_cuts
+        entered = _Entered(share, name, arguments, cuts, gathers(name))
         block.register_forward_pre_hook(partial(_enter_block, entered), with_kwargs=True)
+
+
+def _enter_decoder(share: SequenceShare, decoder: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A hook before a decoder: it gets embeddings of this rank's positions, masks and position ids of whole rows."""
+    given = dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)) | kwargs
+    embeds, position_ids, masks = (given.get(key) for key in ("inputs_embeds", "position_ids", "attention_mask"))
+    rows: torch.Tensor = given["input_ids"] if embeds is None else embeds
+    _refuse_length(rows.shape[1], share)
+    if position_ids is None:
+        position_ids = torch.arange(rows.shape[1], device=rows.device)[None]
+    own = share.own(rows, 1)
+    embeds = decoder.get_input_embeddings()(own) if embeds is None else own.clone()
+    if not isinstance(masks, dict):
+        like = embeds.new_empty(*rows.shape[:2], 0)
+        masks = masks_of(decoder, kinds_of_masks(decoder.config), like, masks, position_ids)
+    there = {"input_ids": None, "inputs_embeds": embeds, "position_ids": position_ids, "attention_mask": masks}
+    return (), given | there
+
+
+def _refuse_length(length: int, share: SequenceShare) -> None:
+    if length % share.parts:
+        raise InputError(
+            f"parallel: rows of {length} positions cannot be cut into {share.parts} parts (cp × tp); pad them, or call "
+            "causal_lm_loss, which does",
+            key="layout.row-length",
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Entered:
-    """A block and what its arguments are called. `attends_whole`: its attention gets whole rows."""
+    """A block and what its arguments are called. `cuts`: it gets hidden states of whole rows, `attends_whole`: its
+    attention does.
+    """
 
     share: SequenceShare
     name: str
     arguments: Sequence[str]
-    is_first: bool
+    cuts: bool
     attends_whole: bool
 
 
@@ -174,15 +210,10 @@ def _enter_block(
             key="layout.cannot-generate",
         )
     hidden = given["hidden_states"]
-    length = hidden.shape[1] * (1 if entered.is_first else share.parts)
-    if length % share.parts:
-        raise InputError(
-            f"parallel: rows of {length} positions cannot be cut into {share.parts} parts (cp × tp); pad them, or call "
-            "causal_lm_loss, which does",
-            key="layout.row-length",
-        )
+    length = hidden.shape[1] * (1 if entered.cuts else share.parts)
+    _refuse_length(length, share)
     here = {key: _part(entered, key, value, length) for key, value in given.items()}
-    if entered.is_first:
+    if entered.cuts:
         # A copy, not a view: the whole rows must not live until backward, nor see what a block does in place.
         here["hidden_states"] = share.own(hidden, 1).clone()
     return tuple(here[key] for key in names[: len(args)]), {key: here[key] for key in kwargs}
@@ -197,7 +228,7 @@ def _part(entered: _Entered, key: str, value: Any, length: int) -> Any:
         return value if whole else tree_map_only(torch.Tensor, cut, value)
     if key in _BESIDE_ATTENTION and value is not None:
         return share.own(value, _BESIDE_ATTENTION[key])
-    known = key in _WHOLE + _BETWEEN_BLOCKS or (key in _BETWEEN_ATTENTION and _joint(entered))
+    known = key in _WHOLE | _BETWEEN_BLOCKS or (key in _BETWEEN_ATTENTION and _joint(entered))
     if isinstance(value, torch.Tensor) and not known:
         raise InputError(
             f"parallel: {entered.name} gets {key} {tuple(value.shape)}, which cp and tp do not know how to split",

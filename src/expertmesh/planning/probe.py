@@ -29,7 +29,7 @@ from expertmesh.planning.trackers import UsageTracker
 from expertmesh.state.patching import forwards_replaced
 from expertmesh.step.base_model import base_name
 
-# What keeps the samples of packed rows apart: an explicit mask, or attention that knows them (parallel/packing/varlen.py).
+# What keeps samples of packed rows apart: an explicit mask, or attention that knows them (parallel/packing/varlen.py).
 Packed = Literal["no", "by masks", "by samples"]
 
 

@@ -8,7 +8,7 @@ those that keep samples apart. A row of one sample is left as it is.
     B rows, S positions of a whole row; N samples of about one length, L positions of the longest of them
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -99,20 +99,38 @@ def _give_masks(dtype: torch.dtype, decoder: nn.Module, args: Any, kwargs: dict[
     """A hook before a decoder that would build its masks without position ids, but takes those that it is given."""
     if packed_samples.get() is None or kwargs.get("attention_mask") is not None:
         return None
-    config: Any = decoder.config
     like = next(x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
+    embeds = torch.empty(*like.shape[:2], 0, dtype=dtype, device=like.device)
+    masks = masks_of(decoder, mask_kinds(decoder.config), embeds, None, kwargs["position_ids"].to(like.device))
+    return args, {**kwargs, "attention_mask": masks}
+
+
+def masks_of(
+    decoder: Any,
+    kinds: Collection[str],
+    embeds_BSX: torch.Tensor,
+    padding_BS: torch.Tensor | None,
+    position_BS: torch.Tensor,
+) -> dict[str, Any]:
+    """The masks of `kinds` of layers, by transformers' names, for a decoder that takes them. `embeds_BSX`: its shape,
+    dtype and device count.
+    """
     options = {
-        "config": config,
-        "inputs_embeds": torch.empty(*like.shape[:2], 0, dtype=dtype, device=like.device),
-        "attention_mask": None,
+        "config": decoder.config,
+        "inputs_embeds": embeds_BSX,
+        "attention_mask": padding_BS,
         "past_key_values": None,
-        "position_ids": kwargs["position_ids"].to(like.device),
+        "position_ids": position_BS,
     }
-    return args, {**kwargs, "attention_mask": {kind: _mask(kind, options) for kind in mask_kinds(config)}}
+    # Recurrent layers are masked against padding alone.
+    return {kind: _MASKS[kind](**options) if kind in _MASKS else padding_BS for kind in kinds}
 
 
-def _mask(kind: str, options: Mapping[str, Any]) -> Any:
-    return _MASKS[kind](**options) if kind in _MASKS else None  # recurrent layers are masked against padding alone
+def kinds_of_masks(config: Any) -> list[str]:
+    """All kinds that a decoder of this configuration may look up, whatever it calls its layers."""
+    settings = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    has_setting = [kind for kind, setting in settings.items() if getattr(config, setting, None) is not None]
+    return ["full_attention", "linear_attention", *has_setting]
 
 
 class BySamples(nn.Module):
@@ -125,18 +143,19 @@ class BySamples(nn.Module):
             return super().forward(*args, **kwargs)
         hidden_BSH = args[0] if args else kwargs["hidden_states"]
         kwargs = {key: value for key, value in kwargs.items() if not key.startswith(_BORDERS)}
-        groups, outputs = _alike(packed.borders), []
+        (rows, length), device = hidden_BSH.shape[:2], hidden_BSH.device
+        samples = packed.once((rows, length, device), partial(_Samples.of, (rows, length), device))
+        outputs = []
         token = packed_samples.set(None)  # for what is inside, each row is one sample
         try:
-            for samples in groups:
-                cut = partial(_of_samples, _Places.of(samples, hidden_BSH))
-                there_args, there_kwargs = tree_map_only(torch.Tensor, cut, (args, kwargs))
+            for group in samples.groups:
+                there_args, there_kwargs = tree_map_only(torch.Tensor, partial(_of_group, group), (args, kwargs))
                 outputs.append(super().forward(*there_args, **there_kwargs))
         finally:
             packed_samples.reset(token)
         if not isinstance(outputs[0], tuple):
-            return _of_rows(outputs, groups, hidden_BSH.shape[:2])
-        return tuple(_of_rows(values, groups, hidden_BSH.shape[:2]) for values in zip(*outputs, strict=True))
+            return _of_rows(outputs, samples)
+        return tuple(_of_rows(values, samples) for values in zip(*outputs, strict=True))
 
 
 def _alike(borders: Borders) -> list[Borders]:
@@ -147,8 +166,8 @@ def _alike(borders: Borders) -> list[Borders]:
     return list(by_size.values())
 
 
-@dataclass(frozen=True, slots=True)
-class _Places:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
     """Where the positions of samples of about one length lie in `shape` rows: flat, and which of them are real."""
 
     shape: tuple[int, int]
@@ -156,24 +175,41 @@ class _Places:
     is_real_NL: torch.Tensor
 
     @classmethod
-    def of(cls, samples: Borders, like_BSH: torch.Tensor) -> "_Places":
-        offset_L = torch.arange(max(end - start for start, end in samples))
-        place_NL = torch.stack([(start + offset_L).clamp(max=end - 1) for start, end in samples])
-        is_real_NL = torch.stack([start + offset_L < end for start, end in samples])
-        rows, length = like_BSH.shape[:2]
-        return cls((rows, length), place_NL.to(like_BSH.device), is_real_NL.to(like_BSH.device))
+    def of(cls, shape: tuple[int, int], device: torch.device, borders: Borders) -> "_Group":
+        offset_L = torch.arange(max(end - start for start, end in borders))
+        place_NL = torch.stack([(start + offset_L).clamp(max=end - 1) for start, end in borders])
+        is_real_NL = torch.stack([start + offset_L < end for start, end in borders])
+        return cls(shape, place_NL.to(device), is_real_NL.to(device))
 
 
-def _of_samples(places: _Places, x: torch.Tensor) -> torch.Tensor:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Samples:
+    """Packed samples in groups. `order_T`: which of the groups' positions, padding left out, each position of the rows
+    is; `real`: how many positions of each sample of each group.
+    """
+
+    groups: tuple[_Group, ...]
+    real: tuple[tuple[int, ...], ...]
+    order_T: torch.Tensor
+
+    @classmethod
+    def of(cls, shape: tuple[int, int], device: torch.device, borders: Borders) -> "_Samples":
+        alike = _alike(borders)
+        order_T = torch.cat([torch.arange(start, end) for group in alike for start, end in group]).argsort()
+        groups = tuple(_Group.of(shape, device, group) for group in alike)
+        return cls(groups, tuple(tuple(end - start for start, end in group) for group in alike), order_T.to(device))
+
+
+def _of_group(group: _Group, x: torch.Tensor) -> torch.Tensor:
     """What a module gets for whole rows, for samples as rows of their own; masks of all pairs too, but for padding."""
-    rows, length = places.shape
-    place_NL = places.place_NL
+    rows, length = group.shape
+    place_NL = group.place_NL
     if x.dim() == 4 and x.shape[0] in (1, rows) and x.shape[2:] == (length, length):
         row_N, at_NL = place_NL[:, 0] // length, place_NL % length
         pairs_BSSN = x.expand(rows, *x.shape[1:]).movedim(1, -1)
         mask = pairs_BSSN[row_N[:, None, None], at_NL[:, :, None], at_NL[:, None, :]].movedim(-1, 1)
         hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-        return mask.masked_fill(~places.is_real_NL[:, None, None, :], hidden)
+        return mask.masked_fill(~group.is_real_NL[:, None, None, :], hidden)
     if x.dim() < 2 or x.shape[0] not in (1, rows) or x.shape[1] != length:
         raise InputError(
             f"data.packing: a layer that carries state along the sequence gets a tensor {tuple(x.shape)} beside its "
@@ -183,17 +219,16 @@ def _of_samples(places: _Places, x: torch.Tensor) -> torch.Tensor:
     return x.expand(rows, *x.shape[1:]).reshape(rows * length, *x.shape[2:])[place_NL]
 
 
-def _of_rows(values: Sequence[Any], groups: Sequence[Borders], shape: torch.Size) -> torch.Tensor | None:
+def _of_rows(values: Sequence[Any], samples: _Samples) -> torch.Tensor | None:
     """What a module gave for groups of samples, as whole rows: hidden states, or the indices of chosen positions, which
     the attention of the next block reads sample by sample. What is not for each position (weights of attention) is left
     out, as nothing reads it.
     """
     if not all(isinstance(value, torch.Tensor) and value.dim() == 3 for value in values):
         return None
-    parts, places = [], []
-    for value_NLX, samples in zip(values, groups, strict=True):
-        for sample_LX, (start, end) in zip(value_NLX, samples, strict=True):
-            parts.append(sample_LX[: end - start])
-            places.append(torch.arange(start, end))
-    order = torch.cat(places).argsort().to(parts[0].device)
-    return torch.cat(parts).index_select(0, order).view(*shape, -1)
+    parts = [
+        sample_LX[:length]
+        for value_NLX, real in zip(values, samples.real, strict=True)
+        for sample_LX, length in zip(value_NLX, real, strict=True)
+    ]
+    return torch.cat(parts).index_select(0, samples.order_T).view(*samples.groups[0].shape, -1)
