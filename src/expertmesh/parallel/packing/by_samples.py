@@ -59,7 +59,7 @@ def separate_samples(model: nn.Module, anatomy: Anatomy, device: torch.device, d
         return
     model.register_forward_pre_hook(partial(_enter, has_axes), with_kwargs=True, prepend=True)
     model.register_forward_hook(_leave, always_call=True)
-    for name in mixers or ():
+    for name in mixers:
         mix_in(model.get_submodule(name), BySamples)
     if asks:
         decoder_of(model, anatomy).register_forward_pre_hook(partial(_give_masks, dtype), with_kwargs=True)
