@@ -40,7 +40,7 @@ _BESIDE_ATTENTION = {"per_layer_input": 1, "input_ids": 1}
 _BETWEEN_ATTENTION = ("prev_topk_indices",)
 # What a decoder keeps of hidden states between its blocks: its own code then has to see this rank's positions alone.
 _KEPT_BY_DECODER = "block_states"
-# What a block gets for its own positions, from the block before it or of those.
+# What a block gets for its own positions, from the blocks before it.
 _BETWEEN_BLOCKS = {"prev_router_hidden_states", _KEPT_BY_DECODER}
 # What it gets for whole rows, for its attention and whatever else gathers them.
 _WHOLE = {"hidden_states", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
