@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from transformers.models.inkling2 import modeling_inkling2
 
 from expertmesh.cli import inspect
 from expertmesh.cli.data import check
@@ -67,9 +68,12 @@ class Case:
     ranks: int = 1
 
 
-def _mixing(_: pytest.MonkeyPatch, root: Path) -> None:
+def _mixing(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
     """A family that carries state along the sequence, in a way that samples cannot be kept apart."""
-    random_model("Inkling2ForCausalLM", "inkling2").save_pretrained(root / "model")
+    residual, own = modeling_inkling2.Inkling2BlockAttentionResidual, random_model("Inkling2ForCausalLM", "inkling2")
+    forward = residual.forward
+    own.save_pretrained(root / "model")
+    monkeypatch.setattr(residual, "forward", lambda self, block_states, x: forward(self, block_states, x.cumsum(1)))
 
 
 CASES = {

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import expertmesh as em
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.introspection.attention import packing_refusal
-from tests.families.proof import Gradients
+from tests.families.proof import Gradients, computing_in
 from tests.families.tiny import EXPERTS, VOCABULARY, random_model
 from tests.support.ranks import run_ranks
 from tests.support.reference import of_all_stages
@@ -56,8 +56,9 @@ def _rank(
         [[torch.randint(3, VOCABULARY, (n,), generator=generator) for n in row] for row in rows] for rows in _LENGTHS
     ]
     alone = [{"input_ids": ids[None], "labels": ids[None]} for rows in samples for row in rows for ids in row]
-    loss, gradients = _step(model, mesh, alone)
-    packed_loss, found = _step(model, mesh, [_packed(rows) for rows in samples])
+    with computing_in(dtype):
+        loss, gradients = _step(model, mesh, alone)
+        packed_loss, found = _step(model, mesh, [_packed(rows) for rows in samples])
     floor = max(float(g.norm()) / g.numel() ** 0.5 for g in gradients.values()) * 1e-3
     errors = ((_relative(found[name], gradient, floor), name) for name, gradient in gradients.items())
     return max((_relative(packed_loss, loss, 0.0), "the loss"), *errors)

@@ -11,6 +11,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 import expertmesh as em
@@ -210,6 +212,23 @@ def _own_error(model_class: str, family: str) -> float:
     return _worst_gradient(fp32.gradients, fp64)[0]
 
 
+class _StaysDouble(TorchFunctionMode):
+    """What a family's code casts to fp32 stays fp64 where it was: else fp64 would tell no more than fp32 does."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if func is torch.Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return func(*args, **kwargs or {})
+
+
+def computing_in(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """While a model of `dtype` trains: in fp64 all of it is computed in fp64."""
+    return _StaysDouble() if dtype == torch.float64 else nullcontext()
+
+
 def _train_unsharded(model: PreTrainedModel) -> Expected:
     model.set_experts_implementation("eager")
     model.train()
@@ -220,7 +239,8 @@ def _train_unsharded(model: PreTrainedModel) -> Expected:
     ]
 
     def backward(rows: Sequence[torch.Tensor]) -> float:
-        loss = unsharded.backward(model, [(row, row) for row in rows])
+        with computing_in(model.dtype):
+            loss = unsharded.backward(model, [(row, row) for row in rows])
         for hook in hooks:
             hook.remove()  # the first step's choices are counted
         return loss
@@ -279,7 +299,8 @@ def _train(reference: Reference, run: Run, target: Path, tamper: Callable[[nn.Mo
     gradients: Gradients = {}
     for step in range(STEPS):
         rows = rows_of(step)
-        total = _forward_backward(model, mesh, rows[mesh.data_rank :: mesh.layout.data_ranks], targets_of(rows))
+        with computing_in(dtype):
+            total = _forward_backward(model, mesh, rows[mesh.data_rank :: mesh.layout.data_ranks], targets_of(rows))
         dist.all_reduce(total)
         loss_error = max(loss_error, abs(float(total) / expected.losses[step] - 1))
         if step == 0:

@@ -62,8 +62,9 @@ Each row is a measurement. A tiny random model is written by transformers in the
 
 **Parity** is the worst relative error of any parameter's gradient (the router's included) in any layout, against the
 unsharded model in plain PyTorch; losses and weights after the steps are held to the same {TOLERANCE:.0e}. Some families
-are too badly conditioned for fp32 to tell right from wrong: there fp64 decides, and the fp32 error stands beside the
-error of the unsharded fp32 model against its own fp64. **Load/save** is exact when plain `from_pretrained` reads back
+are too badly conditioned for fp32 to tell right from wrong: there fp64 decides, in which the family's own casts to fp32
+are left out, and the fp32 error stands beside the error of the unsharded fp32 model against its own fp64.
+**Load/save** is exact when plain `from_pretrained` reads back
 the trained values bit for bit with nothing missing or left over, keys and shapes are those of the files that were
 loaded, and greedy generation gives the unsharded model's tokens. **Packing** is exact when packed samples
 have the loss and every gradient that they have apart, to 1e-05, with and without activation checkpointing; where it is

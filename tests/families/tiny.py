@@ -133,6 +133,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
         "ngram_vocab_size_base": 64,
         "split_ngram_parts": 1,
+        "ple_layer_ids": [2],
+        "heads_per_ngram": 2,
     },
     "inkling": {"unpadded_vocab_size": VOCABULARY, "num_key_value_heads": 2},
     "inkling2": {"unpadded_vocab_size": VOCABULARY, "num_key_value_heads": 2, "n_layers_per_attn_res_block": 2},
@@ -252,8 +254,8 @@ def random_model(
 def _randomise(buffer: torch.Tensor) -> None:
     if buffer.is_floating_point():
         buffer.add_(torch.empty_like(buffer).uniform_(-0.2, 0.2))
-    elif buffer.dtype != torch.bool:
-        buffer.random_(EXPERTS)  # an expert for each token id, in models that route by it
+    elif buffer.dtype != torch.bool and buffer.dim() > 1:
+        buffer.random_(EXPERTS)  # an expert for each token id, in models that route by it; sizes and offsets stay
 
 
 def model_class_of(name: str, family: str) -> type[PreTrainedModel]:

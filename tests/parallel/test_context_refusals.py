@@ -11,6 +11,8 @@ from torch import nn
 from expertmesh.anatomy import describe
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection import source_code, state_heads
+from expertmesh.introspection.attention import packing_refusal
+from expertmesh.introspection.known_families import class_key, recording
 from expertmesh.parallel.context.plan import ContextPlan, context_plan
 from expertmesh.training.startup.preflight import preflight
 from expertmesh.weights.meta_model import build_meta_model
@@ -21,10 +23,11 @@ from tests.support.models import tiny_config
 from tests.training.tiny_run import run_config, write_inputs
 
 CLASSES = {family.name: family.model_class for family in families() if family.model_class}
-# For each reason one family whose code has it.
-REFUSED = [
-    ("zaya", "layout.mixes-positions", "model.layers.0.mlp.gate ([:, a:b])"),
-    ("inkling", "layout.mixes-positions", "model.layers.0.mlp.shared_experts (bmm)"),
+# Modules outside of attention whose code may look along the sequence, and computes each token by itself.
+BY_TOKEN = [
+    ("zaya", "model.layers.1.mlp.gate", "[:, a:b]"),
+    ("inkling", "model.layers.1.mlp.shared_experts", "bmm"),
+    ("inkling2", "model.layers.1.mlp_input", "scaled_dot_product_attention"),
 ]
 # For each way to see whole rows one family: how its layers are computed, and whether its attention exchanges.
 GATHERED = [
@@ -44,12 +47,31 @@ def _refuse(config: Any, layout: Layout) -> ContextPlan:
     return context_plan(model, describe(model), layout)
 
 
-@pytest.mark.parametrize(("family", "key", "named"), REFUSED)
-def test_what_mixes_positions_by_itself_is_refused_by_name(family: str, key: str, named: str) -> None:
-    config = family_config(CLASSES[family], family)
-    with refused(key, naming=named):
-        _refuse(config, Layout(cp=2))
-    _refuse(config, Layout(cp=1, fsdp=2))
+@pytest.mark.parametrize(("family", "name", "used"), BY_TOKEN)
+def test_what_computes_each_token_by_itself_is_proven_so_and_refused_where_it_does_not(
+    family: str, name: str, used: str
+) -> None:
+    model = build_meta_model(family_config(CLASSES[family], family), torch.float32)
+    anatomy, kind = describe(model), type(model.get_submodule(name))
+    with recording() as answers:  # nothing is taken from the table
+        context_plan(model, anatomy, Layout(cp=2))
+        assert packing_refusal(model) is None
+    assert any(key.startswith(class_key(kind) or "") for key in answers["tokens"])
+    own = kind.forward
+
+    def shifted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Each token's, with the hidden states of the token before it in the row."""
+        return own(self, *(_before(x) if isinstance(x, torch.Tensor) and x.dim() > 2 else x for x in args), **kwargs)
+
+    with mock.patch.object(kind, "forward", shifted):
+        with refused("layout.mixes-positions", naming=f"({used})"):
+            context_plan(model, anatomy, Layout(cp=2))
+        context_plan(model, anatomy, Layout(cp=1, fsdp=2))
+        assert "carries state" in (packing_refusal(model) or "")
+
+
+def _before(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x[:, :1], x[:, :-1]], dim=1)
 
 
 @pytest.mark.parametrize(("family", "said", "exchanges"), GATHERED)

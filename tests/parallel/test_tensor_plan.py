@@ -2,6 +2,7 @@
 
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from expertmesh.anatomy import describe
 from expertmesh.distributed.layout import Layout
+from expertmesh.parallel import sequence
 from expertmesh.parallel.sequence import refuse_blocks
 from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
 from tests.families.tiny import random_model
@@ -97,11 +99,13 @@ def test_a_head_that_is_no_linear_layer_is_refused() -> None:
         _plan(model)
 
 
-def test_blocks_that_hand_on_more_for_each_position_are_refused() -> None:
-    model = random_model("ZayaForCausalLM", "zaya")
-    refuse_blocks(model, describe(model), Layout(fsdp=2))
-    with refused("layout.input-per-position"):
-        refuse_blocks(model, describe(model), Layout(tp=2))
+def test_a_decoder_that_keeps_states_of_blocks_is_refused_if_it_takes_no_masks() -> None:
+    model = random_model("Inkling2ForCausalLM", "inkling2")
+    refuse_blocks(model, describe(model), Layout(tp=2))
+    with mock.patch.object(sequence, "takes_masks", return_value=False):
+        refuse_blocks(model, describe(model), Layout(fsdp=2))
+        with refused("layout.input-per-position", naming="block_states"):
+            refuse_blocks(model, describe(model), Layout(tp=2))
 
 
 def test_a_convolution_outside_of_attention_is_refused() -> None:

@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import expertmesh as em
 from expertmesh.anatomy import describe
 from expertmesh.experts.token_counts import PackedSamples
-from expertmesh.parallel import sequence, varlen
+from expertmesh.parallel.packing import by_samples as packing
+from expertmesh.parallel.packing import varlen
 from expertmesh.weights.meta_model import build_meta_model
 from tests.families.tiny import tiny_config as family_config
 from tests.support.models import tiny_config, tiny_model
@@ -58,9 +59,9 @@ def _gradients(family: str, axes: dict[str, int], by_samples: bool, mode: Any) -
     """Loss and gradients of packed rows and of a padded batch; whether the kernel's reference was called."""
     CALLS.clear()
     model: Any = tiny_model(family, **({"sliding_window": 4} if family == "mixtral" else {}))
-    given = sequence.varlen_refusal
+    given = packing.varlen_refusal
     accelerated = mock.patch.object(
-        sequence, "varlen_refusal", lambda m, a, d, t: given(m, a, CUDA, torch.bfloat16) if by_samples else "told so"
+        packing, "varlen_refusal", lambda m, a, d, t: given(m, a, CUDA, torch.bfloat16) if by_samples else "told so"
     )
     with accelerated, mock.patch.object(varlen, "varlen_attn", _reference):
         em.parallelize(model, em.init_mesh(em.ParallelConfig(**axes)), activation_checkpointing=mode)
@@ -105,9 +106,9 @@ def test_a_border_that_is_lost_is_seen() -> None:
         borders = own(position_BS)
         return None if borders is None else [*borders[:-2], (borders[-2][0], borders[-1][1])]
 
-    own = sequence._borders
+    own = packing._borders
     _, dense = run_ranks(_gradients, 1, "qwen3_moe", {"ep": 1}, False, "none")[0]
-    with mock.patch.object(sequence, "_borders", planted):
+    with mock.patch.object(packing, "_borders", planted):
         _, found = run_ranks(_gradients, 1, "qwen3_moe", {"ep": 1}, True, "none")[0]
     assert max(float((found[name] - g).norm() / g.norm().clamp(min=1e-4)) for name, g in dense.items()) > 1e-3
 

@@ -18,20 +18,22 @@ from expertmesh.bench.probes import count_collectives
 from expertmesh.distributed import sequence_collectives
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection.state_heads import Share
-from expertmesh.parallel import tensor
+from expertmesh.parallel import sequence, tensor
 from expertmesh.planning import traffic
 from expertmesh.planning.model_figures import ModelFigures
 from expertmesh.planning.read_model import figures_of
 from expertmesh.planning.trackers import UsageTracker
 from tests.adapters.reference import trainables, worst
 from tests.families.packing import check_packing
-from tests.families.proof import Run, Subject, measure
+from tests.families.proof import Run, Subject, computing_in, measure
 from tests.families.test_families import FAMILIES
 from tests.families.tiny import EXPERTS, random_model, tiny_config
 from tests.support.ranks import run_ranks
+from tests.support.reference import of_all_stages
 
 TOLERANCE = 1e-5
-# By heads with sections, over 2 rows; with tp beside it; whole; by heads with an index, with tp; of 4 ranks.
+# By heads with sections, over 2 rows; with tp beside it; whole; by heads with an index, with tp; of 4 ranks. Beside
+# hidden states: a router's state, those of earlier blocks, of keys and of values, token ids.
 CASES: list[tuple[str, dict[str, int], torch.dtype]] = [
     ("qwen3_next", {"cp": 2}, torch.float64),
     ("minimax", {"cp": 2, "tp": 2}, torch.float32),
@@ -39,7 +41,14 @@ CASES: list[tuple[str, dict[str, int], torch.dtype]] = [
     ("deepseek_v32", {"cp": 2, "tp": 2}, torch.float32),
     ("lfm2_moe", {"cp": 4}, torch.float32),
     ("deepseek_v4", {"cp": 2}, torch.float32),
+    ("zaya", {"cp": 2, "tp": 2}, torch.float32),
+    ("inkling2", {"cp": 2, "tp": 2}, torch.float32),
+    ("qwen4_exp", {"cp": 2}, torch.float64),
 ]
+
+
+# Three mixers in a block, one of which in all gathers keys' and values' hidden states too.
+INKLING2 = ("inkling2", 20, False)
 
 
 def _run(axes: dict[str, int]) -> Run:
@@ -62,6 +71,31 @@ def test_every_gradient_and_the_weights_equal_the_unsharded_model(
 @pytest.mark.parametrize("family", ["lfm2_moe", "minimax", "qwen3_next", "deepseek_v32"])
 def test_packed_samples_are_what_they_are_apart(family: str) -> None:
     check_packing(_class_of(family), family, {"cp": 2})
+
+
+def _left_padded(family: str, axes: dict[str, int]) -> dict[str, torch.Tensor]:
+    """Gradients of two rows, of which one has padding before its tokens, as `attention_mask` says."""
+    model: Any = random_model(_class_of(family), family, torch.float64, buffers=False)
+    mesh = em.init_mesh(em.ParallelConfig(**axes), num_experts=EXPERTS)
+    precision = em.PrecisionConfig(params="float64", compute="float64", reduce="float64")
+    em.parallelize(model, mesh, precision=precision, moe=em.MoeConfig(compute="loop"))
+    ids = torch.arange(36).view(2, 18) * 7 % 89 + 3
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    batch = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+    with computing_in(torch.float64):
+        em.causal_lm_loss(model, batch, target_tokens=29).backward()
+    return of_all_stages(model, mesh, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
+
+
+@pytest.mark.parametrize("family", ["zaya", "inkling2", "qwen4_exp"])
+def test_padding_before_tokens_is_masked_as_on_whole_rows(family: str) -> None:
+    alone = run_ranks(_left_padded, 1, family, {"cp": 1})[0]
+    assert worst(run_ranks(_left_padded, 2, family, {"cp": 2})[0], alone)[0] <= 1e-10
+    own = sequence.masks_of
+    with mock.patch.object(sequence, "masks_of", lambda *args: own(*args[:3], None, args[4])):
+        planted = run_ranks(_left_padded, 2, family, {"cp": 2})[0]
+    assert (worst(planted, alone)[0] > 100 * TOLERANCE) is (family == "inkling2")  # which gets masks; others make them
 
 
 def _with_adapters(family: str, cp: int, mode: Any) -> dict[str, torch.Tensor]:
@@ -114,7 +148,7 @@ def _bytes(family: str, cp: int, mode: Any) -> dict[str, tuple[int, int]]:
     return counts
 
 
-@pytest.mark.parametrize(("family", "parts", "split"), [("deepseek_v32", 2, True), ("jamba", 4, False)])
+@pytest.mark.parametrize(("family", "parts", "split"), [("deepseek_v32", 2, True), ("jamba", 4, False), INKLING2])
 def test_the_bytes_of_a_step_are_those_of_the_formula(family: str, parts: int, split: bool) -> None:
     """B·S·H·b a gather or reduce-scatter; by heads one of each in forward and in backward, whole a gather in forward
     and its reduce-scatter in backward: the positions that are kept cost nothing.
@@ -176,6 +210,16 @@ def _positions_of_another_rank(model: nn.Module) -> None:
     mock.patch.object(tensor, "own_part", lambda x, dim, group: own(x.flip(dim), dim, group)).start()
 
 
+def _states_of_another_position(model: nn.Module) -> None:
+    own, handed_on = sequence._part, ("prev_router_hidden_states", "block_states")
+
+    def part(entered: Any, key: str, value: Any, length: int) -> Any:
+        given = own(entered, key, value, length)
+        return given.roll(1, 1) if key in handed_on and given is not None else given
+
+    mock.patch.object(sequence, "_part", part).start()
+
+
 def _sum_taken_once_more(model: nn.Module) -> None:
     own = tensor.reduce_scatter
     mock.patch.object(tensor, "reduce_scatter", lambda x, dim, group: own(x, dim, group) * 2).start()
@@ -183,7 +227,13 @@ def _sum_taken_once_more(model: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("bug", "family"),
-    [(_sections_ignored, "lfm2_moe"), (_positions_of_another_rank, "jamba"), (_sum_taken_once_more, "deepseek_v32")],
+    [
+        (_sections_ignored, "lfm2_moe"),
+        (_positions_of_another_rank, "jamba"),
+        (_sum_taken_once_more, "deepseek_v32"),
+        (_states_of_another_position, "zaya"),
+        (_states_of_another_position, "inkling2"),
+    ],
 )
 def test_a_planted_bug_turns_the_comparison_red(bug: Callable[[nn.Module], None], family: str, tmp_path: Path) -> None:
     runs = {"cp": [Run((2, 2, "loop"), {"cp": 2})]}

@@ -1,13 +1,16 @@
 """Packed samples are kept apart, or packing is refused, in models whose own code would let them see each other."""
 
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from expertmesh.introspection import known_families
 from expertmesh.introspection.attention import packing_refusal
 from expertmesh.introspection.source_code import _masks_see_positions
-from expertmesh.parallel import sequence
+from expertmesh.parallel.packing import by_samples
+from tests.families import packing
 from tests.families.packing import check_packing, packing_of
 from tests.families.tiny import random_model
 from tests.support.models import tiny_model
@@ -45,13 +48,40 @@ GLM_4_5V = ("Glm4vMoeForConditionalGeneration", "glm4v_moe")  # several position
 DEEPSEEK_V4 = ("DeepseekV4ForCausalLM", "deepseek_v4")  # compresses positions: its attention runs sample by sample
 GLM_5 = ("Glm5NextForConditionalGeneration", "glm5_next")  # the same for indices, which the next block reads
 QWEN4 = ("Qwen4ExpForCausalLM", "qwen4_exp")
+ZAYA = ("ZayaForCausalLM", "zaya")  # convolutions of queries and keys, beside a router that blocks hand on state of
+INKLING = ("InklingForCausalLM", "inkling")  # convolutions in attention and behind MLPs
+INKLING2 = ("Inkling2ForCausalLM", "inkling2")  # the same, and attention over the states of earlier blocks
 
 
-@pytest.mark.parametrize(("model_class", "family"), [GPT_OSS, QWEN3_5, GLM_4_5V, DEEPSEEK_V4, GLM_5, QWEN4])
+FAMILIES = [GPT_OSS, QWEN3_5, GLM_4_5V, DEEPSEEK_V4, GLM_5, QWEN4, ZAYA, INKLING, INKLING2]
+
+
+@pytest.mark.parametrize(("model_class", "family"), FAMILIES)
 def test_packed_samples_train_as_samples_apart(model_class: str, family: str) -> None:
     assert packing_of(model_class, family) is None
-    as_the_family_has_it = mock.patch.object(sequence, "_borders", return_value=None)
+    as_the_family_has_it = mock.patch.object(by_samples, "_borders", return_value=None)
     with as_the_family_has_it, pytest.raises(AssertionError, match="see each other"):
+        packing_of(model_class, family)
+
+
+def test_what_is_proven_on_the_spot_is_run_apart_as_well() -> None:
+    with mock.patch.object(known_families, "_table", return_value={}):
+        assert packing_of(*ZAYA) is None
+
+
+@pytest.mark.parametrize(("model_class", "family"), [ZAYA, INKLING2])
+def test_a_border_that_is_off_by_one_is_seen(model_class: str, family: str) -> None:
+    own = by_samples._borders
+
+    def one_later(position_BS: torch.Tensor | None) -> Any:
+        borders = own(position_BS)
+        if borders is None:
+            return None
+        (start, end), (_, last), *others = borders
+        return [(start, end + 1), (end + 1, last), *others]
+
+    lengths = mock.patch.object(packing, "_LENGTHS", (((11, 14, 14), (39,)), ((20, 19),)))
+    with lengths, mock.patch.object(by_samples, "_borders", one_later), pytest.raises(AssertionError, match="see each"):
         packing_of(model_class, family)
 
 
@@ -65,6 +95,12 @@ def test_packed_samples_train_as_samples_apart(model_class: str, family: str) ->
         (DEEPSEEK_V4, {"cp": 2}),
         (DEEPSEEK_V4, {"pp": 2}),
         (GLM_5, {"tp": 2}),
+        (ZAYA, {"cp": 2}),
+        (INKLING, {"cp": 2}),
+        (INKLING, {"pp": 2}),
+        (INKLING2, {"cp": 2}),
+        (INKLING2, {"tp": 2}),
+        (QWEN4, {"cp": 2}),
     ],
     ids=str,
 )

@@ -1,6 +1,7 @@
 """What a Hugging Face MoE model is made of: blocks, routed experts, routers. No code per model family."""
 
 from expertmesh.anatomy.structure import (
+    HIDDEN_OF_KEYS,
     Anatomy,
     ExpertsSpec,
     alike_as_one,
@@ -16,6 +17,7 @@ from expertmesh.anatomy.structure import (
 )
 
 __all__ = [
+    "HIDDEN_OF_KEYS",
     "Anatomy",
     "ExpertsSpec",
     "alike_as_one",

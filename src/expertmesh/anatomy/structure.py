@@ -20,6 +20,9 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from expertmesh.config.errors import InputError
 from expertmesh.state.stage_view import full_model
 
+# What attention is called with beside hidden states, where keys or values have hidden states of their own.
+HIDDEN_OF_KEYS = frozenset({"key_hidden_states", "value_hidden_states"})
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:

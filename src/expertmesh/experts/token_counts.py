@@ -6,14 +6,16 @@ losses, balancing) leaves it out. An expert layer is called with tokens alone, s
     B rows, S positions, T tokens, E experts
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
 Borders = list[tuple[int, int]]
+_Made = TypeVar("_Made")
 
 
 @dataclass(eq=False, slots=True)
@@ -21,14 +23,23 @@ class PackedSamples:
     """Where each sample of packed rows starts and ends; rows lie one behind the other."""
 
     borders: Borders
-    _cu_seqlens: torch.Tensor | None = None
+    _made: dict[Hashable, Any] = field(default_factory=dict)
+
+    def once(self, key: Hashable, make: Callable[[Borders], _Made]) -> _Made:
+        """What `make` makes of the borders, once for all layers."""
+        if key not in self._made:
+            self._made[key] = make(self.borders)
+        made: _Made = self._made[key]
+        return made
 
     def cu_seqlens(self, device: torch.device) -> torch.Tensor:
         """int32 `[samples + 1]`, copied to `device` once for all layers."""
-        if self._cu_seqlens is None:
-            ends = torch.tensor([0, *(end for _, end in self.borders)], dtype=torch.int32)
-            self._cu_seqlens = ends.to(device, non_blocking=True)
-        return self._cu_seqlens
+
+        def make(borders: Borders) -> torch.Tensor:
+            ends = torch.tensor([0, *(end for _, end in borders)], dtype=torch.int32)
+            return ends.to(device, non_blocking=True)
+
+        return self.once(("cu_seqlens", device), make)
 
 
 packed_samples: ContextVar[PackedSamples | None] = ContextVar("expertmesh_packed_samples", default=None)

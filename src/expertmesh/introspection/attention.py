@@ -7,12 +7,13 @@ own, positions numbered by the module itself) is found here, so that cp and pack
 
 import inspect
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from expertmesh.anatomy import Anatomy, carries_state, decoder_blocks, describe, is_inside
+from expertmesh.anatomy import HIDDEN_OF_KEYS, Anatomy, carries_state, decoder_blocks, describe, is_inside
 from expertmesh.introspection.known_families import own_class
 from expertmesh.introspection.source_code import (
     along_the_sequence,
@@ -22,6 +23,7 @@ from expertmesh.introspection.source_code import (
     takes_masks,
     takes_text_positions,
 )
+from expertmesh.introspection.token_proof import TokenProof
 
 # Kinds of layers (config.layer_types) that mix positions by something other than attention over all of them.
 _RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "short_conv", "compressed")
@@ -76,8 +78,12 @@ def packing_refusal(model: nn.Module) -> str | None:
     """
     config: Any = model.config
     anatomy = describe(model)
-    if (what := carried_state(model)) and recurrent_mixers(model, anatomy) is None:
-        return f"{config.model_type} carries state along the sequence ({what}), so samples packed together would mix"
+    if what := carried_state(model):
+        looking, tokens = _looking_along(model, anatomy), TokenProof(model, anatomy)
+        if looking is None or not all(map(tokens.holds, looking.others)):
+            return (
+                f"{config.model_type} carries state along the sequence ({what}), so samples packed together would mix"
+            )
     decoder = decoder_of(model, anatomy)
     if has_position_axes(model) and not takes_text_positions(type(decoder)):
         return f"{config.model_type} numbers positions along several axes, so samples do not start again at position 0"
@@ -110,37 +116,58 @@ def needs_masks(model: nn.Module, anatomy: Anatomy) -> bool:
     return mask_refusal(decoder) is not None
 
 
-def recurrent_mixers(model: nn.Module, anatomy: Anatomy) -> list[str] | None:
+def recurrent_mixers(model: nn.Module, anatomy: Anatomy) -> list[str]:
     """The modules of the decoder's blocks that look along the sequence by a state of their own, to be run on each
-    packed sample by itself; None where something else may look along it too, so that this would not be enough.
+    packed sample by itself; none where that would not be enough.
 
     Among them is attention that compresses or indexes what it attends to, in a model that carries state.
     """
+    looking = _looking_along(model, anatomy)
+    return [] if looking is None else looking.mixers
+
+
+@dataclass(frozen=True, slots=True)
+class _Looking:
+    """What may look along the sequence in the blocks: `mixers` that can be run on each sample by itself, and `others`,
+    for which that has to be proven superfluous.
+    """
+
+    mixers: list[str]
+    others: list[str]
+
+
+def _looking_along(model: nn.Module, anatomy: Anatomy) -> _Looking | None:
+    """By structure alone, before and after sharding; None where something carries state that cannot be separated."""
     blocks, experts = decoder_blocks(anatomy), [spec.name for spec in anatomy.experts]
     if any(carries_state(module) for name, module in _of_text(model, blocks) if not _in_any(name, blocks)):
         return None
     has_state = carried_state(model) is not None
-    found: list[str] = []
+    looking = _Looking([], [])
     for block in blocks:
         if along_the_sequence(model.get_submodule(block)) is not None and not mixes_streams(model, block):
             return None
         for name, module in model.get_submodule(block).named_children():
             name = f"{block}.{name}"
             named = module.named_modules(prefix=name)
-            parts = [part for inner, part in named if not _in_any(inner, experts)]
-            if not any(carries_state(part) or along_the_sequence(part) is not None for part in parts):
+            parts = {inner: part for inner, part in named if not _in_any(inner, experts)}
+            suspects = [inner for inner, part in parts.items() if along_the_sequence(part) is not None]
+            has_own_state = any(map(carries_state, parts.values()))
+            if not suspects and not has_own_state:
                 continue
             separable = _masks_can_be_cut(model) and has_state if _attends(module) else True
             holds_experts = any(_in_any(expert, [name]) for expert in experts)
-            if not separable or holds_experts or not _takes_rows_alone(module):
+            if separable and not holds_experts and _takes_rows_alone(module):
+                looking.mixers.append(name)
+            elif has_own_state or _attends(module):
                 return None
-            found.append(name)
-    return found
+            else:
+                looking.others.extend(suspects)
+    return looking
 
 
 def attention_by_samples(model: nn.Module, anatomy: Anatomy) -> bool:
     """Whether attention is among the `recurrent_mixers`: it must then be called with masks of whole rows."""
-    return any(_attends(model.get_submodule(name)) for name in recurrent_mixers(model, anatomy) or ())
+    return any(_attends(model.get_submodule(name)) for name in recurrent_mixers(model, anatomy))
 
 
 def mixes_streams(model: Any, block: str) -> bool:
@@ -175,4 +202,4 @@ def _masks_can_be_cut(model: Any) -> bool:
 def _takes_rows_alone(module: nn.Module) -> bool:
     """Whether a module's forward takes nothing but what can be cut into samples."""
     taken = inspect.signature(own_class(type(module)).forward).parameters
-    return taken.keys() - {"self"} <= _OF_ROWS
+    return taken.keys() - {"self"} <= _OF_ROWS | HIDDEN_OF_KEYS

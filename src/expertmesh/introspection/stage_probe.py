@@ -22,7 +22,7 @@ from expertmesh.compat import TorchDispatchMode, tree_leaves
 from expertmesh.config.errors import InputError
 from expertmesh.state.patching import forwards_replaced
 
-_ROWS, _LENGTH = 2, 8
+ROWS, LENGTH = 2, 8  # of a forward of text
 _BEFORE = -1  # where a value comes from: before the blocks, block number n, or behind the last
 # What takes shape and dtype of a tensor and none of its values.
 _LIKE = frozenset(f"{kind}_like" for kind in ("empty", "zeros", "ones", "full")) | frozenset(
@@ -99,7 +99,7 @@ def forward_of_text(twin: nn.Module) -> None:
     twin.eval()  # dropout wants to know which tokens these are
     try:
         with torch.no_grad():
-            twin(input_ids=torch.zeros(_ROWS, _LENGTH, dtype=torch.int64, device="meta"), use_cache=False)
+            twin(input_ids=torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="meta"), use_cache=False)
     finally:
         twin.train(training)
 
@@ -222,7 +222,7 @@ class _Watch(WithoutValues):
     def _leave(self, number: int, block: nn.Module, args: Any, output: Any) -> Any:
         if not isinstance(output, torch.Tensor):
             raise _Carried(f"{self.blocks[number]} returns {type(output).__name__}, not the hidden state alone")
-        if output.shape[:2] != (_ROWS, _LENGTH) or self.hidden not in ((), tuple(output.shape[2:])):
+        if output.shape[:2] != (ROWS, LENGTH) or self.hidden not in ((), tuple(output.shape[2:])):
             raise _Carried(f"{self.blocks[number]} gives a hidden state of {list(output.shape)}")
         self.hidden = tuple(output.shape[2:])
         if number < len(self.blocks) - 1:

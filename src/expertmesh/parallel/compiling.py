@@ -64,7 +64,7 @@ def compiled_parts(model: nn.Module, anatomy: Anatomy) -> Iterator[str]:
     """Names of the outermost modules inside the blocks that have parameters and neither routers nor routed experts nor
     what carries a state along the sequence.
     """
-    apart = {spec.name for spec in anatomy.experts} | set(anatomy.routers) | set(recurrent_mixers(model, anatomy) or ())
+    apart = {spec.name for spec in anatomy.experts} | set(anatomy.routers) | set(recurrent_mixers(model, anatomy))
     # Their recurrences run in fp32 in every dtype and differ by more than rounding (Qwen3-Next: 1.2e-5; 6e-5 in fp64).
     apart |= {name for name, module in model.named_modules() if carries_state(module)}
     for block in anatomy.blocks:

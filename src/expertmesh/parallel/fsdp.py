@@ -6,27 +6,25 @@ reductions are sums: the loss is divided by the target tokens of the whole step,
 layout and every accumulation count by construction. What goes where is decided in shard_plan.py.
 """
 
-import hashlib
 import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from expertmesh.anatomy import Anatomy, decoder_blocks, is_inside
-from expertmesh.config.errors import IntegrityError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.install import install
 from expertmesh.introspection.compute_dtype import cast_in_forward
 from expertmesh.parallel.context.exchange import split_attention
 from expertmesh.parallel.groups import Group, link_copies, pack_experts, pack_linears, view_of
+from expertmesh.parallel.packing.by_samples import separate_samples
 from expertmesh.parallel.pipeline import cut, pipeline_of
-from expertmesh.parallel.sequence import separate_samples, split_blocks
+from expertmesh.parallel.sequence import split_blocks
 from expertmesh.parallel.shard_plan import ShardPlan
 from expertmesh.parallel.tensor import split_parts
 from expertmesh.state.sharded_model import attach
@@ -35,12 +33,9 @@ from expertmesh.state.sharded_model import attach
 def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
     """Shard `model` in place over `mesh` as `plan`, made of it for the mesh's layout, says. Every rank calls it.
 
-    A model in memory is first checked to be the same on every rank (one all-gather of a checksum per parameter);
-    each rank then keeps its own slices. No weights travel.
+    Of a model in memory each rank keeps its own slices. No weights travel.
     """
     assert plan.layout == mesh.layout, (plan.layout, mesh.layout)
-    if not any(parameter.is_meta for parameter in model.parameters()):
-        _check_equal_on_every_rank(model)
     for name in plan.frozen:
         model.get_submodule(name).requires_grad_(False)
     anatomy, compute = plan.anatomy, getattr(torch, plan.options.precision.compute)
@@ -179,24 +174,3 @@ def _sum_gradients(module: nn.Module) -> None:
     unit = cast(FSDPModule, module)
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
-
-
-def _check_equal_on_every_rank(model: nn.Module) -> None:
-    """Sharding takes each slice from its own rank's copy, so the copies must agree: every byte, and what trains."""
-    tensors = model.state_dict(keep_vars=True)
-    digests = [(name, _digest(tensor), tensor.requires_grad) for name, tensor in tensors.items()]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, digests)
-    for rank, others in enumerate(gathered):
-        for own, other in zip(gathered[0], others, strict=True):
-            if own != other:
-                raise IntegrityError(
-                    f"parallelize: {other[0]} on rank {rank} differs from rank 0's; every rank must hold the same "
-                    "weights (same seed or same checkpoint) before sharding",
-                    key="model.replicas-differ",
-                )
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()

@@ -21,12 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from expertmesh.config.errors import InputError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.distributed.sequence_collectives import gather, own_part, reduce_scatter
 from expertmesh.experts.lora_state import adapter_state, adapter_state_of
 from expertmesh.introspection.state_heads import Share
-from expertmesh.parallel.sequence import BySamples
+from expertmesh.parallel.packing.by_samples import BySamples
 from expertmesh.parallel.tensor_plan import TensorPart
 from expertmesh.state.packed import PackedTensor
 from expertmesh.state.patching import exchanged, mix_in
@@ -128,10 +127,9 @@ class _Gathering(nn.Module):
         running = _running(self)
         axes = running.axes
         hidden, others = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
-        _refuse_other_positions(axes[0].part, hidden, [*others, *kwargs.values()])
-        whole = hidden
-        for axis in axes:
-            whole = gather(whole, hidden.dim() - 2, axis.group)
+        whole = _all_positions(hidden, hidden.shape, axes)
+        others = tuple(_all_positions(other, hidden.shape, axes) for other in others)
+        kwargs = {key: _all_positions(value, hidden.shape, axes) for key, value in kwargs.items()}
         output = super().forward(whole, *others, **kwargs)
         return output if running.sums_inside else _own_positions(output, whole.shape[:2], axes)
 
@@ -268,6 +266,14 @@ def _numbered(module: nn.Module, shape: torch.Size, axes: Sequence[_Axis]) -> It
         state.number_T = own
 
 
+def _all_positions(value: Any, own: torch.Size, axes: Sequence[_Axis]) -> Any:
+    """Hidden states, of shape `own` or with other features, of all positions of the group; whatever else as it is."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape[:-1] == own[:-1]:
+        for axis in axes:
+            value = gather(value, value.dim() - 2, axis.group)
+    return value
+
+
 def _own_positions(output: Any, whole: torch.Size, axes: Sequence[_Axis]) -> Any:
     """Of what a part returns: one tensor or several, each with positions on dim 1; summed where ranks share heads.
 
@@ -279,14 +285,3 @@ def _own_positions(output: Any, whole: torch.Size, axes: Sequence[_Axis]) -> Any
         for axis in reversed(axes) if output.shape[:2] == whole else ():
             output = (reduce_scatter if axis.part.is_split else own_part)(output, 1, axis.group)
     return output
-
-
-def _refuse_other_positions(part: TensorPart, hidden: torch.Tensor, others: list[Any]) -> None:
-    """What else a block may hand over for each position would have to be gathered too."""
-    for other in others:
-        if isinstance(other, torch.Tensor) and other.is_floating_point() and other.shape[:-1] == hidden.shape[:-1]:
-            raise InputError(
-                f"parallel: {part.name} gets more than its hidden states for each position, which tp and cp do not "
-                "gather; set parallel.tp and parallel.cp to 1",
-                key="layout.input-per-position",
-            )

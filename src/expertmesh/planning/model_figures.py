@@ -209,8 +209,9 @@ class Experts:
 @dataclass(frozen=True, slots=True)
 class TensorParallelParts:
     """How many parts of a block gather positions under tp: `split` ones, the last of which may be the block's `last`
-    module, and those that each rank computes `whole`. `features`: of outputs that are put together again. Under cp
-    those that gather whole rows, and are computed by heads, or whole on each rank.
+    module, and those that each rank computes `whole`, counted once for each hidden states that it gets. `features`: of
+    outputs that are put together again. Under cp those that gather whole rows, and are computed by heads, or whole on
+    each rank.
     """
 
     split: int = 0

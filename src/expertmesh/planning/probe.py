@@ -24,12 +24,12 @@ from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import number_rows
 from expertmesh.experts.token_counts import PackedSamples, packed_samples
 from expertmesh.introspection.attention import decoder_of
-from expertmesh.parallel import varlen
+from expertmesh.parallel.packing import varlen
 from expertmesh.planning.trackers import UsageTracker
 from expertmesh.state.patching import forwards_replaced
 from expertmesh.step.base_model import base_name
 
-# What keeps the samples of packed rows apart: an explicit mask, or attention that knows them (parallel/varlen.py).
+# What keeps samples of packed rows apart: an explicit mask, or attention that knows them (parallel/packing/varlen.py).
 Packed = Literal["no", "by masks", "by samples"]
 
 

@@ -2,6 +2,7 @@
 is downloaded.
 """
 
+import inspect
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from expertmesh.anatomy import ExpertsSpec, is_adapter, is_inside
+from expertmesh.anatomy import HIDDEN_OF_KEYS, ExpertsSpec, is_adapter, is_inside
 from expertmesh.config import LoraConfig, PrecisionConfig
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection.compute_dtype import cast_inputs, cast_on_meta
@@ -198,7 +199,15 @@ class _Reader:
         last = bool(split) and not split[-1].mixes_positions
         rows = self.context_plan.within([block]).whole
         by_heads = sum(part.is_split for part in rows)
-        return TensorParallelParts(len(split), last, len(parts) - len(split), features, by_heads, len(rows) - by_heads)
+        whole, rows_whole = (
+            sum(self._hidden_states(part.name) for part in found if not part.is_split) for found in (parts, rows)
+        )
+        return TensorParallelParts(len(split), last, whole, features, by_heads, rows_whole)
+
+    def _hidden_states(self, mixer: str) -> int:
+        """How many a module that mixes positions is called with, each of which it gathers."""
+        taken = inspect.signature(self.model.get_submodule(mixer).forward).parameters
+        return 1 + len(HIDDEN_OF_KEYS & taken.keys())
 
     def _experts(self, spec: ExpertsSpec) -> Experts:
         module = self.model.get_submodule(spec.name)

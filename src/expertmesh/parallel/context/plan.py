@@ -26,6 +26,7 @@ from expertmesh.introspection.source_code import (
     registry_call,
 )
 from expertmesh.introspection.state_heads import Share, StateHeads, state_heads
+from expertmesh.introspection.token_proof import TokenProof
 from expertmesh.parallel.tensor_plan import TensorPart, mixers, part_by_heads, said_of
 
 PREFIX = "expertmesh_context_"
@@ -68,7 +69,7 @@ def context_plan(model: nn.Module, anatomy: Anatomy, layout: Layout) -> ContextP
     """What cp does with `model`. Raises `InputError` for rows that cannot be split exactly. No communication."""
     if layout.cp == 1:
         return ContextPlan()
-    blocks = decoder_blocks(anatomy)
+    blocks, tokens = decoder_blocks(anatomy), TokenProof(model, anatomy)
     where = f"parallel.cp {layout.cp}: {model.config.model_type}"  # type: ignore[union-attr]
     found = {block: mixers(model, block) for block in blocks}
     for block, names in found.items():
@@ -78,7 +79,7 @@ def context_plan(model: nn.Module, anatomy: Anatomy, layout: Layout) -> ContextP
                 "known",
                 "layout.attention-not-recognised",
             )
-        if own := _outside(model, anatomy, block, names):
+        if own := _outside(model, anatomy, tokens, block, names):
             _refuse(f"{where} may look along the sequence by itself in {own[0]} ({own[1]})", "layout.mixes-positions")
     attention = {name: calls for names in found.values() for name in names if (calls := _calls(model, name))}
     # Where one attention cannot exchange, none does: they may share a configuration, which says how to attend.
@@ -118,15 +119,19 @@ def _calls(model: nn.Module, mixer: str) -> dict[str, tuple[Any, RegistryCall]]:
     return {name: (module, call) for name, module in named if (call := registry_call(module)) is not None}
 
 
-def _outside(model: Any, anatomy: Anatomy, block: str, names: Sequence[str]) -> tuple[str, str] | None:
-    """The first module of a block, outside of its mixers and experts, that may look along the sequence, and how."""
+def _outside(
+    model: Any, anatomy: Anatomy, tokens: TokenProof, block: str, names: Sequence[str]
+) -> tuple[str, str] | None:
+    """The first module of a block, outside of its mixers and experts, that may look along the sequence, and how: one
+    that is not proven to compute each token by itself.
+    """
     for name, module in model.get_submodule(block).named_modules(prefix=block):
         if any(name == each or is_inside(name, each) for each in (*names, *(spec.name for spec in anatomy.experts))):
             continue
         if carries_state(module):
             return name, "it carries state"
         used = along_the_sequence(module)
-        if used is not None and not (name == block and mixes_streams(model, block)):
+        if used is not None and not (name == block and mixes_streams(model, block)) and not tokens.holds(name):
             return name, used
     return None
 
