@@ -25,6 +25,7 @@ from expertmesh.experts.hierarchical import HierarchicalDispatcher
 from expertmesh.experts.kernels.probe import triton_refusal
 from expertmesh.experts.layer import ExpertLayer, SharedExpert, attach_layer, layer_of
 from expertmesh.experts.mlp_spec import ExpertMlpSpec, Gate
+from expertmesh.experts.pairs import sorted_choice
 from expertmesh.experts.token_counts import real_tokens
 from expertmesh.state.patching import register_function, replace_forward
 
@@ -71,6 +72,8 @@ def install(
         attach_layer(experts, ExpertLayer(spec, dispatcher, mlp, dtype, first_expert, shared=beside))
         if spec.call == "interface":
             experts.config._experts_implementation = IMPLEMENTATION
+        elif spec.call == "sorted":
+            replace_forward(experts, partial(sorted_forward, experts, spec, partial(_experts_forward, experts)))
         else:
             forward = _dense_forward if spec.call == "dense" else _experts_forward
             replace_forward(experts, partial(forward, experts))
@@ -85,6 +88,21 @@ def _experts_forward(
 
 def _dense_forward(experts: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     return layer_of(experts).forward_dense(experts, hidden_states)
+
+
+def sorted_forward(
+    mixture: nn.Module, spec: ExpertsSpec, compute: Callable[..., torch.Tensor], hidden_states: torch.Tensor
+) -> torch.Tensor:
+    """Of a mixture whose router sorts rows (`spec.call` is "sorted"), with `compute(hidden, index_TK, weight_TK)` in the
+    place of its stacks of matrices. The router stays the model's own code, and so does its wait for the counts.
+    """
+    assert spec.router is not None
+    hidden_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+    order_P, _, weight_P, counts, *_ = mixture.get_submodule(spec.router)(hidden_TH)
+    index_TK, weight_TK = sorted_choice(order_P, weight_P, counts, len(hidden_TH))
+    out = compute(hidden_states, index_TK, weight_TK)
+    bias = getattr(mixture, "bias", None)
+    return out if bias is None else out + bias
 
 
 def _dispatcher(name: str, spec: ExpertsSpec, mesh: Mesh, triton: bool) -> Dispatcher:
@@ -196,7 +214,7 @@ def mlp_spec_of(experts: Any, spec: ExpertsSpec, *, per_expert: bool) -> ExpertM
         activation = partial(_gated, act_fn)
     else:
         raise InputError(
-            f"{spec.name}: no activation is recognised (act_fn or activation_fn); it is not supported",
+            f"{spec.name}: no activation is recognised (act_fn, activation_fn or activation); it is not supported",
             key="model.unknown-activation",
         )
     return ExpertMlpSpec(activation, is_silu_gated(experts, spec), spec.transposed, per_expert)
@@ -212,7 +230,7 @@ def is_silu_gated(experts: nn.Module, spec: ExpertsSpec) -> bool:
 def _act_fn(experts: nn.Module) -> Any:
     """The activation, by the names that transformers uses; in the module itself or in the one it wraps."""
     for module in (experts, *experts.children()):
-        for name in ("act_fn", "activation_fn"):
+        for name in ("act_fn", "activation_fn", "activation"):
             if hasattr(module, name):
                 return getattr(module, name)
     return None

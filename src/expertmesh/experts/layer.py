@@ -135,11 +135,8 @@ class ExpertLayer:
 
     def _adapters(self, experts: nn.Module) -> Adapters | None:
         """The adapters of this rank's experts, if they have any."""
-        state = running_adapters_of(experts)
-        if state is None:
-            return None
         up, down = (_adapter(experts, name) for name in (self.spec.up, self.spec.down))
-        return Adapters(up, down, self.first_expert)
+        return None if up is None and down is None else Adapters(up, down, self.first_expert)
 
     def _dropout(self, experts: nn.Module, tokens: int, metadata: Any) -> Dropout | None:
         """The adapters' dropout with the numbers of the rows that came here; one more collective where there is any."""
@@ -204,10 +201,12 @@ def _span(part: str) -> AbstractContextManager[Any]:
 
 
 def _adapter(experts: nn.Module, name: str) -> Adapter | None:
-    if not hasattr(experts, f"{name}_lora_A"):
+    place, _, leaf = name.rpartition(".")
+    holder = experts.get_submodule(place)
+    if running_adapters_of(holder) is None or not hasattr(holder, f"{leaf}_lora_A"):
         return None
-    a_LrK, b_LNr = (_local(experts.get_parameter(f"{name}_lora_{which}")) for which in "AB")
-    return Adapter(a_LrK, b_LNr, module_state(experts).lora_scaling[name])
+    a_LrK, b_LNr = (_local(holder.get_parameter(f"{leaf}_lora_{which}")) for which in "AB")
+    return Adapter(a_LrK, b_LNr, module_state(holder).lora_scaling[leaf])
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
