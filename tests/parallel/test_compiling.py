@@ -170,6 +170,12 @@ def test_what_carries_a_state_is_not_compiled() -> None:
     assert not any("linear_attn" in part for part in parts)
 
 
+def test_what_is_called_with_counts_of_rows_is_not_compiled() -> None:
+    model = random_model("JetMoeForCausalLM", "jetmoe")
+    parts = list(compiled_parts(model, describe(model)))
+    assert parts == [f"model.layers.{n}.{part}" for n in (0, 1) for part in ("input_layernorm", "post_attention_layernorm")]
+
+
 def test_parts_are_whole_modules_beside_routers_and_experts() -> None:
     model = tiny_model("deepseek_v3")
     parts = list(compiled_parts(model, describe(model)))

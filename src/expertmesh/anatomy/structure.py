@@ -81,6 +81,11 @@ class Anatomy:
         """Experts per MoE layer; every layer has the same number (checked by `describe`)."""
         return self.experts[0].num_experts
 
+    @property
+    def sorting_routers(self) -> tuple[str, ...]:
+        """All routers of a model whose mixtures sort their rows, those of mixtures in its attention as well."""
+        return self.routers if any(spec.router is not None for spec in self.experts) else ()
+
     def is_expert_parameter(self, name: str) -> bool:
         return any(name.removeprefix(f"{spec.name}.") in spec.parameters for spec in self.experts)
 
