@@ -248,7 +248,9 @@ def test_experts_called_with_rows_alone_are_refused_by_name() -> None:
     for layer in model.model.layers:  # type: ignore[attr-defined]
         layer.mlp.bias = None
         layer.mlp.offset = nn.Parameter(torch.zeros(32))
-    with refused("model.no-experts", naming="input_linear (JetMoeParallelExperts) is called with (inputs, expert_size)"):
+    with refused(
+        "model.no-experts", naming="input_linear (JetMoeParallelExperts) is called with (inputs, expert_size)"
+    ):
         describe(model)
 
 

@@ -173,7 +173,8 @@ def test_what_carries_a_state_is_not_compiled() -> None:
 def test_what_is_called_with_counts_of_rows_is_not_compiled() -> None:
     model = random_model("JetMoeForCausalLM", "jetmoe")
     parts = list(compiled_parts(model, describe(model)))
-    assert parts == [f"model.layers.{n}.{part}" for n in (0, 1) for part in ("input_layernorm", "post_attention_layernorm")]
+    norms = ("input_layernorm", "post_attention_layernorm")
+    assert parts == [f"model.layers.{layer}.{norm}" for layer in (0, 1) for norm in norms]
 
 
 def test_parts_are_whole_modules_beside_routers_and_experts() -> None:

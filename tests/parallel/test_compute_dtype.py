@@ -74,7 +74,7 @@ def test_buffers_that_a_family_cannot_multiply_with_are_cast_while_their_module_
 
 
 def test_a_product_of_two_dtypes_is_seen_without_values() -> None:
-    """JetMoE's attention hands on what its router's dtype makes of it; tensors on meta may be multiplied all the same."""
+    """JetMoE's attention hands on what its router's dtype makes of it; on meta that may be multiplied all the same."""
     model = build_meta_model(tiny_config("JetMoeForCausalLM", "jetmoe"), torch.float32)
     anatomy, kept = describe(model), kept_in_fp32(model, torch.bfloat16)
     casts = plan_compute(model, anatomy, torch.bfloat16, kept)

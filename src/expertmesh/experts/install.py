@@ -23,9 +23,8 @@ from expertmesh.experts.dispatch import AllGatherDispatcher, AllToAllDispatcher,
 from expertmesh.experts.expert_mlp import grouped_mm_refusal
 from expertmesh.experts.hierarchical import HierarchicalDispatcher
 from expertmesh.experts.kernels.probe import triton_refusal
-from expertmesh.experts.layer import ExpertLayer, SharedExpert, attach_layer, layer_of
+from expertmesh.experts.layer import ExpertLayer, SharedExpert, attach_layer, layer_of, sorted_forward
 from expertmesh.experts.mlp_spec import ExpertMlpSpec, Gate
-from expertmesh.experts.pairs import sorted_choice
 from expertmesh.experts.token_counts import real_tokens
 from expertmesh.state.patching import register_function, replace_forward
 
@@ -88,21 +87,6 @@ def _experts_forward(
 
 def _dense_forward(experts: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     return layer_of(experts).forward_dense(experts, hidden_states)
-
-
-def sorted_forward(
-    mixture: nn.Module, spec: ExpertsSpec, compute: Callable[..., torch.Tensor], hidden_states: torch.Tensor
-) -> torch.Tensor:
-    """Of a mixture whose router sorts rows (`spec.call` is "sorted"), with `compute(hidden, index_TK, weight_TK)` in the
-    place of its stacks of matrices. The router stays the model's own code, and so does its wait for the counts.
-    """
-    assert spec.router is not None
-    hidden_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-    order_P, _, weight_P, counts, *_ = mixture.get_submodule(spec.router)(hidden_TH)
-    index_TK, weight_TK = sorted_choice(order_P, weight_P, counts, len(hidden_TH))
-    out = compute(hidden_states, index_TK, weight_TK)
-    bias = getattr(mixture, "bias", None)
-    return out if bias is None else out + bias
 
 
 def _dispatcher(name: str, spec: ExpertsSpec, mesh: Mesh, triton: bool) -> Dispatcher:

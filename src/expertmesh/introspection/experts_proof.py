@@ -17,8 +17,8 @@ from expertmesh.anatomy import Anatomy, ExpertsSpec, experts_spec
 from expertmesh.anatomy.small_copy import relative_error, small_copy
 from expertmesh.config.errors import InputError
 from expertmesh.experts.dispatch import LocalDispatcher
-from expertmesh.experts.install import mlp_spec_of, sorted_forward
-from expertmesh.experts.layer import ExpertLayer
+from expertmesh.experts.install import mlp_spec_of
+from expertmesh.experts.layer import ExpertLayer, sorted_forward
 from expertmesh.experts.lora_state import drop_adapters
 from expertmesh.introspection.known_families import proof_key, refusal_by_proof
 

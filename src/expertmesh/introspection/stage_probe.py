@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from expertmesh.anatomy import ExpertsSpec
 from expertmesh.compat import TorchDispatchMode, tree_leaves
 from expertmesh.config.errors import InputError
-from expertmesh.experts.install import sorted_forward
+from expertmesh.experts.layer import sorted_forward
 from expertmesh.state.patching import forwards_replaced
 
 _ROWS, _LENGTH = 2, 8
@@ -100,8 +100,8 @@ def forwards_of_experts(
     pairs: Callable[[nn.Module], Callable[..., Any]],
     dense: Callable[..., Any] | None = None,
 ) -> dict[nn.Module, Callable[..., Any]]:
-    """By experts module, another forward: what `pairs` gives for the module, called with tokens, choices and weights, or
-    `dense`, called with rows. The router of a mixture that sorts its rows runs as ever.
+    """By experts module, another forward: what `pairs` gives for the module, called with tokens, choices and weights,
+    or `dense`, called with rows. The router of a mixture that sorts its rows runs as ever.
     """
     found: dict[nn.Module, Callable[..., Any]] = {}
     for spec in experts:
@@ -131,7 +131,7 @@ def _one_row(hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 class EvenCounts(TorchFunctionMode):
-    """On meta, answers how many pairs a router's last choice has for each expert, when the router asks: as even as can be."""
+    """On meta, tells a router that asks how many pairs its last choice has for each expert: as even as can be."""
 
     def __init__(self) -> None:
         super().__init__()

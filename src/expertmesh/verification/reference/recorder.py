@@ -23,8 +23,8 @@ from expertmesh.anatomy import ExpertsSpec, is_inside
 
 @dataclass(slots=True)
 class Choices:
-    """Of a forward of `tokens` tokens, and of its runs again in backward. Everything is by name of an experts module, or
-    of one of `routers`, which sort rows by themselves, several to a block.
+    """Of a forward of `tokens` tokens, and of its runs again in backward. Everything is by name of an experts module,
+    or of one of `routers`, which sort rows by themselves, several to a block.
 
     `forced[module]` `[T, K]`: the experts to take, negative for tokens that choose themselves. `own[module]` `[T, K]`:
     what the tokens would have chosen where they were forced. `margins[module]` is `[T]`.
