@@ -48,6 +48,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "v_head_dim": 16,
     },
     "mixtral": {"intermediate_size": 96, "num_local_experts": EXPERTS},
+    "jetmoe": {"intermediate_size": 96, "num_local_experts": EXPERTS, "kv_channels": 16},
 }
 MIXED, ONE = PrecisionConfig(), Batch(1, 1)
 FP32 = PrecisionConfig(params="float32", compute="float32", reduce="float32")

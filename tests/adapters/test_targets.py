@@ -139,6 +139,7 @@ def test_what_is_printed_names_modules_experts_and_trainable_parameters() -> Non
         ("GptOssForCausalLM", "gpt_oss"),
         ("AfmoeForCausalLM", "afmoe"),  # a gate_proj in its attention
         ("Llama4ForCausalLM", "llama4"),  # transposed experts that do not say so
+        ("JetMoeForCausalLM", "jetmoe"),  # each stack of experts in a module of its own, and one like it in attention
     ],
 )
 def test_stock_peft_adapts_exactly_the_targets_of_our_config(model_class: str, family: str) -> None:

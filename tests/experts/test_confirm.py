@@ -11,6 +11,7 @@ from expertmesh.anatomy import Anatomy, describe, experts_spec
 from expertmesh.experts.dispatch import LocalDispatcher
 from expertmesh.experts.install import mlp_spec_of
 from expertmesh.experts.layer import ExpertLayer
+from expertmesh.experts.pairs import sorted_choice
 from expertmesh.introspection.experts_proof import confirm_experts
 from tests.families.tiny import random_model
 from tests.support.errors import refused
@@ -99,6 +100,67 @@ class _Flat(_Pairs):
         return final
 
 
+class _Stack(nn.Module):
+    """One matrix for each expert, for rows in the order of experts."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape))
+
+    def forward(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        parts = zip(rows.split(counts), self.weight, strict=True)
+        return torch.cat([F.linear(part, weight) for part, weight in parts])
+
+
+class _Sorter(nn.Module):
+    """A router that sorts pairs by expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.top_k = nn.Linear(16, 4, bias=False), 2
+
+    def forward(self, hidden_TH: torch.Tensor) -> tuple[Any, ...]:
+        chosen = self.layer(hidden_TH).topk(self.top_k, dim=1)
+        order_P = chosen.indices.flatten().argsort()
+        counts = torch.bincount(chosen.indices.flatten(), minlength=self.layer.weight.shape[0])
+        return order_P, order_P // self.top_k, chosen.values.softmax(1).flatten()[order_P], counts.tolist()
+
+
+class _Sorted(nn.Module):
+    """A mixture that is called with hidden states, with its router and a bias in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(16))
+        self.down, self.gate_and_up = _Stack(4, 16, 12), _Stack(4, 24, 16)
+        self.choose, self.act_fn = _Sorter(), nn.SiLU()
+
+    def weigh(self, out: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return out * weight
+
+    def forward(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
+        hidden_TH = hidden_BSH.flatten(0, 1)
+        _, token_P, weight_P, counts = self.choose(hidden_TH)
+        gate, up = self.gate_and_up(hidden_TH[token_P], counts).chunk(2, dim=-1)
+        out_PH = self.weigh(self.down(self.act_fn(gate) * up, counts), weight_P[:, None])
+        return torch.zeros_like(hidden_TH).index_add(0, token_P, out_PH).view_as(hidden_BSH) + self.bias
+
+
+class _SortedSquared(_Sorted):
+    def weigh(self, out: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return out * weight**2
+
+
+class _SortedDetached(_Sorted):
+    def weigh(self, out: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return out * weight.detach()
+
+
+class _SortedBiasTwice(_Sorted):
+    def forward(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_BSH) + self.bias
+
+
 class _Model(nn.Module):
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
@@ -111,8 +173,8 @@ def _confirm(experts: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     "experts",
-    [_Pairs(), _Dense(nn.SiLU()), _Dense(nn.GELU()), _Flat(("gate", "up", "down"))],
-    ids=["pairs", "dense", "dense-gelu", "flat"],
+    [_Pairs(), _Dense(nn.SiLU()), _Dense(nn.GELU()), _Flat(("gate", "up", "down")), _Sorted()],
+    ids=["pairs", "dense", "dense-gelu", "flat", "sorted"],
 )
 def test_the_same_maths_is_confirmed(experts: nn.Module) -> None:
     _confirm(experts)
@@ -120,8 +182,16 @@ def test_the_same_maths_is_confirmed(experts: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     "experts",
-    [_Squared(), _Detached(), _UpAfter(nn.SiLU()), _Flat(("up", "down", "gate"))],
-    ids=["weights-squared", "no-router-gradient", "dense-with-bias", "flat-in-another-order"],
+    [
+        _Squared(),
+        _Detached(),
+        _UpAfter(nn.SiLU()),
+        _Flat(("up", "down", "gate")),
+        _SortedSquared(),
+        _SortedDetached(),
+        _SortedBiasTwice(),
+    ],
+    ids=lambda experts: type(experts).__name__,
 )
 def test_other_maths_under_the_same_names_is_refused(experts: nn.Module) -> None:
     with refused("model.experts-not-weighted-sum", naming=type(experts).__name__):
@@ -141,6 +211,7 @@ def test_experts_that_cannot_be_run_small_are_refused() -> None:
         ("llama4", "Llama4ForCausalLM", "dense", ("gate_up_proj", "down_proj")),
         ("step3p7", "Step3p7ForConditionalGeneration", "pairs", ("gate_up_proj", "down_proj")),
         ("dbrx", "DbrxForCausalLM", "pairs", ("mlp.w1", "mlp.v1", "mlp.w2")),
+        ("jetmoe", "JetMoeForCausalLM", "sorted", ("input_linear.weight", "output_linear.weight")),
     ],
 )
 def test_families_without_the_interface_are_recognised(
@@ -155,21 +226,37 @@ def test_families_without_the_interface_are_recognised(
     confirm_experts(model, anatomy)
 
 
-@pytest.mark.parametrize(
-    ("family", "kind", "key", "named"),
-    [
-        (
-            "jetmoe",
-            "JetMoeForCausalLM",
-            "model.no-experts",
-            "input_linear (JetMoeParallelExperts)",
-        ),
-        ("longcat_flash", "LongcatFlashForCausalLM", "model.unsupported-expert-parameters", "identity experts"),
-    ],
-)
-def test_families_in_another_form_are_refused_by_name(family: str, kind: str, key: str, named: str) -> None:
-    with refused(key, naming=named):
-        describe(random_model(kind, family))
+def test_a_mixture_of_attention_is_routed_and_not_sharded_by_expert() -> None:
+    anatomy = describe(random_model("JetMoeForCausalLM", "jetmoe"))
+    assert [spec.name for spec in anatomy.experts] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    routers = [f"{part}.router" for part in ("mlp", "self_attention.experts")]
+    assert set(anatomy.routers) == {f"model.layers.{layer}.{router}" for layer in (0, 1) for router in routers}
+
+
+def test_the_choice_of_a_router_that_sorts_is_what_it_chose() -> None:
+    torch.manual_seed(0)
+    router, hidden_TH = _Sorter(), torch.randn(9, 16)
+    order_P, _, weight_P, counts = router(hidden_TH)
+    index_TK, weight_TK = sorted_choice(order_P, weight_P, counts, 9)
+    chosen = router.layer(hidden_TH).topk(2, dim=1)
+    assert torch.equal(index_TK, chosen.indices)
+    assert torch.equal(weight_TK, chosen.values.softmax(1))
+
+
+def test_experts_called_with_rows_alone_are_refused_by_name() -> None:
+    model = random_model("JetMoeForCausalLM", "jetmoe")
+    for layer in model.model.layers:  # type: ignore[attr-defined]
+        layer.mlp.bias = None
+        layer.mlp.offset = nn.Parameter(torch.zeros(32))
+    with refused(
+        "model.no-experts", naming="input_linear (JetMoeParallelExperts) is called with (inputs, expert_size)"
+    ):
+        describe(model)
+
+
+def test_a_family_that_transformers_cannot_read_is_refused_by_name() -> None:
+    with refused("model.unsupported-expert-parameters", naming="identity experts"):
+        describe(random_model("LongcatFlashForCausalLM", "longcat_flash"))
 
 
 def test_dense_rows_compute_only_what_is_not_zero() -> None:

@@ -233,10 +233,7 @@ def _train_unsharded(model: PreTrainedModel) -> Expected:
     model.set_experts_implementation("eager")
     model.train()
     counts: dict[str, torch.Tensor] = {}
-    hooks = [
-        model.get_submodule(spec.name).register_forward_pre_hook(_counter(counts, spec), with_kwargs=True)
-        for spec in describe(model).experts
-    ]
+    hooks = [_count_choices(model, spec, counts) for spec in describe(model).experts]
 
     def backward(rows: Sequence[torch.Tensor]) -> float:
         with computing_in(model.dtype):
@@ -258,6 +255,16 @@ def floor_of(gradients: Gradients) -> float:
     """A thousandth of the root mean square of all elements."""
     numbers = sum(gradient.numel() for gradient in gradients.values())
     return 1e-3 * math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()) / numbers)
+
+
+def _count_choices(model: nn.Module, spec: ExpertsSpec, counts: dict[str, torch.Tensor]) -> Any:
+    if spec.router is not None:
+        router = model.get_submodule(f"{spec.name}.{spec.router}")
+        return router.register_forward_hook(
+            lambda module, args, out: counts.update({spec.name: counts.get(spec.name, 0) + torch.tensor(out[3])})
+        )
+    experts = model.get_submodule(spec.name)
+    return experts.register_forward_pre_hook(_counter(counts, spec), with_kwargs=True)
 
 
 def _counter(counts: dict[str, torch.Tensor], spec: ExpertsSpec) -> Any:

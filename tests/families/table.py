@@ -86,11 +86,14 @@ Refused in the default precision (bfloat16 computed over float32 parameters), so
 
 `longcat_flash` stays refused because transformers {transformers.__version__} cannot read its published files either:
 its class has gate and up projections for the identity experts too, which have no weights in the files
-(`tests/families/test_families.py` reproduces it). `jetmoe` stays refused because none of its calls holds the tokens and
-their experts together: the MLP's experts get rows that the router has sorted, with a count for each expert, and
-attention is a mixture as well, whose experts project queries before it and outputs behind it. Each such call could be
-dispatched for itself, as experts of one matrix; kernels, adapters, files and the plan know MLPs, and no other family
-has such experts.
+(`tests/families/test_families.py` reproduces it).
+
+None of `jetmoe`'s calls holds the tokens and their experts together: its router sorts rows by expert and counts them,
+for two stacks of matrices. The choice of each token follows from that, and the experts of its MLPs are sharded over ep
+like all others. Its attention is a mixture as well, of projections before and behind it; these stay dense parameters,
+which FSDP2 shards and gathers like those of any attention, and which tp leaves whole. Both routers of a layer wait for
+the device once, to learn the counts. Under bf16 they compute in bf16 too, as attention hands on what its router's dtype
+makes of it. Its class declares that it does not support activation checkpointing, which is refused therefore.
 
 Models that bring their own code (`model.trust_remote_code`) may hold their experts in an `nn.ModuleList` of MLPs. The
 list is fused when it is loaded and written back under its own names, if a small copy of the block proves on the spot

@@ -172,6 +172,30 @@ def test_the_proof_of_every_axis_sees_a_planted_bug(tmp_path: Path) -> None:
     assert all(error > 100 * TOLERANCE for error in errors.values()), errors
 
 
+def _permute_weights_of_pairs(model: nn.Module) -> None:
+    router = model.get_submodule("model.layers.0.mlp.router")
+    router.register_forward_hook(lambda module, args, out: (*out[:2], out[2].roll(1), *out[3:]))
+
+
+def _add_the_bias_on_every_rank(model: nn.Module) -> None:
+    mixture: Any = model.get_submodule("model.layers.0.mlp")
+    mixture.register_forward_hook(lambda module, args, out: out + module.bias)
+
+
+def _halve_gradients_of_attentions_mixture(model: nn.Module) -> None:
+    queries = model.get_submodule("model.layers.1.self_attention.experts.input_linear")
+    queries.register_forward_hook(lambda module, args, out: (out + out.detach()) / 2)
+
+
+@pytest.mark.parametrize(
+    "bug", [_permute_weights_of_pairs, _add_the_bias_on_every_rank, _halve_gradients_of_attentions_mixture]
+)
+def test_the_proof_of_mixtures_that_sort_sees_a_planted_bug(bug: Callable[[nn.Module], None], tmp_path: Path) -> None:
+    subject = Subject("JetMoeForCausalLM", "jetmoe", tmp_path)
+    errors = measure(subject, {"ep": [Run(LAYOUTS[0])]}, torch.float32, tamper=bug)["ep"]
+    assert errors.gradient > 100 * TOLERANCE
+
+
 def _gradient_error(runs: dict[str, Run], bug: Callable[[nn.Module], None], scratch: Path) -> dict[str, float]:
     subject = Subject("Qwen3MoeForCausalLM", "qwen3_moe", scratch)
     found = measure(subject, {name: [run] for name, run in runs.items()}, torch.float32, tamper=bug)

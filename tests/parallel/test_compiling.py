@@ -170,6 +170,13 @@ def test_what_carries_a_state_is_not_compiled() -> None:
     assert not any("linear_attn" in part for part in parts)
 
 
+def test_what_is_called_with_counts_of_rows_is_not_compiled() -> None:
+    model = random_model("JetMoeForCausalLM", "jetmoe")
+    parts = list(compiled_parts(model, describe(model)))
+    norms = ("input_layernorm", "post_attention_layernorm")
+    assert parts == [f"model.layers.{layer}.{norm}" for layer in (0, 1) for norm in norms]
+
+
 def test_parts_are_whole_modules_beside_routers_and_experts() -> None:
     model = tiny_model("deepseek_v3")
     parts = list(compiled_parts(model, describe(model)))

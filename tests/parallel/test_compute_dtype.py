@@ -11,8 +11,9 @@ import expertmesh as em
 from expertmesh.adapters.plan import adapt
 from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError
-from expertmesh.introspection import compute_dtype
-from expertmesh.introspection.compute_dtype import plan_compute
+from expertmesh.introspection import compute_dtype, known_families
+from expertmesh.introspection.compute_dtype import plan_compute, with_wide_routers
+from expertmesh.state.stage_view import meta_twin
 from expertmesh.training.startup.preflight import preflight
 from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32
 from tests.families.axes import refusal_of, run_of
@@ -70,6 +71,19 @@ def test_buffers_that_a_family_cannot_multiply_with_are_cast_while_their_module_
     adapt(model, em.LoraConfig(targets=("experts", "attention")), torch.float32, None)
     plan = plan_compute(model, describe(model), torch.bfloat16, kept_in_fp32(model, torch.bfloat16))
     assert plan.buffers == ()  # of a base in bf16 they are bf16
+
+
+def test_a_product_of_two_dtypes_is_seen_without_values() -> None:
+    """JetMoE's attention hands on what its router's dtype makes of it; on meta that may be multiplied all the same."""
+    model = build_meta_model(tiny_config("JetMoeForCausalLM", "jetmoe"), torch.float32)
+    anatomy, kept = describe(model), kept_in_fp32(model, torch.bfloat16)
+    casts = plan_compute(model, anatomy, torch.bfloat16, kept)
+    with mock.patch.object(known_families, "_table", return_value={}):
+        wide = with_wide_routers(model, anatomy, torch.bfloat16, casts, meta_twin(model))
+        assert wide == casts
+        mixtral = build_meta_model(tiny_config("MixtralForCausalLM", "mixtral"), torch.float32)
+        wide = with_wide_routers(mixtral, describe(mixtral), torch.bfloat16, casts, meta_twin(mixtral))
+    assert wide.routers == tuple(f"model.layers.{layer}.mlp.gate" for layer in (0, 1))
 
 
 def test_preflight_refuses_before_ranks_start(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.planning import POINTS, Honesty, measure
+from benchmarks.planning import POINTS, Honesty, Point, measure
+from expertmesh.config import ParallelConfig
 from expertmesh.planning import traffic
 from expertmesh.planning.model_figures import RoutedTokens, TopKRouter
 
@@ -48,6 +49,12 @@ def test_predictions_are_what_ranks_hold_and_send(name: str) -> None:
 )
 def test_what_optimizers_keep_is_exact(name: str) -> None:
     found = measure(BY_NAME[name])
+    _check(found)
+    assert abs(found.state) <= 1e-6, found
+
+
+def test_a_router_that_sorts_and_a_mixture_in_attention_are_predicted() -> None:
+    found = measure(Point("jetmoe ep2 of 4", "jetmoe", 4, ParallelConfig(ep=2)))
     _check(found)
     assert abs(found.state) <= 1e-6, found
 

@@ -12,6 +12,7 @@ from transformers import (
     DeepseekV3Config,
     Ernie4_5_MoeConfig,
     GptOssConfig,
+    JetMoeConfig,
     MixtralConfig,
     OlmoeConfig,
     PreTrainedConfig,
@@ -44,6 +45,9 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     if family == "ernie4_5_moe":
         sizes = {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 0}
         return Ernie4_5_MoeConfig(**{**SIZES, **sizes, "intermediate_size": 48, **changes})
+    if family == "jetmoe":
+        sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 16, "kv_channels": 8}
+        return JetMoeConfig(**{**SIZES, **sizes, "tie_word_embeddings": False, **changes})
     if family == "gpt_oss":
         sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 16, "head_dim": 8}
         return GptOssConfig(**{**SIZES, **sizes, "sliding_window": 6, **changes})

@@ -68,7 +68,7 @@ def test_margins_are_of_the_last_expert_chosen() -> None:
     class Spec:
         name, num_experts = "experts", 4
 
-    recorder = Choices([], 2)
+    recorder = Choices([], {}, 2)
     with _TopKRecorder(recorder, Spec):  # type: ignore[arg-type]
         torch.topk(torch.tensor([[4.0, 3.0, 2.0, 1.0], [4.0, 4.0, 1.0, 4.0]]), 2)
     assert recorder.margins["experts"].tolist() == pytest.approx([1 / 3, 0.0])

@@ -142,7 +142,8 @@ def plan_lines(plan: AdapterPlan, anatomy: Anatomy) -> Iterator[str]:
         others = sorted({target.r for target in members} - {plan.lora.r})
         of_rank = f" of r {', '.join(map(str, others))} by pattern" if others else ""
         yield f"{group}: {_what(members)}{of_rank}, {count:,} trainable parameters"
-    covered = {target.module for target in plan.targets if target.experts is not None}
+    adapted = {target.module for target in plan.targets if target.experts is not None}
+    covered = [spec.name for spec in anatomy.experts if not adapted.isdisjoint(spec.holders)]
     every = anatomy.num_experts
     if len(covered) == len(anatomy.experts):
         yield f"experts covered: all {every} of each of the {len(covered)} MoE layers"

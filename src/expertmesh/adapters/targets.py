@@ -117,7 +117,7 @@ def candidates(model: nn.Module, anatomy: Anatomy) -> Iterator[Target]:
         if name in experts:
             if _expert_refusal(experts[name], module) is None:
                 yield from _expert_targets(experts[name], module)
-        elif any(name.startswith(f"{spec}.") for spec in experts):
+        elif any(is_inside(name, spec) for spec in experts) and not _is_router(name, anatomy):
             continue
         elif type(module) is nn.Linear:
             group = "lm_head" if module is head else _group(name, anatomy, inside)
@@ -135,7 +135,8 @@ def _expert_targets(spec: ExpertsSpec, module: nn.Module) -> Iterator[Target]:
     sizes = {spec.up: (spec.hidden_size, width), spec.down: (spec.intermediate_size, spec.hidden_size)}
     swapped = spec.transposed and not getattr(module, "is_transposed", False)
     for parameter, (inner, out) in sizes.items():
-        yield Target(spec.name, parameter, inner, out, spec.num_experts, "experts", swapped, spec.transposed)
+        holder, _, leaf = f"{spec.name}.{parameter}".rpartition(".")
+        yield Target(holder, leaf, inner, out, spec.num_experts, "experts", swapped, spec.transposed)
 
 
 def _expert_refusal(spec: ExpertsSpec, module: nn.Module) -> str | None:
@@ -161,7 +162,7 @@ def _group(name: str, anatomy: Anatomy, inside: dict[str, ExpertsSpec]) -> str |
     if block is None or block.rpartition(".")[0] not in {each.rpartition(".")[0] for each in inside}:
         return None
     parts = name[len(block) + 1 :].split(".")
-    if any(name == router or name.startswith(f"{router}.") for router in anatomy.routers):
+    if _is_router(name, anatomy):
         return "router"
     if any("shared" in part for part in parts):
         return "shared_experts"
@@ -169,6 +170,11 @@ def _group(name: str, anatomy: Anatomy, inside: dict[str, ExpertsSpec]) -> str |
     mixtures = {spec.name[len(each) + 1 :].split(".")[0] for each, spec in inside.items()}
     is_mlp = parts[0] in mixtures or any(part in _MLP_NAMES for part in parts)
     return "dense_mlp" if is_mlp else "attention"
+
+
+def _is_router(name: str, anatomy: Anatomy) -> bool:
+    """Whether a module is a router or in one."""
+    return any(name == router or is_inside(name, router) for router in anatomy.routers)
 
 
 def _selects(selector: str, target: Target) -> bool:

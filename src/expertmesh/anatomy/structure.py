@@ -3,15 +3,17 @@
 transformers 5 exposes routed experts of some 64 families through one interface: a module class decorated with
 `use_experts_implementation`, called as `experts(hidden_states, top_k_index, top_k_weights)`, that holds 3-D
 parameters and flags (gated, transposed, biased, ...). Experts of the same maths without that interface are recognised
-by their shapes and the arguments of their forward; introspection/experts_proof.py proves that the maths is the same.
+by their shapes and the arguments of their forward, and so are mixtures without any such module, whose router sorts
+rows for two stacks of matrices; introspection/experts_proof.py proves that the maths is the same.
 Everything here works on models on meta, and refuses by name what it does not recognise: nothing is sharded on a guess.
 """
 
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import Literal
 
 from torch import nn
@@ -34,7 +36,9 @@ class ExpertsSpec:
 
     `flat_gate`: gate, up and down are apart and each flattened to `[E * I, H]`; this is the gate's name. `call`: what
     the block passes: "interface" through transformers' own, "pairs" the same arguments without it, "dense" one row per
-    (expert, token), weighted already, with zeros where the token did not choose the expert.
+    (expert, token), weighted already, with zeros where the token did not choose the expert. "sorted": the module is the
+    mixture as a whole, called with hidden states; its `router` gives the order of pairs by expert, the token and the
+    weight of each in it, and a list of their counts, for `up` and `down`, each a module with one parameter.
     """
 
     name: str
@@ -49,7 +53,8 @@ class ExpertsSpec:
     top_k: int | None
     post_norm: bool = False
     flat_gate: str | None = None
-    call: Literal["interface", "pairs", "dense"] = "interface"
+    router: str | None = None
+    call: Literal["interface", "pairs", "dense", "sorted"] = "interface"
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -57,6 +62,12 @@ class ExpertsSpec:
         if self.flat_gate is not None:
             return (self.flat_gate, self.up, self.down)
         return (self.up, self.down, f"{self.up}_bias", f"{self.down}_bias") if self.biased else (self.up, self.down)
+
+    @property
+    def holders(self) -> tuple[str, ...]:
+        """Full names of the modules that hold `up` and `down` themselves, and adapters on them."""
+        places = (f"{self.name}.{parameter}".rpartition(".")[0] for parameter in (self.up, self.down))
+        return tuple(dict.fromkeys(places))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +83,11 @@ class Anatomy:
     def num_experts(self) -> int:
         """Experts per MoE layer; every layer has the same number (checked by `describe`)."""
         return self.experts[0].num_experts
+
+    @property
+    def sorting_routers(self) -> tuple[str, ...]:
+        """All routers of a model whose mixtures sort their rows, those of mixtures in its attention as well."""
+        return self.routers if any(spec.router is not None for spec in self.experts) else ()
 
     def is_expert_parameter(self, name: str) -> bool:
         return any(name.removeprefix(f"{spec.name}.") in spec.parameters for spec in self.experts)
@@ -169,6 +185,9 @@ def describe(model: nn.Module) -> Anatomy:
         )
     routers, shared = [], []
     for spec in specs:
+        if spec.router is not None:
+            routers += _alike(model, f"{spec.name}.{spec.router}", blocks)
+            continue
         prefix = spec.name.rpartition(".")[0]
         children = {
             f"{prefix}.{name}": child
@@ -192,8 +211,10 @@ def _has_interface(module: nn.Module) -> bool:
     return all(hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed", "_apply_gate"))
 
 
-def _own_call(module: nn.Module) -> Literal["pairs", "dense"] | None:
+def _own_call(module: nn.Module) -> Literal["pairs", "dense", "sorted"] | None:
     """How experts without the interface are called, or None if these are no experts in a form that is known."""
+    if _sorted_parts(module) is not None:
+        return "sorted"
     shapes = _shapes(module)
     if not _is_fused(shapes) and not _is_flat(module, shapes):
         return None
@@ -220,6 +241,28 @@ def _is_flat(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     )
 
 
+def _sorted_parts(module: nn.Module) -> tuple[str, str, str] | None:
+    """Router, up and down of a mixture whose router sorts rows by expert, by their names in it; None for all else.
+
+    Two children with a stack of matrices each, `[E, 2I, H]` and `[E, H, I]`, which are called with rows and their
+    counts; one other; and a bias at most.
+    """
+    stacks, others = {}, []
+    for name, child in module.named_children():
+        shapes = [shape for shape in _shapes(child).values()]
+        if len(shapes) == 1 and len(shapes[0]) == 3 and len(inspect.signature(child.forward).parameters) == 2:
+            stacks[name] = shapes[0], f"{name}.{next(iter(_shapes(child)))}"
+        elif shapes:
+            others.append(name)
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    if len(stacks) != 2 or len(others) != 1 or not own <= {"bias"}:
+        return None
+    for (up, up_name), (down, down_name) in permutations(stacks.values()):
+        if up == (down[0], 2 * down[2], down[1]) and len(inspect.signature(module.forward).parameters) == 1:
+            return others[0], up_name, down_name
+    return None
+
+
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """Parameters and buffers by their names in the module, without adapters."""
     state = module.state_dict(keep_vars=True)
@@ -232,11 +275,18 @@ def experts_spec(name: str, module: nn.Module) -> ExpertsSpec:
         return _fused_spec(name, module, bool(module.has_gate), bool(module.is_transposed), bool(module.has_bias))
     call, shapes = _own_call(module), _shapes(module)
     assert call is not None
+    if (parts := _sorted_parts(module)) is not None:
+        router, up, down = parts
+        experts, hidden, width = shapes[down]
+        top_k = getattr(module.get_submodule(router), "top_k", None)
+        return ExpertsSpec(
+            name, experts, hidden, width, True, False, False, up, down, top_k, router=router, call="sorted"
+        )
     if _is_flat(module, shapes):
         gate, up, down = shapes  # in the order of definition, which the check on a small copy confirms
         rows, hidden = shapes[down]
-        experts: int = module.num_experts  # type: ignore[assignment]
-        form = ExpertsSpec(name, experts, hidden, rows // experts, True, False, False, up, down, _top_k(module))
+        held: int = module.num_experts  # type: ignore[assignment]
+        form = ExpertsSpec(name, held, hidden, rows // held, True, False, False, up, down, _top_k(module))
         return replace(form, flat_gate=gate, call=call)
     (up_experts, _, up_columns), (down_experts, down_rows, _) = shapes["gate_up_proj"], shapes["down_proj"]
     if up_experts != down_experts:
@@ -293,6 +343,13 @@ def _top_k_of_block(model: nn.Module, spec: ExpertsSpec) -> int | None:
         if isinstance(value := getattr(module, "top_k", None), int):
             return value
     return None
+
+
+def _alike(model: nn.Module, router: str, blocks: Sequence[str]) -> list[str]:
+    """The modules of a router's class in its block: a mixture of attention's projections routes by another one."""
+    kind = type(model.get_submodule(router))
+    block = next(block for block in blocks if is_inside(router, block))
+    return [name for name, part in model.get_submodule(block).named_modules(prefix=block) if type(part) is kind]
 
 
 def _scores_experts(module: nn.Module, spec: ExpertsSpec) -> bool:

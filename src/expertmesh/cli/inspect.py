@@ -21,6 +21,7 @@ from expertmesh.cli.sizes import COMPUTE_BYTES, disk_text, frozen_rows
 from expertmesh.config import MoeConfig, ParallelConfig, PrecisionConfig
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout, divisors, resolve_layout
+from expertmesh.introspection.stage_probe import EvenCounts
 from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.refusals import expert_shard_dim
 from expertmesh.parallel.shard_plan import ShardOptions
@@ -119,8 +120,9 @@ def _inside(sizes: dict[str, int], module: str) -> int:
 def describe_router(model: nn.Module, anatomy: Anatomy) -> str:
     """How the first MoE layer routes: score function from the operations it runs, the rest from names."""
     spec, config = anatomy.experts[0], model.config.get_text_config()  # type: ignore[union-attr, operator]
-    parent = model.get_submodule(spec.name.rpartition(".")[0])
-    score = _score_function(parent, model.get_submodule(spec.name), spec)
+    called = spec.name if spec.router is None else spec.holders[0]
+    parent = model.get_submodule(called.rpartition(".")[0])
+    score = _score_function(parent, model.get_submodule(called), spec)
     parts = [score or "not recognised (runs the model's own code all the same)"]
     if (groups := getattr(config, "n_group", None) or 1) > 1:
         parts.append(f"{getattr(config, 'topk_group', None)} of {groups} groups")
@@ -164,7 +166,7 @@ def _score_function(layer: nn.Module, experts: nn.Module, spec: ExpertsSpec) -> 
     dtype = next(experts.parameters()).dtype
     hidden_BTH = torch.empty(1, 2, spec.hidden_size, device="meta", dtype=dtype)
     try:
-        with torch.no_grad(), _Operations() as operations:
+        with torch.no_grad(), EvenCounts(), _Operations() as operations:
             layer(hidden_BTH)
         return None
     except _ReachedExperts:

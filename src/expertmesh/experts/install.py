@@ -22,7 +22,7 @@ from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.dispatchers.choose import open_dispatchers
 from expertmesh.experts.expert_mlp import grouped_mm_refusal
 from expertmesh.experts.kernels.probe import triton_refusal
-from expertmesh.experts.layer import ExpertLayer, SharedExpert, attach_layer, layer_of
+from expertmesh.experts.layer import ExpertLayer, SharedExpert, attach_layer, layer_of, sorted_forward
 from expertmesh.experts.mlp_spec import ExpertMlpSpec, Gate
 from expertmesh.experts.token_counts import real_tokens
 from expertmesh.state.patching import register_function, replace_forward
@@ -71,6 +71,8 @@ def install(
         attach_layer(experts, ExpertLayer(spec, dispatchers[spec.name], mlp, dtype, first_expert, shared=beside))
         if spec.call == "interface":
             experts.config._experts_implementation = IMPLEMENTATION
+        elif spec.call == "sorted":
+            replace_forward(experts, partial(sorted_forward, experts, spec, partial(_experts_forward, experts)))
         else:
             forward = _dense_forward if spec.call == "dense" else _experts_forward
             replace_forward(experts, partial(forward, experts))
@@ -179,7 +181,7 @@ def mlp_spec_of(experts: Any, spec: ExpertsSpec, *, per_expert: bool) -> ExpertM
         activation = partial(_gated, act_fn)
     else:
         raise InputError(
-            f"{spec.name}: no activation is recognised (act_fn or activation_fn); it is not supported",
+            f"{spec.name}: no activation is recognised (act_fn, activation_fn or activation); it is not supported",
             key="model.unknown-activation",
         )
     return ExpertMlpSpec(activation, is_silu_gated(experts, spec), spec.transposed, per_expert)
@@ -195,7 +197,7 @@ def is_silu_gated(experts: nn.Module, spec: ExpertsSpec) -> bool:
 def _act_fn(experts: nn.Module) -> Any:
     """The activation, by the names that transformers uses; in the module itself or in the one it wraps."""
     for module in (experts, *experts.children()):
-        for name in ("act_fn", "activation_fn"):
+        for name in ("act_fn", "activation_fn", "activation"):
             if hasattr(module, name):
                 return getattr(module, name)
     return None

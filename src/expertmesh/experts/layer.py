@@ -4,6 +4,7 @@ The story of one call is `ExpertLayer.forward`: dispatch, MLP, combine. What cou
 is around it; install.py puts it into a model. Router, shared experts and block stay the model's own code.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +21,7 @@ from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatched, Dispatch
 from expertmesh.experts.expert_mlp import expert_mlp, normed_expert_mlp
 from expertmesh.experts.lora_state import Dropout, running_adapters_of
 from expertmesh.experts.mlp_spec import Adapter, Adapters, ExpertMlpSpec, ExpertWeights
-from expertmesh.experts.pairs import LocalPairs, count_pairs
+from expertmesh.experts.pairs import LocalPairs, count_pairs, sorted_choice
 from expertmesh.experts.token_counts import TokensPerExpert, real_tokens
 from expertmesh.state.patching import replace_forward
 from expertmesh.state.sharded_model import attach_to_module, module_state
@@ -135,17 +136,29 @@ class ExpertLayer:
 
     def _adapters(self, experts: nn.Module) -> Adapters | None:
         """The adapters of this rank's experts, if they have any."""
-        state = running_adapters_of(experts)
-        if state is None:
-            return None
         up, down = (_adapter(experts, name) for name in (self.spec.up, self.spec.down))
-        return Adapters(up, down, self.first_expert)
+        return None if up is None and down is None else Adapters(up, down, self.first_expert)
 
     def _dropout(self, experts: nn.Module, tokens: int, metadata: Any) -> Dropout | None:
         """The adapters' dropout with the numbers of the rows that came here; one more collective where there is any."""
         state = running_adapters_of(experts)
         dropout = state.dropout_of(self.spec.name, tokens) if state is not None and experts.training else None
         return dropout and replace(dropout, number_P=self.dispatcher.numbers(dropout.number_P, metadata))
+
+
+def sorted_forward(
+    mixture: nn.Module, spec: ExpertsSpec, compute: Callable[..., torch.Tensor], hidden_states: torch.Tensor
+) -> torch.Tensor:
+    """The forward of a mixture whose router sorts rows (`spec.call` is "sorted"), with `compute(hidden, index_TK,
+    weight_TK)` in the place of its stacks of matrices. The router stays the model's own code, as does its wait.
+    """
+    assert spec.router is not None
+    hidden_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+    order_P, _, weight_P, counts, *_ = mixture.get_submodule(spec.router)(hidden_TH)
+    index_TK, weight_TK = sorted_choice(order_P, weight_P, counts, len(hidden_TH))
+    out = compute(hidden_states, index_TK, weight_TK)
+    bias = getattr(mixture, "bias", None)
+    return out if bias is None else out + bias
 
 
 class SharedExpert:
@@ -204,10 +217,12 @@ def _span(part: str) -> AbstractContextManager[Any]:
 
 
 def _adapter(experts: nn.Module, name: str) -> Adapter | None:
-    if not hasattr(experts, f"{name}_lora_A"):
+    place, _, leaf = name.rpartition(".")
+    holder = experts.get_submodule(place)
+    if running_adapters_of(holder) is None or not hasattr(holder, f"{leaf}_lora_A"):
         return None
-    a_LrK, b_LNr = (_local(experts.get_parameter(f"{name}_lora_{which}")) for which in "AB")
-    return Adapter(a_LrK, b_LNr, module_state(experts).lora_scaling[name])
+    a_LrK, b_LNr = (_local(holder.get_parameter(f"{leaf}_lora_{which}")) for which in "AB")
+    return Adapter(a_LrK, b_LNr, module_state(holder).lora_scaling[leaf])
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ no atomics (so results repeat bit for bit) and never forms a permuted copy.
     T tokens, K top-k, E experts, L experts of this rank, P items (pairs or rows), R rows, H hidden
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +68,20 @@ def order_by_expert(expert_P: torch.Tensor, num_experts: int, triton: bool) -> t
         return order_P, place_P
     order_P = torch.argsort(expert_P, stable=True)
     return order_P, torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=order_P.device))
+
+
+def sorted_choice(
+    order_P: torch.Tensor, weight_P: torch.Tensor, counts: Sequence[int], tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """From pairs sorted by expert to the experts and weights of each token, `[T, K]`, in the router's own order.
+
+    `order_P`: the number of each pair, token by token; `counts`: how many each expert has. Gradients of weights flow.
+    """
+    place_P = torch.arange(len(order_P), device=order_P.device)
+    place_P = torch.empty_like(order_P).scatter_(0, order_P, place_P)
+    count_E = torch.tensor(counts, device=order_P.device)
+    expert_P = torch.arange(len(counts), device=order_P.device).repeat_interleave(count_E, output_size=len(order_P))
+    return expert_P[place_P].view(tokens, -1), weight_P.gather(0, place_P).view(tokens, -1)
 
 
 def segment_sum(values_PH: torch.Tensor, segments: Segments, triton: bool = False) -> torch.Tensor:

@@ -242,6 +242,11 @@ class _Apart(Exception):
         self.reader = reader
 
 
+_PRODUCTS = frozenset(
+    packet.default for packet in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+)
+
+
 class _Watch(WithoutValues):
     """`uncast`: ids of parameters that are not cast, and which module's call gathers each."""
 
@@ -258,7 +263,13 @@ class _Watch(WithoutValues):
         return [name.partition(".")[2] for name in self.modules.parents if "." in name]  # the root goes by its class
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in tree_leaves((args, kwargs or {})):
+        leaves = tree_leaves((args, kwargs or {}))
+        if func in _PRODUCTS:
+            # Tensors on meta may differ, which those with values may not.
+            dtypes = {str(leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+            if len(dtypes) > 1:
+                raise TypeError(f"a matrix product of {' and '.join(sorted(dtypes))}")
+        for leaf in leaves:
             name = self.uncast.get(id(leaf))
             if name is not None and name not in self._running():
                 around = (module for module in self._running() if is_inside(name, module))

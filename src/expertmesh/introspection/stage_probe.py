@@ -7,7 +7,7 @@ Values are followed through every operation, integers included. The same run tel
 are used before them and which behind, and what the hidden state looks like. Needs no weights; no communication.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from expertmesh.anatomy import ExpertsSpec
 from expertmesh.compat import TorchDispatchMode, tree_leaves
 from expertmesh.config.errors import InputError
+from expertmesh.experts.layer import sorted_forward
 from expertmesh.state.patching import forwards_replaced
 
 ROWS, LENGTH = 2, 8  # of a forward of text
@@ -88,9 +90,25 @@ def rehearse(twin: nn.Module) -> None:
 @contextmanager
 def stand_ins_for_experts(twin: nn.Module, experts: Sequence[ExpertsSpec]) -> Iterator[None]:
     """What they compute is no question on meta, and tokens cannot be sorted without values."""
-    forwards = {twin.get_submodule(spec.name): _one_row if spec.call == "dense" else _weighted for spec in experts}
-    with forwards_replaced(forwards):
+    with forwards_replaced(forwards_of_experts(twin, experts, lambda module: _weighted, _one_row)):
         yield
+
+
+def forwards_of_experts(
+    model: nn.Module,
+    experts: Sequence[ExpertsSpec],
+    pairs: Callable[[nn.Module], Callable[..., Any]],
+    dense: Callable[..., Any] | None = None,
+) -> dict[nn.Module, Callable[..., Any]]:
+    """By experts module, another forward: what `pairs` gives for the module, called with tokens, choices and weights,
+    or `dense`, called with rows. The router of a mixture that sorts its rows runs as ever.
+    """
+    found: dict[nn.Module, Callable[..., Any]] = {}
+    for spec in experts:
+        module = model.get_submodule(spec.name)
+        forward = pairs(module) if dense is None or spec.call != "dense" else dense
+        found[module] = partial(sorted_forward, module, spec, forward) if spec.call == "sorted" else forward
+    return found
 
 
 def forward_of_text(twin: nn.Module) -> None:
@@ -98,7 +116,7 @@ def forward_of_text(twin: nn.Module) -> None:
     training = twin.training
     twin.eval()  # dropout wants to know which tokens these are
     try:
-        with torch.no_grad():
+        with torch.no_grad(), EvenCounts():
             twin(input_ids=torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="meta"), use_cache=False)
     finally:
         twin.train(training)
@@ -110,6 +128,25 @@ def _weighted(hidden_states: torch.Tensor, index_TK: torch.Tensor, weight_TK: to
 
 def _one_row(hidden_states: torch.Tensor) -> torch.Tensor:
     return hidden_states * 1
+
+
+class EvenCounts(TorchFunctionMode):
+    """On meta, tells a router that asks how many pairs its last choice has for each expert: as even as can be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.pairs = 0, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.tolist and args[0].is_meta and self.pairs and args[0].shape == (self.experts,):
+            each, left = divmod(self.pairs, self.experts)
+            return [each + (expert < left) for expert in range(self.experts)]
+        result = func(*args, **kwargs)
+        if func in (torch.topk, torch.Tensor.topk):
+            dim = kwargs.get("dim", args[2] if len(args) > 2 else -1)
+            self.experts, self.pairs = args[0].shape[dim], result.indices.numel()
+        return result
 
 
 class WithoutValues(TorchDispatchMode):

@@ -65,6 +65,8 @@ def compiled_parts(model: nn.Module, anatomy: Anatomy) -> Iterator[str]:
     what carries a state along the sequence.
     """
     apart = {spec.name for spec in anatomy.experts} | set(anatomy.routers) | set(recurrent_mixers(model, anatomy))
+    # What is beside a router that sorts rows is called with counts, which compiled code would take for constants.
+    apart |= {router.rpartition(".")[0] for router in anatomy.sorting_routers}
     # Their recurrences run in fp32 in every dtype and differ by more than rounding (Qwen3-Next: 1.2e-5; 6e-5 in fp64).
     apart |= {name for name, module in model.named_modules() if carries_state(module)}
     for block in anatomy.blocks:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from expertmesh.anatomy import Anatomy, describe, is_adapter, is_inside, packable_linears
+from expertmesh.anatomy import Anatomy, ExpertsSpec, describe, is_adapter, is_inside, packable_linears
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.experts.module_list import FusedExperts
@@ -55,9 +55,10 @@ def plan_expert_dims(model: nn.Module, anatomy: Anatomy, layout: Layout) -> dict
     dims: dict[str, int] = {}
     for spec in anatomy.experts:
         dims |= dict.fromkeys((f"{spec.name}.{name}" for name in spec.parameters), expert_shard_dim(spec, layout))
-        for name, parameter in model.get_submodule(spec.name).named_parameters(recurse=False):
-            if is_adapter(name):
-                dims[f"{spec.name}.{name}"] = adapter_shard_dim(name, parameter, layout)
+        for holder in spec.holders:
+            for name, parameter in model.get_submodule(holder).named_parameters(recurse=False):
+                if is_adapter(name):
+                    dims[f"{holder}.{name}"] = adapter_shard_dim(name, parameter, layout)
     return dims
 
 
@@ -101,19 +102,19 @@ def _groups(
 ) -> Iterator[Group]:
     """Experts; each block; the input embedding; parts that tp splits; what is never cast, by block; what is left.
 
-    Parts that tp splits, and modules with parameters that are not cast, come behind their blocks: those have the other
-    parameters in them, and FSDP2 would not look into a module that has a group.
+    Parts that tp splits, mixtures with routers of their own, and modules with parameters that are not cast, come behind
+    their blocks: those have the other parameters in them, and FSDP2 would not look into a module that has a group.
     """
     for spec in anatomy.experts:
         if spec.post_norm:
             # Shared by all experts, so dense: its gradient is summed over all ranks, not over efsdp alone.
             yield Group((f"{spec.name}.post_expert_norm",), "dense")
-        # With one rank there is nothing to gather or reduce; FSDP2 would copy parameters and gradients all the same.
-        # From host memory it has to copy.
-        if layout.replicate * layout.efsdp > 1 or layout.offload == "experts":
-            dims = {name: dim for name, dim in expert_dims.items() if is_inside(name, spec.name)}
-            yield Group((spec.name,), "expert", dims=dims)
+        if spec.call != "sorted":
+            yield from _expert_groups(spec, layout, expert_dims)
     yield from (Group((block,), "dense") for block in anatomy.blocks)
+    for spec in anatomy.experts:
+        if spec.call == "sorted":
+            yield from _expert_groups(spec, layout, expert_dims)
     names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     tied = head is not None and getattr(head, "weight", None) is embedding.weight
@@ -132,6 +133,15 @@ def _groups(
         left = [name for name, _ in model.named_parameters() if not any(is_inside(name, module) for module in taken)]
         yield from (Group((module,), "dense") for module in dict.fromkeys(name.rpartition(".")[0] for name in left))
     yield Group(("",), "dense", casts=root_casts)
+
+
+def _expert_groups(spec: ExpertsSpec, layout: Layout, expert_dims: Mapping[str, int]) -> Iterator[Group]:
+    """With one rank there is nothing to gather or reduce; FSDP2 would copy parameters and gradients all the same. From
+    host memory it has to copy.
+    """
+    if layout.replicate * layout.efsdp > 1 or layout.offload == "experts":
+        dims = {name: dim for name, dim in expert_dims.items() if is_inside(name, spec.name)}
+        yield Group((spec.name,), "expert", dims=dims)
 
 
 def _with_parameters(

@@ -24,6 +24,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import number_rows
 from expertmesh.experts.token_counts import PackedSamples, packed_samples
 from expertmesh.introspection.attention import decoder_of
+from expertmesh.introspection.stage_probe import EvenCounts, forwards_of_experts
 from expertmesh.parallel.packing import varlen
 from expertmesh.planning.trackers import UsageTracker
 from expertmesh.state.patching import forwards_replaced
@@ -103,7 +104,7 @@ def probe(
     packed. `latents` names modules of which tp leaves every rank the whole, `whole` those that every rank of cp
     computes for whole rows. Raises `NotProbed` where the family's code needs values.
     """
-    skipped = {module: _stand_in(module) for module in (model.get_submodule(spec.name) for spec in anatomy.experts)}
+    skipped = forwards_of_experts(model, anatomy.experts, _stand_in)
     embedding = next(model.get_input_embeddings().parameters())  # type: ignore[operator]
     try:
         with forwards_replaced(skipped):
@@ -286,7 +287,7 @@ def _run(
         try:
             tracker.include((*model.parameters(), *model.buffers()))
             known = tracker.live
-            with torch.enable_grad(), forwards_replaced(forwards), watch.attention, tracker:
+            with torch.enable_grad(), forwards_replaced(forwards), watch.attention, EvenCounts(), tracker:
                 hidden = base(**inputs, use_cache=False)[0]
                 end = tracker.live
                 if hidden.requires_grad:

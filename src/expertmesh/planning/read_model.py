@@ -153,6 +153,8 @@ class _Reader:
         self.master, self.width, _ = plan.dtypes
         self.backends, self.packed = plan.compute, plan.packed
         self.specs = {spec.name: spec for spec in plan.anatomy.experts}
+        self.of_experts = {f"{spec.name}.{leaf}" for spec in plan.anatomy.experts for leaf in spec.parameters}
+        self.holders = {holder for spec in plan.anatomy.experts for holder in spec.holders}
         self.matrices = matrices_of(model, plan.anatomy)
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.split_dims = {
@@ -211,7 +213,7 @@ class _Reader:
 
     def _experts(self, spec: ExpertsSpec) -> Experts:
         module = self.model.get_submodule(spec.name)
-        own = dict(module.named_parameters(recurse=False))
+        own = {name: p for name, p in module.named_parameters() if self._is_expert(f"{spec.name}.{name}")}
         text = self.model.config.get_text_config()
         groups, best = (getattr(text, key, None) for key in ("n_group", "topk_group"))
         limited = isinstance(groups, int) and isinstance(best, int) and 1 <= best < groups
@@ -261,5 +263,4 @@ class _Reader:
         return self.width if self.lora is not None and not is_adapter(name) else self.master
 
     def _is_expert(self, name: str) -> bool:
-        owner = self.specs.get(name.rpartition(".")[0])
-        return owner is not None and (name.rpartition(".")[2] in owner.parameters or is_adapter(name))
+        return name in self.of_experts or (is_adapter(name) and name.rpartition(".")[0] in self.holders)

@@ -21,6 +21,7 @@ from transformers.utils.generic import ModelOutput
 from expertmesh.anatomy import Anatomy
 from expertmesh.distributed import sequence_collectives
 from expertmesh.distributed.mesh import Mesh
+from expertmesh.experts.pairs import sorted_choice
 from expertmesh.parallel.pipeline import Placeholder, pipeline_of
 from expertmesh.parallel.sequence import padded, sequence_share
 from expertmesh.step.loss import head_logits
@@ -55,7 +56,7 @@ def recording(
     modules: Mapping[str, nn.Module], anatomy: Anatomy, outputs: dict[str, Tensor], choices: dict[str, Tensor]
 ) -> Iterator[None]:
     """Put what each block of `modules` gives into `outputs`, and the expert ids `[T, K]` that each experts module is
-    called with into `choices`, by the module's name.
+    called with into `choices`, by the module's name; those of routers that sort rows by the router's.
     """
 
     def output_hook(name: str) -> Any:
@@ -70,12 +71,21 @@ def recording(
 
         return hook
 
+    def sort_hook(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            order_P, _, weight_P, counts, *_ = output
+            choices[name] = sorted_choice(order_P, weight_P.detach(), counts, len(args[0]))[0]
+
+        return hook
+
     with ExitStack() as stack:
+        for name in modules.keys() & set(anatomy.sorting_routers):
+            stack.enter_context(modules[name].register_forward_hook(sort_hook(name)))
         for name in modules.keys() & set(anatomy.blocks):
             stack.enter_context(modules[name].register_forward_hook(output_hook(name)))
         for spec in anatomy.experts:
             module = modules.get(spec.name)
-            if module is not None and spec.call != "dense" and not isinstance(module, nn.ModuleList):
+            if module is not None and spec.call in ("interface", "pairs") and not isinstance(module, nn.ModuleList):
                 stack.enter_context(module.register_forward_pre_hook(choice_hook(spec.name), with_kwargs=True))
         yield
 
@@ -121,8 +131,11 @@ class _JobRecorder:
         for name, value in self.last_outputs.items():
             self.outputs.setdefault(name, []).append(_cut_out(_whole_rows(self.job, value), mine))
         for name, index in self.last_choices.items():
-            if index.shape[0] * sequence_share(self.job.model).parts == rows * positions:
-                index_BSK = _whole_rows(self.job, index.view(rows, -1, index.shape[-1]))
+            # Attention that tp leaves whole has its router see whole rows.
+            is_whole = name in self.job.setup.anatomy.sorting_routers and index.shape[0] == rows * positions
+            if is_whole or index.shape[0] * sequence_share(self.job.model).parts == rows * positions:
+                index_BSK = index.view(rows, -1, index.shape[-1])
+                index_BSK = index_BSK if is_whole else _whole_rows(self.job, index_BSK)
                 self.choices.setdefault(name, []).append(_cut_out(index_BSK, mine))
         self.last_outputs.clear()
         self.last_choices.clear()

@@ -34,7 +34,7 @@ def matrices_of(model: nn.Module, anatomy: Anatomy) -> dict[str, int]:
     Not embeddings, heads, norms, biases and convolutions. `model` is whole; it may be on meta.
     """
     experts = {f"{spec.name}.{leaf}": spec for spec in anatomy.experts for leaf in spec.parameters}
-    stacks = {spec.name: spec.num_experts for spec in anatomy.experts}
+    stacks = {holder: spec.num_experts for spec in anatomy.experts for holder in spec.holders}
     around = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]  # type: ignore[operator]
     vocabulary = [
         name for name, module in model.named_modules() if isinstance(module, nn.Embedding) or module in around

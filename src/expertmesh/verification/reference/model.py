@@ -108,7 +108,7 @@ class Reference:
         balance = attached_balance(job.model)
         anatomy, outputs, index = job.setup.anatomy, dict[str, Tensor](), dict[str, Tensor]()
         forced = {name: batch.spread(value) for name, value in (forced or {}).items()} if samples else {}
-        choices = Choices(anatomy.experts, batch.ids_BS.numel(), forced)
+        choices = self._choices(batch, forced)
         recorded = recording(dict(streamed.model.named_modules()), anatomy, outputs, index)
         sums = _GradientSums(self, whole)
 
@@ -150,7 +150,7 @@ class Reference:
         samples = data.placed(job.mesh.layout, job.mesh.rank)
         batch = self._batch(samples)
         forced = {name: batch.spread(value) for name, value in forced.items()} if samples else {}
-        choices = Choices(job.setup.anatomy.experts, batch.ids_BS.numel(), forced)
+        choices = self._choices(batch, forced)
         base = Weights(self.streamed.model, job.setup, job.model, job.mesh.device, adapted=False)
         weights = self.weights if adapters else base
         with self.streamed.fed_by(weights, choices.during):
@@ -162,6 +162,11 @@ class Reference:
         """A rank without samples still takes part in every all-reduce, with a sample that does not count."""
         own = [(placed.input_ids, placed.labels) for placed in samples]
         return unsharded.Batch.of(own or [_no_sample()], self.job.mesh.device)
+
+    def _choices(self, batch: unsharded.Batch, forced: Mapping[str, Tensor]) -> Choices:
+        anatomy = self.job.setup.anatomy
+        routers = {name: self.streamed.model.get_submodule(name) for name in anatomy.sorting_routers}
+        return Choices(anatomy.experts, routers, batch.ids_BS.numel(), forced)
 
     def _loss(
         self, data: StepData, samples: Sequence[PlacedSample], batch: unsharded.Batch, token_losses: Tensor

@@ -8,27 +8,30 @@ can still be compared.
     T tokens of the reference's batch, K top-k, E experts
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from expertmesh.anatomy import ExpertsSpec
+from expertmesh.anatomy import ExpertsSpec, is_inside
 
 
 @dataclass(slots=True)
 class Choices:
-    """Of a forward of `tokens` tokens, and of its runs again in backward. Everything is by name of an experts module.
+    """Of a forward of `tokens` tokens, and of its runs again in backward. Everything is by name of an experts module,
+    or of one of `routers`, which sort rows by themselves, several to a block.
 
     `forced[module]` `[T, K]`: the experts to take, negative for tokens that choose themselves. `own[module]` `[T, K]`:
     what the tokens would have chosen where they were forced. `margins[module]` is `[T]`.
     """
 
     experts: Sequence[ExpertsSpec]
+    routers: Mapping[str, nn.Module]
     tokens: int
     forced: Mapping[str, Tensor] = field(default_factory=dict)
     own: dict[str, Tensor] = field(default_factory=dict)
@@ -37,7 +40,17 @@ class Choices:
     def during(self, unit: str) -> AbstractContextManager[Any]:
         """Around one run of `unit`."""
         spec = next((spec for spec in self.experts if spec.name.startswith(f"{unit}.")), None)
-        return nullcontext() if spec is None else _TopKRecorder(self, spec)
+        return nullcontext() if spec is None else self._recorded(unit, spec)
+
+    @contextmanager
+    def _recorded(self, unit: str, spec: ExpertsSpec) -> Iterator[None]:
+        recorder = _TopKRecorder(self, spec)
+        with ExitStack() as stack:
+            for name, router in self.routers.items():
+                if is_inside(name, unit):
+                    stack.enter_context(router.register_forward_pre_hook(partial(recorder.enter, name)))
+            stack.enter_context(recorder)
+            yield
 
 
 class _TopKRecorder(TorchFunctionMode):
@@ -45,7 +58,11 @@ class _TopKRecorder(TorchFunctionMode):
 
     def __init__(self, recorder: Choices, spec: ExpertsSpec) -> None:
         super().__init__()
-        self.recorder, self.spec = recorder, spec
+        self.recorder, self.name, self.num_experts = recorder, spec.name, spec.num_experts
+
+    def enter(self, name: str, *_: Any) -> None:
+        """A hook before a router: what follows is its choice."""
+        self.name = name
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -57,11 +74,11 @@ class _TopKRecorder(TorchFunctionMode):
         if not last or scores.numel() == 0:
             return result
         self._record_margin(scores.detach(), result.values.shape[-1])
-        forced = self.recorder.forced.get(self.spec.name)
-        is_final = scores.shape[-1] == self.spec.num_experts and scores.numel() == tokens * scores.shape[-1]
+        forced = self.recorder.forced.get(self.name)
+        is_final = scores.shape[-1] == self.num_experts and scores.numel() == tokens * scores.shape[-1]
         if forced is None or not is_final or result.indices.shape[-1] != forced.shape[-1]:
             return result
-        own = self.recorder.own[self.spec.name] = result.indices.reshape(tokens, -1)
+        own = self.recorder.own[self.name] = result.indices.reshape(tokens, -1)
         forced = forced.to(own)
         index = torch.where(forced < 0, own, forced).view(result.indices.shape)
         return torch.return_types.topk((torch.gather(scores, -1, index), index.clone()))
@@ -74,4 +91,4 @@ class _TopKRecorder(TorchFunctionMode):
         top = rows.topk(k + 1, dim=-1).values
         gap = (top[:, k - 1] - top[:, k]) / top[:, k - 1].abs().clamp_min(torch.finfo(torch.float32).tiny)
         gap_T = gap.nan_to_num(0.0).view(tokens, -1).min(dim=1).values
-        margins[self.spec.name] = torch.minimum(margins.get(self.spec.name, gap_T), gap_T)
+        margins[self.name] = torch.minimum(margins.get(self.name, gap_T), gap_T)

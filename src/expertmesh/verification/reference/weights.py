@@ -83,7 +83,7 @@ class Weights:
         a, b = (leaves[f"{target.module}.{leaf}"] for leaf in target.leaves)
         delta = b @ a
         if target.experts is not None and any(
-            spec.name == target.module and spec.transposed for spec in self.setup.anatomy.experts
+            target.module in spec.holders and spec.transposed for spec in self.setup.anatomy.experts
         ):
             delta = delta.mT
         return value + (target.scaling * delta).to(value.dtype)
