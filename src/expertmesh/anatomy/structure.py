@@ -247,20 +247,28 @@ def _sorted_parts(module: nn.Module) -> tuple[str, str, str] | None:
     Two children with a stack of matrices each, `[E, 2I, H]` and `[E, H, I]`, which are called with rows and their
     counts; one other; and a bias at most.
     """
-    stacks, others = {}, []
-    for name, child in module.named_children():
-        shapes = [shape for shape in _shapes(child).values()]
-        if len(shapes) == 1 and len(shapes[0]) == 3 and len(inspect.signature(child.forward).parameters) == 2:
-            stacks[name] = shapes[0], f"{name}.{next(iter(_shapes(child)))}"
-        elif shapes:
-            others.append(name)
-    own = {name for name, _ in module.named_parameters(recurse=False)}
-    if len(stacks) != 2 or len(others) != 1 or not own <= {"bias"}:
+    stacks = {name: child for name, child in module.named_children() if _is_stack(child)}
+    if len(stacks) != 2:
         return None
-    for (up, up_name), (down, down_name) in permutations(stacks.values()):
-        if up == (down[0], 2 * down[2], down[1]) and len(inspect.signature(module.forward).parameters) == 1:
-            return others[0], up_name, down_name
+    others = [
+        name for name, child in module.named_children() if name not in stacks and any(True for _ in child.parameters())
+    ]
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    if len(others) != 1 or not own <= {"bias"} or len(inspect.signature(module.forward).parameters) != 1:
+        return None
+    for (up_name, up_stack), (down_name, down_stack) in permutations(stacks.items()):
+        ((up_leaf, up),), ((down_leaf, down),) = _shapes(up_stack).items(), _shapes(down_stack).items()
+        if up == (down[0], 2 * down[2], down[1]):
+            return others[0], f"{up_name}.{up_leaf}", f"{down_name}.{down_leaf}"
     return None
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Whether it holds one matrix for each expert, `[E, out, in]`, and is called with rows and their counts."""
+    shapes = [p.shape for name, p in module.named_parameters(recurse=False) if not is_adapter(name)]
+    if len(shapes) != 1 or len(shapes[0]) != 3 or len(_shapes(module)) != 1:
+        return False
+    return len(inspect.signature(module.forward).parameters) == 2
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -144,8 +144,8 @@ class EvenCounts(TorchFunctionMode):
             return [each + (expert < left) for expert in range(self.experts)]
         result = func(*args, **kwargs)
         if func in (torch.topk, torch.Tensor.topk):
-            dim = kwargs.get("dim", args[2] if len(args) > 2 else -1)
-            self.experts, self.pairs = args[0].shape[dim], result.indices.numel()
+            scores, dim = args[0] if args else kwargs["input"], kwargs.get("dim", args[2] if len(args) > 2 else -1)
+            self.experts, self.pairs = scores.shape[dim], result.indices.numel()
         return result
 
 
