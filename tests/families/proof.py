@@ -216,6 +216,9 @@ class _StaysDouble(TorchFunctionMode):
     """What a family's code casts to fp32 stays fp64 where it was: else fp64 would tell no more than fp32 does."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.backward:  # a mode is off inside of what it handles, and blocks are run again there
+            with self:
+                return torch.autograd.backward(args[0])
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
             if func is torch.Tensor.float:
                 return args[0]
