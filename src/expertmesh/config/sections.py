@@ -368,6 +368,8 @@ class MoeConfig(Section):
     """How far routers' correction biases move towards balance after each step (arXiv 2408.15664); 0.0: not at all."""
     dispatch: Literal["auto", "all_to_all", "all_gather", "hierarchical"] = "auto"
     """How tokens travel to the ranks of their experts; hierarchical: once to each node, and there to its ranks."""
+    interleave: bool = False
+    """Run each block on two halves of a micro-batch's rows, so that one's tokens travel while the other computes."""
     compute: Literal["auto", "grouped_mm", "loop"] = "auto"
     """How an expert rank multiplies: grouped matrix products, or expert after expert (the reference)."""
     kernels: Literal["auto", "torch", "triton"] = "auto"

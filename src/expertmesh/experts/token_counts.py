@@ -9,7 +9,7 @@ losses, balancing) leaves it out. An expert layer is called with tokens alone, s
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,6 +22,7 @@ class PackedSamples:
 
     borders: Borders
     _cu_seqlens: torch.Tensor | None = None
+    _parts: dict[tuple[int, int, int], "PackedSamples"] = field(default_factory=dict)
 
     def cu_seqlens(self, device: torch.device) -> torch.Tensor:
         """int32 `[samples + 1]`, copied to `device` once for all layers."""
@@ -29,6 +30,15 @@ class PackedSamples:
             ends = torch.tensor([0, *(end for _, end in self.borders)], dtype=torch.int32)
             self._cu_seqlens = ends.to(device, non_blocking=True)
         return self._cu_seqlens
+
+    def of_rows(self, first: int, rows: int, of: int) -> "PackedSamples":
+        """Those of some of the rows, as rows of their own; made once for all layers."""
+        if (first, rows, of) not in self._parts:
+            length = self.borders[-1][1] // of
+            start, end = first * length, (first + rows) * length
+            inside = [(at - start, to - start) for at, to in self.borders if start <= at < end]
+            self._parts[first, rows, of] = PackedSamples(inside)
+        return self._parts[first, rows, of]
 
 
 packed_samples: ContextVar[PackedSamples | None] = ContextVar("expertmesh_packed_samples", default=None)
@@ -65,6 +75,20 @@ def counting(real_BS: torch.Tensor | None) -> Iterator[None]:
         yield
     finally:
         _real_T.reset(token)
+
+
+@contextmanager
+def of_rows(first: int, rows: int, of: int) -> Iterator[None]:
+    """While the model runs on `rows` of a micro-batch's `of` rows, from `first` on: which are real, and packed how."""
+    real_T, samples = _real_T.get(), packed_samples.get()
+    length = 0 if real_T is None else real_T.numel() // of
+    real = _real_T.set(None if real_T is None else real_T[first * length : (first + rows) * length])
+    packed = packed_samples.set(None if samples is None else samples.of_rows(first, rows, of))
+    try:
+        yield
+    finally:
+        _real_T.reset(real)
+        packed_samples.reset(packed)
 
 
 def real_tokens(tokens: int) -> torch.Tensor | None:
