@@ -108,8 +108,8 @@ class Config(Section):
             )
         if self.moe.interleave and self.train.micro_batch_size == 1:
             problems.append(
-                "moe.interleave runs a micro-batch as two halves of its rows, but train.micro_batch_size is 1; set it to 2 "
-                "or more, or moe.interleave to false"
+                "moe.interleave runs a micro-batch as two halves of its rows, but train.micro_batch_size is 1; set "
+                "train.micro_batch_size to 2 or more, or moe.interleave to false"
             )
         if self.lora is not None and self.save.dtype != "auto":
             problems.append(

@@ -319,8 +319,7 @@ class _Arrival(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_rows_RH: torch.Tensor, grad_weight_P: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (arrival_P,) = ctx.saved_tensors
-        ctx.journey.back = _send_back(grad_weight_P, grad_rows_RH, arrival_P, ctx.splits, ctx.group)
+        ctx.journey.back = _send_back(grad_weight_P, grad_rows_RH, ctx.saved_tensors[0], ctx.splits, ctx.group)
         # What autograd hands on has a shape alone.
         placeholders = (each.new_zeros(()).expand_as(each) for each in (grad_rows_RH, grad_weight_P))
         return *placeholders, None, None, None

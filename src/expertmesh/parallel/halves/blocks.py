@@ -49,13 +49,16 @@ def interleave_blocks(model: nn.Module, blocks: Mapping[str, Sequence[str]]) -> 
             mix_in(module, _Stops)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Block:
-    """Its name, what its arguments are called, and what the model's adapters share."""
+    """Its name, what its arguments are called, and what the model's adapters share. `runs`: of its forward, in the call
+    that is running or was the last.
+    """
 
     name: str
     arguments: tuple[str, ...]
     adapters: AdapterState | None
+    runs: int = 1
 
 
 class _InHalves(nn.Module):
@@ -69,6 +72,7 @@ class _InHalves(nn.Module):
         is_whole = rows < 2 or given.get("past_key_values") is not None
         sizes = [rows] if is_whole else [rows - rows // 2, rows // 2]
         parts = [given] if is_whole else _cut(block, given, sizes)
+        block.runs = len(parts)
         forward, places = super().forward, [(0, sizes[0], rows), (sizes[0], rows - sizes[0], rows)]
         halves = []
         for part, place in zip(parts, places, strict=False):
