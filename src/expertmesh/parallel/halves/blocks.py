@@ -31,8 +31,10 @@ from expertmesh.parallel.halves.travel import Call, Calls, compute, compute_both
 from expertmesh.state.patching import mix_in, replace_forward
 from expertmesh.state.sharded_model import attach_to_module, module_state
 
-# Which dim of what a block gets are the rows, counted from the last; tensors with one row there are for all rows.
-_ROWS = {"hidden_states": -3, "position_ids": -2, "position_embeddings": -3, "per_layer_input": -3, "input_ids": -2}
+# Which dim of what a block gets are the rows, from the last for those that may have others before; with one row there
+# they are for all.
+_ROWS = {"position_ids": -2, "position_embeddings": -3}
+_ROWS |= dict.fromkeys(("hidden_states", "attention_mask", "attention_scaling", "per_layer_input", "input_ids"), 0)
 _FOR_ALL_ROWS = ("cache_position",)
 
 
@@ -69,7 +71,8 @@ class _InHalves(nn.Module):
         names = [*block.arguments[: len(args)], *kwargs]
         given = dict(zip(names, (*args, *kwargs.values()), strict=True))
         rows = given["hidden_states"].shape[0]
-        is_whole = rows < 2 or given.get("past_key_values") is not None
+        generates = given.get("past_key_values") is not None and not torch.is_grad_enabled()
+        is_whole = rows < 2 or generates
         sizes = [rows] if is_whole else [rows - rows // 2, rows // 2]
         parts = [given] if is_whole else _cut(block, given, sizes)
         block.runs = len(parts)
@@ -222,17 +225,18 @@ def _cut(block: _Block, given: Mapping[str, Any], sizes: list[int]) -> list[dict
 
 def _rows_of(block: _Block, key: str, number: int, sizes: list[int], value: torch.Tensor) -> torch.Tensor:
     """One half's rows of a tensor."""
-    dim = 0 if key == "attention_mask" else value.dim() + _ROWS.get(key, -value.dim() - 1)
     if key == "position_embeddings" and value.dim() == 2:
         return value  # of positions alone
-    if dim < 0 or value.shape[dim] not in (1, sum(sizes)):
+    dim, rows = _ROWS.get(key), sum(sizes)
+    if dim is None or -value.dim() > dim or value.shape[dim] not in (1, rows):
         raise _refused(block, key, f"a tensor {tuple(value.shape)}")
     return value if value.shape[dim] == 1 else value.narrow(dim, sum(sizes[:number]), sizes[number])
 
 
 def _refused(block: _Block, key: str, what: str) -> InputError:
+    mend = "call the model with use_cache=False, or " if key == "past_key_values" else ""
     return InputError(
-        f"moe.interleave: {block.name} gets {key}, {what}, of which it is not known what belongs to which row; set "
-        "moe.interleave to false",
+        f"moe.interleave: {block.name} gets {key}, {what}, of which it is not known what belongs to which row; {mend}"
+        "set moe.interleave to false",
         key="moe.interleave-unsupported",
     )
