@@ -106,6 +106,9 @@ CASES = {
     "kernels for a GPU on a CPU": Case(
         "moe.kernels: triton cannot be used here: there is no GPU", ("moe.kernels=triton",)
     ),
+    "halves of which no token travels": Case(
+        "moe.interleave: with parallel.ep 1 no token travels", ("moe.interleave=true", "train.micro_batch_size=2")
+    ),
     "no tokenizer": Case("the tokenizer of ", prepare=_no_tokenizer),
     "a file in output_dir": Case(
         "is not empty and holds no run of ours", prepare=_something_in_output_dir, verbs=("train", "check")
