@@ -34,7 +34,7 @@ from expertmesh.state.sharded_model import attach_to_module, module_state
 # Which dim of what a block gets are the rows, from the last for those that may have others before; with one row there
 # they are for all.
 _ROWS = {"position_ids": -2, "position_embeddings": -3}
-_ROWS |= dict.fromkeys(("hidden_states", "attention_mask", "attention_scaling", "per_layer_input", "input_ids"), 0)
+_ROWS |= dict.fromkeys(("attention_mask", "attention_scaling", "per_layer_input", "input_ids"), 0)
 _FOR_ALL_ROWS = ("cache_position",)
 
 
@@ -82,7 +82,15 @@ class _InHalves(nn.Module):
             positional = [part.pop(name) for name in names[: len(args)]]
             halves.append(_Half(partial(forward, *positional, **part), place, block))
         outputs = _take_turns(halves)
-        return outputs[0] if is_whole else torch.cat(outputs)
+        if is_whole:
+            return outputs[0]
+        if any(not isinstance(out, torch.Tensor) or len(out) != size for out, size in zip(outputs, sizes, strict=True)):
+            raise InputError(
+                f"moe.interleave: {block.name} does not return hidden states of the rows that it gets; set "
+                "moe.interleave to false",
+                key="moe.interleave-unsupported",
+            )
+        return torch.cat(outputs)
 
 
 class _Stops(nn.Module):
@@ -210,16 +218,21 @@ def _modes() -> tuple[bool, ...]:
 def _cut(block: _Block, given: Mapping[str, Any], sizes: list[int]) -> list[dict[str, Any]]:
     """What each half gets of a block's arguments."""
     parts = [dict(given) for _ in sizes]
+    # One cut for both, and copies: a model may change them in place.
+    for part, rows in zip(parts, given["hidden_states"].split(sizes), strict=True):
+        part["hidden_states"] = rows.clone()
     for key, value in given.items():
-        if value is None or isinstance(value, bool | int | float | str) or key in _FOR_ALL_ROWS:
+        if (
+            key == "hidden_states"
+            or value is None
+            or isinstance(value, bool | int | float | str)
+            or key in _FOR_ALL_ROWS
+        ):
             continue
         if not isinstance(value, torch.Tensor) and key != "position_embeddings":
             raise _refused(block, key, type(value).__name__)
         for number, part in enumerate(parts):
             part[key] = tree_map_only(torch.Tensor, partial(_rows_of, block, key, number, sizes), value)
-    # One cut for both, and copies: a model may change them in place.
-    for part, rows in zip(parts, given["hidden_states"].split(sizes), strict=True):
-        part["hidden_states"] = rows.clone()
     return parts
 
 
@@ -228,7 +241,13 @@ def _rows_of(block: _Block, key: str, number: int, sizes: list[int], value: torc
     if key == "position_embeddings" and value.dim() == 2:
         return value  # of positions alone
     dim, rows = _ROWS.get(key), sum(sizes)
-    if dim is None or -value.dim() > dim or value.shape[dim] not in (1, rows):
+    known = dim is not None and -value.dim() <= dim and value.shape[dim] in (1, rows)
+    # Tables with one row, and several of something before it, may have their rows there.
+    if (
+        dim is None
+        or not known
+        or (key == "position_embeddings" and value.shape[dim] == 1 < max(value.shape[:dim], default=1))
+    ):
         raise _refused(block, key, f"a tensor {tuple(value.shape)}")
     return value if value.shape[dim] == 1 else value.narrow(dim, sum(sizes[:number]), sizes[number])
 
