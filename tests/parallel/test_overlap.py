@@ -93,13 +93,13 @@ def _order(mode: Any) -> list[str]:
 
         shared.down_proj.register_forward_hook(forward)
 
-    with mock.patch.object(dispatch, "all_to_all", all_to_all), mock.patch.object(dispatch, "_wait", waits):
+    with mock.patch.object(dispatch, "all_to_all", all_to_all), mock.patch.object(dispatch, "wait", waits):
         _gradients(True, mode, watched)
     return events
 
 
 def test_rows_are_sent_before_the_shared_expert_runs_and_awaited_behind_it() -> None:
     forward = ["pairs sent", "rows sent", "wait", "shared forward", "wait", "rows sent, awaited"]
-    backward = ["rows sent, awaited", "rows sent", "shared backward", "pairs sent", "wait", "wait"]
+    backward = ["rows sent, awaited", "pairs sent", "rows sent", "shared backward", "wait", "wait"]
     for events in run_ranks(_order, 2, "none"):
         assert events == forward + backward

@@ -141,7 +141,9 @@ class _Watch(TorchDispatchMode):
 
 
 def _run(variant: dict[str, Any]) -> dict[str, Any]:
-    """One variant: `family`, `world`, `parallel`; if given `mode`, `lora`, `packed`, `samples`, `moe` and `triton`."""
+    """One variant: `family`, `world`, `parallel`; if given `mode`, `lora`, `packed`, `samples`, `moe`, `triton` and
+    `rows`.
+    """
     config = tiny_config(variant["family"])
     lora = LoraConfig(**variant["lora"]) if variant.get("lora") else None
     precision = PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
@@ -211,8 +213,9 @@ def _step(model: Any, mesh: Any, router: Any, variant: dict[str, Any]) -> dict[s
     materialize(model, mesh.device)
     tensors = [*model.named_parameters(), *model.named_buffers()]
     optimizer = build_optimizer(model, OptimConfig(), seed=0)
-    tokens = torch.zeros(1, LENGTH, dtype=torch.int64, device=CUDA)
-    micro = {"input_ids": tokens, "labels": tokens, "row_numbers": torch.zeros(1, dtype=torch.int64, device=CUDA)}
+    rows = variant.get("rows", 1)
+    tokens = torch.zeros(rows, LENGTH, dtype=torch.int64, device=CUDA)
+    micro = {"input_ids": tokens, "labels": tokens, "row_numbers": torch.zeros(rows, dtype=torch.int64, device=CUDA)}
     if variant.get("packed"):
         micro["attention_mask"] = torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool, device=CUDA)
     borders = [(0, 20), (20, LENGTH)] if variant.get("samples") else None

@@ -20,9 +20,10 @@ recomputed. parallel/checkpointing.py applies this to a model.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -154,16 +155,34 @@ def computed_once(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
     The graph of the first run is the one that backward takes, so what is saved in it is kept there, past the
     checkpoint's own hooks. `compute` must draw no random numbers: the second run would not draw them.
     """
-    run = _block_run.get()
-    if run is None or not run.selective:
-        return compute()
-    if run.recomputes:
+    if has_result():
+        run = _block_run.get()
+        assert run is not None
         # A copy, since a model may change its own in place, which autograd forbids for leaves.
         return run.record.results.pop(0).requires_grad_().clone()
-    with saved_tensors_hooks(_pack, _unpack):
+    with kept():
         result = compute()
-    run.record.results.append(result.detach().clone())
+    keep_result(result)
     return result
+
+
+def has_result() -> bool:
+    """Whether this is a second run that gets the experts' result from the first."""
+    run = _block_run.get()
+    return run is not None and run.selective and run.recomputes
+
+
+def kept() -> AbstractContextManager[Any]:
+    """While the experts compute: under selective checkpointing what autograd saves is kept, past the checkpoint."""
+    run = _block_run.get()
+    return nullcontext() if run is None or not run.selective else saved_tensors_hooks(_pack, _unpack)
+
+
+def keep_result(result: torch.Tensor) -> None:
+    """Under selective checkpointing, for the second run; results are kept in the order of the calls."""
+    run = _block_run.get()
+    if run is not None and run.selective:
+        run.record.results.append(result.detach().clone())
 
 
 @dataclass(slots=True, eq=False)
@@ -186,12 +205,22 @@ class Rest:
         return gradient
 
 
-def in_two_parts(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
-    """The result of `function`, which is given a `Rest` behind `args`. What it saves is saved before the rest runs."""
+def in_two_parts(function: type[torch.autograd.Function], *args: Any) -> Callable[[], torch.Tensor]:
+    """Run `function`, which is given a `Rest` behind `args`. All that it saves is saved here; what is returned runs the
+    rest, once, and gives the result.
+    """
     rest = Rest()
     try:
-        return _SecondPart.apply(function.apply(*args, rest), rest)  # type: ignore[no-any-return]
-    finally:  # also where torch ends a second run
+        return partial(_second_part, function.apply(*args, rest), rest)
+    except BaseException:  # by one torch ends a second run
+        rest.compute = None
+        raise
+
+
+def _second_part(edge: torch.Tensor, rest: Rest) -> torch.Tensor:
+    try:
+        return _SecondPart.apply(edge, rest)  # type: ignore[no-any-return]
+    finally:
         rest.compute = None
 
 

@@ -21,9 +21,28 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from expertmesh.distributed.collectives import all_gather, all_to_all, all_to_all_even, reduce_scatter, to_host
+from expertmesh.distributed.collectives import (
+    AllGather,
+    ReduceScatter,
+    all_gather,
+    all_to_all,
+    all_to_all_even,
+    exact,
+    to_host,
+)
 from expertmesh.experts.activation_checkpointing import exchanged_once
-from expertmesh.experts.pairs import LocalPairs, Segments, count_pairs, order_by_expert, segment_sum, segments_of
+from expertmesh.experts.pairs import (
+    Counts,
+    LocalPairs,
+    Segments,
+    Splits,
+    arrivals,
+    count_pairs,
+    order_by_expert,
+    segment_sum,
+    segments_of,
+    totals_of,
+)
 
 # `rows_RH`, the weight of each local pair `weight_P`, pairs, and metadata for `combine`.
 Dispatched = tuple[torch.Tensor, torch.Tensor, LocalPairs, Any]
@@ -82,21 +101,7 @@ class Route:
     arrival_P: torch.Tensor  # the place at which each local pair, ordered by expert, arrives
     block_start_P: torch.Tensor  # the first row of the block that the arriving pair belongs to
     expert_end_L: torch.Tensor
-    splits: "Splits"
-
-
-@dataclass(frozen=True, slots=True)
-class Splits:
-    """Rows and pairs exchanged with each rank of the group, known on the host."""
-
-    rows_sent: list[int]
-    rows_received: list[int]
-    pairs_sent: list[int]
-    pairs_received: list[int]
-
-
-# Rows and pairs of each expert that arrive from each rank, int64 `[D, 1 + L]`, and their totals.
-Counts = tuple[torch.Tensor, Splits]
+    splits: Splits
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,11 +128,36 @@ class AllToAllDispatcher:
 
         `meanwhile` is called while rows travel, and its backward runs while their gradients do.
         """
-        route, journey = self._route(index_TK, counts), None if meanwhile is None else _Journey()
-        rows_RH, weight_P, row_P = _AllToAllDispatch.apply(hidden_TH, weight_TK, route, self, journey)
+        journey = None if meanwhile is None else Journey()
+        sent = self.send(hidden_TH, index_TK, weight_TK, journey, counts)
         if meanwhile is not None:
             meanwhile()
-            rows_RH = _Arrival.apply(rows_RH, route.splits, self.group, journey)
+        return self.receive(*sent, journey)
+
+    def send(
+        self,
+        hidden_TH: torch.Tensor,
+        index_TK: torch.Tensor,
+        weight_TK: torch.Tensor,
+        journey: "Journey | None",
+        counts: Counts | None = None,
+    ) -> "Sent":
+        """`dispatch` as far as rows are under way: on a `journey` they may still travel, and nothing may read them."""
+        route = self._route(index_TK, counts)
+        rows_RH, weight_P, row_P = _AllToAllDispatch.apply(hidden_TH, weight_TK, route, self, journey)
+        return rows_RH, weight_P, row_P, route
+
+    def receive(
+        self,
+        rows_RH: torch.Tensor,
+        weight_P: torch.Tensor,
+        row_P: torch.Tensor,
+        route: Route,
+        journey: "Journey | None",
+    ) -> Dispatched:
+        """The rest of `dispatch`, when rows are waited for; in backward their gradients, and weights', leave here."""
+        if journey is not None:
+            rows_RH, weight_P = _Arrival.apply(rows_RH, weight_P, route, self, journey)
         by_row = segments_of(row_P, rows_RH.shape[0])
         return rows_RH, weight_P, LocalPairs(row_P, route.expert_end_L, by_row), route
 
@@ -136,11 +166,13 @@ class AllToAllDispatcher:
         out_TH: torch.Tensor = SumRows.apply(rows_RH, metadata, self)
         return out_TH
 
-    def numbers(self, number_T: torch.Tensor, metadata: Route) -> torch.Tensor:
-        """One more all-to-all, of 8 bytes a row."""
-        splits = metadata.splits
+    def numbers(self, number_T: torch.Tensor, metadata: Route, journey: "Journey | None" = None) -> torch.Tensor:
+        """One more all-to-all, of 8 bytes a row; on a `journey` they may still travel."""
+        splits, waits = metadata.splits, journey is None
         number_Q = number_T.index_select(0, metadata.token_Q)
-        number_R, _ = all_to_all(number_Q, splits.rows_sent, splits.rows_received, self.group)
+        number_R, work = all_to_all(number_Q, splits.rows_sent, splits.rows_received, self.group, wait=waits)
+        if journey is not None:
+            journey.numbers = work
         return number_R
 
     def _route(self, index_TK: torch.Tensor, counts: Counts | None) -> Route:
@@ -165,7 +197,7 @@ class AllToAllDispatcher:
             each[: sum(splits.pairs_sent)] for each in (pair_S, token_S, row_S, row_in_block_S)
         )
         token_Q = token_S.new_empty(sum(splits.rows_sent)).scatter_(0, row_S, token_S)
-        arrival_P, source_P = _arrivals(received[:, 1:], sum(splits.pairs_received))
+        arrival_P, source_P = arrivals(received[:, 1:], sum(splits.pairs_received))
         block_start_D = received[:, 0].cumsum(0) - received[:, 0]
         return Route(
             token_Q=token_Q,
@@ -186,33 +218,26 @@ class AllToAllDispatcher:
         return received, Splits(*to_host(totals_of(sent, received)))
 
 
-def totals_of(sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-    """Of counts `[D, 1 + L]`, what `Splits` has, `[4, D]`."""
-    return torch.stack([sent[:, 0], received[:, 0], sent[:, 1:].sum(1), received[:, 1:].sum(1)])
-
-
-def _arrivals(pairs_DL: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pairs arrive ordered by (source rank, expert); we want them by (expert, source rank).
-
-    `pairs_DL`: pairs from each rank for each local expert; `total`: their sum. Returns, for each pair in our order,
-    where it arrives and which rank sent it. Blocks move as wholes, so no sort is needed.
-    """
-    ranks, experts_here = pairs_DL.shape
-    arrives_DL = (pairs_DL.reshape(-1).cumsum(0)).view(ranks, experts_here) - pairs_DL
-    pairs_LD = pairs_DL.t().reshape(-1)
-    wanted_LD = pairs_LD.cumsum(0) - pairs_LD
-    shift_LD = arrives_DL.t().reshape(-1) - wanted_LD
-    block_P = torch.repeat_interleave(pairs_LD, output_size=total)
-    arrival_P = torch.arange(total, device=pairs_DL.device) + shift_LD.index_select(0, block_P)
-    return arrival_P, block_P % ranks
+# What `AllToAllDispatcher.send` hands to `receive`: rows_RH, weight_P, row_P, and the way.
+Sent = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Route]
+# Gradients under way to the ranks of their tokens, each with what to wait for: of weights, then of rows.
+_Back = tuple[torch.Tensor, dist.Work | None, torch.Tensor, dist.Work | None]
 
 
 @dataclass(slots=True)
-class _Journey:
-    """Rows that travel while something else is computed: what to wait for, and in backward where they arrive."""
+class Journey:
+    """Rows that travel while something else is computed: what to wait for, and in backward what travels back."""
 
     rows: dist.Work | None = None
-    back: tuple[torch.Tensor, dist.Work | None] | None = None
+    numbers: dist.Work | None = None
+    back: _Back | None = None
+
+    def arrive(self) -> None:
+        """Wait for what travels in forward."""
+        for work in (self.rows, self.numbers):
+            if work is not None:
+                wait(work)
+        self.rows = self.numbers = None
 
 
 class _AllToAllDispatch(torch.autograd.Function):
@@ -225,7 +250,7 @@ class _AllToAllDispatch(torch.autograd.Function):
         weight_TK: torch.Tensor,
         route: Route,
         by: AllToAllDispatcher,
-        journey: _Journey | None,
+        journey: Journey | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # Index tensors are saved like any other: as attributes they would outlive a checkpointed block's first run.
         ctx.save_for_backward(route.arrival_P, route.pair_S, route.rows_of_token.item_P, route.rows_of_token.start_R1)
@@ -240,13 +265,13 @@ class _AllToAllDispatch(torch.autograd.Function):
         pair_P2, pairs_work = all_to_all(pair_S2, splits.pairs_sent, splits.pairs_received, group, wait=False)
         rows_QH = hidden_TH.index_select(0, route.token_Q)
         rows_RH, rows_work = all_to_all(rows_QH, splits.rows_sent, splits.rows_received, group, wait=False)
-        _wait(pairs_work)
+        wait(pairs_work)
         pair_P2 = pair_P2.index_select(0, route.arrival_P)
         row_P = pair_P2[:, 0].long() + route.block_start_P
         weight_P = pair_P2[:, 1].contiguous().view(weight_S.dtype).to(weight_TK.dtype)
         ctx.mark_non_differentiable(row_P)
         if journey is None:
-            _wait(rows_work)
+            wait(rows_work)
         else:
             journey.rows = rows_work
         return rows_RH, weight_P, row_P
@@ -256,44 +281,48 @@ class _AllToAllDispatch(torch.autograd.Function):
         ctx: Any, grad_rows_RH: torch.Tensor, grad_weight_P: torch.Tensor, grad_row_P: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         arrival_P, pair_S, *rows_of_token = ctx.saved_tensors
-        splits, group = ctx.splits, ctx.by.group
-        # Every rank travels both ways back, whatever its own tokens need: a skipped collective hangs the others.
-        grad_arrived_P = exact(torch.empty_like(grad_weight_P).index_copy_(0, arrival_P, grad_weight_P))
-        grad_weight_S, pairs_work = all_to_all(
-            grad_arrived_P, splits.pairs_received, splits.pairs_sent, group, wait=False
-        )
-        if ctx.journey is not None and ctx.journey.back is not None:
-            (grad_rows_QH, rows_work), ctx.journey.back = ctx.journey.back, None
-        else:
-            grad_rows_QH, rows_work = all_to_all(
-                grad_rows_RH, splits.rows_received, splits.rows_sent, group, wait=False
-            )
-        _wait(pairs_work)
+        back = None
+        if ctx.journey is not None:
+            back, ctx.journey.back = ctx.journey.back, None
+        back = back or _send_back(grad_weight_P, grad_rows_RH, arrival_P, ctx.splits, ctx.by.group)
+        grad_weight_S, pairs_work, grad_rows_QH, rows_work = back
+        wait(pairs_work)
         shape, dtype = ctx.weights
         grad_weight = grad_weight_S.new_zeros(shape.numel()).index_copy_(0, pair_S, grad_weight_S)
-        _wait(rows_work)
+        wait(rows_work)
         grad_hidden_TH = segment_sum(grad_rows_QH, Segments(*rows_of_token), ctx.by.triton)
         return grad_hidden_TH, grad_weight.view(shape).to(dtype), None, None, None
 
 
+def _send_back(
+    grad_weight_P: torch.Tensor, grad_rows_RH: torch.Tensor, arrival_P: torch.Tensor, splits: Splits, group: Any
+) -> _Back:
+    """Every rank travels both ways back, whatever its own tokens need: a skipped collective hangs the others."""
+    grad_arrived_P = exact(torch.empty_like(grad_weight_P).index_copy_(0, arrival_P, grad_weight_P))
+    grad_weight_S = all_to_all(grad_arrived_P, splits.pairs_received, splits.pairs_sent, group, wait=False)
+    return *grad_weight_S, *all_to_all(grad_rows_RH, splits.rows_received, splits.rows_sent, group, wait=False)
+
+
 class _Arrival(torch.autograd.Function):
-    """rows_RH that may still travel -> rows_RH. In backward their gradients leave here, for `_AllToAllDispatch`."""
+    """(rows_RH, weight_P), of which the rows may still travel -> the same. In backward their gradients leave here, for
+    `_AllToAllDispatch`.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, rows_RH: torch.Tensor, splits: Splits, group: dist.ProcessGroup, journey: _Journey
-    ) -> torch.Tensor:
-        ctx.splits, ctx.group, ctx.journey = splits, group, journey
-        _wait(journey.rows)
-        journey.rows = None
-        return rows_RH.view_as(rows_RH)
+        ctx: Any, rows_RH: torch.Tensor, weight_P: torch.Tensor, route: Route, by: AllToAllDispatcher, journey: Journey
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(route.arrival_P)
+        ctx.splits, ctx.group, ctx.journey = route.splits, by.group, journey
+        journey.arrive()
+        return rows_RH.view_as(rows_RH), weight_P.view_as(weight_P)
 
     @staticmethod
-    def backward(ctx: Any, grad_rows_RH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        splits = ctx.splits
-        ctx.journey.back = all_to_all(grad_rows_RH, splits.rows_received, splits.rows_sent, ctx.group, wait=False)
+    def backward(ctx: Any, grad_rows_RH: torch.Tensor, grad_weight_P: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.journey.back = _send_back(grad_weight_P, grad_rows_RH, ctx.saved_tensors[0], ctx.splits, ctx.group)
         # What autograd hands on has a shape alone.
-        return grad_rows_RH.new_zeros(()).expand_as(grad_rows_RH), None, None, None
+        placeholders = (each.new_zeros(()).expand_as(each) for each in (grad_rows_RH, grad_weight_P))
+        return *placeholders, None, None, None
 
 
 class SumRows(torch.autograd.Function):
@@ -313,15 +342,10 @@ class SumRows(torch.autograd.Function):
         return grad_rows_RH, None, None
 
 
-def _wait(work: dist.Work | None) -> None:
+def wait(work: dist.Work | None) -> None:
     """On an accelerator its stream waits, not the host."""
     if work is not None:
         work.wait()
-
-
-def exact(weight: torch.Tensor) -> torch.Tensor:
-    """Routing weights travel in at least fp32, which holds bf16 and fp16 exactly."""
-    return weight if weight.dtype == torch.float64 else weight.float()
 
 
 @dataclass(frozen=True, eq=False)
@@ -345,8 +369,8 @@ class AllGatherDispatcher:
         padding = max(tokens_D) - tokens
         # A padded token chooses expert E, which no rank holds.
         index_NK = all_gather(_padded(index_TK, padding, self.num_experts), group)
-        weight_NK = _AllGather.apply(_padded(weight_TK, padding), group)
-        rows_RH = _AllGather.apply(_padded(hidden_TH, padding), group)
+        weight_NK = AllGather.apply(_padded(weight_TK, padding), group)
+        rows_RH = AllGather.apply(_padded(hidden_TH, padding), group)
         local = index_NK.reshape(-1) - first
         local = torch.where((local >= 0) & (local < experts_here), local, experts_here)
         pair_P = torch.argsort(local, stable=True)[:total]
@@ -364,7 +388,7 @@ class AllGatherDispatcher:
 
     def combine(self, rows_RH: torch.Tensor, metadata: tuple[int, int]) -> torch.Tensor:
         """One reduce-scatter in forward, one all-gather in backward."""
-        own: torch.Tensor = _ReduceScatter.apply(rows_RH, self.group)
+        own: torch.Tensor = ReduceScatter.apply(rows_RH, self.group)
         return own[: metadata[0]]
 
     def numbers(self, number_T: torch.Tensor, metadata: tuple[int, int]) -> torch.Tensor:
@@ -374,25 +398,3 @@ class AllGatherDispatcher:
 
 def _padded(tensor: torch.Tensor, rows: int, value: int = 0) -> torch.Tensor:
     return torch.nn.functional.pad(tensor, (0, 0, 0, rows), value=value)
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, block: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return all_gather(block, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return reduce_scatter(exact(grad), ctx.group).to(grad.dtype), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return reduce_scatter(exact(blocks), group).to(blocks.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return all_gather(grad, ctx.group), None

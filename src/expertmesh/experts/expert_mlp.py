@@ -16,6 +16,7 @@ B A, E x out x in, is never formed (huggingface/peft issue 3577 shows its cost),
 """
 
 import itertools
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -83,16 +84,27 @@ def expert_mlp(
     without tokens), so that FSDP2's reduce-scatter is never skipped on a rank. With `adapters` the weights are frozen;
     `dropout` is that of the adapters, and numbers the rows.
     """
+    return begin_expert_mlp(rows_RH, weight_P, pairs, weights, mlp, adapters, dropout)()
+
+
+def begin_expert_mlp(
+    rows_RH: torch.Tensor,
+    weight_P: torch.Tensor,
+    pairs: LocalPairs,
+    weights: ExpertWeights,
+    mlp: ExpertMlpSpec,
+    adapters: Adapters | None = None,
+    dropout: Dropout | None = None,
+) -> Callable[[], torch.Tensor]:
+    """`expert_mlp` as far as it saves for backward; what is returned computes the rest, once."""
     if mlp.per_expert and adapters is None:
-        out_RH = in_two_parts(PerExpertMlp, rows_RH, weight_P, *weights.flat(), pairs, mlp)
-    else:
-        up, down = (None, None) if adapters is None else (adapters.up, adapters.down)
-        scalings = tuple(1.0 if adapter is None else adapter.scaling for adapter in (up, down))
-        first_expert = 0 if adapters is None else adapters.first_expert
-        settings = (pairs, mlp, scalings, first_expert, dropout)
-        parameters = (*weights.flat(), *_padded(up), *_padded(down))
-        out_RH = in_two_parts(_ExpertMlp, rows_RH, weight_P, *parameters, *settings)
-    return out_RH
+        return in_two_parts(PerExpertMlp, rows_RH, weight_P, *weights.flat(), pairs, mlp)
+    up, down = (None, None) if adapters is None else (adapters.up, adapters.down)
+    scalings = tuple(1.0 if adapter is None else adapter.scaling for adapter in (up, down))
+    first_expert = 0 if adapters is None else adapters.first_expert
+    settings = (pairs, mlp, scalings, first_expert, dropout)
+    parameters = (*weights.flat(), *_padded(up), *_padded(down))
+    return in_two_parts(_ExpertMlp, rows_RH, weight_P, *parameters, *settings)
 
 
 class _ExpertMlp(torch.autograd.Function):

@@ -101,3 +101,38 @@ def count_pairs(index_TK: torch.Tensor, num_experts: int, real_T: torch.Tensor |
     """
     one_TK = torch.ones_like(index_TK) if real_T is None else real_T.to(index_TK.dtype)[:, None].expand_as(index_TK)
     return index_TK.new_zeros(num_experts).scatter_add_(0, index_TK.reshape(-1), one_TK.reshape(-1))
+
+
+def arrivals(pairs_DL: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pairs arrive ordered by (source rank, expert); we want them by (expert, source rank).
+
+    `pairs_DL`: pairs from each rank for each local expert; `total`: their sum. Returns, for each pair in our order,
+    where it arrives and which rank sent it. Blocks move as wholes, so no sort is needed.
+    """
+    ranks, experts_here = pairs_DL.shape
+    arrives_DL = (pairs_DL.reshape(-1).cumsum(0)).view(ranks, experts_here) - pairs_DL
+    pairs_LD = pairs_DL.t().reshape(-1)
+    wanted_LD = pairs_LD.cumsum(0) - pairs_LD
+    shift_LD = arrives_DL.t().reshape(-1) - wanted_LD
+    block_P = torch.repeat_interleave(pairs_LD, output_size=total)
+    arrival_P = torch.arange(total, device=pairs_DL.device) + shift_LD.index_select(0, block_P)
+    return arrival_P, block_P % ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """Rows and pairs exchanged with each rank of the group, known on the host."""
+
+    rows_sent: list[int]
+    rows_received: list[int]
+    pairs_sent: list[int]
+    pairs_received: list[int]
+
+
+# Rows and pairs of each expert that arrive from each rank, int64 `[D, 1 + L]`, and their totals.
+Counts = tuple[torch.Tensor, Splits]
+
+
+def totals_of(sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+    """Of counts `[D, 1 + L]`, what `Splits` has, `[4, D]`."""
+    return torch.stack([sent[:, 0], received[:, 0], sent[:, 1:].sum(1), received[:, 1:].sum(1)])

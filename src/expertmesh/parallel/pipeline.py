@@ -100,7 +100,7 @@ def plan_cut(
     """
     blocks = decoder_blocks(anatomy)
     stages = plan_stages(model, anatomy, blocks, layout)
-    decoder = _decoder(model, anatomy, blocks, twin)
+    decoder = find_decoder(model, anatomy, blocks, twin)
     parts = _parts(model, decoder, blocks, layout, stages)
     trained = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
     trained = [name for name in trained if not any(is_inside(name, module) for module in frozen)]
@@ -116,7 +116,7 @@ def plan_cut(
     return Cut(tuple(blocks), stages, parts, decoder.hidden)
 
 
-def _decoder(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str], twin: nn.Module | None) -> Decoder:
+def find_decoder(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str], twin: nn.Module | None) -> Decoder:
     """What the blocks hand on, and what stands before and behind them; that placeholders do in their place."""
 
     def prove() -> dict[str, Any]:

@@ -15,7 +15,6 @@ from torch import nn
 
 from expertmesh.anatomy import Anatomy, describe, is_inside
 from expertmesh.config import MoeConfig, PrecisionConfig
-from expertmesh.distributed.layout import Layout
 from expertmesh.experts.install import Kernels, choose_backend, choose_kernels
 from expertmesh.parallel.checkpointing import (
     CheckpointedLayers,
@@ -26,6 +25,7 @@ from expertmesh.parallel.checkpointing import (
 from expertmesh.parallel.compiling import compiled_parts, refuse_compile
 from expertmesh.parallel.context.plan import ContextPlan, context_plan
 from expertmesh.parallel.groups import Group, Split, plan_expert_dims, plan_frozen, plan_groups
+from expertmesh.parallel.halves.plan import interleaved_blocks
 from expertmesh.parallel.pipeline import Cut, plan_cut
 from expertmesh.parallel.refusals import (
     choose_dispatch,
@@ -39,6 +39,7 @@ from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
 from expertmesh.state.stage_view import MetaTwin
 
 if TYPE_CHECKING:
+    from expertmesh.distributed.layout import Layout
     from expertmesh.experts.balance import Balance
     from expertmesh.state.packed_format import PackedFormat
 
@@ -73,7 +74,8 @@ class ShardOptions:
 class ShardPlan:
     """How one model is sharded in one layout. All names are of the whole model, of all pipeline stages.
 
-    `compute`: the backend of each experts module, `shared_beside` a shared expert that computes while its rows travel.
+    `interleaved`: the blocks that run in halves, each with its experts modules. `compute`: the backend of each experts
+    module, `shared_beside` a shared expert that computes while its rows travel.
     `frozen` are the routers that are not trained, `checkpointed` the blocks that are recomputed in backward, `compiled`
     the parts that are compiled. `splits` are those parameters that ep or tp splits. `groups` are in the order of their
     `fully_shard` calls, the root last. `cast_buffers` are modules whose buffers are in the compute dtype while they
@@ -81,11 +83,12 @@ class ShardPlan:
     `packed` are the frozen parameters that stay in 8 or 4 bits.
     """
 
-    layout: Layout
+    layout: "Layout"
     options: ShardOptions
     anatomy: Anatomy
     balance: "Balance"
     dispatch: str
+    interleaved: Mapping[str, tuple[str, ...]]
     compute: Mapping[str, str]
     kernels: Kernels
     shared_beside: Mapping[str, str]
@@ -118,6 +121,7 @@ class ShardPlan:
         """What moe.dispatch, moe.compute, moe.kernels and moe.router_dtype became, to be printed."""
         backends = Counter(self.compute.values())
         dispatch = f"{self.dispatch} beside shared experts" if self.shared_beside else self.dispatch
+        dispatch += " in two interleaved halves" if self.interleaved else ""
         layers = ", ".join(f"{name} ({count} layers)" for name, count in backends.items())
         router_dtype = self._router_dtype()
         return {
@@ -139,7 +143,7 @@ class ShardPlan:
         return compute
 
 
-def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept_in_fp32: KeptInFp32) -> ShardPlan:
+def plan_shards(model: nn.Module, layout: "Layout", options: ShardOptions, *, kept_in_fp32: KeptInFp32) -> ShardPlan:
     """Decide how `model` (with its adapters; on meta or in memory) is sharded. Every rank comes to the same plan.
 
     `kept_in_fp32` says by name which parameters the family computes with in fp32 whatever the compute dtype. Raises
@@ -159,7 +163,10 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
     if options.compile:
         refuse_compile(model, precision.frozen)
     splits, groups = plan_groups(model, anatomy, layout, tensor, expert_dims, casts.kept)
-    overlaps = not options.compile and options.activation_checkpointing != "selective"
+    dispatch, interleaved = choose_dispatch(options.moe, layout), {}
+    if options.moe.interleave:
+        interleaved = interleaved_blocks(model, anatomy, layout, dispatch, options.compile, groups, casts, twin)
+    overlaps = not interleaved and not options.compile and options.activation_checkpointing != "selective"
     gathered = [module for group in groups for module in group.modules]
     shared = shared_beside_rows(twin, anatomy, layout, options.moe, gathered) if overlaps else {}
     return ShardPlan(
@@ -167,7 +174,8 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
         options=options,
         anatomy=anatomy,
         balance=balance,
-        dispatch=choose_dispatch(options.moe, layout),
+        dispatch=dispatch,
+        interleaved=interleaved,
         compute=backends,
         kernels=choose_kernels(model, anatomy, options.moe.kernels, compute),
         shared_beside=shared,
@@ -189,7 +197,7 @@ def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept
 def plan_axes(
     model: nn.Module,
     anatomy: Anatomy,
-    layout: Layout,
+    layout: "Layout",
     twin: MetaTwin,
     *,
     kept_in_fp32: KeptInFp32,

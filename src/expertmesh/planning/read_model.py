@@ -5,6 +5,7 @@ is downloaded.
 import inspect
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,10 @@ def _figures(
         firsts.setdefault(signature, name)
     latents, whole = shared_by_heads(model, tensor_plan), computed_whole(model, context_plan)
     probed = probe(model, anatomy, list(firsts.values()), length, packed=packed, latents=latents, whole=whole)
-    kinds = {key: reader.block(firsts[key], figures) for key, figures in zip(firsts, probed.blocks, strict=True)}
+    found = probed.blocks
+    if plan.interleaved:  # shared experts run where the model's own code has them
+        found = [replace(each, behind=each.behind + each.behind_shared) for each in found]
+    kinds = {key: reader.block(firsts[key], figures) for key, figures in zip(firsts, found, strict=True)}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
     embedded = next(f"{name}." for name, module in model.named_modules() if module is embedding)

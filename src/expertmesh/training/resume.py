@@ -41,6 +41,7 @@ _FREE_KEYS = (
     "train.early_stop",
     *(f"train.early_stop.{key}" for key in ("figure", "patience", "min_change")),
     "moe.dispatch",
+    "moe.interleave",
     "moe.compute",
     "moe.kernels",
     "data.eval",

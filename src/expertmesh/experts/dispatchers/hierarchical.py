@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from expertmesh.distributed.collectives import all_to_all, all_to_all_even, to_host
+from expertmesh.distributed.collectives import all_to_all, all_to_all_even, exact, to_host
 from expertmesh.experts.activation_checkpointing import exchanged_once
-from expertmesh.experts.dispatch import AllToAllDispatcher, Counts, Dispatched, Splits, SumRows, exact, totals_of
-from expertmesh.experts.pairs import Segments, count_pairs, segment_sum, segments_of
+from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatched, SumRows
+from expertmesh.experts.pairs import Counts, Segments, Splits, count_pairs, segment_sum, segments_of, totals_of
 
 
 @dataclass(frozen=True, slots=True)

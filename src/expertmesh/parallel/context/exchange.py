@@ -85,15 +85,18 @@ def split_attention(model: nn.Module, plan: ContextPlan, blocks: Sequence[str], 
 
 
 def _guard(block: nn.Module, name: str, here: list[ContextAttention]) -> None:
-    """Every attention of a block must have exchanged its positions exactly once when the block is done."""
+    """Every attention of a block must have exchanged its positions exactly once when the block is done; in a block that
+    runs in halves, once in each.
+    """
 
     def begin(module: nn.Module, args: Any) -> None:
         for context in here:
             context.calls = 0
 
     def check(module: nn.Module, args: Any, output: Any) -> None:
+        halves = module_state(module).halves
         for context in here:
-            if context.calls != 1:
+            if context.calls != (1 if halves is None else halves.runs):
                 raise InputError(
                     f"parallel.cp: {context.name} attended {context.calls} times in one forward of {name} instead of "
                     "once, so its positions were not all exchanged; set parallel.cp to 1",
