@@ -65,7 +65,11 @@ def test_a_known_family_is_neither_run_nor_read() -> None:
 def test_another_version_or_another_setting_is_proven_on_the_spot() -> None:
     known_families._table.cache_clear()
     try:
-        with mock.patch.object(transformers, "__version__", "5.0.0"), _no_proof(), pytest.raises(AssertionError):
+        with (
+            mock.patch.object(known_families.transformers, "__version__", "5.0.0"),
+            _no_proof(),
+            pytest.raises(AssertionError),
+        ):
             _cut(_model())
     finally:
         known_families._table.cache_clear()
