@@ -13,6 +13,7 @@ from expertmesh.distributed.layout import Layout, explicit
 from expertmesh.parallel import compiling
 from expertmesh.training.startup.preflight import preflight
 from expertmesh.verification.build import build
+from expertmesh.verification.forward_record import record_forward
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.samples import StepData, random_dataset
 from expertmesh.verification.setup import Setup, set_up
@@ -131,24 +132,32 @@ def test_dropout_is_off_and_said(inputs: Path) -> None:
     assert setup.notes == ("lora.dropout 0.5 is off",)
 
 
-def _compiled(setup: Setup) -> list[str]:
-    found: list[str] = []
+def _compiled(setup: Setup) -> tuple[set[str], set[str]]:
+    """What the job compiles, and what of it runs in the forward whose choices of experts the reference follows."""
+    found: set[str] = set()
+    ran: set[str] = set()
 
     def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        found.append(function.__qualname__)
-        return function
+        found.add(function.__qualname__)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            ran.add(function.__qualname__)
+            return function(*args, **kwargs)
+
+        return run
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(compiling, "_probe", lambda device: None)
         patched.setattr(torch, "compile", compiled)
-        build(setup)
-    return found
+        record_forward(build(setup), setup.steps[0])
+    return found, ran
 
 
 def test_the_job_is_compiled_where_the_run_is(inputs: Path) -> None:
-    assert run_ranks(_compiled, 1, _setup(inputs, "parallel.ep=1", world=1)) == [[]]
-    (found,) = run_ranks(_compiled, 1, _setup(inputs, "parallel.ep=1", "train.compile=true", world=1))
+    assert run_ranks(_compiled, 1, _setup(inputs, "parallel.ep=1", world=1)) == [(set(), set())]
+    ((found, ran),) = run_ranks(_compiled, 1, _setup(inputs, "parallel.ep=1", "train.compile=true", world=1))
     assert "Qwen3MoeAttention.forward" in found
+    assert ran == found
 
 
 @pytest.mark.parametrize("layers", [None, 1])

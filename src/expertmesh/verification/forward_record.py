@@ -1,7 +1,7 @@
 """What a forward of the job gives for its samples: the output of every block, the experts chosen, the logits.
 
-Hooks record it, micro-batch by micro-batch, in evaluation and without gradients, by the forward that evaluation runs.
-A rank sees some positions (tp, cp) or some blocks (pp) of its data rank's samples; the parts are put together here, so
+Hooks record it, micro-batch by micro-batch, without gradients, by the forward that evaluation runs (with train.compile,
+that training runs). A rank sees some positions (tp, cp) or some blocks (pp) of its data rank's samples; the parts are put together here, so
 that whole samples of whole models are compared.
 
     B rows, S positions, T a data rank's tokens, X any last dimension, K top-k
@@ -92,14 +92,15 @@ def recording(
 
 @torch.no_grad()
 def record_forward(job: Job, data: StepData) -> ForwardRecord:
-    """Run the samples of this data rank in evaluation.
+    """Run the samples of this data rank without gradients.
 
     Every rank calls it: the collectives of a forward, those of `_whole_rows` and, with stages, of `_of_all_stages`.
     """
     step, placed = job.batches(data), data.placed(job.mesh.layout, job.mesh.rank)
     modules = {name: m for name, m in job.model.named_modules() if not isinstance(m, Placeholder)}
     recorder = _JobRecorder(job, placed)
-    job.model.eval()
+    # Compiled blocks round otherwise and so choose otherwise; they run compiled in training alone.
+    job.model.train(job.setup.config.train.compile)
     with recording(modules, job.setup.anatomy, recorder.last_outputs, recorder.last_choices):
         if pipeline_of(job.model) is None:
             _run(job, step.micro_batches, recorder)
