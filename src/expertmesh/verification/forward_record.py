@@ -1,8 +1,8 @@
 """What a forward of the job gives for its samples: the output of every block, the experts chosen, the logits.
 
 Hooks record it, micro-batch by micro-batch, without gradients, by the forward that evaluation runs (with train.compile,
-that training runs). A rank sees some positions (tp, cp) or some blocks (pp) of its data rank's samples; the parts are put together here, so
-that whole samples of whole models are compared.
+that training runs). A rank sees some positions (tp, cp) or some blocks (pp) of its data rank's samples; the parts are
+put together here, so that whole samples of whole models are compared.
 
     B rows, S positions, T a data rank's tokens, X any last dimension, K top-k
 """
