@@ -218,7 +218,9 @@ class _StaysDouble(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.backward:  # a mode is off inside of what it handles, and blocks are run again there
             with self:
-                return torch.autograd.backward(args[0])
+                ones = torch.ones_like(args[0])
+                engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+                return engine.run_backward((args[0],), (ones,), False, False, (), True, True)
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
             if func is torch.Tensor.float:
                 return args[0]
