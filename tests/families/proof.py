@@ -216,17 +216,24 @@ class _StaysDouble(TorchFunctionMode):
     """What a family's code casts to fp32 stays fp64 where it was: else fp64 would tell no more than fp32 does."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.backward:  # a mode is off inside of what it handles, and blocks are run again there
-            with self:
-                ones = torch.ones_like(args[0])
-                engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-                return engine.run_backward((args[0],), (ones,), False, False, (), True, True)
+        if func in (torch.Tensor.backward, torch.autograd.backward):
+            with self:  # a mode is off inside of what it handles, and blocks are run again there
+                return _run_backward(args[0], (kwargs or {}).get("grad_tensors"))
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
             if func is torch.Tensor.float:
                 return args[0]
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
             kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
         return func(*args, **kwargs or {})
+
+
+def _run_backward(tensors: torch.Tensor | Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None) -> None:
+    """`torch.autograd.backward`, which would hand the call to the mode once more."""
+    tensors = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+    given = zip(tensors, gradients or [None] * len(tensors), strict=True)
+    ones = tuple(torch.ones_like(tensor) if gradient is None else gradient for tensor, gradient in given)
+    engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine.run_backward(tensors, ones, False, False, (), True, True)
 
 
 def computing_in(dtype: torch.dtype) -> AbstractContextManager[Any]:
