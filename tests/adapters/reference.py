@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import expertmesh as em
-from expertmesh.adapters.peft_format import file_keys
+from expertmesh.adapters.peft_format import peft_keys
 from expertmesh.adapters.plan import plan_of
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.state.sharded_model import mesh_of
@@ -221,7 +221,7 @@ def in_files(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, to
     files = {}
     for target in plan.targets:
         a, b = (tensors[f"{target.module}.{leaf}"].detach() for leaf in target.leaves)
-        key_a, key_b = file_keys(target, plan.targets)
+        key_a, key_b = peft_keys(target, plan.targets)
         if target.experts is not None:
             if target.swapped:
                 a, b = b.mT, a.mT

@@ -75,23 +75,25 @@ def test_a_target_that_matches_nothing_lists_what_there_is() -> None:
         _selected(_meta("qwen3_moe"), "shared_experts")
 
 
-@pytest.mark.parametrize(
-    ("model_class", "family", "reason"),
-    [
-        ("DbrxForCausalLM", "dbrx", "flat matrices"),
-        ("MuseSparkForConditionalGeneration", "muse_spark", "a norm behind"),
-    ],
-)
-def test_experts_that_get_no_adapters_say_why(model_class: str, family: str, reason: str) -> None:
-    with refused("lora.targets-nothing", naming=reason):
-        _selected(random_model(model_class, family), "experts")
+def test_experts_that_get_no_adapters_say_why() -> None:
+    with refused("lora.targets-nothing", naming="flat matrices"):
+        _selected(random_model("DbrxForCausalLM", "dbrx"), "experts")
 
 
-def test_what_peft_would_lose_when_it_reads_the_file_is_refused() -> None:
+def test_what_peft_would_take_for_something_else_gets_the_name_that_leads_there() -> None:
     model = random_model("MistralLarge4ForConditionalGeneration", "mistral_large4")
-    with refused("lora.unreadable-by-peft", naming="experts.gate_up_proj"):
-        _selected(model, "attention", "experts")
-    assert _selected(model, "attention")
+    plan = plan_adapters(model, em.LoraConfig(targets=("experts", "attention")), None)
+    names = {target.module: target.in_files for target in plan.targets if "layers.1." in target.module}
+    block = "model.language_model.layers.1"
+    assert names[f"{block}.mlp.experts"] == f"{block}.experts"
+    assert names[f"{block}.self_attn.o_proj"] == ""
+
+
+def test_what_no_name_leads_to_when_peft_reads_the_file_is_refused() -> None:
+    model = random_model("Inkling2ForCausalLM", "inkling2")
+    with refused("lora.unreadable-by-peft", naming="k_sconv.weight_proj"):
+        _selected(model, "*.k_sconv.weight_proj")
+    assert _selected(model, "experts")
 
 
 def test_vision_towers_have_no_attention_to_adapt() -> None:

@@ -9,8 +9,9 @@ from transformers.integrations.moe import batched_mm_experts_forward, use_expert
 
 from expertmesh.anatomy import experts_spec
 from expertmesh.experts.dispatch import LocalDispatcher
-from expertmesh.experts.expert_mlp import normed_expert_mlp
-from expertmesh.experts.mlp_spec import ExpertMlpSpec, ExpertWeights
+from expertmesh.experts.expert_mlp import expert_mlp, normed_expert_mlp
+from expertmesh.experts.lora_state import Dropout
+from expertmesh.experts.mlp_spec import Adapter, Adapters, ExpertMlpSpec, ExpertWeights
 
 
 @use_experts_implementation(has_post_expert_norm=True)
@@ -59,3 +60,31 @@ def test_no_token_at_all_gives_zero_gradients_not_none() -> None:
     out, *gradients = _run(experts, 0, ours=True, per_expert=False)
     assert out.shape == (0, 16)
     assert all(not gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("per_expert", [False, True], ids=["grouped_mm", "loop"])
+@pytest.mark.parametrize("probability", [0.0, 0.4], ids=["plain", "dropout"])
+def test_adapters_behind_a_norm_that_does_nothing_are_those_of_experts_without_one(
+    probability: float, per_expert: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * 0.3).requires_grad_()
+
+    hidden, weight = random(20, 16), torch.rand(20, 3, generator=generator).requires_grad_()
+    index = torch.stack([torch.randperm(5, generator=generator)[:3] for _ in range(20)])
+    weights = ExpertWeights(random(6, 16, 16).detach(), random(6, 16, 8).detach())
+    up, down = Adapter(random(6, 2, 16), random(6, 16, 2), 1.5), Adapter(random(6, 2, 8), random(6, 16, 2), 0.5)
+    mlp = ExpertMlpSpec(lambda x: x[:, :8].sigmoid() * x[:, 8:], silu_gated=False, transposed=False, per_expert=per_expert)
+
+    def run(*norm: nn.Module) -> list[torch.Tensor]:
+        rows, weight_P, pairs, _ = LocalDispatcher(6).dispatch(hidden, index, weight)
+        dropout = Dropout(probability, 7, torch.arange(20) + 100) if probability else None
+        compute: Any = normed_expert_mlp if norm else expert_mlp
+        out = compute(rows, weight_P, pairs, weights, mlp, *norm, Adapters(up, down, 0), dropout)
+        leaves = [hidden, weight, up.a_LrK, up.b_LNr, down.a_LrK, down.b_LNr]
+        return [out, *torch.autograd.grad((out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum(), leaves)]
+
+    for want, have in zip(run(), run(nn.Identity()), strict=True):
+        assert (want - have).norm() <= 1e-6 * want.norm()

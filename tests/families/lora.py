@@ -6,6 +6,7 @@ stock PEFT reads that again. Compared are losses, every adapter's gradient, the 
 """
 
 import importlib
+import itertools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 import expertmesh as em
-from expertmesh.adapters.peft_format import is_parameter, parameter_name
-from expertmesh.adapters.plan import plan_adapters
+from expertmesh.adapters.peft_format import file_keys, is_parameter, parameter_name, peft_keys
+from expertmesh.adapters.plan import plan_adapters, plan_of
 from expertmesh.adapters.targets import Target
 from expertmesh.config.errors import InputError
 from expertmesh.verification.reference import unsharded
@@ -78,8 +79,8 @@ def measure(model_class: str, family: str, scratch: Path, layouts: Sequence[Layo
         target = scratch / f"world{world}-ep{ep}"
         moe = em.MoeConfig(compute="loop" if dtype == torch.float64 else compute)
         paths = (scratch / "source", scratch / "adapter", target)
-        errors, final, logits = run_ranks(_rank, world, paths, ep, moe, expected, dtype)[0]
-        stored = load_file(target / "adapter_model.safetensors")
+        errors, final, logits, names = run_ranks(_rank, world, paths, ep, moe, expected, dtype)[0]
+        stored = {names[key]: tensor for key, tensor in load_file(target / "adapter_model.safetensors").items()}
         assert stored.keys() == final.keys()
         assert all(torch.equal(stored[key], final[key]) for key in final), "the file does not hold what was trained"
         read = _logits(read_by_peft(target, dtype))
@@ -153,8 +154,10 @@ def _own_error(model_class: str, family: str, scratch: Path) -> float:
 
 def _rank(
     paths: tuple[Path, Path, Path], ep: int, moe: em.MoeConfig, expected: Expected, dtype: torch.dtype
-) -> tuple[Errors, Tensors, torch.Tensor]:
-    """One rank's work; every rank returns the same: errors, the trained adapters by PEFT's keys, logits."""
+) -> tuple[Errors, Tensors, torch.Tensor, dict[str, str]]:
+    """One rank's work; every rank returns the same: errors, the trained adapters by PEFT's keys, logits, and PEFT's
+    keys by those of our file.
+    """
     source, adapter, target = paths
     mesh = em.init_mesh(em.ParallelConfig(ep=ep), num_experts=EXPERTS)
     name: Any = str(dtype).removeprefix("torch.")
@@ -186,7 +189,10 @@ def _rank(
     )
     weight = max(_relative(final[key], value, 1e-8) for key, value in expected.final.items())
     em.save_adapter(model, target)
-    return Errors(gradient, tensor, loss_error, weight), final, _logits(model)
+    plan = plan_of(model)
+    assert plan is not None
+    names = [zip(file_keys(target, plan.targets), peft_keys(target, plan.targets), strict=True) for target in plan.targets]
+    return Errors(gradient, tensor, loss_error, weight), final, _logits(model), dict(itertools.chain(*names))
 
 
 def _logits(model: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ from expertmesh.introspection.compute_dtype import plan_compute
 from expertmesh.parallel.refusals import refuse_model
 from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32
 from tests.families.axes import AXES, refusal_of, run_of
-from tests.families.bf16 import bf16_ratios
+from tests.families.bf16 import bf16_ratio
 from tests.families.catalogue import Family
 from tests.families.lora import LAYOUTS as LORA_LAYOUTS
 from tests.families.lora import NoAdapters, prove_adapters
@@ -50,7 +50,7 @@ def outcome_of(
         parity = proofs.pop("parity")
         in_bf16, error = not _refused_in_bf16(config), None
         if with_bf16 and in_bf16:
-            error = bf16_ratios(kind, name, {"ep2": Run((2, 2, "auto"))}, Path(scratch, "bf16"))["ep2"].joint
+            error = bf16_ratio(kind, name, Path(scratch, "bf16"))
         return Outcome(name, kind, "proven", parity, packing, lora, "", {**proofs, **refused}, not in_bf16, error)
 
 

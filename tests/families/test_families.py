@@ -77,6 +77,7 @@ PUBLISHED = {
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
     "glm4v_moe": "Glm4vMoeForConditionalGeneration",
     "llama4_published": "Llama4ForConditionalGeneration",
+    "mistral_large4": "MistralLarge4ForConditionalGeneration",
 }
 
 

@@ -4,10 +4,12 @@ Routed experts are PEFT's `target_parameters`: A of all experts is one `[E * r, 
 `[out, r * E]` with the expert index running fastest. Two parameters of one module are nested wrappers, the first of
 them innermost. PEFT takes stored experts for `[out, in]` unless their module says that it is transposed; where that is
 wrong, A and B change places in its file. Or each expert has matrices of its own, named as in the model's published
-files (`Part`). Read and written through lazy tensors: nobody needs to know the sharding.
+files (`Part`). PEFT renames what it reads as transformers renames published files (0.19 and later), so in a few
+families a module has to have another name in the file than in memory, where PEFT itself would not find what it wrote.
+Read and written through lazy tensors: nobody needs to know the sharding.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,10 +70,25 @@ def _part_of(key: str, lazy: LazyTensor, target: Target) -> Part | None:
 
 
 def file_keys(target: Target, targets: Sequence[Target]) -> tuple[str, str]:
-    """The names of A and B of `target` in PEFT's file; `targets` are all of the adapter, in module order."""
+    """The names of A and B of `target` in a file that PEFT reads; `targets` are all of the adapter, in module order."""
+    return _keys(target.in_files or target.module, target, targets)
+
+
+def peft_keys(target: Target, targets: Sequence[Target]) -> tuple[str, str]:
+    """The same in PEFT's memory, and in the file that PEFT itself writes."""
+    return _keys(target.module, target, targets)
+
+
+def keys_in(names: Container[str], target: Target, targets: Sequence[Target]) -> tuple[str, str]:
+    """Those of the two that a file with these `names` has; `file_keys` where it has neither."""
+    theirs = peft_keys(target, targets)
+    return theirs if theirs[0] in names else file_keys(target, targets)
+
+
+def _keys(module: str, target: Target, targets: Sequence[Target]) -> tuple[str, str]:
     nested = [each for each in targets if each.module == target.module and each.parameter is not None]
     outside = len(nested) - 1 - nested.index(target) if target.parameter is not None else 0
-    base = f"{PREFIX}{target.module}{'.base_layer' * outside}"
+    base = f"{PREFIX}{module}{'.base_layer' * outside}"
     return f"{base}.lora_A.weight", f"{base}.lora_B.weight"
 
 
@@ -107,11 +124,9 @@ def model_tensors_from(
         experts, r, sizes = target.experts or 1, target.r, (target.in_features, target.out_features)
         inner, out = reversed(sizes) if target.swapped else sizes
         shapes = ((experts * r, inner), (out, r * experts))
-        a, b = (
-            stored(path, files, key, shape, target)
-            for key, shape in zip(file_keys(target, targets), shapes, strict=True)
-        )
-        left -= set(file_keys(target, targets))
+        keys = keys_in(files, target, targets)
+        a, b = (stored(path, files, key, shape, target) for key, shape in zip(keys, shapes, strict=True))
+        left -= set(keys)
         if target.experts is not None:
             a, b = _lazy(a.unflatten(0, (experts, r))), _lazy(b.unflatten(1, (r, experts)).permute(2, 0, 1))
             if target.swapped:

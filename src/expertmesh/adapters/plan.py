@@ -122,7 +122,7 @@ def plan_targets(model: nn.Module, plan: AdapterPlan, anatomy: Anatomy | None = 
             key="lora.on-classifier",
         )
     refuse_tied_head(model, plan.targets)
-    _refuse_unreadable(model, plan)
+    plan = replace(plan, targets=_named_in_files(model, plan.targets))
     if plan.lora.dropout:
         _refuse_dropout(plan, anatomy or describe(model))
     return plan
@@ -266,20 +266,29 @@ def _refuse_unknown(model: nn.Module, content: dict[str, Any], targets: tuple[Ta
             )
 
 
-def _refuse_unreadable(model: nn.Module, plan: AdapterPlan) -> None:
-    """PEFT passes the keys of its own file through transformers' renames of published files (0.19 and later). Where
-    these rename a name in memory once more, PEFT finds no place for the tensor and drops it with a warning.
-    """
-    renames = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]  # type: ignore[arg-type]
-    for target in plan.targets:
-        key = f"{target.module}.lora_A.weight"
-        renamed, _ = rename_source_key(key, renames, [])
-        if renamed != key:
-            raise InputError(
-                f"lora.targets: {target.name} would be lost when PEFT reads the adapter, as it takes {key} for "
-                f"{renamed} in this family; leave it out of lora.targets",
-                key="lora.unreadable-by-peft",
-            )
+def _named_in_files(model: Any, targets: Sequence[Target]) -> tuple[Target, ...]:
+    """`targets` with the names by which PEFT finds them when it reads a file. Raises `InputError` where it has none."""
+    rules = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+    backwards = [rule.reverse_transform() for rule in rules]
+
+    def read(module: str) -> str:
+        return rename_source_key(f"{module}.lora_A.weight", rules, [])[0].removesuffix(".lora_A.weight")
+
+    named = []
+    for target in targets:
+        module = target.module
+        if read(module) != module:
+            names = (rule.rename_source_key(f"{module}.")[0].removesuffix(".") for rule in backwards)
+            found = next((name for name in names if read(name) == module), None)
+            if found is None:
+                raise InputError(
+                    f"lora.targets: {target.name} would be lost when PEFT reads the adapter, as it takes {module} for "
+                    f"{read(module)} in this family; leave it out of lora.targets",
+                    key="lora.unreadable-by-peft",
+                )
+            target = replace(target, in_files=found)
+        named.append(target)
+    return tuple(named)
 
 
 def _refuse_dropout(plan: AdapterPlan, anatomy: Anatomy) -> None:

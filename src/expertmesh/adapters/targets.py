@@ -29,7 +29,8 @@ class Target:
 
     `experts` is the number of experts of a 3-D parameter, which has an adapter for each, and None elsewhere. `swapped`:
     PEFT takes the parameter's outputs for its inputs, so its A is our B transposed, and its B our A. `transposed`: the
-    parameter lies as `[experts, in, out]`. What a plan says of the adapter: its rank `r`, `alpha`, and `scaling`.
+    parameter lies as `[experts, in, out]`. What a plan says of the adapter: its rank `r`, `alpha`, and `scaling`, and
+    `in_files`, the name in a file that PEFT takes for the module's.
     """
 
     module: str
@@ -43,6 +44,7 @@ class Target:
     r: int = 0
     alpha: float = 0.0
     scaling: float = 1.0
+    in_files: str = ""
 
     @property
     def name(self) -> str:
@@ -143,9 +145,7 @@ def _expert_refusal(spec: ExpertsSpec, module: nn.Module) -> str | None:
     """Why these experts get no adapters, or None if they do."""
     if isinstance(module, FusedExperts):
         return "are a list of modules, each of which PEFT gives adapters of its own"
-    if spec.flat_gate is not None:
-        return "lie in flat matrices, in which PEFT knows no single expert"
-    return "have a norm behind them, which is not supported with adapters" if spec.post_norm else None
+    return "lie in flat matrices, in which PEFT knows no single expert" if spec.flat_gate is not None else None
 
 
 def _why_no_experts(model: nn.Module, anatomy: Anatomy) -> str:

@@ -17,6 +17,7 @@ B A, E x out x in, is never formed (huggingface/peft issue 3577 shows its cost),
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -227,6 +228,8 @@ def normed_expert_mlp(
     weights: ExpertWeights,
     mlp: ExpertMlpSpec,
     norm: nn.Module,
+    adapters: Adapters | None = None,
+    dropout: Dropout | None = None,
 ) -> torch.Tensor:
     """As `expert_mlp`, with `norm` behind each expert and before its routing weight; differentiable in `norm` too.
 
@@ -240,7 +243,8 @@ def normed_expert_mlp(
         place_P = torch.arange(pairs.row_P.shape[0], device=rows_RH.device)
         alone = LocalPairs(place_P, pairs.expert_end_L, segments_of(place_P, len(place_P)))
         rows_PH: torch.Tensor = _GatherRows.apply(rows_RH, pairs, mlp.triton)
-        out_PH = expert_mlp(rows_PH, torch.ones_like(weight_P), alone, weights, mlp)
+        drop = dropout and replace(dropout, number_P=dropout.number_P.index_select(0, pairs.row_P))
+        out_PH = expert_mlp(rows_PH, torch.ones_like(weight_P), alone, weights, mlp, adapters, drop)
         weighted_PH = norm(out_PH) * weight_P.unsqueeze(1)
         # In the wider dtype of the two, as the weights may be fp32, and back.
         out_RH: torch.Tensor = _SumPairs.apply(weighted_PH, pairs, mlp.triton)

@@ -125,12 +125,12 @@ class ExpertLayer:
         """What is returned gives the weighted outputs of this rank's experts, summed for each row; what they save for
         backward is saved here.
         """
-        weights = self._weights(experts)
+        weights, adapters = self._weights(experts), self._adapters(experts)
         if self.spec.post_norm:
             norm: Any = experts.post_expert_norm
-            out_RH = normed_expert_mlp(rows_RH, weight_P, pairs, weights, self.mlp, norm)
+            out_RH = normed_expert_mlp(rows_RH, weight_P, pairs, weights, self.mlp, norm, adapters, dropout)
             return lambda: out_RH
-        return begin_expert_mlp(rows_RH, weight_P, pairs, weights, self.mlp, self._adapters(experts), dropout)
+        return begin_expert_mlp(rows_RH, weight_P, pairs, weights, self.mlp, adapters, dropout)
 
     def _weights(self, experts: nn.Module) -> ExpertWeights:
         """This rank's experts in the layout of `mlp`."""

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertmesh.adapters.peft_format import Part, file_keys
+from expertmesh.adapters.peft_format import Part, keys_in
 from expertmesh.config.errors import IntegrityError
 from expertmesh.export.deltas import Deltas
 from expertmesh.io.boxes import Box, blocks, extents, full_box
@@ -83,7 +83,7 @@ def compare_sample(
         if target.name in deltas.parts:
             a_ErK, b_ENr = _of_parts(factors, deltas.parts[target.name], target.shapes)
         else:
-            a_ErK, b_ENr = _as_peft_does(factors, file_keys(target, targets), target.experts or 1)
+            a_ErK, b_ENr = _as_peft_does(factors, keys_in(factors.tensors, target, targets), target.experts or 1)
         expert = _some_expert(weight, b_ENr)
         a_rK, b_Nr = a_ErK[expert].double(), b_ENr[expert].double()
         # PEFT's own file has A and B in each other's places where it takes outputs for inputs.
