@@ -76,7 +76,9 @@ def test_adapters_behind_a_norm_that_does_nothing_are_those_of_experts_without_o
     index = torch.stack([torch.randperm(5, generator=generator)[:3] for _ in range(20)])
     weights = ExpertWeights(random(6, 16, 16).detach(), random(6, 16, 8).detach())
     up, down = Adapter(random(6, 2, 16), random(6, 16, 2), 1.5), Adapter(random(6, 2, 8), random(6, 16, 2), 0.5)
-    mlp = ExpertMlpSpec(lambda x: x[:, :8].sigmoid() * x[:, 8:], silu_gated=False, transposed=False, per_expert=per_expert)
+    mlp = ExpertMlpSpec(
+        lambda x: x[:, :8].sigmoid() * x[:, 8:], silu_gated=False, transposed=False, per_expert=per_expert
+    )
 
     def run(*norm: nn.Module) -> list[torch.Tensor]:
         rows, weight_P, pairs, _ = LocalDispatcher(6).dispatch(hidden, index, weight)

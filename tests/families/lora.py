@@ -191,7 +191,9 @@ def _rank(
     em.save_adapter(model, target)
     plan = plan_of(model)
     assert plan is not None
-    names = [zip(file_keys(target, plan.targets), peft_keys(target, plan.targets), strict=True) for target in plan.targets]
+    names = [
+        zip(file_keys(target, plan.targets), peft_keys(target, plan.targets), strict=True) for target in plan.targets
+    ]
     return Errors(gradient, tensor, loss_error, weight), final, _logits(model), dict(itertools.chain(*names))
 
 

@@ -227,7 +227,9 @@ class _StaysDouble(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-def _run_backward(tensors: torch.Tensor | Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None) -> None:
+def _run_backward(
+    tensors: torch.Tensor | Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None
+) -> None:
     """`torch.autograd.backward`, which would hand the call to the mode once more."""
     tensors = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
     given = zip(tensors, gradients or [None] * len(tensors), strict=True)

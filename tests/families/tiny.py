@@ -107,11 +107,10 @@ CHANGES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "per_layer_config": {"02": {"num_attention_heads": 2, "num_key_value_heads": 2}},
     },
-    # Experts beside the dense MLP are off unless asked for.
+    # Experts beside the dense MLP are off unless asked for, embeddings of each layer's own on; published are either.
     "gemma4": {
         "enable_moe_block": True,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 0,
         "per_layer_config": {"01": {"head_dim": 16}},
         "tie_word_embeddings": True,
     },
@@ -166,10 +165,28 @@ CHANGES: dict[str, dict[str, Any]] = {
             }
         }
     },
-    "glm5_next": {"text_config": {"index_kpool": 2, "qk_rope_head_dim": 0}},
+    # Some layers attend to the tokens that a layer before them has chosen, as published.
+    "glm_moe_dsa": {"num_hidden_layers": 4, "indexer_types": ["full", "shared"] * 2},
+    "hy_v4": {"num_hidden_layers": 4, "indexer_types": ["full", "shared"] * 2},
+    "glm5_next": {
+        "text_config": {
+            "index_kpool": 2,
+            "qk_rope_head_dim": 0,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", *["indexed_attention"] * 3],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "indexer_types": ["full", "full", "shared", "full"],
+        }
+    },
     "deepseek_ocr2": {"text_config": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}},
     "mistral4": {"head_dim": 16},
+    # And here to its keys and values as well.
     "mistral_large4": {
+        "text_config": {
+            "num_hidden_layers": 4,
+            "indexer_types": ["full", "shared", "full", "full"],
+            "kv_source_layers": [0, 0, 0, 3],
+        },
         "vision_config": {
             "model_type": "pixtral",
             "hidden_size": 32,
@@ -207,9 +224,11 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_config(model_class: str, family: str) -> PreTrainedConfig:
-    """The configuration of a model of a few thousand parameters, with as few layers as show every kind it has."""
-    return _shrunk(model_class_of(model_class, family).config_class, CHANGES.get(family, {}))
+def tiny_config(model_class: str, family: str, **changes: Any) -> PreTrainedConfig:
+    """The configuration of a model of a few thousand parameters, with as few layers as show every kind it has; with
+    `changes`, if given, beyond those of the family.
+    """
+    return _shrunk(model_class_of(model_class, family).config_class, CHANGES.get(family, {}) | changes)
 
 
 def _shrunk(config_class: type[PreTrainedConfig], changes: dict[str, Any]) -> PreTrainedConfig:

@@ -17,7 +17,8 @@ from expertmesh.parallel.stages import balanced
 from expertmesh.state.stage_view import meta_twin
 from expertmesh.step.pipeline_schedule import interleaves, same_shape
 from expertmesh.training.reporting.plan_lines import bubble_fraction
-from tests.families.tiny import random_model
+from expertmesh.weights.meta_model import build_meta_model
+from tests.families.tiny import tiny_config
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 
@@ -69,29 +70,42 @@ def test_each_end_of_the_decoder_is_on_its_stage() -> None:
     assert plan.hidden == (32,)
 
 
-# What crosses between blocks beside the hidden state, by family.
-CARRIED = {
-    ("Gemma4ForCausalLM", "gemma4"): ("layout.pp-carries-more-than-hidden-state", "layers.0 reads"),  # per-layer inputs
-    ("GlmMoeDsaForCausalLM", "glm_moe_dsa"): (
-        "layout.pp-carries-more-than-hidden-state",
-        "layers.0 returns tuple",
-    ),  # and chosen indices
-    ("ZayaForCausalLM", "zaya"): (
-        "layout.pp-carries-more-than-hidden-state",
-        "layers.0 returns tuple",
-    ),  # and the router's state
-    ("Qwen4ExpForCausalLM", "qwen4_exp"): ("layout.pp-not-provable", "qwen4_exp"),
+# What a block reads beside the hidden state, by family.
+CARRIED: dict[tuple[str, str], dict[str, Any]] = {
+    ("Gemma4ForCausalLM", "gemma4"): {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96},
+    ("Inkling2ForCausalLM", "inkling2"): {},  # what earlier blocks gave
+    ("ZayaForCausalLM", "zaya"): {},  # the state of the router before
 }
 
 
-@pytest.mark.parametrize(("kind", "reason"), CARRIED.items(), ids=lambda value: str(value[1])[:20])
-def test_a_family_that_passes_more_than_the_hidden_state_is_refused_by_name(
-    kind: tuple[str, str], reason: tuple[str, str]
-) -> None:
-    key, named = reason
-    model = random_model(*kind)
-    with refused(key, naming=named):
+@pytest.mark.parametrize("kind", CARRIED, ids=lambda kind: kind[1])
+def test_a_family_whose_every_block_reads_more_than_the_hidden_state_is_refused_by_name(kind: tuple[str, str]) -> None:
+    model = _meta(kind, **CARRIED[kind])
+    with refused("layout.pp-carries-more-than-hidden-state", naming="beside the hidden state"):
         plan_cut(model, describe(model), Layout(pp=2))
+
+
+def _meta(kind: tuple[str, str], **changes: Any) -> Any:
+    return build_meta_model(tiny_config(*kind, **changes), torch.float32)
+
+
+# By family, of blocks that choose tokens, or compute keys and values, for those behind them as well: what makes six of
+# them, and where these may be cut.
+TOGETHER: dict[tuple[str, str], tuple[dict[str, Any], list[int]]] = {
+    ("GlmMoeDsaForCausalLM", "glm_moe_dsa"): ({}, [2, 5]),
+    ("HYV4ForCausalLM", "hy_v4"): ({}, [2, 5]),
+}
+
+
+@pytest.mark.parametrize("kind", TOGETHER, ids=lambda kind: kind[1])
+def test_blocks_that_read_what_one_has_chosen_are_on_its_stage(kind: tuple[str, str]) -> None:
+    full, shared = "full", "shared"
+    types = [full, shared, full, shared, shared, full]
+    model = _meta(kind, num_hidden_layers=6, indexer_types=types, mlp_layer_types=None, layer_types=None)
+    starts = {numbers.start for numbers in plan_cut(model, describe(model), Layout(pp=3)).stages}
+    assert starts == {0, *TOGETHER[kind][1]}
+    with refused("layout.pp-carries-more-than-hidden-state", naming="only before block 2, 5: model.layers.1 reads"):
+        plan_cut(model, describe(model), Layout(pp=4))
 
 
 class _KeepsAside(nn.Module):
@@ -118,15 +132,24 @@ def test_what_blocks_keep_aside_for_each_other_is_seen_even_in_integers() -> Non
         probe(meta_twin(model), anatomy.blocks, anatomy.experts)
 
 
+def test_a_hidden_state_that_is_changed_between_blocks_is_seen() -> None:
+    model: Any = tiny_model("qwen3_moe")
+    anatomy = describe(model)
+    twin: Any = meta_twin(model)
+    twin.model.layers[1].register_forward_pre_hook(lambda block, args: (args[0] * 2, *args[1:]))
+    with refused("layout.pp-carries-more-than-hidden-state", naming="does not get the hidden state as model.layers.0"):
+        probe(twin, anatomy.blocks, anatomy.experts)
+
+
 class _AskingRotary(nn.Module):
-    """Rotary tables of a family that asks its final norm for a dtype."""
+    """Rotary tables of a family that asks its final norm for what only that norm has."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.rotary, self.held = model.rotary_emb, [model]
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        return self.rotary(x.to(self.held[0].norm.weight.dtype), position_ids)
+        return self.rotary(x * (self.held[0].norm.variance_epsilon > 0), position_ids)
 
 
 def test_a_forward_that_needs_a_module_of_another_stage_is_refused_before_it_runs() -> None:

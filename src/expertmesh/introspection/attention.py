@@ -88,7 +88,8 @@ def packing_refusal(model: nn.Module) -> str | None:
     if has_position_axes(model) and not takes_text_positions(type(decoder)):
         return f"{config.model_type} numbers positions along several axes, so samples do not start again at position 0"
     refusal = mask_refusal(decoder)
-    return None if refusal is None or needs_masks(model, anatomy) else f"{config.model_type} {refusal}"
+    separates = refusal is None or needs_masks(model, anatomy) or _attends_by_samples_alone(model, anatomy)
+    return None if separates else f"{config.model_type} {refusal}"
 
 
 def has_position_axes(model: nn.Module) -> bool:
@@ -152,7 +153,7 @@ def _looking_along(model: nn.Module, anatomy: Anatomy) -> _Looking | None:
             parts = {inner: part for inner, part in named if not _in_any(inner, experts)}
             suspects = [inner for inner, part in parts.items() if along_the_sequence(part) is not None]
             has_own_state = any(map(carries_state, parts.values()))
-            if not suspects and not has_own_state:
+            if not suspects and not has_own_state and not (has_state and _takes_chosen_positions(module)):
                 continue
             separable = _masks_can_be_cut(model) and has_state if _attends(module) else True
             holds_experts = any(_in_any(expert, [name]) for expert in experts)
@@ -168,6 +169,12 @@ def _looking_along(model: nn.Module, anatomy: Anatomy) -> _Looking | None:
 def attention_by_samples(model: nn.Module, anatomy: Anatomy) -> bool:
     """Whether attention is among the `recurrent_mixers`: it must then be called with masks of whole rows."""
     return any(_attends(model.get_submodule(name)) for name in recurrent_mixers(model, anatomy))
+
+
+def _attends_by_samples_alone(model: nn.Module, anatomy: Anatomy) -> bool:
+    """Whether all attention is among the `recurrent_mixers`."""
+    mixers = recurrent_mixers(model, anatomy)
+    return all(_in_any(name, mixers) for block in decoder_blocks(anatomy) for name in attentions(model, block))
 
 
 def mixes_streams(model: Any, block: str) -> bool:
@@ -197,6 +204,11 @@ def _attends(module: nn.Module) -> bool:
 def _masks_can_be_cut(model: Any) -> bool:
     """Whether the masks of attention are tensors, or nothing is masked but the future."""
     return (model.config.get_text_config()._attn_implementation or "eager") in ("eager", "sdpa")
+
+
+def _takes_chosen_positions(module: nn.Module) -> bool:
+    """Whether a module attends to positions that a block before it has chosen: counted in a sample, if that ran so."""
+    return "prev_topk_indices" in inspect.signature(own_class(type(module)).forward).parameters
 
 
 def _takes_rows_alone(module: nn.Module) -> bool:

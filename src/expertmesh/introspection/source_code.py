@@ -114,12 +114,10 @@ def counts_heads(kind: Any) -> str | None:
 
 @known_by_class("masks")
 def mask_refusal(kind: Any) -> str | None:
-    """Why the masks that a decoder's class makes, or others in its file, may not keep packed samples apart, or None."""
-    source = inspect.getsource(inspect.getmodule(kind) or kind)
-    if "masking_utils" not in source:
+    """Why the masks that a decoder's class makes may not keep packed samples apart, or None."""
+    source = inspect.getsource(own_class(kind))
+    if not _CAUSAL_MASK.search(source):
         return "builds attention masks by code of its own, which may not separate packed samples"
-    own = inspect.getsource(own_class(kind))
-    source = own if _CAUSAL_MASK.search(own) else source
     if not _masks_see_positions(source):
         return "builds attention masks without position ids, so samples packed together would mix"
     return None

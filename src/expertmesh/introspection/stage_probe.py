@@ -1,15 +1,16 @@
-"""Proves that a decoder can be cut between its blocks: one forward on meta, watched operation by operation.
+"""Shows where a decoder can be cut between its blocks: one forward on meta, watched operation by operation.
 
 Between stages travels the hidden state and nothing else; what else a block gets (masks, rotary tables) each stage
-computes again from the batch. So nothing that a block reads may come from an earlier block or from the embedding other
-than through its hidden state: no tensor of its call, none in a container that blocks write to, none kept in a module.
-Values are followed through every operation, integers included. The same run tells which parameters around the blocks
-are used before them and which behind, and what the hidden state looks like. Needs no weights; no communication.
+computes again from the batch. So where a block reads what an earlier one has made, other than through its hidden state
+(in its call, in a container that blocks write to, kept in a module), there is no cut between the two; what the
+embedding has made can be read by no block. Values are followed through every operation, integers included. The same run
+tells which parameters around the blocks are used before them and which behind, and what the hidden state looks like.
+Needs no weights; no communication.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from expertmesh.anatomy import ExpertsSpec
+from expertmesh.anatomy import ExpertsSpec, is_inside
 from expertmesh.compat import TorchDispatchMode, tree_leaves
 from expertmesh.config.errors import InputError
 from expertmesh.experts.layer import sorted_forward
@@ -34,17 +35,28 @@ _LIKE = frozenset(f"{kind}_like" for kind in ("empty", "zeros", "ones", "full"))
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """What the run has shown: parameters outside of the blocks, by name, that are used before them and behind them,
-    and what the hidden state between blocks has beside rows and positions (its last dim and maybe others).
+    """What the run has shown: parameters outside of the blocks, by name, that are used before them (those that text
+    never uses are among them) and behind them, and what the hidden state between blocks has beside
+    rows and positions (its last dim and maybe others). `items`: how many things a block returns, the hidden state
+    first; 0 where it is returned alone. `joined`: the numbers of blocks that belong to the stage of the block before,
+    with what each reads, in words. `unused`: what text never uses and belongs to a module around the blocks.
     """
 
     before: frozenset[str]
     behind: frozenset[str]
     hidden: tuple[int, ...]
+    unused: frozenset[str] = frozenset()
+    items: int = 0
+    joined: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def hands_on_hidden_alone(self) -> bool:
+        """Whether every block gives the next one its hidden state and nothing else."""
+        return self.items == 0 and not self.joined
 
 
 class _Carried(Exception):
-    """A block read what another one, or the embedding, has made."""
+    """A block read what the embedding has made, or does not hand on its hidden state as it is; or there is no cut."""
 
 
 def probe(twin: nn.Module, blocks: Sequence[str], experts: Sequence[ExpertsSpec]) -> Decoder:
@@ -57,6 +69,8 @@ def probe(twin: nn.Module, blocks: Sequence[str], experts: Sequence[ExpertsSpec]
     try:
         with stand_ins_for_experts(twin, experts), watch.hooks(), watch:
             forward_of_text(twin)
+        if watch.joined and len(watch.joined) == len(blocks) - 1:
+            raise _Carried(next(iter(watch.joined.values())))
     except _Carried as carried:
         raise InputError(
             f"parallel.pp: {family} cannot be cut into stages: {carried}; set parallel.pp to 1",
@@ -72,11 +86,13 @@ def probe(twin: nn.Module, blocks: Sequence[str], experts: Sequence[ExpertsSpec]
     return watch.decoder()
 
 
-def rehearse(twin: nn.Module) -> None:
-    """Run a model on meta that has placeholders wherever a stage may have them. Raises `InputError` if it cannot."""
+def rehearse(twin: nn.Module, experts: Sequence[ExpertsSpec] = ()) -> None:
+    """Run a model on meta that has placeholders wherever a stage has them, or may have them. Raises `InputError` if it
+    cannot. `experts` are those that are no placeholders.
+    """
     family = twin.config.model_type  # type: ignore[union-attr]
     try:
-        with WithoutValues():
+        with stand_ins_for_experts(twin, experts), WithoutValues():
             forward_of_text(twin)
     except Exception as cause:
         # The family's own forward asks a module for more than to be called.
@@ -150,22 +166,38 @@ class EvenCounts(TorchFunctionMode):
 
 
 class WithoutValues(TorchDispatchMode):
-    """Answers the few questions about values that are asked on the way to a mask."""
+    """Answers the few questions about values that are asked on the way to a mask, or to the tokens that one shows."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return args[0].dtype == torch.bool or 1  # such as "all rows are one sample"
+        if func is torch.ops.aten.nonzero.default:
+            return _all_places(args[0])
+        if func is torch.ops.aten.index.Tensor:
+            args = (args[0], [place for index in args[1] for place in _places(index)])
         return func(*args, **(kwargs or {}))
 
 
+def _places(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+    """A mask as the indices of what it keeps: all."""
+    return _all_places(index).unbind(1) if index is not None and index.dtype == torch.bool else [index]
+
+
+def _all_places(mask: torch.Tensor) -> torch.Tensor:
+    return mask.new_empty((mask.numel(), mask.dim()), dtype=torch.int64)
+
+
 class _Watch(WithoutValues):
-    """Labels every value with where it comes from; an operation in a block that reads another's raises `_Carried`."""
+    """Labels every value with where it comes from, and notes what an operation in a block reads of another's."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
         super().__init__()
         self.model, self.blocks = model, blocks
         self.at = _BEFORE
         self.hidden: tuple[int, ...] = ()
+        self.handed_on: torch.Tensor | None = None
+        self.items: set[int] = set()
+        self.joined: dict[int, str] = {}
         self.labels: Any = WeakIdKeyDictionary()
         inside = set()
         for number, name in enumerate(blocks):
@@ -191,8 +223,8 @@ class _Watch(WithoutValues):
                 self.used[id(leaf)].add(self.at)
                 self.labels[leaf] = self.at
         labels = {self.labels[leaf] for leaf in inputs if leaf in self.labels}
-        self._refuse_foreign(labels, f"by {func.__name__}")
-        out = func(*args, **kwargs)
+        self._join(labels, func.__name__)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         if labels:
             changed = inputs[:1] if func._schema.is_mutable else []
             for leaf in [*tree_leaves(out), *changed]:
@@ -214,6 +246,8 @@ class _Watch(WithoutValues):
         behind = len(self.blocks)
         if self.at != behind:
             raise self._refusal(f"{self.blocks[self.at + 1]} was not run in a forward of text")
+        if len(self.items) > 1:
+            raise self._refusal("not all of its blocks return alike")
         names: dict[int, set[str]] = {_BEFORE: set(), behind: set()}
         model: Any = self.model
         modules = {id(module): name for name, module in model.named_modules()}
@@ -229,7 +263,12 @@ class _Watch(WithoutValues):
                 uses = {_BEFORE} if parent == embedding else {behind}
             # What text never uses (a vision tower) stays with the embedding.
             names[min(uses, default=_BEFORE)].add(name)
-        return Decoder(frozenset(names[_BEFORE]), frozenset(names[behind]), self.hidden)
+        around = {name for name, _ in model.named_modules() if is_inside(self.blocks[0], name)} | {""}
+        unused = frozenset(
+            name for name, p in self.outside.items() if not self.used[id(p)] and name.rpartition(".")[0] in around
+        )
+        before, after = frozenset(names[_BEFORE]), frozenset(names[behind])
+        return Decoder(before, after, self.hidden, unused, self.items.pop(), dict(sorted(self.joined.items())))
 
     def _refusal(self, why: str) -> InputError:
         family = self.model.config.model_type  # type: ignore[union-attr]
@@ -237,35 +276,41 @@ class _Watch(WithoutValues):
             f"parallel.pp: {family} cannot be cut into stages: {why}; set parallel.pp to 1", key="layout.pp-cannot-cut"
         )
 
-    def _refuse_foreign(self, labels: set[int], how: str) -> None:
+    def _join(self, labels: set[int], how: str) -> None:
+        """What runs now reads values with `labels`: it belongs to the stage of the blocks that made them."""
         foreign = sorted(labels - {self.at})
         if self.at == _BEFORE or not foreign:
             return
         reader = self.blocks[self.at] if self.at < len(self.blocks) else "what follows the last block"
-        maker = "the embedding" if foreign[0] == _BEFORE else self.blocks[foreign[0]]
-        raise _Carried(f"{reader} reads what {maker} has computed, beside the hidden state ({how})")
+        if foreign[0] == _BEFORE:
+            raise _Carried(f"{reader} reads what the embedding has computed, beside the hidden state (by {how})")
+        why = f"{reader} reads what {self.blocks[foreign[0]]} has computed, beside the hidden state (by {how})"
+        for number in range(foreign[0] + 1, min(self.at + 1, len(self.blocks))):
+            self.joined.setdefault(number, why)
 
     def _enter(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
         if self.at != number + _BEFORE:
             raise _Carried(f"{self.blocks[number]} does not run after the block before it")
+        if number and hidden is not self.handed_on:
+            raise _Carried(f"{self.blocks[number]} does not get the hidden state as {self.blocks[self.at]} returns it")
         self.at = number
-        others = (args[1:], {key: value for key, value in kwargs.items() if key != "hidden_states"})
-        given = [leaf for leaf in tree_leaves(others) if isinstance(leaf, torch.Tensor)]
-        self._refuse_foreign({self.labels[leaf] for leaf in given if leaf in self.labels}, "in its call")
         fresh = self._fresh(hidden)
         return ((fresh, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": fresh})
 
     def _leave(self, number: int, block: nn.Module, args: Any, output: Any) -> Any:
-        if not isinstance(output, torch.Tensor):
-            raise _Carried(f"{self.blocks[number]} returns {type(output).__name__}, not the hidden state alone")
-        if output.shape[:2] != (ROWS, LENGTH) or self.hidden not in ((), tuple(output.shape[2:])):
-            raise _Carried(f"{self.blocks[number]} gives a hidden state of {list(output.shape)}")
-        self.hidden = tuple(output.shape[2:])
-        if number < len(self.blocks) - 1:
-            return None
-        self.at = number + 1
-        return self._fresh(output)
+        items = list(output) if type(output) in (tuple, list) else []
+        hidden = items[0] if items else output
+        if not isinstance(hidden, torch.Tensor):
+            raise _Carried(f"{self.blocks[number]} returns {type(hidden).__name__}, not the hidden state first")
+        if hidden.shape[:2] != (ROWS, LENGTH) or self.hidden not in ((), tuple(hidden.shape[2:])):
+            raise _Carried(f"{self.blocks[number]} gives a hidden state of {list(hidden.shape)}")
+        self.hidden = tuple(hidden.shape[2:])
+        self.items.add(len(items))
+        if number == len(self.blocks) - 1:
+            self.at = number + 1
+        self.handed_on = self._fresh(hidden)
+        return type(output)([self.handed_on, *items[1:]]) if items else self.handed_on
 
     def _fresh(self, hidden: torch.Tensor) -> torch.Tensor:
         fresh = torch.empty_like(hidden)

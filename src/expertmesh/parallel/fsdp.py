@@ -43,7 +43,7 @@ def shard(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
         twin = plan.twin.module
         for name in plan.frozen:
             twin.get_submodule(name).requires_grad_(False)
-        anatomy = cut(model, plan.cut, anatomy, mesh, compute, twin)
+        anatomy = cut(model, plan.cut, anatomy, mesh, compute, plan.uncast, twin)
     tensor, context = plan.tensor.within(anatomy.blocks), plan.context.within(anatomy.blocks)
     install(
         model,

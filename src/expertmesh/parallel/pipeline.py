@@ -9,7 +9,7 @@ them (final norm, head) on the last; a weight that is tied between the two is on
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +23,9 @@ from expertmesh.distributed.layout import Layout
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.known_families import look_up, proof_key
-from expertmesh.introspection.stage_probe import Decoder, probe, rehearse
-from expertmesh.parallel.stages import plan_stages
+from expertmesh.introspection.stage_probe import LENGTH, ROWS, Decoder, probe, rehearse
+from expertmesh.parallel.placeholders import Leaving, Placeholder, idle, placeholders_for, put_placeholders
+from expertmesh.parallel.stages import plan_stages, refuse_few_blocks
 from expertmesh.state.patching import exchanged
 from expertmesh.state.sharded_model import StageView, attach, sharded
 from expertmesh.state.stage_view import full_state, meta_twin
@@ -78,13 +79,15 @@ def pipeline_of(model: nn.Module) -> Pipeline | None:
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How a model is going to be cut: the blocks of each stage; the modules that not every pp rank holds, by name, and
-    the pp ranks that do; the hidden state's dims beside rows and positions.
+    the pp ranks that do; the hidden state's dims beside rows and positions; how many things a block returns (0: the
+    hidden state alone). A parameter that text never uses may be a part like a module.
     """
 
     blocks: tuple[str, ...]
     stages: tuple[range, ...]
     parts: dict[str, frozenset[int]]
     hidden: tuple[int, ...]
+    items: int
 
     def gone(self, pp_rank: int) -> list[str]:
         """The modules that one pp rank does not hold."""
@@ -99,13 +102,20 @@ def plan_cut(
     `twin` is the model's on meta, if there is one, and is left as it was. `frozen` modules are going to be frozen.
     """
     blocks = decoder_blocks(anatomy)
-    stages = plan_stages(model, anatomy, blocks, layout)
+    refuse_few_blocks(len(blocks), layout)
     decoder = find_decoder(model, anatomy, blocks, twin)
+    stages = plan_stages(model, anatomy, blocks, layout, decoder.joined)
     parts = _parts(model, decoder, blocks, layout, stages)
+    if not decoder.hands_on_hidden_alone:
+        _rehearse_each(meta_twin(model) if twin is None else twin, anatomy, blocks, decoder, stages)
     trained = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
     trained = [name for name in trained if not any(is_inside(name, module) for module in frozen)]
     for rank in range(layout.pp):
-        if not any(rank in ranks and is_inside(name, part) for part, ranks in parts.items() for name in trained):
+        if not any(
+            rank in ranks and (name == part or is_inside(name, part))
+            for part, ranks in parts.items()
+            for name in trained
+        ):
             own = stages_of(layout, rank)
             numbers = [str(number) for stage in own for number in stages[stage]]
             raise InputError(
@@ -113,7 +123,7 @@ def plan_cut(
                 "only hand tokens on; set parallel.pp to 1, or widen lora.targets",
                 key="layout.pp-untrained-stage",
             )
-    return Cut(tuple(blocks), stages, parts, decoder.hidden)
+    return Cut(tuple(blocks), stages, parts, decoder.hidden, decoder.items)
 
 
 def find_decoder(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str], twin: nn.Module | None) -> Decoder:
@@ -123,16 +133,12 @@ def find_decoder(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str], twin
         bare = meta_twin(model) if twin is None else twin
         decoder = probe(bare, blocks, anatomy.experts)
         everything = _parts(model, decoder, blocks, Layout(), (range(len(blocks)),))
-        replaced = _put_placeholders(
-            bare, everything, blocks, next(iter(bare.parameters())).dtype, torch.device("meta")
-        )
-        try:
+        with placeholders_for(bare, everything, blocks, decoder.items):
             rehearse(bare)
-        finally:
-            for name, module in replaced.items():
-                _put(bare, name, module)
         dims = [_HIDDEN_SIZE if size == hidden_size else size for size in decoder.hidden]
-        return {"before": sorted(decoder.before), "behind": sorted(decoder.behind), "hidden": dims}
+        answer = {"before": sorted(decoder.before), "behind": sorted(decoder.behind), "hidden": dims}
+        rare = {"unused": sorted(decoder.unused), "items": decoder.items, "joined": list(decoder.joined.items())}
+        return answer | {what: value for what, value in rare.items() if value}
 
     config: Any = model.config
     hidden_size: Any = getattr(config.get_text_config(), "hidden_size", None)
@@ -142,16 +148,45 @@ def find_decoder(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str], twin
     # What a block shares with another one, or with what is around it, is in no configuration.
     shared = any(uses[id(parameter)] > 1 for name, parameter in parameters.items() if name not in outside)
     key = None if shared else proof_key(model, *outside)
-    found = look_up("stages", key, prove, keep=lambda answer: answer["hidden"] == [_HIDDEN_SIZE])
+    # Which layers read what others have made is another question for each number of layers.
+    found = look_up(
+        "stages", key, prove, keep=lambda answer: answer["hidden"] == [_HIDDEN_SIZE] and "joined" not in answer
+    )
     dims = tuple(hidden_size if size == _HIDDEN_SIZE else size for size in found["hidden"])
-    return Decoder(frozenset(found["before"]), frozenset(found["behind"]), dims)
+    sets = (frozenset(found.get(what, ())) for what in ("before", "behind", "unused"))
+    before, behind, unused = sets
+    return Decoder(before, behind, dims, unused, found.get("items", 0), dict(found.get("joined", ())))
 
 
-def cut(model: nn.Module, plan: Cut, anatomy: Anatomy, mesh: Mesh, dtype: torch.dtype, twin: nn.Module) -> Anatomy:
+def _rehearse_each(
+    bare: Any, anatomy: Anatomy, blocks: Sequence[str], decoder: Decoder, stages: tuple[range, ...]
+) -> None:
+    """Run each stage on meta, with placeholders for all others and without what their blocks have made. Raises
+    `InputError` if it does not run.
+    """
+    for numbers in stages:
+        others = [block for number, block in enumerate(blocks) if number not in numbers]
+        here = [spec for spec in anatomy.experts if not any(is_inside(spec.name, block) for block in others)]
+        with placeholders_for(bare, others, blocks, decoder.items):
+            if numbers.start:
+                before: Any = bare.get_submodule(blocks[numbers.start - 1])
+                before.gives = torch.empty(ROWS, LENGTH, *decoder.hidden, dtype=bare.dtype, device="meta")
+            rehearse(bare, here)
+
+
+def cut(
+    model: nn.Module,
+    plan: Cut,
+    anatomy: Anatomy,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    uncast: Collection[str],
+    twin: nn.Module,
+) -> Anatomy:
     """Keep what this rank's stages hold of `model`, in place; returns the anatomy of that. No communication.
 
-    `dtype` is the compute dtype. Questions about the whole model go to its `twin` on meta, by state/stage_view.py, from
-    now on.
+    `dtype` is the compute dtype, and `uncast` are the parameters that are used in float32 all the same. Questions about
+    the whole model go to its `twin` on meta, by state/stage_view.py, from now on.
     """
     blocks = plan.blocks
     pipeline = Pipeline(mesh, blocks, plan.stages, plan.hidden, dtype)
@@ -159,39 +194,17 @@ def cut(model: nn.Module, plan: Cut, anatomy: Anatomy, mesh: Mesh, dtype: torch.
     view = _stage_view(model, plan.parts, mesh, twin)
     attach(model, stage_view=view, pipeline=pipeline, lora_state=adapter_state(model))
     gone = plan.gone(mesh.coordinate("pp"))
-    _put_placeholders(model, gone, blocks, dtype, mesh.device)
-    pipeline.idle.update({number: _idle(model.get_submodule(blocks[number])) for number in pipeline.own_blocks})
+    put_placeholders(
+        model, gone, blocks, plan.items, lambda name: torch.float32 if name in uncast else dtype, mesh.device
+    )
+    own = {number: model.get_submodule(blocks[number]) for number in pipeline.own_blocks}
+    pipeline.idle.update({number: idle(block, plan.items) for number, block in own.items()})
     model.register_forward_pre_hook(_refuse_alone)
     return _without(anatomy, gone)
 
 
-def _put_placeholders(
-    model: nn.Module, names: Iterable[str], blocks: Sequence[str], dtype: torch.dtype, device: torch.device
-) -> dict[str, nn.Module]:
-    """Replace the modules `names`, in place; returns what was there, the last replaced first."""
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
-    replaced: dict[str, nn.Module] = {}
-    for name in names:
-        module = model.get_submodule(name)
-        stand_in: nn.Module
-        if name in blocks:
-            stand_in = Placeholder(module)
-        elif any(part is embedding for part in module.modules()):
-            stand_in = _NoEmbedding(embedding, dtype, device)
-        else:
-            stand_in = _PassThrough(module)
-        replaced = {name: module, **replaced}
-        _put(model, name, stand_in)
-    return replaced
-
-
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
-
-
 @contextmanager
-def running(model: nn.Module, stage: int, received: torch.Tensor | None) -> Iterator["Leaving"]:
+def running(model: nn.Module, stage: int, received: torch.Tensor | None) -> Iterator[Leaving]:
     """While the model's forward runs one stage: only its blocks compute, the first of them on `received`, the hidden
     state `[B, S, ...]` of this rank's positions (None on the first stage).
     """
@@ -213,32 +226,6 @@ def running(model: nn.Module, stage: int, received: torch.Tensor | None) -> Iter
         yield leaving
 
 
-@dataclass(slots=True)
-class Leaving:
-    """The hidden state behind a stage's last block, once it has run; None on the last stage, whose base gives it."""
-
-    hidden: torch.Tensor | None = None
-
-
-class Placeholder(nn.Module):
-    """In the place of a block that does not compute here: gives its input on, and has the block's plain attributes."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        for name, value in vars(block).items():
-            if not name.startswith("_") and not isinstance(value, torch.Tensor | nn.Module) and name != "training":
-                setattr(self, name, value)
-        if isinstance(getattr(block, "gradient_checkpointing", None), bool):
-            self.gradient_checkpointing = False  # of the class in some families; every block has to have the switch
-        self.gives: torch.Tensor | None = None
-        self.catches: Leaving | None = None
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.catches is not None:
-            self.catches.hidden = hidden_states
-        return hidden_states if self.gives is None else self.gives
-
-
 def _refuse_alone(model: nn.Module, args: Any) -> None:
     """Called as a whole (`model(...)`, `generate`), one stage would give nonsense and say nothing."""
     pipeline = pipeline_of(model)
@@ -248,43 +235,6 @@ def _refuse_alone(model: nn.Module, args: Any) -> None:
             "train it by expertmesh.forward_backward, or save it and load it without parallel.pp",
             key="layout.pp-needs-forward-backward",
         )
-
-
-def _idle(block: nn.Module) -> Placeholder:
-    placeholder = Placeholder(block)
-    # A child, so that whoever walks through the model while another stage runs (FSDP2, transformers) finds it.
-    placeholder.block = block
-    return placeholder
-
-
-class _PassThrough(nn.Module):
-    """In the place of a module around the blocks that is on another stage: gives its first argument back."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.stands_for = type(module).__name__
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = args[0] if args else next(iter(kwargs.values()))
-        # FSDP2 wants no view from the root, and a head is asked about no token.
-        return given.clone() if isinstance(given, torch.Tensor) and given.numel() == 0 else given
-
-
-class _NoEmbedding(nn.Module):
-    """In the place of the embedding: zeros of its shape and dtype, which take no memory and which no block sees."""
-
-    def __init__(self, embedding: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        weight = embedding.weight
-        assert isinstance(weight, torch.Tensor)
-        self.num_embeddings, self.embedding_dim = weight.shape[0], weight.shape[-1]
-        self.padding_idx = getattr(embedding, "padding_idx", None)
-        # No parameter: for families that ask it for dtype or device.
-        self.weight = torch.empty(0, dtype=dtype, device=device)
-
-    def forward(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        zero = torch.zeros((), dtype=self.weight.dtype, device=input_ids.device)
-        return zero.expand(*input_ids.shape, self.embedding_dim)
 
 
 def _parts(
@@ -298,18 +248,24 @@ def _parts(
     for names, rank in ends:
         for name in sorted(names):
             if not any(is_inside(name, part) for part in parts):
-                parts[_outermost(model, name, names, blocks)] = frozenset([rank])
+                parts[_outermost(model, name, names, decoder.unused, blocks)] = frozenset([rank])
     return parts
 
 
-def _outermost(model: nn.Module, parameter: str, among: frozenset[str], blocks: Sequence[str]) -> str:
-    """The largest module around `parameter` all of whose parameters are `among` those of the same end."""
+def _outermost(
+    model: nn.Module, parameter: str, among: frozenset[str], unused: frozenset[str], blocks: Sequence[str]
+) -> str:
+    """The largest module around `parameter` all of whose parameters are `among` those of the same end; if there is none
+    and text does not use it, itself.
+    """
     steps = parameter.split(".")[:-1]
     for depth in range(1, len(steps) + 1):
         name = ".".join(steps[:depth])
         inside = {leaf for leaf, _ in model.get_submodule(name).named_parameters(name, remove_duplicate=False)}
         if inside <= among and not any(is_inside(block, name) for block in blocks):
             return name
+    if parameter in unused:
+        return parameter
     family = model.config.model_type  # type: ignore[union-attr]
     raise InputError(
         f"parallel.pp: {family} cannot be cut into stages: {parameter} belongs to a module that holds the blocks, or "
@@ -324,7 +280,7 @@ def _stage_view(model: nn.Module, parts: dict[str, frozenset[int]], mesh: Mesh, 
     holders: dict[int, frozenset[int]] = {}
     state = full_state(model)
     for name, tensor in state.items():
-        of_name = next((ranks for part, ranks in parts.items() if is_inside(name, part)), everywhere)
+        of_name = next((ranks for part, ranks in parts.items() if name == part or is_inside(name, part)), everywhere)
         holders[id(tensor)] = holders.get(id(tensor), frozenset()) | of_name
     rank = mesh.coordinate("pp")
     held = {name: holders[id(tensor)] for name, tensor in state.items() if rank in holders[id(tensor)]}

@@ -5,8 +5,9 @@ share that it chooses; the head counts, looking up an embedding does not. The nu
 the number of stages. Stage s is on pp rank s mod pp. Plain arithmetic on a model that may be on meta.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
+from math import inf
 
 from torch import nn
 
@@ -15,22 +16,41 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 
 
-def plan_stages(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str], layout: Layout) -> tuple[range, ...]:
-    """The numbers of each stage's blocks. Raises `InputError` if there are fewer blocks than stages."""
+def plan_stages(
+    model: nn.Module, anatomy: Anatomy, blocks: Sequence[str], layout: Layout, joined: Mapping[int, str]
+) -> tuple[range, ...]:
+    """The numbers of each stage's blocks; those that are `joined` are on the stage of the block before, for a reason.
+    Raises `InputError` if there are fewer blocks, or fewer places to cut, than stages.
+    """
     stages = layout.pp * layout.pp_virtual_stages
-    if len(blocks) < stages:
+    refuse_few_blocks(len(blocks), layout)
+    if len(blocks) - len(joined) < stages:
+        family = model.config.model_type  # type: ignore[union-attr]
+        starts = [str(number) for number in range(1, len(blocks)) if number not in joined]
+        where = f"only before block {', '.join(starts)}" if starts else "nowhere"
+        raise InputError(
+            f"parallel.pp: {family} cannot be cut into {stages} stages, {where}: {next(iter(joined.values()))}; set "
+            f"parallel.pp to {'less' if starts else '1'}",
+            key="layout.pp-carries-more-than-hidden-state",
+        )
+    return balanced(_work(model, anatomy, blocks), stages, joined)
+
+
+def refuse_few_blocks(blocks: int, layout: Layout) -> None:
+    """Raise `InputError` if there are fewer blocks than stages."""
+    stages = layout.pp * layout.pp_virtual_stages
+    if blocks < stages:
         wanted = f"{layout.pp} × {layout.pp_virtual_stages} virtual stages" if layout.pp_virtual_stages > 1 else "pp"
         raise InputError(
-            f"parallel.pp: {stages} stages ({wanted}) need as many blocks, and the model has {len(blocks)}; lower "
+            f"parallel.pp: {stages} stages ({wanted}) need as many blocks, and the model has {blocks}; lower "
             "parallel.pp or parallel.pp_virtual_stages",
             key="layout.pp-exceeds-blocks",
         )
-    return balanced(_work(model, anatomy, blocks), stages)
 
 
-def balanced(work: Sequence[float], stages: int) -> tuple[range, ...]:
-    """Cut `work` into so many consecutive parts, none empty, whose largest sum is as small as can be; of such cuts one
-    whose parts are the most equal.
+def balanced(work: Sequence[float], stages: int, joined: Collection[int] = ()) -> tuple[range, ...]:
+    """Cut `work` into so many consecutive parts, none empty and none beginning with one that is `joined`, whose largest
+    sum is as small as can be; of such cuts one whose parts are the most equal. There have to be that many places.
     """
 
     @cache
@@ -38,8 +58,10 @@ def balanced(work: Sequence[float], stages: int) -> tuple[range, ...]:
         if left == 1:
             total = sum(work[first:])
             return total, total**2, (len(work),)
-        found = []
+        found: list[tuple[float, float, tuple[int, ...]]] = [(inf, inf, (len(work),))]
         for stop in range(first + 1, len(work) - left + 2):
+            if stop in joined:
+                continue
             own = sum(work[first:stop])
             largest, squares, stops = best(stop, left - 1)
             found.append((max(own, largest), squares + own**2, (stop, *stops)))

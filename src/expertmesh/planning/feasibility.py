@@ -4,15 +4,17 @@ The answers are those of `plan_axes`, which decides for `train` as well, each as
 pp for the family with the smallest size that could do, the rest of their conditions being arithmetic (heads, blocks).
 """
 
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from expertmesh.anatomy import Anatomy, decoder_blocks
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
+from expertmesh.introspection.stage_probe import Decoder
 from expertmesh.parallel.context.plan import ContextPlan
+from expertmesh.parallel.pipeline import find_decoder
 from expertmesh.parallel.shard_plan import KeptInFp32, plan_axes
-from expertmesh.parallel.stages import plan_stages
+from expertmesh.parallel.stages import plan_stages, refuse_few_blocks
 from expertmesh.parallel.tensor_plan import TensorPlan
 from expertmesh.state.stage_view import MetaTwin
 
@@ -53,11 +55,17 @@ class Feasibility:
     @cache  # noqa: B019
     def stages(self, pp: int, virtual: int = 1) -> tuple[tuple[int, ...], ...]:
         """The numbers, among all of the model's blocks, of those of each stage; `virtual` stages on each of `pp` ranks.
-        Raises `InputError` if there are too few blocks.
+        Raises `InputError` if there are too few blocks, or places to cut.
         """
-        ranges = plan_stages(self._model, self._anatomy, self._blocks, Layout(pp=pp, pp_virtual_stages=virtual))
+        layout = Layout(pp=pp, pp_virtual_stages=virtual)
+        refuse_few_blocks(len(self._blocks), layout)
+        ranges = plan_stages(self._model, self._anatomy, self._blocks, layout, self._decoder.joined)
         place = {name: number for number, name in enumerate(self._anatomy.blocks)}
         return tuple(tuple(place[self._blocks[n]] for n in numbers) for numbers in ranges)
+
+    @cached_property
+    def _decoder(self) -> Decoder:
+        return find_decoder(self._model, self._anatomy, self._blocks, self._twin.module)
 
     @cache  # noqa: B019
     def _plan(self, layout: Layout) -> tuple[TensorPlan, ContextPlan] | InputError:

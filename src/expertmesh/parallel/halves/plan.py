@@ -35,13 +35,15 @@ def interleaved_blocks(
         )
     blocks = decoder_blocks(anatomy)
     try:
-        find_decoder(model, anatomy, blocks, twin.module)
+        alone, why = find_decoder(model, anatomy, blocks, twin.module).hands_on_hidden_alone, "its blocks return more"
     except InputError as error:
+        alone, why = False, str(error)
+    if not alone:
         raise _refused(
             "the halves of a block run one beside the other, and it is not so, or not known, that the blocks of "
-            f"{model.config.model_type} hand on hidden states alone ({error}); "  # type: ignore[union-attr]
+            f"{model.config.model_type} hand on hidden states alone ({why}); "  # type: ignore[union-attr]
             "set moe.interleave to false"
-        ) from error
+        )
     found = {block: tuple(spec.name for spec in anatomy.experts if is_inside(spec.name, block)) for block in blocks}
     return {block: experts for block, experts in found.items() if experts}
 
