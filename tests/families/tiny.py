@@ -107,11 +107,14 @@ CHANGES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "per_layer_config": {"02": {"num_attention_heads": 2, "num_key_value_heads": 2}},
     },
-    # Experts beside the dense MLP are off unless asked for, embeddings of each layer's own on; published are either.
+    # As the published model with experts is: layers without embeddings of their own, keys that are values as well.
     "gemma4": {
         "enable_moe_block": True,
         "hidden_size_per_layer_input": 0,
-        "per_layer_config": {"01": {"head_dim": 16}},
+        "attention_k_eq_v": True,
+        "final_logit_softcapping": 30.0,
+        "use_bidirectional_attention": "vision",
+        "per_layer_config": {"01": {"head_dim": 16, "num_key_value_heads": 2}},
         "tie_word_embeddings": True,
     },
     # Partial rotation keeps a third of the head.
@@ -195,7 +198,7 @@ CHANGES: dict[str, dict[str, Any]] = {
             "num_attention_heads": 4,
             "image_size": 16,
             "patch_size": 4,
-        }
+        },
     },
     # Sizes under other names, and a clip that its code cannot do without.
     "dbrx": {

@@ -23,12 +23,10 @@ def _check(found: Honesty) -> None:
     [
         "qwen3 ep2 of 4",
         "deepseek ep4 of 4, full",
-        "qwen3 ep2 of 4, LoRA",
         "qwen3 ep2 of 4, LoRA on nf4",
         "qwen3 tp2 ep2 of 4, LoRA",
         "qwen3 cp2 ep2 of 4, selective",
         "qwen3 tp2 cp2 ep4",
-        "qwen3 pp2 ep2, full, 4 micro-batches",
         "qwen3 pp4, 2 micro-batches",
         "qwen3 pp2 x 2 stages ep2, full, 4 micro-batches",
         "qwen3 tp2 ep2 of 4, full, blocks 0 and 1",

@@ -451,6 +451,20 @@ def test_what_a_family_keeps_in_float32_is_gathered_so() -> None:
     assert {weight.compute for weight in model.blocks[0].own.weights} == {2}
 
 
+def test_blocks_that_read_what_one_has_chosen_are_planned_with_it() -> None:
+    """The first that read are behind blocks that are like others, and so not measured."""
+    full, shared = "full", "shared"
+    types = {"num_hidden_layers": 7, "indexer_types": [full, full, full, shared, shared, full, shared]}
+    config = tiny_config("GlmMoeDsaForCausalLM", "glm_moe_dsa", **types)
+    model = figures_of(config, length=64, precision=PrecisionConfig())
+    kinds = [model.blocks.index(block) for block in model.blocks]
+    assert kinds == [0, 1, 1, 3, 3, 1, 3]  # dense, and with experts each of both
+    assert model.blocks[1].figures.saved != model.blocks[3].figures.saved
+    starts = {stage[0] for stage in model.feasibility.stages(4)}
+    assert starts == {0, 1, 2, 5}
+    assert "only before block 1, 2, 5" in str(model.feasibility.refusal(Layout(pp=5)))
+
+
 def test_stages_are_those_that_training_cuts(qwen: ModelFigures) -> None:
     assert _blocks(qwen, 2) == [27, 21]
 

@@ -1,5 +1,6 @@
 """What a Hugging Face MoE model is made of: blocks, routed experts, routers. No code per model family."""
 
+from expertmesh.anatomy.block_kinds import alike, settings
 from expertmesh.anatomy.structure import (
     HIDDEN_OF_KEYS,
     Anatomy,
@@ -20,6 +21,7 @@ __all__ = [
     "HIDDEN_OF_KEYS",
     "Anatomy",
     "ExpertsSpec",
+    "alike",
     "alike_as_one",
     "carries_state",
     "decoder_blocks",
@@ -30,4 +32,5 @@ __all__ = [
     "is_classifier",
     "is_inside",
     "packable_linears",
+    "settings",
 ]

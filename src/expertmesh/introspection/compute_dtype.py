@@ -9,7 +9,7 @@ torch; one forward on meta, watched, shows it before weights are read.
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,12 +19,12 @@ import torch
 from torch import nn
 from torch.utils.module_tracker import ModuleTracker
 
-from expertmesh.anatomy import Anatomy, ExpertsSpec, is_adapter, is_inside
+from expertmesh.anatomy import Anatomy, ExpertsSpec, alike, decoder_blocks, is_adapter, is_inside, settings
 from expertmesh.compat import tree_leaves, tree_map_only
 from expertmesh.config.errors import InputError
 from expertmesh.experts.lora_state import adapter_state
 from expertmesh.introspection.known_families import proof_key, refusal_by_proof
-from expertmesh.introspection.stage_probe import WithoutValues, forward_of_text, stand_ins_for_experts
+from expertmesh.introspection.stage_probe import WithoutValues, forward_of_text, handed_on, stand_ins_for_experts
 from expertmesh.state.patching import exchanged, replace_forward
 from expertmesh.state.stage_view import meta_twin
 
@@ -98,12 +98,13 @@ def plan_compute(
     twin = meta_twin(model) if twin is None else twin
     if _is_proven(model, anatomy, compute, casts, twin):
         return casts
-    while refused := _run(twin, anatomy.experts, compute, casts):
+    while refused := _run(twin, anatomy, compute, casts):
         reader, module = refused.reader, refused.module
         if reader and reader not in casts.kept and not _has_group(reader, anatomy):
-            casts = replace(casts, kept=_gathered_with(reader, casts.kept))
+            for each in _in_blocks_alike(reader, _alike(twin, anatomy, casts)):
+                casts = replace(casts, kept=_gathered_with(each, casts.kept))
         elif reader is None and module not in casts.buffers and _can_cast(model, module, kept_in_fp32):
-            casts = replace(casts, buffers=(*casts.buffers, module))
+            casts = replace(casts, buffers=(*casts.buffers, *_in_blocks_alike(module, _alike(twin, anatomy, casts))))
         else:
             dtype = str(compute).removeprefix("torch.")
             raise InputError(
@@ -111,6 +112,28 @@ def plan_compute(
                 key="precision.compute-unsupported",
             )
     return casts
+
+
+def _alike(twin: nn.Module, anatomy: Anatomy, casts: Casts) -> list[list[str]]:
+    """The names of blocks in groups that do the same, with tensors of the same dtypes."""
+    kept = {leaf for leaves in casts.kept.values() for leaf in leaves}
+
+    def kind(name: str) -> Hashable:
+        block = twin.get_submodule(name)
+        tensors = [*block.named_parameters(), *block.named_buffers()]
+        dtypes = tuple((leaf, tensor.dtype, f"{name}.{leaf}" in kept) for leaf, tensor in tensors)
+        around = (*casts.kept, *casts.routers, *casts.buffers)
+        return settings(block), dtypes, tuple(each[len(name) :] for each in around if is_inside(each, name))
+
+    return alike(twin, decoder_blocks(anatomy), kind)
+
+
+def _in_blocks_alike(name: str, groups: Sequence[Sequence[str]]) -> list[str]:
+    """The module of this name, and its equals in the blocks that are like its own."""
+    for group in groups:
+        if block := next((block for block in group if name == block or is_inside(name, block)), None):
+            return [f"{each}{name[len(block) :]}" for each in group]
+    return [name]
 
 
 def with_wide_routers(model: nn.Module, anatomy: Anatomy, compute: torch.dtype, casts: Casts, twin: nn.Module) -> Casts:
@@ -142,7 +165,7 @@ def _is_proven(model: nn.Module, anatomy: Anatomy, compute: torch.dtype, casts: 
     key = proof_key(model, compute, sorted(dtypes), sorted(kinds), adapter_state(model) is not None, *others)
 
     def prove() -> str | None:
-        refused = _run(twin, anatomy.experts, compute, casts)
+        refused = _run(twin, anatomy, compute, casts)
         return None if refused is None else refused.reason
 
     return refusal_by_proof("compute", key, prove) is None
@@ -172,7 +195,9 @@ def floating_buffers(model: nn.Module, module: str) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in buffers if buffer.is_floating_point()}
 
 
-def _run(twin: nn.Module, experts: Sequence[ExpertsSpec], compute: torch.dtype, casts: Casts) -> _Refused | None:
+def _run(twin: nn.Module, anatomy: Anatomy, compute: torch.dtype, casts: Casts) -> _Refused | None:
+    """Of blocks that do the same, the first."""
+    repeated = [name for group in _alike(twin, anatomy, casts) for name in group[1:]]
     kept = {id(twin.get_parameter(leaf)): name for name, leaves in casts.kept.items() for leaf in leaves}
     watch = _Watch(kept)
     cast: list[torch.Tensor] = [parameter for parameter in twin.parameters() if id(parameter) not in kept]
@@ -184,7 +209,8 @@ def _run(twin: nn.Module, experts: Sequence[ExpertsSpec], compute: torch.dtype, 
     try:
         with ExitStack() as stack:
             for context in (
-                stand_ins_for_experts(twin, experts),
+                stand_ins_for_experts(twin, anatomy.experts),
+                handed_on(twin, decoder_blocks(anatomy), repeated),
                 cast_on_meta(cast, compute),
                 cast_on_meta(wide, torch.float32),
                 watch.modules,
@@ -195,7 +221,7 @@ def _run(twin: nn.Module, experts: Sequence[ExpertsSpec], compute: torch.dtype, 
     except _Apart as apart:
         return _Refused(f"{apart}; set precision.compute to float32", watch.innermost, apart.reader)
     except Exception as cause:
-        if not _runs_in_one_dtype(twin, experts):
+        if not _runs_in_one_dtype(twin, anatomy.experts):
             return None
         first, dtype = str(cause).partition("\n")[0], str(compute).removeprefix("torch.")
         return _Refused(

@@ -8,7 +8,7 @@ tells which parameters around the blocks are used before them and which behind, 
 Needs no weights; no communication.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -107,6 +107,24 @@ def rehearse(twin: nn.Module, experts: Sequence[ExpertsSpec] = ()) -> None:
 def stand_ins_for_experts(twin: nn.Module, experts: Sequence[ExpertsSpec]) -> Iterator[None]:
     """What they compute is no question on meta, and tokens cannot be sorted without values."""
     with forwards_replaced(forwards_of_experts(twin, experts, lambda module: _weighted, _one_row)):
+        yield
+
+
+@contextmanager
+def handed_on(twin: nn.Module, blocks: Sequence[str], repeated: Collection[str]) -> Iterator[None]:
+    """Those of `blocks` that are `repeated` hand on their hidden state as it is; they run where blocks return more."""
+    returns_more = False
+
+    def run(forward: Callable[..., Any], is_repeated: bool, *args: Any, **kwargs: Any) -> Any:
+        nonlocal returns_more
+        if is_repeated and not returns_more:
+            return args[0] if args else kwargs["hidden_states"]
+        output = forward(*args, **kwargs)
+        returns_more = not isinstance(output, torch.Tensor)
+        return output
+
+    modules = {name: twin.get_submodule(name) for name in blocks}
+    with forwards_replaced({block: partial(run, block.forward, name in repeated) for name, block in modules.items()}):
         yield
 
 

@@ -254,15 +254,14 @@ def _run(
 ) -> "_BlockWatch":
     """One forward and backward of the base model under the tracker. `embeds`: as the embedding is, frozen.
 
-    Every block that is not `measured` hands on what it gets, so that those that are get the arguments of their place.
+    Every block that is not `measured` hands on the hidden state that it gets, so that those that are get the arguments
+    of their place.
     """
     tracker = UsageTracker()
     watch = _BlockWatch(tracker)
     blocks = {name: model.get_submodule(name) for name in anatomy.blocks}
-    forwards = {
-        block: partial(watch.twice, name, block.forward) if name in measured else watch.pass_through
-        for name, block in blocks.items()
-    }
+    stand_ins = {name: partial(watch.twice, name) if name in measured else watch.pass_through for name in blocks}
+    forwards = {block: partial(stand_ins[name], block.forward) for name, block in blocks.items()}
     base: Any = model.get_submodule(base_name(model))
     inputs: dict[str, Any] = {"input_ids": torch.zeros(shape, dtype=torch.int64, device="meta")}
     if packed == "by masks":
@@ -370,9 +369,18 @@ class _BlockWatch:
         self.attention.current.behind_shared += self._is_behind and self._is_shared
         return tensor.detach()
 
-    def pass_through(self, *args: Any, **kwargs: Any) -> Any:
+    def pass_through(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What stands for the `forward` of a block that is not measured. What else it returns, or leaves for others
+        (chosen positions, keys), a measured block may read.
+        """
         hidden = args[0] if args else kwargs["hidden_states"]
-        return (hidden, None) if self._tuples else hidden
+        if not self._tuples:
+            return hidden
+        self.tracker.is_off, self.attention.current = True, BlockFigures()
+        with torch.no_grad():
+            _, *others = forward(*args, **kwargs)
+        self.tracker.is_off = False
+        return (hidden, *others)
 
     def _hidden_of(self, output: Any) -> torch.Tensor:
         self._tuples = isinstance(output, tuple)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from expertmesh.anatomy import HIDDEN_OF_KEYS, ExpertsSpec, is_adapter, is_inside
+from expertmesh.anatomy import HIDDEN_OF_KEYS, ExpertsSpec, alike, is_adapter, is_inside
 from expertmesh.config import LoraConfig, PrecisionConfig
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection.compute_dtype import cast_inputs, cast_on_meta
@@ -89,23 +89,22 @@ def _figures(
     tensor_plan = feasibility.any_tensor_plan()
     context_plan = feasibility.any_context_plan()
     reader = _Reader(model, plan, fp32, lora, tensor_plan, context_plan)
-    signatures = [reader.signature(name) for name in anatomy.blocks]
-    firsts: dict[Any, str] = {}
-    for signature, name in zip(signatures, anatomy.blocks, strict=True):
-        firsts.setdefault(signature, name)
+    kinds = alike(model, anatomy.blocks, lambda _: ())
+    firsts = [names[0] for names in kinds]
     latents, whole = shared_by_heads(model, tensor_plan), computed_whole(model, context_plan)
-    probed = probe(model, anatomy, list(firsts.values()), length, packed=packed, latents=latents, whole=whole)
+    probed = probe(model, anatomy, firsts, length, packed=packed, latents=latents, whole=whole)
     found = probed.blocks
     if plan.interleaved:  # shared experts run where the model's own code has them
         found = [replace(each, behind=each.behind + each.behind_shared) for each in found]
-    kinds = {key: reader.block(firsts[key], figures) for key, figures in zip(firsts, found, strict=True)}
+    measured = [reader.block(first, figures) for first, figures in zip(firsts, found, strict=True)]
+    of_block = {name: each for names, each in zip(kinds, measured, strict=True) for name in names}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
     embedded = next(f"{name}." for name, module in model.named_modules() if module is embedding)
     in_embedding = [name for name in reader.around if not tied and name.startswith(embedded)]
     return ModelFigures(
         family=str(model.config.model_type),
-        blocks=tuple(kinds[signature] for signature in signatures),
+        blocks=tuple(of_block[name] for name in anatomy.blocks),
         embedding=None if tied else reader.group(in_embedding),
         root=reader.group(name for name in reader.around if name not in in_embedding),
         head=0 if head is None else head.weight.numel(),
@@ -170,15 +169,6 @@ class _Reader:
         self.of_block = {block: [n for n in self.parameters if is_inside(n, block)] for block in plan.anatomy.blocks}
         inside = {name for names in self.of_block.values() for name in names}
         self.around = [name for name in self.parameters if name not in inside]
-
-    def signature(self, block: str) -> Any:
-        """Equal for blocks that cost the same."""
-        module = self.model.get_submodule(block)
-        kinds = ("layer_type", "attention_type", "sliding_window")
-        attributes = [str(getattr(part, kind, "")) for part in (module, *module.children()) for kind in kinds]
-        inside = [(name, self.parameters[name]) for name in self.of_block[block]]
-        shapes = [(name.removeprefix(block), p.shape, p.requires_grad) for name, p in inside]
-        return type(module).__name__, tuple(attributes), tuple(shapes)
 
     def block(self, name: str, figures: BlockFigures) -> Block:
         spec = next((spec for spec in self.specs.values() if spec.name.startswith(f"{name}.")), None)

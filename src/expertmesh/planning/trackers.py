@@ -46,8 +46,8 @@ class UsageTracker(TorchDispatchMode):
     """Under it, `live` is what tensors made since it began hold (and those given to `include`), `peak` the most of it.
 
     `sent[group][kind]` counts collectives; groups go by their names. `operations` counts what is more than a view:
-    `products` are the FLOPs of matrix products among them, and `moved` the bytes that the others read and write. Not to
-    be nested.
+    `products` are the FLOPs of matrix products among them, and `moved` the bytes that the others read and write. While
+    it `is_off`, nothing counts. Not to be nested.
     """
 
     def __init__(self) -> None:
@@ -57,6 +57,7 @@ class UsageTracker(TorchDispatchMode):
         self.operations = 0
         self.products = 0
         self.moved = 0
+        self.is_off = False
         self.sent: dict[str, dict[str, CollectiveCount]] = defaultdict(lambda: defaultdict(CollectiveCount))
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
@@ -87,6 +88,8 @@ class UsageTracker(TorchDispatchMode):
         self.peak = self.live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_off:
+            return func(*args, **(kwargs or {}))
         namespace, _, name = func._schema.name.partition("::")
         is_collective = namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
         is_collective &= name not in _SENDS_NOTHING

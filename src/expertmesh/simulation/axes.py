@@ -17,7 +17,7 @@ _KINDS = {
     "replicate": ("all_reduce",),
     "ep": ("all_to_all",),
     "tp": ("all_gather", "reduce_scatter", "all_reduce"),
-    "cp": ("all_to_all",),
+    "cp": ("all_to_all", "all_gather", "reduce_scatter"),
     "pp": ("send",),
 }
 AxisKind = tuple[str, str]

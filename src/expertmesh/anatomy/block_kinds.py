@@ -1,0 +1,36 @@
+"""Which blocks of a decoder are alike, so that what holds for one of them holds for all, and one of each can be run.
+
+Plain structure, of a model that may be on meta: classes, what tells layers apart, names and shapes of tensors.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+
+from torch import nn
+
+_TELLS_APART = ("layer_type", "attention_type", "sliding_window")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def alike(model: nn.Module, blocks: Sequence[str], kind: Callable[[str], Hashable]) -> list[list[str]]:
+    """The names `blocks` in groups of one kind, as `kind` tells it beside `block_kind`; in the order of the first."""
+    groups: dict[Hashable, list[str]] = {}
+    for name in blocks:
+        groups.setdefault((block_kind(model.get_submodule(name)), kind(name)), []).append(name)
+    return list(groups.values())
+
+
+def block_kind(block: nn.Module) -> Hashable:
+    """Equal for blocks that cost the same."""
+    told = [str(getattr(part, what, "")) for part in (block, *block.children()) for what in _TELLS_APART]
+    shapes = [(name, parameter.shape, parameter.requires_grad) for name, parameter in block.named_parameters()]
+    return type(block).__name__, tuple(told), tuple(shapes)
+
+
+def settings(block: nn.Module) -> Hashable:
+    """All plain settings of a block's modules, but not which layer it is: equal for blocks whose code does the same."""
+    return tuple(
+        (name, type(part).__name__, key, value)
+        for name, part in block.named_modules()
+        for key, value in vars(part).items()
+        if isinstance(value, _PLAIN) and not any(word in key for word in ("layer", "idx", "index"))
+    )
