@@ -7,7 +7,7 @@ shared expert costs what its code costs. One block of each kind is run; figures 
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from expertmesh.experts.token_counts import PackedSamples, packed_samples
 from expertmesh.introspection.attention import decoder_of
 from expertmesh.introspection.stage_probe import EvenCounts, forwards_of_experts
 from expertmesh.parallel.packing import varlen
+from expertmesh.planning.model_figures import BlockFigures
 from expertmesh.planning.trackers import UsageTracker
 from expertmesh.state.patching import forwards_replaced
 from expertmesh.step.base_model import base_name
@@ -36,43 +37,6 @@ Packed = Literal["no", "by masks", "by samples"]
 
 class NotProbed(InputError):
     """A family whose blocks cannot be run on meta, or of which too little is known; there is no plan for it."""
-
-
-@dataclass(slots=True)
-class BlockFigures:
-    """Of one block without its routed experts, for one sequence on one rank (no tp, no cp); bytes and FLOPs.
-
-    `saved` stays from forward to backward, `backward` comes on top while that runs; `gradients` is the part of it that
-    is parameters' gradients and does not grow with the micro-batch. `choices` is what checkpointing keeps of the
-    router's choice, `attended` what attention gives and `normalisers` its number per row, `mask` the part of `saved`
-    that is masks, for all pairs of positions on every rank, `latents` the part that tp does not split. `queries` are
-    bytes of all queries and of what attention gives for them, `keys` of a key and value head, `heads` how many queries
-    have. `products` are FLOPs of matrix products in forward, `attention` those of attention for all pairs of positions,
-    and `hidden` what a causal kernel would not compute of them but this one does. `moved`: bytes that other operations
-    read and write in forward and in backward; `operations`: how many all are. `whole`: products, attention, and bytes
-    moved in forward, of the parts that every rank of cp computes for whole rows. `behind`: how many tensors are saved
-    behind the routed experts, `behind_shared` those of their shared expert, which are not among them.
-    """
-
-    saved: int = 0
-    backward: int = 0
-    gradients: int = 0
-    choices: int = 0
-    attended: int = 0
-    normalisers: int = 0
-    mask: int = 0
-    latents: int = 0
-    queries: int = 0
-    keys: int = 0
-    heads: int = 0
-    products: int = 0
-    attention: int = 0
-    hidden: int = 0
-    whole: list[int] = field(default_factory=lambda: [0, 0, 0])
-    moved: list[int] = field(default_factory=lambda: [0, 0])
-    operations: list[int] = field(default_factory=lambda: [0, 0])
-    behind: int = 0
-    behind_shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)

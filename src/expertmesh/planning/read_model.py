@@ -23,6 +23,7 @@ from expertmesh.parallel.tensor_plan import TensorPlan, shared_by_heads
 from expertmesh.planning.feasibility import Feasibility
 from expertmesh.planning.model_figures import (
     Block,
+    BlockFigures,
     Experts,
     ExpertWeight,
     ModelFigures,
@@ -31,7 +32,7 @@ from expertmesh.planning.model_figures import (
     TopKRouter,
     Weight,
 )
-from expertmesh.planning.probe import BlockFigures, NotProbed, Packed, kept_apart, probe
+from expertmesh.planning.probe import NotProbed, Packed, kept_apart, probe
 from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.weights.meta_model import kept_in_fp32
 
