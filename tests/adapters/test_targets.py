@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -15,6 +16,8 @@ from expertmesh.adapters.peft_config import config_content
 from expertmesh.adapters.plan import adapt, plan_adapters, plan_lines
 from expertmesh.anatomy import describe
 from expertmesh.config.errors import InputError
+from expertmesh.introspection import known_families
+from expertmesh.introspection.gradients import without_gradient
 from expertmesh.parallel.refusals import refuse_model
 from tests.families.tiny import random_model
 from tests.support.errors import refused
@@ -78,6 +81,30 @@ def test_a_target_that_matches_nothing_lists_what_there_is() -> None:
 def test_experts_that_get_no_adapters_say_why() -> None:
     with refused("lora.targets-nothing", naming="flat matrices"):
         _selected(random_model("DbrxForCausalLM", "dbrx"), "experts")
+
+
+@pytest.mark.parametrize(
+    ("model_class", "family", "groups", "idle"),
+    [
+        ("DeepseekV32ForCausalLM", "deepseek_v32", ["attention", "all-linear"], "indexer.wq_b"),
+        ("DeepseekV4ForCausalLM", "deepseek_v4", ["attention"], "indexer.q_b_proj"),
+        ("Ernie4_5_VLMoeForConditionalGeneration", "ernie4_5_vl_moe", ["router"], "vision_moe.gate.weight"),
+    ],
+)
+def test_what_only_chooses_gets_no_gradient_and_no_adapter(
+    model_class: str, family: str, groups: list[str], idle: str
+) -> None:
+    model = random_model(model_class, family)
+    for group in groups:
+        names = _selected(model, group)
+        assert names
+        assert not [name for name in names if "indexer" in name or "vision_moe" in name]
+    with refused("lora.targets-untrained", naming=idle):
+        _selected(model, f"*.{idle}")
+    anatomy = describe(model)
+    with mock.patch.object(known_families, "_table", return_value={}):
+        found = without_gradient(model, anatomy)
+    assert any(name.endswith((idle, f"{idle}.weight")) for name in found)
 
 
 def test_what_peft_would_take_for_something_else_gets_the_name_that_leads_there() -> None:

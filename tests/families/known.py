@@ -28,6 +28,7 @@ from expertmesh.introspection import known_families
 from expertmesh.introspection.attention import packing_refusal
 from expertmesh.introspection.compute_dtype import plan_compute, with_wide_routers
 from expertmesh.introspection.experts_proof import confirm_experts
+from expertmesh.introspection.gradients import without_gradient
 from expertmesh.introspection.known_families import Answers, recording
 from expertmesh.introspection.source_code import attributes_read, registry_call
 from expertmesh.parallel.context.plan import context_plan
@@ -55,6 +56,7 @@ def ask(config: PreTrainedConfig) -> None:
         lambda: context_plan(model, anatomy, Layout(cp=2)),
         lambda: plan_cut(model, anatomy, Layout(pp=2)),
         lambda: packing_refusal(model),
+        lambda: without_gradient(model, anatomy),
         lambda: ask_adapted(config),
         lambda: ask_eager(model),
     )

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 import expertmesh as em
-from expertmesh.adapters.peft_format import file_keys, is_parameter, parameter_name, peft_keys
+from expertmesh.adapters.peft_format import file_keys, is_parameter, peft_keys
 from expertmesh.adapters.plan import plan_adapters, plan_of
 from expertmesh.adapters.targets import Target
 from expertmesh.config.errors import InputError
@@ -117,7 +117,7 @@ def adapted_names(model: PreTrainedModel) -> tuple[list[str], list[str]]:
     """PEFT's target_modules and target_parameters for experts and attention; `NoAdapters` where there are none."""
     targets = _targets(build_meta_model(model.config, model.dtype))
     modules = [target.name for target in targets if not is_parameter(target)]
-    return modules, [parameter_name(target) for target in targets if is_parameter(target)]
+    return modules, [target.weight for target in targets if is_parameter(target)]
 
 
 def _targets(model: PreTrainedModel) -> tuple[Target, ...]:

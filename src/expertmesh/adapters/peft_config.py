@@ -21,7 +21,6 @@ from expertmesh.adapters.peft_format import (
     WEIGHTS_FILE,
     is_parameter,
     name_of,
-    parameter_name,
 )
 from expertmesh.adapters.targets import ALL_LINEAR, Target
 from expertmesh.config import LoraConfig
@@ -334,7 +333,7 @@ def lora_of(content: Mapping[str, Any], **others: Any) -> LoraConfig:
 def config_selects(content: Mapping[str, Any], target: Target) -> bool:
     """Whether an adapter_config.json targets `target`, by PEFT's own matching rules."""
     modules, parameters = content.get("target_modules") or [], content.get("target_parameters") or []
-    if _selected(parameters, [parameter_name(target)]):
+    if _selected(parameters, [target.weight]):
         return True
     if target.parameter is not None or _is_excluded(content, target.module):
         return False
@@ -345,8 +344,8 @@ def config_selects(content: Mapping[str, Any], target: Target) -> bool:
 
 def name_in_config(content: Mapping[str, Any], target: Target) -> str:
     """What the patterns of an adapter_config.json that selects `target` are compared with."""
-    by_parameter = _selected(content.get("target_parameters") or [], [parameter_name(target)])
-    return parameter_name(target) if by_parameter else target.module
+    by_parameter = _selected(content.get("target_parameters") or [], [target.weight])
+    return target.weight if by_parameter else target.module
 
 
 def _is_excluded(content: Mapping[str, Any], module: str) -> bool:

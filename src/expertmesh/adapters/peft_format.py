@@ -49,7 +49,7 @@ class Part:
 
 def published_parts(model: PreTrainedModel, targets: Sequence[Target]) -> Iterator[tuple[Target, str, Part | None]]:
     """Tensors of the model's published files that hold adapted weights, by name; None for what is not one matrix."""
-    adapted = {parameter_name(target): target for target in targets}
+    adapted = {target.weight: target for target in targets}
     for key, lazy in plan_save(model).items():
         weights = [leaf.name for leaf in lazy.leaves() if leaf.name in adapted]
         if weights:
@@ -202,12 +202,7 @@ def is_parameter(target: Target) -> bool:
 
 def name_of(target: Target) -> str:
     """What the config calls the target."""
-    return parameter_name(target) if is_parameter(target) else target.module
-
-
-def parameter_name(target: Target) -> str:
-    """The name of the weight that is adapted."""
-    return target.name if target.parameter is not None else f"{target.module}.weight"
+    return target.weight if is_parameter(target) else target.module
 
 
 def _lazy(tensor: Tensor) -> LazyTensor:

@@ -27,7 +27,7 @@ from expertmesh.adapters.peft_config import (
     patterns_in,
     read_config,
 )
-from expertmesh.adapters.peft_format import PREFIX, WEIGHTS_FILE, Part, name_of, parameter_name, published_parts
+from expertmesh.adapters.peft_format import PREFIX, WEIGHTS_FILE, Part, name_of, published_parts
 from expertmesh.adapters.targets import (
     ALL_LINEAR,
     GROUPS,
@@ -247,7 +247,7 @@ def _refuse_left_out(model: nn.Module, lora: LoraConfig, targets: tuple[Target, 
 
 def _refuse_unknown(model: nn.Module, content: dict[str, Any], targets: tuple[Target, ...], where: Path | str) -> None:
     """Whatever PEFT would adapt has to be among the targets, or training would silently leave it out."""
-    known = {target.name for target in targets} | {parameter_name(target) for target in targets}
+    known = {target.name for target in targets} | {target.weight for target in targets}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d) and name not in known:
             probe = Target(name, None, 0, 0, None, "")

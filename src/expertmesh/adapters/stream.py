@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from expertmesh.adapters.peft_format import parameter_name
 from expertmesh.adapters.plan import AdapterPlan, plan_of
 from expertmesh.adapters.targets import Target
 from expertmesh.config.errors import IntegrityError
@@ -77,7 +76,7 @@ class _Values:
     """The model's values as they are streamed: merged where they are adapted, then in fp32 or wider."""
 
     def __init__(self, model: nn.Module, plan: AdapterPlan | None) -> None:
-        self._targets = {} if plan is None else {parameter_name(target): target for target in plan.targets}
+        self._targets = {} if plan is None else {target.weight: target for target in plan.targets}
         self._adapters: Mapping[str, Tensor] = adapter_tensors(model) if plan is not None else {}
         # Files hold an expert's two projections in turn.
         self._factors = lru_cache(maxsize=2)(self._gather_factors)

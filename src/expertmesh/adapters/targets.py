@@ -17,6 +17,7 @@ from expertmesh.config.base import is_named
 from expertmesh.config.errors import InputError, SecurityError
 from expertmesh.data.encoding.sandbox import LimitExceeded, Sandbox
 from expertmesh.experts.module_list import FusedExperts
+from expertmesh.introspection.gradients import without_gradient
 
 GROUPS = ("attention", "experts", "shared_experts", "dense_mlp", "router", "lm_head")
 ALL_LINEAR = "all-linear"
@@ -52,6 +53,11 @@ class Target:
         return self.module if self.parameter is None else f"{self.module}.{self.parameter}"
 
     @property
+    def weight(self) -> str:
+        """The name of the weight that is adapted."""
+        return self.name if self.parameter is not None else f"{self.module}.weight"
+
+    @property
     def leaves(self) -> tuple[str, str]:
         """Names of A and B on the module."""
         prefix = "" if self.parameter is None else f"{self.parameter}_"
@@ -76,13 +82,20 @@ class Target:
 def find_targets(
     model: nn.Module, anatomy: Anatomy, wanted: Sequence[str], exclude: Sequence[str] = ()
 ) -> tuple[Target, ...]:
-    """All that `wanted` (groups, all-linear, or names) selects and `exclude` does not, in module order. Raises
-    `InputError` as above, also for a word of `exclude` that takes nothing out, or leaves nothing.
+    """All that `wanted` (groups, all-linear, or names) selects and `exclude` does not, in module order, but for what
+    gets no gradient. Raises `InputError` as above, also for a word of `exclude` that takes nothing out, or leaves
+    nothing.
     """
-    there = list(candidates(model, anatomy))
+    there = trainable(model, anatomy)
     chosen: dict[str, Target] = {}
     for selector in wanted:
         matches = [target for target in there if _selects(selector, target)]
+        if not matches and (idle := [each for each in candidates(model, anatomy) if _selects(selector, each)]):
+            raise InputError(
+                f"lora.targets: {selector} matches what text does not train in this model, as {idle[0].name}, which gets "
+                "no gradient, so that its adapter would stay zero; leave it out",
+                key="lora.targets-untrained",
+            )
         if not matches:
             groups = (f"{group} ({', '.join(endings)})" for group, endings in listed(there).items())
             why = f" ({_why_no_experts(model, anatomy)})" if selector == "experts" else ""
@@ -108,6 +121,12 @@ def listed(there: Sequence[Target]) -> dict[str, list[str]]:
         if target.ending not in endings:
             endings.append(target.ending)
     return groups
+
+
+def trainable(model: nn.Module, anatomy: Anatomy) -> list[Target]:
+    """`candidates` without those that get no gradient from text."""
+    idle = without_gradient(model, anatomy)
+    return [target for target in candidates(model, anatomy) if target.weight not in idle]
 
 
 def candidates(model: nn.Module, anatomy: Anatomy) -> Iterator[Target]:

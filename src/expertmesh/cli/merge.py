@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from expertmesh.adapters.peft_format import BASE_FILE, CONFIG_FILE, parameter_name
+from expertmesh.adapters.peft_format import BASE_FILE, CONFIG_FILE
 from expertmesh.adapters.targets import Target
 from expertmesh.checkpoint.companions import ADAPTER
 from expertmesh.checkpoint.manifest import MANIFEST
@@ -83,7 +83,7 @@ def _lines(report: MergeReport) -> Iterator[str]:
     for layer, targets in layers.items():
         yield f"merged      {layer}: {', '.join(_what(layer, target) for target in targets)}"
         for target in targets:
-            if unused := report.unused.get(parameter_name(target)):
+            if unused := report.unused.get(target.weight):
                 shown = ", ".join(map(str, unused[:_LISTED]))
                 more = f" and {len(unused) - _LISTED} more" if len(unused) > _LISTED else ""
                 yield f"            {target.name}: nothing added to experts {shown}{more}, whose B is all zero"

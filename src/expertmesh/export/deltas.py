@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from expertmesh.adapters.peft_format import model_tensors_from, parameter_name
+from expertmesh.adapters.peft_format import model_tensors_from
 from expertmesh.adapters.plan import AdapterPlan
 from expertmesh.adapters.stream import add_delta
 from expertmesh.config.errors import IntegrityError
@@ -29,7 +29,7 @@ class Deltas:
     """
 
     def __init__(self, plan: AdapterPlan, files: WeightFiles) -> None:
-        self.targets = {parameter_name(target): target for target in plan.targets}
+        self.targets = {target.weight: target for target in plan.targets}
         self.parts = plan.parts
         self.unused: dict[str, tuple[int, ...]] = {}
         stored = {name: LazyTensor.of(tensor) for name, tensor in files.tensors.items()}

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from expertmesh.adapters.peft_config import config_bytes
-from expertmesh.adapters.peft_format import Part, is_parameter, parameter_name, published_parts
+from expertmesh.adapters.peft_format import Part, is_parameter, published_parts
 from expertmesh.adapters.plan import AdapterPlan
 from expertmesh.adapters.targets import Target
 from expertmesh.config.errors import InputError
@@ -34,7 +34,7 @@ class PerExpertAdapter:
 
         Dense MLPs and shared experts stay parameters: PEFT takes modules of these names for routed experts.
         """
-        dense = [parameter_name(target) for target in plan.targets if is_parameter(target) and not target.parameter]
+        dense = [target.weight for target in plan.targets if is_parameter(target) and not target.parameter]
         endings = content.get("target_parameters") or ()
         kept = [ending for ending in endings if any(name.endswith(f".{ending}") for name in dense)]
         return config_bytes({**content, "target_modules": list(self.modules), "target_parameters": kept or None})
@@ -56,14 +56,14 @@ def per_expert_adapter(model: PreTrainedModel, plan: AdapterPlan) -> PerExpertAd
     named, files, modules = Counter[str](), dict[str, LazyTensor](), dict[str, None]()
     for target, key, part in published_parts(model, plan.targets):
         if part is None:
-            _refuse(model, parameter_name(target), key)
+            _refuse(model, target.weight, key)
         files |= zip(part.keys, _factors(adapters, target, part), strict=True)
         named[target.name] += part.rows[1] - part.rows[0]
         if target.parameter or not is_parameter(target):
             modules[part.key.rpartition(".")[2]] = None
     for target in plan.targets:
         if named[target.name] != target.out_features * (target.experts or 1):
-            _refuse(model, parameter_name(target), "not all of it")
+            _refuse(model, target.weight, "not all of it")
     return PerExpertAdapter(files, tuple(modules))
 
 

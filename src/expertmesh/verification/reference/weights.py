@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertmesh.adapters.peft_format import parameter_name
 from expertmesh.adapters.plan import AdapterPlan, plan_of
 from expertmesh.adapters.targets import Target
 from expertmesh.io.boxes import full_box, slices
@@ -54,7 +53,7 @@ class Weights:
         self.adapters = plan_of(self.job_model) if self.adapted else None
         self.state = model_tensors(self.model)
         targets = self.adapters.targets if self.adapters is not None else ()
-        self.targets = {parameter_name(target): target for target in targets}
+        self.targets = {target.weight: target for target in targets}
 
     def in_memory(self, names: Iterable[str]) -> tuple["Weights", dict[str, Tensor]]:
         """The same weights with all leaves of the tensors `names` held; and these, which may be trained in place."""
