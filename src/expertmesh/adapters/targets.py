@@ -92,7 +92,7 @@ def find_targets(
         matches = [target for target in there if _selects(selector, target)]
         if not matches and (idle := [each for each in candidates(model, anatomy) if _selects(selector, each)]):
             raise InputError(
-                f"lora.targets: {selector} matches what text does not train in this model, as {idle[0].name}: it gets no "
+                f"lora.targets: {selector} matches what text does not train here, as {idle[0].name}; it gets no "
                 "gradient, so its adapter would stay zero; leave it out",
                 key="lora.targets-untrained",
             )
