@@ -3,6 +3,8 @@
 import gc
 import os
 import re
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -332,6 +334,21 @@ def test_a_training_step_does_not_wait_longer_than_the_limit(where: str, stack: 
     waiting = [said for said in re.split(r"^(?=rank \d)", str(failed.value), flags=re.M) if "woken up" not in said]
     limit = f"{stack}(Timed out waiting {4000 * LIMIT}ms|Application timeout)"
     assert any(re.search(limit, said, re.DOTALL) for said in waiting), failed.value
+
+
+def test_gloos_groups_are_ended_when_a_script_ends() -> None:
+    script = """
+import atexit
+import torch.distributed as dist
+import expertmesh as em
+atexit.register(lambda: print("up at the end:", dist.is_initialized()))  # the last to run
+em.init_mesh(em.ParallelConfig(ep=1))
+print("up before:", dist.is_initialized())
+"""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    done = subprocess.run([sys.executable, "-c", script], env=os.environ | alone, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("up before: True\nup at the end: False\n")
 
 
 def test_ranks_never_collect_the_garbage_of_the_process_that_forked() -> None:

@@ -25,12 +25,12 @@ from tests.support.reference import (
     Row,
     _equal_on_every_rank,
     _rows,
-    full,
     of_all_stages,
     relative_error,
     steps_in,
     take_steps,
     unsharded_steps,
+    whole,
     worst,
 )
 
@@ -194,9 +194,10 @@ def train_adapters(
         em.parallelize(model, mesh, moe=moe, lora=em.LoraConfig(from_adapter=str(expected.start)), **options)
     if tamper is not None:
         tamper(model, mesh)
-    before = {name: full(p) for name, p in model.named_parameters() if not p.requires_grad}
+    base = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    before = whole(base)
     taken = take_steps(model, mesh, expected.rows, micro_batch)
-    unchanged = all(torch.equal(tensor, full(model.get_parameter(name))) for name, tensor in before.items())
+    unchanged = all(torch.equal(tensor, before[name]) for name, tensor in whole(base).items())
     final = in_files(model, trainables(model))
     return AdapterDistance(
         loss=relative_error(taken.losses, expected.losses),

@@ -14,7 +14,7 @@ from expertmesh.verification.reference import unsharded
 from tests.adapters.reference import TARGETS, in_files, random_adapter
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
-from tests.support.reference import Row, _rows, full, padded
+from tests.support.reference import Row, _rows, padded, whole
 
 BF16 = em.PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
 ALL_EXPERTS: dict[str, dict[str, int]] = {"qwen3_moe": {}, "deepseek_v3": {"topk_group": 4}}
@@ -37,7 +37,7 @@ def _sharded(directory: Path, adapter: Path, rows: list[Row], ep: int) -> tuple[
         em.causal_lm_loss(model, padded([row]), target_tokens=total).backward()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     frozen = {str(p.dtype) for p in model.parameters() if not p.requires_grad}
-    gradients = in_files(model, {name: full(p.grad) for name, p in trained.items()})
+    gradients = in_files(model, whole({name: p.grad for name, p in trained.items()}))
     return gradients, {str(p.dtype) for p in trained.values()}, frozen
 
 

@@ -31,7 +31,7 @@ from tests.adapters.reference import in_files, random_adapter, trainables
 from tests.families.proof import OPTIM, STEPS, TOLERANCE, Errors, Layout, Proof, _relative, floor_of, rows_of
 from tests.families.tiny import EXPERTS, model_class_of, random_model
 from tests.support.ranks import run_ranks
-from tests.support.reference import full
+from tests.support.reference import whole
 
 LAYOUTS: tuple[Layout, ...] = ((2, 2, "grouped_mm"), (4, 2, "loop"))
 Tensors = dict[str, torch.Tensor]
@@ -179,7 +179,8 @@ def _rank(
         loss_error = max(loss_error, abs(float(total) / expected.losses[step] - 1))
         if step == 0:
             trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-            gradients = {n: torch.zeros(p.shape) if p.grad is None else full(p.grad) for n, p in trained.items()}
+            given = whole({n: p.grad for n, p in trained.items() if p.grad is not None})
+            gradients = {n: given.get(n, torch.zeros(p.shape)) for n, p in trained.items()}
         optimizer.step()
         optimizer.zero_grad()
     first, final = in_files(model, gradients), in_files(model, trainables(model))

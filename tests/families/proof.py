@@ -30,7 +30,7 @@ from expertmesh.state.stage_view import full_state, is_on_other_stage, stage_par
 from expertmesh.verification.reference import unsharded
 from tests.families.tiny import EXPERTS, VOCABULARY, model_class_of, random_model
 from tests.support.ranks import LIMIT_SECONDS, run_ranks
-from tests.support.reference import full, joined_stages
+from tests.support.reference import joined_stages, whole
 
 # Both ways to multiply are on every family; fp64 has only the loop.
 Layout = tuple[int, int, Literal["grouped_mm", "loop"]]  # world size, ep, compute
@@ -325,12 +325,12 @@ def _train(reference: Reference, run: Run, target: Path, tamper: Callable[[nn.Mo
         dist.all_reduce(total)
         loss_error = max(loss_error, abs(float(total) / expected.losses[step] - 1))
         if step == 0:
-            own = {n: full(p.grad) for n, p in stage_parameters(model).items() if p.grad is not None}
+            own = whole({n: p.grad for n, p in stage_parameters(model).items() if p.grad is not None})
             gradients = _of_all_stages(own, mesh)
         optimizer.step()
         optimizer.zero_grad()
     state = {name: value for name, value in full_state(model).items() if not is_on_other_stage(value)}
-    weights = _of_all_stages({name: full(value) for name, value in state.items()}, mesh)
+    weights = _of_all_stages(whole(state), mesh)
     assert weights.keys() == expected.weights.keys()
     gradient, tensor = _worst_gradient(gradients, expected)
     weight = max(_relative(weights[name], value, 1e-8) for name, value in expected.weights.items())

@@ -22,7 +22,7 @@ from expertmesh.state import other_code
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
-from tests.support.reference import OPTIM, _rows, full, padded, worst
+from tests.support.reference import OPTIM, _rows, padded, whole, worst
 
 Loss = Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]
 LAYOUTS: list[dict[str, int]] = [{"ep": 2}, {"ep": 4}, {"ep": 2, "replicate": 2}]
@@ -69,13 +69,13 @@ def _steps(model: Any, parameters: dict[str, nn.Parameter], loss_of: Loss) -> Fo
         batch = padded(rows[first : first + 1 + dist.get_rank() % 3])  # one to three rows, few targets and many
         loss = loss_of(model, batch)
         loss.backward()
-        gradients = gradients or {name: full(p.grad) for name, p in parameters.items()}
+        gradients = gradients or whole({name: p.grad for name, p in parameters.items()})
         norm: Any = torch.nn.utils.clip_grad_norm_(parameters.values(), MAX_NORM)
         losses.append(float(loss.detach()))
         norms.append(float(norm))
         optimizer.step()
         optimizer.zero_grad()
-    return Found(losses, norms, gradients, {name: full(p.detach()) for name, p in parameters.items()})
+    return Found(losses, norms, gradients, whole(parameters))
 
 
 def _compare(layout: dict[str, int], loss_of: Loss, tolerance: float) -> None:
@@ -112,7 +112,7 @@ def _counted_over_ranks() -> None:
     for prepare in (em.like_ddp, lambda model: model):
         model = prepare(em.parallelize(tiny_model("qwen3_moe"), em.init_mesh(em.ParallelConfig(ep=2))))  # type: ignore[arg-type,operator]
         em.causal_lm_loss(model, padded(_rows(0, ())[dist.get_rank() :: 2]), target_tokens=40).backward()
-        gradients.append({name: full(parameter.grad) for name, parameter in model.named_parameters()})
+        gradients.append(whole({name: parameter.grad for name, parameter in model.named_parameters()}))
     assert all(torch.equal(tensor, gradients[1][name]) for name, tensor in gradients[0].items())
 
 
@@ -154,7 +154,7 @@ def _with_accelerate() -> None:
                     accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
                 optimizer.step()
                 optimizer.zero_grad()
-        weights.append({name: full(parameter.detach()) for name, parameter in model.named_parameters()})
+        weights.append(whole(dict(model.named_parameters())))
     assert worst(weights[1], weights[0])[0] <= 1e-5
     before = dict(initial.named_parameters())
     assert all(not torch.equal(tensor, before[name]) for name, tensor in weights[0].items())

@@ -417,7 +417,8 @@ def test_no_tensor_lives_in_a_cycle_after_a_step() -> None:
         ("qwen3_moe", {"ep": 2}, {"compile": True}, "train.compile"),
         ("llama4", {"ep": 2}, {}, "every token for every expert"),
         ("muse_spark", {"ep": 2}, {}, "a norm behind"),
-        ("gemma4", {"ep": 2}, {}, "gemma4"),
+        ("zaya", {"ep": 2}, {}, "zaya cannot be cut"),
+        ("glm_moe_dsa", {"ep": 2}, {}, "its blocks return more"),
     ],
 )
 def test_what_cannot_be_interleaved_is_refused_before_weights_are_read(
@@ -435,7 +436,8 @@ def test_what_cannot_be_interleaved_is_refused_before_weights_are_read(
 REFUSED = {
     "llama4": "Llama4ForCausalLM",
     "muse_spark": "MuseSparkForConditionalGeneration",
-    "gemma4": "Gemma4ForCausalLM",
+    "zaya": "ZayaForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
 }
 
 

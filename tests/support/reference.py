@@ -20,7 +20,9 @@ from torch.distributed.tensor import DTensor
 import expertmesh as em
 from expertmesh.compat import update_as
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.state.shards import full_values, local_tensor
+from expertmesh.io.boxes import slices
+from expertmesh.state.packed import PackedTensor
+from expertmesh.state.shards import full_values, local_box, local_tensor
 from expertmesh.state.stage_view import stage_parameters
 from expertmesh.verification.reference import unsharded
 from tests.support.models import tiny_model
@@ -203,10 +205,41 @@ def relative_error(got: Sequence[float], expected: Sequence[float]) -> float:
 def of_all_stages(model: nn.Module, mesh: Mesh, value: Callable[[nn.Parameter], Any]) -> dict[str, torch.Tensor]:
     """`value` of each parameter that trains, whole, by name; with pipeline stages, those of all of them. Collective."""
     trained = {name: parameter for name, parameter in stage_parameters(model).items() if parameter.requires_grad}
-    own = {name: full(value(parameter)) for name, parameter in trained.items()}
+    own = whole({name: value(parameter) for name, parameter in trained.items()})
     if mesh.layout.pp == 1:
         return own
     return joined_stages(own, mesh)
+
+
+def whole(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Copies of whole tensors, on the CPU: as `full` of each, in one exchange. Collective over all ranks.
+
+    Each is joined of the shards of this rank's own replica, so that replicas that differ are seen.
+    """
+    parts = {name: (local_box(tensor), local_tensor(tensor)) for name, tensor in tensors.items() if _is_plain(tensor)}
+    parts = {name: (box, local.cpu()) for name, (box, local) in parts.items()}
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, parts)
+    joined = {}
+    for name, tensor in tensors.items():
+        if name not in parts:
+            joined[name] = full(tensor)
+            continue
+        all_of_it = joined[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        coordinate = tensor.device_mesh.get_coordinate()
+        of_replica = (
+            at if kind.is_replicate() else slice(None) for at, kind in zip(coordinate, tensor.placements, strict=True)
+        )
+        ranks = tensor.device_mesh.mesh[tuple(of_replica)].flatten().tolist()
+        assert sum(gathered[rank][name][1].numel() for rank in ranks) == all_of_it.numel()
+        for rank in ranks:
+            box, local = gathered[rank][name]
+            all_of_it[slices(box)] = local
+    return joined
+
+
+def _is_plain(tensor: Any) -> bool:
+    return isinstance(tensor, DTensor) and not isinstance(tensor.to_local(), PackedTensor)
 
 
 def joined_stages(own: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ from expertmesh.state.shards import local_box
 from expertmesh.state.stage_view import is_on_other_stage, stage_parameters
 from expertmesh.training.optimizers.build import build_optimizer
 from tests.support.models import tiny_model
-from tests.support.reference import full, joined_stages
+from tests.support.reference import joined_stages, whole
 
 State = dict[str, torch.Tensor]
 SEED = 7
@@ -75,14 +75,14 @@ def sharded_steps(
     for last in steps:
         for name, parameter in stage_parameters(model).items():
             if parameter.requires_grad:
-                whole = given_gradient(name, last, parameter)
-                local = whole[slices(local_box(parameter))].clone()
+                gradient = given_gradient(name, last, parameter)
+                local = gradient[slices(local_box(parameter))].clone()
                 parameter.grad = _like(parameter, local)
         optimizer.step()
     if save is not None:
         em.save_checkpoint(model, optimizer, save, step=last + 1)
     tensors = _tensors(model, optimizer)
-    own = {name: full(tensor) for name, tensor in tensors.items() if not is_on_other_stage(tensor)}
+    own = whole({name: tensor for name, tensor in tensors.items() if not is_on_other_stage(tensor)})
     return own if mesh.layout.pp == 1 else joined_stages(own, mesh)
 
 

@@ -3,7 +3,9 @@
 `Mesh` holds the torch `DeviceMesh`es of both views; layout.py has their sizes. Nothing here knows about models.
 """
 
+import atexit
 import datetime
+import functools
 import os
 from dataclasses import dataclass, replace
 
@@ -93,15 +95,24 @@ def init_mesh(
     """Build both views over the default process group. Every rank calls it, with the same arguments.
 
     Starts the default process group from the launcher's environment (torchrun, srun) if none is up. Issues two small
-    all-reduces and the communication that creating process groups takes.
+    all-reduces and the communication that creating process groups takes. On CPUs the groups are ended when the process
+    is, unless they were before.
     """
     if not dist.is_initialized():
         join_job()
     device = device or current_device()
     start_process_group(device)
+    if device.type == "cpu":
+        _end_groups_at_exit()
     with raise_on_all_ranks("choosing the layout"):
         layout = resolve_layout(parallel or ParallelConfig(), dist.get_world_size(), num_experts)
     return build_mesh(layout, device)
+
+
+@functools.cache  # once in a process
+def _end_groups_at_exit() -> None:
+    """gloo's threads abort one process in four that ends without ("terminate called without an active exception")."""
+    atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
 
 
 def build_mesh(layout: Layout, device: torch.device) -> Mesh:

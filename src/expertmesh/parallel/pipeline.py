@@ -9,7 +9,7 @@ them (final norm, head) on the last; a weight that is tied between the two is on
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,7 +80,8 @@ def pipeline_of(model: nn.Module) -> Pipeline | None:
 class Cut:
     """How a model is going to be cut: the blocks of each stage; the modules that not every pp rank holds, by name, and
     the pp ranks that do; the hidden state's dims beside rows and positions; how many things a block returns (0: the
-    hidden state alone). A parameter that text never uses may be a part like a module.
+    hidden state alone); the blocks that had to stay with the one before. A parameter that text never uses may be a part
+    like a module.
     """
 
     blocks: tuple[str, ...]
@@ -88,6 +89,7 @@ class Cut:
     parts: dict[str, frozenset[int]]
     hidden: tuple[int, ...]
     items: int
+    joined: Mapping[int, str]
 
     def gone(self, pp_rank: int) -> list[str]:
         """The modules that one pp rank does not hold."""
@@ -123,7 +125,7 @@ def plan_cut(
                 "only hand tokens on; set parallel.pp to 1, or widen lora.targets",
                 key="layout.pp-untrained-stage",
             )
-    return Cut(tuple(blocks), stages, parts, decoder.hidden, decoder.items)
+    return Cut(tuple(blocks), stages, parts, decoder.hidden, decoder.items, decoder.joined)
 
 
 def find_decoder(model: nn.Module, anatomy: Anatomy, blocks: Sequence[str], twin: nn.Module | None) -> Decoder:

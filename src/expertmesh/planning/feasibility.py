@@ -4,15 +4,15 @@ The answers are those of `plan_axes`, which decides for `train` as well, each as
 pp for the family with the smallest size that could do, the rest of their conditions being arithmetic (heads, blocks).
 """
 
+from collections.abc import Mapping
 from functools import cache, cached_property
 from typing import Any
 
 from expertmesh.anatomy import Anatomy, decoder_blocks
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
-from expertmesh.introspection.stage_probe import Decoder
 from expertmesh.parallel.context.plan import ContextPlan
-from expertmesh.parallel.pipeline import find_decoder
+from expertmesh.parallel.pipeline import Cut, find_decoder
 from expertmesh.parallel.shard_plan import KeptInFp32, plan_axes
 from expertmesh.parallel.stages import plan_stages, refuse_few_blocks
 from expertmesh.parallel.tensor_plan import TensorPlan
@@ -24,7 +24,11 @@ _SMALL = (2, 3, 5, 7)
 class Feasibility:
     """Which layouts one model on meta can have. Nothing communicates, the model stays as it is."""
 
-    def __init__(self, model: Any, anatomy: Anatomy, heads: int, kept_in_fp32: KeptInFp32) -> None:
+    def __init__(
+        self, model: Any, anatomy: Anatomy, heads: int, kept_in_fp32: KeptInFp32, cut: Cut | None = None
+    ) -> None:
+        """`cut`: how the model is cut in the layout that is planned already, if it is."""
+        self._cut = cut
         self._model, self._anatomy, self._heads, self._kept = model, anatomy, heads, kept_in_fp32
         self._blocks = decoder_blocks(anatomy)
         self._twin = MetaTwin(model)
@@ -59,13 +63,15 @@ class Feasibility:
         """
         layout = Layout(pp=pp, pp_virtual_stages=virtual)
         refuse_few_blocks(len(self._blocks), layout)
-        ranges = plan_stages(self._model, self._anatomy, self._blocks, layout, self._decoder.joined)
+        ranges = plan_stages(self._model, self._anatomy, self._blocks, layout, self._joined)
         place = {name: number for number, name in enumerate(self._anatomy.blocks)}
         return tuple(tuple(place[self._blocks[n]] for n in numbers) for numbers in ranges)
 
     @cached_property
-    def _decoder(self) -> Decoder:
-        return find_decoder(self._model, self._anatomy, self._blocks, self._twin.module)
+    def _joined(self) -> Mapping[int, str]:
+        if self._cut is not None:
+            return self._cut.joined
+        return find_decoder(self._model, self._anatomy, self._blocks, self._twin.module).joined
 
     @cache  # noqa: B019
     def _plan(self, layout: Layout) -> tuple[TensorPlan, ContextPlan] | InputError:

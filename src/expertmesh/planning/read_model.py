@@ -86,7 +86,7 @@ def _figures(
     text = model.config.get_text_config()
     sizes = text.to_dict()  # attributes that differ between layers cannot be asked for
     attention_heads = int(sizes.get("num_attention_heads") or 1)
-    feasibility = Feasibility(model, anatomy, attention_heads, fp32)
+    feasibility = Feasibility(model, anatomy, attention_heads, fp32, plan.cut)
     tensor_plan = feasibility.any_tensor_plan()
     context_plan = feasibility.any_context_plan()
     reader = _Reader(model, plan, fp32, lora, tensor_plan, context_plan)
