@@ -168,6 +168,9 @@ CHANGES: dict[str, dict[str, Any]] = {
             }
         }
     },
+    # With biases in attention, which neither has as published.
+    "axk2": {"attention_bias": True},
+    "deepseek_v32": {"attention_bias": True},
     # Some layers attend to the tokens that a layer before them has chosen, as published.
     "glm_moe_dsa": {"num_hidden_layers": 4, "indexer_types": ["full", "shared"] * 2},
     "hy_v4": {"num_hidden_layers": 4, "indexer_types": ["full", "shared"] * 2},

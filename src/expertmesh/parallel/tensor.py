@@ -186,10 +186,11 @@ class _Rows(nn.Module):
         out: torch.Tensor
         bias = module_state(self).row_bias
         if not running.sums_inside:
-            kept = (self._parameters["bias"] if bias is None else bias) if number == 0 else None
-            with exchanged(self._parameters, {"bias": kept}), _cut(self):
+            bias = self._parameters["bias"] if bias is None else bias
+            with exchanged(self._parameters, {"bias": bias if number == 0 else None}), _cut(self):
                 out = super().forward(x)
-            return out
+            # FSDP2 reduces what has a gradient, so that a rank without one would wait for the others.
+            return out if number == 0 or bias is None else out + 0 * bias
         with _cut(self):
             out = super().forward(x)
         for axis in reversed(axes):
