@@ -25,6 +25,7 @@ from tests.families.outcomes import outcome_of
 from tests.families.proof import TOLERANCE, Layout, Run, Subject, measure
 from tests.families.table import PATH, read, read_axes, read_lora, read_refused_in_bf16
 from tests.families.tiny import EXPERTS, random_model
+from tests.families.variants import Variant, prove_variant, published
 from tests.support.ranks import run_ranks
 
 CORE = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe", "olmoe")
@@ -64,6 +65,18 @@ def test_a_family_is_what_the_table_says(family: Family) -> None:
             axis: said[axis] for axis in _axes_of(family)
         }
         assert outcome.refused_in_bf16 is (family.name in read_refused_in_bf16(text))
+
+
+VARIANTS = list(published())
+
+
+@pytest.mark.parametrize("variant", [VARIANTS[(_commits() + n) % len(VARIANTS)] for n in (0, 6)], ids=lambda v: v.name)
+def test_a_published_configuration_trains_as_its_family_does(variant: Variant) -> None:
+    """At tiny sizes, on every axis and packed."""
+    variant.register()
+    said = prove_variant(variant)
+    assert "refused" not in said, said
+    assert said.endswith("packing exact")
 
 
 def test_llama4_as_it_is_published_with_its_vision_tower() -> None:
