@@ -13,7 +13,8 @@ from expertmesh.distributed.layout import Layout
 from expertmesh.parallel import sequence
 from expertmesh.parallel.sequence import refuse_blocks
 from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
-from tests.families.tiny import random_model
+from expertmesh.weights.meta_model import build_meta_model
+from tests.families.tiny import random_model, tiny_config
 from tests.support.errors import refused
 from tests.support.models import tiny_model
 
@@ -48,6 +49,13 @@ def test_latent_attention_that_the_plan_leaves_out_is_split_by_its_structure() -
         "1 × mlp.shared_experts by features: columns of gate_proj, up_proj, rows of down_proj",
         VOCABULARY,
     ]
+
+
+def test_a_plan_for_another_configuration_is_not_followed() -> None:
+    """transformers' names q_b_proj, which a model without latent queries has not."""
+    config = tiny_config("Glm4MoeLiteForCausalLM", "glm4_moe_lite", q_lora_rank=None)
+    (first, *_) = _lines(build_meta_model(config, torch.float32))
+    assert first == "2 × self_attn by heads: columns of q_proj, kv_b_proj, rows of o_proj"
 
 
 def test_norms_over_all_heads_do_not_keep_heads_together() -> None:

@@ -228,11 +228,17 @@ def _mixer_part(
     """`confirmed`: what was found out about attention of the same kind, and why it is not split, if it is not."""
     if any(_named(own)):
         part = _part(module, name, own, mixes_positions=True)
+        if part.is_split and (_HEADS_ONLY & module._modules.keys()) - {*part.columns}:
+            return _proven_by_structure(module, name, tp, confirmed)  # the plan is for another configuration
         if part.gathered and (norms := _norms_of_all_heads(part, module)):
             # The plan gathers for these norms; they alone need all heads.
             by_heads = replace(part, gathered=(), cuts_input=False, norms=norms)
             part = by_heads if _why_not_split(by_heads, module, tp, confirmed) is None else part
         return part
+    return _proven_by_structure(module, name, tp, confirmed)
+
+
+def _proven_by_structure(module: nn.Module, name: str, tp: int, confirmed: dict[Any, str | None]) -> TensorPart:
     part = _by_structure(module, name)
     if part.is_split and (reason := _why_not_split(part, module, tp, confirmed)):
         return TensorPart(name, True, why_whole=f"transformers' plan leaves it out, and {reason}")
