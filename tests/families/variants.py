@@ -1,9 +1,9 @@
 """`python -m tests.families.variants [NAME ...]`: families with other settings than the rows of docs/models.md have.
 
-A variant is a family's tiny configuration with one switch turned, or a published configuration of `tests/published` at
-tiny sizes and with as few layers as show every kind. Each is held to the measure of proof.py on ep and every further
-axis, and to packing.py's, unless it is refused by name. Exit 1 when a proof does not hold. NAME: a family, or a file of
-`tests/published`. All of them take an hour on two cores.
+A variant is a family's tiny configuration with one switch turned, or with its kinds of layers the other way round, or a
+published configuration of `tests/published` at tiny sizes and with as few layers as show every kind. Each is held to
+the measure of proof.py on ep and every further axis, and to packing.py's, unless it is refused by name. Exit 1 when a
+proof does not hold. NAME: a family, or a file of `tests/published`. All of them take two hours on two cores.
 """
 
 import json
@@ -64,6 +64,8 @@ def switches(names: Sequence[str] = ()) -> Iterator[Variant]:
         settings = {key: value for key, value in text.to_dict().items() if known_families.matters(key)}
         turned = {key: not value for key, value in settings.items() if isinstance(value, bool) and key not in _IDLE}
         turned |= {key: None for key in _OPTIONAL if settings.get(key) is not None}
+        kinds = {key: value for key, value in settings.items() if isinstance(value, list) and str in map(type, value)}
+        turned |= {key: value[::-1] for key, value in kinds.items() if value != value[::-1]}
         for key, value in turned.items():
             changes = {**own, key: value} if place is None else {**own, place: {**own.get(place, {}), key: value}}
             yield Variant(f"{family.name} {key}={value}", kind, changes)
