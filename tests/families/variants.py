@@ -67,7 +67,8 @@ def switches(names: Sequence[str] = ()) -> Iterator[Variant]:
         kinds = {key: value for key, value in settings.items() if isinstance(value, list) and str in map(type, value)}
         turned |= {key: value[::-1] for key, value in kinds.items() if value != value[::-1]}
         for key, value in turned.items():
-            changes = {**own, key: value} if place is None else {**own, place: {**own.get(place, {}), key: value}}
+            more = {key: value, "num_hidden_layers": len(value)} if isinstance(value, list) else {key: value}
+            changes = {**own, **more} if place is None else {**own, place: {**own.get(place, {}), **more}}
             yield Variant(f"{family.name} {key}={value}", kind, changes)
 
 
