@@ -1,9 +1,11 @@
 """A job on pipeline stages is verified in all layers, alone and beside other axes; its bugs turn the right one red."""
 
+import json
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from expertmesh.config import Config
 from expertmesh.state.shards import local_tensor
@@ -18,6 +20,7 @@ from expertmesh.verification.proof import Hooks, Proof
 from expertmesh.verification.result import Check, Report
 from expertmesh.verification.run import verify
 from expertmesh.verification.setup import set_up
+from tests.families.tiny import model_class_of, tiny_config
 from tests.support.ranks import run_ranks
 from tests.training.tiny_run import run_config, write_inputs
 
@@ -161,3 +164,17 @@ def test_experts_are_exchanged_also_where_each_rank_has_one(tmp_path: Path) -> N
     for checks in run_ranks(_exchanged, 4, config, VerifyOptions(tokens=64)):
         assert checks[0].status == "fail"
         assert "model.layers.1.mlp.experts" in checks[0].note
+
+
+def test_a_job_is_verified_whose_tower_is_on_the_first_stage_alone(tmp_path: Path) -> None:
+    """Blocks of the tower can be recomputed like all others; the second stage has none of them."""
+    inputs, kind = write_inputs(tmp_path / "inputs"), "Qwen3VLMoeForConditionalGeneration"
+    config = tiny_config(kind, "qwen3_vl_moe")
+    config.text_config.vocab_size = json.loads((inputs / "model" / "config.json").read_text())["vocab_size"]
+    torch.manual_seed(0)
+    model_class_of(kind, "qwen3_vl_moe")._from_config(config).save_pretrained(inputs / "model")
+    recomputed = ("train.activation_checkpointing=full", "train.checkpoint_layers=2")
+    run = run_config(inputs, tmp_path / "run", "parallel={pp: 2, ep: 1}", *recomputed)
+    options = VerifyOptions(tokens=64, only=("backward", "metamorphic"), report=str(tmp_path / "report.json"))
+    for report in run_ranks(verify, 2, run, Control(arguments=options.dump())):
+        assert report.status == "pass", report.failures

@@ -17,6 +17,7 @@ from expertmesh.compat import enable_checkpointing
 from expertmesh.config.errors import InputError
 from expertmesh.experts.activation_checkpointing import block_contexts
 from expertmesh.experts.lora_state import adapter_state
+from expertmesh.state.stage_view import stage_names
 
 CheckpointingMode = Literal["none", "selective", "full"]
 CheckpointedLayers = Literal["all"] | int | Sequence[int]
@@ -59,7 +60,7 @@ def recompute_blocks(model: nn.Module, mode: CheckpointingMode, anatomy: Anatomy
     adapters = state if state is not None and state.dropout > 0.0 else None
     context_fn = partial(block_contexts, selective=mode == "selective", adapters=adapters)
     enable_checkpointing(model, {"use_reentrant": False, "context_fn": context_fn})
-    for name in anatomy.blocks:
+    for name in stage_names(model, anatomy.blocks):  # blocks of a tower are on the first pipeline stage alone
         if name not in blocks:
             model.get_submodule(name).gradient_checkpointing = False  # type: ignore[assignment]
 
