@@ -101,6 +101,9 @@ def test_what_only_chooses_gets_no_gradient_and_no_adapter(
         assert not [name for name in names if "indexer" in name or "vision_moe" in name]
     with refused("lora.targets-untrained", naming=idle):
         _selected(model, f"*.{idle}")
+    every = plan_adapters(model, em.LoraConfig(targets=tuple(groups)), None).targets
+    left = plan_adapters(model, em.LoraConfig(targets=tuple(groups), exclude=(f"*.{idle}",)), None).targets
+    assert left == every  # who leaves them out by will, may
     anatomy = describe(model)
     with mock.patch.object(known_families, "_table", return_value={}):
         found = without_gradient(model, anatomy)

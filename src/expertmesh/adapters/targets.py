@@ -87,12 +87,14 @@ def find_targets(
     nothing.
     """
     there = trainable(model, anatomy)
+    names = {target.name for target in there}
+    idle = [target for target in candidates(model, anatomy) if target.name not in names]
     chosen: dict[str, Target] = {}
     for selector in wanted:
         matches = [target for target in there if _selects(selector, target)]
-        if not matches and (idle := [each for each in candidates(model, anatomy) if _selects(selector, each)]):
+        if not matches and (untrained := [target.name for target in idle if _selects(selector, target)]):
             raise InputError(
-                f"lora.targets: {selector} matches what text does not train here, as {idle[0].name}; it gets no "
+                f"lora.targets: {selector} matches what text does not train here, as {untrained[0]}; it gets no "
                 "gradient, so its adapter would stay zero; leave it out",
                 key="lora.targets-untrained",
             )
@@ -106,6 +108,8 @@ def find_targets(
         chosen |= {target.name: target for target in matches}
     for selector in exclude:
         out = [name for name, target in chosen.items() if _selects(selector, target)]
+        if not out and any(_selects(selector, target) for target in idle):
+            continue
         if not out or len(out) == len(chosen):
             what = "none of the targets" if not out else "all that is left of the targets"
             raise InputError(f"lora.exclude: {selector} matches {what}; leave it out", key="lora.exclude-nothing")
