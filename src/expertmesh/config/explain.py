@@ -6,6 +6,7 @@ key is answered with the key that was probably meant, or the section that it bel
 
 import difflib
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -47,11 +48,16 @@ def explain(
     return InputError("\n".join(lines), key=schema.key_of(problems[0]))
 
 
+@cache
+def _json_schema(root: type[BaseModel]) -> dict[str, Any]:
+    return root.model_json_schema()
+
+
 class _Schema:
     """The keys below `root` and what each accepts. A node is a part of the JSON schema; {} is what is not known."""
 
     def __init__(self, root: type[BaseModel], prefix: Path) -> None:
-        self._schema = root.model_json_schema()
+        self._schema = _json_schema(root)
         self._prefix = prefix
 
     def path_of(self, loc: Path) -> Path:
