@@ -15,16 +15,18 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import expertmesh as em
-from expertmesh.adapters import save
+from expertmesh.adapters import save, targets
 from expertmesh.adapters.peft_format import file_keys, file_tensors
 from expertmesh.adapters.targets import Target
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.io.boxes import slices
 from expertmesh.state.shards import local_box, local_tensor
+from expertmesh.training.reporting.weights import adapter_lines
 from expertmesh.weights import write
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import StateTensor
 from tests.adapters.reference import PeftRun, take_steps, tiny_peft_run, train_adapters, worst
+from tests.families.tiny import random_model
 from tests.parallel.test_uneven_routing import _route_by_half
 from tests.support.errors import refused_on_ranks
 from tests.support.models import tiny_model
@@ -156,6 +158,28 @@ def test_experts_that_saw_tokens_are_filled_and_the_others_are_still_zero(tmp_pa
         for shares in filled.values():
             assert all(share > 0.9 for share in shares[:2])
             assert shares[2:] == (0.0,) * 6
+
+
+def _untrained(directory: Path) -> tuple[str, ...]:
+    model: Any = random_model("DeepseekV32ForCausalLM", "deepseek_v32")
+    mesh = em.init_mesh(em.ParallelConfig(ep=2))
+    with mock.patch.object(targets, "without_gradient", return_value=frozenset()):
+        em.parallelize(model, mesh, lora=em.LoraConfig(r=4, targets=("attention", "experts")))
+    ids = torch.arange(3, 20)[None]
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
+    em.causal_lm_loss(model, {"input_ids": ids, "labels": ids}, target_tokens=32).backward()
+    optimizer.step()
+    saved = em.save_adapter(model, directory)
+    said = list(adapter_lines(saved))
+    assert len([line for line in said if line.endswith("no gradient has moved it")]) == len(saved.untrained)
+    return saved.untrained
+
+
+def test_what_no_gradient_has_moved_is_said(tmp_path: Path) -> None:
+    leaves = ("wq_b", "wk", "weights_proj")
+    indexers = [f"model.layers.{n}.self_attn.indexer.{leaf}" for n in range(2) for leaf in leaves]
+    for untrained in run_ranks(_untrained, 2, tmp_path / "idle"):
+        assert list(untrained) == indexers
 
 
 def _save_without_adapters(directory: Path) -> None:

@@ -35,7 +35,8 @@ class AdapterReport:
     """`total_bytes` of the weights file, `bytes_written` by this rank.
 
     `filled`: for each adapted parameter of experts, by name, and each expert: the share of B that is not zero. An
-    expert that has never seen a token keeps 0. `unread`: what inference engines cannot read of it, as sentences.
+    expert that has never seen a token keeps 0. `untrained`: other targets, by name, all of whose B is zero. `unread`:
+    what inference engines cannot read of it, as sentences.
     """
 
     directory: Path
@@ -43,6 +44,7 @@ class AdapterReport:
     total_bytes: int
     bytes_written: int
     filled: dict[str, tuple[float, ...]]
+    untrained: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
 
 
@@ -67,8 +69,8 @@ def save_adapter(
         files = file_tensors(adapter_tensors(model), plan.targets)
         small = small_files(model, plan)
     layout, written = write_adapter(directory, files, small, tokenizer, live_values)
-    unread = unread_by_engines(model, plan)
-    return AdapterReport(directory, len(files), layout.size, written, filled_shares(model, plan), unread)
+    filled, untrained = _filled(model, plan)
+    return AdapterReport(directory, len(files), layout.size, written, filled, untrained, unread_by_engines(model, plan))
 
 
 def write_adapter(
@@ -107,22 +109,28 @@ def small_files(model: PreTrainedModel, plan: AdapterPlan) -> dict[str, bytes]:
     return {CONFIG_FILE: plan.config(model), BASE_FILE: base_bytes(model)}
 
 
-def filled_shares(model: PreTrainedModel, plan: AdapterPlan) -> dict[str, tuple[float, ...]]:
-    """`AdapterReport.filled`. Every rank calls it; one all-reduce of a number per expert on the default group."""
-    targets = [target for target in plan.targets if target.experts is not None]
-    if not targets:
-        return {}
+def _filled(model: PreTrainedModel, plan: AdapterPlan) -> tuple[dict[str, tuple[float, ...]], tuple[str, ...]]:
+    """`AdapterReport.filled` and `untrained`. Every rank calls it; one all-reduce of a number per expert, and per other
+    target, on the default group.
+    """
     adapters = adapter_tensors(model)
-    counts_TE = torch.zeros(len(targets), max(target.experts or 0 for target in targets), dtype=torch.int64)
+    counts_TE = torch.zeros(len(plan.targets), max(target.experts or 1 for target in plan.targets), dtype=torch.int64)
     sizes = []
-    for row, target in enumerate(targets):
+    for row, target in enumerate(plan.targets):
         whole = adapters[f"{target.module}.{target.leaves[1]}"]
-        sizes.append(whole.numel() // whole.shape[0])
+        sizes.append(whole.numel() // (target.experts or 1))
         if owns_copy(whole):
-            (first, last), *_ = local_box(whole)
-            counts_TE[row, first:last] += local_tensor(whole).flatten(1).count_nonzero(1).cpu()
+            local = local_tensor(whole)
+            (first, last), *_ = local_box(whole) if target.experts else [(0, 1)]
+            rows = local.flatten(1) if target.experts else local.reshape(1, -1)
+            counts_TE[row, first:last] += rows.count_nonzero(1).cpu()
     counts_TE = counts_TE.to(collective_device())
     if dist.is_initialized():
         dist.all_reduce(counts_TE)
-    shares = [[count / size for count in counts] for counts, size in zip(counts_TE.tolist(), sizes, strict=True)]
-    return {target.name: tuple(share[: target.experts]) for target, share in zip(targets, shares, strict=True)}
+    filled, untrained = {}, []
+    for target, counts, size in zip(plan.targets, counts_TE.tolist(), sizes, strict=True):
+        if target.experts:
+            filled[target.name] = tuple(count / size for count in counts[: target.experts])
+        elif counts[0] == 0:
+            untrained.append(target.name)
+    return filled, tuple(untrained)

@@ -86,9 +86,7 @@ def find_targets(
     gets no gradient. Raises `InputError` as above, also for a word of `exclude` that takes nothing out, or leaves
     nothing.
     """
-    there = trainable(model, anatomy)
-    names = {target.name for target in there}
-    idle = [target for target in candidates(model, anatomy) if target.name not in names]
+    there, idle = by_gradient(model, anatomy)
     chosen: dict[str, Target] = {}
     for selector in wanted:
         matches = [target for target in there if _selects(selector, target)]
@@ -127,10 +125,13 @@ def listed(there: Sequence[Target]) -> dict[str, list[str]]:
     return groups
 
 
-def trainable(model: nn.Module, anatomy: Anatomy) -> list[Target]:
-    """`candidates` without those that get no gradient from text."""
-    idle = without_gradient(model, anatomy)
-    return [target for target in candidates(model, anatomy) if target.weight not in idle]
+def by_gradient(model: nn.Module, anatomy: Anatomy) -> tuple[list[Target], list[Target]]:
+    """`candidates`: those that text trains, and those that get no gradient from it."""
+    untrained = without_gradient(model, anatomy)
+    there: tuple[list[Target], list[Target]] = ([], [])
+    for target in candidates(model, anatomy):
+        there[target.weight in untrained].append(target)
+    return there
 
 
 def candidates(model: nn.Module, anatomy: Anatomy) -> Iterator[Target]:

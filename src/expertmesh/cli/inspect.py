@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from expertmesh.adapters.targets import listed, trainable
+from expertmesh.adapters.targets import by_gradient, listed
 from expertmesh.anatomy import Anatomy, ExpertsSpec, alike_as_one, decoder_blocks, describe, is_inside
 from expertmesh.cli.printing import Terminal, bytes_text, count_text, print_rows
 from expertmesh.cli.sizes import COMPUTE_BYTES, disk_text, frozen_rows
@@ -221,7 +221,7 @@ def describe_rows(model: nn.Module, facts: Facts) -> Iterator[tuple[str, str]]:
     """The model's facts as (label, text)."""
     config: Any = model.config
     spec, vocabulary = facts.experts, int(config.get_text_config().vocab_size)
-    targets = listed(trainable(model, describe(model)))
+    targets = listed(by_gradient(model, describe(model))[0])
     yield "family", f"{config.model_type} ({type(model).__name__})"
     yield "layers", f"{facts.blocks}: {facts.moe_blocks} MoE, {facts.blocks - facts.moe_blocks} dense"
     if facts.other_blocks:

@@ -7,7 +7,7 @@ be told as trained and stay zero. Needs no weights; no communication.
 import torch
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, alike, decoder_blocks, settings
+from expertmesh.anatomy import Anatomy, alike, decoder_blocks, is_inside, settings
 from expertmesh.introspection.known_families import look_up, proof_key
 from expertmesh.introspection.stage_probe import (
     LENGTH,
@@ -21,15 +21,15 @@ from expertmesh.state.stage_view import meta_twin
 
 
 def without_gradient(model: nn.Module, anatomy: Anatomy) -> frozenset[str]:
-    """The names of parameters in `model`'s blocks that get no gradient in any of them; routed experts are not asked
-    about. None where that cannot be known, as the model's code does not run without values.
+    """The names of parameters in `model`'s blocks that get no gradient in any of them; what routed experts hold is not
+    asked about. Empty where that cannot be known, as the model's code does not run without values: an adapter that got
+    none is told of when it is saved.
     """
     blocks = decoder_blocks(anatomy)
-    experts = {f"{spec.name}.{name}" for spec in anatomy.experts for name in spec.parameters}
 
     def find() -> list[str]:
         try:
-            return _found(meta_twin(model), anatomy, experts)
+            return _found(meta_twin(model), anatomy)
         except Exception:  # the family's code on tensors without values: nothing is known
             return []
 
@@ -37,7 +37,7 @@ def without_gradient(model: nn.Module, anatomy: Anatomy) -> frozenset[str]:
     return frozenset(f"{block}.{name}" for block in blocks for name in names)
 
 
-def _found(twin: nn.Module, anatomy: Anatomy, experts: set[str]) -> list[str]:
+def _found(twin: nn.Module, anatomy: Anatomy) -> list[str]:
     """Names within their block, of one block of each kind."""
     blocks = decoder_blocks(anatomy)
     firsts = [names[0] for names in alike(twin, blocks, lambda name: settings(twin.get_submodule(name)))]
@@ -57,6 +57,6 @@ def _found(twin: nn.Module, anatomy: Anatomy, experts: set[str]) -> list[str]:
     trained: dict[str, bool] = {}
     for block in firsts:
         for name, parameter in twin.get_submodule(block).named_parameters(remove_duplicate=False):
-            if f"{block}.{name}" not in experts:
+            if not any(is_inside(f"{block}.{name}", spec.name) for spec in anatomy.experts):
                 trained[name] = trained.get(name, False) or parameter.grad is not None
     return sorted(name for name, is_trained in trained.items() if not is_trained)

@@ -66,13 +66,17 @@ def dtype_text(saved: SaveReport) -> str:
 
 
 def adapter_lines(saved: AdapterReport) -> Iterator[str]:
-    """Lines for the terminal, by rank 0, about which experts' adapters have moved from where they started."""
+    """Lines for the terminal, by rank 0, about which adapters have moved from where they started."""
     yield f"adapter    {saved.tensors:,} tensors, {gib(saved.total_bytes)}"
     for name, shares in saved.filled.items():
         still = [str(expert) for expert, share in enumerate(shares) if share == 0]
         if still:
             shown = ", ".join(still[:_LISTED]) + (f" and {len(still) - _LISTED} more" if len(still) > _LISTED else "")
             yield f"           {name}: B of experts {shown} is all zero; they have seen no token"
+    for name in saved.untrained[:_LISTED]:
+        yield f"           {name}: B is all zero; no gradient has moved it"
+    if more := saved.untrained[_LISTED:]:
+        yield f"           {len(more):,} more, from {more[0]}: B is all zero"
     for sentence in saved.unread:
         yield f"serving    not read as it is by {sentence}"
 
