@@ -8,10 +8,13 @@ from collections.abc import Callable, Hashable, Sequence
 from torch import nn
 
 _TELLS_APART = ("layer_type", "attention_type", "sliding_window")
+_NUMBERS = ("layer", "idx", "index")
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def alike(model: nn.Module, blocks: Sequence[str], kind: Callable[[str], Hashable]) -> list[list[str]]:
+def alike(
+    model: nn.Module, blocks: Sequence[str], kind: Callable[[str], Hashable] = lambda name: ()
+) -> list[list[str]]:
     """The names `blocks` in groups of one kind, as `kind` tells it beside `block_kind`; in the order of the first."""
     groups: dict[Hashable, list[str]] = {}
     for name in blocks:
@@ -27,10 +30,12 @@ def block_kind(block: nn.Module) -> Hashable:
 
 
 def settings(block: nn.Module) -> Hashable:
-    """All plain settings of a block's modules, but not which layer it is: equal for blocks whose code does the same."""
+    """All plain settings of a block's modules, but not the number of its layer: equal for blocks whose code does the
+    same.
+    """
     return tuple(
         (name, type(part).__name__, key, value)
         for name, part in block.named_modules()
         for key, value in vars(part).items()
-        if isinstance(value, _PLAIN) and not any(word in key for word in ("layer", "idx", "index"))
+        if isinstance(value, _PLAIN) and not (type(value) is int and any(word in key for word in _NUMBERS))
     )

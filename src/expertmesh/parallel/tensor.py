@@ -187,10 +187,11 @@ class _Rows(nn.Module):
         bias = module_state(self).row_bias
         if not running.sums_inside:
             bias = self._parameters["bias"] if bias is None else bias
-            with exchanged(self._parameters, {"bias": bias if number == 0 else None}), _cut(self):
+            # Zeros of it on the others: FSDP2 reduces what has a gradient, and a rank without one would wait for them.
+            once = bias if number == 0 or bias is None else 0 * bias
+            with exchanged(self._parameters, {"bias": once}), _cut(self):
                 out = super().forward(x)
-            # FSDP2 reduces what has a gradient, so that a rank without one would wait for the others.
-            return out if number == 0 or bias is None else out + 0 * bias
+            return out
         with _cut(self):
             out = super().forward(x)
         for axis in reversed(axes):

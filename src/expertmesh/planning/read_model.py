@@ -90,7 +90,7 @@ def _figures(
     tensor_plan = feasibility.any_tensor_plan()
     context_plan = feasibility.any_context_plan()
     reader = _Reader(model, plan, fp32, lora, tensor_plan, context_plan)
-    kinds = alike(model, anatomy.blocks, lambda _: ())
+    kinds = alike(model, anatomy.blocks)
     firsts = [names[0] for names in kinds]
     latents, whole = shared_by_heads(model, tensor_plan), computed_whole(model, context_plan)
     probed = probe(model, anatomy, firsts, length, packed=packed, latents=latents, whole=whole)
