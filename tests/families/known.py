@@ -37,11 +37,10 @@ from expertmesh.parallel.tensor_plan import tensor_plan
 from expertmesh.state.stage_view import meta_twin
 from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32
 from tests.families.catalogue import Family, families
-from tests.families.tiny import tiny_config
+from tests.families.tiny import tiny_config, turned_switches
 
 # Whose published models differ in more than one switch from what is the default.
 CORE = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe", "olmoe", "qwen3_5_moe")
-_OPTIONAL = ("q_lora_rank", "sliding_window")
 PATH = Path(known_families.__file__).with_name(known_families.FILE)
 
 
@@ -96,9 +95,7 @@ def _configs(family: Family, switches: int) -> Iterator[PreTrainedConfig]:
     """The tiny configuration, and with up to `switches` of its switches turned at once."""
     assert family.model_class is not None
     text = tiny_config(family.model_class, family.name).get_text_config()
-    settings = {name: value for name, value in text.to_dict().items() if known_families.matters(name)}
-    turned = {name: not value for name, value in settings.items() if isinstance(value, bool)}
-    turned |= {name: None for name in _OPTIONAL if settings.get(name) is not None}
+    settings, turned = text.to_dict(), turned_switches(text)
     if settings.get("head_dim") is None and "num_attention_heads" in settings:
         turned["head_dim"] = text.hidden_size // text.num_attention_heads
     for count in range(switches + 1):

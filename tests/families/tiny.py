@@ -12,6 +12,8 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from expertmesh.introspection import known_families
+
 VOCABULARY, EXPERTS, TOP_K = 96, 8, 2
 
 # By the names that configuration classes use. A family takes those it knows.
@@ -90,6 +92,7 @@ SIZES: dict[str, Any] = {
     "output_router_logits": False,
     "tie_word_embeddings": False,
 }
+_OPTIONAL = ("q_lora_rank", "sliding_window")
 # What a family's own rules demand beyond the table.
 CHANGES: dict[str, dict[str, Any]] = {
     # Low-rank output projection in groups of heads; the coarser compression has to fit the rows of the proof.
@@ -235,6 +238,15 @@ def tiny_config(model_class: str, family: str, **changes: Any) -> PreTrainedConf
     `changes`, if given, beyond those of the family.
     """
     return _shrunk(model_class_of(model_class, family).config_class, CHANGES.get(family, {}) | changes)
+
+
+def turned_switches(text: PreTrainedConfig) -> dict[str, Any]:
+    """The settings of a text model's configuration that change its code, each as it is not: flags turned, what may be
+    left out None.
+    """
+    settings = {name: value for name, value in text.to_dict().items() if known_families.matters(name)}
+    turned: dict[str, Any] = {name: not value for name, value in settings.items() if isinstance(value, bool)}
+    return turned | {name: None for name in _OPTIONAL if settings.get(name) is not None}
 
 
 def _shrunk(config_class: type[PreTrainedConfig], changes: dict[str, Any]) -> PreTrainedConfig:

@@ -26,12 +26,11 @@ from tests.families.catalogue import families
 from tests.families.packing import packing_of
 from tests.families.proof import Run, Subject, prove
 from tests.families.table import proof_cell
-from tests.families.tiny import CHANGES, SIZES, random_model, tiny_config
+from tests.families.tiny import CHANGES, SIZES, random_model, tiny_config, turned_switches
 
 PUBLISHED = sorted(Path(__file__).parents[1].glob("published/*.json"))
 # Of generation, of files, of what a forward returns beside.
 _IDLE = {"is_encoder_decoder", "use_cache", "output_router_logits"}
-_OPTIONAL = ("q_lora_rank", "sliding_window")
 # Not of the code: names, dtypes, what the tiny model has its own of.
 _OF_FILES = {"architectures", "transformers_version", "torch_dtype", "dtype", "auto_map", "quantization_config"}
 _OF_FILES |= {"model_type", "num_hidden_layers", "attention_dropout", "num_nextn_predict_layers", "max_window_layers"}
@@ -61,11 +60,11 @@ def switches(names: Sequence[str] = ()) -> Iterator[Variant]:
         config = tiny_config(kind, family.name)
         text, own = config.get_text_config(), CHANGES.get(family.name, {})
         place = next((key for key in config.sub_configs or {} if getattr(config, key, None) is text), None)
-        settings = {key: value for key, value in text.to_dict().items() if known_families.matters(key)}
-        turned = {key: not value for key, value in settings.items() if isinstance(value, bool) and key not in _IDLE}
-        turned |= {key: None for key in _OPTIONAL if settings.get(key) is not None}
-        kinds = {key: value for key, value in settings.items() if isinstance(value, list) and str in map(type, value)}
-        turned |= {key: value[::-1] for key, value in kinds.items() if value != value[::-1]}
+        turned = {key: value for key, value in turned_switches(text).items() if key not in _IDLE}
+        lists = {
+            key: value for key, value in text.to_dict().items() if known_families.matters(key) and type(value) is list
+        }
+        turned |= {key: kinds[::-1] for key, kinds in lists.items() if str in map(type, kinds) and kinds != kinds[::-1]}
         for key, value in turned.items():
             more = {key: value, "num_hidden_layers": len(value)} if isinstance(value, list) else {key: value}
             changes = {**own, **more} if place is None else {**own, place: {**own.get(place, {}), **more}}

@@ -57,7 +57,8 @@ class Trajectory:
             ("loss", losses, self.exact.losses, self.noisy.losses),
             ("norm", norms, self.exact.norms, self.noisy.norms),
         ):
-            # Two runs, each as far off as chance makes it, where a rounding decides what is chosen.
+            # The job is off by chance of the same kind, of which the noise is one draw: where a rounding decides which
+            # experts or positions are chosen, another draw may move several times as much.
             chance = max(scalar(what, a, b, 0.0).error for a, b in zip(noisy, wanted, strict=True))
             allowed = max(limit, 2 * OWN_ERRORS * chance)
             steps = enumerate(zip(got, wanted, strict=True), 1)
