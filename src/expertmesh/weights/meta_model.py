@@ -30,14 +30,16 @@ from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.experts.module_list import FusedExperts
 from expertmesh.io.local_copy import MODEL_FILES, local_model
 from expertmesh.io.model_config import read_model_json, refuse_impossible
-from expertmesh.io.reading import read_json, shortened
+from expertmesh.io.reading import read_file, read_json, shortened
 from expertmesh.io.urls import is_url
+from expertmesh.state.sharded_model import attach
 from expertmesh.state.stage_view import full_model
 from expertmesh.weights.mapping import model_tensors, own_class, tied_names
 from expertmesh.weights.module_list import fuse_lists_of_experts
 from expertmesh.weights.quantised.published import refuse_unsupported
 
 DATA_FILES = MODEL_FILES
+CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 # Published configs whose model_type is another name for a family of transformers, tensors' names included. transformers
 # reads the text_config of Kimi-K2.5 by the same rule. The code beside the weights is for transformers 4 and never runs.
 _OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
@@ -59,15 +61,16 @@ def read_model_config(
         directory = local_model(name_or_path, trust_remote_code, weights=weights)
     elif not directory.is_dir():
         directory = _download(name_or_path, revision, trust_remote_code, weights)
-    path = directory / "config.json"
+    path = directory / CONFIG_FILE
     content = read_model_json(path)
-    family = _OTHER_NAMES.get(content.get("model_type", ""))
-    if family is None:
+    other_name = content.get("model_type") in _OTHER_NAMES
+    if not other_name:
         _refuse_remote_code(path, content, trust_remote_code)
     try:
-        if family is None:
+        if not other_name:
             config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
         else:
+            family = family_of(content)
             values = {**content, "model_type": family, "_name_or_path": str(directory)}
             values.pop("auto_map", None)
             config = CONFIG_MAPPING[family].from_dict(values)
@@ -81,6 +84,18 @@ def read_model_config(
     refuse_impossible(config.to_dict(), path)  # with the family's own values where the file says none
     refuse_unsupported(config, directory)
     return config, directory
+
+
+def family_of(content: Mapping[str, Any]) -> str:
+    """The family of transformers that a config.json names, perhaps under another name."""
+    name = str(content.get("model_type"))
+    return _OTHER_NAMES.get(name, name)
+
+
+def json_files(directory: Path) -> dict[str, bytes]:
+    """config.json and generation_config.json as they are, by name; only those that are there."""
+    paths = (directory / name for name in (CONFIG_FILE, GENERATION_FILE))
+    return {path.name: read_file(path) for path in paths if path.exists()}
 
 
 def build_meta_model(
@@ -98,7 +113,8 @@ def build_meta_model(
 
     Floating-point parameters are `dtype` (the master dtype), except what the family keeps in fp32 when
     `dtype` is narrower; persistent buffers as `from_pretrained(dtype=dtype)` gives them. Non-persistent
-    buffers are on the CPU with their values. The generation config comes from `directory` if it has one.
+    buffers are on the CPU with their values. The generation config comes from `directory` if it has one; the model
+    remembers what its JSON files say, which is what saving writes again.
     `attention` is transformers' `attn_implementation`. Experts that are a list of MLPs are fused, unless `fuse` is off.
     Raises `InputError` for what transformers cannot build, and for remote code without the flag.
     """
@@ -121,9 +137,17 @@ def build_meta_model(
     state, kept = model.state_dict(keep_vars=True), kept_in_fp32(model, dtype)
     give_dtypes(state, {name: torch.float32 for name in state if kept(name)})
     _compute_buffers(model)
-    if directory is not None and model.can_generate():
-        _read_generation_config(model, Path(directory) / "generation_config.json")
+    if directory is not None:
+        if model.can_generate():
+            read_generation_config(model, Path(directory) / GENERATION_FILE)
+        attach(model, base_files=json_files(Path(directory)))
     return model
+
+
+def class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class of the language model that `build_meta_model` builds of a config of transformers."""
+    kind: type[PreTrainedModel] = _auto_class(config, None)._model_mapping[type(config)]
+    return kind
 
 
 def _auto_class(config: PreTrainedConfig, num_labels: int | None) -> Any:
@@ -234,7 +258,8 @@ def _compute_buffers(model: PreTrainedModel) -> None:
     model.initialize_weights()
 
 
-def _read_generation_config(model: PreTrainedModel, path: Path) -> None:
+def read_generation_config(model: PreTrainedModel, path: Path) -> None:
+    """Give `model` the generation config in `path`, if it exists. Raises `InputError` for what is none."""
     if not path.exists():
         return
     try:
