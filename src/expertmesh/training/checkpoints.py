@@ -25,7 +25,7 @@ from expertmesh.io.terminal import gib
 from expertmesh.training.objective import reference_file
 from expertmesh.training.selection import Selection
 from expertmesh.training.startup.uploads import RunUploads, start_uploads
-from expertmesh.weights.companions import CopiedFiles, processor_files, tokenizer_files
+from expertmesh.weights.companions import CopiedFiles, model_files, tokenizer_files
 
 if TYPE_CHECKING:
     from expertmesh.training.lock import RunLock
@@ -156,7 +156,7 @@ def open_checkpoints(run: "Prepared", state: "RunState", lock: "RunLock | None")
         if is_main:
             beside = tokenizer_files(run.data.tokenizer, run.checked.directory)
             if config.lora is None:
-                beside |= processor_files(run.checked.directory)
+                beside |= model_files(run.checked.directory, code=config.model.trust_remote_code)
             own = companions(run.model, CopiedFiles(beside), config.save.dtype)
             files = {"config.yaml": dump_config(config).encode(), **own}
             files |= reference_file(run.data.datasets)

@@ -147,13 +147,18 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 def generation_files(model: PreTrainedModel) -> dict[str, bytes]:
     """generation_config.json by its name; nothing where the base has none and config.json says the same."""
-    base, now = _base_of(model), model.generation_config
-    if not model.can_generate() or now is None:
+    if not model.can_generate() or model.generation_config is None:
         return {}
+    base, now = _base_of(model), model.generation_config
     if GENERATION_FILE in base:
         before = GenerationConfig.from_dict(parse_json(base[GENERATION_FILE]))
         return {GENERATION_FILE: _changed_bytes(base[GENERATION_FILE], _content(before), _content(now))}
-    if CONFIG_FILE in base and _content(GenerationConfig.from_model_config(model.config)) == _content(now):
+    # `from_pretrained` makes False of some that are None.
+    derived, own = (
+        {key: value for key, value in _content(each).items() if value is not None and value is not False}
+        for each in (GenerationConfig.from_model_config(model.config), now)
+    )
+    if CONFIG_FILE in base and derived == own:
         return {}
     return {GENERATION_FILE: now.to_json_string(use_diff=True).encode()}
 
@@ -186,9 +191,11 @@ def tokenizer_files(tokenizer: Any, base: Path | None = None) -> dict[str, bytes
     return now if wanted.keys() - {_TEMPLATE} else _with_template(files, wanted.get(_TEMPLATE))
 
 
-def processor_files(directory: Path) -> dict[str, bytes]:
-    """What a model's base says about images and sound, which training on text leaves alone."""
-    return _read(matching_paths(directory, _PROCESSOR_FILES))
+def model_files(directory: Path, *, code: bool) -> dict[str, bytes]:
+    """What the base of a whole model has beside: what is said of images and sound, which training on text leaves alone,
+    and with `code` the Python files that config.json may name.
+    """
+    return _read(matching_paths(directory, [*_PROCESSOR_FILES, *["*.py"] * code]))
 
 
 def matching_paths(directory: Path, patterns: Iterable[str]) -> dict[str, Path]:
@@ -234,20 +241,22 @@ def _config_in_base(
     config, whole = model.config, parse_json(base)
     own = _own_part(whole, config)
     assert own is not None
-    content = _changed(own, _content(type(config).from_dict(deepcopy(own))), _content(config), config)
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(own, file)
+        file.flush()
+        before = type(config).from_json_file(file.name)  # which reads numbers that JSON has not, unlike `from_dict`
+    content = _changed(own, _content(before), _content(config), config)
     content.pop("transformers_weights", None)  # it would name another weights file than the one written here
     kind = own_class(model)
     same_class = kind.__name__ in (own.get("architectures") or ()) or model.is_remote_code() or kind is class_of(config)
     if not same_class or own is not whole:
         content["architectures"] = [kind.__name__]
-    was_quantised = content.get("quantization_config") is not None
-    if quantisation is None:
-        content.pop("quantization_config", None)
-    else:
+    as_before = content.pop("quantization_config", None) == quantisation
+    if quantisation is not None:
         content["quantization_config"] = dict(quantisation)
     if dtype is not None:
-        unchanged = dtype in source_of(model).dtypes.values() and was_quantised is (quantisation is not None)
-        _say_dtype(content, type(config), str(dtype).removeprefix("torch."), add=not unchanged)
+        same = as_before and (quantisation is not None or dtype in source_of(model).dtypes.values())
+        _say_dtype(content, type(config), str(dtype).removeprefix("torch."), add=not same)
     return base if content == whole else _json_bytes(content)
 
 
@@ -341,14 +350,10 @@ def _with_settings(base: bytes, before: Mapping[str, bytes], now: Mapping[str, b
     """
     said = parse_json(base)
     old, new = (
-        {key: value for key, value in json.loads(of[_TOKENIZER_CONFIG]).items() if key in said or _is_setting(key)}
+        {key: each for key, each in json.loads(of[_TOKENIZER_CONFIG]).items() if key in said or key.endswith("_token")}
         for of in (before, now)
     )
     return _changed_bytes(base, old, new)
-
-
-def _is_setting(key: str) -> bool:
-    return key.endswith(("_token", "_side"))
 
 
 def _with_template(files: Mapping[str, bytes], template: bytes | None) -> dict[str, bytes]:

@@ -29,7 +29,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.experts.module_list import FusedExperts
 from expertmesh.io.local_copy import MODEL_FILES, local_model
-from expertmesh.io.model_config import read_model_json, refuse_impossible
+from expertmesh.io.model_config import blamed, read_model_json, refuse_impossible
 from expertmesh.io.reading import read_file, read_json, shortened
 from expertmesh.io.urls import is_url
 from expertmesh.state.sharded_model import attach
@@ -76,10 +76,11 @@ def read_model_config(
             config = CONFIG_MAPPING[family].from_dict(values)
     except Exception as error:
         # A family's config class can raise anything on wrong values.
-        raise InputError(
-            f"{path}: is not a config that transformers understands: {shortened(str(error))}",
-            key="model.invalid-config",
-        ) from error
+        cause, reason = blamed(content, str(error)), _one_line(error)
+        said = (
+            "is not a config that transformers understands" if cause is None else f"{cause}, which transformers refuses"
+        )
+        raise InputError(f"{path}: {said}: {reason}; correct it", key="model.invalid-config") from error
     assert isinstance(config, PreTrainedConfig)
     refuse_impossible(config.to_dict(), path)  # with the family's own values where the file says none
     refuse_unsupported(config, directory)
@@ -127,9 +128,12 @@ def build_meta_model(
         with torch.device("meta"), meta_device_safe_creation_ops():
             model = auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # as above: a division by zero, a name that is no activation
-        reason = f"{type(error).__name__}: {shortened(str(error))}"
+        path, said = Path(directory or config.name_or_path or "") / CONFIG_FILE, config.to_dict()
+        cause = blamed(read_model_json(path) if path.is_file() else said, str(error))
+        where = f"{path if path.is_file() else config.model_type}: {'' if cause is None else f'{cause}; '}"
+        reason = f"{type(error).__name__}: {_one_line(error)}"
         raise InputError(
-            f"{config.model_type}: transformers cannot build a causal LM of it: {reason}", key="model.no-causal-lm"
+            f"{where}transformers cannot build a causal LM of it: {reason}; correct it", key="model.no-causal-lm"
         ) from error
     assert isinstance(model, PreTrainedModel)
     if fuse:
@@ -269,8 +273,12 @@ def read_generation_config(model: PreTrainedModel, path: Path) -> None:
         raise
     except Exception as error:
         raise InputError(
-            f"{path}: is not a generation config: {shortened(str(error))}", key="model.invalid-generation-config"
+            f"{path}: is not a generation config: {_one_line(error)}", key="model.invalid-generation-config"
         ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return shortened(" ".join(str(error).split()))
 
 
 def _refuse_remote_code(path: Path, content: dict[str, Any], trust_remote_code: bool) -> None:
