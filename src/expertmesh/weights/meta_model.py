@@ -128,9 +128,10 @@ def build_meta_model(
         with torch.device("meta"), meta_device_safe_creation_ops():
             model = auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # as above: a division by zero, a name that is no activation
-        path, said = Path(directory or config.name_or_path or "") / CONFIG_FILE, config.to_dict()
-        cause = blamed(read_model_json(path) if path.is_file() else said, str(error))
-        where = f"{path if path.is_file() else config.model_type}: {'' if cause is None else f'{cause}; '}"
+        path = Path(directory or config.name_or_path or "") / CONFIG_FILE
+        written = read_model_json(path) if path.is_file() else {}
+        cause = blamed(written, str(error)) or blamed(config.to_dict(), str(error))
+        where = f"{path if written else config.model_type}: {'' if cause is None else f'{cause}; '}"
         reason = f"{type(error).__name__}: {_one_line(error)}"
         raise InputError(
             f"{where}transformers cannot build a causal LM of it: {reason}; correct it", key="model.no-causal-lm"
