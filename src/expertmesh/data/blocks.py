@@ -146,9 +146,10 @@ class BlockEncoder:
             return
         report.cut += longest > limit
         report.methods[encoded[0].method] += 1
-        report.open_ended += any(each.end is None for each in encoded)
-        report.ends.update(each.taught_end for each in encoded if each.taught_end is not None and longest <= limit)
+        report.open_ended += any(each.open_ended for each in encoded)
         report.empty_thoughts += any(each.empty_thoughts for each in encoded)
+        ends = [self._encoder.end_taught(each) for each in encoded if len(each.input_ids) <= limit]
+        report.ends.update(end for end in ends if end is not None)
         kept = [each.input_ids[:limit] for each in encoded]
         report.same_pairs += len(kept) > 1 and np.array_equal(kept[0], kept[1])
         samples = [coded(each.input_ids[:limit], each.targets[:limit]) for each in encoded]

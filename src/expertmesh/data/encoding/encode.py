@@ -34,23 +34,16 @@ COMPLETION = "completion"
 class Encoded:
     """One sample: `input_ids` [S] int32 and `targets` [S] bool.
 
-    `method` tells how the targets were found; `end` is the special token that ends the last answer, None of an answer
-    that ends without one; `empty_thoughts` and `dropped_thinking` are those of `Rendered`.
+    `method` tells how the targets were found; `open_ended` that the last answer has no end token; `empty_thoughts` and
+    `dropped_thinking` are those of `Rendered`.
     """
 
     input_ids: npt.NDArray[np.int32]
     targets: npt.NDArray[np.bool_]
     method: str
-    end: int | None
+    open_ended: bool
     empty_thoughts: int = 0
     dropped_thinking: bool = False
-
-    @property
-    def taught_end(self) -> int | None:
-        """`end`, where nothing but a line break follows it: what the model is to stop at. In the middle of a
-        conversation some templates (GPT-OSS) end an answer with another token than the one that ends generation.
-        """
-        return self.end if self.targets[-2:].any() else None
 
 
 class Encoder:
@@ -95,6 +88,15 @@ class Encoder:
                 elif not isinstance(found, MalformedRow):
                     found.append(encoded)
         return results
+
+    def end_taught(self, encoded: Encoded) -> int | None:
+        """The special token that ends a sample and is a target, perhaps before a line break: what the model learns to
+        stop at. In the middle of a conversation some templates (GPT-OSS) end an answer with another token, at which
+        generation must not stop.
+        """
+        last = encoded.input_ids[-2:][encoded.targets[-2:]]
+        ends = last[np.isin(last, self._special_ids)]
+        return int(ends[-1]) if ends.size else None
 
     def _render(self, conversations: list[Conversation]) -> list[list[Rendered] | MalformedRow]:
         return self._renderer_of_chats().render(conversations) if conversations else []
@@ -141,14 +143,14 @@ class Encoder:
                 targets[self._without_trailing_space(tokens, ids) if trim else tokens] = True
         if plain:
             return self._closed(input_ids, targets, rendered.method)
+        is_open_ended = self._is_open_ended(input_ids, targets)
         thinking = rendered.empty_thoughts, rendered.dropped_thinking
-        return Encoded(input_ids, targets, rendered.method, self._end(input_ids, targets), *thinking)
+        return Encoded(input_ids, targets, rendered.method, is_open_ended, *thinking)
 
-    def _end(self, input_ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_]) -> int | None:
+    def _is_open_ended(self, input_ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_]) -> bool:
         # The last but one too: some marks include the line break after the end token.
-        last = input_ids[np.flatnonzero(targets)[-2:]]
-        ends = last[np.isin(last, self._special_ids)]
-        return int(ends[-1]) if ends.size else None
+        last = np.flatnonzero(targets)[-2:]
+        return bool(last.size > 0 and not np.isin(input_ids[last], self._special_ids).any())
 
     def _closed(self, input_ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_], method: str) -> Encoded:
         """End a document or completion with eos, and make it a target: so the model learns to stop."""
@@ -157,7 +159,7 @@ class Encoder:
             targets = np.append(targets, np.True_)
         elif self._eos is not None:
             targets[-1] = True
-        return Encoded(input_ids, targets, method, self._eos)
+        return Encoded(input_ids, targets, method, open_ended=self._eos is None)
 
     def _covered(self, rendered: Rendered, ids: list[int], offsets: Any, plain: bool) -> list[npt.NDArray[np.int64]]:
         """For each span, the indices of the tokens that cover at least one of its characters."""
