@@ -148,10 +148,10 @@ class BlockEncoder:
         report.methods[encoded[0].method] += 1
         report.open_ended += any(each.open_ended for each in encoded)
         report.empty_thoughts += any(each.empty_thoughts for each in encoded)
-        ends = [self._encoder.end_taught(each) for each in encoded if len(each.input_ids) <= limit]
-        report.ends.update(end for end in ends if end is not None)
         kept = [each.input_ids[:limit] for each in encoded]
         report.same_pairs += len(kept) > 1 and np.array_equal(kept[0], kept[1])
+        ends = [self._encoder.end_taught(each) for each in encoded if len(each.input_ids) <= limit]
+        report.ends.update(end for end in ends if end is not None)
         samples = [coded(each.input_ids[:limit], each.targets[:limit]) for each in encoded]
         report.tokens += sum(map(len, samples))
         report.target_tokens += sum(int(np.count_nonzero(each >= 0)) for each in samples)
