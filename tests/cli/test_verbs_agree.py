@@ -113,9 +113,6 @@ CASES = {
     "a library for GPUs on CPUs": Case(
         "moe.dispatch: deepep cannot be used here: there is no GPU", ("moe.dispatch=deepep", BF16), ranks=2
     ),
-    "halves of which no token travels": Case(
-        "moe.interleave: with parallel.ep 1 no token travels", ("moe.interleave=true", "train.micro_batch_size=2")
-    ),
     "no tokenizer": Case("the tokenizer of ", prepare=_no_tokenizer),
     "a file in output_dir": Case(
         "is not empty and holds no run of ours", prepare=_something_in_output_dir, verbs=("train", "check")

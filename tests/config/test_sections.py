@@ -92,7 +92,6 @@ def test_a_value_of_another_kind_is_refused_and_named(tmp_path: Path, override: 
         (["distributed.timeout_seconds=3600"], "distributed.first_step_timeout_seconds (1800)"),
         (["moe={router: frozen, aux_loss_coef: 0.01}"], "moe.aux_loss_coef is 0.01"),
         (["moe={router: frozen, bias_update_rate: 1e-3}"], "moe.bias_update_rate is 0.001"),
-        (["moe.interleave=true", "train.micro_batch_size=1"], "moe.interleave is true"),
         (["train.eval_every_steps=5"], "train.eval_every_steps is 5"),
         (
             ["model.attention=flash_attention_2", "precision={params: float32, compute: float32}"],

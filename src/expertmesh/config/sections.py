@@ -369,8 +369,6 @@ class MoeConfig(Section):
     dispatch: Literal["auto", "all_to_all", "all_gather", "hierarchical", "deepep"] = "auto"
     """How tokens travel to the ranks of their experts; hierarchical: once to each node, and there to its ranks; deepep:
     by the kernels of DeepEP, which has to be installed."""
-    interleave: bool = False
-    """Run each block on two halves of a micro-batch's rows, so that one's tokens travel while the other computes."""
     compute: Literal["auto", "grouped_mm", "loop"] = "auto"
     """How an expert rank multiplies: grouped matrix products, or expert after expert (the reference)."""
     kernels: Literal["auto", "torch", "triton"] = "auto"

@@ -25,7 +25,6 @@ from expertmesh.parallel.checkpointing import (
 from expertmesh.parallel.compiling import compiled_parts, refuse_compile
 from expertmesh.parallel.context.plan import ContextPlan, context_plan
 from expertmesh.parallel.groups import Group, Split, plan_expert_dims, plan_frozen, plan_groups
-from expertmesh.parallel.halves.plan import interleaved_blocks
 from expertmesh.parallel.pipeline import Cut, plan_cut
 from expertmesh.parallel.refusals import (
     choose_dispatch,
@@ -74,8 +73,7 @@ class ShardOptions:
 class ShardPlan:
     """How one model is sharded in one layout. All names are of the whole model, of all pipeline stages.
 
-    `interleaved`: the blocks that run in halves, each with its experts modules. `compute`: the backend of each experts
-    module, `shared_beside` a shared expert that computes while its rows travel.
+    `compute`: the backend of each experts module, `shared_beside` a shared expert that computes while its rows travel.
     `frozen` are the routers that are not trained, `checkpointed` the blocks that are recomputed in backward, `compiled`
     the parts that are compiled. `splits` are those parameters that ep or tp splits. `groups` are in the order of their
     `fully_shard` calls, the root last. `cast_buffers` are modules whose buffers are in the compute dtype while they
@@ -88,7 +86,6 @@ class ShardPlan:
     anatomy: Anatomy
     balance: "Balance"
     dispatch: str
-    interleaved: Mapping[str, tuple[str, ...]]
     compute: Mapping[str, str]
     kernels: Kernels
     shared_beside: Mapping[str, str]
@@ -121,7 +118,6 @@ class ShardPlan:
         """What moe.dispatch, moe.compute, moe.kernels and moe.router_dtype became, to be printed."""
         backends = Counter(self.compute.values())
         dispatch = f"{self.dispatch} beside shared experts" if self.shared_beside else self.dispatch
-        dispatch += " in two interleaved halves" if self.interleaved else ""
         layers = ", ".join(f"{name} ({count} layers)" for name, count in backends.items())
         router_dtype = self._router_dtype()
         return {
@@ -163,10 +159,7 @@ def plan_shards(model: nn.Module, layout: "Layout", options: ShardOptions, *, ke
     if options.compile:
         refuse_compile(model, precision.frozen)
     splits, groups = plan_groups(model, anatomy, layout, tensor, expert_dims, casts.kept)
-    dispatch, interleaved = choose_dispatch(options.moe, layout), {}
-    if options.moe.interleave:
-        interleaved = interleaved_blocks(model, anatomy, layout, dispatch, options.compile, groups, casts, twin)
-    overlaps = not interleaved and not options.compile and options.activation_checkpointing != "selective"
+    overlaps = not options.compile and options.activation_checkpointing != "selective"
     gathered = [module for group in groups for module in group.modules]
     shared = shared_beside_rows(twin, anatomy, layout, options.moe, gathered) if overlaps else {}
     return ShardPlan(
@@ -174,8 +167,7 @@ def plan_shards(model: nn.Module, layout: "Layout", options: ShardOptions, *, ke
         options=options,
         anatomy=anatomy,
         balance=balance,
-        dispatch=dispatch,
-        interleaved=interleaved,
+        dispatch=choose_dispatch(options.moe, layout),
         compute=backends,
         kernels=choose_kernels(model, anatomy, options.moe.kernels, compute),
         shared_beside=shared,

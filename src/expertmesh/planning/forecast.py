@@ -40,12 +40,6 @@ def arrange(config: Config, world_size: int, preflight: Callable[[Config, int], 
     fastest. `preflight` refuses what cannot be. No communication. `InputError` where nothing fits.
     """
     mode = config.train.activation_checkpointing
-    if config.moe.interleave:
-        raise InputError(
-            "moe.interleave: a layout that --elastic plans anew may have ep 1 or one row a micro-batch; set "
-            "moe.interleave to false",
-            key="moe.interleave-unsupported",
-        )
     try:
         preflight(config, world_size)
         return Arrangement(config.parallel, config.train.micro_batch_size, mode, "laid out as configured")
@@ -102,12 +96,11 @@ def forecast(config: Config, checked: Checked, devices: Devices | None = None) -
 def _cures(config: Config, checked: Checked, devices: Devices) -> list[str]:
     """At most three changes of the configuration with which a step is predicted to fit, the fastest first."""
     now = config.train.micro_batch_size, checkpointing_mode(config)
-    least = 2 if config.moe.interleave and config.objective.name == "sft" else 1
     fitting: dict[str, float] = {}
     for length in (config.data.max_length, config.data.max_length // 2):
         data = config.data.model_copy(update={"max_length": length})
         job = _job(config.model_copy(update={"data": data}), checked, devices)
-        for rows, mode in product(dict.fromkeys((now[0], least)), dict.fromkeys((now[1], "selective", "full"))):
+        for rows, mode in product(dict.fromkeys((now[0], 1)), dict.fromkeys((now[1], "selective", "full"))):
             update = {"micro_batch_size": rows, "activation_checkpointing": mode}
             changed = config.model_copy(update={"train": config.train.model_copy(update=update)})
             found = _candidate(changed, job, checked.layout)

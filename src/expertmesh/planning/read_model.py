@@ -5,7 +5,6 @@ is downloaded.
 import inspect
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,8 +94,6 @@ def _figures(
     latents, whole = shared_by_heads(model, tensor_plan), computed_whole(model, context_plan)
     probed = probe(model, anatomy, firsts, length, packed=packed, latents=latents, whole=whole)
     found = probed.blocks
-    if plan.interleaved:  # shared experts run where the model's own code has them
-        found = [replace(each, behind=each.behind + each.behind_shared) for each in found]
     measured = [reader.block(first, figures) for first, figures in zip(firsts, found, strict=True)]
     of_block = {name: each for names, each in zip(kinds, measured, strict=True) for name in names}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()

@@ -41,7 +41,6 @@ _FREE_KEYS = (
     "train.early_stop",
     *(f"train.early_stop.{key}" for key in ("figure", "patience", "min_change")),
     "moe.dispatch",
-    "moe.interleave",
     "moe.compute",
     "moe.kernels",
     "data.eval",

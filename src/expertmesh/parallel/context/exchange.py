@@ -85,18 +85,15 @@ def split_attention(model: nn.Module, plan: ContextPlan, blocks: Sequence[str], 
 
 
 def _guard(block: nn.Module, name: str, here: list[ContextAttention]) -> None:
-    """Every attention of a block must have exchanged its positions exactly once when the block is done; in a block that
-    runs in halves, once in each.
-    """
+    """Every attention of a block must have exchanged its positions exactly once when the block is done."""
 
     def begin(module: nn.Module, args: Any) -> None:
         for context in here:
             context.calls = 0
 
     def check(module: nn.Module, args: Any, output: Any) -> None:
-        halves = module_state(module).halves
         for context in here:
-            if context.calls != (1 if halves is None else halves.runs):
+            if context.calls != 1:
                 raise InputError(
                     f"parallel.cp: {context.name} attended {context.calls} times in one forward of {name} instead of "
                     "once, so its positions were not all exchanged; set parallel.cp to 1",
