@@ -31,7 +31,6 @@ VERBS = (
     "merge",
     "convert",
     "report",
-    "bench",
     "schema",
     "demo",
 )
@@ -51,7 +50,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Every verb replaced by one that records its arguments and returns 0."""
     seen: list[tuple[Any, ...]] = []
     fake = SimpleNamespace(run=lambda *arguments: seen.append(arguments) or 0)
-    for name in ("inspect", "data.check", "data.prepare", "plan.run", "bench", "export", "report"):
+    for name in ("inspect", "data.check", "data.prepare", "plan.run", "export", "report"):
         monkeypatch.setitem(sys.modules, f"expertmesh.cli.{name}", fake)
     monkeypatch.setattr(verbs, "run_ranks", fake.run)
     return seen
@@ -89,14 +88,12 @@ def test_check_and_inspect_receive_their_arguments(config: str, calls: list[tupl
     assert calls[1:] == [("some/model", 8, True), ("some/model", None, False)]
 
 
-def test_plan_bench_and_export_receive_their_arguments(calls: list[tuple[Any, ...]]) -> None:
+def test_plan_export_and_report_receive_their_arguments(calls: list[tuple[Any, ...]]) -> None:
     assert main(["plan", "m", "--devices", "8 h100", "--lora", "r=4", "--tokens", "10B", "--lora", "alpha=8"]) == 0
-    assert main(["bench", "--quick", "layer", "load"]) == 0
     assert main(["export", "run", "--output=out", "--max-shard-size", "4GiB", "--dtype", "bfloat16"]) == 0
     assert main(["report", "run"]) == 0
     assert calls == [
         (PlanOptions(model="m", devices="8 h100", lora=["r=4", "alpha=8"], tokens=1e10),),
-        (["layer", "load"], True, None, None),
         ("run", "out", "bfloat16", 4 << 30, False, None),
         (["run"], None),
     ]

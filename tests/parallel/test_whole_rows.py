@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import expertmesh as em
-from expertmesh.bench.probes import count_collectives
+from benchmarks.probes import count_collectives
 from expertmesh.distributed import sequence_collectives
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection.state_heads import Share

@@ -72,7 +72,6 @@ def commands(root: Path) -> dict[str, list[list[str]]]:
         "merge": [[at("adapter"), *output], [at("model"), *output]],
         "convert": [[at("odd"), *output], [at("none"), *output], [at("model"), *output]],
         "report": [[at("run")], [at("model")]],
-        "bench": [[EVIL]],
         "schema": [[EVIL]],
         "demo": [[EVIL]],
         "doctor": [[EVIL]],

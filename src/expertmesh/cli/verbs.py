@@ -7,7 +7,6 @@ returned (see `main`), and imports what is heavy only then.
 import functools
 import importlib
 import inspect as signatures
-import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -250,19 +249,6 @@ def report(
 ) -> int:
     """write one HTML page about a run, or one that compares several"""
     return call("expertmesh.cli.report", runs, output)
-
-
-@verb
-def bench(
-    parts: Annotated[list[str] | None, Argument(metavar="PART", help="step, layer, load, lora (default: all)")] = None,
-    quick: Annotated[bool, Option("--quick", help="smaller sizes, fewer repetitions: a look, not a result")] = False,
-    nproc: Annotated[int | None, N(help="local ranks (default: one per accelerator; CPU: 4)")] = None,
-    json: Annotated[str | None, FILE(help="write every figure to FILE")] = None,
-) -> int:
-    """measure expertmesh beside its peers on this machine"""
-    # torch reads it when it is imported; its profiler warns of every block that was there before.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    return call("expertmesh.cli.bench", parts or [], quick, nproc, json)
 
 
 @verb
