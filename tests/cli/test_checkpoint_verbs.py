@@ -54,7 +54,10 @@ def test_verify_names_everything_and_ends_with_3(run: Path, tmp_path: Path, caps
     assert "sound" not in captured.out
     first, *others = captured.err.splitlines()
     assert first == f"error: {path}: 2 things are wrong with it"
-    assert [line.split(": ")[0].strip() for line in others] == [str(path / SHARD), str(path / "rng/generators.safetensors")]
+    assert [line.split(": ")[0].strip() for line in others] == [
+        str(path / SHARD),
+        str(path / "rng/generators.safetensors"),
+    ]
     content = json.loads(report.read_text())
     assert content["sound"] is False
     assert [finding["text"] for finding in content["findings"]] == [line.strip() for line in others]

@@ -110,7 +110,7 @@ def test_valid_choices_of_every_kind_are_accepted(tmp_path: Path) -> None:
     overrides = [
         "precision={params: float64, compute: float64, reduce: float64}",
         "optim={name: muon, momentum: 0.9, betas: [0.9, 0.99]}",
-        "moe={aux_loss_coef: 0.0, router: frozen, dispatch: all_gather, compute: loop}",
+        "moe={aux_loss_coef: 0.0, router: frozen, dispatch: all_to_all, compute: loop}",
         "schedule={name: constant, warmup_ratio: 0}",
         "parallel={ep: 2, fsdp: 4, replicate: 2}",
         "data.eval.0.path=e.jsonl",

@@ -233,7 +233,7 @@ FREE = {
     "train.micro_batch_size": ("1", "2"),
     "train.activation_checkpointing": ("auto", "selective"),
     "train.checkpoint_layers": ("all", "2"),
-    "moe.dispatch": ("auto", "all_gather"),
+    "moe.dispatch": ("auto", "all_to_all"),
     "moe.compute": ("auto", "loop"),
     "moe.kernels": ("auto", "torch"),
     "parallel.ep": ("2", "1"),

@@ -366,7 +366,7 @@ class MoeConfig(Section):
     """Factor of the router z-loss (arXiv 2202.08906): the mean of logsumexp(router logits) squared."""
     bias_update_rate: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """How far routers' correction biases move towards balance after each step (arXiv 2408.15664); 0.0: not at all."""
-    dispatch: Literal["auto", "all_to_all", "all_gather", "hierarchical", "deepep"] = "auto"
+    dispatch: Literal["auto", "all_to_all", "hierarchical", "deepep"] = "auto"
     """How tokens travel to the ranks of their experts; hierarchical: once to each node, and there to its ranks; deepep:
     by the kernels of DeepEP, which has to be installed."""
     compute: Literal["auto", "grouped_mm", "loop"] = "auto"

@@ -4,10 +4,10 @@ A token travels **once** to each rank that holds any of its experts (de-duplicat
 row, which weight, ordered by expert. The expert rank sums a token's pairs before one row travels back (pre-reduced
 combine). Over uniform routing this sends R(1 - C(E-E/R, K)/C(E, K)) rows per token instead of K.
 
-Interchangeable dispatchers: `LocalDispatcher` (ep = 1, no communication), `AllToAllDispatcher`, `AllGatherDispatcher`
-(every rank sees every token; for tiny batches), and that of hierarchical.py for groups of several nodes. A rank
-without tokens takes part in every collective like any other. Each dispatch waits for the device once, in forward;
-neither backward nor the second run of a checkpointed block waits.
+Interchangeable dispatchers: `LocalDispatcher` (ep = 1, no communication), `AllToAllDispatcher`, that of hierarchical.py
+for groups of several nodes, and those of dispatchers/ by another library's kernels. A rank without tokens takes part in
+every collective like any other. Each dispatch waits for the device once, in forward; neither backward nor the second
+run of a checkpointed block waits.
 
     T tokens here, H hidden, K top-k, E experts, D ranks of the EP group, L = E / D experts here
     Q rows and S = T * K pairs sent, R rows and P pairs received
@@ -21,15 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from expertmesh.distributed.collectives import (
-    AllGather,
-    ReduceScatter,
-    all_gather,
-    all_to_all,
-    all_to_all_even,
-    exact,
-    to_host,
-)
+from expertmesh.distributed.collectives import all_to_all, all_to_all_even, exact, to_host
 from expertmesh.experts.activation_checkpointing import exchanged_once
 from expertmesh.experts.pairs import (
     Counts,
@@ -322,55 +314,3 @@ def wait(work: dist.Work | None) -> None:
     """On an accelerator its stream waits, not the host."""
     if work is not None:
         work.wait()
-
-
-@dataclass(frozen=True, eq=False)
-class AllGatherDispatcher:
-    """Every rank of `group` receives every token and computes the pairs of its own experts.
-
-    Sends D rows per token instead of E[D] and as many collectives as the all-to-all has; worth it only when the
-    batch is so small that uneven splits cost more than the bytes, and as an independent check of the other.
-    """
-
-    num_experts: int
-    group: dist.ProcessGroup
-
-    def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
-        """All-gathers in forward: counts, expert ids, weights, rows; reduce-scatters in backward: weights, rows."""
-        group, (tokens, top_k) = self.group, index_TK.shape
-        experts_here = self.num_experts // group.size()
-        first = group.rank() * experts_here
-        pairs_L, tokens_D, total = exchanged_once(partial(self._exchange_counts, index_TK))
-
-        padding = max(tokens_D) - tokens
-        # A padded token chooses expert E, which no rank holds.
-        index_NK = all_gather(_padded(index_TK, padding, self.num_experts), group)
-        weight_NK = AllGather.apply(_padded(weight_TK, padding), group)
-        rows_RH = AllGather.apply(_padded(hidden_TH, padding), group)
-        local = index_NK.reshape(-1) - first
-        local = torch.where((local >= 0) & (local < experts_here), local, experts_here)
-        pair_P = torch.argsort(local, stable=True)[:total]
-        row_P = pair_P // top_k
-        pairs = LocalPairs(row_P, pairs_L.cumsum(0).to(torch.int32), segments_of(row_P, len(rows_RH)))
-        return rows_RH, weight_NK.reshape(-1).index_select(0, pair_P), pairs, (tokens, padding)
-
-    def _exchange_counts(self, index_TK: torch.Tensor) -> tuple[torch.Tensor, list[int], int]:
-        """Pairs of each expert here, int64 `[L]`; tokens of each rank, and those pairs' sum, on the host."""
-        counts = torch.cat([index_TK.new_full((1,), len(index_TK)), count_pairs(index_TK, self.num_experts)])
-        counts_DE = all_gather(counts.unsqueeze(0), self.group)
-        pairs_L = counts_DE[:, 1:].unflatten(1, (self.group.size(), -1))[:, self.group.rank()].sum(0)
-        *tokens_D, total = to_host(torch.cat([counts_DE[:, 0], pairs_L.sum().unsqueeze(0)]))
-        return pairs_L, tokens_D, total
-
-    def combine(self, rows_RH: torch.Tensor, metadata: tuple[int, int]) -> torch.Tensor:
-        """One reduce-scatter in forward, one all-gather in backward."""
-        own: torch.Tensor = ReduceScatter.apply(rows_RH, self.group)
-        return own[: metadata[0]]
-
-    def numbers(self, number_T: torch.Tensor, metadata: tuple[int, int]) -> torch.Tensor:
-        """One more all-gather, of 8 bytes a row."""
-        return all_gather(_padded(number_T.unsqueeze(1), metadata[1]), self.group).squeeze(1)
-
-
-def _padded(tensor: torch.Tensor, rows: int, value: int = 0) -> torch.Tensor:
-    return torch.nn.functional.pad(tensor, (0, 0, 0, rows), value=value)
