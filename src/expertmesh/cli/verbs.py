@@ -254,11 +254,10 @@ def report(
 @verb
 def doctor(
     output: Annotated[str, Option(metavar="DIR", help="where runs will be written")] = ".",
-    nproc: Annotated[int | None, N(help="local ranks to try (default: as in train)")] = None,
     json: Annotated[bool, Option("--json", help="print everything as JSON")] = False,
 ) -> int:
     """say whether this machine can train, in a block for bug reports"""
-    return call("expertmesh.cli.doctor.run", output, nproc, json)
+    return call("expertmesh.cli.doctor", output, json)
 
 
 @verb
