@@ -377,7 +377,7 @@ def test_the_best_interval_follows_from_what_saves_cost_and_how_often_ranks_fail
     mesh = SimpleNamespace(rank=0, layout=Layout(fsdp=4))
     run: Any = SimpleNamespace(config=SimpleNamespace(checkpoint=settings), mesh=mesh)
     none: Any = None
-    kept = RunCheckpoints(run, none, none, {}, None, 0, none, none, saved_at=time.monotonic() - 200)
+    kept = RunCheckpoints(run, none, none, {}, none, None, 0, none, none, saved_at=time.monotonic() - 200)
     assert not kept.overdue()  # the first is after 5 minutes
     with caplog.at_level("INFO"):
         kept._tell(saved(2, 60))

@@ -243,6 +243,38 @@ def test_values_that_no_model_has_are_refused_by_name_and_at_once(
     assert time.process_time() - started < 5
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"pad_token_id": 97}, "pad_token_id is 97, but vocab_size is 96"),
+        ({"torch_dtype": "torch.bfloat16"}, "torch_dtype is 'torch.bfloat16'"),
+        ({"dtype": "auto"}, "dtype is 'auto'"),
+        ({"rope_scaling": {"type": "spiral", "factor": 2.0}}, "rope_scaling.type is 'spiral'"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "rope_parameters.rope_type is 'spiral'"),
+        ({"hidden_act": "swoosh"}, "hidden_act is 'swoosh'"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_value_that_transformers_refuses_is_named_with_file_and_key(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    content = {**tiny_config("qwen3_moe").to_dict(), "dtype": None, **changes}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(InputError) as caught:
+        build(tmp_path)
+    sentence = str(caught.value)
+    assert sentence.startswith(f"{tmp_path / 'config.json'}: {said}")
+    assert "\n" not in sentence
+
+
+def test_a_padding_token_without_an_embedding_is_named_with_its_place(tmp_path: Path) -> None:
+    text = {"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text", "pad_token_id": 10**6}}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    with refused("model.no-causal-lm", naming="config.json: text_config.pad_token_id is 1,000,000"):
+        build(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_configs_that_are_no_files_or_have_no_end_are_refused(name: str, tmp_path: Path) -> None:
     tiny_config("qwen3_moe").save_pretrained(tmp_path)

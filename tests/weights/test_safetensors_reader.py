@@ -333,9 +333,18 @@ def test_files_and_tensors_that_the_index_promises_must_be_there(tmp_path: Path)
     save_file({"other": torch.ones(1)}, tmp_path / "one.safetensors")
     with refused("weights.index-mismatch", IntegrityError, naming="w is in one.safetensors"):
         open_weight_files(tmp_path)
-    save_file({"w": torch.ones(1)}, tmp_path / "one.safetensors")
+
+
+@pytest.mark.parametrize("counts", ["one.safetensors", "two.safetensors"])
+def test_of_a_tensor_in_two_files_the_index_says_which_counts(tmp_path: Path, counts: str) -> None:
+    save_file({"w": torch.ones(1), "u": torch.ones(1)}, tmp_path / "one.safetensors")
     save_file({"w": torch.ones(1), "v": torch.ones(1)}, tmp_path / "two.safetensors")
-    index.write_text(json.dumps({"weight_map": {"w": "one.safetensors", "v": "two.safetensors"}}))
+    others = {"u": "one.safetensors", "v": "two.safetensors"}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {**others, "w": counts}}))
+    with open_weight_files(tmp_path) as files:
+        assert {name: tensor.path.name for name, tensor in files.tensors.items()} == {**others, "w": counts}
+    index.write_text(json.dumps({"weight_map": others}))
     with refused("weights.duplicate-tensor", IntegrityError, naming="w is in both one.safetensors and two.safetensors"):
         open_weight_files(tmp_path)
 

@@ -103,6 +103,10 @@ def _poison(directory: Path) -> Path:
 def _repeat(directory: Path) -> Path:
     path = _shard_of(directory, "model.embed_tokens.weight")
     _rewrite(path, lambda tensors: tensors.update({EXPERT_7: torch.ones(32, 24)}))
+    index = directory / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    del content["weight_map"][EXPERT_7]  # it would say which of the two counts
+    index.write_text(json.dumps(content))
     return path
 
 

@@ -7,7 +7,6 @@ so these tensors are gathered one at a time; no rank ever holds more than its sh
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,12 +21,10 @@ from expertmesh.distributed.all_ranks import collective_device, raise_on_all_ran
 from expertmesh.io.directory import check_target, io_errors
 from expertmesh.io.safetensors_writer import FilesLayout, lay_out_file, write_synced
 from expertmesh.state.shards import local_box, local_tensor, owns_copy
+from expertmesh.weights.companions import Tokenizer, generation_files, write_tokenizer
 from expertmesh.weights.lazy import LazyTensor
 from expertmesh.weights.mapping import adapter_tensors
 from expertmesh.weights.write import StateReader, live_values, write_directory
-
-if TYPE_CHECKING:
-    from expertmesh.weights.companions import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +46,9 @@ class AdapterReport:
 
 
 @torch.no_grad()
-def save_adapter(
-    model: PreTrainedModel, directory: str | Path, *, tokenizer: "Tokenizer | None" = None
-) -> AdapterReport:
-    """Write what `peft.PeftModel.from_pretrained(base, directory)` reads: the adapters as trained, and their config.
+def save_adapter(model: PreTrainedModel, directory: str | Path, *, tokenizer: Tokenizer | None = None) -> AdapterReport:
+    """Write what `peft.PeftModel.from_pretrained(base, directory)` reads: the adapters as trained, and their config;
+    beside them the generation config that the model has now, which a base may not have, and the tokenizer.
 
     Every rank calls it, with the same arguments, on a file system that all share; `directory` must not exist or be
     empty. Raises on all ranks alike `InputError` (no adapters, target not empty, disk full). Issues the all-gathers of
@@ -67,7 +63,7 @@ def save_adapter(
             )
         check_target(directory)
         files = file_tensors(adapter_tensors(model), plan.targets)
-        small = small_files(model, plan)
+        small = small_files(model, plan) | generation_files(model)
     layout, written = write_adapter(directory, files, small, tokenizer, live_values)
     filled, untrained = _filled(model, plan)
     return AdapterReport(directory, len(files), layout.size, written, filled, untrained, unread_by_engines(model, plan))
@@ -77,7 +73,7 @@ def write_adapter(
     directory: Path,
     files: Mapping[str, LazyTensor],
     small: Mapping[str, bytes],
-    tokenizer: "Tokenizer | None",
+    tokenizer: Tokenizer | None,
     values: StateReader,
     dtype: torch.dtype | None = None,
 ) -> tuple[FilesLayout, int]:
@@ -99,7 +95,7 @@ def write_adapter(
             for name, content in small.items():
                 write_synced(temporary / name, content)
             if tokenizer is not None:
-                tokenizer.save_pretrained(str(temporary))
+                write_tokenizer(tokenizer, temporary)
 
     return write_directory(directory, files, lay_out_in, write_others, values)
 

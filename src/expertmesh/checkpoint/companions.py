@@ -44,8 +44,7 @@ def companions(model: PreTrainedModel, tokenizer: Tokenizer | None, save_dtype: 
         "bare": source.bare,
         "save_dtype": save_dtype,
     }
-    dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-    files = {f"{HUGGINGFACE}/{name}": content for name, content in config_files(model, tokenizer, dtype).items()}
+    files = {f"{HUGGINGFACE}/{name}": content for name, content in config_files(model, tokenizer).items()}
     if (plan := plan_of(model)) is not None:
         files |= {f"{ADAPTER}/{name}": content for name, content in small_files(model, plan).items()}
     return {**files, LAYOUT_FILE: json.dumps(layout).encode()}

@@ -146,7 +146,8 @@ class BlockEncoder:
             return
         report.cut += longest > limit
         report.methods[encoded[0].method] += 1
-        report.open_ended += any(each.open_ended for each in encoded)
+        report.open_ended += any(each.end is None for each in encoded)
+        report.ends.update(each.taught_end for each in encoded if each.taught_end is not None and longest <= limit)
         report.empty_thoughts += any(each.empty_thoughts for each in encoded)
         kept = [each.input_ids[:limit] for each in encoded]
         report.same_pairs += len(kept) > 1 and np.array_equal(kept[0], kept[1])

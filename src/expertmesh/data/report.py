@@ -70,8 +70,9 @@ class DataReport:
     several samples of a row. `cut` counts samples shortened to `max_length`; `no_target_after_cut` are those among
     `no_target` whose targets were all cut off. `odd` counts rows by their kind in ODD_ROWS, kept or not; `left_out` are
     those that `data.on_*` drops. The `*_at` fields name the first rows concerned. `methods` counts samples by how their
-    targets were found. `length_counts` are those of `histogram`. `open_ended`, `empty_thoughts`, `same_pairs` and
-    `dated` (blocks whose template may have written the date) count what `notes` say in the end.
+    targets were found, `ends` by the token that ends them. `length_counts` are those of `histogram`. `open_ended`,
+    `empty_thoughts`, `same_pairs` and `dated` (blocks whose template may have written the date) count what `notes` say
+    in the end.
     """
 
     max_length: int
@@ -92,6 +93,7 @@ class DataReport:
     target_tokens: int = 0
     length_counts: list[int] = field(default_factory=lambda: [0] * (LENGTH_BINS + 1))
     methods: Counter[str] = field(default_factory=Counter)
+    ends: Counter[int] = field(default_factory=Counter)
     open_ended: int = 0
     empty_thoughts: int = 0
     same_pairs: int = 0
@@ -104,6 +106,7 @@ class DataReport:
             setattr(self, name, getattr(self, name) + getattr(block, name))
         self.odd.update(block.odd)
         self.methods.update(block.methods)
+        self.ends.update(block.ends)
         self.length_counts = [mine + more for mine, more in zip(self.length_counts, block.length_counts, strict=True)]
         self.skipped_at = (self.skipped_at + block.skipped_at)[:POSITIONS_KEPT]
         self.no_target_at = (self.no_target_at + block.no_target_at)[:POSITIONS_KEPT]

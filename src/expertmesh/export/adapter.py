@@ -49,7 +49,10 @@ def export_adapter(
         adapter = per_expert_adapter(model, plan)
         files = adapter.tensors
         small[CONFIG_FILE] = adapter.config(json.loads(small[CONFIG_FILE]), plan)
-    layout, written = write_adapter(directory, files, small, CopiedFiles(_tokenizer_files(state)), values, dtype)
+    # Of what is beside a model's weights, what says something of the tokenizer or of generation.
+    found = companion_files(state)
+    beside = {name: found[name] for name in found if name != "config.json" and not name.endswith(".py")}
+    layout, written = write_adapter(directory, files, small, CopiedFiles(beside), values, dtype)
     return SaveReport(
         directory=directory,
         files=(WEIGHTS_FILE,),
@@ -61,10 +64,3 @@ def export_adapter(
         kept=(),
         dropped=(),
     )
-
-
-def _tokenizer_files(state: SavedState) -> dict[str, Path]:
-    """What stands beside the weights of a model, without what is the model's own."""
-    own = {"config.json", "generation_config.json"}
-    files = companion_files(state)
-    return {name: path for name, path in files.items() if name not in own and not name.endswith(".py")}

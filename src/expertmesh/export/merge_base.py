@@ -3,7 +3,6 @@
 For merge.py. Holds a block of the base's weights at a time; nothing here communicates.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -16,14 +15,20 @@ from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.export.merge_check import base_hash
 from expertmesh.io.safetensors_reader import INDEX_FILE, WeightFiles
 from expertmesh.parallel.groups import attach_formats
-from expertmesh.weights.companions import CopiedFiles
+from expertmesh.weights.companions import TOKENIZER_FILES, CopiedFiles, matching_paths
 from expertmesh.weights.mapping import LoadPlan, unique_tensors
-from expertmesh.weights.meta_model import DATA_FILES, build_meta_model, give_dtypes, read_model_config
+from expertmesh.weights.meta_model import (
+    DATA_FILES,
+    GENERATION_FILE,
+    build_meta_model,
+    give_dtypes,
+    read_generation_config,
+    read_model_config,
+)
 from expertmesh.weights.quantised.resident import kept_plan
 from expertmesh.weights.source import remember_files
 
 _NOT_COPIED = {"config.json", INDEX_FILE, CONFIG_FILE, BASE_FILE}
-_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*")
 _MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 
 
@@ -50,6 +55,7 @@ def base_model(adapter: Path, base: str | None, trust_remote_code: bool) -> tupl
             f"{error} (the base that {adapter / CONFIG_FILE} names; --base names another)", key=error.key
         ) from error
     model = build_meta_model(config, torch.float32, directory=directory, trust_remote_code=trust_remote_code)
+    read_generation_config(model, adapter / GENERATION_FILE)  # where answers end is what the adapter was taught
     return model, directory
 
 
@@ -99,11 +105,4 @@ def companions(base: Path, adapter: Path, code: bool) -> CopiedFiles:
     patterns = [pattern for pattern in DATA_FILES if pattern != "*.safetensors"] + ["*.py"] * code
     found = {path.name: path for pattern in patterns for path in base.glob(pattern)}
     files = {name: path for name, path in found.items() if name not in _NOT_COPIED and not name.endswith(".index.json")}
-    for source, wanted in ((base, [_MORE_TEMPLATES]), (adapter, [*_TOKENIZER, _MORE_TEMPLATES])):
-        for path in _files(source, wanted):
-            files[path.relative_to(source).as_posix()] = path
-    return CopiedFiles(files)
-
-
-def _files(directory: Path, patterns: list[str]) -> Iterator[Path]:
-    yield from (path for pattern in patterns for path in sorted(directory.glob(pattern)) if path.is_file())
+    return CopiedFiles(files | matching_paths(base, [_MORE_TEMPLATES]) | matching_paths(adapter, TOKENIZER_FILES))

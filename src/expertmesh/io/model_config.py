@@ -77,6 +77,22 @@ def refuse_impossible(content: Mapping[str, Any], path: Path) -> None:
         raise InputError(f"{path}: {shortened(where)} {problem}; correct it", key="model.invalid-config")
 
 
+def blamed(content: Mapping[str, Any], reason: str, prefix: str = "") -> str | None:
+    """What of a config.json an error of transformers is about, as `key is value`: the value that `reason` quotes, or a
+    padding token without an embedding. None where it is about neither.
+    """
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            if (found := blamed(value, reason, f"{prefix}{key}.")) is not None:
+                return found
+        elif isinstance(value, str) and value and (f"'{value}'" in reason or f'"{value}"' in reason):
+            return f"{prefix}{key} is {shortened(repr(value))}"
+    pad, size = content.get("pad_token_id"), content.get("vocab_size")
+    if "padding_idx" in reason.lower() and isinstance(pad, int) and isinstance(size, int) and pad >= size:
+        return f"{prefix}pad_token_id is {pad:,}, but {prefix}vocab_size is {size:,}"
+    return None
+
+
 def _impossible(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
     """(key, what is wrong with it), those of configs inside included."""
     for key, value in content.items():

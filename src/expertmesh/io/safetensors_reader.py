@@ -184,6 +184,8 @@ def open_weight_files(directory: str | Path, weights_file: str | None = None) ->
     tensors: dict[str, FileTensor] = {}
     for file in sorted(set(index.values())) or [name]:
         for tensor in read_header(directory / file).values():
+            if index.get(tensor.name, file) != file:
+                continue  # a stale copy: the index says which one counts
             if tensor.name in tensors:
                 problem = f"tensor {tensor.name} is in both {tensors[tensor.name].path.name} and {file}; remove one"
                 raise IntegrityError(f"{directory}: {problem}", key="weights.duplicate-tensor")

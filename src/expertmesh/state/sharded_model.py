@@ -53,6 +53,8 @@ class ShardedModel:
     """Whether gradients of its outputs are averaged over ranks: `state.other_code.like_ddp`."""
     source: Any = None
     """What is remembered of its files: `weights.source.source_of`."""
+    base_files: Any = None
+    """The JSON files of the base it was built of, as bytes by name: weights/companions.py."""
 
 
 @dataclass(slots=True)

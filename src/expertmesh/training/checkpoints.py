@@ -25,6 +25,7 @@ from expertmesh.io.terminal import gib
 from expertmesh.training.objective import reference_file
 from expertmesh.training.selection import Selection
 from expertmesh.training.startup.uploads import RunUploads, start_uploads
+from expertmesh.weights.companions import CopiedFiles, model_files, tokenizer_files
 
 if TYPE_CHECKING:
     from expertmesh.training.lock import RunLock
@@ -53,6 +54,8 @@ class RunCheckpoints:
     optimizer: Optimizer
     writer: CheckpointWriter
     files: Mapping[str, bytes]
+    beside_weights: CopiedFiles
+    """On rank 0, what the result is written with in place of the tokenizer: the base may be gone by then."""
     lock: "RunLock | None"
     saved_step: int
     selection: Selection
@@ -148,9 +151,13 @@ def open_checkpoints(run: "Prepared", state: "RunState", lock: "RunLock | None")
     config, is_main, output = run.config, run.mesh.rank == 0, Path(run.config.output_dir)
     directory = output / CHECKPOINTS
     files: dict[str, bytes] = {}
+    beside: dict[str, bytes] = {}
     with raise_on_all_ranks("preparing checkpoints"):
         if is_main:
-            own = companions(run.model, run.data.tokenizer, config.save.dtype)
+            beside = tokenizer_files(run.data.tokenizer, run.checked.directory)
+            if config.lora is None:
+                beside |= model_files(run.checked.directory, code=config.model.trust_remote_code)
+            own = companions(run.model, CopiedFiles(beside), config.save.dtype)
             files = {"config.yaml": dump_config(config).encode(), **own}
             files |= reference_file(run.data.datasets)
     with raise_on_all_ranks("cleaning up after interrupted checkpoints"):
@@ -162,4 +169,5 @@ def open_checkpoints(run: "Prepared", state: "RunState", lock: "RunLock | None")
     queue = None if uploads is None else uploads.queue
     writer = CheckpointWriter(directory, keep_last=keep_last, asynchronous=asynchronous, uploads=queue)
     selection = Selection(config, state.counters)
-    return RunCheckpoints(run, state.optimizer, writer, files, lock, state.counters.step, selection, uploads)
+    step, copied = state.counters.step, CopiedFiles(beside)
+    return RunCheckpoints(run, state.optimizer, writer, files, copied, lock, step, selection, uploads)

@@ -80,7 +80,7 @@ class Evaluation:
         ]
         config = self.config
         most = [min(config.eval.sample_tokens, config.data.max_length - len(prompt)) for *_, prompt, _ in found]
-        ends = end_tokens(model, self.tokenizer)
+        ends = end_tokens(model)
         answers = generate(model, self.mesh, self.layout, [prompt for *_, prompt, _ in found], most, ends)
         return [
             EvalSample(name, source, *(self._text(ids) for ids in (prompt, answer, expected)))
@@ -110,12 +110,10 @@ def prompt_of(dataset: TokenizedDataset, index: int) -> tuple[Ids, Ids]:
     return sample.input_ids[:start], sample.input_ids[start:end]
 
 
-def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Those that end an answer: of the model's generation config and of the tokenizer."""
-    config = getattr(model, "generation_config", None)
-    named = getattr(config, "eos_token_id", None)
-    ends = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])}
-    return {int(end) for end in ends if end is not None}
+def end_tokens(model: nn.Module) -> set[int]:
+    """Those that end an answer, by the generation config that is saved with the model."""
+    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return set(named) if isinstance(named, list) else set() if named is None else {named}
 
 
 def generate(

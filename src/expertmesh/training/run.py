@@ -93,6 +93,6 @@ def _train(config: "Config", control: Control, checked: "Checked", predict: Pred
             if lock is not None:
                 lock.check()
         run.close()
-        save_result(run)
+        save_result(run, checkpoints.beside_weights)
         if checkpoints.uploads is not None:
             checkpoints.uploads.finish_with_result()

@@ -19,6 +19,7 @@ from expertmesh.training.reporting.weights import adapter_lines, dtype_text, rep
 from expertmesh.training.resume import Counters, read_counters
 from expertmesh.training.startup.output_dir import ADAPTER, MODEL
 from expertmesh.training.startup.prepare import Prepared, say
+from expertmesh.weights.companions import CopiedFiles
 from expertmesh.weights.meta_model import materialize
 from expertmesh.weights.save import save_model
 
@@ -73,9 +74,12 @@ def load_state(run: Prepared, control: "Control") -> RunState:
     return RunState(optimizer, build_schedule(optimizer, config.schedule, run.total_steps, counters.step), counters)
 
 
-def save_result(run: Prepared) -> None:
-    """Write the trained model, or its adapters alone, and say so. Every rank calls it; rank 0 prints."""
-    config, tokenizer, directory = run.config, run.data.tokenizer, Path(run.config.output_dir)
+def save_result(run: Prepared, tokenizer: CopiedFiles) -> None:
+    """Write the trained model, or its adapters alone, and say so. Every rank calls it; rank 0 prints.
+
+    `tokenizer` are the files of the tokenizer, and of a whole model's processor, on rank 0.
+    """
+    config, directory = run.config, Path(run.config.output_dir)
     metrics = f"metrics in {directory / 'metrics.jsonl'}"
     if config.lora is not None:
         adapter = save_adapter(run.model, directory / ADAPTER, tokenizer=tokenizer)

@@ -29,15 +29,17 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.experts.module_list import FusedExperts
 from expertmesh.io.local_copy import MODEL_FILES, local_model
-from expertmesh.io.model_config import read_model_json, refuse_impossible
-from expertmesh.io.reading import read_json, shortened
+from expertmesh.io.model_config import blamed, read_model_json, refuse_impossible
+from expertmesh.io.reading import read_file, read_json, shortened
 from expertmesh.io.urls import is_url
+from expertmesh.state.sharded_model import attach
 from expertmesh.state.stage_view import full_model
 from expertmesh.weights.mapping import model_tensors, own_class, tied_names
 from expertmesh.weights.module_list import fuse_lists_of_experts
 from expertmesh.weights.quantised.published import refuse_unsupported
 
 DATA_FILES = MODEL_FILES
+CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 # Published configs whose model_type is another name for a family of transformers, tensors' names included. transformers
 # reads the text_config of Kimi-K2.5 by the same rule. The code beside the weights is for transformers 4 and never runs.
 _OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
@@ -59,28 +61,42 @@ def read_model_config(
         directory = local_model(name_or_path, trust_remote_code, weights=weights)
     elif not directory.is_dir():
         directory = _download(name_or_path, revision, trust_remote_code, weights)
-    path = directory / "config.json"
+    path = directory / CONFIG_FILE
     content = read_model_json(path)
-    family = _OTHER_NAMES.get(content.get("model_type", ""))
-    if family is None:
+    other_name = content.get("model_type") in _OTHER_NAMES
+    if not other_name:
         _refuse_remote_code(path, content, trust_remote_code)
     try:
-        if family is None:
+        if not other_name:
             config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
         else:
+            family = family_of(content)
             values = {**content, "model_type": family, "_name_or_path": str(directory)}
             values.pop("auto_map", None)
             config = CONFIG_MAPPING[family].from_dict(values)
     except Exception as error:
         # A family's config class can raise anything on wrong values.
-        raise InputError(
-            f"{path}: is not a config that transformers understands: {shortened(str(error))}",
-            key="model.invalid-config",
-        ) from error
+        cause, reason = blamed(content, str(error)), _one_line(error)
+        said = (
+            "is not a config that transformers understands" if cause is None else f"{cause}, which transformers refuses"
+        )
+        raise InputError(f"{path}: {said}: {reason}; correct it", key="model.invalid-config") from error
     assert isinstance(config, PreTrainedConfig)
     refuse_impossible(config.to_dict(), path)  # with the family's own values where the file says none
     refuse_unsupported(config, directory)
     return config, directory
+
+
+def family_of(content: Mapping[str, Any]) -> str:
+    """The family of transformers that a config.json names, perhaps under another name."""
+    name = str(content.get("model_type"))
+    return _OTHER_NAMES.get(name, name)
+
+
+def json_files(directory: Path) -> dict[str, bytes]:
+    """config.json and generation_config.json as they are, by name; only those that are there."""
+    paths = (directory / name for name in (CONFIG_FILE, GENERATION_FILE))
+    return {path.name: read_file(path) for path in paths if path.exists()}
 
 
 def build_meta_model(
@@ -98,7 +114,8 @@ def build_meta_model(
 
     Floating-point parameters are `dtype` (the master dtype), except what the family keeps in fp32 when
     `dtype` is narrower; persistent buffers as `from_pretrained(dtype=dtype)` gives them. Non-persistent
-    buffers are on the CPU with their values. The generation config comes from `directory` if it has one.
+    buffers are on the CPU with their values. The generation config comes from `directory` if it has one; the model
+    remembers what its JSON files say, which is what saving writes again.
     `attention` is transformers' `attn_implementation`. Experts that are a list of MLPs are fused, unless `fuse` is off.
     Raises `InputError` for what transformers cannot build, and for remote code without the flag.
     """
@@ -111,9 +128,13 @@ def build_meta_model(
         with torch.device("meta"), meta_device_safe_creation_ops():
             model = auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # as above: a division by zero, a name that is no activation
-        reason = f"{type(error).__name__}: {shortened(str(error))}"
+        path = Path(directory or config.name_or_path or "") / CONFIG_FILE
+        written = read_model_json(path) if path.is_file() else {}
+        cause = blamed(written, str(error)) or blamed(config.to_dict(), str(error))
+        where = f"{path if written else config.model_type}: {'' if cause is None else f'{cause}; '}"
+        reason = f"{type(error).__name__}: {_one_line(error)}"
         raise InputError(
-            f"{config.model_type}: transformers cannot build a causal LM of it: {reason}", key="model.no-causal-lm"
+            f"{where}transformers cannot build a causal LM of it: {reason}; correct it", key="model.no-causal-lm"
         ) from error
     assert isinstance(model, PreTrainedModel)
     if fuse:
@@ -121,9 +142,17 @@ def build_meta_model(
     state, kept = model.state_dict(keep_vars=True), kept_in_fp32(model, dtype)
     give_dtypes(state, {name: torch.float32 for name in state if kept(name)})
     _compute_buffers(model)
-    if directory is not None and model.can_generate():
-        _read_generation_config(model, Path(directory) / "generation_config.json")
+    if directory is not None:
+        if model.can_generate():
+            read_generation_config(model, Path(directory) / GENERATION_FILE)
+        attach(model, base_files=json_files(Path(directory)))
     return model
+
+
+def class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class of the language model that `build_meta_model` builds of a config of transformers."""
+    kind: type[PreTrainedModel] = _auto_class(config, None)._model_mapping[type(config)]
+    return kind
 
 
 def _auto_class(config: PreTrainedConfig, num_labels: int | None) -> Any:
@@ -234,7 +263,8 @@ def _compute_buffers(model: PreTrainedModel) -> None:
     model.initialize_weights()
 
 
-def _read_generation_config(model: PreTrainedModel, path: Path) -> None:
+def read_generation_config(model: PreTrainedModel, path: Path) -> None:
+    """Give `model` the generation config in `path`, if it exists. Raises `InputError` for what is none."""
     if not path.exists():
         return
     try:
@@ -244,8 +274,12 @@ def _read_generation_config(model: PreTrainedModel, path: Path) -> None:
         raise
     except Exception as error:
         raise InputError(
-            f"{path}: is not a generation config: {shortened(str(error))}", key="model.invalid-generation-config"
+            f"{path}: is not a generation config: {_one_line(error)}", key="model.invalid-generation-config"
         ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return shortened(" ".join(str(error).split()))
 
 
 def _refuse_remote_code(path: Path, content: dict[str, Any], trust_remote_code: bool) -> None:

@@ -33,6 +33,7 @@ from expertmesh.io.terminal import printable
 from expertmesh.launcher.launch import job_size
 from expertmesh.planning.forecast import forecast
 from expertmesh.training.reporting.data_record import pieces_of
+from expertmesh.training.startup.data import stop_where_taught
 from expertmesh.training.startup.model_check import Checked
 from expertmesh.training.startup.preflight import preflight
 
@@ -62,6 +63,7 @@ def run(config: Config, samples: int = 3, nproc: int | None = None) -> int:
 
     recipe = Recipe.of(config, config.data.train, tokenizer, vocab_size)
     dataset, report = found_or_built(config, recipe)
+    stop_where_taught(checked.model, report, tokenizer)
     mixture = None if config.data.stream else Mixture.of(config.data.train, report, dataset.samples_per_row)
     for index in range(min(samples * dataset.samples_per_row, len(dataset))):
         _print_sample(console, dataset, index, tokenizer)

@@ -34,16 +34,23 @@ COMPLETION = "completion"
 class Encoded:
     """One sample: `input_ids` [S] int32 and `targets` [S] bool.
 
-    `method` tells how the targets were found; `open_ended` that the last answer has no end token; `empty_thoughts` and
-    `dropped_thinking` are those of `Rendered`.
+    `method` tells how the targets were found; `end` is the special token that ends the last answer, None of an answer
+    that ends without one; `empty_thoughts` and `dropped_thinking` are those of `Rendered`.
     """
 
     input_ids: npt.NDArray[np.int32]
     targets: npt.NDArray[np.bool_]
     method: str
-    open_ended: bool
+    end: int | None
     empty_thoughts: int = 0
     dropped_thinking: bool = False
+
+    @property
+    def taught_end(self) -> int | None:
+        """`end`, where nothing but a line break follows it: what the model is to stop at. In the middle of a
+        conversation some templates (GPT-OSS) end an answer with another token than the one that ends generation.
+        """
+        return self.end if self.targets[-2:].any() else None
 
 
 class Encoder:
@@ -134,14 +141,14 @@ class Encoder:
                 targets[self._without_trailing_space(tokens, ids) if trim else tokens] = True
         if plain:
             return self._closed(input_ids, targets, rendered.method)
-        is_open_ended = self._is_open_ended(input_ids, targets)
         thinking = rendered.empty_thoughts, rendered.dropped_thinking
-        return Encoded(input_ids, targets, rendered.method, is_open_ended, *thinking)
+        return Encoded(input_ids, targets, rendered.method, self._end(input_ids, targets), *thinking)
 
-    def _is_open_ended(self, input_ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_]) -> bool:
+    def _end(self, input_ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_]) -> int | None:
         # The last but one too: some marks include the line break after the end token.
-        last = np.flatnonzero(targets)[-2:]
-        return bool(last.size > 0 and not np.isin(input_ids[last], self._special_ids).any())
+        last = input_ids[np.flatnonzero(targets)[-2:]]
+        ends = last[np.isin(last, self._special_ids)]
+        return int(ends[-1]) if ends.size else None
 
     def _closed(self, input_ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_], method: str) -> Encoded:
         """End a document or completion with eos, and make it a target: so the model learns to stop."""
@@ -150,7 +157,7 @@ class Encoder:
             targets = np.append(targets, np.True_)
         elif self._eos is not None:
             targets[-1] = True
-        return Encoded(input_ids, targets, method, open_ended=self._eos is None)
+        return Encoded(input_ids, targets, method, self._eos)
 
     def _covered(self, rendered: Rendered, ids: list[int], offsets: Any, plain: bool) -> list[npt.NDArray[np.int64]]:
         """For each span, the indices of the tokens that cover at least one of its characters."""

@@ -46,7 +46,7 @@ class PairEncoder(Encoder):
         input_ids, targets = np.array(ids, dtype=np.int32), np.arange(len(ids)) >= start
         if plain:
             return self._closed(input_ids, targets, method)
-        return Encoded(input_ids, targets, method, self._is_open_ended(input_ids, targets))
+        return Encoded(input_ids, targets, method, self._end(input_ids, targets))
 
 
 def _plain_texts(record: Preference) -> list[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertmesh.config import Config, InputError
 from expertmesh.data import (
@@ -99,6 +99,25 @@ def read_data(config: Config, checked: Checked, date: datetime.date | None, say:
         date,
         None if stream else Mixture.of(config.data.train, reports[0], found[0].samples_per_row),
         stream,
+    )
+
+
+def stop_where_taught(model: PreTrainedModel, report: DataReport, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let `model` stop at every token that ends trained answers: those that its generation config lacks come before
+    its own, as in TRL, and `report` gets a note. Samples stop there, and the generation config that is saved says it.
+    """
+    if not model.can_generate():
+        return
+    config = model.generation_config
+    own: list[int] = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id or []
+    if not (taught := sorted(report.ends.keys() - set(own))):
+        return
+    both = [*taught, *own]
+    config.eos_token_id = both if len(both) > 1 else both[0]
+    named = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in taught)
+    report.notes.append(
+        f"answers end with {named}, where the base's generation would go on (its eos_token_id is {own or None}); the "
+        f"generation_config that is saved has eos_token_id {config.eos_token_id}"
     )
 
 

@@ -23,7 +23,7 @@ from expertmesh.experts.dispatchers.choose import close_library
 from expertmesh.io.terminal import print_log
 from expertmesh.parallel.apply import shard_model
 from expertmesh.training.resume import Identity, check_start, date_of, find_start, find_weights
-from expertmesh.training.startup.data import RunData, read_data
+from expertmesh.training.startup.data import RunData, read_data, stop_where_taught
 from expertmesh.training.startup.output_dir import refuse_no_more_steps, set_result_aside, write_config
 from expertmesh.training.startup.restore import restore
 from expertmesh.weights.load import bytes_to_read
@@ -78,6 +78,7 @@ def prepare(config: Config, control: "Control", checked: "Checked") -> Prepared:
             date = str(date_of(start) or "")
     known = from_rank_0(date)
     data = read_data(config, checked, datetime.date.fromisoformat(known) if known else None, partial(say, control))
+    stop_where_taught(checked.model, data.reports[0], data.tokenizer)
     mesh = _open_mesh(config, checked)
     train, layout = config.train, _batch_layout(config, mesh, data)
     batches, total_steps = _batches(config, layout, data)
