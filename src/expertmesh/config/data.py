@@ -33,7 +33,7 @@ class DataSource(Section):
     """File (JSON, JSONL, Parquet, Arrow, CSV), directory of such files, URL of either, or hub id of a data set."""
     format: DataFormat = "auto"
     """Layout of a row; auto detects it from the first rows and prints what it found."""
-    columns: Mapped[str | None] = Field({}, validate_default=True)
+    columns: Mapped[Annotated[str, Field(min_length=1)] | None] = Field({}, validate_default=True)
     """Columns of the format that have another name in the rows, as {prompt: question, completion: answer}; null leaves
     a column of the rows out, as {label: null}."""
     roles: Mapped[Role] = Field({}, validate_default=True)

@@ -175,10 +175,11 @@ def _refuse_missing_columns(recipe: Recipe, source: DataSource) -> None:
         if not missing:
             return
     if first:  # else none of the rows can be read, which is said of them
+        none = f"none of the first {tried:,} rows" if tried == _ROWS_TRIED_FOR_A_FORMAT else "no row"
         near = difflib.get_close_matches(missing[0], map(str, first), n=1)
         raise InputError(
-            f"{recipe.config.key_of(source)}.columns names {missing[0]!r}, which no row of {source.path} has, of the first "
-            f"{tried:,} (the keys there: {keys_of(first)}); "
+            f"{recipe.config.key_of(source)}.columns names {missing[0]!r}, and {none} of {source.path} has it (keys of "
+            f"the first: {keys_of(first)}); "
             + (f"did you mean {near[0]}?" if near else "correct the name, or remove it."),
             key="data.unmatched-names",
         )
