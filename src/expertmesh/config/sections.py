@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_serializer, model_validator
 
-from expertmesh.config.base import Listed, Name, Patterns, Plain, Section, is_named, pattern_problem, refuse
+from expertmesh.config.base import Listed, Mapped, Name, Plain, Section, is_named, pattern_problem, refuse
 from expertmesh.config.data import EarlyStopConfig
 
 # Beyond what anybody trains with: what is larger is a slip, and would be noticed late.
@@ -93,9 +93,9 @@ class LoraConfig(Section):
     """Rank of the adapters."""
     alpha: float = Field(default=32.0, gt=0, le=MAX_ALPHA)
     """Adapters are scaled by alpha / r (alpha / sqrt(r) with use_rslora)."""
-    rank_pattern: Patterns[Annotated[int, Field(ge=1, le=MAX_RANK)]] = Field({}, validate_default=True)
+    rank_pattern: Mapped[Annotated[int, Field(ge=1, le=MAX_RANK)]] = Field({}, validate_default=True)
     """Another r for some modules or parameters: regular expressions of ends of their names, as PEFT reads them."""
-    alpha_pattern: Patterns[Annotated[float, Field(gt=0, le=MAX_ALPHA)]] = Field({}, validate_default=True)
+    alpha_pattern: Mapped[Annotated[float, Field(gt=0, le=MAX_ALPHA)]] = Field({}, validate_default=True)
     """Another alpha, in the same way."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the input of every adapter, in training only."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from expertmesh.config import DataConfig
+from expertmesh.config import DataConfig, DataSource
 from expertmesh.config.errors import InputError
 from expertmesh.data.encoding.encode import Encoded
 from expertmesh.data.encoding.preference import PairEncoder
@@ -20,6 +20,7 @@ from expertmesh.data.formats import (
     PromptCompletion,
     Record,
     convert,
+    unused_columns,
     visible,
 )
 from expertmesh.data.report import ODD_ROWS, POSITIONS_KEPT, DataReport, length_counts
@@ -55,33 +56,38 @@ class Block:
 
 
 class BlockEncoder:
-    """Makes blocks with one tokenizer, as the keys of `data` say.
+    """Makes blocks of the rows of `sources` with one tokenizer, as the keys of `data` say.
 
     Raises `InputError` for what they stop at, and for a token id without an embedding.
     """
 
-    def __init__(self, config: DataConfig, encoder: PairEncoder, vocab_size: int) -> None:
-        self._config, self._encoder, self._vocab_size = config, encoder, vocab_size
+    def __init__(
+        self, sources: Sequence[DataSource], config: DataConfig, encoder: PairEncoder, vocab_size: int
+    ) -> None:
+        self._sources, self._config, self._encoder, self._vocab_size = sources, config, encoder, vocab_size
 
     def encode(self, place: Place, rows: Sequence[RawRow], format_name: str) -> Block:
         """The block of these rows, of which there is at least one."""
         block = Block(place, rows[0].file, DataReport(self._config.max_length, rows=len(rows)))
         usable: list[tuple[RawRow, Record]] = []
+        roles = self._sources[place[0]].roles
         for raw in rows:
-            if raw.value is None:
-                self._skip(block, raw, raw.problem or "")
-                continue
             try:
-                record = convert(raw.value, format_name)
+                if raw.value is None:
+                    raise MalformedRow(raw.problem or "")
+                record = convert(raw.value, format_name, roles)
             except MalformedRow as error:
-                self._skip(block, raw, str(error))
+                self._skip(block, raw, error)
                 continue
+            for column in unused_columns(raw.value, format_name):
+                if column not in block.report.unused:
+                    _keep(block.report.unused, column)
             if self._keeps(block, raw, _odd_kinds(record)):
                 usable.append((raw, record))
         lengths: list[int] = []
         for (raw, _), result in zip(usable, self._encoded([record for _, record in usable]), strict=True):
             if isinstance(result, MalformedRow):
-                self._skip(block, raw, str(result))
+                self._skip(block, raw, result)
             elif self._keeps(block, raw, ["dropped_thinking"] if any(e.dropped_thinking for e in result) else []):
                 lengths += [len(each.input_ids) for each in result]
                 self._add_samples(block, raw, result)
@@ -111,11 +117,11 @@ class BlockEncoder:
         report.left_out += "drop" in decisions
         return "drop" not in decisions
 
-    def _skip(self, block: Block, raw: RawRow, reason: str) -> None:
-        message = f"{raw.position}: {reason}"
+    def _skip(self, block: Block, raw: RawRow, error: MalformedRow) -> None:
+        message = f"{raw.position}: {error}"
         if self._config.on_error == "stop":
             raise InputError(
-                f"{message}; correct the row, or set data.on_error: skip to leave such rows out.",
+                f"{message}; {error.mend}, or set data.on_error: skip to leave such rows out.",
                 key="data.malformed-row",
             )
         block.report.skipped += 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 POSITIONS_KEPT = 20
-"""How many positions of each kind of rejected row are named; the counts are always complete."""
+"""How many positions of each kind of rejected row are named, and how many columns; the counts are always complete."""
 
 LENGTH_BINS = 8
 
@@ -28,7 +28,8 @@ ODD_ROWS = {
 class SourceReport:
     """One entry of `data.train` or `data.eval`: the format its rows were read in and how that was decided.
 
-    `repeat` and `epoch_rows` (None without weights) say what an epoch has of it.
+    `unused` are columns with something in them that the format does not read, the first POSITIONS_KEPT. `repeat` and
+    `epoch_rows` (None without weights) say what an epoch has of it.
     """
 
     path: str
@@ -39,10 +40,11 @@ class SourceReport:
     rows: int = 0
     samples: int = 0
     tokens: int = 0
+    unused: list[str] = field(default_factory=list)
     repeat: int = 1
     epoch_rows: int | None = None
 
-    def line(self, *, tokens: bool) -> str:
+    def lines(self, *, tokens: bool) -> list[str]:
         how = "detected" if self.detected else "configured"
         also = f"; its rows also fit {', '.join(self.also_fits)}: set `format` to choose" if self.also_fits else ""
         files = f"{self.files} file{'s' * (self.files != 1)}"
@@ -50,7 +52,10 @@ class SourceReport:
         line += f", {self.tokens:,} tokens" * tokens
         if self.repeat > 1:
             line += f"; {self.repeat} times in an epoch"
-        return line if self.epoch_rows is None else f"{line}; {self.epoch_rows:,} rows of an epoch, by its weight"
+        if self.epoch_rows is not None:
+            line += f"; {self.epoch_rows:,} rows of an epoch, by its weight"
+        more = " and perhaps more" * (len(self.unused) >= POSITIONS_KEPT)
+        return [line, *([f"  columns that are not used: {', '.join(self.unused)}{more}"] if self.unused else [])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +77,14 @@ class DataReport:
     those that `data.on_*` drops. The `*_at` fields name the first rows concerned. `methods` counts samples by how their
     targets were found, `ends` by the token that ends them. `length_counts` are those of `histogram`. `open_ended`,
     `empty_thoughts`, `same_pairs` and `dated` (blocks whose template may have written the date) count what `notes` say
-    in the end.
+    in the end. `unused` of a block is what its source's will be made of.
     """
 
     max_length: int
     sources: list[SourceReport] = field(default_factory=list)
     rows: int = 0
     samples: int = 0
+    unused: list[str] = field(default_factory=list)
     skipped: int = 0
     skipped_at: list[str] = field(default_factory=list)
     cut: int = 0
@@ -131,7 +137,7 @@ class DataReport:
     def lines(self) -> list[str]:
         """The report for a terminal or a log, without markup; the histogram is left to `check`."""
         share = self.target_tokens / self.tokens if self.tokens else 0.0
-        lines = [source.line(tokens=len(self.sources) > 1) for source in self.sources]
+        lines = [line for source in self.sources for line in source.lines(tokens=len(self.sources) > 1)]
         lines.append(f"samples {self.samples:,} of {self.rows:,} rows, tokens {self.tokens:,}")
         lines.append(f"target tokens {self.target_tokens:,} ({share:.1%})")
         found = sorted(self.methods.items(), key=lambda each: (-each[1], each[0]))

@@ -62,7 +62,14 @@ _ADDED_LATER = {
     "schedule.min_ratio": 0.0,
     _FROM_WEIGHTS: False,
 }
-_SOURCE_ADDED_LATER = {"weight": None, "repeat": 1, "max_rows": None, "name": None}
+_SOURCE_ADDED_LATER: dict[str, Any] = {
+    "weight": None,
+    "repeat": 1,
+    "max_rows": None,
+    "name": None,
+    "columns": {},
+    "roles": {},
+}
 # How many of the first sample's token ids a checkpoint keeps, to show where others begin.
 _IDS_KEPT = 512
 

@@ -15,15 +15,16 @@ from typing import IO, Any, Protocol
 
 from expertmesh.config.errors import InputError
 from expertmesh.data.sources.json_rows import read_json, read_lines
-from expertmesh.data.sources.rows import RawRow, SourceFile, Takes
+from expertmesh.data.sources.rows import Columns, RawRow, SourceFile, Takes, with_columns
 from expertmesh.data.sources.tables import read_arrow, read_csv, read_examples, read_parquet, read_table
 from expertmesh.io.reading import open_file
 
 _READERS = {
     **{".jsonl": read_lines, ".ndjson": read_lines, ".json": read_json, ".parquet": read_parquet},
-    **{".csv": read_csv, ".tsv": read_csv, ".arrow": read_arrow, ".feather": read_arrow},
+    **{".arrow": read_arrow, ".feather": read_arrow},
 }
-SUFFIXES = tuple(_READERS)
+_CSV = (".csv", ".tsv")
+SUFFIXES = (*_READERS, *_CSV)
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 # `name` or `org/name`, then an optional split: what the hub allows, and nothing that looks like a local path.
 _HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?::(?P<split>[\w.-]+))?")
@@ -37,8 +38,8 @@ class Location(Protocol):
 
     @property
     def name(self) -> str: ...
-    def rows(self, takes: Takes) -> Iterator[RawRow | None]:
-        """All rows, None in the place of those that `takes` refuses."""
+    def rows(self, takes: Takes, columns: Columns) -> Iterator[RawRow | None]:
+        """All rows with `columns` under their new names, None in the place of those that `takes` refuses."""
 
     def stamp(self) -> str:
         """Changes when the content may have changed; cheap."""
@@ -71,7 +72,7 @@ def locations(path: str, stream: bool = False) -> list[Location]:
 def read_source(path: str) -> Iterator[RawRow]:
     """Yield all rows of a source, in file order (files of a directory sorted by name)."""
     for location in locations(path):
-        yield from filter(None, location.rows(lambda number: True))
+        yield from filter(None, location.rows(lambda number: True, {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +83,9 @@ class _File:
     path: Any
     filesystem: Any = None
 
-    def rows(self, takes: Takes) -> Iterator[RawRow | None]:
+    def rows(self, takes: Takes, columns: Columns) -> Iterator[RawRow | None]:
         plain, compression = _suffixes(self.name)
-        if plain not in _READERS:
+        if plain not in SUFFIXES:
             raise InputError(
                 f"the data file {self.name} ends in {plain or 'no suffix'!r}, which is not one of "
                 f"{', '.join(SUFFIXES)}; convert it to JSON lines.",
@@ -92,7 +93,10 @@ class _File:
             )
         try:
             with self._open(compression) as stream:
-                yield from _READERS[plain](stream, self.name, takes)
+                if plain in _CSV:
+                    yield from read_csv(stream, self.name, takes, columns)
+                else:
+                    yield from with_columns(_READERS[plain](stream, self.name, takes), columns)
         except (OSError, EOFError) as error:
             raise InputError(
                 f"the data file {self.name} cannot be read ({error}); check the path and its permissions.",
@@ -147,8 +151,8 @@ class _Table:
     name: str
     table: Any
 
-    def rows(self, takes: Takes) -> Iterator[RawRow | None]:
-        return read_table(self.table, SourceFile(self.name, by_line=False), takes)
+    def rows(self, takes: Takes, columns: Columns) -> Iterator[RawRow | None]:
+        return with_columns(read_table(self.table, SourceFile(self.name, by_line=False), takes), columns)
 
     def stamp(self) -> str:
         return str(self.table._fingerprint)
@@ -164,9 +168,9 @@ class _Shard:
     name: str
     examples: Any
 
-    def rows(self, takes: Takes) -> Iterator[RawRow | None]:
+    def rows(self, takes: Takes, columns: Columns) -> Iterator[RawRow | None]:
         try:
-            yield from read_examples(self.examples, SourceFile(self.name, by_line=False), takes)
+            yield from with_columns(read_examples(self.examples, SourceFile(self.name, by_line=False), takes), columns)
         except InputError:
             raise
         except Exception as error:  # of the hub client, of pyarrow and of what decompresses
@@ -235,7 +239,7 @@ def _suffixes(name: str) -> tuple[str, str | None]:
 
 
 def _is_data(name: str) -> bool:
-    return _suffixes(name)[0] in _READERS and name[0] != "."
+    return _suffixes(name)[0] in SUFFIXES and name[0] != "."
 
 
 def _no_files(path: str) -> InputError:
