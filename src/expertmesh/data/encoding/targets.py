@@ -14,6 +14,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -144,7 +145,8 @@ class TargetFinder:
         """Prompt and response in one text; which tokens are the response's, preference.py tells."""
         messages = self._prepared([*prompt, *answer])
         text = self._render(messages)
-        left_out = self._left_out(messages, text, range(len(prompt), len(messages)))
+        turns = range(len(prompt), len(messages))
+        left_out = self._left_out(messages, text, turns, parts_of(messages, self._tools))
         return self._judged(text, [], AFTER_PROMPT, messages[len(prompt) :], left_out)
 
     def _prepared(self, messages: Messages) -> list[Mapping[str, Any]]:
@@ -162,11 +164,12 @@ class TargetFinder:
     def _find_targets(self, messages: Messages, turns: Sequence[int]) -> Rendered:
         """The sample of these messages whose targets are these turns."""
         text, marked = self._written(messages)
-        left_out = self._left_out(messages, text, turns)
+        parts = parts_of(messages, self._tools)
+        left_out = self._left_out(messages, text, turns, parts)
         if self._options.loss_on == "all":
             spans, method = [(0, len(text))], EVERY_TOKEN
         elif self._has_marks:
-            spans, method = self._marked_turns(messages, turns, text, marked)
+            spans, method = self._marked_turns(messages, turns, text, marked, parts)
         else:
             spans, method = self._located_turns(messages, turns, text)
         return self._judged(text, spans, method, [messages[turn] for turn in turns], left_out)
@@ -198,12 +201,11 @@ class TargetFinder:
         unwritten = dict.fromkeys(part.name for part in left_out if part.kind != THINKING)
         return Rendered(text, tuple(kept), method, empty, tuple(kind for kind in odd if odd[kind]), tuple(unwritten))
 
-    def _left_out(self, messages: Messages, text: str, turns: Sequence[int]) -> list[Part]:
+    def _left_out(self, messages: Messages, text: str, turns: Sequence[int], parts: Sequence[Part]) -> list[Part]:
         """The parts that the text lacks, thoughts of `turns` alone.
 
         Raises `MalformedRow` where nobody can have meant it: calls, results, questions, the text of a target.
         """
-        parts = parts_of(messages, self._tools)
         unwritten, _ = self._probed(messages, parts)
         suspects = [part for part in parts if part in unwritten or part.verbatim not in text]
 
@@ -232,16 +234,15 @@ class TargetFinder:
         kind = hash((*parts, *(message["role"] for message in messages), json.dumps(self._given, default=str)))
         if kind not in self._remembered:
             words = {part: f"p{number:06}word" for number, part in enumerate(parts)}
-            try:
+            unwritten, unmarked = frozenset(parts), frozenset[Part]()
+            with suppress(MalformedRow):  # by words that a template refuses nothing is known: each part is suspect
                 text, spans = self._written(*with_words(messages, self._tools, words))
-            except MalformedRow:  # then each part is looked at by itself
-                found = frozenset(parts), frozenset[Part]()
-            else:
                 marked = "\n".join(text[start:end] for start, end in spans)
-                found = tuple(frozenset(part for part in parts if words[part] not in each) for each in (text, marked))
+                unwritten = frozenset(part for part in parts if words[part] not in text)
+                unmarked = frozenset(part for part in parts if words[part] not in marked)
             if len(self._remembered) >= _MAX_REMEMBERED:
                 self._remembered.clear()
-            self._remembered[kind] = found
+            self._remembered[kind] = unwritten, unmarked
         return self._remembered[kind]
 
     def _located_turns(self, messages: Messages, turns: Sequence[int], text: str) -> tuple[list[Span], str]:
@@ -258,7 +259,7 @@ class TargetFinder:
         return spans, method
 
     def _marked_turns(
-        self, messages: Messages, turns: Sequence[int], text: str, marked: Sequence[Span]
+        self, messages: Messages, turns: Sequence[int], text: str, marked: Sequence[Span], parts: Sequence[Part]
     ) -> tuple[list[Span], str]:
         """Those of the marked spans that are of these turns, and whether each of the turns is in one."""
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -270,7 +271,6 @@ class TargetFinder:
                 )
             marked = [span for span, answer in zip(marked, answers, strict=True) if answer in turns]
         spans = [(start, end) for start, end in marked if end > start]
-        parts = parts_of(messages, self._tools)
         _, unmarked = self._probed(messages, parts)
         learned = "\n".join(text[start:end] for start, end in spans)
         missed = {part.message for part in parts if part.kind in (TEXT, CALLS) and part in unmarked}
