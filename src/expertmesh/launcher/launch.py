@@ -164,6 +164,16 @@ def local_ranks(nproc: int | None) -> int:
     return nproc or devices or CPU_RANKS
 
 
+def has_room_for(ranks: int) -> bool:
+    """Whether this machine has an accelerator, or without any a processor, for each of so many ranks."""
+    return ranks <= (_accelerators() or max(processors(), CPU_RANKS))
+
+
+def processors() -> int:
+    """Those that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _accelerators() -> int:
     import torch
 
@@ -234,9 +244,8 @@ def _attempt(arguments: list[str], job: Job, meeting: Meeting, standbys: Standby
 
 def _environment(ranks: int) -> dict[str, str]:
     """Of every rank here, to which its place is added."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
-        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        "OMP_NUM_THREADS": str(max(1, processors() // ranks)),
         **os.environ,
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is up already: rank 0 must not start one
     }
