@@ -170,7 +170,7 @@ def test_conversation_that_begins_with_the_assistant() -> None:
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (on_the_fly.MARKS_NOTHING, "marks of the chat template cover the text of no assistant message"),
+        (on_the_fly.MARKS_NOTHING, "marks of the chat template cover the text and the calls of no assistant message"),
         (on_the_fly.DROPS_ANSWERS, "leaves out the text of assistant message 2"),
         (on_the_fly.REPEATS_ANSWERS, "repeats or transforms the text of assistant message 2"),
         (on_the_fly.ALTERNATES_ONLY, "roles must alternate"),

@@ -92,6 +92,9 @@ class DataConfig(Section):
     on_dropped_thinking: WhatToDo = "keep"
     """What to do with a row whose thinking the chat template leaves out, as many do in all turns but the last; such
     rows are counted and reported."""
+    on_broken_thinking: WhatToDo = "keep"
+    """What to do with a row one of whose answers has a <think> that is not closed, a </think> that was not opened, or
+    several such blocks; such rows are counted and reported."""
     chat_template: Plain | None = None
     """File of a chat template (Jinja) that takes the place of the tokenizer's, and is saved with the model."""
     template_args: Mapped[Any] = Field(default_factory=dict, validate_default=True)

@@ -35,6 +35,10 @@ class InputError(ExpertmeshError):
     key = "input"
 
 
+class MissingHereError(InputError):
+    """What this machine lacks; the same configuration may be right on another."""
+
+
 class IntegrityError(ExpertmeshError):
     """A weight, a checkpoint or a training value is not what it should be."""
 

@@ -16,6 +16,7 @@ from expertmesh.data.encoding.preference import PairEncoder
 from expertmesh.data.formats import (
     Conversation,
     MalformedRow,
+    PlainText,
     Preference,
     PromptCompletion,
     Record,
@@ -69,7 +70,7 @@ class BlockEncoder:
     def encode(self, place: Place, rows: Sequence[RawRow], format_name: str) -> Block:
         """The block of these rows, of which there is at least one."""
         block = Block(place, rows[0].file, DataReport(self._config.max_length, rows=len(rows)))
-        usable: list[tuple[RawRow, Record]] = []
+        usable: list[tuple[RawRow, Record, list[str]]] = []
         roles = self._sources[place[0]].roles
         for raw in rows:
             try:
@@ -82,13 +83,17 @@ class BlockEncoder:
             for column in unused_columns(raw.value, format_name):
                 if column not in block.report.unused:
                     _keep(block.report.unused, column)
-            if self._keeps(block, raw, _odd_kinds(record)):
-                usable.append((raw, record))
+            odd = _odd_kinds(record)
+            if self._keeps(block, raw, odd):
+                usable.append((raw, record, odd))
         lengths: list[int] = []
-        for (raw, _), result in zip(usable, self._encoded([record for _, record in usable]), strict=True):
+        results = self._encoded([record for _, record, _ in usable])
+        for (raw, _, counted), result in zip(usable, results, strict=True):
             if isinstance(result, MalformedRow):
                 self._skip(block, raw, result)
-            elif self._keeps(block, raw, ["dropped_thinking"] if any(e.dropped_thinking for e in result) else []):
+                continue
+            odd = list({kind: None for each in result for kind in each.odd if kind not in counted})
+            if self._keeps(block, raw, odd):
                 lengths += [len(each.input_ids) for each in result]
                 self._add_samples(block, raw, result)
         block.report.dated = int(self._encoder.date_written is not None)
@@ -155,6 +160,7 @@ class BlockEncoder:
         report.open_ended += any(each.end is None for each in encoded)
         report.ends.update(each.taught_end for each in encoded if each.taught_end is not None and longest <= limit)
         report.empty_thoughts += any(each.empty_thoughts for each in encoded)
+        report.unwritten.update({name for each in encoded for name in each.unwritten})
         kept = [each.input_ids[:limit] for each in encoded]
         report.same_pairs += len(kept) > 1 and np.array_equal(kept[0], kept[1])
         samples = [coded(each.input_ids[:limit], each.targets[:limit]) for each in encoded]
@@ -171,8 +177,9 @@ def _keep(positions: list[str], position: str) -> None:
 
 def _odd_kinds(record: Record) -> list[str]:
     """Which of ODD_ROWS a record is, as far as it shows before a template has written it."""
-    if isinstance(record, PromptCompletion):
-        return [] if record.completion.strip() else ["empty_answer"]
+    if isinstance(record, PromptCompletion | PlainText):
+        text = record.text if isinstance(record, PlainText) else record.completion
+        return [] if text.strip() else ["empty_answer"]
     if not isinstance(record, Conversation):
         return []
     answers = [

@@ -45,7 +45,7 @@ _USUAL_NAMES = {
     "rejected": ("rejected", "dispreferred", "worse", "bad"),
 }
 THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
-_THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
 # As a chat template takes them: `role`, a string `content`, and keys that pass through. With `tool_calls` there may be
@@ -179,7 +179,7 @@ def visible(message: Mapping[str, Any]) -> str:
 def thoughts(message: Mapping[str, Any]) -> list[str]:
     """The thinking of an answer, as it has to stand in the text: under a key of its own, or before the answer."""
     found = [message[key] for key in THINKING_KEYS if isinstance(message.get(key), str)]
-    if in_content := _THOUGHT.match(message.get("content") or ""):
+    if in_content := THOUGHT.match(message.get("content") or ""):
         found.append(in_content[1])
     return [thought.strip() for thought in found if thought.strip()]
 
@@ -187,7 +187,7 @@ def thoughts(message: Mapping[str, Any]) -> list[str]:
 def without_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """The message without thinking under a key or at the beginning of its content."""
     kept = {key: value for key, value in message.items() if key not in THINKING_KEYS}
-    return {**kept, "content": _THOUGHT.sub("", kept["content"], count=1)} if kept.get("content") else kept
+    return {**kept, "content": THOUGHT.sub("", kept["content"], count=1)} if kept.get("content") else kept
 
 
 def _turns(row: Mapping[str, Any], marker: str) -> list[Any] | None:

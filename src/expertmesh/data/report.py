@@ -17,9 +17,10 @@ _COUNTS = (
 )
 
 ODD_ROWS = {
-    "empty_answer": "an answer is empty",
+    "empty_answer": "an answer, or a text, is empty",
     "unanswered": "the conversation does not end with an answer",
     "dropped_thinking": "the chat template leaves out thinking of an answer that is a target",
+    "broken_thinking": "an answer has thinking that is not closed, not opened, or in several blocks",
 }
 """Rows that can be trained on and are seldom meant: kind, for which there is a key `data.on_<kind>`, and sentence."""
 
@@ -75,9 +76,10 @@ class DataReport:
     several samples of a row. `cut` counts samples shortened to `max_length`; `no_target_after_cut` are those among
     `no_target` whose targets were all cut off. `odd` counts rows by their kind in ODD_ROWS, kept or not; `left_out` are
     those that `data.on_*` drops. The `*_at` fields name the first rows concerned. `methods` counts samples by how their
-    targets were found, `ends` by the token that ends them. `length_counts` are those of `histogram`. `open_ended`,
-    `empty_thoughts`, `same_pairs` and `dated` (blocks whose template may have written the date) count what `notes` say
-    in the end. `unused` of a block is what its source's will be made of.
+    targets were found, `ends` by the token that ends them, `unwritten` rows by what the chat template leaves out.
+    `length_counts` are those of `histogram`. `open_ended`, `empty_thoughts`, `same_pairs` and `dated` (blocks whose
+    template may have written the date) count what `notes` say in the end. `unused` of a block is what its source's will
+    be made of.
     """
 
     max_length: int
@@ -100,6 +102,7 @@ class DataReport:
     length_counts: list[int] = field(default_factory=lambda: [0] * (LENGTH_BINS + 1))
     methods: Counter[str] = field(default_factory=Counter)
     ends: Counter[int] = field(default_factory=Counter)
+    unwritten: Counter[str] = field(default_factory=Counter)
     open_ended: int = 0
     empty_thoughts: int = 0
     same_pairs: int = 0
@@ -113,6 +116,7 @@ class DataReport:
         self.odd.update(block.odd)
         self.methods.update(block.methods)
         self.ends.update(block.ends)
+        self.unwritten.update(block.unwritten)
         self.length_counts = [mine + more for mine, more in zip(self.length_counts, block.length_counts, strict=True)]
         self.skipped_at = (self.skipped_at + block.skipped_at)[:POSITIONS_KEPT]
         self.no_target_at = (self.no_target_at + block.no_target_at)[:POSITIONS_KEPT]
@@ -159,6 +163,10 @@ class DataReport:
         for kind, count in ((kind, self.odd[kind]) for kind in ODD_ROWS if self.odd[kind]):
             rows = f"{count:,} row{'s' * (count != 1)}"
             lines.append(f"{ODD_ROWS[kind]}: {rows} ({_listed(self.odd_at[kind], count)}); data.on_{kind} decides")
+        if self.unwritten:
+            found = sorted(self.unwritten.items(), key=lambda each: (-each[1], each[0]))
+            parts = (f"{name} in {count:,} row{'s' * (count != 1)}" for name, count in found)
+            lines.append(f"left out by the chat template: {', '.join(parts)}")
         if self.left_out:
             lines.append(f"left out by data.on_*: {self.left_out:,}")
         return lines + [f"note: {note}" for note in self.notes]

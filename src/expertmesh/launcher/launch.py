@@ -24,7 +24,7 @@ from expertmesh.distributed.environment import Node, Rank, find_place
 from expertmesh.io.terminal import lasting_output, print_log, tell
 from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.launcher.meeting import THIS_MACHINE, Meeting
-from expertmesh.launcher.supervise import Job, start_ranks, stop_requests
+from expertmesh.launcher.supervise import Job, processors, start_ranks, stop_requests
 from expertmesh.launcher.torchrun import TorchrunAgent, refuse_elastic, run_here
 from expertmesh.training.control import Control
 
@@ -161,6 +161,11 @@ def local_ranks(nproc: int | None) -> int:
             key="launch.too-few-accelerators",
         )
     return nproc or devices or CPU_RANKS
+
+
+def has_room_for(ranks: int) -> bool:
+    """Whether this machine has an accelerator, or without any a processor, for each of so many ranks."""
+    return ranks <= (_accelerators() or max(processors(), CPU_RANKS))
 
 
 def _accelerators() -> int:

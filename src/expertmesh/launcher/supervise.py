@@ -231,9 +231,8 @@ class Job:
 
 def start_ranks(arguments: Sequence[str], places: Sequence[Rank], directory: Path) -> list[LocalRank]:
     """Start a process of launcher/worker.py with `arguments` for each rank."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     environment = {
-        "OMP_NUM_THREADS": str(max(1, cores // len(places))),
+        "OMP_NUM_THREADS": str(max(1, processors() // len(places))),
         **os.environ,
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is up already: rank 0 must not start one
     }
@@ -255,6 +254,11 @@ def start_ranks(arguments: Sequence[str], places: Sequence[Rank], directory: Pat
             rank_started.process.wait()
         raise
     return started
+
+
+def processors() -> int:
+    """Those that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _exit_code(rank: LocalRank) -> int:

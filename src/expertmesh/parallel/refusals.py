@@ -11,7 +11,7 @@ from torch import nn
 
 from expertmesh.anatomy import Anatomy, ExpertsSpec, is_adapter, is_classifier, is_inside
 from expertmesh.config import MoeConfig, PrecisionConfig
-from expertmesh.config.errors import InputError
+from expertmesh.config.errors import InputError, MissingHereError
 from expertmesh.distributed.layout import Layout, nodes_of_ep
 from expertmesh.experts.balance import Balance, balance_of
 from expertmesh.experts.dispatchers import deepep
@@ -62,7 +62,8 @@ def choose_dispatch(moe: MoeConfig, layout: Layout) -> str:
 def refuse_dispatch(moe: MoeConfig, layout: Layout, anatomy: Anatomy, compute: torch.dtype) -> None:
     """Raise `InputError` where `moe.dispatch` names a library that is absent, or cannot carry these rows."""
     if moe.dispatch == "deepep" and (refusal := deepep.refusal(layout, anatomy.experts, compute)) is not None:
-        raise InputError(
+        error = MissingHereError if deepep.without_kernels(layout, anatomy.experts, compute) is None else InputError
+        raise error(
             f"moe.dispatch: deepep cannot be used here: {refusal}; set moe.dispatch to auto",
             key="moe.dispatch-unsupported",
         )

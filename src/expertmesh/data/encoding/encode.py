@@ -8,7 +8,7 @@ that the tokenizer adds by itself (usually a bos) and, if it has one, an eos at 
 
 import datetime
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from expertmesh.data.encoding.targets import (
     Span,
     special_strings,
 )
+from expertmesh.data.encoding.unwritten import has_broken_thinking
 from expertmesh.data.formats import Conversation, MalformedRow, PlainText, PromptCompletion
 
 COMPLETION = "completion"
@@ -35,7 +36,7 @@ class Encoded:
     """One sample: `input_ids` [S] int32 and `targets` [S] bool.
 
     `method` tells how the targets were found; `end` is the special token that ends the last answer, None of an answer
-    that ends without one; `empty_thoughts` and `dropped_thinking` are those of `Rendered`.
+    that ends without one; the others are those of `Rendered`.
     """
 
     input_ids: npt.NDArray[np.int32]
@@ -43,7 +44,8 @@ class Encoded:
     method: str
     end: int | None
     empty_thoughts: int = 0
-    dropped_thinking: bool = False
+    odd: tuple[str, ...] = ()
+    unwritten: tuple[str, ...] = ()
 
     @property
     def taught_end(self) -> int | None:
@@ -106,10 +108,10 @@ class Encoder:
     def _document(self, record: PlainText | PromptCompletion) -> list[Rendered]:
         if isinstance(record, PlainText):
             return [Rendered(record.text, ((0, len(record.text)),), EVERY_TOKEN)]
-        text = record.prompt + record.completion
+        found = completed(record.prompt, record.completion, COMPLETION)
         if self._options.loss_on == "all":
-            return [Rendered(text, ((0, len(text)),), EVERY_TOKEN)]
-        return [Rendered(text, ((len(record.prompt), len(text)),), COMPLETION)]
+            return [replace(found, spans=((0, len(found.text)),), method=EVERY_TOKEN)]
+        return [found]
 
     def _tokenize(self, texts: list[str], add_special_tokens: bool) -> list[tuple[list[int], Any]]:
         """Ids and character offsets (None from a tokenizer that has none) of each text."""
@@ -139,10 +141,16 @@ class Encoder:
             for tokens in covered:
                 trim = rendered.method in (PREFIX_DIFFERENCE, STAND_INS)
                 targets[self._without_trailing_space(tokens, ids) if trim else tokens] = True
+        return self._encoded(input_ids, targets, rendered, plain=plain)
+
+    def _encoded(
+        self, input_ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_], rendered: Rendered, *, plain: bool
+    ) -> Encoded:
         if plain:
-            return self._closed(input_ids, targets, rendered.method)
-        thinking = rendered.empty_thoughts, rendered.dropped_thinking
-        return Encoded(input_ids, targets, rendered.method, self._end(input_ids, targets), *thinking)
+            input_ids, targets = self._closed(input_ids, targets)
+        end = self._eos if plain else self._end(input_ids, targets)
+        facts = rendered.empty_thoughts, rendered.odd, rendered.unwritten
+        return Encoded(input_ids, targets, rendered.method, end, *facts)
 
     def _end(self, input_ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_]) -> int | None:
         # The last but one too: some marks include the line break after the end token.
@@ -150,14 +158,16 @@ class Encoder:
         ends = last[np.isin(last, self._special_ids)]
         return int(ends[-1]) if ends.size else None
 
-    def _closed(self, input_ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_], method: str) -> Encoded:
+    def _closed(
+        self, input_ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_]
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         """End a document or completion with eos, and make it a target: so the model learns to stop."""
         if self._eos is not None and (not input_ids.size or input_ids[-1] != self._eos):
             input_ids = np.append(input_ids, np.int32(self._eos))
             targets = np.append(targets, np.True_)
         elif self._eos is not None:
             targets[-1] = True
-        return Encoded(input_ids, targets, method, self._eos)
+        return input_ids, targets
 
     def _covered(self, rendered: Rendered, ids: list[int], offsets: Any, plain: bool) -> list[npt.NDArray[np.int64]]:
         """For each span, the indices of the tokens that cover at least one of its characters."""
@@ -189,3 +199,9 @@ class Encoder:
         kept, rest = np.split(tokens, [special[-1] + 1])
         text = str(self._tokenizer.decode([ids[token] for token in rest])) if rest.size else ""
         return tokens if text.strip() else kept
+
+
+def completed(prompt: str, completion: str, method: str) -> Rendered:
+    """Plain text of which the completion is the target."""
+    text, spans = prompt + completion, ((len(prompt), len(prompt) + len(completion)),)
+    return Rendered(text, spans, method, odd=("broken_thinking",) * has_broken_thinking(text, spans))

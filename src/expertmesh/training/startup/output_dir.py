@@ -11,7 +11,6 @@ from expertmesh.io.directory import io_errors
 from expertmesh.io.reading import read_file
 from expertmesh.io.safetensors_writer import rename_synced, replace_synced
 from expertmesh.io.terminal import log
-from expertmesh.io.urls import is_url
 from expertmesh.training.resume import config_differences, find_start, find_weights, flat
 from expertmesh.training.startup.uploads import has_result, withdraw_result
 
@@ -30,12 +29,6 @@ def refuse_output_dir(config: Config) -> None:
     The same run may go on in it, from its newest checkpoint; what may differ is in resume.py.
     """
     directory = Path(config.output_dir)
-    if is_url(config.output_dir):
-        raise InputError(
-            f"output_dir {config.output_dir}: a run lives on a disk; choose a directory, and set checkpoint.remote to "
-            "the URL, which gets its checkpoints and its result",
-            key="storage.unsupported-url",
-        )
     if directory.exists() and not directory.is_dir():
         raise InputError(f"output_dir {directory} is a file; choose another directory", key="output.is-a-file")
     if not directory.exists() or all(_LEFT_BY_A_START.fullmatch(path.name) for path in directory.iterdir()):

@@ -2,10 +2,13 @@
 
 The launcher calls `preflight` once before it starts ranks, so that a mistake costs seconds and is said once; `train`
 calls it again in each rank (a job started by torchrun has no launcher of ours). `check` and `verify` refuse by the same
-functions. Reads config.json and file headers at most.
+functions; `check` and `prepare` take as notes what another machine or another `output_dir` mends. Reads config.json and
+file headers at most.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +17,10 @@ from torch import nn
 
 from expertmesh.anatomy import describe
 from expertmesh.config import Config
-from expertmesh.config.errors import InputError
+from expertmesh.config.errors import ExpertmeshError, InputError, MissingHereError
 from expertmesh.data import load_tokenizer, refuse_url
 from expertmesh.io.directory import require_space
+from expertmesh.io.urls import is_url
 from expertmesh.training.optimizers.build import moment_bytes
 from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.training.startup.model_check import Checked, check_model
@@ -26,14 +30,26 @@ from expertmesh.weights.meta_model import read_model_config
 from expertmesh.weights.quantised.published import quantisation
 
 
-def preflight(config: Config, world_size: int, ranks_per_node: int | None = None, *, weights: bool = True) -> Checked:
+def preflight(
+    config: Config,
+    world_size: int,
+    ranks_per_node: int | None = None,
+    *,
+    weights: bool = True,
+    notes: list[ExpertmeshError] | None = None,
+) -> Checked:
     """Raise `InputError` for whatever cannot work on `world_size` ranks; no communication, no side effect.
 
     `ranks_per_node` is for who is no rank of the job: the ranks know it from the launcher. Without `weights` those of a
-    hub repository are not downloaded.
+    hub repository are not downloaded. What another machine or `output_dir` mends is put into `notes`, if there are any.
     """
-    refuse_output_dir(config)
-    refuse_config(config)
+    _refuse_paths(config)
+    with _noted(notes):
+        refuse_output_dir(config)
+    here = _without_extras(config)
+    with _noted(notes):
+        refuse_missing_packages(config)
+        here = config
     model = config.model
     model_config, directory = read_model_config(
         model.name_or_path, model.revision, model.trust_remote_code, weights=weights
@@ -43,15 +59,41 @@ def preflight(config: Config, world_size: int, ranks_per_node: int | None = None
             f"save.dtype is as_loaded, but {model.name_or_path} is not quantised; set save.dtype to auto",
             key="weights.not-quantised",
         )
-    checked = check_model(config, model_config, directory, world_size, ranks_per_node)
-    checkpoint_bytes = refuse_disk(config, checked.model)
+    try:
+        checked = check_model(here, model_config, directory, world_size, ranks_per_node)
+    except MissingHereError as error:
+        if notes is None:
+            raise
+        notes.append(error)
+        checked = check_model(_without_extras(config), model_config, directory, world_size, ranks_per_node)
     load_tokenizer(model, config.data.chat_template)
-    return replace(checked, checkpoint_bytes=checkpoint_bytes)
+    with _noted(notes):
+        return replace(checked, checkpoint_bytes=refuse_disk(config, checked.model))
+    return checked
+
+
+def _without_extras(config: Config) -> Config:
+    """The same with torch's own code in the place of what a machine may lack."""
+    moe = config.moe.model_copy(update={"dispatch": "auto", "kernels": "auto"})
+    is_flash = config.model.attention == "flash_attention_2"
+    model = config.model.model_copy(update={"attention": "auto"} if is_flash else {})
+    return config.model_copy(update={"moe": moe, "model": model})
+
+
+@contextmanager
+def _noted(notes: list[ExpertmeshError] | None) -> Iterator[None]:
+    """Put what is refused inside into `notes`, if there are any."""
+    try:
+        yield
+    except ExpertmeshError as error:
+        if notes is None:
+            raise
+        notes.append(error)
 
 
 def refuse_config(config: Config) -> None:
     """Refuse what a look at the machine tells, without the model: files and packages that are not there."""
-    _refuse_local_paths(config)
+    _refuse_paths(config)
     refuse_missing_packages(config)
 
 
@@ -74,7 +116,13 @@ def refuse_disk(config: Config, model: nn.Module) -> int:
     return checkpoint
 
 
-def _refuse_local_paths(config: Config) -> None:
+def _refuse_paths(config: Config) -> None:
+    if is_url(config.output_dir):
+        raise InputError(
+            f"output_dir {config.output_dir}: a run lives on a disk; choose a directory, and set checkpoint.remote to "
+            "the URL, which gets its checkpoints and its result",
+            key="storage.unsupported-url",
+        )
     for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         for index, source in enumerate(sources):
             if "://" in source.path:
