@@ -283,6 +283,14 @@ def test_what_a_driver_calls_a_device_is_its_entry(called: str, name: str | None
     assert name_of(called, hardware_table()) == name
 
 
+@pytest.mark.parametrize("name", hardware_table())
+def test_every_device_of_the_table_is_planned(name: str, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the command line, in rows that are packed: some are of a kind that this torch does not know."""
+    here = ["plan", str(directory), "--devices", f"2 {name}", "--seq-len", "64", "--global-batch-size", "4", "--json"]
+    assert main(here) == 0
+    assert json.loads(capsys.readouterr().out)["devices"] == f"1x2 {name}"
+
+
 def test_hardware_of_the_users_joins_the_table_and_is_checked(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     lines = ["flops: {bfloat16: 1.0e12}", "memory: 1.0e9", "memory_bandwidth: 1.0e9", "within_node: 1.0e9"]

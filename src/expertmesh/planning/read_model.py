@@ -73,7 +73,7 @@ def figures_of_plan(
         stack.enter_context(cast_on_meta([tensor for name, tensor in state.items() if not fp32(name)], compute))
         wide = [tensor for name, tensor in state.items() if name in plan.uncast]
         stack.enter_context(cast_on_meta(wide, torch.float32))
-        apart = kept_apart(twin, plan.anatomy, torch.device(device), compute) if packed else "no"
+        apart = kept_apart(twin, plan.anatomy, device, compute) if packed else "no"
         return _figures(twin, plan, fp32, length=length, lora=lora, packed=apart)
 
 
