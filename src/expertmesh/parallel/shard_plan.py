@@ -8,13 +8,17 @@ it is: what has to be tried runs on its meta twin.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, describe, is_inside
+from expertmesh.anatomy import Anatomy, ExpertsSpec, describe, is_inside
 from expertmesh.config import MoeConfig, PrecisionConfig
+from expertmesh.config.errors import InputError
+from expertmesh.config.sections import BYTES_OF
+from expertmesh.distributed.expert_traffic import ExpertTraffic, TopKRouter
+from expertmesh.distributed.layout import Layout
 from expertmesh.experts.install import Kernels, choose_backend, choose_kernels
 from expertmesh.parallel.checkpointing import (
     CheckpointedLayers,
@@ -24,7 +28,7 @@ from expertmesh.parallel.checkpointing import (
 )
 from expertmesh.parallel.compiling import compiled_parts, refuse_compile
 from expertmesh.parallel.context.plan import ContextPlan, context_plan
-from expertmesh.parallel.groups import Group, Split, plan_expert_dims, plan_frozen, plan_groups
+from expertmesh.parallel.groups import Group, Split, packed_formats, plan_expert_dims, plan_frozen, plan_groups
 from expertmesh.parallel.pipeline import Cut, plan_cut
 from expertmesh.parallel.refusals import (
     choose_dispatch,
@@ -38,7 +42,6 @@ from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
 from expertmesh.state.stage_view import MetaTwin
 
 if TYPE_CHECKING:
-    from expertmesh.distributed.layout import Layout
     from expertmesh.experts.balance import Balance
     from expertmesh.state.packed_format import PackedFormat
 
@@ -81,7 +84,7 @@ class ShardPlan:
     `packed` are the frozen parameters that stay in 8 or 4 bits.
     """
 
-    layout: "Layout"
+    layout: Layout
     options: ShardOptions
     anatomy: Anatomy
     balance: "Balance"
@@ -139,7 +142,7 @@ class ShardPlan:
         return compute
 
 
-def plan_shards(model: nn.Module, layout: "Layout", options: ShardOptions, *, kept_in_fp32: KeptInFp32) -> ShardPlan:
+def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept_in_fp32: KeptInFp32) -> ShardPlan:
     """Decide how `model` (with its adapters; on meta or in memory) is sharded. Every rank comes to the same plan.
 
     `kept_in_fp32` says by name which parameters the family computes with in fp32 whatever the compute dtype. Raises
@@ -189,7 +192,7 @@ def plan_shards(model: nn.Module, layout: "Layout", options: ShardOptions, *, ke
 def plan_axes(
     model: nn.Module,
     anatomy: Anatomy,
-    layout: "Layout",
+    layout: Layout,
     twin: MetaTwin,
     *,
     kept_in_fp32: KeptInFp32,
@@ -200,3 +203,44 @@ def plan_axes(
     context = context_plan(model, anatomy, layout)
     tensor = tensor_plan(model, anatomy, layout.tp, kept_in_fp32)
     return tensor, context, plan_cut(model, anatomy, layout, twin.module, frozen) if layout.pp > 1 else None
+
+
+def expert_traffic(model: nn.Module, options: ShardOptions, tokens: int) -> ExpertTraffic | None:
+    """What `ep: auto` weighs for `model` (with its adapters; on meta or in memory) and micro-batches of `tokens`.
+
+    By its first layer of experts; None where the model does not say how many experts a token is sent to. `InputError`
+    for experts that `precision.frozen` cannot keep packed.
+    """
+    anatomy, precision = describe(model), options.precision
+    spec, formats = anatomy.experts[0], packed_formats(model, anatomy, precision.frozen)
+    router = top_k_router(model, spec)
+    if router is None:
+        return None
+    compute, reduce = BYTES_OF[precision.compute], max(BYTES_OF[precision.reduce], BYTES_OF[precision.compute])
+    expert = 0.0
+    for name in plan_expert_dims(model, anatomy, Layout()):
+        if is_inside(name, spec.name):
+            parameter, kind = model.get_parameter(name), formats.get(name)
+            elements = parameter.numel() // spec.num_experts
+            expert += 2 * (elements * compute if kind is None else kind.bytes)
+            expert += elements * reduce if parameter.requires_grad else 0
+
+    def can_have(layout: Layout) -> bool:
+        try:
+            dims = plan_expert_dims(model, anatomy, layout)
+        except InputError:
+            return False
+        return all(dims.get(name, 0) == 0 for name in formats)
+
+    trips = 5 if options.activation_checkpointing == "full" else 4
+    return ExpertTraffic(router, expert, spec.hidden_size * compute, tokens, trips, can_have)
+
+
+def top_k_router(model: nn.Module, spec: ExpertsSpec) -> TopKRouter | None:
+    """How many experts a token takes, and of how many groups; None where the model does not say."""
+    text: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    groups, best = (getattr(text, key, None) for key in ("n_group", "topk_group"))
+    limited = isinstance(groups, int) and isinstance(best, int) and 1 <= best < groups
+    return (
+        None if spec.top_k is None else TopKRouter(spec.num_experts, spec.top_k, *((groups, best) if limited else ()))
+    )

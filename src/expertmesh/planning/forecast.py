@@ -25,9 +25,6 @@ from expertmesh.training.reporting.record import Arrangement, Forecast, Predicti
 from expertmesh.training.run import train
 from expertmesh.training.startup.model_check import Checked, checkpointing_mode
 
-# From how much faster another ep is worth a word.
-_FASTER = 1.1
-
 
 def train_with_forecast(config: Config, control: Control | None = None) -> None:
     """`training.run.train`, with what a step is predicted to take in the printed plan and in run.json."""
@@ -85,8 +82,8 @@ def forecast(config: Config, checked: Checked, devices: Devices | None = None) -
         )
         notes = [_figures(found)]
     notes += [warning] if warning else []
-    if config.parallel.ep == "auto" and timed:
-        notes += _other_ep(config, job, found)
+    if config.parallel.ep == "auto" and not found.fits(job):
+        notes += _fitting_ep(config, job, found.layout)
     cures, peak = partial(_cures, config, checked, devices), None
     if timed and devices.name != "cpu":  # of a processor the table has no peak, but what one reached
         peak = found.speed.peak_flops * found.speed.tokens / found.speed.model_flops
@@ -155,18 +152,13 @@ def _memory_warning(job: Job, found: Candidate) -> str | None:
     return f"{where}, so this may run out of memory"
 
 
-def _other_ep(config: Config, job: Job, found: Candidate) -> list[str]:
-    """Where another ep is predicted to be much better than what `ep: auto` became (distributed/layout.py)."""
-    free = explicit(found.layout).model_copy(update={"ep": "auto"})
-    others = [_candidate(config, job, layout) for layout in layouts(job, free) if layout != found.layout]
-    fitting = [other for other in others if other.fits(job)]
-    if not fitting:
-        return []
-    best = min(fitting, key=lambda other: (other.speed.seconds, other.memory.total))
-    if found.fits(job) and found.speed.seconds < _FASTER * best.speed.seconds:
-        return []
-    what = "would be faster" if found.fits(job) else "would fit"
-    return [f"ep {best.layout.ep} {what} ({_figures(best)}): see expertmesh plan"]
+def _fitting_ep(config: Config, job: Job, auto: Layout) -> list[str]:
+    """Where `ep: auto` is predicted not to fit (it asks no device, distributed/layout.py), another ep that is."""
+    free, node = explicit(auto).model_copy(update={"ep": "auto"}), job.devices.per_node
+    others = (layout for layout in layouts(job, free) if node % layout.ep == 0 or layout.ep % node == 0)
+    found = (_candidate(config, job, layout) for layout in others if job.model.traffic.can_have(layout))
+    best = min((other for other in found if other.fits(job)), key=lambda other: other.memory.total, default=None)
+    return [] if best is None else [f"parallel.ep={best.layout.ep} would fit ({gib(round(best.memory.total))})"]
 
 
 def _job(config: Config, checked: Checked, devices: Devices) -> Job:
