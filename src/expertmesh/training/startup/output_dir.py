@@ -12,7 +12,7 @@ from expertmesh.io.reading import read_file
 from expertmesh.io.safetensors_writer import rename_synced, replace_synced
 from expertmesh.io.terminal import log
 from expertmesh.io.urls import is_url
-from expertmesh.training.resume import config_differences, find_start, find_weights, flat
+from expertmesh.training.resume import config_differences, find_start, find_weights, flat, ways_on
 from expertmesh.training.startup.uploads import has_result, withdraw_result
 
 CONFIG_FILE = "config.yaml"
@@ -53,10 +53,12 @@ def refuse_output_dir(config: Config) -> None:
     before = _read(written)
     forbidden, _ = config_differences(*(flat(each.model_dump(mode="json")) for each in (before, config)))
     if forbidden:
-        shown = "; ".join(forbidden[:_LISTED]) + (f"; and {len(forbidden) - _LISTED} more" * (len(forbidden) > _LISTED))
+        shown = "; ".join([*forbidden.values()][:_LISTED])
+        shown += f"; and {len(forbidden) - _LISTED} more" * (len(forbidden) > _LISTED)
+        newest = next((path for _, path in reversed(published(directory / CHECKPOINTS))), None)
         raise InputError(
             f"output_dir {directory} holds a run with another configuration: {shown}; put it back to "
-            "continue that run, or choose another directory",
+            f"continue that run{ways_on(forbidden, newest)}, or choose another directory",
             key="run.other-configuration",
         )
     goes_on = _has_more_steps(before.train, config.train) and published(directory / CHECKPOINTS)
