@@ -15,13 +15,16 @@ from torch import nn
 from expertmesh.anatomy import describe
 from expertmesh.config import Config
 from expertmesh.config.errors import InputError
-from expertmesh.data import load_tokenizer, refuse_url
-from expertmesh.io.directory import require_space
+from expertmesh.data import load_tokenizer, refuse_source
+from expertmesh.io.directory import nearest, require_space
+from expertmesh.io.safetensors_reader import open_weight_files
 from expertmesh.training.optimizers.build import moment_bytes
 from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.training.startup.model_check import Checked, check_model
 from expertmesh.training.startup.output_dir import refuse_output_dir
 from expertmesh.training.startup.packages import refuse_missing_packages
+from expertmesh.weights.load import weights_file
+from expertmesh.weights.mapping import plan_load
 from expertmesh.weights.meta_model import read_model_config
 from expertmesh.weights.quantised.published import quantisation
 
@@ -30,7 +33,7 @@ def preflight(config: Config, world_size: int, ranks_per_node: int | None = None
     """Raise `InputError` for whatever cannot work on `world_size` ranks; no communication, no side effect.
 
     `ranks_per_node` is for who is no rank of the job: the ranks know it from the launcher. Without `weights` those of a
-    hub repository are not downloaded.
+    hub repository are not downloaded. Of weights only config.json is read; for their headers see `refuse_weights`.
     """
     refuse_output_dir(config)
     refuse_config(config)
@@ -49,10 +52,25 @@ def preflight(config: Config, world_size: int, ranks_per_node: int | None = None
     return replace(checked, checkpoint_bytes=checkpoint_bytes)
 
 
+def refuse_weights(checked: Checked) -> None:
+    """Refuse weights whose files are absent, or whose headers do not fit the model; no weight is read.
+
+    For one process of the job: of a large model the headers take seconds, and each rank reads them when its shards are
+    known (`bytes_to_read`). Raises what loading raises before it reads: also `IntegrityError` and `SecurityError`.
+    """
+    with open_weight_files(checked.directory, weights_file(checked.model)) as files:
+        plan_load(checked.model, files)
+
+
 def refuse_config(config: Config) -> None:
     """Refuse what a look at the machine tells, without the model: files and packages that are not there."""
-    _refuse_local_paths(config)
+    _refuse_data(config)
     refuse_missing_packages(config)
+    if config.model.attention == "flex_attention" and not torch.accelerator.is_available():
+        raise InputError(
+            "model.attention: flex_attention has no backward on a CPU; set model.attention to sdpa",
+            key="model.attention-unsupported",
+        )
 
 
 def refuse_disk(config: Config, model: nn.Module) -> int:
@@ -66,26 +84,15 @@ def refuse_disk(config: Config, model: nn.Module) -> int:
     saves = config.checkpoint.every_steps is not None or config.checkpoint.every_minutes is not None
     matrices, optimizer = matrices_of(model, describe(model)), config.optim.name
     moments = sum(moment_bytes(optimizer, shape, width, is_matrix=name in matrices) for name, shape in trained.items())
-    directory = Path(config.output_dir).absolute()
-    while not directory.exists():
-        directory = directory.parent
     checkpoint = size + math.ceil(moments) if saves else 0
-    require_space(directory, checkpoint + size)
+    require_space(nearest(Path(config.output_dir)), checkpoint + size)
     return checkpoint
 
 
-def _refuse_local_paths(config: Config) -> None:
+def _refuse_data(config: Config) -> None:
     for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         for index, source in enumerate(sources):
-            if "://" in source.path:
-                refuse_url(source.path)
-                continue
-            looks_local = source.path.startswith((".", "/", "~")) or Path(source.path).suffix in (
-                ".json",
-                ".jsonl",
-                ".parquet",
-            )
-            if looks_local and not Path(source.path).expanduser().exists():
-                raise InputError(
-                    f"{key}.{index}.path: {source.path} does not exist; correct the path", key="data.not-found"
-                )
+            try:
+                refuse_source(source.path)
+            except InputError as error:
+                raise InputError(f"{key}.{index}.path: {error}", key=error.key) from error
