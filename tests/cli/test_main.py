@@ -148,6 +148,42 @@ def test_an_error_is_a_json_object_for_programs(
         assert json.loads(capsys.readouterr().err)["key"] == "cli.usage"
 
 
+SLURM = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
+MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("names", "job"),
+    [
+        (("SLURM_PROCID", "SLURM_LOCALID"), SLURM),
+        (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"), MPI),
+        (("RANK", "LOCAL_RANK"), {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}),
+    ],
+    ids=["srun", "mpirun", "RANK"],
+)
+def test_a_wrong_configuration_is_told_by_the_first_process_of_a_machine(
+    config: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    names: tuple[str, str],
+    job: dict[str, str],
+) -> None:
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    told = []
+    for rank in range(4):
+        for name, value in zip(names, (rank, rank % 2), strict=True):
+            monkeypatch.setenv(name, str(value))
+        assert main(["train", config, "lr=1"]) == 2
+        told.append(capsys.readouterr().err.count("did you mean optim.learning_rate?"))
+    assert told == [1, 0, 1, 0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -18,11 +18,14 @@ import typer
 
 from expertmesh.cli.verbs import app
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError
+from expertmesh.distributed.environment import Rank, find_place
 from expertmesh.io.terminal import prepare_output, printable
 from expertmesh.launcher.failures import VERDICTS
-from expertmesh.launcher.torchrun import has_to_tell
+from expertmesh.launcher.torchrun import TorchrunAgent, has_to_tell
 from expertmesh.launcher.worker import leave
 
+# What every process on a machine finds wrong alike: the command line, the configuration's file, the installation.
+_SAID_ONCE = ("cli.", "config.", "install.", "launch.nproc-differs", "launch.restarts-in-job", "launch.elastic-start")
 INTERRUPTED = 130
 PIPE_CLOSED = 141  # what a shell says of a process that ended by SIGPIPE
 
@@ -86,7 +89,8 @@ def _usage_error(error: typer.TyperException) -> InputError:
 def _report(error: ExpertmeshError, said: dict[str, str]) -> int:
     """Print the error as the command line asks for it; returns its exit code."""
     rank = os.environ.get("RANK", "")
-    if not has_to_tell(str(error), may_follow=isinstance(error, DistributedFailure) and error.key not in VERDICTS):
+    may_follow = isinstance(error, DistributedFailure) and error.key not in VERDICTS
+    if _told_by_another(error) or not has_to_tell(str(error), may_follow=may_follow):
         return error.exit_code
     if said.get("error_format") == "json":
         record = {"key": error.key, "exit_code": error.exit_code, "message": str(error)}
@@ -95,3 +99,18 @@ def _report(error: ExpertmeshError, said: dict[str, str]) -> int:
         first, *more = printable(f"rank {rank}: {error}" if rank else str(error)).splitlines()
         print("\n       ".join([f"error: {first}", *more]), file=sys.stderr)
     return error.exit_code
+
+
+def _told_by_another(error: ExpertmeshError) -> bool:
+    """Whether another process of the job that srun, mpirun or the like has started prints `error` for this one: rank 0
+    what all ranks raise, the first of a machine what all of that machine find. Under torchrun see `has_to_tell`.
+    """
+    if error.on_all_ranks and not TorchrunAgent.of(os.environ).is_there:
+        return os.environ.get("RANK", "0") != "0"
+    if not error.key.startswith(_SAID_ONCE):
+        return False
+    try:
+        place = find_place()
+    except InputError:
+        return False
+    return isinstance(place, Rank) and place.starter != "torchrun" and (place.local_rank or 0) > 0

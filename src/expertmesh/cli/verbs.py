@@ -142,9 +142,9 @@ def train(arguments: TrainArguments) -> int:
 def _preflight(config: Config, ranks: int, ranks_per_node: int) -> None:
     """What ranks would refuse, before they are started; under torchrun each rank calls it itself."""
     with lazy_imports():
-        from expertmesh.training.startup.preflight import preflight
+        from expertmesh.training.startup.preflight import preflight, refuse_weights
 
-    preflight(config, ranks, ranks_per_node)
+    refuse_weights(preflight(config, ranks, ranks_per_node))
 
 
 @verb

@@ -127,9 +127,10 @@ def join_job(options: RunOptions) -> Rank | Node | None:
 def _check_rank(options: RunOptions, place: Rank) -> None:
     here = place.local_world_size or 1
     if options.nproc not in (None, here):
+        by = "the launcher that set RANK" if place.starter == "RANK" else place.starter
         raise InputError(
-            f"--nproc is {options.nproc}, but the launcher that set RANK started {here} ranks "
-            "on this machine; leave --nproc out under a launcher",
+            f"--nproc is {options.nproc}, but {by} has started {here} rank{'s' * (here > 1)} on this machine; leave "
+            "--nproc out, or let one process a machine start the ranks",
             key="launch.nproc-differs",
         )
     if place.starter == "SLURM" and here == 1 and options.nproc is None and (devices := _accelerators()) > 1:

@@ -21,7 +21,7 @@ from expertmesh.config.errors import DistributedFailure, ExpertmeshError
 from expertmesh.data import Preparation, PreparedData, Recipe, load_tokenizer
 from expertmesh.data.sources import Share
 from expertmesh.io.terminal import counted
-from expertmesh.launcher.launch import processors
+from expertmesh.launcher.supervise import processors
 from expertmesh.training.startup.data import held_by_another
 
 _SECONDS_BETWEEN_LOOKS = 2.0

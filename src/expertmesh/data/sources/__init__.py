@@ -1,6 +1,6 @@
 """Rows out of files, directories, object storage and hub data sets, each with a position that an error can name."""
 
-from expertmesh.data.sources.locations import Location, locations, read_source, refuse_url
+from expertmesh.data.sources.locations import Location, locations, read_source, refuse_source
 from expertmesh.data.sources.rows import BLOCK_ROWS, Columns, RawRow, Share, SourceFile
 
 __all__ = [
@@ -12,5 +12,5 @@ __all__ = [
     "SourceFile",
     "locations",
     "read_source",
-    "refuse_url",
+    "refuse_source",
 ]

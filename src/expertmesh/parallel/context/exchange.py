@@ -212,7 +212,9 @@ def _own_heads(where: str, all_heads: int, first: int, heads: int, name: str, te
 
 
 def _check_mask(name: str, mask: torch.Tensor, length: int) -> None:
-    if mask.shape[1] != 1 or mask.shape[2] not in (1, length) or mask.shape[3] != length:
+    heads, queries, keys = mask.shape[1:]
+    # Not `queries in (1, length)`: torch.compile takes symbolic lengths that are equal for different ones there.
+    if heads != 1 or (queries != 1 and queries != length) or keys != length:
         raise InputError(
             f"parallel.cp: {name} attends with a mask {tuple(mask.shape)}, not with one for {length} positions and "
             "all heads; set parallel.cp to 1",
