@@ -68,7 +68,7 @@ class Lockstep:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+        self.model: Any = model
         self.inside = False
         model.register_forward_pre_hook(self._before_forward, prepend=True)
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
-from transformers.integrations import get_reporting_integration_callbacks
+from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.trainer_utils import rotate_checkpoints
 
 import expertmesh as em
@@ -100,7 +100,8 @@ class ShardedTrainer(Trainer):
             super().__init__(**given)
         if self._has_adapters:
             sharded.register_forward_pre_hook(patches.RowNumbers(self), with_kwargs=True, prepend=True)
-        self.callback_handler.call_event = callbacks.on_shards(self.callback_handler.call_event)
+        handler: Any = self.callback_handler
+        handler.call_event = callbacks.on_shards(handler.call_event)
         if of_trl == "GRPOTrainer":
             lockstep = patches.Lockstep(sharded)
             for name in ("rollout_func", "_tool_call_loop"):
