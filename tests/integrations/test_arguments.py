@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from accelerate.state import AcceleratorState, GradientState
-from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
@@ -79,8 +78,8 @@ def _metrics(predictions: Any, compute_result: bool = True) -> dict[str, float]:
 
 
 MARKED = (
-    "{% for message in messages %}{{ message.role }} {% if message.role == 'assistant' %}"
-    "{% generation %}{{ message.content }} <eos> {% endgeneration %}{% else %}{{ message.content }} {% endif %}{% endfor %}"
+    "{% for message in messages %}{{ message.role }} {% if message.role == 'assistant' %}{% generation %}"
+    "{{ message.content }} <eos> {% endgeneration %}{% else %}{{ message.content }} {% endif %}{% endfor %}"
 )
 
 

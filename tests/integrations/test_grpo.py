@@ -89,7 +89,8 @@ def _calls_tools() -> Any:
     found.response_template = {}
     found.chat_template = (
         "{% for message in messages %}{{ message.role }} {{ message.content }} "
-        "{% for call in message.tool_calls or [] %}{{ call.function.name }} {{ call.function.arguments }} {% endfor %}<eos> {% endfor %}"
+        "{% for call in message.tool_calls or [] %}{{ call.function.name }} "
+        "{{ call.function.arguments }} {% endfor %}<eos> {% endfor %}"
         "{% if add_generation_prompt %}assistant {% endif %}"
     )
     return found

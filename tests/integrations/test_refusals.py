@@ -1,5 +1,6 @@
 """What Trainers cannot do with a sharded model stops with one sentence that names it, before anything is loaded."""
 
+import copy
 import json
 import os
 import subprocess
@@ -11,6 +12,8 @@ from typing import Any
 import peft
 import pytest
 import torch
+import trl
+from datasets import Dataset
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_pt_utils import AcceleratorConfig
 from trl import BEMACallback, DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer
@@ -18,7 +21,7 @@ from trl import BEMACallback, DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RL
 import expertmesh as em
 from expertmesh.config.errors import InputError
 from expertmesh.integrations import refusals
-from tests.integrations.support import Job, sharded
+from tests.integrations.support import Job, even_rows, sharded, tokenizer
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
@@ -97,6 +100,34 @@ def test_a_model_made_later_and_no_model(args: Any) -> None:
         _make(args, Trainer, model=None, model_init=lambda: tiny_model("qwen3_moe"))
     with refused("trainer.unsupported-model", naming="not given"):
         _make(args, Trainer, model=None)
+
+
+class _OnCpu(SFTConfig):  # type: ignore[misc]
+    """TRL's own are for bf16, which transformers has on GPUs alone."""
+
+    def __init__(self, output_dir: str) -> None:
+        super().__init__(output_dir, use_cpu=True, bf16=False)
+
+
+def _without_args() -> list[dict[str, Any]]:
+    for module in (trl, sys.modules[SFTTrainer.__module__]):
+        module.SFTConfig = _OnCpu
+    os.environ |= {"HF_HUB_OFFLINE": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    given = {"model": tiny_model("qwen3_moe"), "processing_class": tokenizer()}
+    found = []
+    for kind in (SFTTrainer, Trainer):
+        rows = {"train_dataset": Dataset.from_list(even_rows())}
+        ours: Any = em.trainer(kind)
+        found += [ours(parallel=em.ParallelConfig(ep=1), **copy.deepcopy(given), **rows).args.to_dict()]
+        found += [kind(**copy.deepcopy(given), **rows).args.to_dict()]
+    return found
+
+
+def test_without_args_the_stock_ones_are_taken() -> None:
+    ours, stock, plain, stock_plain = run_ranks(_without_args, 1)[0]
+    assert ours == stock
+    assert ours["output_dir"].endswith("-SFT")
+    assert plain == stock_plain
 
 
 def test_arguments_are_bound_by_name_wherever_they_stand(args: Any) -> None:

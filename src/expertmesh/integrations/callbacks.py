@@ -24,7 +24,10 @@ REFUSED = {
     "JITCheckpointCallback": "it saves on one rank when that gets its signal; leave it out",
 }
 # Variables of the environment by which others save or watch weights, on rank 0 alone.
-_VARIABLES = {"WandbCallback": ("WANDB_LOG_MODEL", "WANDB_WATCH"), "DVCLiveCallback": ("HF_DVCLIVE_LOG_MODEL",)}
+_VARIABLES = {
+    "WandbCallback": ("WANDB_LOG_MODEL", "WANDB_WATCH"),
+    "DVCLiveCallback": ("HF_DVCLIVE_LOG_MODEL",),
+}
 _OFF = ("", "false", "0", "no", "n", "off", "f")
 _GENERATING = ("LogCompletionsCallback", "WeaveCallback")
 
@@ -46,8 +49,8 @@ def _why(name: str, callback: Any, ranks: int) -> str | None:
         return REFUSED[name]
     for variable in _VARIABLES.get(name, ()):
         value = os.environ.get(variable, "")
-        # DVCLive's "all" are the directories of checkpoints, which are whole.
-        if value.lower() not in (*_OFF, *(("all",) if name == "DVCLiveCallback" else ())):
+        sends_directories = (name, value.lower()) == ("DVCLiveCallback", "all")  # of checkpoints, which are whole
+        if value.lower() not in _OFF and not sends_directories:
             return f"{variable} is {value!r}, by which rank 0 alone would read weights that are in shards; unset it"
     if name == "DVCLiveCallback" and getattr(callback, "_log_model", None) is True:
         return (
