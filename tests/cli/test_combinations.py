@@ -1,5 +1,5 @@
-"""Each pair of the table in docs/parallelism.md, an option along an axis, is started by the command line as one types it:
-two steps give the losses of one process, or the pair is refused by the key that the table names.
+"""Each pair of the table in docs/parallelism.md, an option along an axis, is started by the command line as one types
+it: two steps give the losses of one process, or the pair is refused by the key that the table names.
 
 Ranks are forked, as those of srun. `train.compile` traces with torch's own "aot_eager", which is the same graph without
 generated code.
