@@ -1,1 +1,1 @@
-"""Measurements of expertmesh beside its peers; RESULTS.md has their commands. Some build on `expertmesh.bench`."""
+"""Measurements of expertmesh beside its peers; RESULTS.md has their commands and what they gave."""

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import expertmesh as em
+from benchmarks.case import Case, qwen3_moe_config
+from benchmarks.probes import count_collectives, held_bytes
 from benchmarks.systems import SETTINGS
-from expertmesh.bench.case import Case, qwen3_moe_config
-from expertmesh.bench.probes import count_collectives, held_bytes
 from expertmesh.distributed.mesh import Mesh, current_device, start_process_group
 from expertmesh.planning.trackers import CollectiveCount
 

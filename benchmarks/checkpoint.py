@@ -21,10 +21,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from expertmesh.bench.case import Case, write_checkpoint
-from expertmesh.bench.probes import median
-from expertmesh.bench.result import machine
-from expertmesh.bench.worker import launch
+from benchmarks.case import Case, write_checkpoint
+from benchmarks.probes import median
+from benchmarks.result import machine
+from benchmarks.worker import launch
 
 CASE = Case(tokens=512, compute="float32", ranks=2, layers=4)
 

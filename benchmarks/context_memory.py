@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from expertmesh.bench.probes import count_collectives
+from benchmarks.probes import count_collectives
 
 RANKS, POSITIONS, VOCABULARY = 4, 4096, 512
 CPS = (1, 2, 4)

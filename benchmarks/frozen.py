@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import expertmesh as em
+from benchmarks.case import Case, input_ids, qwen3_moe_config
+from benchmarks.probes import alternating, median, seconds_of
+from benchmarks.result import markdown
 from benchmarks.systems import SETTINGS
-from expertmesh.bench.case import Case, input_ids, qwen3_moe_config
-from expertmesh.bench.probes import alternating, median, seconds_of
-from expertmesh.bench.result import markdown
 from expertmesh.distributed.mesh import Mesh, current_device, start_process_group
 from expertmesh.planning.trackers import UsageTracker
 from expertmesh.state.packed import stored

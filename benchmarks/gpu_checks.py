@@ -31,8 +31,8 @@ from transformers import PreTrainedModel
 import expertmesh as em
 from benchmarks.gpu import Row, environment
 from benchmarks.gpu_stage import Run, Stage, checked, error, start_one_rank
+from benchmarks.result import machine
 from expertmesh.anatomy import describe
-from expertmesh.bench.result import machine
 from expertmesh.experts.dispatch import AllToAllDispatcher
 from expertmesh.experts.expert_mlp import grouped_mm
 from expertmesh.experts.kernels.probe import triton_refusal

@@ -20,13 +20,12 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 import expertmesh as em
-from benchmarks import frozen
+from benchmarks import frozen, layer, lora
+from benchmarks.case import Case, LayerCase, Shape, input_ids, qwen3_moe_config
 from benchmarks.gpu import Row
 from benchmarks.gpu_stage import Run, Stage, start_one_rank
-from expertmesh.bench import layer, lora
-from expertmesh.bench.case import Case, LayerCase, Shape, input_ids, qwen3_moe_config
-from expertmesh.bench.probes import median, peak_bytes, seconds_of, synchronize
-from expertmesh.bench.result import why_missing
+from benchmarks.probes import median, peak_bytes, seconds_of, synchronize
+from benchmarks.result import why_missing
 from expertmesh.distributed.layout import Layout
 from expertmesh.experts.expert_mlp import grouped_mm
 from expertmesh.experts.mlp_spec import ExpertMlpSpec, Gate, activate, activation_backward

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from expertmesh.bench.result import machine
+from benchmarks.result import machine
 from expertmesh.config import Config, load_config
 from expertmesh.data import BatchLayout, TrainingBatches, build_dataset, load_tokenizer
 from expertmesh.demo.dataset import stdlib_samples, write_dataset

@@ -22,7 +22,7 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from expertmesh.bench.result import markdown
+from benchmarks.result import markdown
 from expertmesh.cli.data.prepare import prepare, processors
 from expertmesh.config import DataConfig
 from expertmesh.data import BatchLayout, Preparation, Recipe, TrainingBatches, build_dataset

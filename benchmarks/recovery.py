@@ -1,12 +1,12 @@
-"""A killed rank: seconds until a job of `--max-restarts 1` makes its next step, with and without processes standing by.
+"""A killed rank: seconds until a job of `--max-restarts 1` makes its next step.
 
     python -m benchmarks.recovery 5
 
-A tiny model on two ranks of this machine, a checkpoint at every second step. A random rank is killed in a step, in turn
-with both standbys ready and with both ended just before, as for a rank that fails early. `started` is when the launcher
-says that it starts all ranks again; what a standby holds in memory is its share (PSS) at that moment.
+A tiny model on two ranks of this machine, a checkpoint at every second step. A random rank is killed in a step.
+`started` is when the launcher says that it starts all ranks again.
 """
 
+import contextlib
 import os
 import random
 import re
@@ -16,14 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from tests.cli.jobs import children, standing_by
 from tests.training.tiny_run import run_config, write_inputs
-
-READY_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,44 +27,35 @@ class Recovery:
     started_seconds: float
     step_seconds: float
     lost_steps: int
-    standby_mib: float
 
 
 def main(kills: int) -> None:
-    chance, found = random.Random(0), {True: list[Recovery](), False: list[Recovery]()}
+    chance, found = random.Random(0), list[Recovery]()
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         write_inputs(root)
-        for number in range(2 * kills):
-            stand_by = number % 2 == 0
-            found[stand_by].append(_kill(root, root / f"run-{number}", chance, stand_by=stand_by))
-            print("standbys" if stand_by else "none    ", found[stand_by][-1], flush=True)
-    print("| | ranks start again after s | next step after s, median (all) | steps lost | MiB of a standby |")
-    print("|---|---|---|---|---|")
-    for stand_by, recoveries in found.items():
-        started, step, lost, size = (list(values) for values in zip(*map(astuple, recoveries), strict=True))
-        each = ", ".join(f"{seconds:.1f}" for seconds in sorted(step))
-        print(
-            f"| {'standbys' if stand_by else 'none'} | {statistics.median(started):.2f} | "
-            f"{statistics.median(step):.1f} ({each}) | {statistics.median(lost):.0f} | {statistics.median(size):.0f} |"
-        )
+        for number in range(kills):
+            found.append(_kill(root, root / f"run-{number}", chance))
+            print(found[-1], flush=True)
+    started, step, lost = (list(values) for values in zip(*map(astuple, found), strict=True))
+    each = ", ".join(f"{seconds:.1f}" for seconds in sorted(step))
+    print("| ranks start again after s | next step after s, median (all) | steps lost |")
+    print("|---|---|---|")
+    print(
+        f"| {statistics.median(started):.2f} | {statistics.median(step):.1f} ({each}) | {statistics.median(lost):.0f} |"
+    )
 
 
-def _kill(root: Path, output: Path, chance: random.Random, *, stand_by: bool) -> Recovery:
+def _kill(root: Path, output: Path, chance: random.Random) -> Recovery:
     run_config(root, output)
     options = ["parallel.ep=2", "train.max_steps=100000", "train.num_epochs=100000", "checkpoint.every_steps=2"]
     command = [sys.executable, "-m", "expertmesh", "train", f"{output}.yaml", *options, "--nproc", "2"]
     with Path(f"{output}.txt").open("w") as said:
         job = subprocess.Popen([*command, "--max-restarts", "1"], stdout=said, stderr=subprocess.STDOUT)
     try:
-        standbys = standing_by(job.pid, [])
-        _wait_until_idle(standbys)
-        size = statistics.mean(_pss_mib(process) for process in standbys)
-        ranks = [process for process, began_so in children(job.pid).items() if not began_so]
-        for process in () if stand_by else standbys:
-            os.kill(process, signal.SIGKILL)
+        _seconds_until(Path(f"{output}.txt"), r" step 3/\d+ ", time.monotonic())
         time.sleep(chance.random())
-        os.kill(chance.choice(ranks), signal.SIGKILL)
+        os.kill(chance.choice(_children(job.pid)), signal.SIGKILL)
         killed = time.monotonic()
         started = _seconds_until(Path(f"{output}.txt"), r"restart 1 of 1", killed)
         step = _seconds_until(Path(f"{output}.txt"), r"(?s)restart 1 of 1.* step \d+/\d+ ", killed)
@@ -77,7 +64,16 @@ def _kill(root: Path, output: Path, chance: random.Random, *, stand_by: bool) ->
     finally:
         job.send_signal(signal.SIGTERM)
         job.wait()
-    return Recovery(started, step, lost, size)
+    return Recovery(started, step, lost)
+
+
+def _children(launcher: int) -> list[int]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int((process / "stat").read_text().rpartition(")")[2].split()[1]) == launcher:
+                found.append(int(process.name))
+    return found
 
 
 def _seconds_until(file: Path, pattern: str, since: float) -> float:
@@ -85,25 +81,6 @@ def _seconds_until(file: Path, pattern: str, since: float) -> float:
         assert time.monotonic() < since + 120, file.read_text()
         time.sleep(0.005)
     return time.monotonic() - since
-
-
-def _wait_until_idle(processes: set[int]) -> None:
-    """Until none has used a processor for a while: all have imported what they have to."""
-    used: Sequence[str] = ()
-    while (now := [_processor_time(process) for process in processes]) != used:
-        used = now
-        time.sleep(READY_SECONDS)
-
-
-def _processor_time(process: int) -> str:
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return f"{fields[11]} {fields[12]}"
-
-
-def _pss_mib(process: int) -> float:
-    found = re.search(r"(?m)^Pss: +(\d+) kB", Path(f"/proc/{process}/smaps_rollup").read_text())
-    assert found is not None
-    return int(found[1]) / 1024
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from expertmesh.bench import worker
-from expertmesh.bench.case import Case, input_ids
+from benchmarks import worker
+from benchmarks.case import Case, input_ids
 
 STEP = 1
 

@@ -3,8 +3,9 @@
     python -m benchmarks.step --setting fp32-512 --systems transformers_ep4,expertmesh_ep4
     python -m benchmarks.step --profile expertmesh_ep4          # where the time goes
 
-What `expertmesh bench step` measures, of the systems and sizes that one asks for: more systems stand in systems.py.
-Prints a Markdown table, writes JSON with --json; fails if losses or gradient norms do not agree.
+The systems stand in worker.py and systems.py. All of them load one checkpoint and read the same tokens, and their
+losses and gradient norms must agree: a figure for a different computation is worth nothing. Prints a Markdown table,
+writes JSON with --json.
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from benchmarks.case import Case, write_checkpoint
+from benchmarks.probes import median
+from benchmarks.result import ResultsDiffer, machine, markdown
 from benchmarks.systems import SETTINGS, TRAIN_LESS
-from expertmesh.bench.case import write_checkpoint
-from expertmesh.bench.model import check_steps, measure_step, step_table
-from expertmesh.bench.result import machine
-from expertmesh.bench.worker import launch
-from expertmesh.config.errors import ExpertmeshError
+from benchmarks.worker import launch
 
 WORKER = "benchmarks.systems"
+MEMORY_REPEATS = 3
+LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 
 
 def main() -> None:
@@ -32,23 +35,75 @@ def main() -> None:
         SETTINGS[arguments.setting],
         **{k: v for k in ("ranks", "tokens", "experts", "layers") if (v := getattr(arguments, k)) is not None},
     )
-    try:
-        if arguments.profile:
-            with tempfile.TemporaryDirectory() as scratch:
-                case = write_checkpoint(case, Path(scratch))
-                print(launch("profile", case, [arguments.profile], arguments.repeats, WORKER)["profile"])
-            return
-        names = arguments.systems.split(",")
-        report = measure_step(case, names, arguments.repeats, with_memory=not arguments.no_memory, worker=WORKER)
-        if arguments.json:
-            Path(arguments.json).write_text(json.dumps(report | {"machine": machine()}, indent=1) + "\n")
-        print(step_table(case, report))
-        check_steps(case, report["time"], keys=["loss"])
-        whole = {name: row for name, row in report["time"].items() if not name.startswith(TRAIN_LESS)}
-        if whole:
-            check_steps(case, whole)
-    except ExpertmeshError as error:
-        sys.exit(str(error))
+    if arguments.profile:
+        with tempfile.TemporaryDirectory() as scratch:
+            case = write_checkpoint(case, Path(scratch))
+            print(launch("profile", case, [arguments.profile], arguments.repeats, WORKER)["profile"])
+        return
+    names = arguments.systems.split(",")
+    report = measure_step(case, names, arguments.repeats, with_memory=not arguments.no_memory)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(report | {"machine": machine()}, indent=1) + "\n")
+    print(step_table(case, report))
+    check_steps(case, report["time"], keys=["loss"])
+    if whole := {name: row for name, row in report["time"].items() if not name.startswith(TRAIN_LESS)}:
+        check_steps(case, whole)
+
+
+def measure_step(
+    case: Case, names: Sequence[str], repeats: int, *, with_memory: bool, worker: str = WORKER
+) -> dict[str, Any]:
+    """Time all systems in one job and, in jobs of their own, measure the memory of each."""
+    with tempfile.TemporaryDirectory(prefix="expertmesh-bench-") as scratch:
+        case = write_checkpoint(case, Path(scratch))
+        timing = launch("time", case, names, repeats, worker)
+        found = {name: launch("memory", case, [name], MEMORY_REPEATS, worker) for name in names if with_memory}
+    return {"case": dataclasses.asdict(case), "time": timing, "memory": found}
+
+
+def check_steps(case: Case, timing: dict[str, Any], keys: Sequence[str] = ("loss", "grad_norm")) -> None:
+    """`ResultsDiffer` on the first system whose loss or gradient norm is not the first one's."""
+    first, *others = timing.items()
+    for name, row in others:
+        for key in keys:
+            expected, got = first[1][key], row[key]
+            if not abs(got - expected) <= LOSS_TOLERANCE[case.compute] * abs(expected):
+                raise ResultsDiffer(
+                    f"{name} computes something else than {first[0]}: {key} {got:.6f} against {expected:.6f}"
+                )
+
+
+def step_table(case: Case, report: dict[str, Any]) -> str:
+    """The figures as a Markdown table; ratios are to the first system."""
+    timing, rows = report["time"], []
+    base = [median(next(iter(timing.values()))[key]) for key in ("wall", "cpu")]
+    for name, row in timing.items():
+        spent = [median(row[key]) for key in ("wall", "cpu")]
+        peaks = report["memory"].get(name, {}).get("ranks", [])
+        anonymous, resident, tensors = (
+            f"{max(rank[key] for rank in peaks) / 1e6:.0f}" if peaks else "-"
+            for key in ("step_anonymous", "step", "tensors")
+        )
+        times = [f"{spent[0]:.3f}", f"{spent[1]:.3f}", f"{spent[0] / base[0]:.2f} / {spent[1] / base[1]:.2f}"]
+        sent = [_traffic(row["traffic"], all_to_all) for all_to_all in (True, False)]
+        results = [f"{row['loss']:.6f}", f"{row['grad_norm']:.6f}"]
+        rows.append([name, *times, *sent, f"{anonymous} ({resident})", tensors, *results])
+    head = ["system", "wall s", "CPU s", "ratio wall / CPU", "all-to-all MB (calls)", "other collectives MB (calls)"]
+    head += ["peak MB (with file pages)", "peak tensor MB", "loss", "gradient norm"]
+    return "\n".join([
+        f"Qwen3-MoE, {case.layers} layers, hidden {case.hidden}, {case.experts} experts, top-{case.top_k}, width "
+        f"{case.expert_width}; {case.ranks} ranks, {case.tokens} tokens per rank, {case.compute} compute; medians",
+        "", markdown(head, rows), "",
+        "MB = 10^6 bytes; traffic is the mean over ranks, memory the highest rank.",
+        *(f"- {name}: {row['note']}" for name, row in timing.items()),
+    ])  # fmt: skip
+
+
+def _traffic(per_rank: list[dict[str, dict[str, int]]], all_to_all: bool) -> str:
+    """Mean megabytes and calls per rank and step of all-to-alls, or of all other collectives."""
+    entries = [entry for rank in per_rank for kind, entry in rank.items() if (kind == "all_to_all") == all_to_all]
+    sent, calls = (sum(entry[key] for entry in entries) / len(per_rank) for key in ("bytes", "calls"))
+    return f"{sent / 1e6:.1f} ({calls:.0f})" if entries else "-"
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""Systems that `benchmarks.step` can measure beside those of `expertmesh bench step`, and its ranks.
+"""Systems that `benchmarks.step` can measure beside transformers' expert parallelism and ours, and its ranks.
 
 To add one, write a builder and enter it in `BUILDERS`; its name on the command line is the entry followed by its
 expert- or data-parallel size, e.g. `transformers_fsdp4`. `profile` prints where one system's CPU time goes on rank 0.
@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import expertmesh as em
-from expertmesh.bench import worker
-from expertmesh.bench.case import LOAD, STEP, Case, input_ids
-from expertmesh.bench.worker import System, build, expertmesh_ep, first_step, meet, transformers_ep
+from benchmarks import worker
+from benchmarks.case import LOAD, STEP, Case, input_ids
+from benchmarks.worker import System, build, expertmesh_ep, first_step, meet, transformers_ep
 from expertmesh.distributed.mesh import current_device
 
 # The settings whose figures are published.

@@ -4,6 +4,8 @@ import zlib
 
 import pytest
 import torch
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
 from expertmesh.config import InputError
 from expertmesh.distributed.environment import Node, Rank, find_place, hosts_of, join_job
@@ -144,6 +146,17 @@ def test_ranks_without_a_place_to_meet_are_refused_before_they_wait() -> None:
         with pytest.raises(InputError, match=word) as refusal:
             join_job(dict(environment))
         assert refusal.value.key == key
+
+
+def test_one_process_of_accelerate_launch_is_told_how_to_start_several() -> None:
+    """By the environment that the installed accelerate makes."""
+    options = ["--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    args = launch_command_parser().parse_args([*options, "--dynamo_backend", "no", "script.py"])
+    args.use_cpu, args.num_cpu_threads_per_process = True, 1
+    _, environment = prepare_simple_launcher_cmd_env(args)
+    with pytest.raises(InputError, match=r"accelerate launch --multi_gpu --num_processes N") as refusal:
+        join_job(environment)
+    assert refusal.value.key == "launch.no-process-group"
 
 
 def test_accelerators_that_a_task_of_srun_would_leave_idle_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import expertmesh as em
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
+from expertmesh.distributed.expert_traffic import ExpertTraffic, TopKRouter
 from expertmesh.distributed.layout import (
     DENSE_AXES,
     EXPERT_AXES,
@@ -84,37 +86,62 @@ def test_data_ranks_count_replicas_and_fsdp_but_not_tp_or_cp() -> None:
     assert [layout.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+# 8 experts of 100 bytes, of which a token takes one: it leaves a rank of ep with chance (ep - 1) / ep.
+ONE_OF_EIGHT = ExpertTraffic(TopKRouter(8, 1), expert=100, row=10, tokens=3)
+
+
 @pytest.mark.parametrize(
-    ("parallel", "world", "experts", "expected"),
+    ("parallel", "world", "tokens", "expected"),
     [
-        ({}, 8, 64, Layout(fsdp=8, ep=8)),
-        ({}, 6, 64, Layout(fsdp=6, ep=2)),
-        ({}, 16, 64, Layout(fsdp=16, ep=8)),  # ep stays inside a node of 8
-        ({"replicate": 2}, 8, 64, Layout(replicate=2, fsdp=4, ep=4)),
+        ({}, 8, 1, Layout(fsdp=8, ep=8)),
+        ({}, 8, 2, Layout(fsdp=8, ep=4)),
+        ({}, 8, 3, Layout(fsdp=8, ep=2)),
+        ({}, 8, 4, Layout(fsdp=8, ep=1)),
+        ({}, 6, 1, Layout(fsdp=6, ep=2)),  # which divides 8 experts
+        ({"replicate": 2}, 8, 1, Layout(replicate=2, fsdp=4, ep=4)),
+        ({"cp": 2, "tp": 2}, 8, 4, Layout(fsdp=2, cp=2, tp=2, ep=8)),  # a rank has a quarter of the tokens
         ({"ep": 2}, 4, None, Layout(fsdp=4, ep=2)),
-        ({}, 1, 8, Layout()),
+        ({}, 1, None, Layout()),
     ],
 )
-def test_auto_fills_in_what_the_ranks_allow(
-    parallel: dict[str, Any], world: int, experts: int | None, expected: Layout
+def test_auto_takes_the_ep_that_moves_least(
+    parallel: dict[str, Any], world: int, tokens: int | None, expected: Layout
 ) -> None:
-    assert resolve_layout(ParallelConfig(**parallel), world, experts) == expected
+    traffic = None if tokens is None else replace(ONE_OF_EIGHT, router=TopKRouter(8, 2), tokens=tokens)
+    assert resolve_layout(ParallelConfig(**parallel), world, 8, None, traffic) == expected
 
 
-def test_auto_stays_within_a_node_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    parallel = ParallelConfig()
+def test_what_moves_is_weighed_as_the_formula_says() -> None:
+    """By hand: docs/parallelism.md."""
+    layouts = {ep: Layout(fsdp=16, ep=ep) for ep in (1, 2, 4, 8)}
+    assert [ONE_OF_EIGHT.gathered(layouts[ep]) for ep in layouts] == [800 * 15 / 16, 400 * 7 / 8, 200 * 3 / 4, 100 / 2]
+    assert [ONE_OF_EIGHT.sent(layouts[ep]) for ep in layouts] == [0, 120 / 2, 120 * 3 / 4, 120 * 7 / 8]
+    within = [ONE_OF_EIGHT.weighed(layout, 16) for layout in layouts.values()]
+    assert within == [750, 350 + 4 * 60, 150 + 4 * 90, 50 + 4 * 105]
+    # On nodes of 4: rings have 4, 2, 1 and 1 adapters there; of the 7 others of 8 ranks, 4 are on another node.
+    between = [ONE_OF_EIGHT.weighed(layout, 4) for layout in layouts.values()]
+    assert between == [750 * 10 / 4, 350 * 10 / 2 + 240, 150 * 10 + 360, 50 * 10 + 420 * 40 / 7]
+    recomputed = replace(ONE_OF_EIGHT, trips=5)
+    assert recomputed.sent(layouts[2]) == ONE_OF_EIGHT.sent(layouts[2]) * 5 / 4
+
+
+def test_auto_has_no_parts_of_nodes_and_says_why_it_is_that_ep(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel, few = ParallelConfig(), replace(ONE_OF_EIGHT, tokens=1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    layout = resolve_layout(parallel, 16, 64)
-    assert layout == Layout(fsdp=16, ep=4)
-    assert ep_reason(parallel, layout, 64) == "ep 4 of 1, 2, 4, 8, 16: the largest within a node of 4 ranks"
-    assert resolve_layout(parallel, 16, 64, ranks_per_node=16).ep == 16
-    assert ep_reason(ParallelConfig(ep=4), layout, 64) is None
-    assert ep_reason(parallel, Layout(), 64) is None
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    said = ep_reason(parallel, resolve_layout(parallel, 16, 64), 64)
-    assert (
-        said == "ep 8 of 1, 2, 4, 8, 16: the largest within a node of 8 ranks, assumed as LOCAL_WORLD_SIZE is not set"
+    layout = resolve_layout(parallel, 16, 8, None, few)
+    assert layout == Layout(fsdp=16, ep=8)  # two whole nodes
+    assert ep_reason(parallel, replace(layout, ep=4), replace(few, row=2**20)) == (
+        "ep 4 of 1, 2, 4, 8 moves least: 0.0 MiB of experts and 3.0 MiB of rows a layer and micro-batch, on nodes of 4 "
+        "ranks"
     )
+    assert resolve_layout(parallel, 12, 8, None, few).ep == 4
+    assert resolve_layout(parallel, 12, 8, 6, few).ep == 2
+    assert ep_reason(ParallelConfig(ep=4), replace(layout, ep=4), few) is None
+    assert ep_reason(parallel, Layout(), few) is None
+    cannot = replace(few, can_have=lambda layout: layout.ep < 4)
+    assert resolve_layout(parallel, 16, 8, None, cannot).ep == 2
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert (ep_reason(parallel, layout, few) or "").endswith("of 8 ranks, assumed as LOCAL_WORLD_SIZE is not set")
 
 
 SIX = "ep 4 crosses the borders of nodes of 6 ranks in 1 of its 3 groups (ranks 4 to 7), "
@@ -123,10 +150,11 @@ SIX += "whose tokens travel between nodes"
 
 def test_groups_of_experts_cross_a_node_only_if_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
-    auto = resolve_layout(ParallelConfig(), 12, 64)
+    few = ExpertTraffic(TopKRouter(64, 1), expert=100, row=1, tokens=1)
+    auto = resolve_layout(ParallelConfig(), 12, 64, None, few)
     assert auto.ep == 2
     assert node_crossing(auto) is None
-    assert resolve_layout(ParallelConfig(ep_across_nodes=True), 12, 64) == auto
+    assert resolve_layout(ParallelConfig(ep_across_nodes=True), 12, 64, None, few) == auto
     with pytest.raises(InputError) as refusal:
         resolve_layout(ParallelConfig(ep=4), 12, 64)
     assert refusal.value.key == "layout.ep-crosses-nodes"
@@ -138,7 +166,7 @@ def test_groups_of_experts_cross_a_node_only_if_it_is_said(monkeypatch: pytest.M
     assert (node_crossing(whole) or "").startswith("ep 12 crosses")
     said = ParallelConfig(ep=4, ep_across_nodes=True)
     chosen = resolve_layout(said, 12, 64)
-    assert ep_reason(said, chosen, 64) == node_crossing(chosen) == SIX
+    assert ep_reason(said, chosen, few) == node_crossing(chosen) == SIX
     assert node_crossing(chosen, ranks_per_node=4) is None
     assert node_crossing(Layout(fsdp=4, ep=4)) is None  # on one node, whatever it could hold
     assert resolve_layout(explicit(chosen), 12, 64) == chosen
@@ -205,7 +233,7 @@ def test_a_rank_takes_its_accelerator_also_where_it_sees_no_other(monkeypatch: p
         ({"ep": 4}, 4, 6, "ep 4 does not divide the model's 6 experts; valid values: 1, 2"),
         ({"replicate": 3}, 4, 8, "replicate 3 = 3 does not divide the world size 4"),
         ({"fsdp": 2}, 4, 8, "fsdp 2 * 1 = 2, but the job has 4 ranks"),
-        ({}, 4, None, "auto needs the number of experts"),
+        ({}, 4, 8, "parallel.ep: auto weighs the bytes of a model's experts and of a micro-batch's tokens"),
     ],
 )
 def test_impossible_layouts_are_refused_with_the_numbers(
@@ -242,9 +270,11 @@ def test_meshes_of_any_size_are_built_and_agree_with_the_arithmetic(world: int) 
 
 
 def _on_nodes_of_other_sizes(ep: int | str) -> str:
-    os.environ["LOCAL_WORLD_SIZE"] = "2" if dist.get_rank() == 0 else "1"
+    last = dist.get_world_size() - 1
+    os.environ["LOCAL_WORLD_SIZE"] = str(max(2, last) if dist.get_rank() < last else 1)
     try:
-        mesh = init_mesh(ParallelConfig.model_validate({"ep": ep}), num_experts=8)
+        traffic = ExpertTraffic(TopKRouter(8, 1), expert=100, row=1, tokens=1)
+        mesh = init_mesh(ParallelConfig.model_validate({"ep": ep}), num_experts=8, traffic=traffic)
     except InputError as error:
         return error.key
     model = tiny_model("qwen3_moe")
@@ -256,7 +286,7 @@ def _on_nodes_of_other_sizes(ep: int | str) -> str:
 
 def test_ranks_agree_on_the_mesh_where_nodes_have_different_numbers_of_them() -> None:
     assert run_ranks(_on_nodes_of_other_sizes, 2, 2) == ["moe.dispatch-needs-nodes"] * 2
-    assert run_ranks(_on_nodes_of_other_sizes, 2, "auto") == ["launch.local-world-sizes-differ"] * 2
+    assert run_ranks(_on_nodes_of_other_sizes, 4, "auto") == ["launch.local-world-sizes-differ"] * 4
 
 
 def _shard_where_one_rank_refuses(directory: str) -> list[str]:

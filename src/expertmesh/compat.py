@@ -30,6 +30,8 @@ __all__ = [
     "compile_errors",
     "default_apply_gate",
     "enable_checkpointing",
+    "has_hooks",
+    "is_compiled",
     "job_store",
     "reduce_scatter_into",
     "refuse_fully_shard",
@@ -96,6 +98,20 @@ def enable_checkpointing(model: nn.Module, options: dict[str, Any]) -> None:
     else:
         enable = model.gradient_checkpointing_enable
         enable(gradient_checkpointing_kwargs=options)
+
+
+def has_hooks(owner: nn.Module | torch.Tensor) -> bool:
+    """Whether somebody registered hooks on a module's forward and backward, or on a tensor's gradient."""
+    forward, backward = ("_forward_pre_hooks", "_forward_hooks"), ("_backward_pre_hooks", "_backward_hooks")
+    names = (
+        (*forward, *backward) if isinstance(owner, nn.Module) else ("_backward_hooks", "_post_accumulate_grad_hooks")
+    )
+    return any(getattr(owner, name) for name in names)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module` is what torch.compile has made of another one, or its own `compile` was called."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 def update_as(optimizer: torch.optim.Optimizer, view: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -19,7 +19,7 @@ from expertmesh.config import Config, LoraConfig, MoeConfig, PrecisionConfig
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.parallel.apply import shard_model
 from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan, plan_shards
-from expertmesh.state.other_code import refuse_sharded
+from expertmesh.state.other_code import BeforeSharding, refuse_sharded
 from expertmesh.weights.audit import AuditMode, AuditReport, audit_weights
 from expertmesh.weights.load import LoadReport, fill, head_names, start_head
 from expertmesh.weights.meta_model import build_meta_model, kept_in_fp32, read_model_config
@@ -80,10 +80,15 @@ def parallelize(
     parameters keep their dtype and everything runs in it. With `lora` the model is frozen and gets adapters, whose
     first values depend on `seed` alone. Experts that are a list of MLPs are fused first.
 
+    Parameters are replaced, as by `fully_shard`: make the optimizer of `model.parameters()` afterwards. One made before
+    stops at its first `zero_grad` or `step` with `InputError`, and so does whatever else asks a parameter from before
+    for its gradient. Hooks of modules stay; docs/other-loops.md has the rest (averages, hooks of parameters).
+
     `activation_checkpointing`, `checkpoint_layers` and `compile` are the keys of `train` (docs/training.md); True and
     False stand for "full" and "none".
     """
     refuse_sharded(model)
+    before = BeforeSharding.of(model)
     peft = peft_adapters(model, lora)
     if precision is None:
         dtype = _name(next(p for p in model.parameters() if peft is None or not p.requires_grad).dtype)
@@ -92,6 +97,7 @@ def parallelize(
     if peft is not None:
         model = peft.become_ours(getattr(torch, precision.params))
     fuse_lists_of_experts(model)
+    before.refuse_lost_hooks(model)
     if lora is not None:
         adapt(model, lora, getattr(torch, precision.params), model.config.name_or_path or None)
     options = ShardOptions.of(precision, moe, activation_checkpointing, checkpoint_layers, compile)
@@ -99,6 +105,7 @@ def parallelize(
         plan = plan_model(model, mesh.layout, options)
     shard_model(model, plan, mesh)
     start(model, seed)
+    before.retire_parameters(model)
     return model
 
 

@@ -62,7 +62,7 @@ def test_every_layout_and_batch_drops_the_same(adapter: Path, alone: dict[str, t
         2: [{"ep": 2, "micro_batch": 2}, {"ep": 2, "activation_checkpointing": "selective"}],
         4: [
             {"ep": 2, "replicate": 2, "activation_checkpointing": True},
-            {"ep": 4, "moe": em.MoeConfig(dispatch="all_gather", compute="loop")},
+            {"ep": 4, "moe": em.MoeConfig(compute="loop")},
         ],
     }
     for world, ways in runs.items():

@@ -1,7 +1,6 @@
-"""Made `golden/` and `golden-2/`: real checkpoints of schema versions 1 and 2, by two ranks of ep 2, and the hashes of
-what they hold.
+"""Made `golden/`: a real checkpoint by two ranks of ep 2, and the hashes of what it holds.
 
-Not run by the tests. Later versions have to read those files as they are; run it again only for a new schema version,
+Not run by the tests. Later versions have to read its files as they are; run it again only for a new schema version,
 into a new directory: `python -m tests.checkpoint.make_golden DIRECTORY`.
 """
 
@@ -17,8 +16,7 @@ from tests.checkpoint.tiny import Job
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
 
-GOLDEN = Path(__file__).with_name("golden")  # of schema version 1
-GOLDEN_2 = Path(__file__).with_name("golden-2")
+GOLDEN = Path(__file__).with_name("golden")
 STEP = 2
 FAMILY = "deepseek_v3"  # a dense layer, shared experts, a persistent buffer
 SIZES = {

@@ -1,9 +1,8 @@
-"""The format page is true: its reader reads checkpoints, PyTorch's own does, and golden ones stay readable."""
+"""The format page is true: its reader reads checkpoints, PyTorch's own does, and the golden one stays readable."""
 
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +13,22 @@ from transformers import AutoModelForCausalLM
 
 import expertmesh as em
 from expertmesh.checkpoint.manifest import read_manifest
-from expertmesh.checkpoint.read import open_state
 from expertmesh.checkpoint.schema import SCHEMA_VERSION, FileEntry, Manifest, TensorEntry, Tiling
-from expertmesh.checkpoint.schema1 import Schema1Chunk
 from expertmesh.checkpoint.state import fingerprint
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.export.checkpoint import export
 from expertmesh.verification.checkpoint.verify import verify
 from tests.checkpoint.damage import change_manifest, flip_a_bit
-from tests.checkpoint.make_golden import GOLDEN, GOLDEN_2, STEP, golden_job, sha256
+from tests.checkpoint.make_golden import GOLDEN, STEP, golden_job, sha256
 from tests.checkpoint.tiny import save
 from tests.support.ranks import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoint-format.md"
-CHECKPOINT = GOLDEN_2 / f"step-{STEP:08d}"
+CHECKPOINT = GOLDEN / f"step-{STEP:08d}"
 
 
-def _hashes(golden: Path) -> dict[str, str]:
-    hashes: dict[str, str] = json.loads((golden / "tensors.json").read_text())
+def _hashes() -> dict[str, str]:
+    hashes: dict[str, str] = json.loads((GOLDEN / "tensors.json").read_text())
     return hashes
 
 
@@ -48,7 +45,7 @@ def _reader() -> Any:
 def test_the_reader_on_the_page_reads_the_golden_checkpoint(tmp_path: Path) -> None:
     manifest, tensors = _reader()(CHECKPOINT)
     assert manifest["step"] == STEP
-    assert {name: sha256(tensor) for name, tensor in tensors.items()} == _hashes(GOLDEN_2)
+    assert {name: sha256(tensor) for name, tensor in tensors.items()} == _hashes()
     damaged = shutil.copytree(CHECKPOINT, tmp_path / CHECKPOINT.name)
     flip_a_bit("model-00001-of-00002.safetensors", 0.9)(damaged)
     with pytest.raises(AssertionError, match="model-00001"):
@@ -81,7 +78,7 @@ def test_pytorch_s_own_reader_reads_it(written: tuple[Path, dict[str, torch.Tens
 def test_the_page_names_every_file_and_every_key(written: tuple[Path, dict[str, torch.Tensor]]) -> None:
     page = PAGE.read_text()
     assert f"# The checkpoint format, schema version {SCHEMA_VERSION}" in page
-    for model in (Manifest, FileEntry, TensorEntry, Tiling, Schema1Chunk):
+    for model in (Manifest, FileEntry, TensorEntry, Tiling):
         for key in model.model_fields:
             assert f"`{key}`" in page or f'"{key}"' in page, key
     named = set(re.findall(r"^\| `([^`]+)` \|", page, re.M))
@@ -111,27 +108,25 @@ def test_the_fingerprint_is_what_the_page_says(size: int) -> None:
     assert fingerprint(data) == (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def _load_golden(golden: Path, parallel: em.ParallelConfig) -> tuple[dict[str, str], dict[str, Any], list[float]]:
+def _load_golden(parallel: em.ParallelConfig) -> tuple[dict[str, str], dict[str, Any], list[float]]:
     job = golden_job(parallel, seed=9)
-    loaded = em.load_checkpoint(job.model, job.optimizer, golden)
+    loaded = em.load_checkpoint(job.model, job.optimizer, GOLDEN)
     hashes = {name: sha256(tensor) for name, tensor in job.state().items()}
     job.train([STEP])
     return hashes, loaded.state, [float(p.abs().sum()) for p in job.state().values()]
 
 
-@pytest.mark.parametrize("golden", [GOLDEN, GOLDEN_2], ids=["schema 1", "schema 2"])
 @pytest.mark.parametrize(("world", "ep", "replicate"), [(1, 1, 1), (2, 2, 1), (4, 4, 1), (4, 2, 2)])
-def test_the_golden_checkpoint_is_read_into_any_layout(golden: Path, world: int, ep: int, replicate: int) -> None:
+def test_the_golden_checkpoint_is_read_into_any_layout(world: int, ep: int, replicate: int) -> None:
     parallel = em.ParallelConfig(ep=ep, replicate=replicate)
-    for hashes, state, sums in run_ranks(_load_golden, world, golden, parallel):
-        assert hashes == _hashes(golden)
+    for hashes, state, sums in run_ranks(_load_golden, world, parallel):
+        assert hashes == _hashes()
         assert state == {"rows": 16}
         assert all(value < float("inf") for value in sums)
 
 
-@pytest.mark.parametrize("golden", [GOLDEN, GOLDEN_2], ids=["schema 1", "schema 2"])
-def test_the_golden_checkpoint_is_sound_and_exported(golden: Path, tmp_path: Path) -> None:
-    path, expected = golden / CHECKPOINT.name, _hashes(golden)
+def test_the_golden_checkpoint_is_sound_and_exported(tmp_path: Path) -> None:
+    path, expected = CHECKPOINT, _hashes()
     verified = verify(path)
     assert verified.findings == ()
     assert verified.replicated > 0
@@ -144,41 +139,8 @@ def test_the_golden_checkpoint_is_sound_and_exported(golden: Path, tmp_path: Pat
     assert len(state) == len(read_manifest(path).model)
 
 
-NORM_STEP = "optimizer.model.norm.weight.step"
-
-
-def _experts_of(manifest: dict[str, Any]) -> Any:
-    return manifest["model"]["model.layers.1.mlp.experts.down_proj"]["chunks"]
-
-
-DAMAGED_SCHEMA_1: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "outside": (lambda m: _experts_of(m)[1].update(offset=[3, 0, 0]), "a part lies outside of it"),
-    "overlap": (lambda m: _experts_of(m)[1].update(offset=[1, 0, 0]), "two of its parts overlap"),
-    "twice": (lambda m: _experts_of(m)[1].update(offset=[0, 0, 0]), "two of its parts overlap"),
-    "gap": (lambda m: _experts_of(m).pop(), r"not whole: its parts hold 128 of 256 elements"),
-    "no such file": (lambda m: _experts_of(m)[0].update(file=99), "chunks that cannot be part of it"),
-    "other dims": (lambda m: _experts_of(m)[0].update(offset=[0]), "chunks that cannot be part of it"),
-    "wrong file": (lambda m: _experts_of(m)[1].update(file=_experts_of(m)[0]["file"]), "a rank wrote two parts"),
-    "swapped": (
-        lambda m: _experts_of(m)[0].update(offset=[2, 0, 0]) or _experts_of(m)[1].update(offset=[0, 0, 0]),
-        r"from \[0, 0, 0\] on, not from \[2, 0, 0\]",
-    ),
-    "unknown key": (lambda m: m.update(tilings=[]), "damaged: tilings"),
-}
-
-
-@pytest.mark.parametrize("case", DAMAGED_SCHEMA_1)
-def test_a_damaged_manifest_of_schema_1_is_refused(tmp_path: Path, case: str) -> None:
-    change, said = DAMAGED_SCHEMA_1[case]
-    damaged = shutil.copytree(GOLDEN / CHECKPOINT.name, tmp_path / CHECKPOINT.name)
-    change_manifest(change)(damaged)
-    with pytest.raises(IntegrityError, match=said), open_state(damaged):
-        pass
-
-
-@pytest.mark.parametrize("golden", [GOLDEN, GOLDEN_2])
-def test_a_world_size_that_is_no_world_s_costs_nothing(tmp_path: Path, golden: Path) -> None:
-    path = shutil.copytree(golden / CHECKPOINT.name, tmp_path / CHECKPOINT.name)
+def test_a_world_size_that_is_no_world_s_costs_nothing(tmp_path: Path) -> None:
+    path = shutil.copytree(CHECKPOINT, tmp_path / CHECKPOINT.name)
     change_manifest(lambda m: m.update(world_size=10**1000))(path)
     with pytest.raises(IntegrityError, match=r"world_size|model-00000-of-"):
         read_manifest(path)
@@ -197,13 +159,6 @@ def test_a_file_name_that_no_file_can_have_is_found(tmp_path: Path) -> None:
     name = f"model-{'0' * 5000}-of-00002.safetensors"
     change_manifest(lambda m: m["files"].append({"name": name, "bytes": 1, "sha256": "0" * 64}))(path)
     assert any("missing, but the checkpoint's manifest names it" in each.text for each in verify(path).findings)
-
-
-def test_a_copy_that_schema_1_says_was_another_is_found(tmp_path: Path) -> None:
-    path = shutil.copytree(GOLDEN / CHECKPOINT.name, tmp_path / CHECKPOINT.name)
-    change_manifest(lambda m: m["optimizer"][NORM_STEP]["chunks"][0].update(fingerprint=1))(path)
-    (finding,) = verify(path).findings
-    assert f"{NORM_STEP} is not what 2 ranks held alike (its fingerprint differs)" in finding.text
 
 
 def _refusals(path: Path) -> list[str]:

@@ -24,7 +24,7 @@ from expertmesh.io.urls import refuse_url
 from tests.checkpoint.object_store import Killed, ObjectStore
 from tests.support.errors import refused
 
-GOLDEN = Path(__file__).parent / "golden-2" / "step-00000002"
+GOLDEN = Path(__file__).parent / "golden" / "step-00000002"
 
 
 @pytest.fixture(autouse=True)

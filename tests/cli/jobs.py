@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -153,27 +153,6 @@ def left_behind(scratch: Path) -> list[str]:
             if of_a_job or (state == "Z" and int(parent) == os.getpid()):
                 found.append(f"{process.name}: {(process / 'cmdline').read_text()}")
     return found
-
-
-def children(launcher: int) -> dict[int, bool]:
-    """The processes that it has started, and whether each began as a standby."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
-            if int(parent) == launcher:
-                found[int(process.name)] = b"expertmesh.launcher.standby" in (process / "cmdline").read_bytes()
-    return found
-
-
-def standing_by(launcher: int, ranks: Sequence[int], count: int = 2) -> set[int]:
-    """Wait until so many stand by, beside the ranks."""
-
-    def found() -> set[int]:
-        return {process for process, began_so in children(launcher).items() if began_so} - set(ranks)
-
-    wait_until(lambda: len(found()) == count)
-    return found()
 
 
 def is_alive(process: int) -> bool:

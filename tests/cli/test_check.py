@@ -4,6 +4,7 @@ import functools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 
 from expertmesh.cli.data import check, prepare
-from expertmesh.config import Config, ObjectiveConfig
+from expertmesh.config import Config, ObjectiveConfig, ParallelConfig, dump_config
 from expertmesh.config.errors import DistributedFailure
 from expertmesh.data.encoding.encode import Encoder
+from expertmesh.launcher import launch
 from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
 from tests.support.errors import refused
@@ -136,9 +138,61 @@ def test_report_shows_samples_targets_and_every_row_that_is_lost(
     assert f"no target token: 1 ({data}:2)" in out
     assert f"{data}:3: the line is not JSON" in out
     assert "3 samples in 2 rows of 64 tokens" in out
-    assert "global batch 2 rows: 1 steps in the first epoch, 1 in 1 epoch" in out
+    assert "global batch 2 rows: 1 step in the first epoch, 1 in 1 epoch" in out
+    assert "warning: 1 optimizer step in all teach little" in out
     histogram = [line for line in out.splitlines() if "█" in line]
     assert [int(line.split()[-1]) for line in histogram] == [1, 2, 1]
+
+
+def test_a_finished_run_and_a_small_disk_are_notes_beside_the_data(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(model, write(tmp_path / "a.jsonl", [chat()] * 40), packing=False)
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text(dump_config(config))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10**12, used=10**12, free=1000))
+    assert check.run(config, samples=1) == 0
+    out = capsys.readouterr().out
+    assert f"sample {tmp_path / 'a.jsonl'}:1: " in out
+    assert f"note: train would stop here: output_dir {tmp_path / 'run'} holds this run, finished" in out
+    assert "the disk has 1,000 bytes free" in out
+    assert "teach little" not in out
+    assert prepare.run(config, workers=1) == 0
+    assert "note: train would stop here: output_dir" in capsys.readouterr().out
+
+
+def test_a_wrong_layout_is_refused_after_the_data_are_shown(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(model, write(tmp_path / "a.jsonl", [chat(), "{"]), on_error="skip")
+    config = config.model_copy(update={"parallel": ParallelConfig(ep=3)})
+    with refused("layout.ep-divides-experts", naming="parallel.ep 3 does not divide"):
+        check.run(config, samples=1)
+    out = capsys.readouterr().out
+    assert "refused    parallel.ep 3 does not divide" in out
+    assert f"{tmp_path / 'a.jsonl'}:2: the line is not JSON" in out
+    config = config.model_copy(update={"data": config.data.model_copy(update={"on_error": "stop"})})
+    with refused("layout.ep-divides-experts", naming="parallel.ep 3 does not divide"):
+        check.run(config)
+
+
+@pytest.mark.parametrize(("nproc", "predicted"), [(None, True), (1, True), (2, True), (4, False)])
+def test_it_predicts_for_the_ranks_that_this_machine_can_start(
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    nproc: int | None,
+    predicted: bool,
+) -> None:
+    monkeypatch.setattr(launch, "processors", lambda: 2)
+    config = config_of(model, write(tmp_path / "a.jsonl", [chat()]))
+    config = config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": 4})})
+    assert check.run(config, nproc=nproc) == 0
+    out = capsys.readouterr().out
+    assert f"layout of {nproc or 2} rank" in out
+    assert (" s a step" in out) is predicted
+    assert ("predicted  nothing: train would start 2 ranks here" in out) is not predicted
 
 
 def test_targets_are_coloured_on_a_terminal(
@@ -181,7 +235,7 @@ def test_suspicious_target_share_is_a_warning(model: Path, tmp_path: Path, capsy
     check.run(config_of(model, write(tmp_path / "b.jsonl", [all_answer]), max_length=8192))
     assert "warning: 100% of all tokens are targets" in capsys.readouterr().out
     check.run(config_of(model, write(tmp_path / "c.jsonl", [{"text": "so " * 500}]), max_length=8192))
-    assert "warning" not in capsys.readouterr().out
+    assert "of all tokens are targets" not in capsys.readouterr().out
 
 
 def test_hopeless_input_is_refused(model: Path, tmp_path: Path) -> None:

@@ -47,14 +47,17 @@ def test_verify_looks_at_the_newest_checkpoint_of_a_run(run: Path, capsys: pytes
 def test_verify_names_everything_and_ends_with_3(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run / "checkpoints" / STEP
     truncate(SHARD)(path)
-    remove("rng.json")(path)
+    remove("rng/generators.safetensors")(path)
     report = tmp_path / "report.json"
     assert main(["verify", str(path), "--json", str(report)]) == 3
     captured = capsys.readouterr()
     assert "sound" not in captured.out
     first, *others = captured.err.splitlines()
     assert first == f"error: {path}: 2 things are wrong with it"
-    assert [line.split(": ")[0].strip() for line in others] == [str(path / SHARD), str(path / "rng.json")]
+    assert [line.split(": ")[0].strip() for line in others] == [
+        str(path / SHARD),
+        str(path / "rng/generators.safetensors"),
+    ]
     content = json.loads(report.read_text())
     assert content["sound"] is False
     assert [finding["text"] for finding in content["findings"]] == [line.strip() for line in others]

@@ -155,8 +155,6 @@ def test_a_layout_that_does_not_fit_the_ranks_is_planned_anew(tmp_path: Path) ->
         arrange(config, 3, preflight)
     with pytest.raises(InputError, match="does not exist"):
         arrange(load_config(tmp_path / "run.yaml", ["data.train=[{path: /nowhere.jsonl}]"]), 2, preflight)
-    with pytest.raises(InputError, match="a layout that --elastic plans anew"):
-        arrange(load_config(tmp_path / "run.yaml", ["moe.interleave=true", "train.micro_batch_size=2"]), 4, preflight)
 
 
 def test_the_next_start_of_a_job_waits_for_the_one_before_and_takes_the_directory_of_a_lost_one(

@@ -87,14 +87,31 @@ def test_a_wrong_command_line(arguments: list[str], sentence: str, capsys: pytes
     assert capsys.readouterr().err == f"error: {sentence}\n"
 
 
-def test_options_that_contradict_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}.items():
+TASK = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "n1",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "by"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "2"}, "the launcher that set RANK has started 2 ranks"),
+        (TASK, "SLURM has started 2 ranks"),
+    ],
+)
+def test_options_that_contradict_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], by: str
+) -> None:
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ExpertmeshError) as caught:
-        join_job(RunOptions(nproc=2))
+        join_job(RunOptions(nproc=3))
     assert str(caught.value) == (
-        "--nproc is 2, but the launcher that set RANK started 8 ranks on this machine; leave --nproc out under a "
-        "launcher"
+        f"--nproc is 3, but {by} on this machine; leave --nproc out, or let one process a machine start the ranks"
     )
 
 

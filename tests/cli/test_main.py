@@ -31,7 +31,6 @@ VERBS = (
     "merge",
     "convert",
     "report",
-    "bench",
     "schema",
     "demo",
 )
@@ -51,7 +50,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Every verb replaced by one that records its arguments and returns 0."""
     seen: list[tuple[Any, ...]] = []
     fake = SimpleNamespace(run=lambda *arguments: seen.append(arguments) or 0)
-    for name in ("inspect", "data.check", "data.prepare", "plan.run", "bench", "export", "report"):
+    for name in ("inspect", "data.check", "data.prepare", "plan.run", "export", "report"):
         monkeypatch.setitem(sys.modules, f"expertmesh.cli.{name}", fake)
     monkeypatch.setattr(verbs, "run_ranks", fake.run)
     return seen
@@ -89,14 +88,12 @@ def test_check_and_inspect_receive_their_arguments(config: str, calls: list[tupl
     assert calls[1:] == [("some/model", 8, True), ("some/model", None, False)]
 
 
-def test_plan_bench_and_export_receive_their_arguments(calls: list[tuple[Any, ...]]) -> None:
+def test_plan_export_and_report_receive_their_arguments(calls: list[tuple[Any, ...]]) -> None:
     assert main(["plan", "m", "--devices", "8 h100", "--lora", "r=4", "--tokens", "10B", "--lora", "alpha=8"]) == 0
-    assert main(["bench", "--quick", "layer", "load"]) == 0
     assert main(["export", "run", "--output=out", "--max-shard-size", "4GiB", "--dtype", "bfloat16"]) == 0
     assert main(["report", "run"]) == 0
     assert calls == [
         (PlanOptions(model="m", devices="8 h100", lora=["r=4", "alpha=8"], tokens=1e10),),
-        (["layer", "load"], True, None, None),
         ("run", "out", "bfloat16", 4 << 30, False, None),
         (["run"], None),
     ]
@@ -149,6 +146,42 @@ def test_an_error_is_a_json_object_for_programs(
     for no_verb in (["trian"], []):
         assert main(["--error-format", "json", *no_verb]) == 2
         assert json.loads(capsys.readouterr().err)["key"] == "cli.usage"
+
+
+SLURM = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
+MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("names", "job"),
+    [
+        (("SLURM_PROCID", "SLURM_LOCALID"), SLURM),
+        (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"), MPI),
+        (("RANK", "LOCAL_RANK"), {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}),
+    ],
+    ids=["srun", "mpirun", "RANK"],
+)
+def test_a_wrong_configuration_is_told_by_the_first_process_of_a_machine(
+    config: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    names: tuple[str, str],
+    job: dict[str, str],
+) -> None:
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    told = []
+    for rank in range(4):
+        for name, value in zip(names, (rank, rank % 2), strict=True):
+            monkeypatch.setenv(name, str(value))
+        assert main(["train", config, "lr=1"]) == 2
+        told.append(capsys.readouterr().err.count("did you mean optim.learning_rate?"))
+    assert told == [1, 0, 1, 0]
 
 
 @pytest.mark.parametrize(

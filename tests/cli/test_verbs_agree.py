@@ -1,5 +1,6 @@
 """What `train` refuses or warns of before it reads weights, `check` and `verify` say in the same words, and so do
-`inspect` and `plan` where it is about the model: all of them ask the same functions.
+`inspect` and `plan` where it is about the model: all of them ask the same functions. `check` goes on where it is about
+this machine or output_dir alone.
 """
 
 import importlib.util
@@ -25,6 +26,7 @@ from expertmesh.training.startup.preflight import preflight
 from expertmesh.verification.options import VerifyOptions
 from expertmesh.verification.setup import set_up
 from tests.families.tiny import random_model
+from tests.support.errors import refused
 from tests.training.tiny_run import run_config, write_inputs
 
 BF16 = "precision={params: float32, compute: bfloat16}"
@@ -66,6 +68,8 @@ class Case:
     prepare: Callable[[pytest.MonkeyPatch, Path], None] | None = None
     verbs: tuple[str, ...] = ("train", "check", "verify")
     ranks: int = 1
+    here: bool = False
+    """Another machine or output_dir would do, so `check` notes it."""
 
 
 def _mixing(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
@@ -89,13 +93,15 @@ CASES = {
         "log.report_to: tensorboard needs the tensorboard package",
         ("log.report_to=[tensorboard]",),
         prepare=_without("tensorboard"),
+        here=True,
     ),
     "flash attention that is not installed": Case(
         "model.attention: flash_attention_2 needs the flash-attn package",
         ("model.attention=flash_attention_2", BF16),
         prepare=_without("flash_attn"),
+        here=True,
     ),
-    "a full disk": Case("the disk has 1,000 bytes free, ", prepare=_full_disk),
+    "a full disk": Case("the disk has 1,000 bytes free, ", prepare=_full_disk, here=True),
     "rows longer than the model's positions": Case(
         "max_position_embeddings 128", ("data.max_length=129",), verbs=("train", "check", "verify", "plan")
     ),
@@ -108,17 +114,17 @@ CASES = {
         ("moe.compute=grouped_mm", "precision={params: float64, compute: float64, reduce: float64}"),
     ),
     "kernels for a GPU on a CPU": Case(
-        "moe.kernels: triton cannot be used here: there is no GPU", ("moe.kernels=triton",)
+        "moe.kernels: triton cannot be used here: there is no GPU", ("moe.kernels=triton",), here=True
     ),
     "a library for GPUs on CPUs": Case(
-        "moe.dispatch: deepep cannot be used here: there is no GPU", ("moe.dispatch=deepep", BF16), ranks=2
+        "moe.dispatch: deepep cannot be used here: there is no GPU", ("moe.dispatch=deepep", BF16), ranks=2, here=True
     ),
-    "halves of which no token travels": Case(
-        "moe.interleave: with parallel.ep 1 no token travels", ("moe.interleave=true", "train.micro_batch_size=2")
+    "a library that has no kernels for it": Case(
+        "moe.dispatch: deepep cannot be used here: its rows are bfloat16", ("moe.dispatch=deepep",), ranks=2
     ),
     "no tokenizer": Case("the tokenizer of ", prepare=_no_tokenizer),
     "a file in output_dir": Case(
-        "is not empty and holds no run of ours", prepare=_something_in_output_dir, verbs=("train", "check")
+        "is not empty and holds no run of ours", prepare=_something_in_output_dir, verbs=("train", "check"), here=True
     ),
 }
 
@@ -149,12 +155,22 @@ def test_every_verb_gives_the_same_answer(
         case.prepare(monkeypatch, tmp_path)
     said = {}
     for verb, run in _verbs(config, tmp_path, case.ranks).items():
-        if verb in case.verbs:
-            with pytest.raises(InputError) as refused:
+        if verb not in case.verbs:
+            continue
+        if verb == "check" and case.here:
+            assert run() == 0
+            *_, said[verb] = capsys.readouterr().out.splitlines()
+            said[verb] = said[verb].removeprefix("note: train would stop here: ")
+        else:
+            with pytest.raises(InputError) as caught:
                 run()
-            said[verb] = str(refused.value)
+            said[verb] = str(caught.value)
     assert all(case.sentence in sentence for sentence in said.values()), said
     assert len({said[verb] for verb in ("train", "check", "verify") if verb in said}) == 1, said
+    if case.here:  # nor does it hide what is wrong with the configuration
+        with refused("layout.ep-divides-ranks", naming="parallel.ep 3"):
+            check.run(run_config(tmp_path, tmp_path / "run", *case.overrides, "parallel.ep=3"), nproc=2)
+        assert "\nsample " in capsys.readouterr().out
 
 
 def test_nothing_is_refused_where_nothing_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,7 +90,7 @@ def test_names_of_other_trainers_lead_to_keys_that_exist() -> None:
         (
             "data.train=[]",
             "data.train must be a list of one or more items, each a section of keys (path, format, "
-            "weight, repeat, max_rows, name) or text that is not empty, not []",
+            "columns, roles, weight, repeat, max_rows, name) or text that is not empty, not []",
         ),
         (
             "optim.betas=[1, 2, 3]",
@@ -115,8 +115,8 @@ def test_missing_keys_are_named_in_full(tmp_path: Path) -> None:
 
 def test_a_list_with_a_bad_item_is_not_also_called_too_short(tmp_path: Path) -> None:
     assert refusal(write(tmp_path), "data.train=[3]") == (
-        "override 'data.train=[3]': data.train.0 must be a section of keys (path, format, weight, repeat, "
-        "max_rows, name), not 3"
+        "override 'data.train=[3]': data.train.0 must be a section of keys (path, format, columns, roles, "
+        "weight, repeat, max_rows, name), not 3"
     )
 
 

@@ -92,7 +92,6 @@ def test_a_value_of_another_kind_is_refused_and_named(tmp_path: Path, override: 
         (["distributed.timeout_seconds=3600"], "distributed.first_step_timeout_seconds (1800)"),
         (["moe={router: frozen, aux_loss_coef: 0.01}"], "moe.aux_loss_coef is 0.01"),
         (["moe={router: frozen, bias_update_rate: 1e-3}"], "moe.bias_update_rate is 0.001"),
-        (["moe.interleave=true", "train.micro_batch_size=1"], "moe.interleave is true"),
         (["train.eval_every_steps=5"], "train.eval_every_steps is 5"),
         (
             ["model.attention=flash_attention_2", "precision={params: float32, compute: float32}"],
@@ -111,7 +110,7 @@ def test_valid_choices_of_every_kind_are_accepted(tmp_path: Path) -> None:
     overrides = [
         "precision={params: float64, compute: float64, reduce: float64}",
         "optim={name: muon, momentum: 0.9, betas: [0.9, 0.99]}",
-        "moe={aux_loss_coef: 0.0, router: frozen, dispatch: all_gather, compute: loop}",
+        "moe={aux_loss_coef: 0.0, router: frozen, dispatch: all_to_all, compute: loop}",
         "schedule={name: constant, warmup_ratio: 0}",
         "parallel={ep: 2, fsdp: 4, replicate: 2}",
         "data.eval.0.path=e.jsonl",

@@ -84,7 +84,7 @@ def test_only_the_first_skipped_positions_are_kept(tmp_path: Path) -> None:
 
 
 def test_unknown_keys_are_refused_with_the_formats(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"question": "q", "answer": "a"}])
+    path = write(tmp_path / "a.jsonl", [{"question": 1}])
     for on_error in ("stop", "skip"):
         with refused("data.unknown-format", naming="messages, sharegpt, alpaca, prompt_completion, text"):
             build(path, on_error=on_error)

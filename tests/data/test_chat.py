@@ -103,7 +103,8 @@ def test_targets_are_the_answers_and_their_end_token(
     encoded = encode(tokenizer, talk(*contents))
     assert target_texts(tokenizer, encoded) == expected
     assert encoded.method == method
-    assert not encoded.open_ended
+    assert encoded.end is not None
+    assert expected[-1].rstrip().endswith(tokenizer.decode(encoded.end))
     text = tokenizer.apply_chat_template(list(talk(*contents).messages), tokenize=False)
     assert tokenizer.decode(encoded.input_ids.tolist()) == text
 
@@ -142,7 +143,7 @@ def test_template_without_end_token_is_told() -> None:
     tokenizer = bpe_tokenizer(on_the_fly.PLAIN_WORDS)
     encoded = encode(tokenizer, talk("Hello", "you there"))
     assert target_texts(tokenizer, encoded) == ["you there\n"]
-    assert encoded.open_ended
+    assert encoded.end is None
 
 
 def test_completion_takes_the_last_assistant_turn_only() -> None:
@@ -169,7 +170,7 @@ def test_conversation_that_begins_with_the_assistant() -> None:
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (on_the_fly.MARKS_NOTHING, "marks of the chat template cover the text of no assistant message"),
+        (on_the_fly.MARKS_NOTHING, "marks of the chat template cover the text and the calls of no assistant message"),
         (on_the_fly.DROPS_ANSWERS, "leaves out the text of assistant message 2"),
         (on_the_fly.REPEATS_ANSWERS, "repeats or transforms the text of assistant message 2"),
         (on_the_fly.ALTERNATES_ONLY, "roles must alternate"),
@@ -215,7 +216,7 @@ def test_text_is_all_target_and_gets_bos_and_eos_once() -> None:
     without_eos = bpe_tokenizer(eos=None)
     encoded = encode(without_eos, PlainText("A document."))
     assert without_eos.decode(encoded.input_ids.tolist()) == "A document."
-    assert encoded.open_ended
+    assert encoded.end is None
 
 
 class Letters(PreTrainedTokenizer):

@@ -21,6 +21,7 @@ from expertmesh.data.encoding.targets import ChatOptions
 from expertmesh.data.formats import Conversation, MalformedRow
 from expertmesh.data.report import DataReport
 from expertmesh.data.tokenized import TokenizedDataset
+from expertmesh.demo.tokenizer import CHAT_TEMPLATE as DEMO_TEMPLATE
 from tests.data import tokenizers_on_the_fly as on_the_fly
 from tests.data.test_chat import END, talk, target_texts
 from tests.data.tokenizers_on_the_fly import bpe_tokenizer
@@ -135,7 +136,7 @@ THOUGHTS = Conversation(
 )
 def test_thinking_is_what_the_key_says(mode: Any, expected: list[list[str]]) -> None:
     assert targets(on_the_fly.WITH_TOOLS, THOUGHTS, thinking=mode) == expected
-    dropped = [each.dropped_thinking for each in samples(on_the_fly.WITH_TOOLS, THOUGHTS, thinking=mode)]
+    dropped = ["dropped_thinking" in each.odd for each in samples(on_the_fly.WITH_TOOLS, THOUGHTS, thinking=mode)]
     assert dropped == [mode == "auto"] * len(expected)
 
 
@@ -161,12 +162,19 @@ def test_the_date_is_the_one_that_is_given() -> None:
     assert text.startswith("Today is 29 February 2024 at 00:00.")
 
 
-def build(tmp_path: Path, rows: list[dict[str, Any]], **options: Any) -> tuple[TokenizedDataset, DataReport]:
+def build(
+    tmp_path: Path,
+    rows: list[dict[str, Any]],
+    template: str = on_the_fly.WITH_TOOLS,
+    *,
+    pairs: bool = False,
+    **options: Any,
+) -> tuple[TokenizedDataset, DataReport]:
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
     config = DataConfig(train=[DataSource(path=str(file))], **options)
-    tokenizer = bpe_tokenizer(on_the_fly.WITH_TOOLS)
-    return build_dataset(config.train, config, tokenizer, model_vocab_size=len(tokenizer))
+    tokenizer = bpe_tokenizer(template)
+    return build_dataset(config.train, config, tokenizer, model_vocab_size=len(tokenizer), pairs=pairs)
 
 
 def messages(*contents: str, **keys: str) -> dict[str, Any]:
@@ -186,7 +194,7 @@ def test_odd_rows_are_trained_on_counted_and_named(tmp_path: Path) -> None:
     assert len(dataset) == 4
     assert report.odd == {"empty_answer": 1, "unanswered": 1, "dropped_thinking": 1}
     file = tmp_path / "rows.jsonl"
-    assert f"an answer is empty: 1 row ({file}:2); data.on_empty_answer decides" in report.lines()
+    assert f"an answer, or a text, is empty: 1 row ({file}:2); data.on_empty_answer decides" in report.lines()
     assert (
         f"the conversation does not end with an answer: 1 row ({file}:3); data.on_unanswered decides" in report.lines()
     )
@@ -206,6 +214,133 @@ def test_every_turn_makes_several_samples_of_a_row(tmp_path: Path) -> None:
     dataset, report = build(tmp_path, ROWS, thinking="every_turn")
     assert [dataset.position(index)[-1] for index in range(len(dataset))] == ["1", "2", "3", "4", "4"]
     assert not report.odd["dropped_thinking"]
+
+
+def with_all_parts(**answer: Any) -> dict[str, Any]:
+    """A row of which a template may leave out anything."""
+    calling = {"role": "assistant", "content": "", "tool_calls": [call("Rome")]}
+    question = {"role": "user", "content": "The weather in Rome?", "name": "Ada"}
+    result = {"role": "tool", "content": "22"}
+    last = {"role": "assistant", "content": "The weather is warm.", **answer}
+    return {"messages": [{"role": "system", "content": "Be"}, question, calling, result, last], "tools": [TOOL]}
+
+
+NAMED = on_the_fly.WITH_TOOLS.replace(
+    "message.role + '\\n'", "message.role + (' ' + message.name if message.name else '') + '\\n'"
+)
+
+
+def marked(template: str) -> str:
+    """The same with marks: an answer's turn is written as any other, between them."""
+    end = "{{- '<|im_end|>\\n' }}\n{%- endfor %}\n{%- if add"
+    start = template.rindex("{%- if message.role == 'assistant' and")
+    turn = template[start : template.index(end)] + "{{- '<|im_end|>' }}"
+    turns = "{%- if message.role == 'assistant' %}{% generation %}" + turn + "{% endgeneration %}{%- else %}" + turn
+    return template[:start] + turns + "{%- endif %}" + template[template.index(end) :].replace("<|im_end|>", "", 1)
+
+
+@pytest.mark.parametrize("marks", [False, True], ids=["unmarked", "marked"])
+@pytest.mark.parametrize("answers", ["messages", "pairs"])
+@pytest.mark.parametrize(
+    ("written", "instead", "reason"),
+    [
+        ("call.function.name", "''", "leaves out the name of a call of assistant message 3"),
+        ("call.function.arguments | tojson", "''", "leaves out the arguments of a call of assistant message 3"),
+        ("message.content |", "(message.content if message.role != 'tool' else '') |", "the text of tool message 4"),
+        ("message.content |", "(message.content if message.role != 'user' else '') |", "the text of user message 2"),
+        ("message.content |", "(message.content if not loop.last else '') |", "the text of assistant message 5"),
+        ("message.content |", "(message.content if message.role != 'system' else '') |", "text of system messages"),
+        ("tool | tojson", "'weather'", "tools"),
+        ("' ' + message.name", "''", "name"),
+        ("message.reasoning_content |", "'' |", "dropped_thinking"),
+    ],
+)
+def test_what_a_template_leaves_out_is_refused_or_counted(
+    tmp_path: Path, written: str, instead: str, reason: str, marks: bool, answers: str
+) -> None:
+    assert NAMED.count(written) == 1
+    template, changed = (marked(each) if marks else each for each in (NAMED, NAMED.replace(written, instead)))
+    row = with_all_parts(reasoning_content="It is warm.")
+    if answers == "pairs":
+        prompt, worse = row.pop("messages"), {"role": "assistant", "content": "Cold."}
+        row |= {"prompt": prompt[:-1], "chosen": prompt[-1:], "rejected": [worse]}
+    asked = {"pairs": answers == "pairs"}
+    _, report = build(tmp_path, [row], template, **asked)
+    assert (report.unwritten, report.odd) == ({}, {})
+    if "message " in reason:
+        with refused("data.malformed-row", naming=reason):
+            build(tmp_path, [row], changed, **asked)
+        return
+    _, report = build(tmp_path, [row], changed, **asked)
+    assert {**report.unwritten, **report.odd} == {reason: 1}
+    assert reason == "dropped_thinking" or f"left out by the chat template: {reason} in 1 row" in report.lines()
+
+
+def test_calls_outside_the_marks_are_no_silent_empty_answer(tmp_path: Path) -> None:
+    outside = on_the_fly.CHATML_WITH_MARKS.replace(
+        "{% endgeneration %}", "{% endgeneration %}{{- message.tool_calls | default('', true) }}"
+    )
+    row = with_all_parts()
+    with refused("data.malformed-row", naming="cover the text and the calls of no assistant message"):
+        build(tmp_path, [{**row, "messages": row["messages"][:3]}], outside)
+    _, report = build(tmp_path, [row], outside)
+    assert report.methods == {"generation marks on some assistant turns only": 1}
+    assert report.odd == {"empty_answer": 1}
+
+
+def test_the_demos_template_refuses_calls_and_counts_tools(tmp_path: Path) -> None:
+    row = with_all_parts()
+    with refused("data.malformed-row", naming="leaves out the name of a call of assistant message 3"):
+        build(tmp_path, [row], DEMO_TEMPLATE)
+    del row["messages"][2:4]
+    _, report = build(tmp_path, [row], DEMO_TEMPLATE)
+    assert report.unwritten == {"tools": 1, "name": 1}
+
+
+BROKEN = {
+    "<think>\nWhy? Because.": True,
+    "Why?\n</think>\n\nBecause.": True,
+    "<think>\nWhy?\n</think>\n\n<think>\nHow?\n</think>\n\nBecause.": True,
+    "<think>\nWhy?\n</think>\n\nBecause.": False,
+    "Because.": False,
+}
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "completion", "all"])
+@pytest.mark.parametrize("template", [on_the_fly.CHATML, on_the_fly.CHATML_WITH_MARKS, on_the_fly.COUNTS_MESSAGES])
+def test_broken_thinking_is_counted_however_targets_are_found(tmp_path: Path, template: str, loss_on: str) -> None:
+    rows = [messages("one <think>", answer) for answer in BROKEN]
+    rows += [messages("one", "two", "three", answer) for answer in BROKEN]
+    dataset, report = build(tmp_path, rows, template, loss_on=loss_on)
+    assert (len(dataset), report.odd) == (10, {"broken_thinking": 6})
+    plain = [{"prompt": "one ", "completion": answer} for answer in BROKEN]
+    assert build(tmp_path, plain, template, loss_on=loss_on)[1].odd == {"broken_thinking": 3}
+    opened = [{"prompt": "one <think>\n", "completion": "Why?\n</think>\n\nBecause."}]
+    assert not build(tmp_path, opened, template, loss_on=loss_on)[1].odd
+    pairs = [{"prompt": "one ", "chosen": answer, "rejected": "No."} for answer in BROKEN]
+    no = [{"role": "assistant", "content": "No."}]
+    pairs += [{"prompt": row["messages"][:1], "chosen": row["messages"][1:], "rejected": no} for row in rows[:5]]
+    assert sum(build(tmp_path, [row], template, pairs=True)[1].odd["broken_thinking"] for row in pairs) == 6
+
+
+def test_thinking_that_the_generation_prompt_opens_is_not_broken(tmp_path: Path) -> None:
+    opens = on_the_fly.CHATML.replace("'assistant\\n'", "'assistant\\n<think>\\n'").replace(
+        "message.role + '\\n'", "message.role + '\\n' + ('<think>\\n' if message.role == 'assistant' else '')"
+    )
+    for loss_on in ("assistant", "all"):
+        assert not build(tmp_path, [messages("one", "Why?\n</think>\n\nBecause.")], opens, loss_on=loss_on)[1].odd
+
+
+@pytest.mark.parametrize("template", [on_the_fly.CHATML, on_the_fly.CHATML_WITH_MARKS, on_the_fly.COUNTS_MESSAGES])
+@pytest.mark.parametrize("loss_on", ["assistant", "completion", "all"])
+def test_empty_answers_are_counted_however_targets_are_found(tmp_path: Path, template: str, loss_on: str) -> None:
+    for rows in (
+        [messages("one", " \n")],
+        [messages("one", "two", "three", "")],
+        [{"prompt": "one", "completion": " "}],
+        [{"text": "\n"}],
+    ):
+        assert build(tmp_path, rows, template, loss_on=loss_on)[1].odd == {"empty_answer": 1}
 
 
 def test_arguments_of_transformers_are_none_of_a_template(tmp_path: Path) -> None:

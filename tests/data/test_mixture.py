@@ -100,9 +100,9 @@ def test_keys_that_would_do_nothing_are_refused(
 def test_older_checkpoints_know_no_mixing(tmp_path: Path) -> None:
     new = {"data.train": [{"path": "a", "format": "auto", "weight": None, "repeat": 1, "max_rows": None}]}
     old = {"data.train": [{"path": "a", "format": "auto"}]}
-    assert config_differences(old, new) == ([], [])
+    assert config_differences(old, new) == ({}, [])
     new["data.train"][0]["repeat"] = 2
-    assert config_differences(old, new)[0] == ["data.train.0.repeat was 1 and is 2"]
+    assert config_differences(old, new)[0] == {"data.train": "data.train.0.repeat was 1 and is 2"}
     new["data.train"].append({"path": "b"})
-    (sentence,) = config_differences(old, new)[0]
+    (sentence,) = config_differences(old, new)[0].values()
     assert sentence.startswith('data.train was [{"path": "a", ')

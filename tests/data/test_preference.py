@@ -143,7 +143,7 @@ def test_rows_of_another_objective_are_refused(tmp_path: Path) -> None:
     with refused("data.other-objective", naming="which only objective.name dpo trains on"):
         build_dataset(config.train, config, bpe_tokenizer(), model_vocab_size=VOCABULARY)
     mixed = write(tmp_path / "b.jsonl", [{"text": "t", "chosen": "a", "rejected": "b"}])
-    config = DataConfig(train=[DataSource(path=str(mixed))])
+    config = DataConfig(train=[DataSource(path=str(mixed), columns={"rejected": None})])
     _, report = build_dataset(config.train, config, bpe_tokenizer(), model_vocab_size=VOCABULARY)
     assert [(source.format, source.also_fits) for source in report.sources] == [("text", ())]
 

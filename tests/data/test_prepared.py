@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from expertmesh.config import DataConfig
+from expertmesh.config import DataConfig, DataSource
 from expertmesh.config.errors import IntegrityError
 from expertmesh.data import BatchLayout, DataReport, TokenizedDataset, TrainingBatches, build_dataset
 from expertmesh.data.build import Recipe
@@ -22,9 +22,12 @@ from tests.data.tokenizers_on_the_fly import bpe_tokenizer
 from tests.support.errors import refused
 
 
-def preparation(tmp_path: Path, *paths: Path, template: str = on_the_fly.CHATML, **options: Any) -> Preparation:
+def preparation(
+    tmp_path: Path, *paths: Path | DataSource, template: str = on_the_fly.CHATML, **options: Any
+) -> Preparation:
     facts = {name: options.pop(name) for name in ("pairs", "date") if name in options}
-    config = DataConfig(train=[{"path": str(path)} for path in paths], **options)  # type: ignore[list-item]
+    sources = [path if isinstance(path, DataSource) else DataSource(path=str(path)) for path in paths]
+    config = DataConfig(train=sources, **options)
     tokenizer = bpe_tokenizer(template)
     return Preparation(tmp_path / "prepared", Recipe(config.train, config, tokenizer, len(tokenizer), **facts))
 

@@ -15,7 +15,7 @@ from fsspec.registry import known_implementations
 from pyarrow import parquet
 
 from expertmesh.config.errors import SecurityError
-from expertmesh.data.sources import RawRow, locations, read_source, refuse_url
+from expertmesh.data.sources import RawRow, locations, read_source, refuse_source
 from tests.support.errors import refused
 
 ROWS = [{"text": "one"}, {"text": "zwei ä"}, {"text": "three"}]
@@ -221,10 +221,10 @@ def test_urls_are_read_through_fsspec() -> None:
 
 def test_urls_that_nothing_here_can_open_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with refused("data.not-found", naming="nothing://bucket/a.jsonl"):
-        refuse_url("nothing://bucket/a.jsonl")
+        refuse_source("nothing://bucket/a.jsonl")
     monkeypatch.setitem(known_implementations, "absent", {"class": "absent.Fs", "err": "Install absent"})
     with refused("install.missing-package", naming="Install absent"):
-        refuse_url("absent://bucket/a.jsonl")
+        refuse_source("absent://bucket/a.jsonl")
 
 
 def test_tables_of_what_python_has_no_value_for_are_named_by_row(tmp_path: Path) -> None:

@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh.distributed import collectives
+from expertmesh.distributed.expert_traffic import TopKRouter, rows_per_token
 from expertmesh.experts import dispatch
-from expertmesh.experts.dispatch import AllGatherDispatcher, AllToAllDispatcher, Dispatcher, LocalDispatcher
+from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from expertmesh.experts.dispatchers import hierarchical
 from expertmesh.experts.dispatchers.hierarchical import HierarchicalDispatcher
 from expertmesh.experts.pairs import LocalPairs, segments_of
-from expertmesh.planning.model_figures import TopKRouter, rows_per_token
 from expertmesh.planning.traffic import _of_dispatch
+from tests.support.all_gather_dispatch import AllGatherDispatcher
 from tests.support.ranks import run_ranks
 
 EXPERTS, HIDDEN, TOP_K = 8, 6, 3

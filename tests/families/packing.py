@@ -48,7 +48,7 @@ def _rank(
 ) -> tuple[float, str]:
     # A random table of decays would look ahead.
     model: Any = random_model(model_class, family, dtype, buffers=False)
-    mesh = em.init_mesh(em.ParallelConfig(**axes), num_experts=EXPERTS)
+    mesh = em.init_mesh(em.ParallelConfig(ep=dist.get_world_size() // axes.get("pp", 1), **axes), num_experts=EXPERTS)
     mode = checkpointing if model.supports_gradient_checkpointing else "none"
     em.parallelize(model, mesh, moe=em.MoeConfig(compute="loop", aux_loss_coef=0.0), activation_checkpointing=mode)
     generator = torch.Generator().manual_seed(0)

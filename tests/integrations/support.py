@@ -119,15 +119,22 @@ def accumulating(job: Job, world: int) -> Job:
     return replace(job, args={**job.args, "gradient_accumulation_steps": steps}, output=job.output / "stock")
 
 
-def compare(ours: Result, expected: Result, keys: tuple[str, ...] = ("loss",), absolute: float = 1e-12) -> None:
-    """Losses, norms, learning rates, what is evaluated to 1e-5; each weight to 5e-4 of its move."""
+def compare(
+    ours: Result,
+    expected: Result,
+    keys: tuple[str, ...] = ("loss",),
+    absolute: float = 1e-12,
+    relative: float = 1e-5,
+    of_move: float = 5e-4,
+) -> None:
+    """Losses, norms, learning rates, what is evaluated to `relative`; each weight to `of_move` of its move."""
     for key in (*keys, "grad_norm", "learning_rate", "eval_loss"):
         here, there = ours.series(key), expected.series(key)
         assert len(here) == len(there), key
         for number, (a, b) in enumerate(zip(here, there, strict=True)):
-            assert math.isclose(a, b, rel_tol=1e-5, abs_tol=absolute), (key, number, a, b)
+            assert math.isclose(a, b, rel_tol=relative, abs_tol=absolute), (key, number, a, b)
     distance, name = furthest(ours.weights, expected)
-    assert distance <= 5e-4, (name, distance)
+    assert distance <= of_move, (name, distance)
 
 
 def furthest(weights: dict[str, torch.Tensor], expected: Result) -> tuple[float, str]:

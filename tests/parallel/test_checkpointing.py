@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import expertmesh as em
+from benchmarks.probes import held_bytes
 from expertmesh.anatomy import describe
-from expertmesh.bench.probes import held_bytes
 from expertmesh.experts import activation_checkpointing, dispatch, expert_mlp, layer
 from expertmesh.experts.dispatch import AllToAllDispatcher
 from expertmesh.parallel.checkpointing import checkpointed_blocks, checkpointed_layers, refuse_checkpointing

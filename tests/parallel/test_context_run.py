@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import expertmesh as em
-from expertmesh.bench.probes import count_collectives
+from benchmarks.probes import count_collectives
 from expertmesh.export.checkpoint import export
 from expertmesh.training.run import train
 from tests.checkpoint.tiny import Job, load, save

@@ -63,7 +63,6 @@ CASES: dict[str, tuple[int, str, Changes, Parallel, int, dict[str, Any]]] = {
     "biases": (2, "olmoe", (("attention_bias", True),), {"tp": 2, "ep": 2}, 2, {}),
     "odd vocabulary": (2, "qwen3_moe", (("attention_bias", True), ("vocab_size", 97)), {"tp": 2}, 2, {}),
     "ep over tp": (4, "qwen3_moe", (), {"tp": 2, "ep": 4}, 1, {}),
-    "all-gather": (4, "qwen3_moe", (), {"tp": 2, "ep": 2}, 2, {"moe": em.MoeConfig(dispatch="all_gather")}),
     "replicas": (4, "deepseek_v3", (), {"tp": 2, "ep": 1, "replicate": 2}, 1, {}),
     "tied, replicas": (4, "mixtral", TIED, {"tp": 2, "ep": 2, "replicate": 2}, 1, {}),
     "tp 4": (4, "deepseek_v3", (), {"tp": 4, "ep": 2}, 4, {}),

@@ -61,7 +61,7 @@ def _gradients(family: str, axes: dict[str, int], by_samples: bool, mode: Any) -
     model: Any = tiny_model(family, **({"sliding_window": 4} if family == "mixtral" else {}))
     given = packing.varlen_refusal
     accelerated = mock.patch.object(
-        packing, "varlen_refusal", lambda m, a, d, t: given(m, a, CUDA, torch.bfloat16) if by_samples else "told so"
+        packing, "varlen_refusal", lambda m, a, d, t: given(m, a, "cuda", torch.bfloat16) if by_samples else "told so"
     )
     with accelerated, mock.patch.object(varlen, "varlen_attn", _reference):
         em.parallelize(model, em.init_mesh(em.ParallelConfig(**axes)), activation_checkpointing=mode)
@@ -123,19 +123,19 @@ REFUSED = [
 @pytest.mark.parametrize(("family", "model_class", "why"), REFUSED)
 def test_what_the_kernel_cannot_do_keeps_the_dense_mask(family: str, model_class: str, why: str) -> None:
     model = build_meta_model(family_config(model_class, family), torch.bfloat16)
-    assert varlen.varlen_refusal(model, describe(model), CUDA, torch.bfloat16) == why
+    assert varlen.varlen_refusal(model, describe(model), "cuda", torch.bfloat16) == why
 
 
 def test_other_devices_and_dtypes_keep_the_dense_mask() -> None:
     model = build_meta_model(tiny_config("qwen3_moe"), torch.bfloat16)
     anatomy = describe(model)
-    assert varlen.varlen_refusal(model, anatomy, CUDA, torch.bfloat16) is None
+    assert varlen.varlen_refusal(model, anatomy, "cuda", torch.bfloat16) is None
     assert varlen.packed_attention_line(model, anatomy, CUDA, torch.bfloat16) == "by samples, without masks"
-    assert varlen.varlen_refusal(model, anatomy, CUDA, torch.float32) == "flash attention does not compute in float32"
-    cpu = varlen.varlen_refusal(model, anatomy, torch.device("cpu"), torch.bfloat16)
+    assert varlen.varlen_refusal(model, anatomy, "cuda", torch.float32) == "flash attention does not compute in float32"
+    cpu = varlen.varlen_refusal(model, anatomy, "cpu", torch.bfloat16)
     assert cpu == "on cpu torch has no variable-length attention"
     with mock.patch.object(varlen, "varlen_attn", None):
-        assert "before 2.11" in str(varlen.varlen_refusal(model, anatomy, CUDA, torch.bfloat16))
+        assert "before 2.11" in str(varlen.varlen_refusal(model, anatomy, "cuda", torch.bfloat16))
 
 
 def test_torchs_operation_takes_what_it_is_given() -> None:

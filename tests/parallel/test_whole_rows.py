@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import expertmesh as em
-from expertmesh.bench.probes import count_collectives
+from benchmarks.probes import count_collectives
 from expertmesh.distributed import sequence_collectives
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection.state_heads import Share
@@ -76,7 +76,7 @@ def test_packed_samples_are_what_they_are_apart(family: str) -> None:
 def _left_padded(family: str, axes: dict[str, int]) -> dict[str, torch.Tensor]:
     """Gradients of two rows, of which one has padding before its tokens, as `attention_mask` says."""
     model: Any = random_model(_class_of(family), family, torch.float64, buffers=False)
-    mesh = em.init_mesh(em.ParallelConfig(**axes), num_experts=EXPERTS)
+    mesh = em.init_mesh(em.ParallelConfig(ep=axes["cp"], **axes), num_experts=EXPERTS)
     precision = em.PrecisionConfig(params="float64", compute="float64", reduce="float64")
     em.parallelize(model, mesh, precision=precision, moe=em.MoeConfig(compute="loop"))
     ids = torch.arange(36).view(2, 18) * 7 % 89 + 3
@@ -101,7 +101,7 @@ def test_padding_before_tokens_is_masked_as_on_whole_rows(family: str) -> None:
 def _with_adapters(family: str, cp: int, mode: Any) -> dict[str, torch.Tensor]:
     """Adapters with dropout, after three steps on one row a data rank."""
     model: Any = random_model(_class_of(family), family, torch.float64)
-    mesh = em.init_mesh(em.ParallelConfig(cp=cp), num_experts=EXPERTS)
+    mesh = em.init_mesh(em.ParallelConfig(cp=cp, ep=cp), num_experts=EXPERTS)
     targets = ["in_proj", "out_proj", "experts"] if family == "lfm2_moe" else ["attention", "experts"]
     torch.manual_seed(0)
     lora, moe = em.LoraConfig(r=4, dropout=0.3, targets=targets), em.MoeConfig(compute="loop")

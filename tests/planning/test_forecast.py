@@ -1,6 +1,7 @@
 """What a run is told about a step before it reads weights."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 from benchmarks.shapes import deepseek_v3, qwen3_30b_a3b
 from expertmesh.anatomy import structure
 from expertmesh.config import Config, load_config
-from expertmesh.distributed.layout import Layout
+from expertmesh.distributed.layout import Layout, explicit
 from expertmesh.planning import forecast as planner
 from expertmesh.planning.forecast import devices_here, forecast
-from expertmesh.planning.hardware import Devices, hardware_table
+from expertmesh.planning.hardware import Devices, hardware_table, parse_devices
 from expertmesh.planning.read_model import figures_of_plan
+from expertmesh.planning.search import Job, plan
 from expertmesh.training.startup.model_check import Checked, check_model
 from tests.families.tiny import random_model
 from tests.support.models import tiny_config
@@ -120,14 +122,39 @@ def test_memory_of_the_machine_is_shared_by_its_ranks(tmp_path: Path, monkeypatc
     assert said.endswith("; this machine has 0.1 GiB for each of its 8 ranks, so this may run out of memory")
 
 
-def test_a_better_ep_than_auto_became_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hardware = hardware_table()["h200"]
-    monkeypatch.setattr(planner, "devices_here", lambda world: Devices("h200", 1, 8, hardware))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # so that auto becomes 1
-    config = _config(tmp_path, "train.global_batch_size=64", "data.max_length=4096")
-    checked = _checked(config, qwen3_30b_a3b(), 8)
-    assert checked.layout == Layout(fsdp=8, ep=1)
-    said = forecast(config, checked).line
-    assert re.search(r"; ep \d+ would (be faster|fit) \(.* a step\): see expertmesh plan$", said)
-    fixed = config.model_copy(update={"parallel": config.parallel.model_copy(update={"ep": 1})})
-    assert "expertmesh plan" not in forecast(fixed, checked).line
+def test_an_ep_that_would_fit_is_named_where_auto_does_not(tmp_path: Path) -> None:
+    config = _config(tmp_path, "train.global_batch_size=64", "data.max_length=4096", "train.micro_batch_size=8")
+    checked, roomy = _checked(config, qwen3_30b_a3b(), 8), hardware_table()["h200"]
+    assert checked.layout.ep > 1
+    needed = []
+    for ep in (1, checked.layout.ep):
+        other = replace(checked, plan=replace(checked.plan, layout=Layout(fsdp=8, ep=ep)))
+        found = forecast(config, other, Devices("h200", 1, 8, roomy)).prediction
+        assert found is not None
+        needed.append(found.peak_memory_bytes or 0)
+    between = roomy.model_copy(update={"memory": sum(needed) / 2, "headroom": 0.0})
+    here = Devices("h200", 1, 8, between)
+    said = forecast(config, checked, here).line
+    assert re.search(r"may run out of memory; parallel.ep=1 would fit \(.* GiB\)$", said), said
+    fixed = config.model_copy(update={"parallel": config.parallel.model_copy(update={"ep": checked.layout.ep})})
+    assert "would fit" not in forecast(fixed, checked, here).line
+
+
+@pytest.mark.parametrize("devices", ["2x8 h100", "4 cpu"])
+def test_auto_is_one_rule_for_train_and_plan(devices: str, tmp_path: Path) -> None:
+    """`train` comes by itself to the ep of each layout that `plan` proposes, with the same micro-batch and mode."""
+    here, found = parse_devices(devices, hardware_table()), {}
+    model_config = tiny_config("qwen3_moe", moe_intermediate_size=2048, num_hidden_layers=1)
+    config = _config(tmp_path, "data.max_length=64", "data.packing=false")
+    plain = _checked(config, model_config, 1).plan
+    figures = figures_of_plan(plain, length=64, lora=None, packed=False, device=here.hardware.torch_device)
+    for candidate in plan(Job(figures, here, 1024)).candidates:
+        found.setdefault((candidate.layout.ep, candidate.layout.cp), candidate)
+    assert len({ep for ep, _ in found}) > 2
+    for candidate in found.values():
+        axes = explicit(candidate.layout).model_copy(update={"ep": "auto", "ep_across_nodes": False})
+        batch, mode = candidate.workload.batch, candidate.workload.mode
+        train = {"micro_batch_size": batch.rows, "activation_checkpointing": mode, "global_batch_size": 1024}
+        update = {"parallel": axes, "train": config.train.model_copy(update=train)}
+        checked = check_model(config.model_copy(update=update), model_config, Path(), here.count, here.per_node)
+        assert checked.layout == candidate.layout

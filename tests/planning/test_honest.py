@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks.planning import POINTS, Honesty, Point, measure
 from expertmesh.config import ParallelConfig
+from expertmesh.distributed.expert_traffic import RoutedTokens, TopKRouter
 from expertmesh.planning import traffic
-from expertmesh.planning.model_figures import RoutedTokens, TopKRouter
 
 BY_NAME = {point.name: point for point in POINTS}
 STATE, SAVED, PEAK, TRAFFIC = 0.05, 0.05, 0.10, 0.02

@@ -308,19 +308,15 @@ def of_manifests() -> Iterator[Case]:
     )
 
 
-def _chunks(
-    count: int, place: Callable[[int], tuple[list[int], list[int]]], shape: list[int]
-) -> Callable[[Path], None]:
-    """A manifest of schema 1 in which one tensor is cut into so many parts."""
+def _cells(cuts: list[list[int]], ranks: list[int]) -> Callable[[Path], None]:
+    """A manifest whose first tensor is cut into as many parts as there are `ranks`."""
 
-    def change(path: Path) -> None:
-        old = GOLDEN.parents[1] / "golden" / GOLDEN.name / "manifest.json"
-        manifest = json.loads(old.read_text())
-        parts = [{"file": 0, "offset": at, "shape": size, "copies": 1} for at, size in map(place, range(count))]
-        manifest["model"]["model.embed_tokens.weight"].update(shape=shape, chunks=parts)
-        (path / GOLDEN.name / "manifest.json").write_text(json.dumps(manifest))
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["tilings"].append({"cuts": cuts, "ranks": ranks})
+        entry = manifest["model"]["model.embed_tokens.weight"]
+        entry.update(shape=[200, 100], tiling=len(manifest["tilings"]) - 1)
 
-    return change
+    return lambda path: change_manifest(change)(path / GOLDEN.name)
 
 
 def _header(entries: Iterator[tuple[str, Any]], data: bytes = b"") -> Callable[[Path], None]:
@@ -353,13 +349,13 @@ def of_great_numbers() -> Iterator[Case]:
         with open_state(path / GOLDEN.name):
             pass
 
-    for name, place in {
-        "in a grid": lambda n: ([n // 100, n % 100], [1, 1]),
-        "on a diagonal": lambda n: ([n, n], [1, 1]),
-        "all in one place": lambda n: ([0, 0], [1, 1]),
-        "over each other": lambda n: ([n, 0], [2, 1]),
-    }.items():
-        yield Case(f"20,000 parts {name}", _chunks(20_000, place, [200, 100]), opened, "checkpoint", must=True)
+    grid, many = [list(range(201)), list(range(101))], 20_000
+    for name, cuts, ranks in (
+        ("of as many ranks", grid, list(range(many))),
+        ("of one rank", grid, [0] * many),
+        ("that do not ascend", [[0] * 201, [0] * 101], list(range(many))),
+    ):
+        yield Case(f"20,000 parts {name}", _cells(cuts, ranks), opened, "checkpoint", must=True)
 
 
 def of_rows() -> Iterator[Case]:

@@ -30,7 +30,7 @@ from tests.data.tokenizers_on_the_fly import CHATML, bpe_tokenizer
 from tests.robustness.mutations import BYTES, Mutation, in_header, in_json, in_lines
 from tests.support.models import tiny_model
 
-GOLDEN = Path(__file__).parents[1] / "checkpoint" / "golden-2" / "step-00000002"
+GOLDEN = Path(__file__).parents[1] / "checkpoint" / "golden" / "step-00000002"
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
 
 

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 LAYERS, MICRO_BATCHES = 2, 2
 LORA = {"r": 8, "dropout": 0.1}
-INTERLEAVED = {"interleave": True}
 # The family, the layout on 8 ranks and its mode; then, of each expert layer and micro-batch, waits and all-to-alls.
 VARIANTS: dict[str, tuple[dict[str, Any], int, int]] = {
     "all experts here": ({"parallel": {"ep": 1}}, 0, 0),
@@ -42,14 +41,6 @@ VARIANTS: dict[str, tuple[dict[str, Any], int, int]] = {
     "by DeepEP": ({"family": "deepseek_v3", "parallel": {"ep": 8}, "moe": {"dispatch": "deepep"}}, 1, 0),
     "by DeepEP, full, adapters with dropout": (
         {"parallel": {"ep": 4}, "lora": LORA, "mode": "full", "moe": {"dispatch": "deepep"}}, 1, 0,
-    ),
-    # Each half of a micro-batch has its own.
-    "interleaved": ({"parallel": {"ep": 8}, "rows": 2, "moe": INTERLEAVED}, 2, 14),
-    "interleaved, full, dropout": (
-        {"parallel": {"ep": 4}, "rows": 2, "moe": INTERLEAVED, "mode": "full", "lora": LORA}, 2, 22,
-    ),
-    "interleaved, selective, tp": (
-        {"parallel": {"ep": 2, "tp": 2}, "rows": 2, "moe": INTERLEAVED, "mode": "selective"}, 2, 14,
     ),
     "biases, adapters": ({"family": "gpt_oss", "parallel": {"ep": 2}, "lora": LORA}, 1, 8),
 }  # fmt: skip

@@ -1,11 +1,9 @@
 """One rank of 64 on fake tensors holds and sends what the formulas say, by the product's own code."""
 
-from functools import partial
-
 import pytest
 
 from benchmarks.shapes import deepseek_v3, qwen3_30b_a3b
-from expertmesh.config import LoraConfig, MoeConfig, ParallelConfig, PrecisionConfig
+from expertmesh.config import LoraConfig, ParallelConfig, PrecisionConfig
 from expertmesh.distributed.layout import Layout, resolve_layout
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning import memory, traffic
@@ -13,7 +11,6 @@ from expertmesh.planning.memory import peak_of
 from expertmesh.planning.read_model import figures_of
 from expertmesh.planning.stages import Batch, CheckpointedLayers, InFlight, Workload, resident_state
 from expertmesh.planning.traffic import traffic_of
-from expertmesh.simulation import run
 from expertmesh.simulation.axes import planned_by_axis
 from expertmesh.simulation.run import simulate
 from tests.support.errors import refused
@@ -94,26 +91,3 @@ def test_what_fake_tensors_cannot_do_is_refused() -> None:
     model = figures_of(qwen3_30b_a3b(), length=8, precision=fp32, packed=False)
     with refused("simulation.only-bfloat16"):
         simulate(qwen3_30b_a3b(), Workload(model, Layout(fsdp=64, ep=8), Batch(1, 1), "full"))
-
-
-@pytest.mark.parametrize("mode", ["none", "full"])
-def test_interleaved_halves_hold_what_is_planned_and_send_the_same_rows_in_twice_as_many_messages(
-    mode: CheckpointingMode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = qwen3_30b_a3b()
-    config.num_hidden_layers = 4
-    model = figures_of(config, length=LENGTH, precision=PrecisionConfig(), packed=False)
-    workload = Workload(model, resolve_layout(ParallelConfig(ep=8), 64, 128), Batch(2, 1), mode)
-    whole, routed = simulate(config, workload), run.stand_ins
-    monkeypatch.setattr(run, "MoeConfig", partial(MoeConfig, interleave=True))
-    monkeypatch.setattr(run, "stand_ins", lambda router, tokens, layout: routed(router, tokens // 2, layout))
-    halves = simulate(config, workload)
-    assert halves.peak == pytest.approx(peak_of(workload, 0), rel=0.05)
-    assert halves.peak == pytest.approx(whole.peak, rel=0.01)
-    of_tokens, routers = ("ep", "all_to_all"), ("fsdp", "all_gather")
-    assert halves.sent[of_tokens].calls == 2 * whole.sent[of_tokens].calls
-    assert halves.sent[of_tokens].bytes == pytest.approx(whole.sent[of_tokens].bytes, rel=0.01)
-    # Routers in float32 have groups of their own, and are called by each half.
-    assert halves.sent[routers].calls == whole.sent[routers].calls + 2 * 4
-    others = whole.sent.keys() - {of_tokens, routers}
-    assert {key: halves.sent[key] for key in others} == {key: whole.sent[key] for key in others}

@@ -13,10 +13,12 @@ from tests.support.ranks import RankFailed
 
 
 @contextmanager
-def refused(key: str, kind: type[ExpertmeshError] = InputError, *, naming: str = "") -> Iterator[None]:
+def refused(
+    key: str, kind: type[ExpertmeshError] = InputError, *, naming: str = ""
+) -> Iterator[pytest.ExceptionInfo[ExpertmeshError]]:
     """The block must raise a `kind` of this key whose sentence has `naming` in it: a module, a key, a number."""
     with pytest.raises(kind) as caught:
-        yield
+        yield caught
     assert caught.value.key == key, str(caught.value)
     assert naming in str(caught.value)
 

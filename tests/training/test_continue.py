@@ -233,7 +233,7 @@ FREE = {
     "train.micro_batch_size": ("1", "2"),
     "train.activation_checkpointing": ("auto", "selective"),
     "train.checkpoint_layers": ("all", "2"),
-    "moe.dispatch": ("auto", "all_gather"),
+    "moe.dispatch": ("auto", "all_to_all"),
     "moe.compute": ("auto", "loop"),
     "moe.kernels": ("auto", "torch"),
     "parallel.ep": ("2", "1"),
@@ -293,8 +293,42 @@ def test_a_finished_run_goes_on_with_more_steps_and_keeps_its_result(
 
 def test_what_more_steps_make_of_the_learning_rate_is_said(inputs: Path, tmp_path: Path) -> None:
     config = run_config(inputs, tmp_path / "run", "schedule={name: cosine, warmup_ratio: 0}")
-    line = resume._schedule_line(config, 4, 4, 8)
-    assert line == "8 steps in all, not 4: by the cosine schedule the next has learning rate 5.00e-03, not 0.00e+00"
+    saved = {"identity": {"config": resume.flat(config.model_dump(mode="json"))}, "total_steps": 4}
+    assert resume._rates(config, saved, 4, 8) == [
+        "8 steps in all, not 4",
+        "by the cosine schedule the next has learning rate 5.00e-03, not 0.00e+00",
+    ]
+
+
+def test_a_run_goes_on_with_another_learning_rate_and_its_moments(
+    inputs: Path, four: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With the same gradients and moments, a step of AdamW and of its decay is as long as its rate."""
+    triple, five = ["optim.learning_rate=3.0e-2", "schedule.name=inverse_sqrt"], "train.max_steps=5"
+    for name in ("as it was", "changed"):
+        shutil.copytree(four, tmp_path / name)
+    with refused("run.other-configuration") as said:
+        preflight(run_config(inputs, tmp_path / "changed", *RUN, *triple, five), 2)
+    newest = tmp_path / "changed" / "checkpoints" / "step-00000004"
+    assert str(said.value).partition("; put it back ")[2] == (
+        "to continue that run, set checkpoint.resume_changed to [optim.learning_rate, schedule] to go on with the "
+        f"change, set checkpoint.resume to {newest} and checkpoint.resume_weights_only to true, with another "
+        "output_dir, to start anew from its weights, or choose another directory"
+    )
+    triple[1] = "checkpoint.resume_changed=[optim.learning_rate, schedule]"
+    run_ranks(train, 2, run_config(inputs, tmp_path / "as it was", *RUN, five))
+    capfd.readouterr()
+    run_ranks(train, 2, run_config(inputs, tmp_path / "changed", *RUN, *triple, five))
+    line = next(line for line in capfd.readouterr().out.splitlines() if line.startswith("resume "))
+    assert "; optim.learning_rate was 0.01 and is 0.03; " in line
+    assert line.endswith("by the constant schedule the next has learning rate 3.00e-02, not 1.00e-02")
+    assert main(["export", str(newest), "--output", str(tmp_path / "after-4"), "--dtype", "float32"]) == 0
+    before = load_file(tmp_path / "after-4" / "model.safetensors")
+    for name, slow in weights(tmp_path / "as it was").items():
+        step, other = slow - before[name], weights(tmp_path / "changed")[name] - before[name]
+        assert (other - 3 * step).norm() <= 1e-4 * other.norm(), name
+    with refused("run.finished"):  # what has changed is the run's own from now on
+        preflight(run_config(inputs, tmp_path / "changed", *RUN, triple[0], five), 2)
 
 
 def test_another_run_starts_from_the_weights_of_a_checkpoint_alone(

@@ -184,9 +184,9 @@ def test_what_a_preference_run_cannot_have_is_refused_before_weights_are_read(in
 
 def test_a_run_from_before_there_were_objectives_goes_on_as_what_it_was() -> None:
     known = {"train.seed": 1}
-    assert config_differences(known, known | {"objective.name": "sft", "data.format": "auto"}) == ([], [])
+    assert config_differences(known, known | {"objective.name": "sft", "data.format": "auto"}) == ({}, [])
     forbidden, _ = config_differences(known, known | {"objective.name": "dpo", "data.format": "auto"})
-    assert forbidden == ["objective.name was sft and is dpo"]
+    assert forbidden == {"objective.name": "objective.name was sft and is dpo"}
 
 
 def test_a_batch_without_a_reference_is_refused() -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +21,7 @@ from expertmesh.config import InputError
 from expertmesh.io.terminal import print_log
 from expertmesh.training import lock as lock_module
 from expertmesh.training.lock import NAME, STALE_SECONDS, RunLock
+from expertmesh.training.startup.data import held_by_another
 from tests.cli.jobs import wait_until
 from tests.support.errors import refused
 
@@ -66,6 +68,16 @@ def test_a_second_run_is_refused_and_told_who_holds_the_directory(tmp_path: Path
         assert "(last sign of life 0 s ago)" in said
         assert f"remove {tmp_path / 'new' / NAME}" in said
     assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_job_that_waits_for_tokens_learns_their_maker_from_the_lock(tmp_path: Path) -> None:
+    """Whatever the sentence of the refusal says: this path has words of it."""
+    preparation = SimpleNamespace(directory=tmp_path / "in use by another run: nobody (last sign", key="k")
+    with RunLock(preparation.directory, name=".making-k.json") as lock, contextlib.ExitStack() as stack:
+        assert held_by_another(stack, preparation) == str(lock.owner)  # type: ignore[arg-type]
+    with contextlib.ExitStack() as stack:
+        assert held_by_another(stack, preparation) == ""  # type: ignore[arg-type]
+        assert (preparation.directory / ".making-k.json").exists()
 
 
 def test_the_lock_is_given_back_when_the_run_fails(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from expertmesh.cli.main import main
 from expertmesh.config import Config, load_config
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.data import TokenizedDataset
@@ -247,6 +251,106 @@ def test_what_cannot_work_is_refused_before_any_rank_starts(
     with pytest.raises(InputError, match=sentence):
         preflight(run_config(inputs, tmp_path / "run", *overrides), world)
     assert not (tmp_path / "run").exists()
+
+
+def _without_weights(root: Path) -> None:
+    (root / "model" / "model.safetensors").unlink()
+
+
+def _in_two_shards(root: Path) -> dict[str, str]:
+    """Names of tensors to the file that holds them."""
+    file = root / "model" / "model.safetensors"
+    tensors = load_file(file)
+    names, index = sorted(tensors), {}
+    for number, part in enumerate((names[::2], names[1::2]), start=1):
+        shard = f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, file.with_name(shard))
+        index |= dict.fromkeys(part, shard)
+    file.unlink()
+    file.with_name("model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return index
+
+
+def _without_a_shard(root: Path) -> None:
+    (root / "model" / min(_in_two_shards(root).values())).unlink()
+
+
+def _an_index_alone(root: Path) -> None:
+    for shard in set(_in_two_shards(root).values()):
+        (root / "model" / shard).unlink()
+
+
+def _without_a_tensor(root: Path) -> None:
+    file = root / "model" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file)
+
+
+def _without_a_tokenizer(root: Path) -> None:
+    (root / "model" / "tokenizer.json").unlink()
+
+
+def _a_file_above_output_dir(root: Path) -> None:
+    (root / "runs").write_text("not a directory")
+
+
+def _no_right_to_write(root: Path) -> None:
+    (root / "runs").mkdir(mode=0o500)
+
+
+def _data_in(name: str) -> Callable[[Path], None]:
+    def write(root: Path) -> None:
+        (root / "data").mkdir()
+        (root / "data" / name).touch()
+
+    return write
+
+
+def _nothing(root: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("spoil", "override", "key"),
+    [
+        (_without_weights, "", "weights.not-found"),
+        (_without_a_shard, "", "weights.not-found"),
+        (_an_index_alone, "", "weights.not-found"),
+        (_without_a_tensor, "", "weights.does-not-fit"),
+        (_without_a_tokenizer, "", "tokenizer.not-loaded"),
+        (_a_file_above_output_dir, "", "output.is-a-file"),
+        (_no_right_to_write, "", "output.unwritable"),
+        (_nothing, "data.train=data/absent.csv", "data.not-found"),
+        (_nothing, "data.train=absent.jsonl.gz", "data.not-found"),
+        (_data_in("notes.md"), "data.train=data/notes.md", "data.unsupported-file"),
+        (_data_in("notes.md"), "data.eval=./data", "data.no-files"),
+        (_nothing, "data.chat_template=absent.jinja", "data.not-found"),
+        (_nothing, "lora.from_adapter=absent", "adapter.unreadable-config"),
+        (_nothing, "checkpoint.resume=absent/step-00000004", "checkpoint.not-found"),
+    ],
+)
+def test_a_file_that_is_not_there_is_refused_before_any_rank_starts(
+    inputs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    spoil: Callable[[Path], None],
+    override: str,
+    key: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(inputs / "model", tmp_path / "model")
+    spoil(tmp_path)
+    run_config(inputs, tmp_path / "run")
+    given = ["model.name_or_path=model", "output_dir=runs/first", *([override] if override else [])]
+    if key == "output.unwritable" and os.geteuid() == 0:  # who may write everywhere
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert main(["--error-format", "json", "train", "run.yaml", *given, "--nproc", "2"]) in (2, 3)
+    out, err = capsys.readouterr()
+    assert json.loads(err)["key"] == key
+    assert "each of which imports" not in out
+    assert not Path("runs/first").exists()
 
 
 def test_a_starting_point_with_a_value_that_is_not_finite_is_refused(inputs: Path, tmp_path: Path) -> None:

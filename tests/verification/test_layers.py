@@ -72,13 +72,6 @@ JOBS = {
     ),
     "tp": Job("qwen3_moe", 2, ("parallel.tp=2", "parallel.ep=2"), {"ep 2 = ep 4", *ADAPTERS}, self_test=True),
     "cp": Job("qwen3_moe", 2, ("parallel.cp=2", "parallel.ep=2"), {"ep 2 = ep 4", *ADAPTERS}, self_test=True),
-    "interleaved": Job(
-        "deepseek_v3",
-        2,
-        ("parallel.ep=2", "moe.interleave=true", "train.micro_batch_size=2"),
-        {"ep 2 = ep 4", *ADAPTERS},
-        self_test=True,
-    ),
     "dpo": Job(
         "qwen3_moe",
         4,

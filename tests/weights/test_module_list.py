@@ -93,7 +93,7 @@ def _read(directory: Path) -> dict[str, torch.Tensor]:
     [
         ({"style": "deepseek"}, 2, 2, "all_to_all", "none", False),
         ({"style": "qwen"}, 4, 2, "all_to_all", "selective", False),
-        ({"style": "qwen", "expert": "biased"}, 2, 2, "all_gather", "none", True),
+        ({"style": "qwen", "expert": "biased"}, 2, 2, "all_to_all", "none", True),
         ({"style": "deepseek", "expert": "plain"}, 1, 1, "auto", "full", False),
     ],
     ids=["deepseek", "qwen-checkpointed", "biased-in-memory", "plain-1-rank"],

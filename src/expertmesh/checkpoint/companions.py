@@ -54,15 +54,15 @@ def read_layout(
     model: PreTrainedModel, directory: Path, manifest: Manifest
 ) -> tuple[Sequence[WeightTransform], Source]:
     """The layout of the weights files that training started from, for `remember`: what `layout.json` says, for a model
-    of its checkpoint. One of an earlier version has no dtypes of its source. Raises `IntegrityError`.
+    of its checkpoint. Raises `IntegrityError`.
     """
     with expecting(directory / LAYOUT_FILE, "is not a layout of weights files"):
         layout = read_small_json(directory, manifest, LAYOUT_FILE)
         tensors = {name: _tensor(name, entry, directory / LAYOUT_FILE) for name, entry in layout["tensors"].items()}
         left_out = [_tensor(entry["name"], entry, Path(entry["path"])) for entry in layout["left_out"]]
-        dtypes = {name: DTYPES[code] for name, code in layout.get("source_dtypes", {}).items()}
-        packed = [_tensor(entry["name"], entry, Path(entry["path"])) for entry in layout.get("quantised", [])]
-        settings, bare = layout.get("quantization_config"), bool(layout.get("bare"))
+        dtypes = {name: DTYPES[code] for name, code in layout["source_dtypes"].items()}
+        packed = [_tensor(entry["name"], entry, Path(entry["path"])) for entry in layout["quantised"]]
+        settings, bare = layout["quantization_config"], bool(layout["bare"])
         source = Source(dtypes, tuple(left_out), settings, tuple(packed), bare)
     return plan_load(model, WeightFiles(directory, tensors)).conversions, source
 
@@ -70,7 +70,7 @@ def read_layout(
 def read_save_dtype(directory: Path, manifest: Manifest) -> str:
     """The `save.dtype` of the run that wrote the checkpoint. Raises `IntegrityError`."""
     with expecting(directory / LAYOUT_FILE, "is not a layout of weights files"):
-        return str(read_small_json(directory, manifest, LAYOUT_FILE).get("save_dtype", "auto"))
+        return str(read_small_json(directory, manifest, LAYOUT_FILE)["save_dtype"])
 
 
 def check_adapter_base(model: PreTrainedModel, directory: Path, manifest: Manifest) -> None:

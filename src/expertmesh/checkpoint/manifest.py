@@ -1,4 +1,4 @@
-"""Reads and checks the manifest of a checkpoint, of this schema version or an older one.
+"""Reads and checks the manifest of a checkpoint.
 
 It is the last file written and the only one that says that a checkpoint is complete. What does not say exactly what
 is expected is damaged. Nothing here reads a tensor.
@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from expertmesh.checkpoint.schema import AXES, KINDS, SCHEMA_VERSION, FileEntry, Manifest, tensor_file, writer_of
-from expertmesh.checkpoint.schema1 import Schema1Manifest, upgraded
 from expertmesh.config.errors import InputError, IntegrityError, SecurityError
 from expertmesh.io.reading import MAX_MANIFEST_BYTES, shortened
 from expertmesh.io.safetensors_reader import DTYPES
@@ -75,26 +74,14 @@ def parse_manifest(directory: Path) -> Manifest:
         content = read_content(path, SCHEMA_VERSION, MEND, key="checkpoint.damaged", limit=MAX_MANIFEST_BYTES)
     except FileNotFoundError as error:
         raise missing from error
-    if isinstance(content, dict) and content.get("schema_version") == 1:
-        old = validated(path, Schema1Manifest, content, MEND, key="checkpoint.damaged")
-        _check_plain_paths(old.files, path)
-        try:
-            return upgraded(old)
-        except ValueError as error:
-            raise damaged(f"{path}: damaged: {error}; {MEND}") from error
     manifest = validated(path, Manifest, content, MEND, key="checkpoint.damaged")
-    _check_plain_paths(manifest.files, path)
-    return manifest
-
-
-def _check_plain_paths(files: Iterable[FileEntry], where: Path) -> None:
-    """Refuse everything that is not a relative path of plain names with `/` between them."""
-    for file in files:
+    for file in manifest.files:
         if any(part in ("", ".", "..") or set(part) & set("\\\0") for part in file.name.split("/")):
             raise SecurityError(
-                f"{where}: names the file {file.name!r}, which is not a plain path inside the checkpoint",
+                f"{path}: names the file {file.name!r}, which is not a plain path inside the checkpoint",
                 key="checkpoint.unsafe",
             )
+    return manifest
 
 
 def unsafe_content(path: Path, directory: Path) -> str | None:

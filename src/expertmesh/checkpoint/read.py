@@ -158,10 +158,8 @@ def saved_offsets(path: Path) -> dict[str, list[int]]:
         return {name: [int(start) for start in entry["saved_offsets"]] for name, entry in entries.items()}
 
 
-def fingerprints_in(path: Path, manifest: Manifest) -> Mapping[str, Any]:
+def fingerprints_in(path: Path) -> Mapping[str, Any]:
     """What all ranks that held a part computed of it, by tensor, for those that several held. `IntegrityError`."""
-    if manifest.schema1_fingerprints is not None:
-        return manifest.schema1_fingerprints.get(path.name, {})
     with expecting(path, "damaged: its header does not hold fingerprints"):
         return dict(parse_json(read_metadata(path).get("fingerprints", "{}")))
 
@@ -170,7 +168,7 @@ def match_header(path: Path, header: Mapping[str, FileTensor], manifest: Manifes
     """In what the `header` of a file differs from what the manifest says of it; sentences."""
     belongs, expected = saved_offsets(path), manifest.parts_in(path.name)
     problems: list[str] = []
-    for name, mark in fingerprints_in(path, manifest).items():
+    for name, mark in fingerprints_in(path).items():
         if type(mark) is not int or not -(2**63) <= mark < 2**63:
             problems.append(f"{path}: has the fingerprint {shortened(repr(mark))} of {name}, which cannot be")
     for name, (box, dtype) in expected.items():

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field
 
 from expertmesh.io.boxes import Box, volume
 
@@ -112,8 +112,10 @@ class TensorEntry(Strict):
     tiling: int = _Size
 
 
-class ManifestHeader(Strict):
-    """What the manifests of all schema versions say."""
+class Manifest(Strict):
+    """What manifest.json holds. `model` and `optimizer` map tensor names to dtype, shape and tiling; `trained` are the
+    parameters that the optimizer updates.
+    """
 
     format: Literal["expertmesh-checkpoint"] = "expertmesh-checkpoint"
     step: int = Field(ge=0, lt=2**53)
@@ -124,19 +126,10 @@ class ManifestHeader(Strict):
     config_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
     files: list[FileEntry]
     trained: list[str]
-
-
-class Manifest(ManifestHeader):
-    """What manifest.json holds. `model` and `optimizer` map tensor names to dtype, shape and tiling; `trained` are the
-    parameters that the optimizer updates.
-    """
-
     schema_version: Literal[2] = 2
     tilings: list[Tiling]
     model: dict[str, TensorEntry]
     optimizer: dict[str, TensorEntry]
-    # Of schema 1, by file and tensor; later ones have them in the files' headers.
-    _fingerprints: dict[str, dict[str, int]] | None = PrivateAttr(default=None)
 
     @property
     def total_bytes(self) -> int:
@@ -176,15 +169,6 @@ class Manifest(ManifestHeader):
     def copies_of(self, name: str) -> int:
         """How many ranks held each part of a tensor."""
         return self.tilings[self.entry(name).tiling].copies
-
-    @property
-    def schema1_fingerprints(self) -> Mapping[str, Mapping[str, int]] | None:
-        """What all ranks that held a part computed of it, by file and tensor; None where the files' headers say it."""
-        return self._fingerprints
-
-    def with_fingerprints(self, fingerprints: dict[str, dict[str, int]]) -> "Manifest":
-        self._fingerprints = fingerprints
-        return self
 
 
 def tensor_file(kind: str, rank: int, world_size: int) -> str:

@@ -26,7 +26,6 @@ from expertmesh.io.safetensors_writer import sync, write_synced
 
 STATE_FILE = "state.json"
 RNG_FILE = "rng/generators.safetensors"
-SCHEMA_1_RNG_FILE = "rng.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +89,8 @@ def write_generators(directory: Path, ranks: Sequence[Mapping[str, str]]) -> Non
     sync(path.parent)
 
 
-def rng_file(manifest: Manifest) -> str:
-    """The file with the generators, also of a checkpoint of schema 1."""
-    return RNG_FILE if manifest.schema1_fingerprints is None else SCHEMA_1_RNG_FILE
-
-
 def read_generators(directory: Path, manifest: Manifest, ranks: Iterable[int]) -> list[dict[str, Tensor]]:
     """States of torch's generators by kind of device, of those of `ranks` that saved. Raises `IntegrityError`."""
-    if rng_file(manifest) == SCHEMA_1_RNG_FILE:
-        return _read_generators_of_schema_1(directory, manifest, ranks)
     path = directory / RNG_FILE
     entry_of(directory, manifest, RNG_FILE)
     header = read_header(path)
@@ -114,16 +106,6 @@ def read_generators(directory: Path, manifest: Manifest, ranks: Iterable[int]) -
                     files.read(header[kind], ((rank, rank + 1), (0, len(state))), state)
                 found.append(_checked(path, states))
     return found
-
-
-def _read_generators_of_schema_1(directory: Path, manifest: Manifest, ranks: Iterable[int]) -> list[dict[str, Tensor]]:
-    path = directory / SCHEMA_1_RNG_FILE
-    with expecting(path, "does not hold the states of torch's generators"):
-        content = read_small_json(directory, manifest, SCHEMA_1_RNG_FILE)
-        saved = [{kind: _decoded(text) for kind, text in states.items()} for states in content]
-    if len(saved) != manifest.world_size:
-        raise damaged(f"{path}: holds generators of {len(saved)} ranks, not of {manifest.world_size}")
-    return [_checked(path, saved[rank]) for rank in ranks if rank < len(saved)]
 
 
 def _checked(path: Path, states: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ returned (see `main`), and imports what is heavy only then.
 import functools
 import importlib
 import inspect as signatures
-import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -143,9 +142,9 @@ def train(arguments: TrainArguments) -> int:
 def _preflight(config: Config, ranks: int, ranks_per_node: int) -> None:
     """What ranks would refuse, before they are started; under torchrun each rank calls it itself."""
     with lazy_imports():
-        from expertmesh.training.startup.preflight import preflight
+        from expertmesh.training.startup.preflight import preflight, refuse_weights
 
-    preflight(config, ranks, ranks_per_node)
+    refuse_weights(preflight(config, ranks, ranks_per_node))
 
 
 @verb
@@ -253,26 +252,12 @@ def report(
 
 
 @verb
-def bench(
-    parts: Annotated[list[str] | None, Argument(metavar="PART", help="step, layer, load, lora (default: all)")] = None,
-    quick: Annotated[bool, Option("--quick", help="smaller sizes, fewer repetitions: a look, not a result")] = False,
-    nproc: Annotated[int | None, N(help="local ranks (default: one per accelerator; CPU: 4)")] = None,
-    json: Annotated[str | None, FILE(help="write every figure to FILE")] = None,
-) -> int:
-    """measure expertmesh beside its peers on this machine"""
-    # torch reads it when it is imported; its profiler warns of every block that was there before.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    return call("expertmesh.cli.bench", parts or [], quick, nproc, json)
-
-
-@verb
 def doctor(
     output: Annotated[str, Option(metavar="DIR", help="where runs will be written")] = ".",
-    nproc: Annotated[int | None, N(help="local ranks to try (default: as in train)")] = None,
     json: Annotated[bool, Option("--json", help="print everything as JSON")] = False,
 ) -> int:
     """say whether this machine can train, in a block for bug reports"""
-    return call("expertmesh.cli.doctor.run", output, nproc, json)
+    return call("expertmesh.cli.doctor", output, json)
 
 
 @verb

@@ -103,11 +103,8 @@ Plain = Annotated[str, AfterValidator(_plain)]
 Name = Annotated[Plain, Field(min_length=1)]
 """A path, or the name of something."""
 
-Mapped = Annotated[dict[str, Any], AfterValidator(_Frozen)]
-"""Keys and values that nobody here knows, as given."""
-
-Patterns = Annotated[dict[str, T], AfterValidator(_Frozen)]
-"""Values for what is named by a pattern."""
+Mapped = Annotated[dict[str, T], AfterValidator(_Frozen)]
+"""Values by keys that nobody here knows: arguments of a template, patterns of names, columns of data."""
 
 
 def pattern_problem(pattern: str) -> str | None:

@@ -1,14 +1,29 @@
 """Sections `data` and `eval`, and what evaluations decide: where samples come from, how rows become token sequences."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_serializer, model_validator
 
 from expertmesh.config.base import Listed, Mapped, Name, Plain, Section, refuse
+from expertmesh.config.explain import close_to
 
 DataFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference"]
 WhatToDo = Literal["keep", "drop", "stop"]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "messages": ("messages", "conversations", "tools", "functions", "chat_template_kwargs"),
+    "sharegpt": ("conversations", "messages", "system", "tools", "functions", "chat_template_kwargs"),
+    "alpaca": ("instruction", "input", "output", "system", "history"),
+    "prompt_completion": ("prompt", "completion"),
+    "text": ("text",),
+    "preference": ("prompt", "chosen", "rejected", "tools", "functions", "chat_template_kwargs"),
+}
+"""The columns that each format reads."""
+WITHOUT_ROLES = ("alpaca", "prompt_completion", "text")
+"""Formats whose rows say no roles."""
 
 
 class DataSource(Section):
@@ -18,6 +33,11 @@ class DataSource(Section):
     """File (JSON, JSONL, Parquet, Arrow, CSV), directory of such files, URL of either, or hub id of a data set."""
     format: DataFormat = "auto"
     """Layout of a row; auto detects it from the first rows and prints what it found."""
+    columns: Mapped[Annotated[str, Field(min_length=1)] | None] = Field({}, validate_default=True)
+    """Columns of the format that have another name in the rows, as {prompt: question, completion: answer}; null leaves
+    a column of the rows out, as {label: null}."""
+    roles: Mapped[Role] = Field({}, validate_default=True)
+    """What roles of the rows stand for, by their names there, as {bot: assistant}; usual names are known."""
     weight: float | None = Field(default=None, ge=1e-9, le=1e9)
     """Probability of a row of training to be of this source, relative to the other sources' weights; null for each row
     once. All sources have one, or none."""
@@ -27,6 +47,16 @@ class DataSource(Section):
     """Only the first so many rows; null for all."""
     name: str | None = Field(default=None, max_length=64, pattern=r"^[A-Za-z0-9][\w.-]*$")
     """In data.eval, the set that the source belongs to: figures are reported of each, as eval_NAME_loss."""
+
+    def unmatched(self, format_name: str) -> Iterator[str]:
+        """What columns and roles say to no effect about rows of a format (auto: any), as sentences about their keys."""
+        known = COLUMNS.get(format_name) or tuple(dict.fromkeys(itertools.chain(*COLUMNS.values())))
+        of = "any format" if format_name == "auto" else f"format {format_name}"
+        for ours, theirs in self.columns.items():
+            if theirs is not None and ours not in known:
+                yield f"columns.{ours} is no column of {of}; {close_to(ours, known)}"
+        if self.roles and format_name in WITHOUT_ROLES:
+            yield f"roles does nothing with {of}, whose rows say no roles; remove it"
 
 
 Source = Annotated[
@@ -62,9 +92,12 @@ class DataConfig(Section):
     on_dropped_thinking: WhatToDo = "keep"
     """What to do with a row whose thinking the chat template leaves out, as many do in all turns but the last; such
     rows are counted and reported."""
+    on_broken_thinking: WhatToDo = "keep"
+    """What to do with a row one of whose answers has a <think> that is not closed, a </think> that was not opened, or
+    several such blocks; such rows are counted and reported."""
     chat_template: Plain | None = None
     """File of a chat template (Jinja) that takes the place of the tokenizer's, and is saved with the model."""
-    template_args: Mapped = Field(default_factory=dict, validate_default=True)
+    template_args: Mapped[Any] = Field(default_factory=dict, validate_default=True)
     """What the chat template gets beside messages and tools, as enable_thinking: false."""
     thinking: Literal["auto", "drop", "keep_last", "every_turn"] = "auto"
     """Thinking in answers: what the template makes of it (auto), none, that of the last answer alone, or that of every
@@ -86,6 +119,8 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _combine(self) -> Self:
         refuse(*self._mixing_problems())
+        for source in (*self.train, *self.eval):
+            refuse(*(f"{self.key_of(source)}.{problem}" for problem in source.unmatched(self.format_of(source))))
         if self.thinking == "every_turn" and self.loss_on != "assistant":
             refuse(
                 f"data.thinking every_turn does nothing with data.loss_on {self.loss_on}; set data.loss_on to "
@@ -122,6 +157,15 @@ class DataConfig(Section):
         for at, source in enumerate(self.train):
             if source.repeat > 1:
                 yield f"data.train.{at}.repeat does nothing beside weights, by which rows are drawn; remove it"
+
+    def key_of(self, source: DataSource) -> str:
+        """Where one of the sources stands in the file: data.train.0."""
+        listed = ((f"data.{key}.{at}", each) for key in ("train", "eval") for at, each in enumerate(getattr(self, key)))
+        return next(key for key, each in listed if each == source)
+
+    def format_of(self, source: DataSource) -> DataFormat:
+        """The configured one."""
+        return self.format if source.format == "auto" else source.format
 
 
 class EvalConfig(Section):

@@ -21,6 +21,8 @@ class ExpertmeshError(Exception):
 
     exit_code: ClassVar[int] = 1
     key: str = "error"
+    on_all_ranks: bool = False
+    """Whether every rank of the job raises it, so that one can tell it for all."""
 
     def __init__(self, message: str = "", *, key: str | None = None) -> None:
         super().__init__(message)
@@ -33,6 +35,10 @@ class InputError(ExpertmeshError):
 
     exit_code: ClassVar[int] = 2
     key = "input"
+
+
+class MissingHereError(InputError):
+    """What this machine lacks; the same configuration may be right on another."""
 
 
 class IntegrityError(ExpertmeshError):

@@ -5,7 +5,7 @@ key is answered with the key that was probably meant, or the section that it bel
 """
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -181,6 +181,12 @@ class _Schema:
             if isinstance(part, str):
                 yield (*path, part)
             yield from self._all_keys(member, (*path, part))
+
+
+def close_to(name: str, known: Sequence[str]) -> str:
+    """What to do about a name that is none of those known."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
 
 
 def _number(value: float) -> str:

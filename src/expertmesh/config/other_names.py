@@ -21,7 +21,9 @@ THEIRS = {
     "data.on_overlong": "truncation_strategy excess_length_strategy",
     "data.loss_on: all": "train_on_inputs",
     "data.loss_on": "assistant_only_loss completion_only_loss train_on_responses_only mask_history roles_to_train",
-    "data.train.0.format: text": "dataset_text_field",
+    "data.train.0.columns: {text: NAME}": "dataset_text_field",
+    "data.train.0.columns": "column_map field_messages field_instruction field_input field_output field_system "
+    "input_key output_key prompt_key chosen_key rejected_key",
     "data.train.0.max_rows": "max_samples max_train_samples",
     "data.train.0.weight": "mixing_probs interleave_probs",
     "data.prepared_path": "dataset_prepared_path tokenized_path",

@@ -7,6 +7,21 @@ from pydantic import Field, field_validator, model_validator
 from expertmesh.config.base import Listed, Name, Section, refuse
 from expertmesh.config.sections import MAX_SECONDS, PositiveInt, Seconds
 
+Changeable = Literal[
+    "optim.learning_rate",
+    "optim.weight_decay",
+    "optim.betas",
+    "optim.momentum",
+    "optim.eps",
+    "optim.max_grad_norm",
+    "schedule",
+    "lora.dropout",
+    "moe.aux_loss_coef",
+    "moe.z_loss_coef",
+    "moe.bias_update_rate",
+    "objective.beta",
+]
+
 
 class CheckpointConfig(Section):
     """Resumable checkpoints in output_dir/checkpoints; docs/checkpoints.md tells the rules."""
@@ -33,6 +48,9 @@ class CheckpointConfig(Section):
     resume: Name = "auto"
     """auto continues from the newest checkpoint, if there is one; never starts anew; or a checkpoint: its name
     (step-00000200) in output_dir, or a path."""
+    resume_changed: Listed[Changeable] = ()
+    """What may differ from the run that is resumed, beside what always may: it goes on at its step with the optimizer's
+    moments, and the next step has the new value. schedule stands for all of its keys."""
     resume_weights_only: bool = False
     """Start another run from the weights, or adapters, of the checkpoint that resume names, with a new optimizer,
     schedule and pass over the data; once it has checkpoints of its own, it continues from the newest of these."""

@@ -111,11 +111,6 @@ class Config(Section):
                 f"optim.stochastic_rounding is true, but precision.params is {self.precision.params}, which is not "
                 "rounded; set precision.params to bfloat16 or optim.stochastic_rounding to false"
             )
-        if self.moe.interleave and self.train.micro_batch_size == 1 and self.objective.name == "sft":
-            problems.append(
-                "moe.interleave is true, but train.micro_batch_size is 1, whose one row has no halves; set "
-                "train.micro_batch_size to 2 or more, or moe.interleave to false"
-            )
         if self.lora is not None and self.save.dtype != "auto":
             problems.append(
                 f"save.dtype is {self.save.dtype}, but lora is set: adapters are written in precision.params; remove "

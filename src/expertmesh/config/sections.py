@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_serializer, model_validator
 
-from expertmesh.config.base import Listed, Name, Patterns, Plain, Section, is_named, pattern_problem, refuse
+from expertmesh.config.base import Listed, Mapped, Name, Plain, Section, is_named, pattern_problem, refuse
 from expertmesh.config.data import EarlyStopConfig
 
 # Beyond what anybody trains with: what is larger is a slip, and would be noticed late.
@@ -93,9 +93,9 @@ class LoraConfig(Section):
     """Rank of the adapters."""
     alpha: float = Field(default=32.0, gt=0, le=MAX_ALPHA)
     """Adapters are scaled by alpha / r (alpha / sqrt(r) with use_rslora)."""
-    rank_pattern: Patterns[Annotated[int, Field(ge=1, le=MAX_RANK)]] = Field({}, validate_default=True)
+    rank_pattern: Mapped[Annotated[int, Field(ge=1, le=MAX_RANK)]] = Field({}, validate_default=True)
     """Another r for some modules or parameters: regular expressions of ends of their names, as PEFT reads them."""
-    alpha_pattern: Patterns[Annotated[float, Field(gt=0, le=MAX_ALPHA)]] = Field({}, validate_default=True)
+    alpha_pattern: Mapped[Annotated[float, Field(gt=0, le=MAX_ALPHA)]] = Field({}, validate_default=True)
     """Another alpha, in the same way."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the input of every adapter, in training only."""
@@ -366,11 +366,9 @@ class MoeConfig(Section):
     """Factor of the router z-loss (arXiv 2202.08906): the mean of logsumexp(router logits) squared."""
     bias_update_rate: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """How far routers' correction biases move towards balance after each step (arXiv 2408.15664); 0.0: not at all."""
-    dispatch: Literal["auto", "all_to_all", "all_gather", "hierarchical", "deepep"] = "auto"
+    dispatch: Literal["auto", "all_to_all", "hierarchical", "deepep"] = "auto"
     """How tokens travel to the ranks of their experts; hierarchical: once to each node, and there to its ranks; deepep:
     by the kernels of DeepEP, which has to be installed."""
-    interleave: bool = False
-    """Run each block on two halves of a micro-batch's rows, so that one's tokens travel while the other computes."""
     compute: Literal["auto", "grouped_mm", "loop"] = "auto"
     """How an expert rank multiplies: grouped matrix products, or expert after expert (the reference)."""
     kernels: Literal["auto", "torch", "triton"] = "auto"

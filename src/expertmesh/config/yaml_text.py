@@ -142,8 +142,10 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^(?:{_FLOA
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(f"^(?:{_INT.pattern})$"), list("-+0123456789"))
 
 
-def dump_yaml(value: Any) -> str:
-    """YAML text that `parse_yaml` reads back as `value`, keys in their order."""
-    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+def dump_yaml(value: Any, *, flow: bool = False) -> str:
+    """YAML text that `parse_yaml` reads back as `value`, keys in their order; `flow`: between braces, as part of a
+    sentence.
+    """
+    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 20, default_flow_style=flow)
     assert isinstance(text, str)
-    return text
+    return text.rstrip("\n") if flow else text

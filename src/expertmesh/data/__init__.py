@@ -9,7 +9,7 @@ from expertmesh.data.loader import BatchLayout, EvaluationBatches, Step, Trainin
 from expertmesh.data.mixture import Mixture
 from expertmesh.data.prepared import Preparation, PreparedData, found_or_built
 from expertmesh.data.report import DataReport
-from expertmesh.data.sources import refuse_url
+from expertmesh.data.sources import refuse_source
 from expertmesh.data.stream import Ranks, Stream, StreamBatches, StreamPosition
 from expertmesh.data.tokenized import IGNORE, Sample, TokenizedDataset
 from expertmesh.data.tokenizer import load_tokenizer
@@ -35,5 +35,5 @@ __all__ = [
     "found_or_built",
     "load_tokenizer",
     "padding_token_id",
-    "refuse_url",
+    "refuse_source",
 ]

@@ -9,17 +9,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from expertmesh.config import DataConfig
+from expertmesh.config import DataConfig, DataSource
 from expertmesh.config.errors import InputError
 from expertmesh.data.encoding.encode import Encoded
 from expertmesh.data.encoding.preference import PairEncoder
 from expertmesh.data.formats import (
     Conversation,
     MalformedRow,
+    PlainText,
     Preference,
     PromptCompletion,
     Record,
     convert,
+    unused_columns,
     visible,
 )
 from expertmesh.data.report import ODD_ROWS, POSITIONS_KEPT, DataReport, length_counts
@@ -55,34 +57,43 @@ class Block:
 
 
 class BlockEncoder:
-    """Makes blocks with one tokenizer, as the keys of `data` say.
+    """Makes blocks of the rows of `sources` with one tokenizer, as the keys of `data` say.
 
     Raises `InputError` for what they stop at, and for a token id without an embedding.
     """
 
-    def __init__(self, config: DataConfig, encoder: PairEncoder, vocab_size: int) -> None:
-        self._config, self._encoder, self._vocab_size = config, encoder, vocab_size
+    def __init__(
+        self, sources: Sequence[DataSource], config: DataConfig, encoder: PairEncoder, vocab_size: int
+    ) -> None:
+        self._sources, self._config, self._encoder, self._vocab_size = sources, config, encoder, vocab_size
 
     def encode(self, place: Place, rows: Sequence[RawRow], format_name: str) -> Block:
         """The block of these rows, of which there is at least one."""
         block = Block(place, rows[0].file, DataReport(self._config.max_length, rows=len(rows)))
-        usable: list[tuple[RawRow, Record]] = []
+        usable: list[tuple[RawRow, Record, list[str]]] = []
+        roles = self._sources[place[0]].roles
         for raw in rows:
-            if raw.value is None:
-                self._skip(block, raw, raw.problem or "")
-                continue
             try:
-                record = convert(raw.value, format_name)
+                if raw.value is None:
+                    raise MalformedRow(raw.problem or "")
+                record = convert(raw.value, format_name, roles)
             except MalformedRow as error:
-                self._skip(block, raw, str(error))
+                self._skip(block, raw, error)
                 continue
-            if self._keeps(block, raw, _odd_kinds(record)):
-                usable.append((raw, record))
+            for column in unused_columns(raw.value, format_name):
+                if column not in block.report.unused:
+                    _keep(block.report.unused, column)
+            odd = _odd_kinds(record)
+            if self._keeps(block, raw, odd):
+                usable.append((raw, record, odd))
         lengths: list[int] = []
-        for (raw, _), result in zip(usable, self._encoded([record for _, record in usable]), strict=True):
+        results = self._encoded([record for _, record, _ in usable])
+        for (raw, _, counted), result in zip(usable, results, strict=True):
             if isinstance(result, MalformedRow):
-                self._skip(block, raw, str(result))
-            elif self._keeps(block, raw, ["dropped_thinking"] if any(e.dropped_thinking for e in result) else []):
+                self._skip(block, raw, result)
+                continue
+            odd = list({kind: None for each in result for kind in each.odd if kind not in counted})
+            if self._keeps(block, raw, odd):
                 lengths += [len(each.input_ids) for each in result]
                 self._add_samples(block, raw, result)
         block.report.dated = int(self._encoder.date_written is not None)
@@ -111,11 +122,11 @@ class BlockEncoder:
         report.left_out += "drop" in decisions
         return "drop" not in decisions
 
-    def _skip(self, block: Block, raw: RawRow, reason: str) -> None:
-        message = f"{raw.position}: {reason}"
+    def _skip(self, block: Block, raw: RawRow, error: MalformedRow) -> None:
+        message = f"{raw.position}: {error}"
         if self._config.on_error == "stop":
             raise InputError(
-                f"{message}; correct the row, or set data.on_error: skip to leave such rows out.",
+                f"{message}; {error.mend}, or set data.on_error: skip to leave such rows out.",
                 key="data.malformed-row",
             )
         block.report.skipped += 1
@@ -146,12 +157,12 @@ class BlockEncoder:
             return
         report.cut += longest > limit
         report.methods[encoded[0].method] += 1
-        report.open_ended += any(each.open_ended for each in encoded)
+        report.open_ended += any(each.end is None for each in encoded)
+        report.ends.update(each.taught_end for each in encoded if each.taught_end is not None and longest <= limit)
         report.empty_thoughts += any(each.empty_thoughts for each in encoded)
+        report.unwritten.update({name for each in encoded for name in each.unwritten})
         kept = [each.input_ids[:limit] for each in encoded]
         report.same_pairs += len(kept) > 1 and np.array_equal(kept[0], kept[1])
-        ends = [self._encoder.end_taught(each) for each in encoded if len(each.input_ids) <= limit]
-        report.ends.update(end for end in ends if end is not None)
         samples = [coded(each.input_ids[:limit], each.targets[:limit]) for each in encoded]
         report.tokens += sum(map(len, samples))
         report.target_tokens += sum(int(np.count_nonzero(each >= 0)) for each in samples)
@@ -166,8 +177,9 @@ def _keep(positions: list[str], position: str) -> None:
 
 def _odd_kinds(record: Record) -> list[str]:
     """Which of ODD_ROWS a record is, as far as it shows before a template has written it."""
-    if isinstance(record, PromptCompletion):
-        return [] if record.completion.strip() else ["empty_answer"]
+    if isinstance(record, PromptCompletion | PlainText):
+        text = record.text if isinstance(record, PlainText) else record.completion
+        return [] if text.strip() else ["empty_answer"]
     if not isinstance(record, Conversation):
         return []
     answers = [

@@ -6,20 +6,23 @@ here communicates.
 """
 
 import datetime
+import difflib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from expertmesh.config import Config, DataConfig, DataSource
 from expertmesh.config.errors import InputError
+from expertmesh.config.yaml_text import dump_yaml
 from expertmesh.data.blocks import Block, BlockEncoder, BlockFacts, Place
 from expertmesh.data.encoding.preference import PairEncoder
 from expertmesh.data.encoding.targets import ChatOptions
-from expertmesh.data.formats import FORMATS, PREFERENCE, fitting_formats
-from expertmesh.data.report import DataReport, SourceReport
-from expertmesh.data.sources import BLOCK_ROWS, RawRow, Share, SourceFile, locations
+from expertmesh.data.formats import FORMATS, PREFERENCE, fitting_formats, keys_of, suggested_columns
+from expertmesh.data.report import POSITIONS_KEPT, DataReport, SourceReport
+from expertmesh.data.sources import BLOCK_ROWS, Columns, RawRow, Share, SourceFile, locations
 from expertmesh.data.tokenized import TokenizedDataset
 
 _ROWS_TRIED_FOR_A_FORMAT = 1000
@@ -126,7 +129,7 @@ class BlockReader:
         for file, location in enumerate(locations(source.path)):
             takes = self._share.of_file(file)
             self.place = (number, file, 0)
-            all_rows = location.rows(takes)
+            all_rows = location.rows(takes, source.columns)
             if source.max_rows is not None:
                 all_rows = itertools.takewhile(lambda row: next(seen) < (source.max_rows or 0), all_rows)
             rows = (row for row in all_rows if row is not None)
@@ -139,16 +142,47 @@ def encoder_of(recipe: Recipe) -> BlockEncoder:
     """What makes blocks of rows."""
     config = recipe.config
     options = ChatOptions(config.loss_on, config.thinking, config.template_args, recipe.date or datetime.date.today())
-    return BlockEncoder(config, PairEncoder(recipe.tokenizer, options), recipe.model_vocab_size)
+    return BlockEncoder(recipe.sources, config, PairEncoder(recipe.tokenizer, options), recipe.model_vocab_size)
 
 
 def source_report(recipe: Recipe, source: DataSource) -> SourceReport:
-    """In which format a source is, before anything is counted."""
-    name: str = recipe.config.format if source.format == "auto" else source.format
+    """In which format a source is, before anything is counted.
+
+    Raises `InputError` for rows of no format, and for `columns` and `roles` that do nothing in the rows.
+    """
+    _refuse_missing_columns(recipe, source)
+    name: str = recipe.config.format_of(source)
     if name != "auto":
         return SourceReport(source.path, name, False, ())
-    name, also_fits = _detect(recipe, source.path)
+    name, also_fits = _detect(recipe, source)
+    for problem in source.unmatched(name):
+        raise InputError(
+            f"{source.path} is of format {name} (detected): {recipe.config.key_of(source)}.{problem}, or set format.",
+            key="data.unmatched-names",
+        )
     return SourceReport(source.path, name, True, also_fits)
+
+
+def _refuse_missing_columns(recipe: Recipe, source: DataSource) -> None:
+    """A name in `columns` that no row has is a slip of the pen, also where the format can do without the column."""
+    missing = [theirs or ours for ours, theirs in source.columns.items()]
+    first: Mapping[str, Any] = {}
+    tried = 0
+    for raw in _first_rows(recipe, source, {}) if missing else ():
+        tried += 1
+        first = first or raw.value or {}
+        missing = [name for name in missing if name not in (raw.value or ())]
+        if not missing:
+            return
+    if first:  # else none of the rows can be read, which is said of them
+        none = f"none of the first {tried:,} rows" if tried == _ROWS_TRIED_FOR_A_FORMAT else "no row"
+        near = difflib.get_close_matches(missing[0], map(str, first), n=1)
+        raise InputError(
+            f"{recipe.config.key_of(source)}.columns names {missing[0]!r}, and {none} of {source.path} has it (keys of "
+            f"the first: {keys_of(first)}); "
+            + (f"did you mean {near[0]}?" if near else "correct the name, or remove it."),
+            key="data.unmatched-names",
+        )
 
 
 def joined(
@@ -162,6 +196,8 @@ def joined(
         source.rows = sum(block.report.rows for block in own)
         source.samples = sum(block.samples for block in own)
         source.tokens = sum(block.report.tokens for block in own)
+        unused = dict.fromkeys(column for block in own for column in block.report.unused)
+        source.unused = list(unused)[:POSITIONS_KEPT]
     samples = 0
     for block in blocks:
         report.add(block.report)
@@ -174,10 +210,10 @@ def joined(
     return report, tuple(files[place] for place in sorted(files))
 
 
-def _detect(recipe: Recipe, path: str) -> tuple[str, tuple[str, ...]]:
+def _detect(recipe: Recipe, source: DataSource) -> tuple[str, tuple[str, ...]]:
     """The format of the first usable row, and what else would fit."""
-    tried = 0
-    for raw in _first_rows(path, recipe.config.stream):
+    tried, unreadable, unfit = 0, None, None
+    for raw in _first_rows(recipe, source, source.columns):
         tried += 1
         found = fitting_formats(raw.value) if raw.value is not None else ()
         fits = tuple(name for name in found if name in recipe.formats)
@@ -190,31 +226,51 @@ def _detect(recipe: Recipe, path: str) -> tuple[str, tuple[str, ...]]:
                 "correct objective.name or the data.",
                 key="data.other-objective",
             )
+        unreadable, unfit = (unreadable or raw, unfit) if raw.value is None else (unreadable, unfit or raw)
         if recipe.config.on_error == "stop":
-            if raw.problem:
-                mend = "correct the row, or set data.on_error: skip."
-                raise InputError(f"{raw.position}: {raw.problem}; {mend}", key="data.malformed-row")
-            keys = ", ".join(map(str, raw.value or ())) or "none"
-            known = "prompt, chosen and rejected" if recipe.pairs else "prompt and completion"
-            header = ", which the first line of the file names," if path.endswith((".csv", ".tsv")) else ""
-            raise InputError(
-                f"{raw.position}: the row's keys ({keys}){header} fit none of the formats {', '.join(recipe.formats)}; "
-                f"rename them, for example to {known} (docs/data.md).",
-                key="data.unknown-format",
-            )
-    if not tried:
-        raise InputError(f"the data source {path} holds no row; name a source that does.", key="data.empty")
-    raise InputError(
-        f"none of the first {tried:,} rows of {path} fits one of the formats {', '.join(recipe.formats)}; "
-        "rename the rows' keys or correct the path.",
-        key="data.unknown-format",
-    )
+            break
+    none = f"none of the first {tried:,} rows of {source.path} can be used: " if tried > 1 else ""
+    if unreadable is not None:
+        none += f"{unreadable.position}: {unreadable.problem}"
+    if unfit is not None and unfit.value is not None:
+        keys = keys_of(unfit.value)
+        header = ", which the first line of the file names," if source.path.endswith((".csv", ".tsv")) else ""
+        formats = f"fit none of the formats {', '.join(recipe.formats)}"
+        if recipe.pairs:
+            formats = f"do not fit format {PREFERENCE}"
+        raise InputError(
+            f"{none}{', and ' * (unreadable is not None)}{unfit.position}: the row's keys ({keys}){header} {formats}; "
+            f"{_named(recipe, source, unfit.value)} (docs/data.md).",
+            key="data.unknown-format",
+        )
+    if unreadable is not None:
+        skip = ", or set data.on_error: skip" * (recipe.config.on_error == "stop")
+        raise InputError(f"{none}; correct the row{'s' * (tried > 1)}{skip}.", key="data.malformed-row")
+    raise InputError(f"the data source {source.path} holds no row; name a source that does.", key="data.empty")
 
 
-def _first_rows(path: str, stream: bool) -> Iterator[RawRow]:
+def _named(recipe: Recipe, source: DataSource, row: Mapping[str, Any]) -> str:
+    """What to write so that the row fits a format: the source as it is, and `columns` that were guessed."""
+    guesses = suggested_columns(row, pairs=recipe.pairs) or [
+        dict.fromkeys(("prompt", "chosen", "rejected") if recipe.pairs else ("prompt", "completion"), "COLUMN")
+    ]
+    key = recipe.config.key_of(source)
+    alone = len(recipe.config.train if key.startswith("data.train") else recipe.config.eval) == 1
+    entries = []
+    for guess in guesses:
+        # What is named already stands under the format's name in `row`.
+        columns = {ours: source.columns.get(theirs) or theirs for ours, theirs in guess.items()}
+        kept = {ours: theirs for ours, theirs in source.columns.items() if theirs not in columns.values()}
+        given = source.model_dump(exclude_defaults=True) | {"columns": kept | columns}
+        entries.append(dump_yaml([given] if alone else given, flow=True))
+    chat = f", or {entries[1]} for conversations by the chat template" if len(entries) > 1 else ""
+    return f"write {key.removesuffix('.0') if alone else key}: {entries[0]}{chat}"
+
+
+def _first_rows(recipe: Recipe, source: DataSource, columns: Columns) -> Iterator[RawRow]:
     left = _ROWS_TRIED_FOR_A_FORMAT
-    for location in locations(path, stream):
-        for row in location.rows(lambda number: True):
+    for location in locations(source.path, recipe.config.stream):
+        for row in location.rows(lambda number: True, columns):
             if not left:
                 return
             assert row is not None

@@ -4,29 +4,48 @@
 `PromptCompletion`, `text` rows a `PlainText`, `preference` rows a `Preference`. `build_dataset` asks
 `fitting_formats` which formats a row could be, picks one per source and converts every row of the source with it.
 Tools and calls are brought to the one form that chat templates read. Whatever cannot be trained on faithfully (images,
-unknown roles, weights between 0 and 1) is refused by name, never dropped.
+unknown roles, weights between 0 and 1, judgements that no loss here reads) is refused by name, never dropped; columns
+that mean nothing to a format are named by `unused_columns`.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, get_args
+
+from expertmesh.config.data import COLUMNS, Role
+from expertmesh.config.explain import show
+from expertmesh.config.yaml_text import dump_yaml
+from expertmesh.io.reading import shortened
 
 PREFERENCE = "preference"
-_ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")} | {"function": "tool"}
+_ROLES = {role: role for role in get_args(Role)} | {"function": "tool", "human": "user"}
+_ROLES |= dict.fromkeys(("gpt", "ai"), "assistant")
 _CALL = "call"  # an assistant message that is nothing but calls, as sharegpt rows have them
 _SHAREGPT_ROLES = {
-    **{"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"},
+    **{"system": "system", "human": "user", "user": "user"},
+    **dict.fromkeys(("gpt", "assistant", "ai"), "assistant"),
     **dict.fromkeys(("function_call", "tool_call"), _CALL),
     **dict.fromkeys(("observation", "tool_response", "function_response", "tool"), "tool"),
 }
 _TOOL_KEYS = ("tools", "functions", "tool_calls", "function_call", "tool_call_id")
 _MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 _TARGET_KEYS = ("weight", "train", "train_on_turn")
+# Columns that tell good answers from bad, which learning every answer would not heed.
+_JUDGEMENTS = ("label", "score", "rejected")
+_KEYS_NAMED = 30
+_TURNS = ("messages", "conversations")
+# What data sets call the columns of a format, the likeliest first.
+_USUAL_NAMES = {
+    "prompt": ("prompt", "question", "instruction", "query", "problem", "input", "request"),
+    "completion": ("completion", "answer", "response", "output", "solution", "reply"),
+    "chosen": ("chosen", "preferred", "accepted", "better", "good"),
+    "rejected": ("rejected", "dispreferred", "worse", "bad"),
+}
 THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
-_THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
 # As a chat template takes them: `role`, a string `content`, and keys that pass through. With `tool_calls` there may be
@@ -35,7 +54,13 @@ Messages = tuple[Mapping[str, Any], ...]
 
 
 class MalformedRow(Exception):
-    """Why one row cannot be used; becomes an `InputError` with file and line, or a counted skip."""
+    """Why one row cannot be used, and how to `mend` that; becomes an `InputError` with file and line, or a counted
+    skip.
+    """
+
+    def __init__(self, reason: str, mend: str = "correct the row") -> None:
+        super().__init__(reason)
+        self.mend = mend
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +108,66 @@ Record = Conversation | PromptCompletion | PlainText | Preference
 
 def fitting_formats(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of the formats whose keys `row` has, the most specific first; `auto` takes the first."""
-    return tuple(name for name, (fits, _) in _FORMATS.items() if fits(row))
+    return tuple(name for name, fits in _FITS.items() if fits(row))
 
 
-def convert(row: Mapping[str, Any], format_name: str) -> Record:
-    """Convert one row of the named format, or raise `MalformedRow` saying what is wrong with it."""
-    fits, parse = _FORMATS[format_name]
-    _refuse_unsupported_keys(row, "the row", tools=format_name in ("messages", "sharegpt", PREFERENCE))
-    if not fits(row):
-        keys = ", ".join(map(str, row)) or "none"
-        raise MalformedRow(f"the row does not have the keys of format {format_name} (its keys: {keys})")
-    return parse(row)
+def convert(row: Mapping[str, Any], format_name: str, roles: Mapping[str, str] | None = None) -> Record:
+    """Convert one row of the named format, or raise `MalformedRow` saying what is wrong with it.
+
+    `roles` are names of roles beside the usual ones, and what they stand for.
+    """
+    _refuse_unsupported_keys(row, "the row", tools="tools" in COLUMNS[format_name])
+    if not _FITS[format_name](row):
+        raise MalformedRow(f"the row does not have the keys of format {format_name} (its keys: {keys_of(row)})")
+    if format_name == PREFERENCE:
+        return _parse_preference(row, _ROLES | {**(roles or {})})
+    for column in _JUDGEMENTS:
+        if not _is_empty(row.get(column)):
+            said = _kind(row[column]) if isinstance(row[column], list | Mapping) else show(row[column])
+            raise MalformedRow(
+                f"the row has {column!r}: {said}, which tells good answers from bad, and sft learns all of them",
+                mend=f"take out what the model must not learn, and write columns: {{{column}: null}} {_BESIDE_PATH}",
+            )
+    match format_name:
+        case "messages":
+            return _parse_turns(row, "role", "content", _ROLES | {**(roles or {})})
+        case "sharegpt":
+            return _parse_turns(row, "from", "value", _SHAREGPT_ROLES | {**(roles or {})})
+        case "alpaca":
+            return _parse_alpaca(row)
+        case "prompt_completion":
+            return _parse_prompt_completion(row)
+    return PlainText(_text(row["text"], "'text'"))
+
+
+def unused_columns(row: Mapping[str, Any], format_name: str) -> list[str]:
+    """The columns that have something in them which `convert` does not read."""
+    read = set(COLUMNS[format_name])
+    if turns := _turns(row, "from" if format_name == "sharegpt" else "role"):
+        read -= {key for key in _TURNS if row.get(key) is not turns}
+    return [str(key) for key, value in row.items() if key not in read and not _is_empty(value)]
+
+
+def suggested_columns(row: Mapping[str, Any], *, pairs: bool) -> list[dict[str, str]]:
+    """What `data.train.N.columns` could say, by usual names, so that a row of unknown columns fits a format."""
+    for key, value in row.items():
+        first = value[0] if isinstance(value, list) and value else None
+        if isinstance(first, Mapping) and not pairs and ("role" in first or "from" in first):
+            return [{"messages" if "role" in first else "conversations": key}]
+    wanted = ("prompt", "chosen", "rejected") if pairs else ("prompt", "completion")
+    lower = {str(key).lower(): str(key) for key in row}
+    found = {ours: next((lower[name] for name in _USUAL_NAMES[ours] if name in lower), "") for ours in wanted}
+    texts = [str(key) for key, value in row.items() if isinstance(value, str) and value.lstrip()[:1] not in ("[", "{")]
+    if not all(found.values()):
+        return [{"text": texts[0]}] if len(texts) == 1 and not pairs else []
+    asked = [found] if pairs else [found, {"instruction": found["prompt"], "output": found["completion"]}]
+    return [{ours: theirs for ours, theirs in each.items() if ours != theirs} for each in asked]
+
+
+def keys_of(row: Mapping[str, Any]) -> str:
+    """The names of a row's columns, as a sentence lists them."""
+    names = [shortened(str(key)) for key in itertools.islice(row, _KEYS_NAMED + 1)]
+    return ", ".join([*names[:_KEYS_NAMED], *["..."] * (len(names) > _KEYS_NAMED)]) or "none"
 
 
 def visible(message: Mapping[str, Any]) -> str:
@@ -105,7 +179,7 @@ def visible(message: Mapping[str, Any]) -> str:
 def thoughts(message: Mapping[str, Any]) -> list[str]:
     """The thinking of an answer, as it has to stand in the text: under a key of its own, or before the answer."""
     found = [message[key] for key in THINKING_KEYS if isinstance(message.get(key), str)]
-    if in_content := _THOUGHT.match(message.get("content") or ""):
+    if in_content := THOUGHT.match(message.get("content") or ""):
         found.append(in_content[1])
     return [thought.strip() for thought in found if thought.strip()]
 
@@ -113,12 +187,12 @@ def thoughts(message: Mapping[str, Any]) -> list[str]:
 def without_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """The message without thinking under a key or at the beginning of its content."""
     kept = {key: value for key, value in message.items() if key not in THINKING_KEYS}
-    return {**kept, "content": _THOUGHT.sub("", kept["content"], count=1)} if kept.get("content") else kept
+    return {**kept, "content": THOUGHT.sub("", kept["content"], count=1)} if kept.get("content") else kept
 
 
 def _turns(row: Mapping[str, Any], marker: str) -> list[Any] | None:
     """The list of turns of a chat row whose first turn has the key `marker`, under either usual name."""
-    for key in ("messages", "conversations"):
+    for key in _TURNS:
         turns = row.get(key)
         if isinstance(turns, list) and turns and isinstance(turns[0], Mapping) and marker in turns[0]:
             return turns
@@ -243,7 +317,7 @@ def _parse_prompt_completion(row: Mapping[str, Any]) -> PromptCompletion:
     return PromptCompletion(_text(row["prompt"], "'prompt'"), _text(row["completion"], "'completion'"))
 
 
-def _parse_preference(row: Mapping[str, Any]) -> Preference:
+def _parse_preference(row: Mapping[str, Any], roles: Mapping[str, str]) -> Preference:
     """As TRL reads them: with a prompt of its own, or with one that both responses begin with."""
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     for key in ("chosen", "rejected"):
@@ -252,7 +326,7 @@ def _parse_preference(row: Mapping[str, Any]) -> Preference:
         if isinstance(row[key], list) != isinstance(chosen, list):
             raise MalformedRow(f"'chosen' is {_kind(chosen)} and 'rejected' {_kind(rejected)}; both must be alike")
     if isinstance(chosen, list):
-        return Preference(*_parse_conversational_preference(prompt, chosen, rejected), *_for_template(row))
+        return Preference(*_parse_conversational_preference(row, roles), *_for_template(row))
     for key in ("tools", "functions", "chat_template_kwargs"):
         if row.get(key):
             raise MalformedRow(f"the row has {key!r}, which is for chat templates, but its responses are plain text")
@@ -260,22 +334,37 @@ def _parse_preference(row: Mapping[str, Any]) -> Preference:
     if prompt is not None:
         return Preference(_text(prompt, "'prompt'"), chosen, rejected)
     shared = _shared(chosen, rejected)
-    shared -= shared > 0 and chosen[shared - 1] == " "  # a token begins with its space
+    _refuse_missing_prompt(row, shared)
+    shared -= chosen[shared - 1] == " "  # a token begins with its space
     return Preference(chosen[:shared], chosen[shared:], rejected[shared:])
 
 
+def _refuse_missing_prompt(row: Mapping[str, Any], shared: int) -> None:
+    """Responses that begin alike may do so by chance: a prompt under another name counts for more."""
+    named = next((key for key in _USUAL_NAMES["prompt"] if not _is_empty(row.get(key))), None)
+    if shared and named is None:
+        return
+    why = "'chosen' and 'rejected' begin with nothing in common" if named is None else f"{named!r} may be it"
+    leave = f", or {{{named}: null}} if both responses begin with the prompt," if named and shared else ""
+    raise MalformedRow(
+        f"the row has no 'prompt', and {why} (its keys: {keys_of(row)})",
+        mend=f"write columns: {{prompt: {named or 'COLUMN'}}}{leave} {_BESIDE_PATH}",
+    )
+
+
 def _parse_conversational_preference(
-    prompt: Any, chosen: list[Any], rejected: list[Any]
+    row: Mapping[str, Any], roles: Mapping[str, str]
 ) -> tuple[Messages, Messages, Messages]:
+    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     for turns in (chosen, rejected, prompt if isinstance(prompt, list) else ()):
         if any(isinstance(turn, Mapping) and _says_no_target(turn, "a message") for turn in turns):
             raise MalformedRow("a message says that it is no target, and of a pair both responses are")
     better, worse = (
-        _messages(turns, f"{key!r} message", "role", "content", _ROLES)
+        _messages(turns, f"{key!r} message", "role", "content", roles)
         for key, turns in (("chosen", chosen), ("rejected", rejected))
     )
     if isinstance(prompt, list):
-        before = _messages(prompt, "'prompt' message", "role", "content", _ROLES)
+        before = _messages(prompt, "'prompt' message", "role", "content", roles)
     else:
         shared = _shared(better, worse)
         before, better, worse = better[:shared], better[shared:], worse[shared:]
@@ -285,8 +374,10 @@ def _parse_conversational_preference(
                 "'prompt' is a string, but not the text of the last message that 'chosen' and 'rejected' begin with; "
                 "give 'prompt' as a list of messages"
             )
-    if not before or before[-1]["role"] == "assistant":
-        raise MalformedRow(f"the prompt {'ends with an assistant message' if before else 'has no message'}")
+    if not before:
+        raise MalformedRow(f"the prompt has no message (the row's keys: {keys_of(row)})")
+    if before[-1]["role"] == "assistant":
+        raise MalformedRow("the prompt ends with an assistant message")
     for key, response in (("chosen", better), ("rejected", worse)):
         if others := [message["role"] for message in response if message["role"] != "assistant"]:
             raise MalformedRow(f"{key!r} has a message of role {others[0]!r} after the prompt, not only answers")
@@ -304,7 +395,13 @@ def _shared(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
 def _role(value: Any, where: str, roles: Mapping[str, str]) -> str:
     if isinstance(value, str) and value in roles:
         return roles[value]
-    raise MalformedRow(f"{where} has the unknown role {value!r} (known: {', '.join(roles)})")
+    reason = f"{where} has the unknown role {value!r} (known: {', '.join(roles)})"
+    if not isinstance(value, str):
+        raise MalformedRow(reason)
+    stands_for = dump_yaml({value: "assistant"}, flow=True)
+    raise MalformedRow(
+        reason, mend=f"correct the row, or say what the role stands for, as in roles: {stands_for} {_BESIDE_PATH}"
+    )
 
 
 def _content(value: Any, where: str, key: str) -> str:
@@ -357,21 +454,23 @@ def _kind(value: Any) -> str:
     return "an object" if isinstance(value, dict) else f"a {names.get(type(value), type(value).__name__)}"
 
 
-_Fits = Callable[[Mapping[str, Any]], bool]
-_Parse = Callable[[Mapping[str, Any]], Record]
+def _is_empty(value: Any) -> bool:
+    """Whether a column has nothing in it; 0 and false are something."""
+    return value is None or value in ("", [], {})
+
+
+def _keys(row: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, row)) or "none"
+
+
+_BESIDE_PATH = "beside the path of its source"
 # Most specific first: chat data sets often carry a flattened `prompt` or `text` beside `messages`.
-_FORMATS: dict[str, tuple[_Fits, _Parse]] = {
-    "messages": (
-        _has_turns("role", "messages"),
-        partial(_parse_turns, role_key="role", text_key="content", roles=_ROLES),
-    ),
-    "sharegpt": (
-        _has_turns("from", "conversations"),
-        partial(_parse_turns, role_key="from", text_key="value", roles=_SHAREGPT_ROLES),
-    ),
-    "alpaca": (_has("instruction", "output"), _parse_alpaca),
-    "prompt_completion": (_has("prompt", "completion"), _parse_prompt_completion),
-    "text": (_has("text"), lambda row: PlainText(_text(row["text"], "'text'"))),
-    PREFERENCE: (_has("chosen", "rejected"), _parse_preference),
+_FITS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    "messages": _has_turns("role", "messages"),
+    "sharegpt": _has_turns("from", "conversations"),
+    "alpaca": _has("instruction", "output"),
+    "prompt_completion": _has("prompt", "completion"),
+    "text": _has("text"),
+    PREFERENCE: _has("chosen", "rejected"),
 }
-FORMATS = tuple(_FORMATS)
+FORMATS = tuple(_FITS)

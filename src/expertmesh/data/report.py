@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 POSITIONS_KEPT = 20
-"""How many positions of each kind of rejected row are named; the counts are always complete."""
+"""How many positions of each kind of rejected row are named, and how many columns; the counts are always complete."""
 
 LENGTH_BINS = 8
 
@@ -17,9 +17,10 @@ _COUNTS = (
 )
 
 ODD_ROWS = {
-    "empty_answer": "an answer is empty",
+    "empty_answer": "an answer, or a text, is empty",
     "unanswered": "the conversation does not end with an answer",
     "dropped_thinking": "the chat template leaves out thinking of an answer that is a target",
+    "broken_thinking": "an answer has thinking that is not closed, not opened, or in several blocks",
 }
 """Rows that can be trained on and are seldom meant: kind, for which there is a key `data.on_<kind>`, and sentence."""
 
@@ -28,7 +29,8 @@ ODD_ROWS = {
 class SourceReport:
     """One entry of `data.train` or `data.eval`: the format its rows were read in and how that was decided.
 
-    `repeat` and `epoch_rows` (None without weights) say what an epoch has of it.
+    `unused` are columns with something in them that the format does not read, the first POSITIONS_KEPT. `repeat` and
+    `epoch_rows` (None without weights) say what an epoch has of it.
     """
 
     path: str
@@ -39,10 +41,11 @@ class SourceReport:
     rows: int = 0
     samples: int = 0
     tokens: int = 0
+    unused: list[str] = field(default_factory=list)
     repeat: int = 1
     epoch_rows: int | None = None
 
-    def line(self, *, tokens: bool) -> str:
+    def lines(self, *, tokens: bool) -> list[str]:
         how = "detected" if self.detected else "configured"
         also = f"; its rows also fit {', '.join(self.also_fits)}: set `format` to choose" if self.also_fits else ""
         files = f"{self.files} file{'s' * (self.files != 1)}"
@@ -50,7 +53,10 @@ class SourceReport:
         line += f", {self.tokens:,} tokens" * tokens
         if self.repeat > 1:
             line += f"; {self.repeat} times in an epoch"
-        return line if self.epoch_rows is None else f"{line}; {self.epoch_rows:,} rows of an epoch, by its weight"
+        if self.epoch_rows is not None:
+            line += f"; {self.epoch_rows:,} rows of an epoch, by its weight"
+        more = " and perhaps more" * (len(self.unused) >= POSITIONS_KEPT)
+        return [line, *([f"  columns that are not used: {', '.join(self.unused)}{more}"] if self.unused else [])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +76,17 @@ class DataReport:
     several samples of a row. `cut` counts samples shortened to `max_length`; `no_target_after_cut` are those among
     `no_target` whose targets were all cut off. `odd` counts rows by their kind in ODD_ROWS, kept or not; `left_out` are
     those that `data.on_*` drops. The `*_at` fields name the first rows concerned. `methods` counts samples by how their
-    targets were found. `length_counts` are those of `histogram`. `open_ended`, `empty_thoughts`, `same_pairs` and
-    `dated` (blocks whose template may have written the date) count what `notes` say in the end.
+    targets were found, `ends` by the token that ends them, `unwritten` rows by what the chat template leaves out.
+    `length_counts` are those of `histogram`. `open_ended`, `empty_thoughts`, `same_pairs` and `dated` (blocks whose
+    template may have written the date) count what `notes` say in the end. `unused` of a block is what its source's will
+    be made of.
     """
 
     max_length: int
     sources: list[SourceReport] = field(default_factory=list)
     rows: int = 0
     samples: int = 0
+    unused: list[str] = field(default_factory=list)
     skipped: int = 0
     skipped_at: list[str] = field(default_factory=list)
     cut: int = 0
@@ -90,10 +99,10 @@ class DataReport:
     left_out: int = 0
     tokens: int = 0
     target_tokens: int = 0
-    ends: Counter[int] = field(default_factory=Counter)
-    """Samples by the token that ends their last answer, where it is a target."""
     length_counts: list[int] = field(default_factory=lambda: [0] * (LENGTH_BINS + 1))
     methods: Counter[str] = field(default_factory=Counter)
+    ends: Counter[int] = field(default_factory=Counter)
+    unwritten: Counter[str] = field(default_factory=Counter)
     open_ended: int = 0
     empty_thoughts: int = 0
     same_pairs: int = 0
@@ -106,8 +115,9 @@ class DataReport:
             setattr(self, name, getattr(self, name) + getattr(block, name))
         self.odd.update(block.odd)
         self.methods.update(block.methods)
-        self.length_counts = [mine + more for mine, more in zip(self.length_counts, block.length_counts, strict=True)]
         self.ends.update(block.ends)
+        self.unwritten.update(block.unwritten)
+        self.length_counts = [mine + more for mine, more in zip(self.length_counts, block.length_counts, strict=True)]
         self.skipped_at = (self.skipped_at + block.skipped_at)[:POSITIONS_KEPT]
         self.no_target_at = (self.no_target_at + block.no_target_at)[:POSITIONS_KEPT]
         for kind, positions in block.odd_at.items():
@@ -131,7 +141,7 @@ class DataReport:
     def lines(self) -> list[str]:
         """The report for a terminal or a log, without markup; the histogram is left to `check`."""
         share = self.target_tokens / self.tokens if self.tokens else 0.0
-        lines = [source.line(tokens=len(self.sources) > 1) for source in self.sources]
+        lines = [line for source in self.sources for line in source.lines(tokens=len(self.sources) > 1)]
         lines.append(f"samples {self.samples:,} of {self.rows:,} rows, tokens {self.tokens:,}")
         lines.append(f"target tokens {self.target_tokens:,} ({share:.1%})")
         found = sorted(self.methods.items(), key=lambda each: (-each[1], each[0]))
@@ -153,6 +163,10 @@ class DataReport:
         for kind, count in ((kind, self.odd[kind]) for kind in ODD_ROWS if self.odd[kind]):
             rows = f"{count:,} row{'s' * (count != 1)}"
             lines.append(f"{ODD_ROWS[kind]}: {rows} ({_listed(self.odd_at[kind], count)}); data.on_{kind} decides")
+        if self.unwritten:
+            found = sorted(self.unwritten.items(), key=lambda each: (-each[1], each[0]))
+            parts = (f"{name} in {count:,} row{'s' * (count != 1)}" for name, count in found)
+            lines.append(f"left out by the chat template: {', '.join(parts)}")
         if self.left_out:
             lines.append(f"left out by data.on_*: {self.left_out:,}")
         return lines + [f"note: {note}" for note in self.notes]

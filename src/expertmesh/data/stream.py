@@ -97,10 +97,11 @@ class _RawWindow:
 
 
 class _Files:
-    """Files of which one follows the other for ever, each with the number of its source."""
+    """Files of which one follows the other for ever, each with the number of its source in `recipe`."""
 
-    def __init__(self, files: list[tuple[int, Location]], seed: list[int], shuffle: bool, start: Cursor) -> None:
-        self._files, self._seed, self._shuffle = files, seed, shuffle
+    def __init__(self, recipe: Recipe, files: list[tuple[int, Location]], seed: list[int], start: Cursor) -> None:
+        self._files, self._seed, self._shuffle = files, seed, recipe.config.shuffle
+        self._columns = [source.columns for source in recipe.sources]
         self.cursor = start
         self.rows = self._rows()
 
@@ -113,7 +114,7 @@ class _Files:
             for place in order[self.cursor.file :].tolist():
                 source, location = self._files[place]
                 done = self.cursor.row
-                for row in location.rows(lambda number, done=done: number > done):
+                for row in location.rows(lambda number, done=done: number > done, self._columns[source]):
                     if row is not None:
                         empty = False
                         self.cursor = replace(self.cursor, row=row.number)
@@ -144,7 +145,7 @@ class _Reader:
                 "data.train has other sources than the run started with; put them back", key="data.stream-changed"
             )
         self._sequences = [
-            _Files(each, [seed, at], recipe.config.shuffle, start)
+            _Files(recipe, each, [seed, at], start)
             for at, (each, start) in enumerate(zip(sequences, starts, strict=True))
         ]
 

@@ -107,10 +107,11 @@ def _compare(error: Exception | None, doing: str) -> None:
         assert error is not None
         message.copy_(_encode(error, f"rank {rank} failed while {doing}"))
     dist.broadcast(message, src=first)
-    if rank == first:
-        assert error is not None
-        raise error
-    raise _decode(message) from error
+    raised = error if rank == first else _decode(message)
+    assert raised is not None
+    if isinstance(raised, ExpertmeshError):
+        raised.on_all_ranks = True
+    raise raised from (None if raised is error else error)
 
 
 def _encode(error: Exception, prefix: str) -> torch.Tensor:

@@ -52,29 +52,3 @@ def to_host(counts: torch.Tensor) -> list[Any]:
 def exact(weight: torch.Tensor) -> torch.Tensor:
     """Routing weights travel in at least fp32, which holds bf16 and fp16 exactly."""
     return weight if weight.dtype == torch.float64 else weight.float()
-
-
-class AllGather(torch.autograd.Function):
-    """block -> every rank's. One reduce-scatter in backward, in at least fp32."""
-
-    @staticmethod
-    def forward(ctx: Any, block: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return all_gather(block, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return reduce_scatter(exact(grad), ctx.group).to(grad.dtype), None
-
-
-class ReduceScatter(torch.autograd.Function):
-    """blocks -> this rank's part of their sum, taken in at least fp32. One all-gather in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return reduce_scatter(exact(blocks), group).to(blocks.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return all_gather(grad, ctx.group), None

@@ -117,10 +117,14 @@ def join_job(environment: Environment = os.environ) -> None:
     """Make this process the rank that its environment says, for torch's `env://`. `InputError` if it says none."""
     place = find_place(environment=environment)
     if not isinstance(place, Rank):
-        raise InputError(
-            "no process group; start with torchrun, srun or expertmesh train, or call init_process_group first",
-            key="launch.no-process-group",
-        )
+        start = "start with torchrun, srun or expertmesh train, or call init_process_group first"
+        if "ACCELERATE_MIXED_PRECISION" in environment:  # each of its launchers sets it
+            start = (
+                "accelerate launch has started this process alone, as it does on CPUs whatever --num_processes says; "
+                "start with torchrun --nproc-per-node N, or with accelerate launch --multi_gpu --num_processes N, "
+                "which starts N on CPUs too if --cpu is left out"
+            )
+        raise InputError(f"no process group; {start}", key="launch.no-process-group")
     place.with_meeting_place().export(environment)
 
 

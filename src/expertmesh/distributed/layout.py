@@ -8,15 +8,17 @@ The last axis varies fastest, so an EP group is `ep` contiguous ranks and stays 
 
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
+from expertmesh.distributed.expert_traffic import ExpertTraffic
 
 DENSE_AXES = ("pp", "replicate", "fsdp", "cp", "tp")
 EXPERT_AXES = ("pp", "replicate", "efsdp", "ep")
 CONFIGURED_AXES = (*DENSE_AXES, "ep")
-# Ranks of a node where the launcher does not say (LOCAL_WORLD_SIZE): within one, all-to-all is cheap.
+# Ranks of a node where the launcher does not say (LOCAL_WORLD_SIZE).
 RANKS_PER_NODE = 8
 
 
@@ -82,14 +84,18 @@ class Layout:
 
 
 def resolve_layout(
-    parallel: ParallelConfig, world_size: int, num_experts: int | None = None, ranks_per_node: int | None = None
+    parallel: ParallelConfig,
+    world_size: int,
+    num_experts: int | None = None,
+    ranks_per_node: int | None = None,
+    traffic: ExpertTraffic | None = None,
 ) -> Layout:
     """Turn what the user asked for into sizes that multiply to `world_size`; fills in every `auto`.
 
-    `num_experts` is the number of routed experts of a layer; it is needed for `ep: auto` and checked against `ep`.
-    `ep: auto` is the largest ep that divides the experts and the ranks that share them and whose groups stay within a
-    node: `ranks_per_node`, else LOCAL_WORLD_SIZE, else 8. An ep whose groups have parts of nodes is refused, unless
-    `ep_across_nodes` is set; one of whole nodes is taken. Raises `InputError` with the numbers and the valid choices.
+    `num_experts` is the number of routed experts of a layer, against which `ep` is checked. `ep: auto` is the ep that
+    moves least by `traffic`, of those that divide the experts and the ranks that share them. Its groups have no parts
+    of nodes of `ranks_per_node` (else LOCAL_WORLD_SIZE, else 8) ranks, but maybe several; a given ep whose groups have
+    parts is refused, unless `ep_across_nodes` is set. Raises `InputError` with the numbers and the valid choices.
     """
     fixed = {axis: getattr(parallel, axis) for axis in ("pp", "replicate", "cp", "tp")}
     product = math.prod(fixed.values())
@@ -110,17 +116,17 @@ def resolve_layout(
                 "leave parallel.fsdp at auto or make the product equal the world size",
                 key="layout.product-is-world-size",
             )
-    expert_ranks = fsdp * fixed["cp"] * fixed["tp"]
-    choices = _ep_choices(expert_ranks, num_experts)
-    ep = _ep(parallel, world_size, expert_ranks, num_experts, ranks_per_node)
     schedule = parallel.pp_schedule
     if schedule == "auto":
         schedule = "1f1b" if parallel.pp_virtual_stages == 1 else "interleaved_1f1b"
     virtual, offload = parallel.pp_virtual_stages, parallel.offload
-    layout = Layout(fsdp=fsdp, ep=ep, pp_schedule=schedule, pp_virtual_stages=virtual, offload=offload, **fixed)
-    node = _ranks_per_node(ranks_per_node)
+    layout = Layout(fsdp=fsdp, pp_schedule=schedule, pp_virtual_stages=virtual, offload=offload, **fixed)
+    choices, node = _ep_choices(layout.efsdp, num_experts), _ranks_per_node(ranks_per_node)
+    if parallel.ep == "auto":
+        return least_moved([replace(layout, ep=ep) for ep in choices], traffic, node)
+    layout = replace(layout, ep=_checked_ep(parallel.ep, layout.efsdp, num_experts))
     crossing = node_crossing(layout, ranks_per_node)
-    if crossing is not None and ep % node and not parallel.ep_across_nodes:
+    if crossing is not None and layout.ep % node and not parallel.ep_across_nodes:
         within = _listed([size for size in choices if node % size == 0 or size % node == 0])
         raise InputError(
             f"parallel.{crossing}; set parallel.ep to auto or one of {within}, whose groups are within a node or whole "
@@ -130,27 +136,32 @@ def resolve_layout(
     return layout
 
 
-def _ep(
-    parallel: ParallelConfig, world_size: int, expert_ranks: int, num_experts: int | None, ranks_per_node: int | None
-) -> int:
-    choices = _ep_choices(expert_ranks, num_experts)
-    if parallel.ep == "auto":
-        if num_experts is None:
-            raise InputError(
-                "parallel.ep: auto needs the number of experts of a model; set ep or pass num_experts",
-                key="layout.auto-ep-without-experts",
-            )
-        node = _ranks_per_node(ranks_per_node)
-        return max(size for size in choices if world_size <= node or node % size == 0)
-    ep = parallel.ep
+def least_moved(choices: Sequence[Layout], traffic: ExpertTraffic | None, ranks_per_node: int) -> Layout:
+    """Of layouts that differ in ep, what `ep: auto` means: the one that moves least, without parts of nodes."""
+    if len(choices) == 1:
+        return choices[0]
+    if traffic is None:
+        raise InputError(
+            "parallel.ep: auto weighs the bytes of a model's experts and of a micro-batch's tokens, and they are not "
+            "known here; set ep to a number (`expertmesh plan MODEL --devices ...` proposes one)",
+            key="layout.auto-ep-without-experts",
+        )
+    node = min(ranks_per_node, choices[0].world_size)
+    whole = [each for each in choices if node % each.ep == 0 or each.ep % node == 0] or choices
+    possible = [each for each in whole if traffic.can_have(each)] or whole  # which is refused with its reason
+    return min(possible, key=lambda each: traffic.weighed(each, node))
+
+
+def _checked_ep(ep: int, expert_ranks: int, num_experts: int | None) -> int:
+    choices = _listed(_ep_choices(expert_ranks, num_experts))
     if expert_ranks % ep:
         raise InputError(
-            f"parallel.ep {ep} does not divide fsdp * cp * tp = {expert_ranks} ranks; valid values: {_listed(choices)}",
+            f"parallel.ep {ep} does not divide fsdp * cp * tp = {expert_ranks} ranks; valid values: {choices}",
             key="layout.ep-divides-ranks",
         )
     if num_experts is not None and num_experts % ep:
         raise InputError(
-            f"parallel.ep {ep} does not divide the model's {num_experts} experts; valid values: {_listed(choices)}",
+            f"parallel.ep {ep} does not divide the model's {num_experts} experts; valid values: {choices}",
             key="layout.ep-divides-experts",
         )
     return ep
@@ -163,20 +174,23 @@ def explicit(layout: Layout) -> ParallelConfig:
 
 
 def ep_reason(
-    parallel: ParallelConfig, layout: Layout, num_experts: int, ranks_per_node: int | None = None
+    parallel: ParallelConfig, layout: Layout, traffic: ExpertTraffic | None, ranks_per_node: int | None = None
 ) -> str | None:
     """Why `ep: auto` became `layout.ep`, or what an ep that somebody chose does at the borders of nodes; None where
     there is nothing to say. Arguments as in `resolve_layout`.
     """
     if parallel.ep != "auto":
         return node_crossing(layout, ranks_per_node)
-    expert_ranks = layout.efsdp * layout.ep
-    if expert_ranks == 1:
+    choices = [] if traffic is None else _ep_choices(layout.efsdp * layout.ep, traffic.router.experts)
+    if traffic is None or len(choices) == 1:
         return None
-    assumed = "" if ranks_per_node or "LOCAL_WORLD_SIZE" in os.environ else ", assumed as LOCAL_WORLD_SIZE is not set"
+    node, assumed = _ranks_per_node(ranks_per_node), ranks_per_node is None and "LOCAL_WORLD_SIZE" not in os.environ
+    nodes = f", on nodes of {node} ranks" if layout.world_size > node else ""
+    nodes += ", assumed as LOCAL_WORLD_SIZE is not set" if nodes and assumed else ""
+    gathered, sent = (f"{size / 2**20:,.1f} MiB" for size in (traffic.gathered(layout), traffic.sent(layout)))
     return (
-        f"ep {layout.ep} of {_listed(_ep_choices(expert_ranks, num_experts))}: the largest within a node of "
-        f"{_ranks_per_node(ranks_per_node)} ranks{assumed}"
+        f"ep {layout.ep} of {_listed(choices)} moves least: {gathered} of experts and {sent} of rows a layer and "
+        f"micro-batch{nodes}"
     )
 
 

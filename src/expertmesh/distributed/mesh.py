@@ -18,6 +18,7 @@ from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import collective_device, raise_on_all_ranks
 from expertmesh.distributed.environment import join_job
+from expertmesh.distributed.expert_traffic import ExpertTraffic
 from expertmesh.distributed.layout import (
     CONFIGURED_AXES,
     DENSE_AXES,
@@ -90,7 +91,11 @@ class Mesh:
 
 
 def init_mesh(
-    parallel: ParallelConfig | None = None, *, num_experts: int | None = None, device: torch.device | None = None
+    parallel: ParallelConfig | None = None,
+    *,
+    num_experts: int | None = None,
+    device: torch.device | None = None,
+    traffic: ExpertTraffic | None = None,
 ) -> Mesh:
     """Build both views over the default process group. Every rank calls it, with the same arguments.
 
@@ -105,7 +110,7 @@ def init_mesh(
     if device.type == "cpu":
         _end_groups_at_exit()
     with raise_on_all_ranks("choosing the layout"):
-        layout = resolve_layout(parallel or ParallelConfig(), dist.get_world_size(), num_experts)
+        layout = resolve_layout(parallel or ParallelConfig(), dist.get_world_size(), num_experts, None, traffic)
     return build_mesh(layout, device)
 
 

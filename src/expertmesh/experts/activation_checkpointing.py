@@ -20,10 +20,9 @@ recomputed. parallel/checkpointing.py applies this to a model.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -155,34 +154,16 @@ def computed_once(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
     The graph of the first run is the one that backward takes, so what is saved in it is kept there, past the
     checkpoint's own hooks. `compute` must draw no random numbers: the second run would not draw them.
     """
-    if has_result():
-        run = _block_run.get()
-        assert run is not None
+    run = _block_run.get()
+    if run is None or not run.selective:
+        return compute()
+    if run.recomputes:
         # A copy, since a model may change its own in place, which autograd forbids for leaves.
         return run.record.results.pop(0).requires_grad_().clone()
-    with kept():
+    with saved_tensors_hooks(_pack, _unpack):
         result = compute()
-    keep_result(result)
+    run.record.results.append(result.detach().clone())
     return result
-
-
-def has_result() -> bool:
-    """Whether this is a second run that gets the experts' result from the first."""
-    run = _block_run.get()
-    return run is not None and run.selective and run.recomputes
-
-
-def kept() -> AbstractContextManager[Any]:
-    """While the experts compute: under selective checkpointing what autograd saves is kept, past the checkpoint."""
-    run = _block_run.get()
-    return nullcontext() if run is None or not run.selective else saved_tensors_hooks(_pack, _unpack)
-
-
-def keep_result(result: torch.Tensor) -> None:
-    """Under selective checkpointing, for the second run; results are kept in the order of the calls."""
-    run = _block_run.get()
-    if run is not None and run.selective:
-        run.record.results.append(result.detach().clone())
 
 
 @dataclass(slots=True, eq=False)
@@ -205,22 +186,13 @@ class Rest:
         return gradient
 
 
-def in_two_parts(function: type[torch.autograd.Function], *args: Any) -> Callable[[], torch.Tensor]:
-    """Run `function`, which is given a `Rest` behind `args`. All that it saves is saved here; what is returned runs the
-    rest, once, and gives the result.
-    """
+def in_two_parts(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
+    """Run `function`, which is given a `Rest` behind `args` and saves all that is saved, and then that rest."""
     rest = Rest()
     try:
-        return partial(_second_part, function.apply(*args, rest), rest)
-    except BaseException:  # by one torch ends a second run
-        rest.compute = None
-        raise
-
-
-def _second_part(edge: torch.Tensor, rest: Rest) -> torch.Tensor:
-    try:
-        return _SecondPart.apply(edge, rest)  # type: ignore[no-any-return]
-    finally:
+        result: torch.Tensor = _SecondPart.apply(function.apply(*args, rest), rest)
+        return result
+    finally:  # also where torch ends a second run by an exception
         rest.compute = None
 
 

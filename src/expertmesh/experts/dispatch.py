@@ -4,10 +4,10 @@ A token travels **once** to each rank that holds any of its experts (de-duplicat
 row, which weight, ordered by expert. The expert rank sums a token's pairs before one row travels back (pre-reduced
 combine). Over uniform routing this sends R(1 - C(E-E/R, K)/C(E, K)) rows per token instead of K.
 
-Interchangeable dispatchers: `LocalDispatcher` (ep = 1, no communication), `AllToAllDispatcher`, `AllGatherDispatcher`
-(every rank sees every token; for tiny batches), and that of hierarchical.py for groups of several nodes. A rank
-without tokens takes part in every collective like any other. Each dispatch waits for the device once, in forward;
-neither backward nor the second run of a checkpointed block waits.
+Interchangeable dispatchers: `LocalDispatcher` (ep = 1, no communication), `AllToAllDispatcher`, that of hierarchical.py
+for groups of several nodes, and those of dispatchers/ by another library's kernels. A rank without tokens takes part in
+every collective like any other. Each dispatch waits for the device once, in forward; neither backward nor the second
+run of a checkpointed block waits.
 
     T tokens here, H hidden, K top-k, E experts, D ranks of the EP group, L = E / D experts here
     Q rows and S = T * K pairs sent, R rows and P pairs received
@@ -21,15 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from expertmesh.distributed.collectives import (
-    AllGather,
-    ReduceScatter,
-    all_gather,
-    all_to_all,
-    all_to_all_even,
-    exact,
-    to_host,
-)
+from expertmesh.distributed.collectives import all_to_all, all_to_all_even, exact, to_host
 from expertmesh.experts.activation_checkpointing import exchanged_once
 from expertmesh.experts.pairs import (
     Counts,
@@ -124,40 +116,17 @@ class AllToAllDispatcher:
         meanwhile: Callable[[], None] | None = None,
     ) -> Dispatched:
         """Three all-to-alls in forward (counts, pairs, rows), two in backward (pair weights, rows). The second run of a
-        checkpointed block has the counts, as the caller may have. A choice of `num_experts` is of no expert here.
+        checkpointed block has the counts, as the caller may have. Expert id `num_experts` marks a padded routing entry;
+        it is not sent.
 
-        `meanwhile` is called while rows travel, and its backward runs while their gradients do.
+        `meanwhile` is called while rows are in flight, and its backward runs while their gradients are.
         """
-        journey = None if meanwhile is None else Journey()
-        sent = self.send(hidden_TH, index_TK, weight_TK, journey, counts)
+        route = self._route(index_TK, counts)
+        in_flight = None if meanwhile is None else _InFlight()
+        rows_RH, weight_P, row_P = _AllToAllDispatch.apply(hidden_TH, weight_TK, route, self, in_flight)
         if meanwhile is not None:
             meanwhile()
-        return self.receive(*sent, journey)
-
-    def send(
-        self,
-        hidden_TH: torch.Tensor,
-        index_TK: torch.Tensor,
-        weight_TK: torch.Tensor,
-        journey: "Journey | None",
-        counts: Counts | None = None,
-    ) -> "Sent":
-        """`dispatch` as far as rows are under way: on a `journey` they may still travel, and nothing may read them."""
-        route = self._route(index_TK, counts)
-        rows_RH, weight_P, row_P = _AllToAllDispatch.apply(hidden_TH, weight_TK, route, self, journey)
-        return rows_RH, weight_P, row_P, route
-
-    def receive(
-        self,
-        rows_RH: torch.Tensor,
-        weight_P: torch.Tensor,
-        row_P: torch.Tensor,
-        route: Route,
-        journey: "Journey | None",
-    ) -> Dispatched:
-        """The rest of `dispatch`, when rows are waited for; in backward their gradients, and weights', leave here."""
-        if journey is not None:
-            rows_RH, weight_P = _Arrival.apply(rows_RH, weight_P, route, self, journey)
+            rows_RH, weight_P = _Receive.apply(rows_RH, weight_P, route, self, in_flight)
         by_row = segments_of(row_P, rows_RH.shape[0])
         return rows_RH, weight_P, LocalPairs(row_P, route.expert_end_L, by_row), route
 
@@ -166,13 +135,10 @@ class AllToAllDispatcher:
         out_TH: torch.Tensor = SumRows.apply(rows_RH, metadata, self)
         return out_TH
 
-    def numbers(self, number_T: torch.Tensor, metadata: Route, journey: "Journey | None" = None) -> torch.Tensor:
-        """One more all-to-all, of 8 bytes a row; on a `journey` they may still travel."""
-        splits, waits = metadata.splits, journey is None
-        number_Q = number_T.index_select(0, metadata.token_Q)
-        number_R, work = all_to_all(number_Q, splits.rows_sent, splits.rows_received, self.group, wait=waits)
-        if journey is not None:
-            journey.numbers = work
+    def numbers(self, number_T: torch.Tensor, metadata: Route) -> torch.Tensor:
+        """One more all-to-all, of 8 bytes a row."""
+        splits, number_Q = metadata.splits, number_T.index_select(0, metadata.token_Q)
+        number_R, _ = all_to_all(number_Q, splits.rows_sent, splits.rows_received, self.group)
         return number_R
 
     def _route(self, index_TK: torch.Tensor, counts: Counts | None) -> Route:
@@ -218,30 +184,25 @@ class AllToAllDispatcher:
         return received, Splits(*to_host(totals_of(sent, received)))
 
 
-# What `AllToAllDispatcher.send` hands to `receive`: rows_RH, weight_P, row_P, and the way.
-Sent = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Route]
-# Gradients under way to the ranks of their tokens, each with what to wait for: of weights, then of rows.
-_Back = tuple[torch.Tensor, dist.Work | None, torch.Tensor, dist.Work | None]
+# Gradients in flight to the ranks of their tokens, each with what to wait for: of weights, then of rows.
+_GradientsInFlight = tuple[torch.Tensor, dist.Work | None, torch.Tensor, dist.Work | None]
 
 
 @dataclass(slots=True)
-class Journey:
-    """Rows that travel while something else is computed: what to wait for, and in backward what travels back."""
+class _InFlight:
+    """The communication that `_AllToAllDispatch` and `_Receive` leave open between them."""
 
     rows: dist.Work | None = None
-    numbers: dist.Work | None = None
-    back: _Back | None = None
-
-    def arrive(self) -> None:
-        """Wait for what travels in forward."""
-        for work in (self.rows, self.numbers):
-            if work is not None:
-                wait(work)
-        self.rows = self.numbers = None
+    """In forward, from `_AllToAllDispatch` to `_Receive`."""
+    gradients: _GradientsInFlight | None = None
+    """In backward, the other way round."""
 
 
 class _AllToAllDispatch(torch.autograd.Function):
-    """(hidden_TH, weight_TK) -> (rows_RH, weight_P, row_P), pairs by expert; on a journey rows may still travel."""
+    """(hidden_TH, weight_TK) -> (rows_RH, weight_P, row_P), pairs by expert.
+
+    With `in_flight` the rows may not be here yet: nothing may read them before `_Receive`.
+    """
 
     @staticmethod
     def forward(
@@ -250,15 +211,15 @@ class _AllToAllDispatch(torch.autograd.Function):
         weight_TK: torch.Tensor,
         route: Route,
         by: AllToAllDispatcher,
-        journey: Journey | None,
+        in_flight: _InFlight | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # Index tensors are saved like any other: as attributes they would outlive a checkpointed block's first run.
         ctx.save_for_backward(route.arrival_P, route.pair_S, route.rows_of_token.item_P, route.rows_of_token.start_R1)
         ctx.splits, ctx.by, ctx.weights = route.splits, by, (weight_TK.shape, weight_TK.dtype)
-        ctx.journey = journey
+        ctx.in_flight = in_flight
         splits, group = route.splits, by.group
         # One message for both facts of a pair, its weight as bits beside its row number; first, as NCCL sends one after
-        # the other: pairs are put in order while the rows travel.
+        # the other: pairs are put in order while the rows are in flight.
         weight_S = exact(weight_TK.reshape(-1).index_select(0, route.pair_S))
         bits = torch.int64 if weight_S.dtype == torch.float64 else torch.int32
         pair_S2 = torch.stack([route.row_in_block_S.to(bits), weight_S.view(bits)], dim=1)
@@ -270,10 +231,10 @@ class _AllToAllDispatch(torch.autograd.Function):
         row_P = pair_P2[:, 0].long() + route.block_start_P
         weight_P = pair_P2[:, 1].contiguous().view(weight_S.dtype).to(weight_TK.dtype)
         ctx.mark_non_differentiable(row_P)
-        if journey is None:
+        if in_flight is None:
             wait(rows_work)
         else:
-            journey.rows = rows_work
+            in_flight.rows = rows_work
         return rows_RH, weight_P, row_P
 
     @staticmethod
@@ -281,11 +242,11 @@ class _AllToAllDispatch(torch.autograd.Function):
         ctx: Any, grad_rows_RH: torch.Tensor, grad_weight_P: torch.Tensor, grad_row_P: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         arrival_P, pair_S, *rows_of_token = ctx.saved_tensors
-        back = None
-        if ctx.journey is not None:
-            back, ctx.journey.back = ctx.journey.back, None
-        back = back or _send_back(grad_weight_P, grad_rows_RH, arrival_P, ctx.splits, ctx.by.group)
-        grad_weight_S, pairs_work, grad_rows_QH, rows_work = back
+        if ctx.in_flight is None:
+            sent = _send_gradients(grad_weight_P, grad_rows_RH, arrival_P, ctx.splits, ctx.by.group)
+        else:
+            sent, ctx.in_flight.gradients = ctx.in_flight.gradients, None
+        grad_weight_S, pairs_work, grad_rows_QH, rows_work = sent
         wait(pairs_work)
         shape, dtype = ctx.weights
         grad_weight = grad_weight_S.new_zeros(shape.numel()).index_copy_(0, pair_S, grad_weight_S)
@@ -294,32 +255,39 @@ class _AllToAllDispatch(torch.autograd.Function):
         return grad_hidden_TH, grad_weight.view(shape).to(dtype), None, None, None
 
 
-def _send_back(
+def _send_gradients(
     grad_weight_P: torch.Tensor, grad_rows_RH: torch.Tensor, arrival_P: torch.Tensor, splits: Splits, group: Any
-) -> _Back:
-    """Every rank travels both ways back, whatever its own tokens need: a skipped collective hangs the others."""
+) -> _GradientsInFlight:
+    """Issue both backward all-to-alls, on every rank, even without local tokens: skipping one would hang the others."""
     grad_arrived_P = exact(torch.empty_like(grad_weight_P).index_copy_(0, arrival_P, grad_weight_P))
     grad_weight_S = all_to_all(grad_arrived_P, splits.pairs_received, splits.pairs_sent, group, wait=False)
     return *grad_weight_S, *all_to_all(grad_rows_RH, splits.rows_received, splits.rows_sent, group, wait=False)
 
 
-class _Arrival(torch.autograd.Function):
-    """(rows_RH, weight_P), of which the rows may still travel -> the same. In backward their gradients leave here, for
-    `_AllToAllDispatch`.
+class _Receive(torch.autograd.Function):
+    """Wait for the rows of `_AllToAllDispatch`, and hand them on. In backward issue the all-to-alls of their gradients,
+    for which that waits.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, rows_RH: torch.Tensor, weight_P: torch.Tensor, route: Route, by: AllToAllDispatcher, journey: Journey
+        ctx: Any,
+        rows_RH: torch.Tensor,
+        weight_P: torch.Tensor,
+        route: Route,
+        by: AllToAllDispatcher,
+        in_flight: _InFlight,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(route.arrival_P)
-        ctx.splits, ctx.group, ctx.journey = route.splits, by.group, journey
-        journey.arrive()
+        ctx.splits, ctx.group, ctx.in_flight = route.splits, by.group, in_flight
+        wait(in_flight.rows)
+        in_flight.rows = None
         return rows_RH.view_as(rows_RH), weight_P.view_as(weight_P)
 
     @staticmethod
     def backward(ctx: Any, grad_rows_RH: torch.Tensor, grad_weight_P: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.journey.back = _send_back(grad_weight_P, grad_rows_RH, ctx.saved_tensors[0], ctx.splits, ctx.group)
+        sent = _send_gradients(grad_weight_P, grad_rows_RH, ctx.saved_tensors[0], ctx.splits, ctx.group)
+        ctx.in_flight.gradients = sent
         # What autograd hands on has a shape alone.
         placeholders = (each.new_zeros(()).expand_as(each) for each in (grad_rows_RH, grad_weight_P))
         return *placeholders, None, None, None
@@ -346,55 +314,3 @@ def wait(work: dist.Work | None) -> None:
     """On an accelerator its stream waits, not the host."""
     if work is not None:
         work.wait()
-
-
-@dataclass(frozen=True, eq=False)
-class AllGatherDispatcher:
-    """Every rank of `group` receives every token and computes the pairs of its own experts.
-
-    Sends D rows per token instead of E[D] and as many collectives as the all-to-all has; worth it only when the
-    batch is so small that uneven splits cost more than the bytes, and as an independent check of the other.
-    """
-
-    num_experts: int
-    group: dist.ProcessGroup
-
-    def dispatch(self, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> Dispatched:
-        """All-gathers in forward: counts, expert ids, weights, rows; reduce-scatters in backward: weights, rows."""
-        group, (tokens, top_k) = self.group, index_TK.shape
-        experts_here = self.num_experts // group.size()
-        first = group.rank() * experts_here
-        pairs_L, tokens_D, total = exchanged_once(partial(self._exchange_counts, index_TK))
-
-        padding = max(tokens_D) - tokens
-        # A padded token chooses expert E, which no rank holds.
-        index_NK = all_gather(_padded(index_TK, padding, self.num_experts), group)
-        weight_NK = AllGather.apply(_padded(weight_TK, padding), group)
-        rows_RH = AllGather.apply(_padded(hidden_TH, padding), group)
-        local = index_NK.reshape(-1) - first
-        local = torch.where((local >= 0) & (local < experts_here), local, experts_here)
-        pair_P = torch.argsort(local, stable=True)[:total]
-        row_P = pair_P // top_k
-        pairs = LocalPairs(row_P, pairs_L.cumsum(0).to(torch.int32), segments_of(row_P, len(rows_RH)))
-        return rows_RH, weight_NK.reshape(-1).index_select(0, pair_P), pairs, (tokens, padding)
-
-    def _exchange_counts(self, index_TK: torch.Tensor) -> tuple[torch.Tensor, list[int], int]:
-        """Pairs of each expert here, int64 `[L]`; tokens of each rank, and those pairs' sum, on the host."""
-        counts = torch.cat([index_TK.new_full((1,), len(index_TK)), count_pairs(index_TK, self.num_experts)])
-        counts_DE = all_gather(counts.unsqueeze(0), self.group)
-        pairs_L = counts_DE[:, 1:].unflatten(1, (self.group.size(), -1))[:, self.group.rank()].sum(0)
-        *tokens_D, total = to_host(torch.cat([counts_DE[:, 0], pairs_L.sum().unsqueeze(0)]))
-        return pairs_L, tokens_D, total
-
-    def combine(self, rows_RH: torch.Tensor, metadata: tuple[int, int]) -> torch.Tensor:
-        """One reduce-scatter in forward, one all-gather in backward."""
-        own: torch.Tensor = ReduceScatter.apply(rows_RH, self.group)
-        return own[: metadata[0]]
-
-    def numbers(self, number_T: torch.Tensor, metadata: tuple[int, int]) -> torch.Tensor:
-        """One more all-gather, of 8 bytes a row."""
-        return all_gather(_padded(number_T.unsqueeze(1), metadata[1]), self.group).squeeze(1)
-
-
-def _padded(tensor: torch.Tensor, rows: int, value: int = 0) -> torch.Tensor:
-    return torch.nn.functional.pad(tensor, (0, 0, 0, rows), value=value)

@@ -16,7 +16,6 @@ B A, E x out x in, is never formed (huggingface/peft issue 3577 shows its cost),
 """
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -85,19 +84,6 @@ def expert_mlp(
     without tokens), so that FSDP2's reduce-scatter is never skipped on a rank. With `adapters` the weights are frozen;
     `dropout` is that of the adapters, and numbers the rows.
     """
-    return begin_expert_mlp(rows_RH, weight_P, pairs, weights, mlp, adapters, dropout)()
-
-
-def begin_expert_mlp(
-    rows_RH: torch.Tensor,
-    weight_P: torch.Tensor,
-    pairs: LocalPairs,
-    weights: ExpertWeights,
-    mlp: ExpertMlpSpec,
-    adapters: Adapters | None = None,
-    dropout: Dropout | None = None,
-) -> Callable[[], torch.Tensor]:
-    """`expert_mlp` as far as it saves for backward; what is returned computes the rest, once."""
     if mlp.per_expert and adapters is None:
         return in_two_parts(PerExpertMlp, rows_RH, weight_P, *weights.flat(), pairs, mlp)
     up, down = (None, None) if adapters is None else (adapters.up, adapters.down)

@@ -17,7 +17,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from expertmesh.anatomy import Anatomy, ExpertsSpec
 from expertmesh.compat import default_apply_gate
-from expertmesh.config.errors import InputError
+from expertmesh.config.errors import InputError, MissingHereError
 from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.dispatchers.choose import open_dispatchers
 from expertmesh.experts.expert_mlp import grouped_mm_refusal
@@ -134,7 +134,8 @@ def choose_kernels(model: nn.Module, anatomy: Anatomy, asked: KernelsName, dtype
             rest = f" (torch for the activations of {others} layers)" if others else ""
             return Kernels(True, gates, f"triton{rest}")
     if asked == "triton":
-        raise InputError(
+        error = InputError if torch.cuda.is_available() else MissingHereError
+        raise error(
             f"moe.kernels: triton cannot be used here: {refusal}; set moe.kernels to torch or auto",
             key="moe.kernels-unsupported",
         )

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from expertmesh.anatomy import ExpertsSpec
 from expertmesh.experts.activation_checkpointing import computed_once, confirm_choice, is_recomputing
 from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatched, Dispatcher
-from expertmesh.experts.expert_mlp import begin_expert_mlp, normed_expert_mlp
+from expertmesh.experts.expert_mlp import expert_mlp, normed_expert_mlp
 from expertmesh.experts.lora_state import Dropout, running_adapters_of
 from expertmesh.experts.mlp_spec import Adapter, Adapters, ExpertMlpSpec, ExpertWeights
 from expertmesh.experts.pairs import LocalPairs, count_pairs, sorted_choice
@@ -58,7 +58,7 @@ class ExpertLayer:
                 rows_RH, weight_P, pairs, metadata = self._dispatch(hidden, hidden_TH, index_TK, weight_TK)
                 dropout = self._dropout(experts, len(hidden_TH), metadata)
             with span("experts"):
-                out_RH = self.begin_mlp(experts, rows_RH, weight_P, pairs, dropout)()
+                out_RH = self._mlp(experts, rows_RH, weight_P, pairs, dropout)
             with span("combine"):
                 return self.dispatcher.combine(out_RH, metadata).to(hidden.dtype)
         except BaseException:  # by one torch ends a block's second run, when it has all that backward needs
@@ -91,19 +91,15 @@ class ExpertLayer:
 
         Returns `hidden`'s shape. Collective like `forward`.
         """
-        self.count(experts, index_TK, real_T)
-        out_TH = computed_once(partial(self.forward, experts, hidden, index_TK, weight_TK))
-        # Not a view: FSDP2 hooks this output, and a model may add to it in place.
-        return out_TH if hidden.dim() == 2 else out_TH.view(hidden.shape).clone()
-
-    def count(self, experts: nn.Module, index_TK: torch.Tensor, real_T: torch.Tensor | None) -> None:
-        """Confirm a choice of experts that is made again, and count its real tokens where they train."""
         confirm_choice(index_TK)
         # Without gradients it is the count of a router loss, and the same tokens come again.
         if experts.training and torch.is_grad_enabled() and not is_recomputing():
             tokens_E = count_pairs(index_TK, self.spec.num_experts, real_T)
             self.tokens_per_expert.add(tokens_E)
             self.step_tokens_per_expert.add(tokens_E)
+        out_TH = computed_once(partial(self.forward, experts, hidden, index_TK, weight_TK))
+        # Not a view: FSDP2 hooks this output, and a model may add to it in place.
+        return out_TH if hidden.dim() == 2 else out_TH.view(hidden.shape).clone()
 
     def _dispatch(
         self, hidden: torch.Tensor, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor
@@ -114,23 +110,20 @@ class ExpertLayer:
         assert isinstance(self.dispatcher, AllToAllDispatcher)
         return self.dispatcher.dispatch(hidden_TH, index_TK, weight_TK, meanwhile=partial(self.shared.compute, hidden))
 
-    def begin_mlp(
+    def _mlp(
         self,
         experts: nn.Module,
         rows_RH: torch.Tensor,
         weight_P: torch.Tensor,
         pairs: LocalPairs,
         dropout: Dropout | None,
-    ) -> Callable[[], torch.Tensor]:
-        """What is returned gives the weighted outputs of this rank's experts, summed for each row; what they save for
-        backward is saved here.
-        """
+    ) -> torch.Tensor:
+        """Return the weighted outputs of this rank's experts, summed for each row, `[R, H]`."""
         weights, adapters = self._weights(experts), self._adapters(experts)
         if self.spec.post_norm:
             norm: Any = experts.post_expert_norm
-            out_RH = normed_expert_mlp(rows_RH, weight_P, pairs, weights, self.mlp, norm, adapters, dropout)
-            return lambda: out_RH
-        return begin_expert_mlp(rows_RH, weight_P, pairs, weights, self.mlp, adapters, dropout)
+            return normed_expert_mlp(rows_RH, weight_P, pairs, weights, self.mlp, norm, adapters, dropout)
+        return expert_mlp(rows_RH, weight_P, pairs, weights, self.mlp, adapters, dropout)
 
     def _weights(self, experts: nn.Module) -> ExpertWeights:
         """This rank's experts in the layout of `mlp`."""
@@ -148,13 +141,9 @@ class ExpertLayer:
 
     def _dropout(self, experts: nn.Module, tokens: int, metadata: Any) -> Dropout | None:
         """The adapters' dropout with the numbers of the rows that came here; one more collective where there is any."""
-        dropout = self.dropout_here(experts, tokens)
-        return dropout and replace(dropout, number_P=self.dispatcher.numbers(dropout.number_P, metadata))
-
-    def dropout_here(self, experts: nn.Module, tokens: int) -> Dropout | None:
-        """The same with the numbers of this rank's own tokens."""
         state = running_adapters_of(experts)
-        return state.dropout_of(self.spec.name, tokens) if state is not None and experts.training else None
+        dropout = state.dropout_of(self.spec.name, tokens) if state is not None and experts.training else None
+        return dropout and replace(dropout, number_P=self.dispatcher.numbers(dropout.number_P, metadata))
 
 
 def sorted_forward(

@@ -41,16 +41,6 @@ class PackedSamples:
 
         return self.once(("cu_seqlens", device), make)
 
-    def of_rows(self, first: int, rows: int, of: int) -> "PackedSamples":
-        """Those of some of the rows, as rows of their own; made once for all layers."""
-
-        def make(borders: Borders) -> "PackedSamples":
-            length = borders[-1][1] // of
-            start, end = first * length, (first + rows) * length
-            return PackedSamples([(at - start, to - start) for at, to in borders if start <= at < end])
-
-        return self.once(("rows", first, rows, of), make)
-
 
 packed_samples: ContextVar[PackedSamples | None] = ContextVar("expertmesh_packed_samples", default=None)
 """Those of the packed rows that run now."""
@@ -86,20 +76,6 @@ def counting(real_BS: torch.Tensor | None) -> Iterator[None]:
         yield
     finally:
         _real_T.reset(token)
-
-
-@contextmanager
-def of_rows(first: int, rows: int, of: int) -> Iterator[None]:
-    """While the model runs on `rows` of a micro-batch's `of` rows, from `first` on: which are real, and packed how."""
-    real_T, samples = _real_T.get(), packed_samples.get()
-    length = 0 if real_T is None else real_T.numel() // of
-    real = _real_T.set(None if real_T is None else real_T[first * length : (first + rows) * length])
-    packed = packed_samples.set(None if samples is None else samples.of_rows(first, rows, of))
-    try:
-        yield
-    finally:
-        _real_T.reset(real)
-        packed_samples.reset(packed)
 
 
 def real_tokens(tokens: int) -> torch.Tensor | None:

@@ -4,6 +4,7 @@ Nothing is overwritten: a target that holds anything is refused. Nothing here co
 """
 
 import errno
+import os
 import shutil
 import socket
 import time
@@ -67,6 +68,12 @@ def create_files(layout: FilesLayout, temporary: Path) -> None:
         for file in layout.files:
             create_file(file)
         sync(temporary)
+
+
+def nearest(directory: Path) -> Path:
+    """The directory itself, or the innermost of its parents that exists; what may not be searched does not."""
+    directory = directory.absolute()
+    return next(path for path in (directory, *directory.parents) if os.path.exists(path))
 
 
 def require_space(directory: Path, needed: int) -> None:

@@ -31,7 +31,7 @@ _COLLECTIVES = (
     "/expertmesh/training/exchange.py",
 )
 # Where the stack of every rank begins.
-_STARTERS = ("<frozen runpy>", f"launcher{os.sep}worker.py", f"launcher{os.sep}standby.py")
+_STARTERS = ("<frozen runpy>", f"launcher{os.sep}worker.py")
 # And of one that waits for its device, so for the collectives given to it; backward runs on other threads then.
 _DEVICE_WAITS = ("/torch/accelerator/", "/torch/cuda/", "/torch/autograd/graph.py")
 

@@ -24,8 +24,7 @@ from expertmesh.distributed.environment import Node, Rank, find_place
 from expertmesh.io.terminal import lasting_output, print_log, tell
 from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.launcher.meeting import THIS_MACHINE, Meeting
-from expertmesh.launcher.standby import Standbys
-from expertmesh.launcher.supervise import Job, start_ranks, stop_requests
+from expertmesh.launcher.supervise import Job, processors, start_ranks, stop_requests
 from expertmesh.launcher.torchrun import TorchrunAgent, refuse_elastic, run_here
 from expertmesh.training.control import Control
 
@@ -128,9 +127,10 @@ def join_job(options: RunOptions) -> Rank | Node | None:
 def _check_rank(options: RunOptions, place: Rank) -> None:
     here = place.local_world_size or 1
     if options.nproc not in (None, here):
+        by = "the launcher that set RANK" if place.starter == "RANK" else place.starter
         raise InputError(
-            f"--nproc is {options.nproc}, but the launcher that set RANK started {here} ranks "
-            "on this machine; leave --nproc out under a launcher",
+            f"--nproc is {options.nproc}, but {by} has started {here} rank{'s' * (here > 1)} on this machine; leave "
+            "--nproc out, or let one process a machine start the ranks",
             key="launch.nproc-differs",
         )
     if place.starter == "SLURM" and here == 1 and options.nproc is None and (devices := _accelerators()) > 1:
@@ -164,6 +164,11 @@ def local_ranks(nproc: int | None) -> int:
     return nproc or devices or CPU_RANKS
 
 
+def has_room_for(ranks: int) -> bool:
+    """Whether this machine has an accelerator, or without any a processor, for each of so many ranks."""
+    return ranks <= (_accelerators() or max(processors(), CPU_RANKS))
+
+
 def _accelerators() -> int:
     import torch
 
@@ -190,11 +195,7 @@ def launch(
     control = {"deadline": deadline, "launch": uuid.uuid4().hex, **options.told()}
     worker = [function, str(os.getpid()), json.dumps(control)]
     meeting = Meeting(ranks, node, config.distributed.first_step_timeout_seconds)
-    with (
-        stop_requests() as requests,
-        tempfile.TemporaryDirectory(prefix="expertmesh-") as temporary,
-        Standbys(function, ranks, _environment(ranks)) as standbys,
-    ):
+    with stop_requests() as requests, tempfile.TemporaryDirectory(prefix="expertmesh-") as temporary:
         config_path = Path(temporary, "config.yaml")
         for restart in itertools.count(1):
             config_path.write_text(dump_config(config if restart == 1 else _continued(config)), encoding="utf-8")
@@ -202,8 +203,7 @@ def launch(
             directory.mkdir()
             try:
                 job = Job([], directory, requests, config.distributed.timeout_seconds)
-                job.standbys = standbys if restart <= options.max_restarts else None
-                return _attempt([str(config_path), str(directory), *worker], job, meeting, standbys)
+                return _attempt([str(config_path), str(directory), *worker], job, meeting)
             except DistributedFailure as failure:
                 late = deadline is not None and time.monotonic() >= deadline
                 if restart > options.max_restarts or requests.requested or late:
@@ -222,21 +222,11 @@ def _continued(config: Config) -> Config:
     return config.model_copy(update={"checkpoint": checkpoint})
 
 
-def _attempt(arguments: list[str], job: Job, meeting: Meeting, standbys: Standbys) -> int:
+def _attempt(arguments: list[str], job: Job, meeting: Meeting) -> int:
     """Start all ranks, with nothing left of an attempt before, and wait for them."""
     # A store for each attempt: in an old one ranks would read addresses of the dead.
     store = meeting.open(job.requests)
     if store is None:
         return job.requests.exit_code
-    job.ranks = start_ranks(arguments, meeting.places(store.port), job.directory, standbys)
+    job.ranks = start_ranks(arguments, meeting.places(store.port), job.directory)
     return job.supervise()
-
-
-def _environment(ranks: int) -> dict[str, str]:
-    """Of every rank here, to which its place is added."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {
-        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
-        **os.environ,
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is up already: rank 0 must not start one
-    }

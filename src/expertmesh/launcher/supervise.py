@@ -21,7 +21,6 @@ from expertmesh.distributed.environment import Rank
 from expertmesh.launcher.failures import root_cause
 from expertmesh.launcher.hangs import RankSnapshot, hang_error, is_stopped, read_stack, timed_out
 from expertmesh.launcher.rank_files import SHOW_STACK, failures_in, progress_file, stack_file
-from expertmesh.launcher.standby import Standbys
 from expertmesh.training.control import ONE_REQUEST_SECONDS, StopReason
 from expertmesh.training.control import STOP_SIGNALS as REQUESTS
 from expertmesh.training.progress import Progress, RankStatus, StopState
@@ -119,13 +118,10 @@ class Job:
     requests: StopRequests
     timeout_seconds: float
     """How long a rank may be stopped before the job ends."""
-    standbys: Standbys | None = None
-    """To be prepared for a restart; None: there will be none."""
     exit_codes: dict[int, int] = field(default_factory=dict)
     """Of the ranks that ended by themselves."""
     _moved: dict[int, float] = field(default_factory=dict)
     _looked_at: float = 0.0
-    _first_steps: dict[int, int] = field(default_factory=dict)
 
     def supervise(self) -> int:
         """Wait for the ranks; returns 0, or 130 or 143 if they were stopped. Raises the error the job failed by."""
@@ -133,7 +129,6 @@ class Job:
             while self._running() and not self._failed() and not self._stuck():
                 if self._must_end():
                     return self.requests.exit_code
-                self._tend_standbys()
                 time.sleep(POLL_SECONDS)
             if not self._failed() and not self._running():
                 return max(self.exit_codes.values())
@@ -183,22 +178,6 @@ class Job:
             if not is_stopped(rank.process.pid, "TtD"):
                 self._moved[rank.rank] = now
         return any(now - self._moved.setdefault(rank.rank, now) > self.timeout_seconds for rank in self._running())
-
-    def _tend_standbys(self) -> None:
-        """Once no rank waits for their imports any more, and until it is clear that no restart will come."""
-        if self.standbys is None:
-            return
-        if self.requests.requested:
-            self.standbys.end()
-        elif self._beyond_first_step():
-            self.standbys.prepare()
-
-    def _beyond_first_step(self) -> bool:
-        """Whether every rank is in its loop, and in another step than the one in which this was first asked."""
-        if any(rank.progress.stop_state is not StopState.ACCEPTING for rank in self.ranks):
-            return False
-        steps = {rank.rank: rank.progress.status().step for rank in self.ranks}
-        return all(step > self._first_steps.setdefault(rank, step) for rank, step in steps.items())
 
     def _ended_by_request(self) -> bool:
         """A signal to all processes of a job may end ranks that are not in their loop before the launcher does."""
@@ -250,19 +229,22 @@ class Job:
                 rank.process.wait(max(0.0, deadline - time.monotonic()))
 
 
-def start_ranks(
-    arguments: Sequence[str], places: Sequence[Rank], directory: Path, standbys: Standbys
-) -> list[LocalRank]:
-    """Start a process of launcher/worker.py with `arguments` for each rank, or let one that stands by be it."""
+def start_ranks(arguments: Sequence[str], places: Sequence[Rank], directory: Path) -> list[LocalRank]:
+    """Start a process of launcher/worker.py with `arguments` for each rank."""
+    environment = {
+        "OMP_NUM_THREADS": str(max(1, processors() // len(places))),
+        **os.environ,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is up already: rank 0 must not start one
+    }
     started: list[LocalRank] = []
     try:
         for place in places:
             own: dict[str, str] = {}
             place.export(own)
             progress = Progress(progress_file(directory, place.rank))
-            process = standbys.take(arguments, own) or subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "expertmesh.launcher.worker", *arguments],
-                env={**standbys.environment, **own},
+                env={**environment, **own},
                 start_new_session=True,
             )
             started.append(LocalRank(place.rank, process, progress))
@@ -272,6 +254,11 @@ def start_ranks(
             rank_started.process.wait()
         raise
     return started
+
+
+def processors() -> int:
+    """Those that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _exit_code(rank: LocalRank) -> int:

@@ -1,4 +1,4 @@
-"""Carry out a shard plan, all of it: comparing copies, sharding, halves of rows, recomputing in backward, compiling,
+"""Carry out a shard plan, all of it: comparing copies, sharding, recomputing in backward, compiling,
 keeping other code from harm.
 
 Nothing is decided here.
@@ -17,7 +17,6 @@ from expertmesh.distributed.mesh import Mesh
 from expertmesh.parallel.checkpointing import recompute_blocks
 from expertmesh.parallel.compiling import compile_parts
 from expertmesh.parallel.fsdp import shard
-from expertmesh.parallel.halves.blocks import interleave_blocks
 from expertmesh.parallel.shard_plan import ShardPlan
 from expertmesh.state.other_code import guard
 
@@ -30,7 +29,6 @@ def shard_model(model: nn.Module, plan: ShardPlan, mesh: Mesh) -> None:
     if not any(parameter.is_meta for parameter in model.parameters()):
         _check_equal_on_every_rank(model)
     shard(model, plan, mesh)
-    interleave_blocks(model, plan.interleaved)
     recompute_blocks(model, plan.options.activation_checkpointing, plan.anatomy, plan.checkpointed)
     if plan.options.compile:
         with raise_on_all_ranks("trying torch.compile"):

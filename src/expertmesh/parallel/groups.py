@@ -183,7 +183,7 @@ def plan_frozen(
                 key="layout.offload-needs-frozen",
             )
         return {}
-    formats = _published(model) if frozen == "as_published" else quantised_formats(model, anatomy, frozen)
+    formats = packed_formats(model, anatomy, frozen)
     for name, kind in formats.items():
         parameter = model.get_parameter(name)
         if parameter.requires_grad:
@@ -274,7 +274,12 @@ def _replace(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))
 
 
-def _published(model: nn.Module) -> dict[str, PackedFormat]:
+def packed_formats(model: nn.Module, anatomy: Anatomy, frozen: str | None) -> dict[str, PackedFormat]:
+    """The format of each weight that `precision.frozen` keeps packed, by name. `InputError` for experts it cannot."""
+    if frozen is None:
+        return {}
+    if frozen != "as_published":
+        return quantised_formats(model, anatomy, frozen)
     formats: Mapping[str, PackedFormat] | None = sharded(model).frozen_formats
     if formats is None:
         raise _refused("as_published", "a model in memory has no files with codes; choose nf4, mxfp4, nvfp4 or float8")

@@ -11,7 +11,7 @@ from torch import nn
 
 from expertmesh.anatomy import Anatomy, ExpertsSpec, is_adapter, is_classifier, is_inside
 from expertmesh.config import MoeConfig, PrecisionConfig
-from expertmesh.config.errors import InputError
+from expertmesh.config.errors import InputError, MissingHereError
 from expertmesh.distributed.layout import Layout, nodes_of_ep
 from expertmesh.experts.balance import Balance, balance_of
 from expertmesh.experts.dispatchers import deepep
@@ -62,7 +62,8 @@ def choose_dispatch(moe: MoeConfig, layout: Layout) -> str:
 def refuse_dispatch(moe: MoeConfig, layout: Layout, anatomy: Anatomy, compute: torch.dtype) -> None:
     """Raise `InputError` where `moe.dispatch` names a library that is absent, or cannot carry these rows."""
     if moe.dispatch == "deepep" and (refusal := deepep.refusal(layout, anatomy.experts, compute)) is not None:
-        raise InputError(
+        error = MissingHereError if deepep.without_kernels(layout, anatomy.experts, compute) is None else InputError
+        raise error(
             f"moe.dispatch: deepep cannot be used here: {refusal}; set moe.dispatch to auto",
             key="moe.dispatch-unsupported",
         )
@@ -145,7 +146,9 @@ def refuse_dtypes(
 ) -> Casts:
     """Raise `InputError` for dtypes that a model does not have, or cannot be computed in. Returns how it is."""
     master, compute = (getattr(torch, name) for name in (precision.params, precision.compute))
-    _refuse_mixed_dtypes(model, master, master if adapter_state(model) is None else compute, kept_in_fp32)
+    # What adapters have frozen is in the compute dtype; of a model in memory it may be as wide as the masters.
+    wide = adapter_state(model) is None or all(parameter.dtype == master for parameter in model.parameters())
+    _refuse_mixed_dtypes(model, master, master if wide else compute, kept_in_fp32)
     casts = Casts() if compute == master else plan_compute(model, anatomy, compute, kept_in_fp32, twin.module)
     if router_dtype == "compute" or compute.itemsize > 2:
         return casts
@@ -163,8 +166,9 @@ def _refuse_mixed_dtypes(
     for name, parameter in model.named_parameters():
         expected = master if is_adapter(name) or not frozen else base
         if parameter.dtype != expected and not (frozen and kept_in_fp32(name) and parameter.dtype == torch.float32):
+            to_float32 = "" if master == torch.float32 else "set precision.params to float32, or "
             raise InputError(
-                f"precision: {name} is {parameter.dtype}, not {expected}; set precision.params to float32, or give a "
-                "model in memory one dtype first",
+                f"precision: {name} is {parameter.dtype}, not {expected}; {to_float32}give a model in memory one dtype "
+                f"first: model.to({expected})",
                 key="precision.mixed-dtypes",
             )

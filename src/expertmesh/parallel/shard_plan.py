@@ -8,13 +8,17 @@ it is: what has to be tried runs on its meta twin.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from expertmesh.anatomy import Anatomy, describe, is_inside
+from expertmesh.anatomy import Anatomy, ExpertsSpec, describe, is_inside
 from expertmesh.config import MoeConfig, PrecisionConfig
+from expertmesh.config.errors import InputError
+from expertmesh.config.sections import BYTES_OF
+from expertmesh.distributed.expert_traffic import ExpertTraffic, TopKRouter
+from expertmesh.distributed.layout import Layout
 from expertmesh.experts.install import Kernels, choose_backend, choose_kernels
 from expertmesh.parallel.checkpointing import (
     CheckpointedLayers,
@@ -24,8 +28,7 @@ from expertmesh.parallel.checkpointing import (
 )
 from expertmesh.parallel.compiling import compiled_parts, refuse_compile
 from expertmesh.parallel.context.plan import ContextPlan, context_plan
-from expertmesh.parallel.groups import Group, Split, plan_expert_dims, plan_frozen, plan_groups
-from expertmesh.parallel.halves.plan import interleaved_blocks
+from expertmesh.parallel.groups import Group, Split, packed_formats, plan_expert_dims, plan_frozen, plan_groups
 from expertmesh.parallel.pipeline import Cut, plan_cut
 from expertmesh.parallel.refusals import (
     choose_dispatch,
@@ -39,7 +42,6 @@ from expertmesh.parallel.tensor_plan import TensorPlan, tensor_plan
 from expertmesh.state.stage_view import MetaTwin
 
 if TYPE_CHECKING:
-    from expertmesh.distributed.layout import Layout
     from expertmesh.experts.balance import Balance
     from expertmesh.state.packed_format import PackedFormat
 
@@ -74,8 +76,7 @@ class ShardOptions:
 class ShardPlan:
     """How one model is sharded in one layout. All names are of the whole model, of all pipeline stages.
 
-    `interleaved`: the blocks that run in halves, each with its experts modules. `compute`: the backend of each experts
-    module, `shared_beside` a shared expert that computes while its rows travel.
+    `compute`: the backend of each experts module, `shared_beside` a shared expert that computes while its rows travel.
     `frozen` are the routers that are not trained, `checkpointed` the blocks that are recomputed in backward, `compiled`
     the parts that are compiled. `splits` are those parameters that ep or tp splits. `groups` are in the order of their
     `fully_shard` calls, the root last. `cast_buffers` are modules whose buffers are in the compute dtype while they
@@ -83,12 +84,11 @@ class ShardPlan:
     `packed` are the frozen parameters that stay in 8 or 4 bits.
     """
 
-    layout: "Layout"
+    layout: Layout
     options: ShardOptions
     anatomy: Anatomy
     balance: "Balance"
     dispatch: str
-    interleaved: Mapping[str, tuple[str, ...]]
     compute: Mapping[str, str]
     kernels: Kernels
     shared_beside: Mapping[str, str]
@@ -121,7 +121,6 @@ class ShardPlan:
         """What moe.dispatch, moe.compute, moe.kernels and moe.router_dtype became, to be printed."""
         backends = Counter(self.compute.values())
         dispatch = f"{self.dispatch} beside shared experts" if self.shared_beside else self.dispatch
-        dispatch += " in two interleaved halves" if self.interleaved else ""
         layers = ", ".join(f"{name} ({count} layers)" for name, count in backends.items())
         router_dtype = self._router_dtype()
         return {
@@ -143,7 +142,7 @@ class ShardPlan:
         return compute
 
 
-def plan_shards(model: nn.Module, layout: "Layout", options: ShardOptions, *, kept_in_fp32: KeptInFp32) -> ShardPlan:
+def plan_shards(model: nn.Module, layout: Layout, options: ShardOptions, *, kept_in_fp32: KeptInFp32) -> ShardPlan:
     """Decide how `model` (with its adapters; on meta or in memory) is sharded. Every rank comes to the same plan.
 
     `kept_in_fp32` says by name which parameters the family computes with in fp32 whatever the compute dtype. Raises
@@ -163,10 +162,7 @@ def plan_shards(model: nn.Module, layout: "Layout", options: ShardOptions, *, ke
     if options.compile:
         refuse_compile(model, precision.frozen)
     splits, groups = plan_groups(model, anatomy, layout, tensor, expert_dims, casts.kept)
-    dispatch, interleaved = choose_dispatch(options.moe, layout), {}
-    if options.moe.interleave:
-        interleaved = interleaved_blocks(model, anatomy, layout, dispatch, options.compile, groups, casts, twin)
-    overlaps = not interleaved and not options.compile and options.activation_checkpointing != "selective"
+    overlaps = not options.compile and options.activation_checkpointing != "selective"
     gathered = [module for group in groups for module in group.modules]
     shared = shared_beside_rows(twin, anatomy, layout, options.moe, gathered) if overlaps else {}
     return ShardPlan(
@@ -174,8 +170,7 @@ def plan_shards(model: nn.Module, layout: "Layout", options: ShardOptions, *, ke
         options=options,
         anatomy=anatomy,
         balance=balance,
-        dispatch=dispatch,
-        interleaved=interleaved,
+        dispatch=choose_dispatch(options.moe, layout),
         compute=backends,
         kernels=choose_kernels(model, anatomy, options.moe.kernels, compute),
         shared_beside=shared,
@@ -197,7 +192,7 @@ def plan_shards(model: nn.Module, layout: "Layout", options: ShardOptions, *, ke
 def plan_axes(
     model: nn.Module,
     anatomy: Anatomy,
-    layout: "Layout",
+    layout: Layout,
     twin: MetaTwin,
     *,
     kept_in_fp32: KeptInFp32,
@@ -208,3 +203,44 @@ def plan_axes(
     context = context_plan(model, anatomy, layout)
     tensor = tensor_plan(model, anatomy, layout.tp, kept_in_fp32)
     return tensor, context, plan_cut(model, anatomy, layout, twin.module, frozen) if layout.pp > 1 else None
+
+
+def expert_traffic(model: nn.Module, options: ShardOptions, tokens: int) -> ExpertTraffic | None:
+    """What `ep: auto` weighs for `model` (with its adapters; on meta or in memory) and micro-batches of `tokens`.
+
+    By its first layer of experts; None where the model does not say how many experts a token is sent to. `InputError`
+    for experts that `precision.frozen` cannot keep packed.
+    """
+    anatomy, precision = describe(model), options.precision
+    spec, formats = anatomy.experts[0], packed_formats(model, anatomy, precision.frozen)
+    router = top_k_router(model, spec)
+    if router is None:
+        return None
+    compute, reduce = BYTES_OF[precision.compute], max(BYTES_OF[precision.reduce], BYTES_OF[precision.compute])
+    expert = 0.0
+    for name in plan_expert_dims(model, anatomy, Layout()):
+        if is_inside(name, spec.name):
+            parameter, kind = model.get_parameter(name), formats.get(name)
+            elements = parameter.numel() // spec.num_experts
+            expert += 2 * (elements * compute if kind is None else kind.bytes)
+            expert += elements * reduce if parameter.requires_grad else 0
+
+    def can_have(layout: Layout) -> bool:
+        try:
+            dims = plan_expert_dims(model, anatomy, layout)
+        except InputError:
+            return False
+        return all(dims.get(name, 0) == 0 for name in formats)
+
+    trips = 5 if options.activation_checkpointing == "full" else 4
+    return ExpertTraffic(router, expert, spec.hidden_size * compute, tokens, trips, can_have)
+
+
+def top_k_router(model: nn.Module, spec: ExpertsSpec) -> TopKRouter | None:
+    """How many experts a token takes, and of how many groups; None where the model does not say."""
+    text: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    groups, best = (getattr(text, key, None) for key in ("n_group", "topk_group"))
+    limited = isinstance(groups, int) and isinstance(best, int) and 1 <= best < groups
+    return (
+        None if spec.top_k is None else TopKRouter(spec.num_experts, spec.top_k, *((groups, best) if limited else ()))
+    )

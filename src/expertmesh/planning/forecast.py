@@ -25,9 +25,6 @@ from expertmesh.training.reporting.record import Arrangement, Forecast, Predicti
 from expertmesh.training.run import train
 from expertmesh.training.startup.model_check import Checked, checkpointing_mode
 
-# From how much faster another ep is worth a word.
-_FASTER = 1.1
-
 
 def train_with_forecast(config: Config, control: Control | None = None) -> None:
     """`training.run.train`, with what a step is predicted to take in the printed plan and in run.json."""
@@ -40,12 +37,6 @@ def arrange(config: Config, world_size: int, preflight: Callable[[Config, int], 
     fastest. `preflight` refuses what cannot be. No communication. `InputError` where nothing fits.
     """
     mode = config.train.activation_checkpointing
-    if config.moe.interleave:
-        raise InputError(
-            "moe.interleave: a layout that --elastic plans anew may have ep 1 or one row a micro-batch; set "
-            "moe.interleave to false",
-            key="moe.interleave-unsupported",
-        )
     try:
         preflight(config, world_size)
         return Arrangement(config.parallel, config.train.micro_batch_size, mode, "laid out as configured")
@@ -91,8 +82,8 @@ def forecast(config: Config, checked: Checked, devices: Devices | None = None) -
         )
         notes = [_figures(found)]
     notes += [warning] if warning else []
-    if config.parallel.ep == "auto" and timed:
-        notes += _other_ep(config, job, found)
+    if config.parallel.ep == "auto" and not found.fits(job):
+        notes += _fitting_ep(config, job, found.layout)
     cures, peak = partial(_cures, config, checked, devices), None
     if timed and devices.name != "cpu":  # of a processor the table has no peak, but what one reached
         peak = found.speed.peak_flops * found.speed.tokens / found.speed.model_flops
@@ -102,12 +93,11 @@ def forecast(config: Config, checked: Checked, devices: Devices | None = None) -
 def _cures(config: Config, checked: Checked, devices: Devices) -> list[str]:
     """At most three changes of the configuration with which a step is predicted to fit, the fastest first."""
     now = config.train.micro_batch_size, checkpointing_mode(config)
-    least = 2 if config.moe.interleave and config.objective.name == "sft" else 1
     fitting: dict[str, float] = {}
     for length in (config.data.max_length, config.data.max_length // 2):
         data = config.data.model_copy(update={"max_length": length})
         job = _job(config.model_copy(update={"data": data}), checked, devices)
-        for rows, mode in product(dict.fromkeys((now[0], least)), dict.fromkeys((now[1], "selective", "full"))):
+        for rows, mode in product(dict.fromkeys((now[0], 1)), dict.fromkeys((now[1], "selective", "full"))):
             update = {"micro_batch_size": rows, "activation_checkpointing": mode}
             changed = config.model_copy(update={"train": config.train.model_copy(update=update)})
             found = _candidate(changed, job, checked.layout)
@@ -162,18 +152,13 @@ def _memory_warning(job: Job, found: Candidate) -> str | None:
     return f"{where}, so this may run out of memory"
 
 
-def _other_ep(config: Config, job: Job, found: Candidate) -> list[str]:
-    """Where another ep is predicted to be much better than what `ep: auto` became (distributed/layout.py)."""
-    free = explicit(found.layout).model_copy(update={"ep": "auto"})
-    others = [_candidate(config, job, layout) for layout in layouts(job, free) if layout != found.layout]
-    fitting = [other for other in others if other.fits(job)]
-    if not fitting:
-        return []
-    best = min(fitting, key=lambda other: (other.speed.seconds, other.memory.total))
-    if found.fits(job) and found.speed.seconds < _FASTER * best.speed.seconds:
-        return []
-    what = "would be faster" if found.fits(job) else "would fit"
-    return [f"ep {best.layout.ep} {what} ({_figures(best)}): see expertmesh plan"]
+def _fitting_ep(config: Config, job: Job, auto: Layout) -> list[str]:
+    """Where `ep: auto` is predicted not to fit (it asks no device, distributed/layout.py), another ep that is."""
+    free, node = explicit(auto).model_copy(update={"ep": "auto"}), job.devices.per_node
+    others = (layout for layout in layouts(job, free) if node % layout.ep == 0 or layout.ep % node == 0)
+    found = (_candidate(config, job, layout) for layout in others if job.model.traffic.can_have(layout))
+    best = min((other for other in found if other.fits(job)), key=lambda other: other.memory.total, default=None)
+    return [] if best is None else [f"parallel.ep={best.layout.ep} would fit ({gib(round(best.memory.total))})"]
 
 
 def _job(config: Config, checked: Checked, devices: Devices) -> Job:

@@ -6,12 +6,13 @@ arithmetic on it.
 
 from dataclasses import dataclass, field
 from functools import cache
-from math import comb, prod
+from math import prod
 from typing import NamedTuple
 
 from expertmesh.anatomy import Anatomy, ExpertsSpec
 from expertmesh.config import PrecisionConfig
 from expertmesh.config.sections import BYTES_OF, OptimizerName
+from expertmesh.distributed.expert_traffic import ExpertTraffic, TopKRouter
 from expertmesh.planning.feasibility import Feasibility
 from expertmesh.training.optimizers.build import moment_bytes
 
@@ -141,51 +142,6 @@ def group_bytes(group: ParamGroup | None, ranks: int, tp: int, optimizer: Optimi
     return GroupBytes(*totals)
 
 
-@dataclass(frozen=True, slots=True)
-class RoutedTokens:
-    """One rank and micro-batch: `tokens` here, `sent` rows, `rows` received, `pairs` of token and expert computed."""
-
-    tokens: float
-    sent: float
-    rows: float
-    pairs: float
-
-
-@dataclass(frozen=True, slots=True)
-class TopKRouter:
-    """A token takes `top_k` of `experts`, all of them in the `top_groups` best of `groups` groups of neighbours."""
-
-    experts: int
-    top_k: int
-    groups: int = 1
-    top_groups: int = 1
-
-    def routed(self, tokens: float, ranks: int, imbalance: float = 1.0) -> RoutedTokens:
-        """For `tokens` tokens on each of an EP group's `ranks`; the busiest rank gets `imbalance` times the mean."""
-        if ranks == 1:
-            return RoutedTokens(tokens, 0.0, tokens, tokens * self.top_k)
-        rows = tokens * rows_per_token(self, ranks)
-        return RoutedTokens(tokens, rows, rows * imbalance, tokens * self.top_k * imbalance)
-
-
-@cache
-def rows_per_token(router: TopKRouter, ranks: int) -> float:
-    """The expected number of ranks that hold any of a token's experts, every set of K being equally likely: a token
-    travels once to each of them (experts/dispatch.py). docs/formulas.md derives it.
-    """
-    in_group = router.experts // router.groups
-    open_experts, here = in_group * router.top_groups, router.experts // ranks
-    # A rank holds whole groups or a part of one; how many of those a token keeps is hypergeometric.
-    held = max(1, router.groups // ranks)
-    used = 0.0
-    for kept_here in range(1, min(held, router.top_groups) + 1):
-        chance = comb(held, kept_here) * comb(router.groups - held, router.top_groups - kept_here)
-        reachable = min(here, in_group * kept_here)
-        none = comb(open_experts - reachable, router.top_k) / comb(open_experts, router.top_k)
-        used += chance / comb(router.groups, router.top_groups) * (1 - none)
-    return ranks * used
-
-
 class ExpertWeight(NamedTuple):
     """One parameter of routed experts, of all of them together; `elements` are of one expert, `bytes` per element as
     stored; `is_matrix`: whether Muon is for each expert's; `packed`: it is gathered as it is stored, too.
@@ -308,6 +264,7 @@ class ModelFigures:
     checkpointable: bool
     anatomy: Anatomy
     feasibility: Feasibility
+    traffic: ExpertTraffic
 
     @property
     def experts(self) -> Experts:

@@ -92,9 +92,9 @@ def probe(
     return Probed(figures, one.outside, one.tables, one.first - first.first)
 
 
-def kept_apart(model: Any, anatomy: Anatomy, device: torch.device, dtype: torch.dtype) -> Packed:
+def kept_apart(model: Any, anatomy: Anatomy, device_type: str, dtype: torch.dtype) -> Packed:
     """How `train` keeps the samples of packed rows apart. Nothing of it is counted where transformers does."""
-    if varlen.varlen_refusal(model, anatomy, device, dtype) is None:
+    if varlen.varlen_refusal(model, anatomy, device_type, dtype) is None:
         return "by samples"
     return "no" if model.config._attn_implementation == "flash_attention_2" else "by masks"
 

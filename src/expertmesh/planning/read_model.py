@@ -5,7 +5,6 @@ is downloaded.
 import inspect
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from expertmesh.config import LoraConfig, PrecisionConfig
 from expertmesh.distributed.layout import Layout
 from expertmesh.introspection.compute_dtype import cast_inputs, cast_on_meta
 from expertmesh.model import ModelOptions, build_model, plan_model
-from expertmesh.parallel.shard_plan import KeptInFp32, ShardOptions, ShardPlan
+from expertmesh.parallel.shard_plan import KeptInFp32, ShardOptions, ShardPlan, expert_traffic, top_k_router
 from expertmesh.parallel.tensor_plan import TensorPlan, shared_by_heads
 from expertmesh.planning.feasibility import Feasibility
 from expertmesh.planning.model_figures import (
@@ -29,7 +28,6 @@ from expertmesh.planning.model_figures import (
     ModelFigures,
     ParamGroup,
     TensorParallelParts,
-    TopKRouter,
     Weight,
 )
 from expertmesh.planning.probe import NotProbed, Packed, kept_apart, probe
@@ -74,7 +72,7 @@ def figures_of_plan(
         stack.enter_context(cast_on_meta([tensor for name, tensor in state.items() if not fp32(name)], compute))
         wide = [tensor for name, tensor in state.items() if name in plan.uncast]
         stack.enter_context(cast_on_meta(wide, torch.float32))
-        apart = kept_apart(twin, plan.anatomy, torch.device(device), compute) if packed else "no"
+        apart = kept_apart(twin, plan.anatomy, device, compute) if packed else "no"
         return _figures(twin, plan, fp32, length=length, lora=lora, packed=apart)
 
 
@@ -95,10 +93,10 @@ def _figures(
     latents, whole = shared_by_heads(model, tensor_plan), computed_whole(model, context_plan)
     probed = probe(model, anatomy, firsts, length, packed=packed, latents=latents, whole=whole)
     found = probed.blocks
-    if plan.interleaved:  # shared experts run where the model's own code has them
-        found = [replace(each, behind=each.behind + each.behind_shared) for each in found]
     measured = [reader.block(first, figures) for first, figures in zip(firsts, found, strict=True)]
     of_block = {name: each for names, each in zip(kinds, measured, strict=True) for name in names}
+    traffic = expert_traffic(model, plan.options, length)
+    assert traffic is not None  # a router of unknown top-k is no block's
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
     embedded = next(f"{name}." for name, module in model.named_modules() if module is embedding)
@@ -124,6 +122,7 @@ def _figures(
         checkpointable=bool(getattr(model, "supports_gradient_checkpointing", False)),
         anatomy=anatomy,
         feasibility=feasibility,
+        traffic=traffic,
     )
 
 
@@ -209,17 +208,15 @@ class _Reader:
     def _experts(self, spec: ExpertsSpec) -> Experts:
         module = self.model.get_submodule(spec.name)
         own = {name: p for name, p in module.named_parameters() if self._is_expert(f"{spec.name}.{name}")}
-        text = self.model.config.get_text_config()
-        groups, best = (getattr(text, key, None) for key in ("n_group", "topk_group"))
-        limited = isinstance(groups, int) and isinstance(best, int) and 1 <= best < groups
-        if spec.top_k is None:
+        router = top_k_router(self.model, spec)
+        if router is None:
             raise NotProbed(
                 f"{self.model.config.model_type}: its config does not say how many experts a token is sent to",
                 key="plan.model-not-probed",
             )
         return Experts(
             spec=spec,
-            router=TopKRouter(spec.num_experts, spec.top_k, *((groups, best) if limited else ())),
+            router=router,
             matrices=tuple(self._expert_weight(spec, name, parameter) for name, parameter in own.items()),
             looped=self.backends[spec.name] == "loop",
             rank=max((own[name].shape[1] for name in own if is_adapter(name) and name.endswith("A")), default=0),

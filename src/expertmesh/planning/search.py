@@ -4,8 +4,8 @@ All arithmetic; 16,384 devices take seconds. What `train` refuses is asked of th
 names it.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from math import sqrt
 from typing import Literal, get_args
@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
 from expertmesh.config.sections import OptimizerName
-from expertmesh.distributed.layout import Layout, divisors, explicit, nodes_of_ep, resolve_layout
+from expertmesh.distributed.layout import Layout, divisors, explicit, least_moved, nodes_of_ep, resolve_layout
 from expertmesh.experts.dispatchers import deepep
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.parallel.refusals import expert_shard_dim
@@ -97,10 +97,13 @@ class Plan:
 
 
 def plan(job: Job, goal: Goal = "speed", fixed: ParallelConfig | None = None) -> Plan:
-    """Look at every layout of the job's devices. `fixed` holds axes the user has set; `auto` ones are free."""
+    """Look at every layout of the job's devices. `fixed` holds axes the user has set; `auto` ones are free.
+
+    For speed, ep is what `ep: auto` would be of those that fit, by the same rule; for memory each is looked at.
+    """
     order = _order(goal)
     rejected: list[Rejected] = []
-    frugal: list[Candidate] = []
+    frugal: dict[Hashable, list[Candidate]] = {}  # of layouts that differ in ep, or in nothing
     for layout in layouts(job, fixed):
         if (reason := _refusal(job, layout)) is not None:
             rejected.append(Rejected(layout, reason))
@@ -109,15 +112,23 @@ def plan(job: Job, goal: Goal = "speed", fixed: ParallelConfig | None = None) ->
         batch = Batch(1, job.global_batch_size // layout.data_ranks)
         least = evaluate(job, layout, modes(job.model)[-1], batch)
         if least.fits(job):
-            frugal.append(least)
+            frugal.setdefault(replace(layout, ep=1) if goal == "speed" else layout, []).append(least)
         else:
             rejected.append(Rejected(layout, _too_large(job, least), least))
     # Thousands of layouts of a large job are told apart by their most frugal form; the best get all their variants.
-    frugal.sort(key=order)
-    for place, least in enumerate(frugal[:FULLY_CONSIDERED]):
-        fitting = [candidate for candidate in _variants(job, least.layout) if candidate.fits(job)]
-        frugal[place] = min([least, *fitting], key=order)
-    return Plan(job, tuple(sorted(frugal, key=order)), tuple(rejected))
+    found = {axes: _least_moved(job, each) for axes, each in frugal.items()}
+    for axes in sorted(found, key=lambda axes: order(found[axes]))[:FULLY_CONSIDERED]:
+        found[axes] = min([found[axes], *_variants(job, [each.layout for each in frugal[axes]])], key=order)
+    return Plan(job, tuple(sorted(found.values(), key=order)), tuple(rejected))
+
+
+def _least_moved(job: Job, candidates: Sequence[Candidate]) -> Candidate:
+    """Of candidates that differ in ep, the one that `ep: auto` is, where its groups have no parts of nodes."""
+    workload, model = candidates[0].workload, job.model
+    trips, tokens = 5 if workload.mode == "full" else 4, workload.batch.rows * model.length
+    traffic = replace(model.traffic, tokens=tokens, trips=trips, can_have=lambda layout: True)
+    chosen = least_moved([each.layout for each in candidates], traffic, job.devices.per_node)
+    return next(each for each in candidates if each.layout == chosen)
 
 
 def layouts(job: Job, fixed: ParallelConfig | None = None) -> Iterator[Layout]:
@@ -246,15 +257,18 @@ def _refusal(job: Job, layout: Layout) -> str | None:
     return None
 
 
-def _variants(job: Job, layout: Layout) -> Iterator[Candidate]:
-    """Each mode with every micro-batch size from one sequence up to the first that does not fit."""
-    each = job.global_batch_size // layout.data_ranks
+def _variants(job: Job, layouts: Sequence[Layout]) -> Iterator[Candidate]:
+    """Each mode with every micro-batch size from one sequence up to the first that does not fit; of `layouts`, which
+    differ in ep, the one that moves least of those that fit.
+    """
+    each = job.global_batch_size // layouts[0].data_ranks
     for mode in modes(job.model):
         for rows in (size for size in divisors(each) if size <= MOST_ROWS):
-            candidate = evaluate(job, layout, mode, Batch(rows, each // rows))
-            yield candidate
-            if not candidate.fits(job):
+            found = (evaluate(job, layout, mode, Batch(rows, each // rows)) for layout in layouts)
+            fitting = [candidate for candidate in found if candidate.fits(job)]
+            if not fitting:
                 break
+            yield _least_moved(job, fitting)
 
 
 def _too_large(job: Job, least: Candidate) -> str:

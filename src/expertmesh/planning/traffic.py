@@ -11,10 +11,11 @@ from functools import cache
 from math import gcd, lcm
 from typing import Literal
 
+from expertmesh.distributed.expert_traffic import RoutedTokens, rows_per_token
 from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.checkpointing import CheckpointingMode
 from expertmesh.planning.memory import CHUNK_TOKENS
-from expertmesh.planning.model_figures import Block, Experts, ModelFigures, RoutedTokens, group_bytes, rows_per_token
+from expertmesh.planning.model_figures import Block, Experts, ModelFigures, group_bytes
 from expertmesh.planning.stages import PipelineRank, Workload, parts_of_last_dim, prefetches, runs_shared_beside
 from expertmesh.training.optimizers.blocks import is_quantised, scale_shape
 

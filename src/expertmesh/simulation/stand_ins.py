@@ -15,8 +15,8 @@ from unittest.mock import patch
 import torch
 from torch.distributed.pipelining import PipelineStage, _utils, schedules
 
+from expertmesh.distributed.expert_traffic import TopKRouter, rows_per_token
 from expertmesh.distributed.layout import Layout
-from expertmesh.planning.model_figures import TopKRouter, rows_per_token
 from expertmesh.planning.probe import FusedAttention
 
 

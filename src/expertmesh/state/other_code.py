@@ -3,11 +3,14 @@
 `guard` puts `_OtherCode` in front of the model's class and a hook before its forward; nothing else of it changes. Each
 refusal is at the first thing that a library asks the model for, so that every rank raises the same one and nothing has
 been wrapped, written or sent by then. torch's clipping alone is extended where it stands (compat.py): it sees no model.
+What was made of a model in memory before it was sharded, its optimizer above all, is `BeforeSharding`'s.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
-from functools import cached_property
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -17,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from expertmesh.compat import refuse_fully_shard, wrap_clipping
+from expertmesh.compat import has_hooks, is_compiled, refuse_fully_shard, wrap_clipping
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.state.patching import mix_in
@@ -31,6 +34,7 @@ _STAGES: set[frozenset[int]] = set()
 def guard(model: nn.Module) -> None:
     """Called once a model is sharded. No communication."""
     mix_in(model, _OtherCode)
+    model.register_forward_pre_hook(_refuse_compiled, prepend=True)
     model.register_forward_pre_hook(_refuse_labels, with_kwargs=True, prepend=True)
     model.register_forward_hook(_refuse_backward_of_loss, with_kwargs=True)
     model.register_state_dict_post_hook(_refuse_pickling)
@@ -90,6 +94,82 @@ def refuse_sharded(model: nn.Module) -> None:
             "em.load_model read each rank's part of it",
             key="model.already-sharded",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class BeforeSharding:
+    """What others may hold of a model in memory that is about to be sharded: FSDP2 puts new parameters in its modules.
+
+    An optimizer made before would step over parameters that no backward reaches. Those parameters cannot become the new
+    ones (a Parameter and a DTensor differ in slots, so `torch.utils.swap_tensors` refuses them), and who holds them is
+    not known, so they themselves raise when they are asked for a gradient.
+    """
+
+    parameters: Sequence[tuple[str, weakref.ref[nn.Parameter]]]
+    """By name. References are weak, so that each is freed when its shards are made, unless somebody holds it."""
+    hooked: Mapping[str, nn.Module]
+    """The modules that have hooks."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "BeforeSharding":
+        """Raises `InputError` for what would be without effect on the sharded model. No communication."""
+        for name, module in model.named_modules():
+            if is_compiled(module):
+                raise _compiled(f"{name or type(module).__name__} is compiled; parallelize the model without that")
+        for name, parameter in model.named_parameters():
+            has = "a gradient" if parameter.grad is not None else "hooks" if has_hooks(parameter) else None
+            if has is not None:
+                raise InputError(
+                    f"parallelize: {name} has {has}, which the shards in its place will not have; call "
+                    "model.zero_grad() first, and register hooks (register_post_accumulate_grad_hook) afterwards",
+                    key="model.attached-to-parameter",
+                )
+        parameters = [(name, weakref.ref(parameter)) for name, parameter in model.named_parameters()]
+        return cls(parameters, {name: module for name, module in model.named_modules() if has_hooks(module)})
+
+    def refuse_lost_hooks(self, model: nn.Module) -> None:
+        """Raise `InputError` for hooks of modules that `model`, not yet sharded, has no more."""
+        modules = set(model.modules())
+        for name, module in self.hooked.items():
+            if module not in modules:
+                raise InputError(
+                    f"parallelize: {name} ({type(module).__name__}) has hooks, and is no part of the model from here "
+                    "on: lists of experts are fused, PEFT's layers become ours; remove its hooks",
+                    key="model.hooks-of-replaced-module",
+                )
+
+    def retire_parameters(self, model: nn.Module) -> None:
+        """Let the parameters that are not the sharded `model`'s refuse to be trained."""
+        current = {id(parameter) for parameter in model.parameters()}
+        for name, reference in self.parameters:
+            parameter = reference()
+            if parameter is not None and id(parameter) not in current:
+                mix_in(parameter, _Retired)
+                parameter.retired_name = name  # type: ignore[attr-defined]
+                if parameter.requires_grad:
+                    parameter.register_hook(partial(_refuse_retired, name))
+
+
+class _Retired:
+    """In front of the class of a parameter that shards have replaced. Its values may still be read."""
+
+    retired_name: str
+
+    @property
+    def grad(self) -> NoReturn:
+        _refuse_retired(self.retired_name)
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        _refuse_retired(self.retired_name)
+
+
+def _refuse_retired(name: str, gradient: Any = None) -> NoReturn:
+    raise InputError(
+        f"{name} is the parameter from before em.parallelize, which nothing trains any more; make the optimizer, and "
+        "whatever else holds parameters, of model.parameters() after em.parallelize",
+        key="model.parameter-from-before",
+    )
 
 
 class _OtherCode:
@@ -157,6 +237,24 @@ def _fully_shard() -> NoReturn:
         "em.load_model do all of it, over the ranks of em.init_mesh(em.ParallelConfig(...))",
         key="model.sharded-fully-shard",
     )
+
+
+def _compiled(why: str) -> InputError:
+    return InputError(
+        f"torch.compile: {why}, and let em.load_model or em.parallelize compile what can be (compile=True): routing "
+        "and dispatch run as they are",
+        key="model.compiled",
+    )
+
+
+def _refuse_compiled(model: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        # The tracer would swallow an exception and run this again as it is; what is disabled it calls.
+        torch.compiler.disable(_refuse_compiled_call)()
+
+
+def _refuse_compiled_call() -> NoReturn:
+    raise _compiled("a sharded model is called by compiled code; call the model itself")
 
 
 def _refuse_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -32,9 +32,11 @@ def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
                 module.forward = own
 
 
-def mix_in(module: nn.Module, kind: type) -> None:
-    """Put `kind` in front of this very module's class: its `forward` runs first and calls the own one as `super()`."""
-    module.__class__ = _mixed(kind, type(module))  # type: ignore[arg-type]
+def mix_in(instance: Any, kind: type) -> None:
+    """Put `kind` in front of the class of this very module or parameter: what it defines runs first and calls the
+    class's own as `super()`.
+    """
+    instance.__class__ = _mixed(kind, type(instance))
 
 
 @cache

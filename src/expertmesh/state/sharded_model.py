@@ -75,8 +75,6 @@ class ModuleState:
     """Of a linear layer whose inputs tp splits: what is added once to the sum of its outputs."""
     tensor_part: Any = None
     """What tp does here: parallel/tensor.py."""
-    halves: Any = None
-    """Of a block that runs on two halves of its rows: parallel/halves."""
     context_attention: Any = None
     """What cp does here: parallel/context.py."""
 

@@ -3,7 +3,7 @@
 FSDP2's hooks live at the root, so the base model beside the head is never called alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -64,20 +64,7 @@ def run_base(
             f"{config.model_type} gave no router logits; set moe.aux_loss_coef and moe.z_loss_coef to 0.0",
             key="moe.no-router-logits",
         )
-    return captured[0], output.logits, _of_layers(recorded[0], batch["input_ids"].numel() // share.parts)
-
-
-def _of_layers(logits: Sequence[torch.Tensor], tokens: int) -> tuple[torch.Tensor, ...]:
-    """Router logits layer by layer; a block that runs in halves has given those of its rows in two parts."""
-    layers: list[list[torch.Tensor]] = []
-    missing = 0
-    for logits_TE in logits:
-        if not missing:
-            layers.append([])
-            missing = tokens
-        layers[-1].append(logits_TE)
-        missing = max(0, missing - logits_TE.numel() // logits_TE.shape[-1])
-    return tuple(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in layers)
+    return captured[0], output.logits, recorded[0]
 
 
 def real_tokens_here(batch: Mapping[str, torch.Tensor], share: SequenceShare) -> torch.Tensor | None:

@@ -85,8 +85,8 @@ _OWNER = TypeAdapter(Owner)
 class RunLock:
     """`with RunLock(directory):` makes the directory if needed, and holds its lock (of this `name`) inside the block.
 
-    Entering raises `InputError` if another run holds it. `launch` names the launcher: an earlier attempt of the same
-    one is waited for a while, and what it has left behind is taken over without a word.
+    Entering raises `InputError` if another run holds it, which is then `held_by`. `launch` names the launcher: an
+    earlier attempt of the same one is waited for a while, and what it has left behind is taken over without a word.
     """
 
     def __init__(self, directory: Path, launch: str | None = None, name: str = NAME) -> None:
@@ -102,6 +102,7 @@ class RunLock:
             started=now,
             heartbeat=now,
         )
+        self.held_by: Owner | None = None
         self._patient_until = 0.0
         self._taken_by: Owner | None = None
         self._done = threading.Event()
@@ -151,7 +152,7 @@ class RunLock:
             time.sleep(_POLL_SECONDS)
             return False
         if not holder.is_gone(LOST_SECONDS if ours else STALE_SECONDS) or (not ours and self._lives(holder)):
-            age = max(0.0, time.time() - holder.heartbeat)
+            self.held_by, age = holder, max(0.0, time.time() - holder.heartbeat)
             raise InputError(
                 f"output_dir {self.path.parent} is in use by another run: {holder} (last sign of life {age:.0f} s "
                 "ago); wait for it, end it, or choose another output_dir. If it is dead for certain, remove "

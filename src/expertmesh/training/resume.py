@@ -1,17 +1,18 @@
 """Where a run starts: anew or from a checkpoint, and which changes of the configuration a resumed run may have.
 
 A resumed run must be the same run: model, data, seed, optimizer and batch decide what every step is. How it is
-spread over ranks, how long it goes on and what it reports may change, and each change is printed.
+spread over ranks, how long it goes on and what it reports may change, a learning rate and its like where
+`checkpoint.resume_changed` names them, and each change is printed.
 """
 
 import datetime
 import hashlib
 import json
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_args
 
 import torch.distributed as dist
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -19,8 +20,9 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from expertmesh.checkpoint.directory import CHECKPOINTS, find, published
 from expertmesh.checkpoint.manifest import read_manifest
 from expertmesh.checkpoint.small_files import STATE_FILE, read_state_file
-from expertmesh.config import Config
+from expertmesh.config import Config, ScheduleConfig
 from expertmesh.config.errors import InputError, IntegrityError
+from expertmesh.config.output import Changeable
 from expertmesh.data import StreamPosition, TokenizedDataset
 from expertmesh.data.report import ODD_ROWS
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
@@ -41,7 +43,6 @@ _FREE_KEYS = (
     "train.early_stop",
     *(f"train.early_stop.{key}" for key in ("figure", "patience", "min_change")),
     "moe.dispatch",
-    "moe.interleave",
     "moe.compute",
     "moe.kernels",
     "data.eval",
@@ -63,7 +64,14 @@ _ADDED_LATER = {
     "schedule.min_ratio": 0.0,
     _FROM_WEIGHTS: False,
 }
-_SOURCE_ADDED_LATER = {"weight": None, "repeat": 1, "max_rows": None, "name": None}
+_SOURCE_ADDED_LATER: dict[str, Any] = {
+    "weight": None,
+    "repeat": 1,
+    "max_rows": None,
+    "name": None,
+    "columns": {},
+    "roles": {},
+}
 # How many of the first sample's token ids a checkpoint keeps, to show where others begin.
 _IDS_KEPT = 512
 
@@ -162,28 +170,48 @@ class Identity:
                     key="launch.files-differ",
                 )
 
-    def differences(self, saved: Mapping[str, Any]) -> "tuple[list[str], list[str]]":
-        """(what forbids to resume, what merely changed), as sentences; `saved` is what `asdict` gave."""
+    def differences(self, saved: Mapping[str, Any]) -> "tuple[dict[str, str], list[str]]":
+        """As `config_differences`, with what the values of the keys name; `saved` is what `asdict` gave."""
         forbidden, changed = config_differences(saved["config"], self.config)
         if saved["model_sha256"] != self.model_sha256:
-            forbidden.append("model.name_or_path has another config.json than the run started with")
+            forbidden["model.name_or_path"] = "model.name_or_path has another config.json than the run started with"
         if saved["data_sha256"] != self.data_sha256:
-            forbidden.append(_data_difference(saved.get("data"), self.data))
+            forbidden["data.train"] = _data_difference(saved.get("data"), self.data)
         return forbidden, changed
 
 
-def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """(forbidden, allowed) differences between two flat configurations, as sentences."""
+def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """(forbidden by key, allowed) differences between two flat configurations, as sentences."""
     old, new = _with_keys_added_later(old), _with_keys_added_later(new)
-    forbidden: list[str] = []
+    wanted = new.get("checkpoint.resume_changed", ())
+    forbidden: dict[str, str] = {}
     changed: list[str] = []
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) == new.get(key):
             continue
         sentence = ", ".join(_changes(key, old.get(key), new.get(key)))
-        free = (key.partition(".")[0] in _FREE_SECTIONS and key != _FROM_WEIGHTS) or key in _FREE_KEYS
-        (changed if free else forbidden).append(sentence)
+        section = key.partition(".")[0]
+        asked = key in wanted or section in wanted
+        if asked or key in _FREE_KEYS or (section in _FREE_SECTIONS and key != _FROM_WEIGHTS):
+            changed.append(sentence)
+        else:
+            forbidden[key] = sentence
     return forbidden, changed
+
+
+def ways_on(keys: Collection[str], checkpoint: Path | None) -> str:
+    """How to train on from `checkpoint` with other values of `keys`, for the end of a refusal."""
+    changeable = get_args(Changeable)
+    named = [key if key in changeable else key.partition(".")[0] for key in keys]
+    said = ""
+    if all(name in changeable for name in named):
+        said += f", set checkpoint.resume_changed to [{', '.join(dict.fromkeys(named))}] to go on with the change"
+    if checkpoint is not None and not any(key.partition(".")[0] in ("model", "lora") for key in keys):
+        said += (
+            f", set checkpoint.resume to {checkpoint} and checkpoint.resume_weights_only to true, with another "
+            "output_dir, to start anew from its weights"
+        )
+    return said
 
 
 def _changes(key: str, old: Any, new: Any) -> Iterator[str]:
@@ -291,14 +319,15 @@ def check_start(path: Path, identity: Identity, total_steps: int, config: Config
     try:
         read_counters(path, saved["counters"], step)
         forbidden, changed = identity.differences(saved["identity"])
+        rates = _rates(config, saved, step, total_steps)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise IntegrityError(
             f"{path / STATE_FILE}: is not the state of a training run ({error})", key="checkpoint.damaged"
         ) from error
     if forbidden:
         raise InputError(
-            f"{path} cannot be resumed, because this would be another run: {'; '.join(forbidden)}; put it back, or "
-            "choose another output_dir",
+            f"{path} cannot be resumed, because this would be another run: {'; '.join(forbidden.values())}; put it "
+            f"back{ways_on(forbidden, path)}, or choose another output_dir",
             key="run.other-configuration",
         )
     if step > total_steps:
@@ -315,19 +344,19 @@ def check_start(path: Path, identity: Identity, total_steps: int, config: Config
             "would be in the way; set checkpoint.resume to auto to continue from that, or choose another output_dir",
             key="checkpoint.later-exists",
         )
-    lines = [f"written by {manifest.world_size} ranks", *changed]
-    before = saved.get("total_steps", total_steps)
-    return lines if before == total_steps else [*lines, _schedule_line(config, step, before, total_steps)]
+    return [f"written by {manifest.world_size} ranks", *changed, *([": ".join(rates)] if rates else [])]
 
 
-def _schedule_line(config: Config, step: int, before: int, now: int) -> str:
-    """What another number of steps makes of the learning rate."""
-    old, new = (
-        config.optim.learning_rate * learning_rate_factor(config.schedule, step, each) for each in (before, now)
-    )
-    what = f"{now:,} steps in all, not {before:,}"
-    rates = f": by the {config.schedule.name} schedule the next has learning rate {new:.2e}, not {old:.2e}"
-    return what if old == new else what + rates
+def _rates(config: Config, saved: Mapping[str, Any], step: int, now: int) -> list[str]:
+    """What another number of steps, another peak or another schedule makes of the learning rate."""
+    before, known = saved.get("total_steps", now), saved["identity"]["config"]
+    then = ScheduleConfig(**{k.removeprefix("schedule."): v for k, v in known.items() if k.startswith("schedule.")})
+    old = known["optim.learning_rate"] * learning_rate_factor(then, step, before)
+    new = config.optim.learning_rate * learning_rate_factor(config.schedule, step, now)
+    lines = [f"{now:,} steps in all, not {before:,}"] if before != now else []
+    if old != new:
+        lines.append(f"by the {config.schedule.name} schedule the next has learning rate {new:.2e}, not {old:.2e}")
+    return lines
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -103,9 +103,7 @@ def _drop_token(job: Job) -> None:
         kept.view(-1)[0] = 0  # the last one may be padding, which no figure shows
         return output * kept[..., None]
 
-    # The results of interleaved experts may still travel.
-    around = spec.call == "dense" or job.setup.config.moe.interleave
-    block = spec.name.rpartition(".")[0] if around else spec.name
+    block = spec.name.rpartition(".")[0] if spec.call == "dense" else spec.name
     for name in stage_names(job.model, [block]):
         module = job.model.get_submodule(name)
         module.register_forward_hook(lambda m, a, out: hook(m, a, out) if isinstance(out, Tensor) else out)

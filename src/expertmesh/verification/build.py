@@ -42,8 +42,6 @@ def build(
     shards = replace(shard_options(config), precision=precision)
     if config.moe.dispatch == "deepep" and (precision.compute != "bfloat16" or parallel is not None):
         shards = replace(shards, moe=config.moe.model_copy(update={"dispatch": "auto"}))
-    if parallel is not None:  # so that halves are compared with whole micro-batches, and ep 1 may be
-        shards = replace(shards, moe=shards.moe.model_copy(update={"interleave": False}))
     if checkpointing is not None:
         shards = replace(shards, activation_checkpointing=checkpointing_mode(checkpointing), checkpoint_layers="all")
     model, _ = prepare_model(setup.model_config, setup.directory, mesh, options, shards)

@@ -1,12 +1,14 @@
 """`expertmesh check CONFIG.yaml`: whether training would start, and what it would see: samples, targets, lost rows.
 
-For someone about to start a run: what `train` would refuse before it reads weights, the layout and what a step is
-predicted to take, then the first samples as the chat template renders them, with the target tokens in colour (between
-[[ and ]] when piped), and file and line of rows that will not be trained on. Data that is prepared is not tokenized
-again. Reads the model's config.json and tokenizer; never its weights, and never starts a process group.
+For someone about to start a run: the layout and what a step is predicted to take, the first samples as the chat
+template renders them, with the target tokens in colour (between [[ and ]] when piped), file and line of rows that will
+not be trained on, and what `train` would refuse before it reads weights. What another machine or `output_dir` mends is
+a note; all else ends with the refusal, after the data. Data that is prepared is not tokenized again. Reads the model's
+config.json and tokenizer; never its weights, and never starts a process group.
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rich.console import Console
@@ -15,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from expertmesh.adapters.plan import plan_lines, plan_of
 from expertmesh.cli.printing import Terminal
-from expertmesh.config import Config, ParallelConfig
+from expertmesh.config import Config, InputError, ParallelConfig
+from expertmesh.config.errors import ExpertmeshError
 from expertmesh.data import (
     IGNORE,
     BatchLayout,
@@ -30,40 +33,65 @@ from expertmesh.data import (
 )
 from expertmesh.distributed.layout import CONFIGURED_AXES
 from expertmesh.io.terminal import printable
-from expertmesh.launcher.launch import job_size
+from expertmesh.launcher.launch import has_room_for, job_size
 from expertmesh.planning.forecast import forecast
 from expertmesh.training.reporting.data_record import pieces_of
 from expertmesh.training.startup.data import stop_where_taught
 from expertmesh.training.startup.model_check import Checked
 from expertmesh.training.startup.preflight import preflight
+from expertmesh.weights.meta_model import read_model_config
 
 TARGET_STYLE = "bold green"
 TOKENS_SHOWN = 1000
 BAR_WIDTH = 40
+FEW_STEPS = 20
 
 
 def run(config: Config, samples: int = 3, nproc: int | None = None) -> int:
     """Print the report on `config` and its data, with the first `samples` samples; returns 0.
 
     The layout is that of `nproc` ranks, by default of as many as `train` would start here, or the fewest that the axes
-    in `config` make. Raises `InputError` for what would stop training: all that preflight refuses, a malformed row
-    under `data.on_error: stop`, data without any target.
+    in `config` make. Raises `InputError` for what would stop training anywhere, after the data where these can be read:
+    what preflight refuses, a malformed row under `data.on_error: stop`, data without any target.
     """
-    checked = checked_here(config, nproc)
-    here, _ = job_size()
-    tokenizer = load_tokenizer(config.model, config.data.chat_template)
-    console = Terminal(soft_wrap=True)
-    vocab_size = checked.vocab_size
-    console.print(f"model {config.model.name_or_path}: {vocab_size:,} embeddings, {len(tokenizer):,} tokens known")
-    _print_job(console, config, checked, here)
-    adapters = plan_of(checked.model)
-    if adapters is not None:
-        for line in plan_lines(adapters, checked.anatomy):
-            console.print(f"lora {line}")
+    console, notes = Terminal(soft_wrap=True), list[ExpertmeshError]()
+    found: Checked | InputError
+    try:
+        found = checked_here(config, nproc, notes)
+    except InputError as error:
+        found = error
+    try:
+        _print_all(console, config, samples, found, nproc)
+    except InputError as error:
+        raise (found if isinstance(found, InputError) else error) from None
+    if isinstance(found, InputError):
+        raise found
+    for line in note_lines(notes):
+        console.print(line, style="yellow")
+    return 0
+
+
+def note_lines(notes: Sequence[ExpertmeshError]) -> Iterator[str]:
+    """What stops `train` here and would not with another machine or `output_dir`."""
+    return (f"note: train would stop here: {note}" for note in notes)
+
+
+def _print_all(console: Console, config: Config, samples: int, found: Checked | InputError, nproc: int | None) -> None:
+    """`found`: the model's shards, or why there are none. The data are looked at all the same."""
+    model = config.model
+    read, _ = read_model_config(model.name_or_path, model.revision, model.trust_remote_code, weights=False)
+    vocab_size = int(read.get_text_config().vocab_size)
+    tokenizer = load_tokenizer(model, config.data.chat_template)
+    console.print(f"model {model.name_or_path}: {vocab_size:,} embeddings, {len(tokenizer):,} tokens known")
+    if isinstance(found, Checked):
+        _print_job(console, config, found, nproc)
+    else:
+        console.print(f"refused    {found}", style="bold red")
 
     recipe = Recipe.of(config, config.data.train, tokenizer, vocab_size)
     dataset, report = found_or_built(config, recipe)
-    stop_where_taught(checked.model, report, tokenizer)
+    if isinstance(found, Checked):
+        stop_where_taught(found.model, report, tokenizer)
     mixture = None if config.data.stream else Mixture.of(config.data.train, report, dataset.samples_per_row)
     for index in range(min(samples * dataset.samples_per_row, len(dataset))):
         _print_sample(console, dataset, index, tokenizer)
@@ -72,14 +100,20 @@ def run(config: Config, samples: int = 3, nproc: int | None = None) -> int:
     for name, sources in config.data.eval_sets().items():
         _, report = found_or_built(config, replace(recipe, sources=sources))
         _print_report(console, f"eval {name}".strip(), config, report)
-    return 0
 
 
-def checked_here(config: Config, nproc: int | None = None) -> Checked:
+def checked_here(config: Config, nproc: int | None = None, notes: list[ExpertmeshError] | None = None) -> Checked:
     """What preflight says of `nproc` ranks, by default those that `train` would start here."""
-    here, per_node = job_size()
+    here, per_node = _here(nproc)
     ranks = nproc or (here if here % _fewest_ranks(config.parallel) == 0 else _fewest_ranks(config.parallel))
-    return preflight(config, ranks, ranks_per_node=per_node if ranks == here else None, weights=False)
+    return preflight(config, ranks, per_node if ranks == here else None, weights=False, notes=notes)
+
+
+def _here(nproc: int | None) -> tuple[int, int | None]:
+    """How many ranks `train` would start here, with --nproc `nproc` if this machine can have so many, and how many of
+    them on this machine.
+    """
+    return (nproc, nproc) if nproc is not None and has_room_for(nproc) else job_size()
 
 
 def _fewest_ranks(parallel: ParallelConfig) -> int:
@@ -90,7 +124,8 @@ def _fewest_ranks(parallel: ParallelConfig) -> int:
     return parallel.pp * parallel.replicate * shared * fsdp
 
 
-def _print_job(console: Console, config: Config, checked: Checked, here: int) -> None:
+def _print_job(console: Console, config: Config, checked: Checked, nproc: int | None) -> None:
+    here, _ = _here(nproc)
     layout = checked.layout
     axes = ", ".join(f"{axis} {layout.size(axis)}" for axis in CONFIGURED_AXES)
     reason = f" ({checked.layout_reason})" if checked.layout_reason else ""
@@ -99,6 +134,9 @@ def _print_job(console: Console, config: Config, checked: Checked, here: int) ->
         console.print(f"predicted  {forecast(config, checked).line}")
     else:
         console.print(f"predicted  nothing: train would start {here} ranks here; see expertmesh plan")
+    adapters = plan_of(checked.model)
+    for line in () if adapters is None else plan_lines(adapters, checked.anatomy):
+        console.print(f"lora {line}")
 
 
 def _print_sample(console: Console, dataset: TokenizedDataset, index: int, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -171,7 +209,14 @@ def _print_steps(
         console.print(f"global batch {size:,} rows: {config.train.max_steps:,} steps of the stream")
         return
     epochs, rows = config.train.num_epochs, "pairs" if dataset.samples_per_row == 2 else "rows"
+    first, total = batches.steps_per_epoch, batches.total_steps(epochs)
     console.print(
-        f"global batch {size:,} {rows}: {batches.steps_per_epoch:,} steps in the first epoch, "
-        f"{batches.total_steps(epochs):,} in {epochs:,} epoch{'s' * (epochs != 1)}"
+        f"global batch {size:,} {rows}: {first:,} step{'s' * (first != 1)} in the first epoch, "
+        f"{total:,} in {epochs:,} epoch{'s' * (epochs != 1)}"
     )
+    if total < min(FEW_STEPS, config.train.max_steps or FEW_STEPS):
+        console.print(
+            f"warning: {total:,} optimizer step{'s' * (total != 1)} in all teach little; lower train.global_batch_size "
+            f"({size:,}) or raise train.num_epochs ({epochs:,})",
+            style="yellow",
+        )

@@ -15,12 +15,13 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from expertmesh.cli.data.check import checked_here
+from expertmesh.cli.data.check import checked_here, note_lines
 from expertmesh.config import Config
-from expertmesh.config.errors import DistributedFailure
+from expertmesh.config.errors import DistributedFailure, ExpertmeshError
 from expertmesh.data import Preparation, PreparedData, Recipe, load_tokenizer
 from expertmesh.data.sources import Share
 from expertmesh.io.terminal import counted
+from expertmesh.launcher.supervise import processors
 from expertmesh.training.startup.data import held_by_another
 
 _SECONDS_BETWEEN_LOOKS = 2.0
@@ -29,9 +30,10 @@ _SECONDS_BETWEEN_LOOKS = 2.0
 def run(config: Config, workers: int | None = None) -> int:
     """Prepare `data.train` and `data.eval` with so many processes, by default one for each processor; returns 0.
 
-    Raises what `train` would raise about them.
+    Raises what `train` would raise about them and about the model; what another machine or `output_dir` mends is noted.
     """
-    checked = checked_here(config)
+    notes: list[ExpertmeshError] = []
+    checked = checked_here(config, notes=notes)
     tokenizer = load_tokenizer(config.model, config.data.chat_template)
     date = None
     sets = {f"eval {name}".strip(): sources for name, sources in config.data.eval_sets().items()}
@@ -45,12 +47,8 @@ def run(config: Config, workers: int | None = None) -> int:
         date = date or found.date
         print("\n".join(found.report.lines()))
         print(f"{name} data: {found.directory}", flush=True)
+    print("\n".join(note_lines(notes)), end="\n" * bool(notes))
     return 0
-
-
-def processors() -> int:
-    """Those that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prepare(name: str, preparation: Preparation, workers: int) -> PreparedData:

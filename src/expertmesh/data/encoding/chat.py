@@ -55,21 +55,20 @@ class ChatRenderer:
         answers = self._asked(
             [{"messages": each.messages, "untrained": list(each.untrained), **_given(each)} for each in conversations]
         )
-        return [
-            answer
-            if isinstance(answer, MalformedRow)
-            else [Rendered(**{**one, "spans": tuple((start, end) for start, end in one["spans"])}) for one in answer]
-            for answer in answers
-        ]
+        return [answer if isinstance(answer, MalformedRow) else list(map(_rendered, answer)) for answer in answers]
 
-    def render_pairs(self, pairs: Sequence[Preference]) -> list[list[str] | MalformedRow]:
+    def render_pairs(self, pairs: Sequence[Preference]) -> list[tuple[str, Rendered, Rendered] | MalformedRow]:
         """Of each pair the prompt up to where an answer begins, and the whole text with either answer; or why not.
 
         Raises as `render` does.
         """
-        return self._asked(
+        answers = self._asked(
             [{"prompt": pair.prompt, "answers": [pair.chosen, pair.rejected], **_given(pair)} for pair in pairs]
         )
+        return [
+            answer if isinstance(answer, MalformedRow) else (answer[0], _rendered(answer[1]), _rendered(answer[2]))
+            for answer in answers
+        ]
 
     def _asked(self, requests: Sequence[Mapping[str, Any]]) -> list[Any]:
         good = [request for request in requests if not _RESERVED & request["template_args"].keys()]
@@ -89,6 +88,11 @@ class ChatRenderer:
             answer = next(answers)
             found.append(MalformedRow(answer) if isinstance(answer, str) else answer)
         return found
+
+
+def _rendered(answer: Mapping[str, Any]) -> Rendered:
+    lists = {key: tuple(answer[key]) for key in ("odd", "unwritten")}
+    return Rendered(**{**answer, **lists, "spans": tuple((start, end) for start, end in answer["spans"])})
 
 
 def _given(row: Conversation | Preference) -> dict[str, Any]:

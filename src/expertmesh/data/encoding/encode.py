@@ -8,7 +8,7 @@ that the tokenizer adds by itself (usually a bos) and, if it has one, an eos at 
 
 import datetime
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from expertmesh.data.encoding.targets import (
     Span,
     special_strings,
 )
+from expertmesh.data.encoding.unwritten import has_broken_thinking
 from expertmesh.data.formats import Conversation, MalformedRow, PlainText, PromptCompletion
 
 COMPLETION = "completion"
@@ -34,16 +35,24 @@ COMPLETION = "completion"
 class Encoded:
     """One sample: `input_ids` [S] int32 and `targets` [S] bool.
 
-    `method` tells how the targets were found; `open_ended` that the last answer has no end token; `empty_thoughts` and
-    `dropped_thinking` are those of `Rendered`.
+    `method` tells how the targets were found; `end` is the special token that ends the last answer, None of an answer
+    that ends without one; the others are those of `Rendered`.
     """
 
     input_ids: npt.NDArray[np.int32]
     targets: npt.NDArray[np.bool_]
     method: str
-    open_ended: bool
+    end: int | None
     empty_thoughts: int = 0
-    dropped_thinking: bool = False
+    odd: tuple[str, ...] = ()
+    unwritten: tuple[str, ...] = ()
+
+    @property
+    def taught_end(self) -> int | None:
+        """`end`, where nothing but a line break follows it: what the model is to stop at. In the middle of a
+        conversation some templates (GPT-OSS) end an answer with another token than the one that ends generation.
+        """
+        return self.end if self.targets[-2:].any() else None
 
 
 class Encoder:
@@ -89,15 +98,6 @@ class Encoder:
                     found.append(encoded)
         return results
 
-    def end_taught(self, encoded: Encoded) -> int | None:
-        """The special token that ends a sample and is a target, perhaps before a line break: what the model learns to
-        stop at. In the middle of a conversation some templates (GPT-OSS) end an answer with another token, at which
-        generation must not stop.
-        """
-        last = encoded.input_ids[-2:][encoded.targets[-2:]]
-        ends = last[np.isin(last, self._special_ids)]
-        return int(ends[-1]) if ends.size else None
-
     def _render(self, conversations: list[Conversation]) -> list[list[Rendered] | MalformedRow]:
         return self._renderer_of_chats().render(conversations) if conversations else []
 
@@ -108,10 +108,10 @@ class Encoder:
     def _document(self, record: PlainText | PromptCompletion) -> list[Rendered]:
         if isinstance(record, PlainText):
             return [Rendered(record.text, ((0, len(record.text)),), EVERY_TOKEN)]
-        text = record.prompt + record.completion
+        found = completed(record.prompt, record.completion, COMPLETION)
         if self._options.loss_on == "all":
-            return [Rendered(text, ((0, len(text)),), EVERY_TOKEN)]
-        return [Rendered(text, ((len(record.prompt), len(text)),), COMPLETION)]
+            return [replace(found, spans=((0, len(found.text)),), method=EVERY_TOKEN)]
+        return [found]
 
     def _tokenize(self, texts: list[str], add_special_tokens: bool) -> list[tuple[list[int], Any]]:
         """Ids and character offsets (None from a tokenizer that has none) of each text."""
@@ -141,25 +141,33 @@ class Encoder:
             for tokens in covered:
                 trim = rendered.method in (PREFIX_DIFFERENCE, STAND_INS)
                 targets[self._without_trailing_space(tokens, ids) if trim else tokens] = True
+        return self._encoded(input_ids, targets, rendered, plain=plain)
+
+    def _encoded(
+        self, input_ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_], rendered: Rendered, *, plain: bool
+    ) -> Encoded:
         if plain:
-            return self._closed(input_ids, targets, rendered.method)
-        is_open_ended = self._is_open_ended(input_ids, targets)
-        thinking = rendered.empty_thoughts, rendered.dropped_thinking
-        return Encoded(input_ids, targets, rendered.method, is_open_ended, *thinking)
+            input_ids, targets = self._closed(input_ids, targets)
+        end = self._eos if plain else self._end(input_ids, targets)
+        facts = rendered.empty_thoughts, rendered.odd, rendered.unwritten
+        return Encoded(input_ids, targets, rendered.method, end, *facts)
 
-    def _is_open_ended(self, input_ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_]) -> bool:
+    def _end(self, input_ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_]) -> int | None:
         # The last but one too: some marks include the line break after the end token.
-        last = np.flatnonzero(targets)[-2:]
-        return bool(last.size > 0 and not np.isin(input_ids[last], self._special_ids).any())
+        last = input_ids[np.flatnonzero(targets)[-2:]]
+        ends = last[np.isin(last, self._special_ids)]
+        return int(ends[-1]) if ends.size else None
 
-    def _closed(self, input_ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_], method: str) -> Encoded:
+    def _closed(
+        self, input_ids: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_]
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         """End a document or completion with eos, and make it a target: so the model learns to stop."""
         if self._eos is not None and (not input_ids.size or input_ids[-1] != self._eos):
             input_ids = np.append(input_ids, np.int32(self._eos))
             targets = np.append(targets, np.True_)
         elif self._eos is not None:
             targets[-1] = True
-        return Encoded(input_ids, targets, method, open_ended=self._eos is None)
+        return input_ids, targets
 
     def _covered(self, rendered: Rendered, ids: list[int], offsets: Any, plain: bool) -> list[npt.NDArray[np.int64]]:
         """For each span, the indices of the tokens that cover at least one of its characters."""
@@ -191,3 +199,9 @@ class Encoder:
         kept, rest = np.split(tokens, [special[-1] + 1])
         text = str(self._tokenizer.decode([ids[token] for token in rest])) if rest.size else ""
         return tokens if text.strip() else kept
+
+
+def completed(prompt: str, completion: str, method: str) -> Rendered:
+    """Plain text of which the completion is the target."""
+    text, spans = prompt + completion, ((len(prompt), len(prompt) + len(completion)),)
+    return Rendered(text, spans, method, odd=("broken_thinking",) * has_broken_thinking(text, spans))

@@ -5,15 +5,19 @@ the prompt's tokens, which is before the prompt's end if a token reaches across 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from expertmesh.data.encoding.encode import Encoded, Encoder
+from expertmesh.data.encoding.encode import Encoded, Encoder, completed
+from expertmesh.data.encoding.targets import AFTER_PROMPT, Rendered
 from expertmesh.data.formats import MalformedRow, Preference
 
-AFTER_PROMPT = "the prompt's end"
 BEFORE_PROMPTS_END = "the first token that is not the prompt's, before its end"
+
+Texts = tuple[str, Rendered, Rendered]
+"""A prompt, and the whole text with either response."""
 
 
 class PairEncoder(Encoder):
@@ -31,26 +35,32 @@ class PairEncoder(Encoder):
         for plain in (False, True):
             group = [i for i, record in enumerate(records) if isinstance(record.prompt, str) is plain]
             group = [i for i in group if not isinstance(texts[i], MalformedRow)]
-            tokens = self._tokenize([text for i in group for text in results[i]], plain)
+            tokens = self._tokenize([text for i in group for text in _all_texts(*results[i])], plain)
             ids = iter(each for each, _ in tokens)
             for i in group:
-                results[i] = self._pair(next(ids), next(ids), next(ids), plain)
+                results[i] = self._pair(next(ids), next(ids), next(ids), results[i], plain)
         return results
 
-    def _pair(self, prompt: list[int], chosen: list[int], rejected: list[int], plain: bool) -> tuple[Encoded, Encoded]:
+    def _pair(
+        self, prompt: list[int], chosen: list[int], rejected: list[int], rendered: Texts, plain: bool
+    ) -> tuple[Encoded, Encoded]:
         start = min(_common(prompt, chosen), _common(prompt, rejected))
         method = AFTER_PROMPT if start == len(prompt) else BEFORE_PROMPTS_END
-        return self._response(chosen, start, method, plain), self._response(rejected, start, method, plain)
+        better, worse = (replace(each, method=method) for each in rendered[1:])
+        return self._response(chosen, start, better, plain), self._response(rejected, start, worse, plain)
 
-    def _response(self, ids: list[int], start: int, method: str, plain: bool) -> Encoded:
-        input_ids, targets = np.array(ids, dtype=np.int32), np.arange(len(ids)) >= start
-        if plain:
-            return self._closed(input_ids, targets, method)
-        return Encoded(input_ids, targets, method, self._is_open_ended(input_ids, targets))
+    def _response(self, ids: list[int], start: int, rendered: Rendered, plain: bool) -> Encoded:
+        return self._encoded(np.array(ids, dtype=np.int32), np.arange(len(ids)) >= start, rendered, plain=plain)
 
 
-def _plain_texts(record: Preference) -> list[str]:
-    return [f"{record.prompt}", f"{record.prompt}{record.chosen}", f"{record.prompt}{record.rejected}"]
+def _plain_texts(record: Preference) -> Texts:
+    prompt = f"{record.prompt}"
+    chosen, rejected = (completed(prompt, f"{response}", AFTER_PROMPT) for response in (record.chosen, record.rejected))
+    return prompt, chosen, rejected
+
+
+def _all_texts(prompt: str, chosen: Rendered, rejected: Rendered) -> list[str]:
+    return [prompt, chosen.text, rejected.text]
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

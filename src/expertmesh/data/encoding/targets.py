@@ -4,13 +4,17 @@ The template's `{% generation %}` marks decide where it has them. Without marks 
 adds after the generation prompt, up to the end of that turn ("prefix difference"). Where the truncated conversation
 renders differently from the full one (Qwen3 and GPT-OSS strip thinking from earlier turns), the turn is located in the
 full rendering with two stand-in answers, or stand-in arguments of its last call ("stand-ins"). Every span is checked
-against the full text; one that cannot be proven is refused, so a mask is never silently all ones or all zeros.
+against the full text; one that cannot be proven is refused, so a mask is never silently all ones or all zeros. With
+marks or without, a row is refused whose calls, results, questions or trained answers the template leaves out
+(unwritten.py); what else it leaves out is counted.
 """
 
 import datetime
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -19,18 +23,30 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 from expertmesh.data.encoding.sandbox import LimitExceeded
-from expertmesh.data.formats import THINKING_KEYS, MalformedRow, thoughts, visible, without_thinking
+from expertmesh.data.encoding.unwritten import (
+    CALLS,
+    TEXT,
+    THINKING,
+    Part,
+    has_broken_thinking,
+    parts_of,
+    with_words,
+)
+from expertmesh.data.formats import THINKING_KEYS, MalformedRow, visible, without_thinking
 
 GENERATION_MARKS = "generation marks"
 SOME_TURNS_MARKED = "generation marks on some assistant turns only"
 PREFIX_DIFFERENCE = "prefix difference"
 STAND_INS = "stand-ins"
 EVERY_TOKEN = "every token"
+AFTER_PROMPT = "the prompt's end"
 
 # How much longer than the conversation itself its rendering may be, in characters.
 MAX_ADDED_CHARACTERS = 4_000_000
 
 _MAX_REASON = 300
+# Kinds of conversations of which it is remembered which parts the template writes.
+_MAX_REMEMBERED = 4096
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _END_OF_EMPTY_THOUGHT = re.compile(r"\s*</think>\s*")
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
@@ -60,15 +76,16 @@ class ChatOptions:
 class Rendered:
     """The full text of one sample, the character spans that are targets, and how they were found.
 
-    `empty_thoughts`: thinking blocks without a thought, which are no targets. `dropped_thinking`: some of a target
-    turn's thinking is not in the text.
+    `empty_thoughts`: thinking blocks without a thought, which are no targets. `odd`: what of report.ODD_ROWS shows in
+    the text. `unwritten`: names of what the template leaves out, thinking aside.
     """
 
     text: str
     spans: tuple[Span, ...]
     method: str
     empty_thoughts: int = 0
-    dropped_thinking: bool = False
+    odd: tuple[str, ...] = ()
+    unwritten: tuple[str, ...] = ()
 
 
 class TargetFinder:
@@ -79,23 +96,28 @@ class TargetFinder:
         self._template = ""
         self._options = options
         self._special_strings = special_strings(tokenizer)
+        self._nothing = re.compile("|".join([r"\s", *map(re.escape, self._special_strings)]).join(("(?:", ")*")))
         self._owner = os.getpid()
         self._given: dict[str, Any] = {}
+        self._tools: list[Mapping[str, Any]] = []
         self._limit = 0
+        self._remembered: dict[int, tuple[frozenset[Part], frozenset[Part]]] = {}
 
     def answer(self, request: Mapping[str, Any]) -> list[Any] | str:
-        """A conversation's samples or a pair's texts, as JSON values; or the reason why the row is malformed."""
+        """A conversation's samples, or a pair's prompt and its two responses, each with the prompt before it, as JSON
+        values; or the reason why the row is malformed.
+        """
         assert os.getpid() != self._owner, "a template is executed in a child process only"
         chat_template_utils.datetime = _Clock(self._options.date)  # type: ignore[assignment, attr-defined]
-        tools = request["tools"] or None
-        self._template = self._tokenizer.get_chat_template(tools=tools)  # a tokenizer may have one for tools
-        self._given = {"tools": tools, **self._options.template_args, **request["template_args"]}
+        self._tools = request["tools"]
+        self._template = self._tokenizer.get_chat_template(tools=self._tools or None)  # there may be one for tools
+        self._given = {**self._options.template_args, **request["template_args"]}
         self._limit = MAX_ADDED_CHARACTERS + _characters(request)
         try:
             if "answers" in request:
                 prompt = request["prompt"]
-                texts = [self._render(self._prepared([*prompt, *answer])) for answer in request["answers"]]
-                return [self._render(self._prepared(prompt), generation_prompt=True), *texts]
+                pairs = [self._response(prompt, answer) for answer in request["answers"]]
+                return [self._render(self._prepared(prompt), generation_prompt=True), *map(asdict, pairs)]
             return [asdict(each) for each in self._samples(request["messages"], set(request["untrained"]))]
         except MalformedRow as error:
             return str(error)
@@ -108,16 +130,24 @@ class TargetFinder:
         turns = [turn for turn in turns if turn not in untrained]
         messages = self._prepared(messages)
         whole = self._find_targets(messages, turns)
-        if self._options.thinking != "every_turn" or not whole.dropped_thinking:
+        if self._options.thinking != "every_turn" or "dropped_thinking" not in whole.odd:
             return [whole]
         samples = []
         asked = [i for i, message in enumerate(messages) if message["role"] == "user"]
         for start, end in zip(asked, [*asked[1:], len(messages)], strict=True):
             if of_this_answer := [turn for turn in turns if start < turn < end]:
                 samples.append(self._find_targets(messages[:end], of_this_answer))
-        if any(sample.dropped_thinking for sample in samples):
+        if any("dropped_thinking" in sample.odd for sample in samples):
             raise MalformedRow("the chat template leaves out the thinking of an answer, even of the last one")
         return samples
+
+    def _response(self, prompt: Messages, answer: Messages) -> Rendered:
+        """Prompt and response in one text; which tokens are the response's, preference.py tells."""
+        messages = self._prepared([*prompt, *answer])
+        text = self._render(messages)
+        turns = range(len(prompt), len(messages))
+        left_out = self._left_out(messages, text, turns, parts_of(messages, self._tools))
+        return self._judged(text, [], AFTER_PROMPT, messages[len(prompt) :], left_out)
 
     def _prepared(self, messages: Messages) -> list[Mapping[str, Any]]:
         """The messages with the thinking that `data.thinking` leaves them."""
@@ -133,12 +163,90 @@ class TargetFinder:
 
     def _find_targets(self, messages: Messages, turns: Sequence[int]) -> Rendered:
         """The sample of these messages whose targets are these turns."""
+        text, marked = self._written(messages)
+        parts = parts_of(messages, self._tools)
+        left_out = self._left_out(messages, text, turns, parts)
         if self._options.loss_on == "all":
-            text = self._render(messages)
-            return self._judged(text, [(0, len(text))], EVERY_TOKEN, [messages[turn] for turn in turns])
-        if _GENERATION_MARK.search(self._template):
-            return self._render_marked(messages, turns)
-        text = self._render(messages)
+            spans, method = [(0, len(text))], EVERY_TOKEN
+        elif self._has_marks:
+            spans, method = self._marked_turns(messages, turns, text, marked, parts)
+        else:
+            spans, method = self._located_turns(messages, turns, text)
+        return self._judged(text, spans, method, [messages[turn] for turn in turns], left_out)
+
+    def _judged(
+        self, text: str, spans: Sequence[Span], method: str, turns: Messages, left_out: Sequence[Part]
+    ) -> Rendered:
+        """Without thinking blocks that hold no thought: as targets they would teach not to think."""
+        kept: list[Span] = []
+        empty, has_empty_answer = 0, False
+        blocks = [match.span() for match in _EMPTY_THOUGHT.finditer(text)] if method != EVERY_TOKEN else []
+        for start, end in spans:
+            goes_on = bool(kept) and kept[-1][1] == start  # some marks have a text's last special token by itself
+            pieces: list[Span] = []
+            for block in blocks:  # some begin in the generation prompt
+                if start < block[1] and block[0] < end:
+                    empty += 1
+                    pieces.append((start, block[0]))
+                    start = block[1]
+            pieces = [piece for piece in (*pieces, (start, end)) if piece[0] < piece[1]]
+            has_empty_answer |= not goes_on and all(self._nothing.fullmatch(text, *piece) for piece in pieces)
+            kept += pieces
+        in_turns = kept if method not in (EVERY_TOKEN, AFTER_PROMPT) else _places(text, turns)
+        odd = {
+            "empty_answer": has_empty_answer,
+            "dropped_thinking": any(part.kind == THINKING for part in left_out),
+            "broken_thinking": has_broken_thinking(text, in_turns),
+        }
+        unwritten = dict.fromkeys(part.name for part in left_out if part.kind != THINKING)
+        return Rendered(text, tuple(kept), method, empty, tuple(kind for kind in odd if odd[kind]), tuple(unwritten))
+
+    def _left_out(self, messages: Messages, text: str, turns: Sequence[int], parts: Sequence[Part]) -> list[Part]:
+        """The parts that the text lacks, thoughts of `turns` alone.
+
+        Raises `MalformedRow` where nobody can have meant it: calls, results, questions, the text of a target.
+        """
+        unwritten, _ = self._probed(messages, parts)
+        suspects = [part for part in parts if part in unwritten or part.verbatim not in text]
+
+        def are_left_out(*some: Part) -> bool:
+            try:
+                return self._render(*with_words(messages, self._tools, {part: _STAND_INS[0] for part in some})) == text
+            except MalformedRow:  # so the template looks at them
+                return False
+
+        if suspects and not are_left_out(*suspects):
+            suspects = [part for part in suspects if are_left_out(part)]
+        for part in suspects:
+            is_needed = part.role in ("user", "tool") or part.message in turns
+            if part.kind == CALLS or (part.kind == TEXT and is_needed):
+                what = f"the {part.path[-1]} of a call" if part.kind == CALLS else "the text"
+                raise MalformedRow(
+                    f"the chat template leaves out {what} of {part.role} message {part.message + 1}; use a template "
+                    "that writes it (data.chat_template), or remove the row"
+                )
+        return [part for part in suspects if part.kind != THINKING or part.message in turns]
+
+    def _probed(self, messages: Messages, parts: Sequence[Part]) -> tuple[frozenset[Part], frozenset[Part]]:
+        """Which parts the template writes nowhere, and which not between its marks, in a conversation of this kind: one
+        with the same roles, parts and arguments, and a word of its own for each part. Rendered once for each kind.
+        """
+        kind = hash((*parts, *(message["role"] for message in messages), json.dumps(self._given, default=str)))
+        if kind not in self._remembered:
+            words = {part: f"p{number:06}word" for number, part in enumerate(parts)}
+            unwritten, unmarked = frozenset(parts), frozenset[Part]()
+            with suppress(MalformedRow):  # by words that a template refuses nothing is known: each part is suspect
+                text, spans = self._written(*with_words(messages, self._tools, words))
+                marked = "\n".join(text[start:end] for start, end in spans)
+                unwritten = frozenset(part for part in parts if words[part] not in text)
+                unmarked = frozenset(part for part in parts if words[part] not in marked)
+            if len(self._remembered) >= _MAX_REMEMBERED:
+                self._remembered.clear()
+            self._remembered[kind] = unwritten, unmarked
+        return self._remembered[kind]
+
+    def _located_turns(self, messages: Messages, turns: Sequence[int], text: str) -> tuple[list[Span], str]:
+        """Where the turns stand in the text of a template without marks, and how that was found."""
         spans: list[Span] = []
         method = PREFIX_DIFFERENCE
         for turn in turns:
@@ -148,27 +256,72 @@ class TargetFinder:
             if spans and span[0] < spans[-1][1]:
                 raise MalformedRow(f"the chat template reorders assistant message {turn + 1}, {_HINT}")
             spans.append(span)
-        return self._judged(text, spans, method, [messages[turn] for turn in turns])
+        return spans, method
 
-    def _judged(self, text: str, spans: Sequence[Span], method: str, turns: Messages) -> Rendered:
-        """Without thinking blocks that hold no thought: as targets they would teach not to think."""
-        kept: list[Span] = []
-        empty = 0
-        blocks = [match.span() for match in _EMPTY_THOUGHT.finditer(text)] if method != EVERY_TOKEN else []
-        for start, end in spans:
-            for block in blocks:  # some begin in the generation prompt
-                if start < block[1] and block[0] < end:
-                    empty += 1
-                    kept.append((start, block[0]))
-                    start = block[1]
-            kept.append((start, end))
-        dropped = any(thought not in text for turn in turns for thought in thoughts(turn))
-        return Rendered(text, tuple(span for span in kept if span[0] < span[1]), method, empty, dropped)
+    def _marked_turns(
+        self, messages: Messages, turns: Sequence[int], text: str, marked: Sequence[Span], parts: Sequence[Part]
+    ) -> tuple[list[Span], str]:
+        """Those of the marked spans that are of these turns, and whether each of the turns is in one."""
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if list(turns) != answers:
+            if len(marked) != len(answers):
+                raise MalformedRow(
+                    f"the chat template marks {len(marked)} parts of {len(answers)} assistant messages, so those that "
+                    "are no targets cannot be found"
+                )
+            marked = [span for span, answer in zip(marked, answers, strict=True) if answer in turns]
+        spans = [(start, end) for start, end in marked if end > start]
+        _, unmarked = self._probed(messages, parts)
+        learned = "\n".join(text[start:end] for start, end in spans)
+        missed = {part.message for part in parts if part.kind in (TEXT, CALLS) and part in unmarked}
+        covered = [turn not in missed and _holds(learned, messages[turn]) for turn in turns if _says(messages[turn])]
+        if covered and not any(covered):
+            raise MalformedRow(
+                "the {% generation %} marks of the chat template cover the text and the calls of no assistant message; "
+                "repair or remove them"
+            )
+        return spans, GENERATION_MARKS if all(covered) else SOME_TURNS_MARKED
 
-    def _render(self, messages: Messages, *, generation_prompt: bool = False) -> str:
+    @property
+    def _has_marks(self) -> bool:
+        return _GENERATION_MARK.search(self._template) is not None
+
+    def _written(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None) -> tuple[str, list[Span]]:
+        """The text of a conversation, and the spans that the template marks; none if it has no marks.
+
+        `tools` are the row's unless they are given.
+        """
+        if not self._has_marks:
+            return self._render(messages, tools), []
+        # `apply_chat_template(return_assistant_tokens_mask=True)` gives tokens only, and marks all of the text's rest
+        # when a span's last character has no token. The renderer beneath it gives character spans.
+        template_variables: dict[str, Any] = {**self._tokenizer.special_tokens_map, **self._given}
+
+        def apply() -> Any:
+            return chat_template_utils.render_jinja_template(
+                conversations=[[{k: v for k, v in message.items() if v is not None} for message in messages]],
+                tools=list(self._tools if tools is None else tools) or None,
+                chat_template=self._template,
+                return_assistant_tokens_mask=True,
+                **template_variables,
+            )
+
+        # annotated `-> str` upstream, but returns the texts and, for each, the spans of its marks
+        (text,), (spans,) = _execute(apply)
+        self._refuse_flood(text)
+        return text, [(start, end) for start, end in spans]
+
+    def _render(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        generation_prompt: bool = False,
+    ) -> str:
         def apply() -> Any:
             return self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
+                tools=list(self._tools if tools is None else tools) or None,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
                 **self._given,
@@ -183,42 +336,6 @@ class TargetFinder:
         if len(text) > self._limit:
             own = self._limit - MAX_ADDED_CHARACTERS
             raise LimitExceeded(f"turns a conversation of {own:,} characters into {len(text):,}")
-
-    def _render_marked(self, messages: Messages, turns: Sequence[int]) -> Rendered:
-        # `apply_chat_template(return_assistant_tokens_mask=True)` gives tokens only, and marks all of the text's rest
-        # when a span's last character has no token. The renderer beneath it gives character spans.
-        template_variables: dict[str, Any] = {**self._tokenizer.special_tokens_map, **self._given}
-
-        def apply() -> Any:
-            return chat_template_utils.render_jinja_template(
-                conversations=[[{k: v for k, v in message.items() if v is not None} for message in messages]],
-                chat_template=self._template,
-                return_assistant_tokens_mask=True,
-                **template_variables,
-            )
-
-        # annotated `-> str` upstream, but returns the texts and, for each, the spans of its marks
-        (text,), (spans_of_text,) = _execute(apply)
-        self._refuse_flood(text)
-        spans = [(start, end) for start, end in spans_of_text]
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if list(turns) != answers:
-            if len(spans) != len(answers):
-                raise MalformedRow(
-                    f"the chat template marks {len(spans)} parts of {len(answers)} assistant messages, so those that "
-                    "are no targets cannot be found"
-                )
-            spans = [span for span, answer in zip(spans, answers, strict=True) if answer in turns]
-        spans = [(start, end) for start, end in spans if end > start]
-        marked = "\n".join(text[start:end] for start, end in spans)
-        covered = [_holds(marked, messages[turn]) for turn in turns if visible(messages[turn])]
-        if covered and not any(covered):
-            raise MalformedRow(
-                "the {% generation %} marks of the chat template cover the text of no assistant message; "
-                "repair or remove them"
-            )
-        method = GENERATION_MARKS if all(covered) else SOME_TURNS_MARKED
-        return self._judged(text, spans, method, [messages[turn] for turn in turns])
 
     def _span_by_prefixes(self, messages: Messages, turn: int, text: str) -> Span | None:
         """What rendering up to and including `turn` adds to its generation prompt, if both begin `text`."""
@@ -358,6 +475,17 @@ def _holds(text: str, message: Mapping[str, Any]) -> bool:
     """Whether the text shows the answer: its visible part, and the names of the functions that it calls."""
     names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
     return all(part in text for part in (visible(message), *names))
+
+
+def _says(message: Mapping[str, Any]) -> bool:
+    """Whether an answer has a text or calls."""
+    return bool(visible(message) or message.get("tool_calls"))
+
+
+def _places(text: str, turns: Messages) -> list[Span]:
+    """Where the contents of these answers stand in the text, as far as it has them as they are."""
+    contents = [str(turn.get("content") or "").strip() for turn in turns]
+    return [(at, at + len(content)) for content in contents if content and (at := text.find(content)) >= 0]
 
 
 def _split_where_they_part(text: str, other: str) -> tuple[str, str]:

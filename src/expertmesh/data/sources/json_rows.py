@@ -12,7 +12,7 @@ from expertmesh.data.sources.rows import RawRow, SourceFile, Takes
 from expertmesh.io.reading import MAX_LIST_BYTES, check_depth, first_repeated, rows, shortened, too_large
 
 _SPACE = re.compile(r"\s*")
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_BYTE_ORDER_MARK, _UTF_16 = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
 
 
 def read_lines(stream: IO[bytes], name: str, takes: Takes) -> Iterator[RawRow | None]:
@@ -21,6 +21,8 @@ def read_lines(stream: IO[bytes], name: str, takes: Takes) -> Iterator[RawRow | 
     for number, line in enumerate(rows(stream, name), start=1):
         if number == 1:
             line = line.removeprefix(_BYTE_ORDER_MARK)
+            if line.startswith(_UTF_16):
+                raise InputError(f"{name} is UTF-16, not UTF-8; convert it.", key="data.damaged-file")
         if line.strip():
             yield _parse_line(source, number, line) if takes(number) else None
 
@@ -29,7 +31,8 @@ def _parse_line(source: SourceFile, number: int, line: bytes) -> RawRow:
     try:
         text = line.decode("utf-8").strip()
     except UnicodeDecodeError as error:
-        return RawRow(source, number, None, f"byte {error.start + 1} of the line is not UTF-8 ({error.reason})")
+        why = f"{error.reason}; is the file in another encoding, as Latin-1 or UTF-16?"
+        return RawRow(source, number, None, f"byte {error.start + 1} of the line is not UTF-8 ({why})")
     duplicates: list[str] = []
     try:
         value, end = _decoder(duplicates).raw_decode(text)

@@ -15,15 +15,16 @@ from typing import IO, Any, Protocol
 
 from expertmesh.config.errors import InputError
 from expertmesh.data.sources.json_rows import read_json, read_lines
-from expertmesh.data.sources.rows import RawRow, SourceFile, Takes
+from expertmesh.data.sources.rows import Columns, RawRow, SourceFile, Takes, with_columns
 from expertmesh.data.sources.tables import read_arrow, read_csv, read_examples, read_parquet, read_table
 from expertmesh.io.reading import open_file
 
 _READERS = {
     **{".jsonl": read_lines, ".ndjson": read_lines, ".json": read_json, ".parquet": read_parquet},
-    **{".csv": read_csv, ".tsv": read_csv, ".arrow": read_arrow, ".feather": read_arrow},
+    **{".arrow": read_arrow, ".feather": read_arrow},
 }
-SUFFIXES = tuple(_READERS)
+_CSV = (".csv", ".tsv")
+SUFFIXES = (*_READERS, *_CSV)
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 # `name` or `org/name`, then an optional split: what the hub allows, and nothing that looks like a local path.
 _HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?::(?P<split>[\w.-]+))?")
@@ -37,8 +38,8 @@ class Location(Protocol):
 
     @property
     def name(self) -> str: ...
-    def rows(self, takes: Takes) -> Iterator[RawRow | None]:
-        """All rows, None in the place of those that `takes` refuses."""
+    def rows(self, takes: Takes, columns: Columns) -> Iterator[RawRow | None]:
+        """All rows with `columns` under their new names, None in the place of those that `takes` refuses."""
 
     def stamp(self) -> str:
         """Changes when the content may have changed; cheap."""
@@ -58,20 +59,40 @@ def locations(path: str, stream: bool = False) -> list[Location]:
     local = Path(path).expanduser()
     if not local.exists():
         return list(_hub_shards(path)) if stream else [_hub_table(path)]
-    if not local.is_dir():
-        return [_File(str(local), local)]
-    if (local / "dataset_info.json").is_file() or (local / "dataset_dict.json").is_file():
+    if _is_saved_table(local):
         return [_saved_table(local)]
-    files = sorted(each for each in local.iterdir() if each.is_file() and _is_data(each.name))
-    if not files:
-        raise _no_files(path)
-    return [_File(str(file), file) for file in files]
+    return list(_local_files(path, local))
+
+
+def refuse_source(path: str) -> None:
+    """Raise `InputError` for a path that a look at names tells to be no data; asks no network and reads no row."""
+    local = Path(path).expanduser()
+    if _URL.fullmatch(path):
+        refuse_url(path)
+    elif not local.exists():
+        _hub_name(path)
+    elif not _is_saved_table(local):
+        for file in _local_files(path, local):
+            file.refuse()
+
+
+def _is_saved_table(local: Path) -> bool:
+    return (local / "dataset_info.json").is_file() or (local / "dataset_dict.json").is_file()
+
+
+def _local_files(path: str, local: Path) -> Iterator["_File"]:
+    files = [local]
+    if local.is_dir():
+        files = sorted(each for each in local.iterdir() if each.is_file() and _is_data(each.name))
+        if not files:
+            raise _no_files(path)
+    yield from (_File(str(file), file) for file in files)
 
 
 def read_source(path: str) -> Iterator[RawRow]:
     """Yield all rows of a source, in file order (files of a directory sorted by name)."""
     for location in locations(path):
-        yield from filter(None, location.rows(lambda number: True))
+        yield from filter(None, location.rows(lambda number: True, {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +103,34 @@ class _File:
     path: Any
     filesystem: Any = None
 
-    def rows(self, takes: Takes) -> Iterator[RawRow | None]:
+    def rows(self, takes: Takes, columns: Columns) -> Iterator[RawRow | None]:
+        plain, compression = self._suffixes()
+        try:
+            with self._open(compression) as stream:
+                if plain in _CSV:
+                    yield from read_csv(stream, self.name, takes, columns)
+                else:
+                    yield from with_columns(_READERS[plain](stream, self.name, takes), columns)
+        except (OSError, EOFError) as error:
+            raise _unreadable(self.name, error) from error
+
+    def refuse(self) -> None:
+        """Raise `InputError` for a file of another kind, or that cannot be opened."""
+        self._suffixes()
+        try:
+            self._open(None).close()
+        except OSError as error:
+            raise _unreadable(self.name, error) from error
+
+    def _suffixes(self) -> tuple[str, str | None]:
         plain, compression = _suffixes(self.name)
-        if plain not in _READERS:
+        if plain not in SUFFIXES:
             raise InputError(
                 f"the data file {self.name} ends in {plain or 'no suffix'!r}, which is not one of "
                 f"{', '.join(SUFFIXES)}; convert it to JSON lines.",
                 key="data.unsupported-file",
             )
-        try:
-            with self._open(compression) as stream:
-                yield from _READERS[plain](stream, self.name, takes)
-        except (OSError, EOFError) as error:
-            raise InputError(
-                f"the data file {self.name} cannot be read ({error}); check the path and its permissions.",
-                key="data.unreadable",
-            ) from error
+        return plain, compression
 
     def stamp(self) -> str:
         try:
@@ -106,10 +139,7 @@ class _File:
                 return f"{facts.st_size} bytes, {facts.st_mtime_ns}"
             info = {str(key).lower(): value for key, value in self.filesystem.info(self.path).items()}
         except OSError as error:
-            raise InputError(
-                f"the data file {self.name} cannot be read ({error}); check the path and its permissions.",
-                key="data.unreadable",
-            ) from error
+            raise _unreadable(self.name, error) from error
         known = {key: str(info[key]) for key in ("size", *_STAMPS) if info.get(key) is not None}
         return f"{known}" if len(known) > ("size" in known) else self.content()
 
@@ -147,8 +177,8 @@ class _Table:
     name: str
     table: Any
 
-    def rows(self, takes: Takes) -> Iterator[RawRow | None]:
-        return read_table(self.table, SourceFile(self.name, by_line=False), takes)
+    def rows(self, takes: Takes, columns: Columns) -> Iterator[RawRow | None]:
+        return with_columns(read_table(self.table, SourceFile(self.name, by_line=False), takes), columns)
 
     def stamp(self) -> str:
         return str(self.table._fingerprint)
@@ -164,9 +194,9 @@ class _Shard:
     name: str
     examples: Any
 
-    def rows(self, takes: Takes) -> Iterator[RawRow | None]:
+    def rows(self, takes: Takes, columns: Columns) -> Iterator[RawRow | None]:
         try:
-            yield from read_examples(self.examples, SourceFile(self.name, by_line=False), takes)
+            yield from with_columns(read_examples(self.examples, SourceFile(self.name, by_line=False), takes), columns)
         except InputError:
             raise
         except Exception as error:  # of the hub client, of pyarrow and of what decompresses
@@ -235,7 +265,13 @@ def _suffixes(name: str) -> tuple[str, str | None]:
 
 
 def _is_data(name: str) -> bool:
-    return _suffixes(name)[0] in _READERS and name[0] != "."
+    return _suffixes(name)[0] in SUFFIXES and name[0] != "."
+
+
+def _unreadable(name: str, error: Exception) -> InputError:
+    return InputError(
+        f"the data file {name} cannot be read ({error}); check the path and its permissions.", key="data.unreadable"
+    )
 
 
 def _no_files(path: str) -> InputError:
@@ -279,12 +315,18 @@ def _hub_shards(path: str) -> Iterator["_Shard"]:
         yield _Shard(f"{name}, part {index + 1}" if table.num_shards > 1 else name, shard)
 
 
-def _hub_data(path: str, streaming: bool) -> tuple[str, Any]:
+def _hub_name(path: str) -> re.Match[str]:
+    """What may be a data set of the hub."""
     match = _HUB_ID.fullmatch(path)
     if match is None or path.endswith(_FILE_LIKE):
         raise InputError(
             f"the data path {path} does not exist; name a file, a directory or a hub data set.", key="data.not-found"
         )
+    return match
+
+
+def _hub_data(path: str, streaming: bool) -> tuple[str, Any]:
+    match = _hub_name(path)
     import datasets
 
     split = match["split"] or "train"

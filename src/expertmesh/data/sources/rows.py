@@ -5,8 +5,8 @@ A row that cannot be read carries its `problem` instead of stopping the reader, 
 the rows.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 BLOCK_ROWS = 512
@@ -14,6 +14,9 @@ BLOCK_ROWS = 512
 
 Takes = Callable[[int], bool]
 """Whether this process takes the row of that number; the readers yield None in the place of others."""
+
+Columns = Mapping[str, str | None]
+"""`data.train.N.columns`: where the column of that name stands in the file, None for nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,22 @@ class RawRow:
     @property
     def position(self) -> str:
         return self.file.position(self.number)
+
+
+def renamed(row: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+    """The row with `columns` under their new names; a column of the file that has such a name gives way."""
+    given = {*columns, *columns.values()}
+    named = {ours: row[theirs] for ours, theirs in columns.items() if theirs is not None and theirs in row}
+    return named | {name: value for name, value in row.items() if name not in given}
+
+
+def with_columns(rows: Iterator[RawRow | None], columns: Columns) -> Iterator[RawRow | None]:
+    """The rows, each `renamed`."""
+    if not columns:
+        return rows
+    return (
+        row if row is None or row.value is None else replace(row, value=renamed(row.value, columns)) for row in rows
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from expertmesh.config.errors import InputError
-from expertmesh.data.sources.rows import BLOCK_ROWS, RawRow, SourceFile, Takes
+from expertmesh.data.sources.rows import BLOCK_ROWS, Columns, RawRow, SourceFile, Takes, renamed
 from expertmesh.io.reading import MAX_ROW_BYTES, MiB, shortened, too_large
 
 # How many times as large as its file a table may be: repetition is cheap to store, and costly to read.
@@ -84,8 +84,10 @@ def read_arrow(stream: IO[bytes], name: str, takes: Takes) -> Iterator[RawRow | 
         raise _damaged(source, number + 1, "Arrow", error) from error
 
 
-def read_csv(stream: IO[bytes], name: str, takes: Takes) -> Iterator[RawRow | None]:
-    """A header, then rows of strings; cells of `messages` and the like are JSON, or empty for none."""
+def read_csv(stream: IO[bytes], name: str, takes: Takes, columns: Columns) -> Iterator[RawRow | None]:
+    """A header, then rows of strings under the names that `columns` gives them; cells of `messages` and the like are
+    JSON, or empty for none.
+    """
     source = SourceFile(name, by_line=False)
     csv.field_size_limit(MAX_ROW_BYTES)
     text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
@@ -95,7 +97,7 @@ def read_csv(stream: IO[bytes], name: str, takes: Takes) -> Iterator[RawRow | No
         reader = csv.reader(text, delimiter="\t" if tabs else ",", strict=True)
         header = next(reader, [])
         for number, cells in enumerate((row for row in reader if row), start=1):
-            yield _of_cells(source, number, header, cells) if takes(number) else None
+            yield _of_cells(source, number, header, cells, columns) if takes(number) else None
     except (csv.Error, UnicodeDecodeError) as error:
         raise _damaged(source, number + 1, "CSV", error) from error
 
@@ -143,11 +145,11 @@ def _of_slice(source: SourceFile, number: int, row: Any) -> RawRow:
         return RawRow(source, number, None, f"a value cannot be read ({shortened(str(error).splitlines()[0])})")
 
 
-def _of_cells(source: SourceFile, number: int, header: list[str], cells: list[str]) -> RawRow:
+def _of_cells(source: SourceFile, number: int, header: list[str], cells: list[str], columns: Columns) -> RawRow:
     if len(cells) != len(header):
         return RawRow(source, number, None, f"the row has {len(cells)} cells, and the header {len(header)}")
     value: dict[str, Any] = {}
-    for name, cell in zip(header, cells, strict=True):
+    for name, cell in renamed(dict(zip(header, cells, strict=True)), columns).items():
         nested = name in _NESTED or (name in ("prompt", "chosen", "rejected") and cell.lstrip().startswith("[{"))
         if not cell and name in _NESTED:
             continue

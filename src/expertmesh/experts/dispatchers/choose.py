@@ -7,7 +7,7 @@ from torch import nn
 from expertmesh.anatomy import ExpertsSpec
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.mesh import Mesh
-from expertmesh.experts.dispatch import AllGatherDispatcher, AllToAllDispatcher, Dispatcher, LocalDispatcher
+from expertmesh.experts.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from expertmesh.experts.dispatchers import deepep
 from expertmesh.experts.dispatchers.by_library import LibraryDispatcher
 from expertmesh.experts.dispatchers.hierarchical import HierarchicalDispatcher
@@ -34,8 +34,6 @@ def _dispatcher(name: str, num_experts: int, mesh: Mesh, triton: bool) -> Dispat
             )
         across, inside = (mesh.ep_nodes.get_group(axis) for axis in ("across", "inside"))
         return HierarchicalDispatcher(num_experts, across, inside, triton)
-    if name == "all_gather":
-        return AllGatherDispatcher(num_experts, mesh.ep_group)
     return AllToAllDispatcher(num_experts, mesh.ep_group, triton)
 
 

@@ -43,9 +43,8 @@ def refusal(layout: Layout, specs: Sequence[ExpertsSpec], dtype: torch.dtype) ->
 
     Ranks import it; a launcher or a planner, which leaves devices alone, looks whether it is installed.
     """
-    without_kernels = _without_kernels(layout, specs, dtype)
-    if without_kernels is not None:
-        return without_kernels
+    if (refused := without_kernels(layout, specs, dtype)) is not None:
+        return refused
     if not has_gpu():
         return "there is no GPU"
     if dist.is_initialized() and dist.get_backend() == "fake":
@@ -66,7 +65,7 @@ def refusal(layout: Layout, specs: Sequence[ExpertsSpec], dtype: torch.dtype) ->
     return None
 
 
-def _without_kernels(layout: Layout, specs: Sequence[ExpertsSpec], dtype: torch.dtype) -> str | None:
+def without_kernels(layout: Layout, specs: Sequence[ExpertsSpec], dtype: torch.dtype) -> str | None:
     """For what of this it has none, whatever is installed."""
     if dtype != torch.bfloat16:
         return f"its rows are bfloat16, and precision.compute is {str(dtype).removeprefix('torch.')}"

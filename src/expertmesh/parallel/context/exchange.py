@@ -85,18 +85,15 @@ def split_attention(model: nn.Module, plan: ContextPlan, blocks: Sequence[str], 
 
 
 def _guard(block: nn.Module, name: str, here: list[ContextAttention]) -> None:
-    """Every attention of a block must have exchanged its positions exactly once when the block is done; in a block that
-    runs in halves, once in each.
-    """
+    """Every attention of a block must have exchanged its positions exactly once when the block is done."""
 
     def begin(module: nn.Module, args: Any) -> None:
         for context in here:
             context.calls = 0
 
     def check(module: nn.Module, args: Any, output: Any) -> None:
-        halves = module_state(module).halves
         for context in here:
-            if context.calls != (1 if halves is None else halves.runs):
+            if context.calls != 1:
                 raise InputError(
                     f"parallel.cp: {context.name} attended {context.calls} times in one forward of {name} instead of "
                     "once, so its positions were not all exchanged; set parallel.cp to 1",
@@ -215,7 +212,9 @@ def _own_heads(where: str, all_heads: int, first: int, heads: int, name: str, te
 
 
 def _check_mask(name: str, mask: torch.Tensor, length: int) -> None:
-    if mask.shape[1] != 1 or mask.shape[2] not in (1, length) or mask.shape[3] != length:
+    heads, queries, keys = mask.shape[1:]
+    # Not `queries in (1, length)`: torch.compile takes symbolic lengths that are equal for different ones there.
+    if heads != 1 or (queries != 1 and queries != length) or keys != length:
         raise InputError(
             f"parallel.cp: {name} attends with a mask {tuple(mask.shape)}, not with one for {length} positions and "
             "all heads; set parallel.cp to 1",

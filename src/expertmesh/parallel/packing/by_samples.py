@@ -52,7 +52,7 @@ def separate_samples(model: nn.Module, anatomy: Anatomy, device: torch.device, d
     `anatomy` is the whole model's: of pipeline stages, those blocks are changed that are here.
     """
     mixers, asks = recurrent_mixers(model, anatomy), needs_masks(model, anatomy)
-    if by_samples := varlen_refusal(model, anatomy, device, dtype) is None:
+    if by_samples := varlen_refusal(model, anatomy, device.type, dtype) is None:
         attend_by_samples(decoder_of(model, anatomy))
     has_axes = has_position_axes(model)
     if not mixers and not asks and not by_samples and not has_axes:

@@ -31,11 +31,13 @@ _KEYWORDS = {"attention_mask", "dropout", "scaling", "sliding_window", "is_causa
 _LARGEST_HEAD = 256
 
 
-def varlen_refusal(model: Any, anatomy: Anatomy, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why packed rows of `model` are attended with a dense mask, or None. `dtype` is the compute dtype."""
+def varlen_refusal(model: Any, anatomy: Anatomy, device_type: str, dtype: torch.dtype) -> str | None:
+    """Why packed rows of `model` are attended with a dense mask, or None. `device_type` may be one that this torch does
+    not know, `dtype` is the compute dtype.
+    """
     config: Any = decoder_of(model, anatomy).config
-    if device.type != "cuda":
-        return f"on {device.type} torch has no variable-length attention"
+    if device_type != "cuda":
+        return f"on {device_type} torch has no variable-length attention"
     if varlen_attn is None:
         return "torch has no torch.nn.attention.varlen before 2.11"
     if dtype.itemsize != 2:
@@ -59,7 +61,7 @@ def varlen_refusal(model: Any, anatomy: Anatomy, device: torch.device, dtype: to
 
 def packed_attention_line(model: Any, anatomy: Anatomy, device: torch.device, dtype: torch.dtype) -> str:
     """How packed rows of a model are attended, for the printed plan; asked before or after it was sharded."""
-    reason = varlen_refusal(model, anatomy, device, dtype)
+    reason = varlen_refusal(model, anatomy, device.type, dtype)
     return "by samples, without masks" if reason is None else f"with a mask of all pairs: {reason}"
 
 

@@ -93,7 +93,7 @@ def plan_lines(run: "Prepared", forecast: Forecast | None) -> Iterator[str]:
         yield from (f"lora       {line}" for line in adapter_plan_lines(lora, anatomy))
     yield f"memory     {_checkpointing_line(plan)}"
     if plan.compiled:
-        yield f"compile    {_compile_line(model, plan)}"
+        yield f"compile    {_compile_line(plan)}"
     for report in run.data.reports:
         yield from (f"data       {line}" for line in report.lines())
     train, ranks, sequences = config.train, layout.data_ranks, "sequences"
@@ -202,8 +202,9 @@ def _checkpointing_line(plan: ShardPlan) -> str:
     return f"activation checkpointing {mode} of {len(plan.checkpointed)} of {len(blocks)} blocks ({numbers})"
 
 
-def _compile_line(model: nn.Module, plan: ShardPlan) -> str:
-    kinds = dict.fromkeys(type(model.get_submodule(name)).__name__ for name in plan.compiled)
+def _compile_line(plan: ShardPlan) -> str:
+    # Of all stages, as the model on meta has them: a stage of its own has placeholders for the others' blocks.
+    kinds = dict.fromkeys(type(plan.twin.module.get_submodule(name)).__name__ for name in plan.compiled)
     return f"{len(plan.compiled)} dense parts of {len(plan.anatomy.blocks)} blocks ({', '.join(kinds)})"
 
 

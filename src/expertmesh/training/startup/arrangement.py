@@ -13,7 +13,7 @@ from expertmesh.config import Config, ParallelConfig
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.training.reporting.record import Arrangement
 from expertmesh.training.startup.model_check import Checked
-from expertmesh.training.startup.preflight import preflight
+from expertmesh.training.startup.preflight import preflight, refuse_weights
 
 log = logging.getLogger(__name__)
 
@@ -21,8 +21,11 @@ Arrange = Callable[[Config, int, Callable[[Config, int], Checked]], Arrangement]
 
 
 def check(config: Config) -> Checked:
-    """`preflight` of this job's ranks."""
-    return preflight(config, dist.get_world_size())
+    """`preflight` of this job's ranks; rank 0 looks at the weights' files as well, before data are tokenized."""
+    checked = preflight(config, dist.get_world_size())
+    if dist.get_rank() == 0:
+        refuse_weights(checked)
+    return checked
 
 
 def arranged(config: Config, arrange: Arrange) -> Config:

@@ -163,13 +163,13 @@ def _held_by_another(stack: ExitStack, preparation: Preparation) -> str:
 
 def held_by_another(stack: ExitStack, preparation: Preparation) -> str:
     """The job that makes these tokens now, or nothing: then this process has the right to, until `stack` is closed."""
+    lock = RunLock(preparation.directory, name=f".making-{preparation.key}.json")
     try:
-        stack.enter_context(RunLock(preparation.directory, name=f".making-{preparation.key}.json"))
-    except InputError as error:
-        if error.key != "output.in-use":
+        stack.enter_context(lock)
+    except InputError:
+        if lock.held_by is None:
             raise
-        return str(error).partition(" by another run: ")[2].partition(" (last sign")[0] or "another job"
-    return ""
+    return "" if lock.held_by is None else str(lock.held_by)
 
 
 def _made(name: str, preparation: Preparation, say: Callable[[str], None]) -> PreparedData:

@@ -19,7 +19,7 @@ from expertmesh.distributed.layout import Layout, ep_reason, resolve_layout
 from expertmesh.introspection.attention import packing_refusal
 from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.checkpointing import CheckpointingMode
-from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan
+from expertmesh.parallel.shard_plan import ShardOptions, ShardPlan, expert_traffic
 from expertmesh.step.pipeline_schedule import interleaves
 from expertmesh.training.objective import RunObjective
 
@@ -65,14 +65,16 @@ def check_model(
         _refuse_noise(model_config)
     model = build_model(model_config, directory, ModelOptions.of(config))
     experts = describe(model).num_experts
-    layout = resolve_layout(config.parallel, world_size, experts, ranks_per_node)
+    options, rows = shard_options(config), config.train.micro_batch_size * (2 if config.objective.name == "dpo" else 1)
+    traffic = expert_traffic(model, options, rows * config.data.max_length)
+    layout = resolve_layout(config.parallel, world_size, experts, ranks_per_node, traffic)
     accumulation = accumulation_of(config.train.global_batch_size, config.train.micro_batch_size, layout.data_ranks)
     _refuse_interleaving(layout, accumulation)
     if config.data.packing:
         _refuse_packing(config, model)
     check_adapter(model)
-    plan = plan_model(model, layout, shard_options(config))
-    reason = ep_reason(config.parallel, layout, experts, ranks_per_node)
+    plan = plan_model(model, layout, options)
+    reason = ep_reason(config.parallel, layout, traffic, ranks_per_node)
     return Checked(model_config, directory, model, plan, reason, RunObjective.of(config))
 
 

@@ -1,5 +1,6 @@
 """The directory of a run: whether this configuration may write into it, and the configuration that it then holds."""
 
+import os
 import re
 from pathlib import Path
 
@@ -7,12 +8,11 @@ from expertmesh.checkpoint.directory import CHECKPOINTS, published, step_name
 from expertmesh.config import Config, TrainConfig, dump_config
 from expertmesh.config.errors import InputError
 from expertmesh.config.files import config_from
-from expertmesh.io.directory import io_errors
+from expertmesh.io.directory import io_errors, nearest
 from expertmesh.io.reading import read_file
 from expertmesh.io.safetensors_writer import rename_synced, replace_synced
 from expertmesh.io.terminal import log
-from expertmesh.io.urls import is_url
-from expertmesh.training.resume import config_differences, find_start, find_weights, flat
+from expertmesh.training.resume import config_differences, find_start, find_weights, flat, ways_on
 from expertmesh.training.startup.uploads import has_result, withdraw_result
 
 CONFIG_FILE = "config.yaml"
@@ -30,15 +30,24 @@ def refuse_output_dir(config: Config) -> None:
     The same run may go on in it, from its newest checkpoint; what may differ is in resume.py.
     """
     directory = Path(config.output_dir)
-    if is_url(config.output_dir):
+    there = nearest(directory)
+    if not there.is_dir():
+        raise InputError(f"output_dir {directory}: {there} is a file; choose another directory", key="output.is-a-file")
+    if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
         raise InputError(
-            f"output_dir {config.output_dir}: a run lives on a disk; choose a directory, and set checkpoint.remote to "
-            "the URL, which gets its checkpoints and its result",
-            key="storage.unsupported-url",
+            f"output_dir {directory}: {there} cannot be written by this user; choose another directory, or give it "
+            "the permission",
+            key="output.unwritable",
         )
-    if directory.exists() and not directory.is_dir():
-        raise InputError(f"output_dir {directory} is a file; choose another directory", key="output.is-a-file")
-    if not directory.exists() or all(_LEFT_BY_A_START.fullmatch(path.name) for path in directory.iterdir()):
+    if there == directory.absolute():
+        _refuse_contents(config, directory)
+    if config.checkpoint.remote is None:  # which may have what is not here; prepare.py looks there
+        find_start(config)
+        find_weights(config)
+
+
+def _refuse_contents(config: Config, directory: Path) -> None:
+    if all(_LEFT_BY_A_START.fullmatch(path.name) for path in directory.iterdir()):
         return
     # Somebody may have removed the run's own; each checkpoint holds one.
     known = (directory, *(path for _, path in reversed(published(directory / CHECKPOINTS))))
@@ -53,18 +62,17 @@ def refuse_output_dir(config: Config) -> None:
     before = _read(written)
     forbidden, _ = config_differences(*(flat(each.model_dump(mode="json")) for each in (before, config)))
     if forbidden:
-        shown = "; ".join(forbidden[:_LISTED]) + (f"; and {len(forbidden) - _LISTED} more" * (len(forbidden) > _LISTED))
+        shown = "; ".join([*forbidden.values()][:_LISTED])
+        shown += f"; and {len(forbidden) - _LISTED} more" * (len(forbidden) > _LISTED)
+        newest = next((path for _, path in reversed(published(directory / CHECKPOINTS))), None)
         raise InputError(
             f"output_dir {directory} holds a run with another configuration: {shown}; put it back to "
-            "continue that run, or choose another directory",
+            f"continue that run{ways_on(forbidden, newest)}, or choose another directory",
             key="run.other-configuration",
         )
     goes_on = _has_more_steps(before.train, config.train) and published(directory / CHECKPOINTS)
     if _is_finished(config) and not goes_on:
         raise _finished(config, before.train)
-    if config.checkpoint.remote is None:  # which may have what is not here; prepare.py looks there
-        find_start(config)
-        find_weights(config)
 
 
 def refuse_no_more_steps(config: Config, start: Path, total_steps: int) -> None:

@@ -2,10 +2,13 @@
 
 The launcher calls `preflight` once before it starts ranks, so that a mistake costs seconds and is said once; `train`
 calls it again in each rank (a job started by torchrun has no launcher of ours). `check` and `verify` refuse by the same
-functions. Reads config.json and file headers at most.
+functions; `check` and `prepare` take as notes what another machine or another `output_dir` mends. Reads config.json and
+file headers at most.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,26 +17,43 @@ from torch import nn
 
 from expertmesh.anatomy import describe
 from expertmesh.config import Config
-from expertmesh.config.errors import InputError
-from expertmesh.data import load_tokenizer, refuse_url
-from expertmesh.io.directory import require_space
+from expertmesh.config.errors import ExpertmeshError, InputError, MissingHereError
+from expertmesh.data import load_tokenizer, refuse_source
+from expertmesh.io.directory import nearest, require_space
+from expertmesh.io.safetensors_reader import open_weight_files
+from expertmesh.io.urls import is_url
 from expertmesh.training.optimizers.build import moment_bytes
 from expertmesh.training.optimizers.matrices import matrices_of
 from expertmesh.training.startup.model_check import Checked, check_model
 from expertmesh.training.startup.output_dir import refuse_output_dir
 from expertmesh.training.startup.packages import refuse_missing_packages
+from expertmesh.weights.load import weights_file
+from expertmesh.weights.mapping import plan_load
 from expertmesh.weights.meta_model import read_model_config
 from expertmesh.weights.quantised.published import quantisation
 
 
-def preflight(config: Config, world_size: int, ranks_per_node: int | None = None, *, weights: bool = True) -> Checked:
+def preflight(
+    config: Config,
+    world_size: int,
+    ranks_per_node: int | None = None,
+    *,
+    weights: bool = True,
+    notes: list[ExpertmeshError] | None = None,
+) -> Checked:
     """Raise `InputError` for whatever cannot work on `world_size` ranks; no communication, no side effect.
 
     `ranks_per_node` is for who is no rank of the job: the ranks know it from the launcher. Without `weights` those of a
-    hub repository are not downloaded.
+    hub repository are not downloaded. Of weights only config.json is read; for their headers see `refuse_weights`. What
+    another machine or `output_dir` mends is put into `notes`, if there are any.
     """
-    refuse_output_dir(config)
-    refuse_config(config)
+    _refuse_paths(config)
+    with _noted(notes):
+        refuse_output_dir(config)
+    here = _without_extras(config)
+    with _noted(notes):
+        _refuse_machine(config)
+        here = config
     model = config.model
     model_config, directory = read_model_config(
         model.name_or_path, model.revision, model.trust_remote_code, weights=weights
@@ -43,16 +63,62 @@ def preflight(config: Config, world_size: int, ranks_per_node: int | None = None
             f"save.dtype is as_loaded, but {model.name_or_path} is not quantised; set save.dtype to auto",
             key="weights.not-quantised",
         )
-    checked = check_model(config, model_config, directory, world_size, ranks_per_node)
-    checkpoint_bytes = refuse_disk(config, checked.model)
+    try:
+        checked = check_model(here, model_config, directory, world_size, ranks_per_node)
+    except MissingHereError as error:
+        if notes is None:
+            raise
+        notes.append(error)
+        checked = check_model(_without_extras(config), model_config, directory, world_size, ranks_per_node)
     load_tokenizer(model, config.data.chat_template)
+    checkpoint_bytes = 0
+    with _noted(notes):
+        checkpoint_bytes = refuse_disk(config, checked.model)
     return replace(checked, checkpoint_bytes=checkpoint_bytes)
+
+
+def _without_extras(config: Config) -> Config:
+    """The same with torch's own code in the place of what a machine may lack."""
+    moe = config.moe.model_copy(update={"dispatch": "auto", "kernels": "auto"})
+    is_extra = config.model.attention in ("flash_attention_2", "flex_attention")
+    model = config.model.model_copy(update={"attention": "auto"} if is_extra else {})
+    return config.model_copy(update={"moe": moe, "model": model})
+
+
+@contextmanager
+def _noted(notes: list[ExpertmeshError] | None) -> Iterator[None]:
+    """Put what is refused inside into `notes`, if there are any."""
+    try:
+        yield
+    except ExpertmeshError as error:
+        if notes is None:
+            raise
+        notes.append(error)
+
+
+def refuse_weights(checked: Checked) -> None:
+    """Refuse weights whose files are absent, or whose headers do not fit the model; no weight is read.
+
+    For one process of the job: of a large model the headers take seconds, and each rank reads them when its shards are
+    known (`bytes_to_read`). Raises what loading raises before it reads: also `IntegrityError` and `SecurityError`.
+    """
+    with open_weight_files(checked.directory, weights_file(checked.model)) as files:
+        plan_load(checked.model, files)
 
 
 def refuse_config(config: Config) -> None:
     """Refuse what a look at the machine tells, without the model: files and packages that are not there."""
-    _refuse_local_paths(config)
+    _refuse_paths(config)
+    _refuse_machine(config)
+
+
+def _refuse_machine(config: Config) -> None:
     refuse_missing_packages(config)
+    if config.model.attention == "flex_attention" and not torch.accelerator.is_available():
+        raise InputError(
+            "model.attention: flex_attention has no backward on a CPU; set model.attention to sdpa",
+            key="model.attention-unsupported",
+        )
 
 
 def refuse_disk(config: Config, model: nn.Module) -> int:
@@ -66,26 +132,21 @@ def refuse_disk(config: Config, model: nn.Module) -> int:
     saves = config.checkpoint.every_steps is not None or config.checkpoint.every_minutes is not None
     matrices, optimizer = matrices_of(model, describe(model)), config.optim.name
     moments = sum(moment_bytes(optimizer, shape, width, is_matrix=name in matrices) for name, shape in trained.items())
-    directory = Path(config.output_dir).absolute()
-    while not directory.exists():
-        directory = directory.parent
     checkpoint = size + math.ceil(moments) if saves else 0
-    require_space(directory, checkpoint + size)
+    require_space(nearest(Path(config.output_dir)), checkpoint + size)
     return checkpoint
 
 
-def _refuse_local_paths(config: Config) -> None:
+def _refuse_paths(config: Config) -> None:
+    if is_url(config.output_dir):
+        raise InputError(
+            f"output_dir {config.output_dir}: a run lives on a disk; choose a directory, and set checkpoint.remote to "
+            "the URL, which gets its checkpoints and its result",
+            key="storage.unsupported-url",
+        )
     for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         for index, source in enumerate(sources):
-            if "://" in source.path:
-                refuse_url(source.path)
-                continue
-            looks_local = source.path.startswith((".", "/", "~")) or Path(source.path).suffix in (
-                ".json",
-                ".jsonl",
-                ".parquet",
-            )
-            if looks_local and not Path(source.path).expanduser().exists():
-                raise InputError(
-                    f"{key}.{index}.path: {source.path} does not exist; correct the path", key="data.not-found"
-                )
+            try:
+                refuse_source(source.path)
+            except InputError as error:
+                raise InputError(f"{key}.{index}.path: {error}", key=error.key) from error

@@ -16,7 +16,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.config.files import config_from
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.io.reading import read_file
-from expertmesh.training.resume import config_differences, flat
+from expertmesh.training.resume import config_differences, flat, ways_on
 from expertmesh.training.startup.uploads import fetch_records, open_remote
 
 log = logging.getLogger(__name__)
@@ -97,11 +97,12 @@ def _refuse_other_run(config: Config, remote: RemoteCheckpoints, step: int) -> N
     before = config_from(content.decode(errors="backslashreplace"), where)
     forbidden, _ = config_differences(*(flat(each.model_dump(mode="json")) for each in (before, config)))
     if forbidden:
-        raise _other_run(remote.storage.url, "; ".join(forbidden))
+        raise _other_run(remote.storage.url, "; ".join(forbidden.values()), ways_on(forbidden, None))
 
 
-def _other_run(where: str, why: str) -> InputError:
+def _other_run(where: str, why: str, ways: str = "") -> InputError:
     return InputError(
-        f"{where} holds another run: {why}; put it back to continue that run, or choose another checkpoint.remote",
+        f"{where} holds another run: {why}; put it back to continue that run{ways}, or choose another "
+        "checkpoint.remote",
         key="storage.other-run",
     )

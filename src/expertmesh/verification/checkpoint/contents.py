@@ -10,7 +10,7 @@ from expertmesh.anatomy import is_adapter
 from expertmesh.checkpoint.companions import ADAPTER, HUGGINGFACE, LAYOUT_FILE
 from expertmesh.checkpoint.manifest import MANIFEST
 from expertmesh.checkpoint.schema import Manifest
-from expertmesh.checkpoint.small_files import STATE_FILE, read_generators, read_small, read_state_file, rng_file
+from expertmesh.checkpoint.small_files import RNG_FILE, STATE_FILE, read_generators, read_small, read_state_file
 from expertmesh.config.errors import IntegrityError
 from expertmesh.io.reading import MAX_TOKENIZER_BYTES, read_json
 from expertmesh.training.resume import read_counters
@@ -28,7 +28,7 @@ def small_file_problems(directory: Path, manifest: Manifest, check: FileCheck) -
     yield from (f"{path}: damaged: does not name {name}, which every such checkpoint has" for name in missing)
     readers: dict[str, Callable[[], object]] = {
         STATE_FILE: lambda: _read_state(directory, manifest),
-        rng_file(manifest): lambda: read_generators(directory, manifest, range(manifest.world_size)),
+        RNG_FILE: lambda: read_generators(directory, manifest, range(manifest.world_size)),
         _BASE: lambda: read_base(directory / _BASE, read_small(directory, manifest, _BASE)),
     }
     for name in (readers.keys() & names.keys()) - check.damaged:
@@ -50,7 +50,7 @@ def _read_state(directory: Path, manifest: Manifest) -> None:
 def needed_files(manifest: Manifest) -> set[str]:
     """The files that a checkpoint of this kind cannot be without."""
     of_adapters = {_ADAPTER_CONFIG, _BASE} if any(is_adapter(name) for name in manifest.model) else set()
-    return _NEEDED | {rng_file(manifest)} | of_adapters
+    return _NEEDED | {RNG_FILE} | of_adapters
 
 
 def _is_json(path: Path) -> bool:

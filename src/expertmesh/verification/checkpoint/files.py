@@ -110,7 +110,7 @@ def _header(path: Path, check: FileCheck) -> dict[str, FileTensor] | None:
 def _parts(path: Path, header: Mapping[str, FileTensor], manifest: Manifest, check: FileCheck) -> dict[str, _Part]:
     """What the manifest says of the tensors of a file, by name."""
     try:
-        problems, fingerprints = match_header(path, header, manifest), fingerprints_in(path, manifest)
+        problems, fingerprints = match_header(path, header, manifest), fingerprints_in(path)
     except ExpertmeshError as error:
         problems, fingerprints = [str(error)], {}
     check.findings += map(Finding, problems)

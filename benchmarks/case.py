@@ -1,4 +1,4 @@
-"""What is measured: shapes of models and layers, numbers of tokens, precisions, and how often.
+"""What is measured: shapes of models and layers, numbers of tokens, precisions.
 
 A `Case` travels as JSON from the launcher to the ranks, so that all of them build the same model from the same
 checkpoint and read the same tokens.
@@ -10,10 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from expertmesh.config.errors import InputError
-
-CPU_RANKS, QUICK_RANKS = 4, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +71,6 @@ class LayerCase:
     dtype: str
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What is measured, and how often. `ranks` of the cases are replaced by `--nproc`."""
-
-    step: Case
-    load: Case
-    layer: tuple[LayerCase, ...]
-    lora: tuple[LayerCase, ...]
-    step_repeats: int
-    load_repeats: int
-    layer_repeats: int
-    lora_repeats: int
-
-
 TINY_LAYER = Shape(hidden=256, width=128, experts=16, top_k=4)
 _LARGE, _SMALL = Shape(hidden=1024, width=512, experts=64), Shape(hidden=512, width=256, experts=64)
 LORA = (LayerCase(512, _LARGE, "float32"), LayerCase(512, _LARGE, "bfloat16"), LayerCase(4096, _SMALL, "float32"))
@@ -97,57 +79,6 @@ LOAD = Case(
     tokens=512, compute="bfloat16", params="bfloat16", layers=10, hidden=1024, expert_width=512, vocabulary=32768,
     heads=16,
 )  # fmt: skip
-# Two layers of Qwen3-30B-A3B.
-_GPU_STEP = Case(
-    tokens=8192, sequence=4096, compute="bfloat16", params="bfloat16", layers=2, hidden=2048, experts=128,
-    expert_width=768, vocabulary=32768, heads=32, head_dim=128,
-)  # fmt: skip
-
-CPU = Sizes(
-    STEP, LOAD, (LayerCase(2048, TINY_LAYER, "float32"), LayerCase(2048, TINY_LAYER, "bfloat16")), LORA,
-    step_repeats=7, load_repeats=3, layer_repeats=15, lora_repeats=5,
-)  # fmt: skip
-CPU_QUICK = Sizes(
-    dataclasses.replace(STEP, layers=2, tokens=128, sequence=128), dataclasses.replace(LOAD, layers=1),
-    (LayerCase(512, TINY_LAYER, "float32"),), (LayerCase(512, TINY_LAYER, "float32"),),
-    step_repeats=3, load_repeats=1, layer_repeats=5, lora_repeats=3,
-)  # fmt: skip
-ACCELERATOR = Sizes(
-    _GPU_STEP, LOAD, (LayerCase(8192, Shape(), "bfloat16"), LayerCase(32768, Shape(), "bfloat16")),
-    (LayerCase(16384, Shape(), "bfloat16"),), step_repeats=9, load_repeats=3, layer_repeats=15, lora_repeats=9,
-)  # fmt: skip
-ACCELERATOR_QUICK = dataclasses.replace(
-    ACCELERATOR, step=dataclasses.replace(_GPU_STEP, tokens=2048, sequence=2048), load=CPU_QUICK.load,
-    layer=ACCELERATOR.layer[:1], step_repeats=3, load_repeats=1, layer_repeats=5, lora_repeats=3,
-)  # fmt: skip
-
-
-def sizes_for(device: torch.device, quick: bool) -> Sizes:
-    if device.type == "cpu":
-        return CPU_QUICK if quick else CPU
-    return ACCELERATOR_QUICK if quick else ACCELERATOR
-
-
-def check_ranks(nproc: int | None, device: torch.device, quick: bool, sizes: Sizes) -> int:
-    """How many ranks `step` and `load` use: `nproc`, else one per accelerator, else a few on the CPU.
-
-    Raises `InputError` for a number that the machine or the models' experts do not allow.
-    """
-    devices = torch.accelerator.device_count() if device.type != "cpu" else None
-    if devices is not None and nproc is not None and nproc > devices:
-        raise InputError(
-            f"--nproc is {nproc}, but this machine has {devices} accelerators; use {devices} or fewer",
-            key="launch.too-few-accelerators",
-        )
-    ranks = nproc or devices or (QUICK_RANKS if quick else CPU_RANKS)
-    for case in (sizes.step, sizes.load):
-        if case.experts % ranks:
-            choices = ", ".join(str(size) for size in range(1, case.experts + 1) if case.experts % size == 0)
-            raise InputError(
-                f"--nproc {ranks} does not divide the {case.experts} experts of a layer; use {choices}",
-                key="layout.ep-divides-experts",
-            )
-    return ranks
 
 
 def write_checkpoint(case: Case, directory: Path, max_shard_size: str = "50GB") -> Case:

@@ -1,13 +1,9 @@
-"""What a part of the benchmark gives: a table, ratios of ours to a peer's, everything as data, and the machine.
-
-A peer that is not installed is named in `missing`, and ours is measured alone; nothing is left out in silence.
-"""
+"""What the benchmarks share: tables, the machine, which peer is missing, and what is raised when results differ."""
 
 import dataclasses
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -15,31 +11,9 @@ import torch
 
 from expertmesh.training.reporting.machine import device_name
 
-EXTRA = "pip install 'expertmesh[peers]'"
 
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """Of ours to the peer's, both from one run; below 1 is less. `what` names the figure and the case."""
-
-    what: str
-    ours: float
-    peer: float
-
-    @property
-    def value(self) -> float:
-        return self.ours / self.peer
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What one part has measured. `missing` says why a peer is not in the table."""
-
-    peer: str
-    table: str
-    ratios: tuple[Ratio, ...]
-    missing: str | None
-    data: dict[str, Any]
+class ResultsDiffer(RuntimeError):
+    """Two systems do not compute the same, so that their figures say nothing."""
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -55,7 +29,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def why_missing(peer: str) -> str | None:
     """Why `peer` (`transformers` for its expert parallelism, or `peft`) cannot be measured; None if it can."""
     if peer == "peft":
-        return None if _version("peft") else f"PEFT is not installed; {EXTRA}"
+        return None if _version("peft") else "PEFT is not installed; pip install peft"
     try:
         from transformers.distributed.configuration_utils import DistributedConfig
     except ImportError:
@@ -66,7 +40,9 @@ def why_missing(peer: str) -> str | None:
         found = _version("transformers")
         return f"transformers {found} has no expert parallelism on FSDP2; pip install -U transformers"
     # Its loader asks for it as soon as it is told to shard.
-    return None if _version("accelerate") else f"transformers' expert parallelism needs accelerate; {EXTRA}"
+    return (
+        None if _version("accelerate") else "transformers' expert parallelism needs accelerate; pip install accelerate"
+    )
 
 
 def machine() -> dict[str, Any]:

@@ -25,9 +25,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from expertmesh.bench import probes
-from expertmesh.bench.case import Case, input_ids, write_checkpoint
-from expertmesh.config.errors import DistributedFailure
+from benchmarks import probes
+from benchmarks.case import Case, input_ids, write_checkpoint
 from expertmesh.distributed.mesh import current_device
 
 # (case, systems, repeats) to what rank 0 writes; every rank calls it.
@@ -110,11 +109,11 @@ def build(name: str, case: Case) -> System:
 
 
 def launch(
-    mode: str, case: Case, names: Sequence[str], repeats: int, worker: str = "expertmesh.bench.worker"
+    mode: str, case: Case, names: Sequence[str], repeats: int, worker: str = "benchmarks.worker"
 ) -> dict[str, Any]:
     """Start `case.ranks` fresh one-thread workers, wait for all of them and return what rank 0 wrote.
 
-    Raises `DistributedFailure` when one of them fails; its output tells why.
+    Raises `RuntimeError` when one of them fails; its output tells why.
     """
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "result.json"
@@ -135,9 +134,8 @@ def launch(
             for process in ranks:
                 process.kill()
         if failed:
-            raise DistributedFailure(
-                f"ranks {failed} of the {mode} run over {', '.join(names)} failed; their output is above",
-                key="bench.rank-failed",
+            raise RuntimeError(
+                f"ranks {failed} of the {mode} run over {', '.join(names)} failed; their output is above"
             )
         result: dict[str, Any] = json.loads(out.read_text())
         return result

@@ -1,1 +1,0 @@
-"""`expertmesh doctor`: what this machine is and whether it can train."""

@@ -1,0 +1,192 @@
+"""Each pair of the table in docs/parallelism.md, an option along an axis, is started by the command line as one types
+it: two steps give the losses of one process, or the pair is refused by the key that the table names.
+
+Ranks are forked, as those of srun. `train.compile` traces with torch's own "aot_eager", which is the same graph without
+generated code.
+"""
+
+import json
+import os
+import re
+import sys
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from expertmesh.cli.main import main
+from expertmesh.config import Config
+from expertmesh.config.base import Section
+from expertmesh.parallel import compiling
+from tests.support.ranks import run_ranks
+from tests.training.dpo_by_trl import PAIRS
+from tests.training.tiny_run import metrics, run_config, write_inputs
+
+# Ranks, and how they are laid out: rows travel along ep beside each other axis.
+AXES = {
+    "ep": (2, "parallel.ep=2"),
+    "fsdp": (4, "parallel.fsdp=4 parallel.ep=2"),
+    "replicate": (4, "parallel.replicate=2 parallel.ep=2"),
+    "tp": (2, "parallel.tp=2 parallel.ep=2"),
+    "cp": (2, "parallel.cp=2 parallel.ep=2"),
+    "pp": (4, "parallel.pp=2 parallel.ep=2"),
+}
+ONE_PROCESS = (1, "parallel.ep=1")
+# DeepSeek-V3 of two blocks has all that an option may be about, but for these.
+OTHER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "moe.aux_loss_coef": ("qwen3_moe", {}),
+    "parallel.pp_virtual_stages": ("deepseek_v3", {"num_hidden_layers": 4}),
+}
+# What one process does without: it has nobody to send rows to.
+ALONE = ("moe.dispatch=", "moe.interleave=", "parallel.")
+PAGE = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
+
+
+def _table() -> dict[str, dict[str, str]]:
+    """By option, as it is typed, what each axis does with it: `yes`, or the key of the refusal."""
+    section = PAGE.partition("## Options along each axis\n")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in section.splitlines() if "|" in line]
+    (_, *axes), _, *options = rows
+    return {option.strip("`"): dict(zip(axes, cells, strict=True)) for option, *cells in options}
+
+
+TABLE = _table()
+CELLS = [(option, axis, cell) for option, cells in TABLE.items() for axis, cell in cells.items() if cell != "–"]
+
+
+def _words(option: str) -> list[str]:
+    """`lora={r: 4} train.compile=true` as two arguments."""
+    return re.findall(r"(?:[^\s{\[]|\{.*?\}|\[.*?\])+", option)
+
+
+@cache
+def _inputs(root: Path, key: str) -> Path:
+    """Models, plain and quantised, and data for the options that have `key` in them."""
+    family, changes = OTHER_MODELS.get(key, ("deepseek_v3", {}))
+    inputs = write_inputs(root / f"of {key}", family, **changes)
+    (inputs / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    code = main(["convert", str(inputs / "model"), "--output", str(inputs / "published"), "--dtype", "fp8"])
+    assert code == 0
+    return inputs
+
+
+def _arguments(inputs: Path, option: str, axes: str, output: Path) -> list[str]:
+    run_config(inputs, output)
+    given = [*_words(axes), *_words(option), "train.max_steps=2"]
+    if "dpo" in option:
+        given += [f"data.train={inputs / 'pairs.jsonl'}", "data.max_length=128"]
+    if "eval" in option:
+        given += [f"data.eval={inputs / 'train.jsonl'}"]
+    if "as_published" in option:
+        given += [f"model.name_or_path={inputs / 'published'}"]
+    return ["train", f"{output}.yaml", *given]
+
+
+def _rank(arguments: list[str], output: str, nodes: bool) -> int:
+    """One rank of srun, on a node of its own or all on one; what it prints goes into a file."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    here, local = (1, 0) if nodes else (world, rank)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(here)}
+    descriptor = os.open(f"{output}.{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    return main(arguments)
+
+
+@cache
+def _train(inputs: Path, option: str, place: tuple[int, str]) -> list[float]:
+    """The losses of two steps."""
+    (world, axes), name = place, re.sub(r"\W+", "-", f"{option} {place[1]}")
+    output = inputs / name
+    arguments = _arguments(inputs, option, axes, output)
+    compiled = mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    with compiled, mock.patch.object(compiling, "_probe"):
+        codes = run_ranks(_rank, world, arguments, str(output), "hierarchical" in option)
+    said = "".join(Path(f"{output}.{rank}.txt").read_text() for rank in range(world))
+    assert codes == [0] * world, said
+    return [row["loss"] for row in metrics(output) if "loss" in row]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("combinations")
+
+
+@pytest.fixture
+def inputs(root: Path, option: str) -> Path:
+    return _inputs(root, next((key for key in OTHER_MODELS if key in option), "all others"))
+
+
+@pytest.mark.parametrize(("option", "axis"), [cell[:2] for cell in CELLS if cell[2] == "yes"])
+def test_an_option_along_an_axis_trains_by_the_command_line(inputs: Path, option: str, axis: str) -> None:
+    found = _train(inputs, option, AXES[axis])
+    alone = " ".join(word for word in _words(option) if not word.startswith(ALONE))
+    assert found == pytest.approx(_train(inputs, alone, ONE_PROCESS), rel=1e-2 if "bfloat16" in option else 1e-4)
+
+
+@pytest.mark.parametrize(("option", "axis", "key"), [cell for cell in CELLS if cell[2] != "yes"])
+def test_what_an_axis_does_not_have_is_refused_before_ranks_start(
+    inputs: Path, capsys: pytest.CaptureFixture[str], option: str, axis: str, key: str
+) -> None:
+    world, axes = AXES[axis]
+    arguments = _arguments(inputs, option, axes, inputs / "refused")
+    capsys.readouterr()
+    assert main(["--error-format", "json", *arguments, "--nproc", str(world)]) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(err)["key"] == key.strip("`")
+    assert "each of which imports" not in out
+
+
+def test_a_refusal_of_all_ranks_is_told_by_rank_0(root: Path) -> None:
+    inputs, output = _inputs(root, "all others"), root / "refused"
+    assert run_ranks(_rank, 2, _arguments(inputs, "parallel.ep=3", "", output), str(output), False) == [2, 2]
+    said = [Path(f"{output}.{rank}.txt").read_text() for rank in range(2)]
+    assert [text.count("error: rank 0: parallel.ep 3 does not divide") for text in said] == [1, 0]
+    assert "error" not in said[1]
+
+
+def _choices(section: type[Section], prefix: str = "") -> dict[str, set[Any]]:
+    """By key, the values of all switches: what is true, and each name but the default."""
+    found: dict[str, set[Any]] = {}
+    for name, field in section.model_fields.items():
+        kinds = [field.annotation, *get_args(field.annotation)]
+        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+        if inner is not None:
+            found |= _choices(inner, f"{prefix}{name}.")
+            continue
+        values = {value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)}
+        values |= {True, False} if bool in kinds else set()
+        found[f"{prefix}{name}"] = {value for value in values if value not in (field.default, "auto", None)}
+    return {key: values for key, values in found.items() if values}
+
+
+# Switches that are not about how ranks compute: of data and files before, of results and reports after a step.
+NOT_OF_AXES = re.compile(
+    r"(save|log|schedule|eval|checkpoint|distributed)\..*|data\.(?!packing|stream).*|model\.trust_.*"
+)
+# Named in the table under another key or value, or the opposite of what is there.
+OTHERWISE = {
+    "parallel.ep_across_nodes": {True},
+    "data.packing": {False},
+    "moe.router_dtype": set(),
+    "precision.params": {"float16"},
+    "precision.compute": {"float16", "float32"},
+    "precision.reduce": {"float16"},
+}
+
+
+def test_the_table_has_every_switch_of_the_configuration() -> None:
+    text = "\n".join(TABLE)
+    missing = {
+        f"{key}={value}"
+        for key, values in _choices(Config).items()
+        if not NOT_OF_AXES.fullmatch(key)
+        for value in values - OTHERWISE.get(key, set())
+        if not re.search(rf"\b{key.rpartition('.')[2]}(=|: ){str(value).lower() if value is True else value}\b", text)
+    }
+    assert not missing
