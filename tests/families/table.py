@@ -103,9 +103,9 @@ list is fused when it is loaded and written back under its own names, if a small
 that nothing changes; `tests/weights/test_module_list.py` holds this to the model's own code, and names what is refused.
 
 Kimi-K2 (`model_type: kimi_k2`) is DeepSeek-V3 under another name, tensors' names included, and is trained as
-transformers' `deepseek_v3`: the code beside its weights never runs, and what is saved says `deepseek_v3`. transformers
-reads the language model of Kimi-K2.5 by the same rule. Only its tokenizer is code of its own, so that needs
-`model.trust_remote_code: true`, and tiktoken.
+transformers' `deepseek_v3`: the code beside its weights never runs. What is saved says `kimi_k2`, for whoever reads the
+published model. transformers reads the language model of Kimi-K2.5 by the same rule. Only its tokenizer is code of its
+own, so that needs `model.trust_remote_code: true`, and tiktoken.
 
 | family | model class | EP × FSDP2 parity | load/save round trip | packing | LoRA |{_columns((*AXES, "bf16"))}
 |---|---|---|---|---|---|{_columns(["---"] * (len(AXES) + 1))}

@@ -30,7 +30,7 @@ from transformers import (
 from transformers.dynamic_module_utils import custom_object_save
 
 from expertmesh.io.directory import io_errors
-from expertmesh.io.reading import MAX_TOKENIZER_BYTES, parse_json, read_file
+from expertmesh.io.reading import MAX_TOKENIZER_BYTES, read_file
 from expertmesh.io.safetensors_writer import FilesLayout, create_index, sync
 from expertmesh.state.sharded_model import sharded
 from expertmesh.weights.mapping import own_class, own_classes
@@ -44,11 +44,11 @@ TOKENIZER_FILES = (
     *("*.model", "*.model.v*", "*.tiktoken", "tekken.json", "additional_chat_templates/*.jinja"),
 )
 _PROCESSOR_FILES = ("*processor_config.json",)
-# Of a config.json, what does not follow from a difference between two configs: dtype, class and quantisation are set by
-# their own rules, the others stay the base's.
+# What does not follow from a difference between two configs: dtype, class and quantisation are set by their own rules,
+# the others stay the base's, whatever transformers notes of its version and of how it was called.
 _APART = (
     *("architectures", "auto_map", "dtype", "model_type", "quantization_config", "torch_dtype"),
-    *("transformers_version", "transformers_weights"),
+    *("transformers_version", "transformers_weights", "is_local", "local_files_only"),
 )
 _ABSENT = object()
 
@@ -151,7 +151,7 @@ def generation_files(model: PreTrainedModel) -> dict[str, bytes]:
         return {}
     base, now = _base_of(model), model.generation_config
     if GENERATION_FILE in base:
-        before = GenerationConfig.from_dict(parse_json(base[GENERATION_FILE]))
+        before = GenerationConfig.from_dict(json.loads(base[GENERATION_FILE]))
         return {GENERATION_FILE: _changed_bytes(base[GENERATION_FILE], _content(before), _content(now))}
     # `from_pretrained` makes False of some that are None.
     derived, own = (
@@ -185,8 +185,8 @@ def tokenizer_files(tokenizer: Any, base: Path | None = None) -> dict[str, bytes
         return now
     if _TOKENIZER_CONFIG in files:
         files[_TOKENIZER_CONFIG] = _with_settings(files[_TOKENIZER_CONFIG], before, now)
-    templates = ({name: each for name, each in of.items() if name.endswith(".jinja")} for of in (before, now))
-    if next(templates) == (wanted := next(templates)):
+    own, wanted = ({name: each for name, each in of.items() if name.endswith(".jinja")} for of in (before, now))
+    if own == wanted:
         return files
     return now if wanted.keys() - {_TEMPLATE} else _with_template(files, wanted.get(_TEMPLATE))
 
@@ -212,7 +212,7 @@ def _base_of(model: PreTrainedModel) -> Mapping[str, bytes]:
     if base is None:
         directory = _directory_of(model.config.name_or_path or "", CONFIG_FILE)
         base = {} if directory is None else json_files(directory)
-    if CONFIG_FILE in base and _own_part(parse_json(base[CONFIG_FILE]), model.config) is None:
+    if CONFIG_FILE in base and _own_part(json.loads(base[CONFIG_FILE]), model.config) is None:
         return {}
     return base
 
@@ -238,7 +238,7 @@ def _config_in_base(
     model: PreTrainedModel, base: bytes, dtype: torch.dtype | None, quantisation: Mapping[str, Any] | None
 ) -> bytes:
     """config.json as the base has it, with what has changed: see `write_config`."""
-    config, whole = model.config, parse_json(base)
+    config, whole = model.config, json.loads(base)
     own = _own_part(whole, config)
     assert own is not None
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
@@ -303,7 +303,7 @@ def _changed(
 
 
 def _changed_bytes(base: bytes, before: Mapping[str, Any], now: Mapping[str, Any]) -> bytes:
-    whole = parse_json(base)
+    whole = json.loads(base)
     content = _changed(whole, before, now)
     return base if content == whole else _json_bytes(content)
 
@@ -345,10 +345,8 @@ def _rules(written: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def _with_settings(base: bytes, before: Mapping[str, bytes], now: Mapping[str, bytes]) -> bytes:
-    """tokenizer_config.json with the named tokens and settings that are others now. Not with what transformers notes of
-    how it was called (`is_local` and the like).
-    """
-    said = parse_json(base)
+    """tokenizer_config.json with the named tokens, and the settings among its own, that are others now."""
+    said = json.loads(base)
     old, new = (
         {key: each for key, each in json.loads(of[_TOKENIZER_CONFIG]).items() if key in said or key.endswith("_token")}
         for of in (before, now)
@@ -361,7 +359,7 @@ def _with_template(files: Mapping[str, bytes], template: bytes | None) -> dict[s
     changed = {name: each for name, each in files.items() if not name.startswith("additional_chat_templates/")}
     places = [_TEMPLATE] * (_TEMPLATE in files)
     for name in (_TOKENIZER_CONFIG, "chat_template.json", "processor_config.json"):
-        if "chat_template" in (content := parse_json(files.get(name, b"{}"))):
+        if "chat_template" in (content := json.loads(files.get(name, b"{}"))):
             places.append(name)
             said = {"chat_template": content["chat_template"]}
             text = {} if template is None else {"chat_template": template.decode()}

@@ -149,10 +149,10 @@ def build_meta_model(
     return model
 
 
-def class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class of the language model that `build_meta_model` builds of a config of transformers."""
-    kind: type[PreTrainedModel] = _auto_class(config, None)._model_mapping[type(config)]
-    return kind
+def class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """The class of the language model that `build_meta_model` builds of a config; None where transformers has none."""
+    found: type[PreTrainedModel] | None = next((auto._model_mapping[type(config)] for auto in _known(config)), None)
+    return found
 
 
 def _auto_class(config: PreTrainedConfig, num_labels: int | None) -> Any:
@@ -162,15 +162,21 @@ def _auto_class(config: PreTrainedConfig, num_labels: int | None) -> Any:
     """
     if num_labels is not None:
         return _classifier(config)
-    mappings: Any = (AutoModelForCausalLM, AutoModelForImageTextToText)
-    known = [auto for auto in mappings if type(config) in auto._model_mapping]
+    known = _known(config)
     if not known and not getattr(config, "auto_map", None):
         raise InputError(
             f"{config.model_type}: transformers cannot build a causal LM of it: no class of it is one",
             key="model.no-causal-lm",
         )
-    named = [auto for auto in known if auto._model_mapping[type(config)].__name__ in (config.architectures or ())]
-    return (named or known or [AutoModelForCausalLM])[0]
+    return (known or [AutoModelForCausalLM])[0]
+
+
+def _known(config: PreTrainedConfig) -> list[Any]:
+    """The automatic classes that know the config, first the one whose class it names."""
+    mappings: Any = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    known = [auto for auto in mappings if type(config) in auto._model_mapping]
+    architectures = config.architectures or ()
+    return sorted(known, key=lambda auto: auto._model_mapping[type(config)].__name__ not in architectures)
 
 
 def _classifier(config: PreTrainedConfig) -> Any:

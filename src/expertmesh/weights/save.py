@@ -82,7 +82,8 @@ def save_model(
 
     Every rank calls it, with the same arguments; all must see the same file system; `directory` must not exist or be
     empty. The layout on disk is the one that the weights were read from, or else the family's published one; what those
-    files held beside the model (MTP layers) is copied from them. `dtype` casts floating-point tensors on the way
+    files held beside the model (MTP layers) is copied from them. The other files are the base's own, with what has
+    changed in them, where the model and the tokenizer have one. `dtype` casts floating-point tensors on the way
     (except what the family keeps in fp32); "auto" gives each the dtype that it had in the files it was loaded from,
     bfloat16 where these are quantised, or its own if there were none; None leaves all as trained. "as_loaded" writes
     quantised files as they were: blocks that have not changed byte for byte, the others rounded anew; "fp8", "int4",

@@ -112,11 +112,11 @@ def stop_where_taught(model: PreTrainedModel, report: DataReport, tokenizer: Pre
     own: list[int] = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id or []
     if not (taught := sorted(report.ends.keys() - set(own))):
         return
-    both = [*taught, *own]
+    before, both = config.eos_token_id, [*taught, *own]
     config.eos_token_id = both if len(both) > 1 else both[0]
     named = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in taught)
     report.notes.append(
-        f"answers end with {named}, where the base's generation would go on (its eos_token_id is {own or None}); the "
+        f"answers end with {named}, where the base's generation would go on (its eos_token_id is {before}); the "
         f"generation_config that is saved has eos_token_id {config.eos_token_id}"
     )
 
