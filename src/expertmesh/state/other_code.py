@@ -279,10 +279,10 @@ def _refuse_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def media_in(batch: Mapping[str, Any]) -> list[str]:
     """What a model gets beside text: images, video, sound. Floating-point tensors under names of their own."""
 
-    def is_wide(value: Any) -> bool:
+    def is_medium(value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.is_floating_point()
 
-    return sorted(name for name in batch.keys() - _TEXT if any(map(is_wide, tree_leaves(batch[name]))))
+    return sorted(name for name in batch.keys() - _TEXT if any(map(is_medium, tree_leaves(batch[name]))))
 
 
 def refuse_media_on_some_ranks(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> None:
