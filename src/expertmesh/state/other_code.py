@@ -100,6 +100,39 @@ def refuse_sharded(model: nn.Module) -> None:
         )
 
 
+def media_in(batch: Mapping[str, Any]) -> list[str]:
+    """What a model gets beside text: images, video, sound. Floating-point tensors under names of their own."""
+
+    def is_medium(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+    return sorted(name for name in batch.keys() - _TEXT if any(map(is_medium, tree_leaves(batch[name]))))
+
+
+def refuse_media_on_some_ranks(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `InputError` unless all ranks call `model` with equal kinds of media: a tower that runs on some ranks alone
+    gathers and reduces there, while the others wait for something else.
+
+    Every rank calls it; one all-reduce of two integers on the default group, and a wait for it, of models with a tower.
+    """
+    config: Any = model.config
+    if mesh_of(model).layout.data_ranks == 1 or config.get_text_config() is config:
+        return
+    media = [media_in(batch) for batch in batches]
+    own = zlib.crc32(repr(media).encode())
+    ends = torch.tensor([own, -own], device=mesh_of(model).device)
+    dist.all_reduce(ends, op=dist.ReduceOp.MIN)
+    least, most = ends.tolist()
+    if least != -most:
+        given = "; ".join(", ".join(names) or "text alone" for names in media)
+        raise InputError(
+            f"the model is called with {given} on this rank and with something else on others, which would wait for "
+            "each other in its tower; give all ranks images in a micro-batch (a blank one whose tokens are no "
+            "targets), or none",
+            key="model.media-on-some-ranks",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class BeforeSharding:
     """What others may hold of a model in memory that is about to be sharded: FSDP2 puts new parameters in its modules.
@@ -274,39 +307,6 @@ def _refuse_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         )
     if model.training and torch.is_grad_enabled() and _sums(model):
         raise _summed(layout)
-
-
-def media_in(batch: Mapping[str, Any]) -> list[str]:
-    """What a model gets beside text: images, video, sound. Floating-point tensors under names of their own."""
-
-    def is_medium(value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-    return sorted(name for name in batch.keys() - _TEXT if any(map(is_medium, tree_leaves(batch[name]))))
-
-
-def refuse_media_on_some_ranks(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `InputError` unless all ranks call `model` with equal kinds of media: a tower that runs on some ranks alone
-    gathers and reduces there, while the others wait for something else.
-
-    Every rank calls it; one all-reduce of two integers on the default group, and a wait for it, of models with a tower.
-    """
-    config: Any = model.config
-    if mesh_of(model).layout.data_ranks == 1 or config.get_text_config() is config:
-        return
-    media = [media_in(batch) for batch in batches]
-    own = zlib.crc32(repr(media).encode())
-    ends = torch.tensor([own, -own], device=mesh_of(model).device)
-    dist.all_reduce(ends, op=dist.ReduceOp.MIN)
-    least, most = ends.tolist()
-    if least != -most:
-        given = "; ".join(", ".join(names) or "text alone" for names in media)
-        raise InputError(
-            f"the model is called with {given} on this rank and with something else on others, which would wait for "
-            "each other in its tower; give all ranks images in a micro-batch (a blank one whose tokens are no "
-            "targets), or none",
-            key="model.media-on-some-ranks",
-        )
 
 
 def _refuse_media_of_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

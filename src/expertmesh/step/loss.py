@@ -47,7 +47,8 @@ def causal_lm_loss(
     is no padding, for counts of routing (default: `attention_mask`).
     `target_tokens`: targets of the whole optimizer step, over all data ranks and micro-batches. Every rank calls it
     as often as the others, with targets or without: the model's forward and backward are collective. Waits for the
-    host once, to find the targets.
+    host once, to find the targets. Of a model with a vision tower one small all-reduce compares first whether all ranks
+    give images (`pixel_values` and the like) or none; `InputError` if not.
     """
     if isinstance(target_tokens, int) and target_tokens <= 0:
         raise InputError(
