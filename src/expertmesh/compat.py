@@ -102,11 +102,9 @@ def enable_checkpointing(model: nn.Module, options: dict[str, Any]) -> None:
 
 def has_hooks(owner: nn.Module | torch.Tensor) -> bool:
     """Whether somebody registered hooks on a module's forward and backward, or on a tensor's gradient."""
-    forward, backward = ("_forward_pre_hooks", "_forward_hooks"), ("_backward_pre_hooks", "_backward_hooks")
-    names = (
-        (*forward, *backward) if isinstance(owner, nn.Module) else ("_backward_hooks", "_post_accumulate_grad_hooks")
-    )
-    return any(getattr(owner, name) for name in names)
+    of_module = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    of_tensor = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(owner, name) for name in (of_module if isinstance(owner, nn.Module) else of_tensor))
 
 
 def is_compiled(module: nn.Module) -> bool:

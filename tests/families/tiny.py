@@ -274,11 +274,17 @@ def _kinds(config: PreTrainedConfig) -> set[str]:
 
 
 def random_model(
-    model_class: str, family: str, dtype: torch.dtype = torch.float32, seed: int = 0, *, buffers: bool = True
+    model_class: str,
+    family: str,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    *,
+    buffers: bool = True,
+    **changes: Any,
 ) -> PreTrainedModel:
-    """A model of `tiny_config` in which every value is random, with `buffers` those of buffers too."""
+    """A model of `tiny_config`, with `changes`, in which every value is random, with `buffers` those of buffers too."""
     torch.manual_seed(seed)
-    model = model_class_of(model_class, family)._from_config(tiny_config(model_class, family), dtype=dtype)
+    model = model_class_of(model_class, family)._from_config(tiny_config(model_class, family, **changes), dtype=dtype)
     for parameter in dict.fromkeys(model.parameters()):
         parameter.data.add_(torch.randn_like(parameter) * 0.1)
     persistent = model.state_dict(keep_vars=True)

@@ -40,6 +40,8 @@ _BESIDE_ATTENTION = {"per_layer_input": 1, "input_ids": 1}
 _BETWEEN_ATTENTION = ("prev_topk_indices",)
 # What a decoder keeps of hidden states between its blocks: its own code then has to see this rank's positions alone.
 _KEPT_BY_DECODER = "block_states"
+# What a decoder adds to hidden states of whole rows between its first blocks.
+_ADDED_BY_DECODER = "deepstack_visual_embeds"
 # What a block gets for its own positions, from the blocks before it.
 _BETWEEN_BLOCKS = {"prev_router_hidden_states", _KEPT_BY_DECODER}
 # What it gets for whole rows, for its attention and whatever else gathers them.
@@ -150,13 +152,24 @@ def split_blocks(model: nn.Module, anatomy: Anatomy, mesh: Mesh, gathers: Callab
     share = _share(mesh)
     if share.parts == 1:
         return
+    decoder: Any = decoder_of(model, anatomy)
+    decoder.register_forward_pre_hook(_refuse_added, with_kwargs=True)
     if decoder_cuts := _decoder_keeps(model, anatomy):
-        decoder_of(model, anatomy).register_forward_pre_hook(partial(_enter_decoder, share), with_kwargs=True)
+        decoder.register_forward_pre_hook(partial(_enter_decoder, share), with_kwargs=True)
     for index, name in enumerate(decoder_blocks(anatomy)):
         block = model.get_submodule(name)
         arguments, cuts = list(inspect.signature(block.forward).parameters), index == 0 and not decoder_cuts
         entered = _Entered(share, name, arguments, cuts, gathers(name))
         block.register_forward_pre_hook(partial(_enter_block, entered), with_kwargs=True)
+
+
+def _refuse_added(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    if kwargs.get(_ADDED_BY_DECODER) is not None:
+        raise InputError(
+            f"parallel: the decoder adds {_ADDED_BY_DECODER} of images to whole rows between its blocks, which cp and "
+            "tp do not know how to split; set parallel.cp and parallel.tp to 1",
+            key="layout.input-per-position",
+        )
 
 
 def _enter_decoder(share: SequenceShare, decoder: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -7,8 +7,9 @@ from torch.distributed.tensor import DTensor
 from expertmesh.planning.stages import Batch
 from expertmesh.planning.trackers import UsageTracker
 from expertmesh.state.packed import stored
-from expertmesh.step.forward_backward import forward_backward
+from expertmesh.step.forward_backward import minimise
 from expertmesh.step.grad_norm import clip_grad_norm_
+from expertmesh.step.objective import CrossEntropy
 
 
 def counted_steps(model: nn.Module, batch: Batch, length: int, packed: bool) -> tuple[UsageTracker, int]:
@@ -24,7 +25,7 @@ def counted_steps(model: nn.Module, batch: Batch, length: int, packed: bool) -> 
     batches = [micro] * batch.accumulation
 
     def step() -> None:
-        forward_backward(model, batches, target_tokens=batch.rows * (length - 1))
+        minimise(model, batches, CrossEntropy(batch.rows * (length - 1)))
         clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()

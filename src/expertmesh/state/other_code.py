@@ -8,6 +8,7 @@ What was made of a model in memory before it was sharded, its optimizer above al
 
 import inspect
 import weakref
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,13 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from expertmesh.compat import has_hooks, is_compiled, refuse_fully_shard, wrap_clipping
+from expertmesh.compat import has_hooks, is_compiled, refuse_fully_shard, tree_leaves, wrap_clipping
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.state.patching import mix_in
 from expertmesh.state.sharded_model import attach, mesh_of, sharded
 
 M = TypeVar("M", bound=nn.Module)
+# Floating-point arguments of a forward that are text.
+_TEXT = {"inputs_embeds", "attention_mask"}
 # The ranks of each model's pipeline stage that this rank is in, for models that have several.
 _STAGES: set[frozenset[int]] = set()
 
@@ -70,6 +73,7 @@ def like_ddp(model: M) -> M:
         )
     if not sharded(model).averages_gradients:
         attach(model, averages_gradients=True)
+        model.register_forward_pre_hook(_refuse_media_of_call, with_kwargs=True)
         model.register_forward_pre_hook(_scale_inputs, with_kwargs=True)
         model.register_forward_hook(_scale_outputs)
     return model
@@ -93,6 +97,39 @@ def refuse_sharded(model: nn.Module) -> None:
             f"parallelize takes a model that every rank holds whole, and {how}; load it without that, or let "
             "em.load_model read each rank's part of it",
             key="model.already-sharded",
+        )
+
+
+def media_in(batch: Mapping[str, Any]) -> list[str]:
+    """What a model gets beside text: images, video, sound. Floating-point tensors under names of their own."""
+
+    def is_medium(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+    return sorted(name for name in batch.keys() - _TEXT if any(map(is_medium, tree_leaves(batch[name]))))
+
+
+def refuse_media_on_some_ranks(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `InputError` unless all ranks call `model` with equal kinds of media: a tower that runs on some ranks alone
+    gathers and reduces there, while the others wait for something else.
+
+    Every rank calls it; one all-reduce of two integers on the default group, and a wait for it, of models with a tower.
+    """
+    config: Any = model.config
+    if mesh_of(model).layout.data_ranks == 1 or config.get_text_config() is config:
+        return
+    media = [media_in(batch) for batch in batches]
+    own = zlib.crc32(repr(media).encode())
+    ends = torch.tensor([own, -own], device=mesh_of(model).device)
+    dist.all_reduce(ends, op=dist.ReduceOp.MIN)
+    least, most = ends.tolist()
+    if least != -most:
+        given = "; ".join(", ".join(names) or "text alone" for names in media)
+        raise InputError(
+            f"the model is called with {given} on this rank and with something else on others, which would wait for "
+            "each other in its tower; give all ranks images in a micro-batch (a blank one whose tokens are no "
+            "targets), or none",
+            key="model.media-on-some-ranks",
         )
 
 
@@ -270,6 +307,11 @@ def _refuse_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         )
     if model.training and torch.is_grad_enabled() and _sums(model):
         raise _summed(layout)
+
+
+def _refuse_media_of_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    names = inspect.signature(model.forward).parameters if args else ()
+    refuse_media_on_some_ranks(model, [dict(zip(names, args, strict=False)) | kwargs])
 
 
 def _refuse_backward_of_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -36,7 +36,7 @@ def mix_in(instance: Any, kind: type) -> None:
     """Put `kind` in front of the class of this very module or parameter: what it defines runs first and calls the
     class's own as `super()`.
     """
-    instance.__class__ = _mixed(kind, type(instance))
+    instance.__class__ = _mixed(kind, type(instance))  # type: ignore[arg-type]
 
 
 @cache

@@ -52,8 +52,7 @@ def run_base(
         hooks.append(base.register_forward_pre_hook(ask_for_router_logits, with_kwargs=True))
     try:
         with counting(real_tokens_here(batch, share)):
-            inputs = {key: value for key, value in batch.items() if key not in _NOT_FOR_THE_MODEL}
-            output = model(**inputs, use_cache=False)
+            output = model(**model_inputs(batch), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
@@ -65,6 +64,11 @@ def run_base(
             key="moe.no-router-logits",
         )
     return captured[0], output.logits, recorded[0]
+
+
+def model_inputs(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the model's forward gets of a micro-batch."""
+    return {key: value for key, value in batch.items() if key not in _NOT_FOR_THE_MODEL}
 
 
 def real_tokens_here(batch: Mapping[str, torch.Tensor], share: SequenceShare) -> torch.Tensor | None:

@@ -16,8 +16,10 @@ from torch.distributed.tensor import DTensor
 from expertmesh.config.errors import InputError
 from expertmesh.parallel.pipeline import Pipeline, pipeline_of
 from expertmesh.parallel.sequence import sequence_share
+from expertmesh.state.other_code import refuse_media_on_some_ranks
 from expertmesh.state.sharded_model import mesh_of
 from expertmesh.state.stage_view import placement_of, stage_parameters
+from expertmesh.step.base_model import model_inputs
 from expertmesh.step.loss import loss_of_base, loss_of_batch
 from expertmesh.step.objective import CrossEntropy, Objective, Term
 from expertmesh.step.pipeline_schedule import StageOutput, run_pipeline, same_shape
@@ -59,6 +61,7 @@ def forward_backward(
             f"target_tokens is {target_tokens}: a step without any target has no loss; check the labels",
             key="data.no-targets",
         )
+    refuse_media_on_some_ranks(model, [model_inputs(batch) for batch in micro_batches])
     return minimise(model, micro_batches, CrossEntropy(target_tokens), chunk_tokens)
 
 

@@ -25,9 +25,10 @@ from expertmesh.config.errors import InputError
 from expertmesh.distributed.sequence_collectives import gather
 from expertmesh.parallel.pipeline import pipeline_of
 from expertmesh.parallel.sequence import SequenceShare, padded, sequence_share
+from expertmesh.state.other_code import refuse_media_on_some_ranks
 from expertmesh.state.patching import exchanged
 from expertmesh.state.sharded_model import mesh_of
-from expertmesh.step.base_model import base_name, head_of, run_base
+from expertmesh.step.base_model import base_name, head_of, model_inputs, run_base
 from expertmesh.step.objective import IGNORED, CrossEntropy, Objective, Term
 from expertmesh.step.router_losses import active_router_losses
 from expertmesh.step.vocabulary import SplitHead, vocabulary_share
@@ -46,7 +47,8 @@ def causal_lm_loss(
     is no padding, for counts of routing (default: `attention_mask`).
     `target_tokens`: targets of the whole optimizer step, over all data ranks and micro-batches. Every rank calls it
     as often as the others, with targets or without: the model's forward and backward are collective. Waits for the
-    host once, to find the targets.
+    host once, to find the targets. Of a model with a vision tower one small all-reduce compares first whether all ranks
+    give images (`pixel_values` and the like) or none; `InputError` if not.
     """
     if isinstance(target_tokens, int) and target_tokens <= 0:
         raise InputError(
@@ -59,6 +61,7 @@ def causal_lm_loss(
             "expertmesh.forward_backward(model, micro_batches, target_tokens=n), which works for every layout",
             key="layout.pp-needs-forward-backward",
         )
+    refuse_media_on_some_ranks(model, [model_inputs(batch)])
     return loss_of_batch(model, batch, CrossEntropy(target_tokens), chunk_tokens).loss
 
 

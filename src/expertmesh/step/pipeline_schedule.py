@@ -31,7 +31,8 @@ from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.distributed.layout import Layout
 from expertmesh.parallel.pipeline import Pipeline, running
 from expertmesh.parallel.sequence import lengthened, sequence_share
-from expertmesh.step.base_model import run_base
+from expertmesh.state.other_code import media_in
+from expertmesh.step.base_model import model_inputs, run_base
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -98,6 +99,12 @@ def same_shape(batches: Sequence[Batch], parts: int) -> list[Batch]:
     """Micro-batches with equally many rows and positions, the latter a multiple of `parts`: a pipeline's messages have
     one size. Padding is on the right and behind; it has no target and does not count as real.
     """
+    for batch in batches:
+        if media := media_in(model_inputs(batch)):
+            raise InputError(
+                f"parallel.pp: a batch has {', '.join(media)}, and stages hand on text alone; set parallel.pp to 1",
+                key="layout.pp-takes-text-alone",
+            )
     rows = max(len(batch["input_ids"]) for batch in batches)
     length = max(batch["input_ids"].shape[1] for batch in batches)
     length += -length % parts
