@@ -236,13 +236,19 @@ def test_judgements_of_answers_stop_sft_unless_left_out(tmp_path: Path, name: st
     [
         (
             {"system": "s", "question": "q?", "chosen": "Twelve.", "rejected": "Nobody."},
-            "no 'prompt', and 'question' may be it (its keys: system, question, chosen, rejected); write columns: "
-            "{prompt: question}",
+            "begin with nothing in common (its keys: system, question, chosen, rejected); write columns: {prompt: "
+            "question} beside",
         ),
         # Both begin with a T by chance.
         ({"instruction": "q?", "chosen": "Twelve.", "rejected": "Ten."}, "{prompt: instruction}, or {instruction: nul"),
-        ({"frage": "q?", "chosen": "Twelve.", "rejected": "Nobody."}, "begin with nothing in common (its keys: frage"),
-        ({"frage": "q?", "chosen": [ASSISTANT], "rejected": [ASSISTANT]}, "no message (the row's keys: frage, "),
+        (
+            {"frage": "q?", "chosen": "Twelve.", "rejected": "Nobody."},
+            "begin with nothing in common (its keys: frage",
+        ),
+        (
+            {"frage": "q?", "chosen": [ASSISTANT], "rejected": [ASSISTANT]},
+            "none comes before both answers (its keys: frage",
+        ),
     ],
 )
 def test_pairs_without_a_prompt_are_refused_by_their_keys(tmp_path: Path, row: dict[str, Any], naming: str) -> None:
