@@ -118,7 +118,8 @@ def test_unknown_columns_are_refused_with_the_yaml_that_trains_them(
     tmp_path: Path, rows: list[dict[str, Any]], pairs: bool, others: int
 ) -> None:
     """What the refusal says, written into the file, is what trains: GSM8K's own rows first of all."""
-    train = [DataSource(path=str(write(tmp_path / f"{n}.jsonl", rows)), repeat=2) for n in range(1 + others)]
+    paths = [write(tmp_path / f"{n}.jsonl", rows) for n in range(1 + others)]
+    train = [DataSource(path=str(path), repeat=2, max_rows=100) for path in paths]
     config, tokenizer = DataConfig(train=train), bpe_tokenizer(CHATML)
     with pytest.raises(InputError, match=r"write data\.train") as caught:
         build_dataset(config.train, config, tokenizer, model_vocab_size=VOCABULARY, pairs=pairs)
@@ -128,7 +129,7 @@ def test_unknown_columns_are_refused_with_the_yaml_that_trains_them(
     for suggestion in suggestions:
         source = parse_yaml(suggestion, "refusal").value
         said = DataConfig(train=[source] if others else source)
-        assert said.train[0].repeat == 2
+        assert (said.train[0].repeat, said.train[0].max_rows) == (2, None)
         _, report = build_dataset(said.train, said, tokenizer, model_vocab_size=VOCABULARY, pairs=pairs)
         assert report.samples == len(rows)
     if rows is QUESTIONS and not others:

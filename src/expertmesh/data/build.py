@@ -261,7 +261,8 @@ def _how_to_name(recipe: Recipe, source: DataSource, row: Mapping[str, Any]) -> 
         # What is named already stands under the format's name in `row`.
         columns = {ours: source.columns.get(theirs) or theirs for ours, theirs in guess.items()}
         kept = {ours: theirs for ours, theirs in source.columns.items() if theirs not in columns.values()}
-        given = source.model_dump(exclude_defaults=True) | {"columns": kept | columns}
+        # Not `max_rows`, which may be that of a first look (`expertmesh init`).
+        given = source.model_dump(exclude_defaults=True, exclude={"max_rows"}) | {"columns": kept | columns}
         entries.append(dump_yaml([given] if alone else given, flow=True))
     chat = f", or {entries[1]} for conversations by the chat template" if len(entries) > 1 else ""
     return f"write {key.removesuffix('.0') if alone else key}: {entries[0]}{chat}"
