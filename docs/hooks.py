@@ -135,9 +135,11 @@ def _values(annotation: Any) -> str:
         return "list of sections" if inner else f"list of {_values(arguments[0])}"
     if annotation is type(None):
         return "`null`"
+    if origin is dict:
+        return f"keys of your own, each {_values(arguments[1])}"
     if origin is not None:  # Literal
         return ", ".join(f"`{argument}`" for argument in arguments)
-    words = {int: "integer", float: "number", bool: "`true`, `false`", str: "text"}
+    words = {int: "integer", float: "number", bool: "`true`, `false`", str: "text", Any: "any value"}
     return words.get(annotation, "section")
 
 

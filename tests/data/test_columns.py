@@ -118,7 +118,8 @@ def test_unknown_columns_are_refused_with_the_yaml_that_trains_them(
     tmp_path: Path, rows: list[dict[str, Any]], pairs: bool, others: int
 ) -> None:
     """What the refusal says, written into the file, is what trains: GSM8K's own rows first of all."""
-    train = [DataSource(path=str(write(tmp_path / f"{n}.jsonl", rows)), repeat=2) for n in range(1 + others)]
+    paths = [write(tmp_path / f"{n}.jsonl", rows) for n in range(1 + others)]
+    train = [DataSource(path=str(path), repeat=2, max_rows=100) for path in paths]
     config, tokenizer = DataConfig(train=train), bpe_tokenizer(CHATML)
     with pytest.raises(InputError, match=r"write data\.train") as caught:
         build_dataset(config.train, config, tokenizer, model_vocab_size=VOCABULARY, pairs=pairs)
@@ -128,7 +129,7 @@ def test_unknown_columns_are_refused_with_the_yaml_that_trains_them(
     for suggestion in suggestions:
         source = parse_yaml(suggestion, "refusal").value
         said = DataConfig(train=[source] if others else source)
-        assert said.train[0].repeat == 2
+        assert (said.train[0].repeat, said.train[0].max_rows) == (2, None)
         _, report = build_dataset(said.train, said, tokenizer, model_vocab_size=VOCABULARY, pairs=pairs)
         assert report.samples == len(rows)
     if rows is QUESTIONS and not others:
@@ -236,13 +237,19 @@ def test_judgements_of_answers_stop_sft_unless_left_out(tmp_path: Path, name: st
     [
         (
             {"system": "s", "question": "q?", "chosen": "Twelve.", "rejected": "Nobody."},
-            "no 'prompt', and 'question' may be it (its keys: system, question, chosen, rejected); write columns: "
-            "{prompt: question}",
+            "begin with nothing in common (its keys: system, question, chosen, rejected); write columns: {prompt: "
+            "question} beside",
         ),
         # Both begin with a T by chance.
         ({"instruction": "q?", "chosen": "Twelve.", "rejected": "Ten."}, "{prompt: instruction}, or {instruction: nul"),
-        ({"frage": "q?", "chosen": "Twelve.", "rejected": "Nobody."}, "begin with nothing in common (its keys: frage"),
-        ({"frage": "q?", "chosen": [ASSISTANT], "rejected": [ASSISTANT]}, "no message (the row's keys: frage, "),
+        (
+            {"frage": "q?", "chosen": "Twelve.", "rejected": "Nobody."},
+            "begin with nothing in common (its keys: frage",
+        ),
+        (
+            {"frage": "q?", "chosen": [ASSISTANT], "rejected": [ASSISTANT]},
+            "none comes before both answers (its keys: frage",
+        ),
     ],
 )
 def test_pairs_without_a_prompt_are_refused_by_their_keys(tmp_path: Path, row: dict[str, Any], naming: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertmesh.config import DataConfig
+from expertmesh.config import DataConfig, DataSource
 from expertmesh.config.errors import InputError
 from expertmesh.data import BatchLayout, Mixture, TrainingBatches, build_dataset
 from expertmesh.training.resume import config_differences
@@ -97,8 +97,8 @@ def test_keys_that_would_do_nothing_are_refused(
         sources(tmp_path, first, second, **options)
 
 
-def test_older_checkpoints_know_no_mixing(tmp_path: Path) -> None:
-    new = {"data.train": [{"path": "a", "format": "auto", "weight": None, "repeat": 1, "max_rows": None}]}
+def test_older_checkpoints_know_no_later_key_of_a_source(tmp_path: Path) -> None:
+    new = {"data.train": [DataSource(path="a").model_dump(mode="json")]}
     old = {"data.train": [{"path": "a", "format": "auto"}]}
     assert config_differences(old, new) == ({}, [])
     new["data.train"][0]["repeat"] = 2

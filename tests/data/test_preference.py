@@ -83,6 +83,7 @@ def test_a_question_that_stands_beside_the_conversations_as_text_is_taken_once()
     ("row", "reason"),
     [
         ({"prompt": "q", "chosen": "", "rejected": "b"}, "'chosen' is empty"),
+        ({"prompt": " ", "chosen": "a", "rejected": "b"}, "'prompt' is empty"),
         ({"prompt": "q", "chosen": "a", "rejected": " \n"}, "'rejected' is empty"),
         ({"prompt": "q", "chosen": "a", "rejected": None}, "'rejected' is missing or null"),
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, "'prompt' is a number, not a string"),

@@ -118,9 +118,12 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _combine(self) -> Self:
-        refuse(*self._mixing_problems())
-        for source in (*self.train, *self.eval):
-            refuse(*(f"{self.key_of(source)}.{problem}" for problem in source.unmatched(self.format_of(source))))
+        unmatched = (
+            f"{self.key_of(source)}.{problem}"
+            for source in (*self.train, *self.eval)
+            for problem in source.unmatched(self.format_of(source))
+        )
+        refuse(*self._mixing_problems(), *unmatched)
         if self.thinking == "every_turn" and self.loss_on != "assistant":
             refuse(
                 f"data.thinking every_turn does nothing with data.loss_on {self.loss_on}; set data.loss_on to "

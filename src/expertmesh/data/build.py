@@ -6,7 +6,6 @@ here communicates.
 """
 
 import datetime
-import difflib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from expertmesh.config import Config, DataConfig, DataSource
 from expertmesh.config.errors import InputError
+from expertmesh.config.explain import close_to
 from expertmesh.config.yaml_text import dump_yaml
 from expertmesh.data.blocks import Block, BlockEncoder, BlockFacts, Place
 from expertmesh.data.encoding.preference import PairEncoder
 from expertmesh.data.encoding.targets import ChatOptions
-from expertmesh.data.formats import FORMATS, PREFERENCE, fitting_formats, keys_of, suggested_columns
+from expertmesh.data.formats import FORMATS, PREFERENCE, fitting_formats, names_of, suggested_columns
 from expertmesh.data.report import POSITIONS_KEPT, DataReport, SourceReport
 from expertmesh.data.sources import BLOCK_ROWS, Columns, RawRow, Share, SourceFile, locations
 from expertmesh.data.tokenized import TokenizedDataset
@@ -157,7 +157,7 @@ def source_report(recipe: Recipe, source: DataSource) -> SourceReport:
     name, also_fits = _detect(recipe, source)
     for problem in source.unmatched(name):
         raise InputError(
-            f"{source.path} is of format {name} (detected): {recipe.config.key_of(source)}.{problem}, or set format.",
+            f"{source.path} is of format {name} (detected, as none is set): {recipe.config.key_of(source)}.{problem}",
             key="data.unmatched-names",
         )
     return SourceReport(source.path, name, True, also_fits)
@@ -176,11 +176,9 @@ def _refuse_missing_columns(recipe: Recipe, source: DataSource) -> None:
             return
     if first:  # else none of the rows can be read, which is said of them
         none = f"none of the first {tried:,} rows" if tried == _ROWS_TRIED_FOR_A_FORMAT else "no row"
-        near = difflib.get_close_matches(missing[0], map(str, first), n=1)
         raise InputError(
-            f"{recipe.config.key_of(source)}.columns names {missing[0]!r}, and {none} of {source.path} has it (keys of "
-            f"the first: {keys_of(first)}); "
-            + (f"did you mean {near[0]}?" if near else "correct the name, or remove it."),
+            f"{recipe.config.key_of(source)}.columns names {missing[0]!r}, and {none} of {source.path} has it; "
+            f"{close_to(missing[0], names_of(first))}",
             key="data.unmatched-names",
         )
 
@@ -233,14 +231,14 @@ def _detect(recipe: Recipe, source: DataSource) -> tuple[str, tuple[str, ...]]:
     if unreadable is not None:
         none += f"{unreadable.position}: {unreadable.problem}"
     if unfit is not None and unfit.value is not None:
-        keys = keys_of(unfit.value)
+        keys = ", ".join(names_of(unfit.value)) or "none"
         header = ", which the first line of the file names," if source.path.endswith((".csv", ".tsv")) else ""
         formats = f"fit none of the formats {', '.join(recipe.formats)}"
         if recipe.pairs:
             formats = f"do not fit format {PREFERENCE}"
         raise InputError(
             f"{none}{', and ' * (unreadable is not None)}{unfit.position}: the row's keys ({keys}){header} {formats}; "
-            f"{_named(recipe, source, unfit.value)} (docs/data.md).",
+            f"{_how_to_name(recipe, source, unfit.value)} (docs/data.md).",
             key="data.unknown-format",
         )
     if unreadable is not None:
@@ -249,11 +247,13 @@ def _detect(recipe: Recipe, source: DataSource) -> tuple[str, tuple[str, ...]]:
     raise InputError(f"the data source {source.path} holds no row; name a source that does.", key="data.empty")
 
 
-def _named(recipe: Recipe, source: DataSource, row: Mapping[str, Any]) -> str:
+def _how_to_name(recipe: Recipe, source: DataSource, row: Mapping[str, Any]) -> str:
     """What to write so that the row fits a format: the source as it is, and `columns` that were guessed."""
     guesses = suggested_columns(row, pairs=recipe.pairs) or [
         dict.fromkeys(("prompt", "chosen", "rejected") if recipe.pairs else ("prompt", "completion"), "COLUMN")
     ]
+    if recipe.tokenizer.chat_template is None:
+        guesses = guesses[:1]
     key = recipe.config.key_of(source)
     alone = len(recipe.config.train if key.startswith("data.train") else recipe.config.eval) == 1
     entries = []
@@ -261,7 +261,8 @@ def _named(recipe: Recipe, source: DataSource, row: Mapping[str, Any]) -> str:
         # What is named already stands under the format's name in `row`.
         columns = {ours: source.columns.get(theirs) or theirs for ours, theirs in guess.items()}
         kept = {ours: theirs for ours, theirs in source.columns.items() if theirs not in columns.values()}
-        given = source.model_dump(exclude_defaults=True) | {"columns": kept | columns}
+        # Not `max_rows`, which may be that of a first look (`expertmesh init`).
+        given = source.model_dump(exclude_defaults=True, exclude={"max_rows"}) | {"columns": kept | columns}
         entries.append(dump_yaml([given] if alone else given, flow=True))
     chat = f", or {entries[1]} for conversations by the chat template" if len(entries) > 1 else ""
     return f"write {key.removesuffix('.0') if alone else key}: {entries[0]}{chat}"

@@ -118,7 +118,7 @@ def convert(row: Mapping[str, Any], format_name: str, roles: Mapping[str, str] |
     """
     _refuse_unsupported_keys(row, "the row", tools="tools" in COLUMNS[format_name])
     if not _FITS[format_name](row):
-        raise MalformedRow(f"the row does not have the keys of format {format_name} (its keys: {keys_of(row)})")
+        raise MalformedRow(f"the row does not have the keys of format {format_name} {_its_keys(row)}")
     if format_name == PREFERENCE:
         return _parse_preference(row, _ROLES | {**(roles or {})})
     for column in _JUDGEMENTS:
@@ -164,10 +164,10 @@ def suggested_columns(row: Mapping[str, Any], *, pairs: bool) -> list[dict[str, 
     return [{ours: theirs for ours, theirs in each.items() if ours != theirs} for each in asked]
 
 
-def keys_of(row: Mapping[str, Any]) -> str:
-    """The names of a row's columns, as a sentence lists them."""
+def names_of(row: Mapping[str, Any]) -> list[str]:
+    """The names of a row's columns, as a sentence lists them: not more than can be read."""
     names = [shortened(str(key)) for key in itertools.islice(row, _KEYS_NAMED + 1)]
-    return ", ".join([*names[:_KEYS_NAMED], *["..."] * (len(names) > _KEYS_NAMED)]) or "none"
+    return [*names[:_KEYS_NAMED], *["..."] * (len(names) > _KEYS_NAMED)]
 
 
 def visible(message: Mapping[str, Any]) -> str:
@@ -320,6 +320,8 @@ def _parse_prompt_completion(row: Mapping[str, Any]) -> PromptCompletion:
 def _parse_preference(row: Mapping[str, Any], roles: Mapping[str, str]) -> Preference:
     """As TRL reads them: with a prompt of its own, or with one that both responses begin with."""
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    if isinstance(prompt, str) and not prompt.strip():
+        raise MalformedRow("'prompt' is empty")
     for key in ("chosen", "rejected"):
         if row[key] == [] or (isinstance(row[key], str) and not row[key].strip()):
             raise MalformedRow(f"{key!r} is empty")
@@ -344,10 +346,10 @@ def _refuse_missing_prompt(row: Mapping[str, Any], shared: int) -> None:
     named = next((key for key in _USUAL_NAMES["prompt"] if not _is_empty(row.get(key))), None)
     if shared and named is None:
         return
-    why = "'chosen' and 'rejected' begin with nothing in common" if named is None else f"{named!r} may be it"
+    why = f"{named!r} may be it" if shared else "'chosen' and 'rejected' begin with nothing in common"
     leave = f", or {{{named}: null}} if both responses begin with the prompt," if named and shared else ""
     raise MalformedRow(
-        f"the row has no 'prompt', and {why} (its keys: {keys_of(row)})",
+        f"the row has no 'prompt', and {why} {_its_keys(row)}",
         mend=f"write columns: {{prompt: {named or 'COLUMN'}}}{leave} {_BESIDE_PATH}",
     )
 
@@ -375,7 +377,7 @@ def _parse_conversational_preference(
                 "give 'prompt' as a list of messages"
             )
     if not before:
-        raise MalformedRow(f"the prompt has no message (the row's keys: {keys_of(row)})")
+        raise MalformedRow(f"the prompt has no message, and none comes before both answers {_its_keys(row)}")
     if before[-1]["role"] == "assistant":
         raise MalformedRow("the prompt ends with an assistant message")
     for key, response in (("chosen", better), ("rejected", worse)):
@@ -452,6 +454,10 @@ def _kind(value: Any) -> str:
         return "missing or null"
     names = {bool: "boolean", int: "number", float: "number", str: "string", list: "list"}
     return "an object" if isinstance(value, dict) else f"a {names.get(type(value), type(value).__name__)}"
+
+
+def _its_keys(row: Mapping[str, Any]) -> str:
+    return f"(its keys: {', '.join(names_of(row)) or 'none'})"
 
 
 def _is_empty(value: Any) -> bool:

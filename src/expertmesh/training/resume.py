@@ -20,7 +20,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from expertmesh.checkpoint.directory import CHECKPOINTS, find, published
 from expertmesh.checkpoint.manifest import read_manifest
 from expertmesh.checkpoint.small_files import STATE_FILE, read_state_file
-from expertmesh.config import Config, ScheduleConfig
+from expertmesh.config import Config, DataSource, ScheduleConfig
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.config.output import Changeable
 from expertmesh.data import StreamPosition, TokenizedDataset
@@ -64,14 +64,7 @@ _ADDED_LATER = {
     "schedule.min_ratio": 0.0,
     _FROM_WEIGHTS: False,
 }
-_SOURCE_ADDED_LATER: dict[str, Any] = {
-    "weight": None,
-    "repeat": 1,
-    "max_rows": None,
-    "name": None,
-    "columns": {},
-    "roles": {},
-}
+_SOURCE_BEFORE = DataSource(path="any").model_dump(mode="json")
 # How many of the first sample's token ids a checkpoint keeps, to show where others begin.
 _IDS_KEPT = 512
 
@@ -230,7 +223,7 @@ def _with_keys_added_later(config: Mapping[str, Any]) -> dict[str, Any]:
     known: dict[str, Any] = {**_ADDED_LATER, **config}
     for key in ("data.train", "data.eval"):
         if isinstance(known.get(key), list):
-            known[key] = [source | _SOURCE_ADDED_LATER | source for source in known[key]]
+            known[key] = [source | _SOURCE_BEFORE | source for source in known[key]]
     return known
 
 
