@@ -127,7 +127,7 @@ def refuse_media_on_some_ranks(model: nn.Module, batches: Sequence[Mapping[str, 
         given = "; ".join(", ".join(names) or "text alone" for names in media)
         raise InputError(
             f"the model is called with {given} on this rank and with something else on others, which would wait for "
-            "each other in its tower; give all ranks images in a micro-batch (a blank one whose tokens are no "
+            "each other in its tower; give all ranks images in a micro-batch (a blank one at the end of a row, without "
             "targets), or none",
             key="model.media-on-some-ranks",
         )
