@@ -29,17 +29,16 @@ from tests.support.ranks import run_ranks
 ROOT = Path(__file__).parents[2]
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 SAVED = {"save_strategy": "steps", "save_steps": 1}
-BEST = {**EVALUATED, "save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
+BEST = {**EVALUATED, "save_strategy": "steps", "save_steps": 2}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`args` has the argument's value and what it needs; `first` are those of a run that this one resumes."""
+    """`args` has the argument's value and what it needs."""
 
     args: dict[str, Any]
     given: dict[str, Any] = dataclasses.field(default_factory=dict)
     rows: Callable[[], list[dict[str, Any]]] | None = None
-    first: dict[str, Any] | None = None
 
 
 def _with_sizes() -> list[dict[str, Any]]:
@@ -89,23 +88,13 @@ def _marked() -> Any:
     return found
 
 
-def _plain(**args: Any) -> dict[str, Case]:
-    """Cases of arguments that need nothing else."""
-    return {name: Case({name: value}) for name, value in args.items()}
-
-
-def _evaluated(**args: Any) -> dict[str, Case]:
-    return {name: Case({**EVALUATED, name: value}) for name, value in args.items()}
-
-
-def _measured(**args: Any) -> dict[str, Case]:
-    return {
-        name: Case({**EVALUATED, name: value}, {"compute_metrics": _metrics}, even_rows) for name, value in args.items()
-    }
+def _cases(needed: dict[str, Any] | None = None, given: dict[str, Any] | None = None, **args: Any) -> dict[str, Case]:
+    """A case for each of `args`, with the arguments that it needs to be looked at."""
+    return {name: Case({**(needed or {}), name: value}, given or {}) for name, value in args.items()}
 
 
 OF_TRAINER: dict[str, Case] = {
-    **_plain(
+    **_cases(
         per_device_train_batch_size=1, max_steps=3, learning_rate=1e-2, lr_scheduler_type="cosine", warmup_steps=2,
         weight_decay=0.1, adam_beta1=0.5, adam_beta2=0.9, adam_epsilon=1e-3, gradient_accumulation_steps=2,
         max_grad_norm=0.1, label_smoothing_factor=0.1, activation_checkpointing=True, gradient_checkpointing=True,
@@ -114,16 +103,18 @@ OF_TRAINER: dict[str, Case] = {
         dataloader_drop_last=True, dataloader_pin_memory=True, label_names=["labels"],
         train_sampling_strategy="group_by_length", log_on_each_node=False, skip_memory_metrics=False,
     ),
-    **_evaluated(
-        eval_strategy="epoch", eval_steps=1, eval_delay=3, per_device_eval_batch_size=1, prediction_loss_only=True,
-        eval_on_start=True, eval_accumulation_steps=1,
+    **_cases(
+        EVALUATED, eval_strategy="epoch", eval_steps=1, eval_delay=3, per_device_eval_batch_size=1,
+        prediction_loss_only=True, eval_on_start=True, eval_accumulation_steps=1,
     ),
-    **_measured(
-        eval_do_concat_batches=False, eval_use_gather_object=True, include_for_metrics=["loss", "inputs"],
-        batch_eval_metrics=True,
+    **_cases(
+        EVALUATED, {"compute_metrics": _metrics}, eval_do_concat_batches=False, eval_use_gather_object=True,
+        include_for_metrics=["loss", "inputs"], batch_eval_metrics=True,
     ),
     "num_train_epochs": Case({"num_train_epochs": 0.25, "max_steps": -1}),
-    "lr_scheduler_kwargs": Case({"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}}),
+    "lr_scheduler_kwargs": Case(
+        {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}}
+    ),
     "optim": Case({"optim": "sgd", "learning_rate": 0.1}),
     "average_tokens_across_devices": Case({"average_tokens_across_devices": False, "gradient_accumulation_steps": 2}),
     "activation_checkpointing_kwargs": Case(
@@ -138,13 +129,8 @@ OF_TRAINER: dict[str, Case] = {
     "save_steps": Case({"save_strategy": "steps", "save_steps": 3}),
     "save_only_model": Case({**SAVED, "save_only_model": True}),
     "save_total_limit": Case({**SAVED, "save_total_limit": 1}),
-    "load_best_model_at_end": Case({**BEST, "learning_rate": 0.3}),
-    "metric_for_best_model": Case({**BEST, "metric_for_best_model": "runtime"}),
-    "greater_is_better": Case({**BEST, "greater_is_better": True}),
-    "ignore_data_skip": Case({"ignore_data_skip": True, **SAVED}, first={"max_steps": 2, **SAVED}),
-    "restore_callback_states_from_checkpoint": Case(
-        {"restore_callback_states_from_checkpoint": True, **SAVED}, first={"max_steps": 2, **SAVED}
-    ),
+    "metric_for_best_model": Case({**BEST, "metric_for_best_model": "mean"}, {"compute_metrics": _metrics}),
+    "greater_is_better": Case({**BEST, "metric_for_best_model": "loss", "greater_is_better": True}),
     "accelerator_config": Case({"accelerator_config": {"split_batches": True}, "dataloader_drop_last": True}),
     "accelerator_config, seeds": Case({"accelerator_config": {"use_seedable_sampler": False}}),
     "accelerator_config, synced": Case(
@@ -159,7 +145,7 @@ OF_TRAINER: dict[str, Case] = {
     ),
 }  # fmt: skip
 OF_SFT: dict[str, Case] = {
-    **_plain(
+    **_cases(
         max_length=8, truncation_mode="keep_end", shuffle_dataset=True, padding_free=True, pad_to_multiple_of=8,
         loss_type="dft", trust_remote_code=True,
     ),
@@ -178,7 +164,7 @@ OF_SFT: dict[str, Case] = {
     "assistant_only_loss": Case({"assistant_only_loss": True}, {"processing_class": _marked}, _turns),
 }  # fmt: skip
 OF_DPO: dict[str, Case] = {
-    **_plain(
+    **_cases(
         max_length=12, padding_free=True, pad_to_multiple_of=8, loss_type=["hinge"], ld_alpha=0.5,
         f_divergence_type="js_divergence", label_smoothing=0.1, beta=0.3, use_weighting=True, trust_remote_code=True,
         disable_dropout=False, router_aux_loss_coef=0.05, dataset_num_proc=2, pad_token="w5",
@@ -190,7 +176,7 @@ OF_DPO: dict[str, Case] = {
     "discopop_tau": Case({"loss_type": ["discopop"], "discopop_tau": 0.1}),
 }  # fmt: skip
 OF_REWARD: dict[str, Case] = {
-    **_plain(
+    **_cases(
         max_length=12, pad_to_multiple_of=8, center_rewards_coefficient=0.1, trust_remote_code=True,
         disable_dropout=False, dataset_num_proc=2, pad_token="w5", eos_token="w5",
     ),
@@ -198,7 +184,7 @@ OF_REWARD: dict[str, Case] = {
     "chat_template_path": Case({"chat_template_path": "marked.jinja"}),
 }  # fmt: skip
 OF_GRPO: dict[str, Case] = {
-    **_plain(
+    **_cases(
         disable_dropout=True, num_generations=2, max_completion_length=5, shuffle_dataset=False, pad_to_multiple_of=8,
         generation_batch_size=16, steps_per_generation=2, temperature=0.7, top_p=0.9, top_k=20, min_p=0.05,
         generation_kwargs={"no_repeat_ngram_size": 2}, repetition_penalty=1.2, cache_implementation="dynamic",
@@ -207,28 +193,20 @@ OF_GRPO: dict[str, Case] = {
         entropy_coef=0.1, use_adaptive_entropy=True, importance_sampling_level="sequence", trust_remote_code=True,
         router_aux_loss_coef=0.05, log_completions=True, remove_unused_columns=True, chat_template_kwargs={"a": 1},
     ),
-    **{
-        name: Case({"num_iterations": 2, "learning_rate": 1e-2, name: value})
-        for name, value in {"epsilon": 0.01, "epsilon_high": 0.02, "delta": 1.05, "off_policy_mask_threshold": 0.01}.items()
-    },
-    **{
-        name: Case({"num_iterations": 2, "loss_type": "sapo", name: value})
-        for name, value in {"sapo_temperature_neg": 2.0, "sapo_temperature_pos": 2.0}.items()
-    },
-    **{
-        name: Case({"num_iterations": 2, "loss_type": "vespo", name: value})
-        for name, value in {"vespo_k_pos": 1.0, "vespo_lambda_pos": 1.0, "vespo_k_neg": 1.0, "vespo_lambda_neg": 1.0}.items()
-    },
-    **{
-        name: Case({"use_adaptive_entropy": True, "entropy_coef": 0.1, name: value})
-        for name, value in {
-            "entropy_coef_min": 0.05, "entropy_coef_max": 0.06, "entropy_coef_delta": 0.02, "entropy_target": 0.01,
-        }.items()
-    },
-    **{
-        name: Case({"log_completions": True, name: value})
-        for name, value in {"num_completions_to_print": 1, "log_unique_prompts": True, "log_multimodal": False}.items()
-    },
+    **_cases(
+        {"num_iterations": 2, "learning_rate": 1e-2}, epsilon=0.01, epsilon_high=0.02, delta=1.05,
+        off_policy_mask_threshold=0.01,
+    ),
+    **_cases({"num_iterations": 2, "loss_type": "sapo"}, sapo_temperature_neg=2.0, sapo_temperature_pos=2.0),
+    **_cases(
+        {"num_iterations": 2, "loss_type": "vespo"}, vespo_k_pos=1.0, vespo_lambda_pos=1.0, vespo_k_neg=1.0,
+        vespo_lambda_neg=1.0,
+    ),
+    **_cases(
+        {"use_adaptive_entropy": True, "entropy_coef": 0.1}, entropy_coef_min=0.05, entropy_coef_max=0.06,
+        entropy_coef_delta=0.02, entropy_target=0.01,
+    ),
+    **_cases({"log_completions": True}, num_completions_to_print=1, log_unique_prompts=True, log_multimodal=False),
     "use_bias_correction_kl": Case({"beta": 0.1, "num_iterations": 2, "use_bias_correction_kl": False}),
     "num_generations_eval": Case({**EVALUATED, "per_device_eval_batch_size": 4, "num_generations_eval": 2}),
     "model_init_kwargs": Case({"model_init_kwargs": {"attn_implementation": "eager"}}),
@@ -238,7 +216,7 @@ RUN = {Trainer: OF_TRAINER, SFTTrainer: OF_SFT, DPOTrainer: OF_DPO, RewardTraine
 # Each with the test that compares it.
 ELSEWHERE = {
     "bf16": "test_precision.py",
-    "activation_offloading": "test_refusals.py",
+    "load_best_model_at_end": "test_resume.py",
     "precompute_ref_log_probs": "test_dpo.py",
     "precompute_ref_batch_size": "test_dpo.py",
     "max_tool_calling_iterations": "test_grpo.py",
@@ -289,6 +267,8 @@ OUTSIDE = {
     "dataloader_prefetch_factor": "",
     "dataloader_multiprocessing_context": "",
     "dataloader_in_order": "",
+    "ignore_data_skip": "of the data after a resume, which brings no experts back in the stock class",
+    "restore_callback_states_from_checkpoint": "of callbacks after a resume",
     "log_level": "of transformers' logger",
     "log_level_replica": "of transformers' logger",
     "disable_tqdm": "the bar",
@@ -388,16 +368,13 @@ def _train(kind: type[Trainer], case: Case, directory: Path, parallel: em.Parall
     output = directory / f"{'stock' if parallel is None else 'ours'}" / name
     model = None if kind is Trainer else str(directory / "base")
     job = Job(output, kind, args, given, rows=rows or uneven_rows, model=model, after=_aftermath)
-    if case.first is not None:
-        _run(dataclasses.replace(job, args={**base, **case.first}), parallel)
-        job = dataclasses.replace(job, resume=True)
     return _run(job, parallel)
 
 
 def _aftermath(trainer: Any) -> dict[str, Any]:
     """What is left beside weights: checkpoints, and what the model says of its tokens."""
     output, model = Path(trainer.args.output_dir), getattr(trainer.model, "module", trainer.model)
-    state, config, generation = trainer.state, model.config, model.generation_config
+    state, config, generation = trainer.state, model.config, getattr(model, "generation_config", None)
     return {
         "checkpoints": sorted(path.name for path in output.glob("checkpoint-*")),
         "best": Path(state.best_model_checkpoint or "").name,
@@ -434,6 +411,9 @@ def _compare(ours: Result, theirs: Result) -> None:
         keys = {key for key in here.keys() | there.keys() if not any(part in key for part in TIMED)}
         for key in keys:
             a, b = here[key], there[key]
-            assert math.isclose(a, b, rel_tol=2e-5, abs_tol=2e-6) or (a != a and b != b), (key, a, b)
+            # Rewards are small differences of log-probabilities of whole answers, in which fp32 leaves fewer digits.
+            absolute = 1e-5 if key.startswith(("rewards/", "eval_rewards/")) else 2e-6
+            equal = a == b or (a != a and b != b)
+            assert equal or math.isclose(a, b, rel_tol=2e-5, abs_tol=absolute), (key, a, b)
     distance, parameter = furthest(ours.weights, theirs)
     assert distance <= 5e-4, (parameter, distance)
