@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 from accelerate.state import AcceleratorState, GradientState
-from transformers import Trainer, TrainingArguments
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from transformers import Trainer
+from trl import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer
 
 import expertmesh as em
-from tests.integrations.support import Job, Result, _run, even_rows, furthest, tokenizer, uneven_rows
+from tests.integrations.support import CONFIGS, Job, Result, _run, even_rows, furthest, tokenizer, uneven_rows
 from tests.integrations.test_dpo import pairs
 from tests.integrations.test_grpo import _ends_often, _reward, prompts
+from tests.support.errors import refused
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
 
@@ -218,7 +219,6 @@ ELSEWHERE = {
     "bf16": "test_precision.py",
     "load_best_model_at_end": "test_resume.py",
     "precompute_ref_log_probs": "test_dpo.py",
-    "precompute_ref_batch_size": "test_dpo.py",
     "max_tool_calling_iterations": "test_grpo.py",
     "use_vllm": "test_grpo.py",
     "vllm_mode": "test_grpo.py",
@@ -247,6 +247,12 @@ REFUSED: dict[str, Any] = {
     "cast_lm_head_to_fp32": True,
     "use_transformers_continuous_batching": True,
     "use_transformers_paged": True,
+}
+# Arguments that only set another one, which is refused.
+SETS = {
+    "torch_compile_backend": "torch_compile",
+    "torch_compile_mode": "torch_compile",
+    "use_transformers_paged": "use_transformers_continuous_batching",
 }
 # As docs/trainers.md lists them.
 WITHOUT_EFFECT = (
@@ -283,6 +289,7 @@ OUTSIDE = {
     "do_predict": "for scripts, and read by no Trainer",
     "resume_from_checkpoint": "for scripts, and read by no Trainer",
     "local_rank": "read by no Trainer",
+    "precompute_ref_batch_size": "rows that the reference sees at once",
     "log_completions_hub_repo": "uploads what log_completions writes",
     "vllm_model_impl": "vLLM's, as all below",
     "vllm_enable_sleep_mode": "",
@@ -299,13 +306,6 @@ OUTSIDE = {
     "vllm_importance_sampling_clip_max": "",
     "vllm_importance_sampling_clip_min": "",
     "vllm_importance_sampling_cap": "",
-}
-CONFIGS: dict[type[Trainer], Any] = {
-    Trainer: TrainingArguments,
-    SFTTrainer: SFTConfig,
-    DPOTrainer: DPOConfig,
-    RewardTrainer: RewardConfig,
-    GRPOTrainer: GRPOConfig,
 }
 
 
@@ -325,6 +325,17 @@ def test_the_docs_have_what_is_refused_and_what_has_no_effect() -> None:
     refused = refused.partition("## What is refused")[2]
     assert [name for name in REFUSED if f"`{name}`" not in refused] == []
     assert [name for name in WITHOUT_EFFECT if f"`{name}`" not in without] == []
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_argument_that_is_refused_stops_by_its_name(name: str, tmp_path: Path) -> None:
+    kind = next(kind for kind, config in CONFIGS.items() if hasattr(config, name))
+    options = {name: REFUSED[name]} if name in SETS else {}
+    args = CONFIGS[kind](str(tmp_path), use_cpu=True, bf16=False, report_to="none", **options)
+    setattr(args, name, REFUSED[name])
+    ours: Any = em.trainer(kind)
+    with refused("trainer.unsupported-argument", naming=f"args.{SETS.get(name, name)} is"):
+        ours(model="nowhere/to-be-found", args=args, parallel=em.ParallelConfig(ep=2))
 
 
 @functools.cache
