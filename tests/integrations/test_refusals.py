@@ -26,27 +26,10 @@ from tests.support.errors import refused, refused_on_ranks
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
 
+# Parts of arguments, and those that say whatever they say; arguments that are refused whole are in test_arguments.py.
 ARGUMENTS: dict[str, dict[str, Any]] = {
-    "args.fsdp is": {"fsdp": "full_shard"},
-    "args.deepspeed is": {"deepspeed": "ds.json"},
-    "args.parallelism_config is": {"parallelism_config": object()},
-    "args.fp16 is": {"fp16": True},
-    "args.fp16_full_eval is": {"fp16_full_eval": True},
-    "args.bf16_full_eval is": {"bf16_full_eval": True},
-    "args.use_liger_kernel is": {"use_liger_kernel": True},
-    "args.torch_compile is": {"torch_compile": True},
-    "args.auto_find_batch_size is": {"auto_find_batch_size": True},
-    "args.activation_offloading is": {"activation_offloading": True},
-    "args.push_to_hub is": {"push_to_hub": True},
-    "args.save_on_each_node is": {"save_on_each_node": True},
-    "args.enable_jit_checkpoint is": {"enable_jit_checkpoint": True},
-    "args.optim_target_modules is": {"optim_target_modules": "all-linear"},
     "even_batches is False": {"accelerator_config": AcceleratorConfig(even_batches=False)},
-    "args.sync_ref_model is": {"sync_ref_model": True},
     "args.use_vllm is": {"use_vllm": True},
-    "args.use_transformers_continuous_batching is": {"use_transformers_continuous_batching": True},
-    "args.cast_lm_head_to_fp32 is": {"cast_lm_head_to_fp32": True},
-    "args.debug is": {"debug": ["underflow_overflow"]},
     "mixed precision is fp8": {"mixed_precision": "fp8"},
     "args.chat_template_path is": {"chat_template_path": "Qwen/Qwen3-0.6B"},
     "model_init_kwargs has use_kernels": {"model_init_kwargs": {"use_kernels": True}},
