@@ -1,5 +1,5 @@
-"""Each pair of the table in docs/parallelism.md, an option along an axis, is started by the command line as one types it:
-two steps give the losses of one process, or the pair is refused by the key that the table names.
+"""Each pair of the table in docs/parallelism.md, an option along an axis, is started by the command line as one types
+it: two steps give the losses of one process, or the pair is refused by the key that the table names.
 
 Ranks are forked, as those of srun. `train.compile` traces with torch's own "aot_eager", which is the same graph without
 generated code.
@@ -166,7 +166,9 @@ def _choices(section: type[Section], prefix: str = "") -> dict[str, set[Any]]:
 
 
 # Switches that are not about how ranks compute: of data and files before, of results and reports after a step.
-NOT_OF_AXES = re.compile(r"(save|log|schedule|eval|checkpoint|distributed)\..*|data\.(?!packing|stream).*|model\.trust_.*")
+NOT_OF_AXES = re.compile(
+    r"(save|log|schedule|eval|checkpoint|distributed)\..*|data\.(?!packing|stream).*|model\.trust_.*"
+)
 # Named in the table under another key or value, or the opposite of what is there.
 OTHERWISE = {
     "parallel.ep_across_nodes": {True},
