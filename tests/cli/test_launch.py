@@ -157,9 +157,7 @@ def test_under_a_launcher_rank_0_says_that_it_was_stopped_before_its_loop(
         monkeypatch.setenv(name, value)
     with pytest.raises(KeyboardInterrupt):
         run(CONFIG, f"{FAKE}:interrupted")
-    line = (
-        "stopped by Ctrl-C before the first step, loading weights: nothing was saved"
-    )
+    line = "stopped by Ctrl-C before the first step, loading weights: nothing was saved"
     assert capsys.readouterr().err == f"{line}; the same command starts again\n"
 
 
