@@ -98,6 +98,12 @@ def load(config: Config, control: Control) -> None:
     time.sleep(300)
 
 
+def interrupted(config: Config, control: Control) -> None:
+    """Ctrl-C, as Python's own handler tells of it."""
+    control.progress.at(0, "loading weights")
+    raise KeyboardInterrupt
+
+
 def loop(config: Config, control: Control) -> None:
     """Steps until it is asked to stop; then saves, for as long as SAVE_SECONDS says."""
     control_module.ONE_REQUEST_SECONDS = float(os.environ["ONE_REQUEST_SECONDS"])

@@ -36,7 +36,9 @@ AXES = {
     "pp": (4, "parallel.pp=2 parallel.ep=2"),
 }
 ONE_PROCESS = (1, "parallel.ep=1")
-# DeepSeek-V3 of two blocks has all that an option may be about, but for these.
+# DeepSeek-V3 of two blocks has all that an option may be about, but for these. tp cuts its linear layers where formats
+# of 4 bits have the border of a block.
+SIZES = {"intermediate_size": 64, "moe_intermediate_size": 64, "v_head_dim": 16}
 OTHER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "moe.aux_loss_coef": ("qwen3_moe", {}),
     "parallel.pp_virtual_stages": ("deepseek_v3", {"num_hidden_layers": 4}),
@@ -66,7 +68,7 @@ def _words(option: str) -> list[str]:
 @cache
 def _inputs(root: Path, key: str) -> Path:
     """Models, plain and quantised, and data for the options that have `key` in them."""
-    family, changes = OTHER_MODELS.get(key, ("deepseek_v3", {}))
+    family, changes = OTHER_MODELS.get(key, ("deepseek_v3", SIZES))
     inputs = write_inputs(root / f"of {key}", family, **changes)
     (inputs / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
     code = main(["convert", str(inputs / "model"), "--output", str(inputs / "published"), "--dtype", "fp8"])

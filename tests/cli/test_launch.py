@@ -16,6 +16,7 @@ import torch
 
 from expertmesh.config import DistributedFailure, InputError, IntegrityError
 from expertmesh.io.parent import watch_parent
+from expertmesh.launcher.failures import stopped_sentence
 from expertmesh.launcher.launch import RunOptions, _continued, join_job, launch, local_ranks, run
 from expertmesh.launcher.supervise import STOP_SIGNALS
 from expertmesh.launcher.torchrun import TorchrunAgent
@@ -136,13 +137,39 @@ def test_a_second_signal_ends_the_job_at_once(second: signal.Signals, code: int,
     assert list(temporary.glob("saved-*")) == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
-def test_a_job_that_is_not_in_its_loop_ends_at_once(number: signal.Signals, code: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "by"),
+    [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C"), (signal.SIGHUP, 129, "SIGHUP")],
+)
+def test_a_job_that_is_not_in_its_loop_ends_at_once_with_one_line(number: signal.Signals, code: int, by: str) -> None:
     job = ForkedJob("load")
     job.wait_for("up")
     os.killpg(job.process, number)
     assert job.end() == code
-    assert len(job.said().splitlines()) == 2
+    line = f"stopped by {by} before the first step, loading weights: nothing was saved; the same command starts again"
+    assert job.said().splitlines()[2:] == [line]
+
+
+def test_under_a_launcher_rank_0_says_that_it_was_stopped_before_its_loop(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(KeyboardInterrupt):
+        run(CONFIG, f"{FAKE}:interrupted")
+    line = "stopped by Ctrl-C before the first step, loading weights: nothing was saved"
+    assert capsys.readouterr().err == f"{line}; the same command starts again\n"
+
+
+def test_what_a_start_after_a_stop_continues_from(tmp_path: Path) -> None:
+    for step in ("step-00000002", "step-00000010", "step-00000012.tmp"):
+        (tmp_path / "checkpoints" / step).mkdir(parents=True)
+    sentence = "stopped by Ctrl-C before ranks were started: nothing was saved"
+    assert (
+        stopped_sentence(signal.SIGINT, None, str(tmp_path))
+        == f"{sentence}; the same command continues from step-00000010"
+    )
+    assert stopped_sentence(signal.SIGINT, None, None) == sentence
 
 
 def test_a_signal_to_one_rank_that_loads_names_the_rank_and_the_signal() -> None:

@@ -7,6 +7,7 @@ itself, and picks the cause. A rank that hung is looked for first, in hangs.py.
 
 import signal
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError
 from expertmesh.launcher.rank_files import RankFailure
@@ -43,6 +44,19 @@ def root_cause(
         return _reported(failure, failures, statuses)
     blamed = min(silent, key=lambda rank: (silent[rank] == -signal.SIGABRT, rank))
     return _silent_end(blamed, silent[blamed], statuses[blamed])
+
+
+def stopped_sentence(number: int, at: RankStatus | None, output_dir: str | None) -> str:
+    """What is said of a job that signal `number` has ended while it was not in its loop, where it would have saved.
+
+    `at`: where it was, None before there were ranks. `output_dir`: of a run, whose next start is told.
+    """
+    by = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    sentence = f"stopped by {by} {at or 'before ranks were started'}: nothing was saved"
+    if output_dir is None:
+        return sentence
+    newest = max((path.name for path in Path(output_dir, "checkpoints").glob("step-*[0-9]")), default=None)
+    return f"{sentence}; the same command {'starts again' if newest is None else f'continues from {newest}'}"
 
 
 def _reported(

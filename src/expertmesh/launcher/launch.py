@@ -10,6 +10,7 @@ import itertools
 import json
 import logging
 import os
+import signal
 import tempfile
 import time
 import uuid
@@ -22,6 +23,7 @@ from expertmesh.config import Config, dump_config
 from expertmesh.config.errors import DistributedFailure, InputError
 from expertmesh.distributed.environment import Node, Rank, find_place
 from expertmesh.io.terminal import lasting_output, print_log, tell
+from expertmesh.launcher.failures import stopped_sentence
 from expertmesh.launcher.lazy_imports import lazy_imports
 from expertmesh.launcher.meeting import THIS_MACHINE, Meeting
 from expertmesh.launcher.supervise import Job, processors, start_ranks, stop_requests
@@ -88,10 +90,14 @@ def _run(
         os.environ.pop(name, None)
     log.info("starting   importing torch" + (" and transformers, checking the configuration" if preflight else ""))
     node = place or THIS_MACHINE
-    with lazy_imports():
-        ranks = local_ranks(options.nproc or node.ranks)
-    if preflight is not None:
-        preflight(config, ranks * node.count, ranks)
+    try:
+        with lazy_imports():
+            ranks = local_ranks(options.nproc or node.ranks)
+        if preflight is not None:
+            preflight(config, ranks * node.count, ranks)
+    except KeyboardInterrupt:
+        tell(stopped_sentence(signal.SIGINT, None, _run_of(config, options)), error=True)
+        raise
     where = "" if node.count == 1 else f" (node {node.number} of {node.count}, {node.address}:{node.port})"
     each = "each of which imports torch and transformers"
     log.info(f"           {ranks} rank{'s' * (ranks > 1)} on this machine{where}, {each}")
@@ -203,7 +209,11 @@ def launch(
             directory.mkdir()
             try:
                 job = Job([], directory, requests, config.distributed.timeout_seconds)
-                return _attempt([str(config_path), str(directory), *worker], job, meeting)
+                code = _attempt([str(config_path), str(directory), *worker], job, meeting)
+                if (number := requests.forced or requests.requested) and not job.has_saved():
+                    at = job.ranks[0].progress.status() if job.ranks else None
+                    tell(stopped_sentence(number, at, _run_of(config, options)), error=True)
+                return code
             except DistributedFailure as failure:
                 late = deadline is not None and time.monotonic() >= deadline
                 if restart > options.max_restarts or requests.requested or late:
@@ -211,6 +221,11 @@ def launch(
                 again = f"all ranks are started again (restart {restart} of {options.max_restarts})"
                 tell(f"{failure}\n{again}", error=True)
     raise AssertionError("every attempt returns or raises")
+
+
+def _run_of(config: Config, options: RunOptions) -> str | None:
+    """The directory of a run; a verb that has more to tell its ranks than a configuration has none."""
+    return None if options.arguments else config.output_dir
 
 
 def _continued(config: Config) -> Config:

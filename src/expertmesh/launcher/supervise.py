@@ -139,6 +139,10 @@ class Job:
         finally:
             self._end()
 
+    def has_saved(self) -> bool:
+        """Whether all ranks have stopped as asked, with a checkpoint."""
+        return bool(self.ranks) and all(rank.progress.stop_state is StopState.STOPPED for rank in self.ranks)
+
     def _running(self) -> list[LocalRank]:
         for rank in self.ranks:
             if not rank.runs and rank.rank not in self.exit_codes:

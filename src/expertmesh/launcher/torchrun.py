@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -23,7 +24,7 @@ from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputE
 from expertmesh.distributed.environment import Node, Rank, find_place
 from expertmesh.io.parent import watch_parent
 from expertmesh.io.terminal import printable, tell
-from expertmesh.launcher.failures import VERDICTS
+from expertmesh.launcher.failures import VERDICTS, stopped_sentence
 from expertmesh.launcher.rank_files import UNEXPECTED, RankFailure
 from expertmesh.launcher.roll_call import open_roll_call
 from expertmesh.launcher.worker import run_rank
@@ -91,6 +92,11 @@ def run_here(config: Config, function: str, control: Control) -> int:
         return run_rank(config, function, control)
     except ExpertmeshError as error:
         agent.remember(error)
+        raise
+    except KeyboardInterrupt:
+        if os.environ["RANK"] == "0":
+            directory = None if control.arguments else config.output_dir
+            tell(stopped_sentence(signal.SIGINT, control.progress.status(), directory), error=True)
         raise
     except (Exception, SystemExit) as error:
         if call is not None and (verdict := call.verdict_on(error)) is not None:

@@ -6,6 +6,7 @@ own viewer shows it. Nothing is recorded, and nothing costs, outside of these st
 """
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,8 @@ def profiling(steps: tuple[int, int] | None, directory: Path, rank: int) -> Iter
     if steps is None:
         yield lambda: None
         return
+    # Kineto prints marks for tracing tools (USDT) above its errors; it reads the level when it first profiles.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     first, last = steps
     prefix, done, written = directory / f"steps-{first}-{last}-rank-{rank}", 0, False
 
