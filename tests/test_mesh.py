@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -86,8 +87,8 @@ def test_data_ranks_count_replicas_and_fsdp_but_not_tp_or_cp() -> None:
     assert [layout.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-# 8 experts of 100 bytes, of which a token takes one: it leaves a rank of ep with chance (ep - 1) / ep.
-ONE_OF_EIGHT = ExpertTraffic(TopKRouter(8, 1), expert=100, row=10, tokens=3)
+# 8 experts, of which a token takes one: its row leaves a rank of ep with chance (ep - 1) / ep.
+ONE_OF_EIGHT = ExpertTraffic(TopKRouter(8, 1), expert=1000 * 2**20, row=100 * 2**20, tokens=3)
 
 
 @pytest.mark.parametrize(
@@ -113,16 +114,21 @@ def test_auto_takes_the_ep_that_moves_least(
 
 def test_what_moves_is_weighed_as_the_formula_says() -> None:
     """By hand: docs/parallelism.md."""
-    layouts = {ep: Layout(fsdp=16, ep=ep) for ep in (1, 2, 4, 8)}
-    assert [ONE_OF_EIGHT.gathered(layouts[ep]) for ep in layouts] == [800 * 15 / 16, 400 * 7 / 8, 200 * 3 / 4, 100 / 2]
-    assert [ONE_OF_EIGHT.sent(layouts[ep]) for ep in layouts] == [0, 120 / 2, 120 * 3 / 4, 120 * 7 / 8]
-    within = [ONE_OF_EIGHT.weighed(layout, 16) for layout in layouts.values()]
-    assert within == [750, 350 + 4 * 60, 150 + 4 * 90, 50 + 4 * 105]
+    layouts = [Layout(fsdp=16, ep=ep) for ep in (1, 2, 4, 8)]
+
+    def in_mib(bytes_of: Callable[[Layout], float]) -> list[float]:
+        return [bytes_of(layout) / 2**20 for layout in layouts]
+
+    assert in_mib(ONE_OF_EIGHT.gathered) == [8000 * 15 / 16, 4000 * 7 / 8, 2000 * 3 / 4, 1000 / 2]
+    assert in_mib(ONE_OF_EIGHT.sent) == [0, 1200 / 2, 1200 * 3 / 4, 1200 * 7 / 8]
+    # Three collectives of experts and seven of rows start.
+    within = in_mib(lambda layout: ONE_OF_EIGHT.weighed(layout, 16))
+    assert within == [7500 + 12, 3500 + 4 * 600 + 40, 1500 + 4 * 900 + 40, 500 + 4 * 1050 + 40]
     # On nodes of 4: rings have 4, 2, 1 and 1 adapters there; of the 7 others of 8 ranks, 4 are on another node.
-    between = [ONE_OF_EIGHT.weighed(layout, 4) for layout in layouts.values()]
-    assert between == [750 * 10 / 4, 350 * 10 / 2 + 240, 150 * 10 + 360, 50 * 10 + 420 * 40 / 7]
+    between = in_mib(lambda layout: ONE_OF_EIGHT.weighed(layout, 4))
+    assert between == [7500 * 10 / 4 + 12, 3500 * 5 + 2400 + 40, 15000 + 3600 + 40, 5000 + 4200 * 40 / 7 + 40]
     recomputed = replace(ONE_OF_EIGHT, trips=5)
-    assert recomputed.sent(layouts[2]) == ONE_OF_EIGHT.sent(layouts[2]) * 5 / 4
+    assert recomputed.sent(layouts[1]) == ONE_OF_EIGHT.sent(layouts[1]) * 5 / 4
 
 
 def test_auto_has_no_parts_of_nodes_and_says_why_it_is_that_ep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,9 +136,9 @@ def test_auto_has_no_parts_of_nodes_and_says_why_it_is_that_ep(monkeypatch: pyte
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     layout = resolve_layout(parallel, 16, 8, None, few)
     assert layout == Layout(fsdp=16, ep=8)  # two whole nodes
-    assert ep_reason(parallel, replace(layout, ep=4), replace(few, row=2**20)) == (
-        "ep 4 of 1, 2, 4, 8 moves least: 0.0 MiB of experts and 3.0 MiB of rows a layer and micro-batch, on nodes of 4 "
-        "ranks"
+    assert ep_reason(parallel, replace(layout, ep=4), few) == (
+        "ep 4 of 1, 2, 4, 8 moves least: 1,500.0 MiB of experts and 300.0 MiB of rows a layer and micro-batch, on nodes "
+        "of 4 ranks"
     )
     assert resolve_layout(parallel, 12, 8, None, few).ep == 4
     assert resolve_layout(parallel, 12, 8, 6, few).ep == 2
@@ -150,7 +156,7 @@ SIX += "whose tokens travel between nodes"
 
 def test_groups_of_experts_cross_a_node_only_if_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
-    few = ExpertTraffic(TopKRouter(64, 1), expert=100, row=1, tokens=1)
+    few = ExpertTraffic(TopKRouter(64, 1), expert=2**30, row=2**10, tokens=1)
     auto = resolve_layout(ParallelConfig(), 12, 64, None, few)
     assert auto.ep == 2
     assert node_crossing(auto) is None
@@ -272,9 +278,10 @@ def test_meshes_of_any_size_are_built_and_agree_with_the_arithmetic(world: int) 
 def _on_nodes_of_other_sizes(ep: int | str) -> str:
     last = dist.get_world_size() - 1
     os.environ["LOCAL_WORLD_SIZE"] = str(max(2, last) if dist.get_rank() < last else 1)
+    traffic = ExpertTraffic(TopKRouter(8, 1), expert=2**30, row=2**10, tokens=1)
     try:
-        traffic = ExpertTraffic(TopKRouter(8, 1), expert=100, row=1, tokens=1)
-        mesh = init_mesh(ParallelConfig.model_validate({"ep": ep}), num_experts=8, traffic=traffic)
+        parallel = ParallelConfig.model_validate({"ep": ep})
+        mesh = build_mesh(resolve_layout(parallel, dist.get_world_size(), 8, None, traffic), torch.device("cpu"))
     except InputError as error:
         return error.key
     model = tiny_model("qwen3_moe")

@@ -13,14 +13,19 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 from transformers.models.inkling2 import modeling_inkling2
 
 from expertmesh.cli import inspect
 from expertmesh.cli.data import check
+from expertmesh.cli.main import main
 from expertmesh.cli.options import PlanOptions
 from expertmesh.cli.plan import run as plan
-from expertmesh.config import Config
+from expertmesh.config import Config, ModelConfig, load_config
 from expertmesh.config.errors import InputError
+from expertmesh.data import load_tokenizer
+from expertmesh.data.sources import read_source
+from expertmesh.io.hub import hub_mend
 from expertmesh.planning import forecast as planner
 from expertmesh.training.startup.preflight import preflight
 from expertmesh.verification.options import VerifyOptions
@@ -204,3 +209,80 @@ def test_memory_that_may_run_out_is_said_in_the_same_words(
     check.run(config)
     assert f"predicted  {in_train.line}\n" in capsys.readouterr().out
     assert in_train.warning in set_up(config, VerifyOptions(), 1).notes
+
+
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def _unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, **options: object) -> None:
+        raise LocalEntryNotFoundError("Got: ConnectError: no route") from OSError("no route")
+
+    monkeypatch.setattr("expertmesh.weights.meta_model.snapshot_download", refuse)
+
+
+@pytest.mark.parametrize(("network", "said"), [(_offline, "HF_HUB_OFFLINE is set"), (_unreachable, "the network is")])
+def test_every_verb_says_that_the_hub_was_not_asked_where_it_was_not(
+    network: Callable[[pytest.MonkeyPatch], None],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    network(monkeypatch)
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    adapter = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": "org/model",
+        "r": 8,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj"],
+    }
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
+    (tmp_path / "adapter" / "adapter_model.safetensors").touch()
+    data, config = str(tmp_path / "a.jsonl"), tmp_path / "run.yaml"
+    values = {"model": {"name_or_path": "org/model"}, "data": {"train": [{"path": data}]}}
+    config.write_text(yaml.safe_dump({**values, "output_dir": str(tmp_path / "run")}))
+    out = ["--output", str(tmp_path / "out")]
+    for words in (
+        ["plan", "org/model", "--devices", "1 cpu"],
+        ["inspect", "org/model"],
+        ["init", "org/model", "--data", data, "--devices", "1 cpu"],
+        ["check", str(config)],
+        ["prepare", str(config)],
+        ["train", str(config), "--nproc", "1"],
+        ["convert", "org/model", *out],
+        ["merge", str(tmp_path / "adapter"), *out],
+    ):
+        assert main(words) == 2, words
+        told = capsys.readouterr().err
+        assert said in told, words
+        assert "a config.json alone is enough" in told
+        assert "correct the name" not in told
+    with refused("model.not-found", naming=said):  # as the ranks of `verify` do
+        set_up(load_config(config), VerifyOptions(), 1)
+
+
+def test_what_the_hub_answers_is_no_fault_of_the_network() -> None:
+    def answered(kind: type[HfHubHTTPError], status: int) -> HfHubHTTPError:
+        return kind("said so", response=SimpleNamespace(status_code=status, headers={}, request=None))  # type: ignore[arg-type]
+
+    for error, mend in (
+        (answered(RepositoryNotFoundError, 404), "correct the name"),
+        (answered(GatedRepoError, 403), "accept the conditions on its page on the hub, and set HF_TOKEN"),
+        (answered(HfHubHTTPError, 503), "the hub was not reached, so the network is the cause"),
+        (ValueError("not a name"), "correct the name"),
+        (TimeoutError("slow"), "connect, or name a directory"),
+    ):
+        assert mend in hub_mend(error, "name a directory", "correct the name")
+
+
+def test_data_and_tokenizers_of_the_hub_are_not_renamed_for_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    _offline(monkeypatch)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with refused("data.not-found", naming="HF_HUB_OFFLINE is set"):
+        list(read_source("org/data"))
+    with refused("tokenizer.not-loaded", naming="HF_HUB_OFFLINE is set"):
+        load_tokenizer(ModelConfig(name_or_path="org/model"))

@@ -144,7 +144,7 @@ def test_an_ep_that_would_fit_is_named_where_auto_does_not(tmp_path: Path) -> No
 def test_auto_is_one_rule_for_train_and_plan(devices: str, tmp_path: Path) -> None:
     """`train` comes by itself to the ep of each layout that `plan` proposes, with the same micro-batch and mode."""
     here, found = parse_devices(devices, hardware_table()), {}
-    model_config = tiny_config("qwen3_moe", moe_intermediate_size=2048, num_hidden_layers=1)
+    model_config = tiny_config("qwen3_moe", moe_intermediate_size=1024, hidden_size=1024, num_hidden_layers=1)
     config = _config(tmp_path, "data.max_length=64", "data.packing=false")
     plain = _checked(config, model_config, 1).plan
     figures = figures_of_plan(plain, length=64, lora=None, packed=False, device=here.hardware.torch_device)

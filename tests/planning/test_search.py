@@ -362,6 +362,29 @@ def test_command_line_prints_the_plan_and_refuses_bad_input(
     assert main(["plan", str(directory / "nowhere"), "--devices", "1 cpu"]) == 2
 
 
+def test_plan_says_what_it_assumes_and_nothing_of_what_is_given(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def assumed(*options: str) -> tuple[dict[str, str], dict[str, Any]]:
+        assert main(["plan", str(directory), "--devices", "2x2 cpu", "--json", *options]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return found["assumed"], found
+
+    silent, found = assumed()
+    assert (found["seq_len"], found["global_batch_size"], found["imbalance"]) == (128, 64, 1.0)
+    assert silent["--seq-len"] == "128 tokens, and every row is full"  # the model has no more positions
+    assert silent["--global-batch-size"] == "64 sequences"
+    assert silent["--imbalance"] == "tokens are spread evenly over experts"
+    assert (silent["--params"], silent["--compute"], silent["--optimizer"]) == ("float32", "bfloat16", "adamw")
+    assert silent["--hardware"].startswith("1 GB/s within a node, 1 GB/s between nodes; ")
+    given = ["--seq-len", "64", "--global-batch-size", "8", "--lora", "r=8", "--imbalance", "2", "--no-packing"]
+    spoken, found = assumed(*given, "--compute", "float32", "--optimizer", "sgd", "--mtbf", "9")
+    assert spoken.keys() == {"--hardware", "--params"}
+    assert found["seq_len"] == 64
+    assert main(["plan", str(directory), "--devices", "2 cpu"]) == 0
+    assert re.search(r"assumed, .*\n +--seq-len +128 tokens", capsys.readouterr().out)
+
+
 def test_groups_that_cross_a_node_are_named_and_their_bytes_go_outside(
     qwen: ModelFigures, capsys: pytest.CaptureFixture[str]
 ) -> None:

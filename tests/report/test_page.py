@@ -222,8 +222,10 @@ def test_each_anomaly_has_one_line_of_advice_and_a_sound_run_none(tmp_path: Path
         (lambda step: {"grad_norm": 0.0}, [], "The gradient norm was 0 in every step"),
         (lambda step: {"grad_norm": 2.0}, [], "100% of the steps were clipped to optim.max_grad_norm 1"),
         (lambda step: sound, evaluations, "The evaluation loss was lowest (1.5) at step 20 and is 1.9 at the end"),
-        (lambda step: sound | {"expert_load": load(5, 2.0)}, [], "More than half of the experts are without a token"),
-        (lambda step: sound | {"expert_load": load(0, step / 5)}, [], "The busiest expert's load grew from 0.5 to 7.7"),
+        (lambda step: sound | {"expert_load": load(4, 2.0)}, [], "collapsed in block 0, 1: up to 4 of 8 experts are"),
+        (lambda step: sound | {"expert_load": load(2, 3.9)}, [], "busiest has 3.9 times the mean of at most 4; lower"),
+        (lambda step: sound | {"expert_load": load(1, 4.0)}, [], ""),
+        (lambda step: sound | {"expert_load": load(0, step / 10)}, [], " of at most 4 times the mean: a step waits"),
         (lambda step: sound | {"tokens_per_second": 9000.0 - 100 * step}, [], "Tokens per second fell from 8,750 to"),
     ]):  # fmt: skip
         told = _advice(tmp_path / str(number), change, *more)

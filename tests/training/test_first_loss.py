@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig
 
 from expertmesh.training.reporting.first_loss import first_loss_lines, untrained_excess
 from expertmesh.training.reporting.metrics import StepMetrics
+from expertmesh.training.reporting.record import MoeLayer
 from expertmesh.training.reporting.reporter import Collapse
 from tests.support.models import tiny_config
 
@@ -63,9 +64,21 @@ def test_untrained_models_lie_within_the_margin_and_near_its_estimate(
         assert excess > untrained_excess(config, 10**9) / 2
 
 
-def _report(loss: float = 3.0, grad_norm: float = 1.0, dead: int = 0, skipped: str | None = None) -> StepMetrics:
-    load: list[dict[str, float | int]] = [{"max_over_mean": 1.0, "entropy": 1.0, "dead": each} for each in (0, dead)]
-    return StepMetrics(1, 0.1, loss, grad_norm, 1e-3, 4096, 1.0, 1, 1.0, 1.0, load, skipped=skipped)
+LAYER = MoeLayer(name="experts", experts=128, top_k=8)
+
+
+def _report(
+    loss: float = 3.0,
+    grad_norm: float = 1.0,
+    dead: int = 0,
+    load: float = 1.0,
+    skipped: str | None = None,
+    step: int = 9,
+) -> StepMetrics:
+    layers: list[dict[str, float | int]] = [
+        {"max_over_mean": x, "entropy": 1.0, "dead": n} for x, n in ((1, 0), (load, dead))
+    ]
+    return StepMetrics(step, 0.1, loss, grad_norm, 1e-3, 4096, 1.0, 1, 1.0, 1.0, layers, skipped=skipped)
 
 
 @pytest.mark.parametrize(
@@ -73,21 +86,36 @@ def _report(loss: float = 3.0, grad_norm: float = 1.0, dead: int = 0, skipped: s
     [
         (_report(grad_norm=0.0), 3, "gradient norm has been 0"),
         (_report(loss=math.log(1000) * 1.004), 20, "uniform guess, ln 1,000 = 6.91"),
-        (_report(dead=65), 20, "more than half of a layer's experts"),
+        (_report(dead=64), 50, "routers have collapsed, now in 1 of 2 layers: in one 64 of 128 experts are without"),
+        (_report(dead=32, load=15.9), 50, "and the busiest has 15.9 times the mean of at most 16; lower"),
     ],
 )
 def test_a_run_that_learns_nothing_any_more_is_told_once(report: StepMetrics, reports: int, said: str) -> None:
-    collapse = Collapse(1000, experts=128, top_k=8)
+    collapse = Collapse(1000, LAYER)
     told = [list(collapse.lines(report)) for _ in range(reports + 5)]
     assert [number for number, lines in enumerate(told, start=1) if lines] == [reports]
     assert said in told[reports - 1][0]
-    collapse = Collapse(1000, experts=128, top_k=8)
+    collapse = Collapse(1000, LAYER)
     broken = [report] * (reports - 1) + [_report()] + [report] * (reports - 1)
     assert not [line for each in broken for line in collapse.lines(each)]
 
 
 def test_steps_too_small_for_all_experts_and_losses_of_pairs_are_no_collapse() -> None:
-    few, pairs = Collapse(1000, experts=4096, top_k=8), Collapse(None, experts=128, top_k=8)
-    assert not [line for _ in range(30) for line in few.lines(_report(dead=4000))]
+    few, pairs = Collapse(1000, LAYER.model_copy(update={"experts": 4096})), Collapse(None, LAYER)
+    assert not [line for _ in range(60) for line in few.lines(_report(dead=4000))]
     assert not [line for _ in range(30) for line in pairs.lines(_report(loss=math.log(1000)))]
     assert not [line for _ in range(30) for line in pairs.lines(_report(grad_norm=0.0, skipped="no finite loss"))]
+
+
+def test_an_expert_that_takes_all_tokens_is_no_collapse_until_others_starve_after_warm_up() -> None:
+    """As the demo's routers do: one becomes a shared expert, and while they spread many are without a token."""
+    shared, early = Collapse(1000, LAYER, warmup=8, reports=10), Collapse(1000, LAYER, warmup=9, reports=10)
+    assert not [line for _ in range(60) for line in shared.lines(_report(load=16.0, dead=31))]
+    assert not [line for _ in range(60) for line in early.lines(_report(load=16.0, dead=120))]
+    assert [number for number in range(12) if list(early.lines(_report(load=16.0, dead=120, step=10)))] == [9]
+
+
+def test_a_figure_of_routing_with_a_maximum_shows_it() -> None:
+    report = _report(load=15.87, dead=5)
+    assert report.load_summary(LAYER) == "15.9x of at most 16, 5 of 256 dead"
+    assert "load 15.9x of at most 16, 5 of 256 dead" in report.line(100, 1.0, 8, LAYER)

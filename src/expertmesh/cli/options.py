@@ -129,7 +129,7 @@ class PlanOptions:
 
     model: Model
     devices: Annotated[str, Option(metavar="DEVICES", help="nodes x devices and kind: '2x8 h200', '8 h100'")]
-    seq_len: Annotated[int, N(min=2, help="tokens of a sequence")] = 4096
+    seq_len: Annotated[int | None, N(min=2, help="tokens of a sequence (default: 4096, or the model's own)")] = None
     global_batch_size: Annotated[int | None, N(help="sequences of a step (default: 64, or one per device)")] = None
     lora: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="adapters: r=16; again for more keys")] = None
     params: Annotated[Literal["float32", "bfloat16"], Option(help="dtype of the parameters that train")] = "float32"

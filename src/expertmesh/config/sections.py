@@ -291,9 +291,9 @@ class ParallelConfig(Section):
     section: ClassVar[str] = "parallel"
 
     ep: Ranks | Literal["auto"] = "auto"
-    """Contiguous ranks that together hold all routed experts once; auto takes what model and ranks allow."""
+    """Contiguous ranks that together hold all routed experts once; auto takes the number that moves least."""
     ep_across_nodes: bool = False
-    """Whether groups of an ep that is given may have parts of nodes; whole nodes are taken, auto stays within one."""
+    """Whether groups of an ep that is given may have parts of nodes; whole nodes are taken, and auto has no parts."""
     fsdp: Ranks | Literal["auto"] = "auto"
     """Ranks over which parameters are sharded; auto takes all that the other axes leave."""
     replicate: Ranks = 1

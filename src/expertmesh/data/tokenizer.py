@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from expertmesh.config import ModelConfig
 from expertmesh.config.errors import ExpertmeshError, InputError, SecurityError
+from expertmesh.io.hub import hub_mend
 from expertmesh.io.local_copy import local_model
 from expertmesh.io.reading import MAX_TOKENIZER_BYTES, opened, parse_json, read_file
 from expertmesh.io.urls import is_url
@@ -51,9 +52,10 @@ def load_tokenizer(model: ModelConfig, chat_template: str | None = None) -> PreT
                 "set model.trust_remote_code: true if you trust it.",
                 key="model.remote-code",
             ) from error
+        local = "set model.name_or_path to a directory that has its files"
+        files_there = "check model.name_or_path and that the tokenizer's files are there and whole"
         raise InputError(
-            f"the tokenizer of {name} cannot be loaded ({reason[:200]}); check model.name_or_path and that "
-            "the tokenizer's files are there and whole.",
+            f"the tokenizer of {name} cannot be loaded ({reason[:200]}); {hub_mend(error, local, files_there)}.",
             key="tokenizer.not-loaded",
         ) from error
     # Without any tokenizer file transformers silently makes an empty tokenizer for some families.

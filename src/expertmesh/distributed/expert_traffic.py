@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 BYTE_OF_ROWS = 4
 # A rank's links within its node carry some ten times what its adapter does: 9 on H100, 12 on A100 nodes.
 LINK_OF_NODE = 10
+# What a link would carry while one collective starts: 8 MB on H100 nodes, 1 MB between processes over gloo.
+START = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,8 @@ class ExpertTraffic:
         return self.trips * self.router.routed(tokens, layout.ep).sent * self.row * (1 - 1 / layout.ep)
 
     def weighed(self, layout: "Layout", ranks_per_node: int) -> float:
-        """Both, in bytes of a gather within a node. Between nodes a ring has the adapters of all ranks that it has in a
-        node, and rows leave through their own rank's.
+        """Both, and the starts of their collectives, in bytes of a gather within a node. Between nodes a ring has the
+        adapters of all ranks that it has in a node, and rows leave through their own rank's.
         """
         gathered, sent, ep = self.gathered(layout), BYTE_OF_ROWS * self.sent(layout), layout.ep
         in_node = max(1, ranks_per_node // ep)  # ranks of an efsdp group that share a node
@@ -101,4 +103,5 @@ class ExpertTraffic:
             gathered *= max(1.0, LINK_OF_NODE / in_node)
         if ep > ranks_per_node:
             sent *= max(ranks_per_node - 1, LINK_OF_NODE * (ep - ranks_per_node)) / (ep - 1)
-        return gathered + sent
+        starts = 3 * (layout.efsdp > 1) + (self.trips + 3) * (ep > 1)
+        return gathered + sent + START * starts

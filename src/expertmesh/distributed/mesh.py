@@ -18,7 +18,6 @@ from expertmesh.config import ParallelConfig
 from expertmesh.config.errors import InputError
 from expertmesh.distributed.all_ranks import collective_device, raise_on_all_ranks
 from expertmesh.distributed.environment import join_job
-from expertmesh.distributed.expert_traffic import ExpertTraffic
 from expertmesh.distributed.layout import (
     CONFIGURED_AXES,
     DENSE_AXES,
@@ -91,13 +90,12 @@ class Mesh:
 
 
 def init_mesh(
-    parallel: ParallelConfig | None = None,
-    *,
-    num_experts: int | None = None,
-    device: torch.device | None = None,
-    traffic: ExpertTraffic | None = None,
+    parallel: ParallelConfig | None = None, *, num_experts: int | None = None, device: torch.device | None = None
 ) -> Mesh:
     """Build both views over the default process group. Every rank calls it, with the same arguments.
+
+    `ep` has to be a number where more than one rank can share experts: what `auto` weighs, a model and its
+    micro-batches, comes later. `num_experts` is checked against it.
 
     Starts the default process group from the launcher's environment (torchrun, srun) if none is up. Issues two small
     all-reduces and the communication that creating process groups takes. On CPUs the groups are ended when the process
@@ -110,7 +108,7 @@ def init_mesh(
     if device.type == "cpu":
         _end_groups_at_exit()
     with raise_on_all_ranks("choosing the layout"):
-        layout = resolve_layout(parallel or ParallelConfig(), dist.get_world_size(), num_experts, None, traffic)
+        layout = resolve_layout(parallel or ParallelConfig(), dist.get_world_size(), num_experts)
     return build_mesh(layout, device)
 
 

@@ -68,20 +68,23 @@ def _of_experts(run: Run) -> Iterator[str]:
     load_SL = run.metrics.load_SL
     if not run.metrics.layers or run.record is None or run.config is None or run.config.lora is not None:
         return  # adapters leave routers as they are
-    rows = max(1, len(run.metrics.step) // _END)
-    dead_L = ignoring_nan(np.nanmedian, load_SL["dead"][-rows:], axis=0)
-    sizes = [layer.experts for layer in run.record.moe_layers]
-    half = [block for block, dead, size in zip(run.moe_blocks, dead_L, sizes, strict=False) if dead > size / 2]
-    if half:
+    rows, layers = max(1, len(run.metrics.step) // _END), run.record.moe_layers
+    dead_L, load_L = (ignoring_nan(np.nanmedian, load_SL[key][-rows:], axis=0) for key in ("dead", "max_over_mean"))
+    found = zip(run.moe_blocks, layers, load_L, dead_L, strict=False)
+    if collapsed := [each for each in found if each[1].has_collapsed(*each[2:])]:
+        _, layer, load, dead = max(collapsed, key=lambda each: each[3])
         yield (
-            f"More than half of the experts are without a token in block {', '.join(map(str, half[:8]))}: the "
-            "router has collapsed there; raise moe.aux_loss_coef or moe.bias_update_rate, or set moe.router to frozen."
+            f"The router has collapsed in block {', '.join(str(block) for block, *_ in collapsed[:8])}: up to "
+            f"{dead:.0f} of {layer.experts} experts are without a token, and the busiest has {load:.2g} times the mean "
+            f"of at most {layer.most_load:.3g}; lower optim.learning_rate, raise moe.aux_loss_coef or "
+            "moe.bias_update_rate, or set moe.router to frozen."
         )
     first, last = _ends(ignoring_nan(np.nanmax, load_SL["max_over_mean"], axis=1))
     if last > 1.5 * first and last > 3:
+        most = max((layer.most_load for layer in layers), default=last)
         yield (
-            f"The busiest expert's load grew from {first:.2g} to {last:.2g} times the mean: a step waits for its "
-            "rank; raise moe.aux_loss_coef or moe.bias_update_rate, or set moe.router to frozen."
+            f"The busiest expert's load grew from {first:.2g} to {last:.2g} of at most {most:.3g} times the mean: a "
+            "step waits for its rank; raise moe.aux_loss_coef or moe.bias_update_rate, or set moe.router to frozen."
         )
 
 

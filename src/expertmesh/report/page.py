@@ -131,12 +131,15 @@ def _experts(run: Run) -> dict[str, Any] | None:
         return None
     rows = max(1, len(metrics.step) // _LATELY)
     lately = {key: ignoring_nan(np.nanmedian, values_SL[-rows:], axis=0) for key, values_SL in load_SL.items()}
-    sizes = [layer.experts for layer in run.record.moe_layers] if run.record is not None else []
+    layers = run.record.moe_layers if run.record is not None else []
+    sizes = [layer.experts for layer in layers]
     return {
         "rows_per_column": thin_grid(metrics.step, load_SL["max_over_mean"], np.nanmax).rows_per_column,
         "rows": rows,
         "lately": lately,
         "dead": float(np.nansum(np.ceil(lately["dead"]))),
+        "most_load": max((layer.most_load for layer in layers), default=None),
+        "every": sum(sizes),
         "extreme": {key: ignoring_nan(WORST[key], values_SL, axis=0) for key, values_SL in load_SL.items()},
         "worst": {key: _worst(run, key) for key, values_SL in load_SL.items() if np.isfinite(values_SL).any()},
         "sizes": sizes if len(sizes) == metrics.layers else [NOTHING] * metrics.layers,

@@ -28,6 +28,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from expertmesh.config.errors import ExpertmeshError, InputError
 from expertmesh.experts.module_list import FusedExperts
+from expertmesh.io.hub import hub_mend
 from expertmesh.io.local_copy import MODEL_FILES, local_model
 from expertmesh.io.model_config import blamed, read_model_json, refuse_impossible
 from expertmesh.io.reading import read_file, read_json, shortened
@@ -311,9 +312,10 @@ def _download(name: str, revision: str | None, trust_remote_code: bool, weights:
     except (OSError, ValueError) as error:
         # Every error of the hub's client is one of these two.
         where = f"{name} at revision {revision}" if revision else name
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0].partition(". ")[0] if str(error) else type(error).__name__
+        local = "name a directory that has its files (for plan and inspect a config.json alone is enough)"
         raise InputError(
             f"model {where}: no such directory, and the hub cannot provide it ({reason.removeprefix('Got: ')}); "
-            "correct the name or the path",
+            + hub_mend(error, local, "correct the name or the path"),
             key="model.not-found",
         ) from error

@@ -12,6 +12,7 @@ from pathlib import Path
 from expertmesh.cli.options import InitOptions
 from expertmesh.cli.plan.choose import Choice, choose
 from expertmesh.cli.plan.first_rows import first_rows
+from expertmesh.cli.plan.read import usual_length
 from expertmesh.cli.printing import bytes_text
 from expertmesh.config import ModelConfig
 from expertmesh.config.errors import InputError
@@ -19,10 +20,7 @@ from expertmesh.config.files import make_config
 from expertmesh.config.yaml_text import dump_yaml, parse_yaml
 from expertmesh.data import load_tokenizer
 from expertmesh.planning.search import GIB, Candidate, Job, run_costs
-from expertmesh.training.startup.model_check import longest
 from expertmesh.weights.meta_model import read_model_config
-
-MAX_LENGTH = 4096
 
 
 def run(options: InitOptions) -> int:
@@ -33,7 +31,7 @@ def run(options: InitOptions) -> int:
         raise _refuse_existing(path)
     config, _ = read_model_config(options.model, trust_remote_code=options.trust_remote_code, weights=False)
     model = ModelConfig(name_or_path=options.model, trust_remote_code=options.trust_remote_code)
-    length = options.max_length or min(MAX_LENGTH, longest(config) or MAX_LENGTH)
+    length = options.max_length or usual_length(config)
     found = first_rows(options.data, load_tokenizer(model), length, int(config.get_text_config().vocab_size))
     choice = choose(options, config, length)
     text = "\n".join(_lines(options, path, choice, found)) + "\n"
@@ -62,6 +60,7 @@ def _lines(options: InitOptions, path: Path, choice: Choice, data: tuple[str, st
     more = f" on each of {devices.nodes} nodes (docs/launching.md)" if devices.nodes > 1 else ""
     yield f"# expertmesh init: {choice.way}, on {devices}. Predicted:"
     took = f"{best.speed.seconds:.3g} s a step, {best.tokens_per_second:,.0f} tokens/s"
+    took += ", with full rows and even routing"
     yield f"# {best.memory.total / GIB:.1f} GiB a rank of {job.budget / GIB:.1f}, {took}."
     yield from (f"# {line}." for reason in choice.passed_over for line in reason.splitlines())
     yield f"#   expertmesh check {path} --nproc {devices.count}    # every row, target tokens marked"

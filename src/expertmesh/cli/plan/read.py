@@ -10,8 +10,10 @@ from expertmesh.model import ModelOptions, build_model, plan_model
 from expertmesh.parallel.shard_plan import ShardOptions
 from expertmesh.planning.model_figures import ModelFigures
 from expertmesh.planning.read_model import figures_of_plan
-from expertmesh.training.startup.model_check import refuse_length
+from expertmesh.training.startup.model_check import longest, refuse_length
 from expertmesh.weights.meta_model import read_model_config
+
+USUAL_LENGTH = 4096
 
 
 def read_figures(
@@ -23,12 +25,18 @@ def read_figures(
     Figures are without packing where it was not wanted or cannot be had; the reason is None where it was not wanted.
     """
     config, directory = read_model_config(options.model, trust_remote_code=options.trust_remote_code, weights=False)
-    refuse_length("--seq-len", options.seq_len, config)
+    length = options.seq_len or usual_length(config)
+    refuse_length("--seq-len", length, config)
     precision = PrecisionConfig(params=options.params, compute=options.compute, frozen=options.frozen)
     built = ModelOptions(precision, lora, trust_remote_code=options.trust_remote_code, name=options.model)
     model = build_model(config, directory, built)
     why_unpacked = None if options.no_packing else packing_refusal(model)
     shards = plan_model(model, Layout(), ShardOptions(precision))
     packed = not options.no_packing and why_unpacked is None
-    figures = figures_of_plan(shards, length=options.seq_len, lora=lora, packed=packed, device=device)
+    figures = figures_of_plan(shards, length=length, lora=lora, packed=packed, device=device)
     return config, figures, why_unpacked
+
+
+def usual_length(config: PreTrainedConfig) -> int:
+    """Tokens of a sequence where nobody says how many."""
+    return min(USUAL_LENGTH, longest(config) or USUAL_LENGTH)

@@ -12,8 +12,15 @@ from pathlib import Path
 
 from expertmesh.cli.options import PlanOptions
 from expertmesh.cli.plan.read import read_figures
-from expertmesh.cli.plan.tables import as_json, cards_lines, print_best, print_candidates, rejection_lines
-from expertmesh.cli.printing import Terminal
+from expertmesh.cli.plan.tables import (
+    as_json,
+    assumptions,
+    cards_lines,
+    print_best,
+    print_candidates,
+    rejection_lines,
+)
+from expertmesh.cli.printing import Terminal, print_rows
 from expertmesh.config import Config, LoraConfig, dump_config
 from expertmesh.config.errors import InputError
 from expertmesh.config.yaml_text import parse_yaml
@@ -52,11 +59,12 @@ def _run(options: PlanOptions) -> int:
         return 0
     costs = run_costs(job, best, options.tokens, options.price, options.mtbf)
     if options.json:
-        print(json.dumps(as_json(found, best, costs), indent=2))
+        print(json.dumps(as_json(options, found, best, costs), indent=2))
         return 0
     console = Terminal()
     print_candidates(console, options.model, job, found.candidates[: options.top])
     print_best(console, job, best, costs)
+    print_rows(console, "assumed, as no option says otherwise", None, list(assumptions(options, job)))
     console.print(*cards_lines(job), sep="\n", soft_wrap=True)
     if found.rejected:
         console.print("rejected", *(f"  {line}" for line in rejection_lines(found)), sep="\n", soft_wrap=True)
@@ -109,7 +117,7 @@ def _yaml(options: PlanOptions, job: Job, best: Candidate, lora: LoraConfig | No
             "precision": job.model.precision.model_dump(),
             "data": {
                 "train": [{"path": options.data}],
-                "max_length": options.seq_len,
+                "max_length": job.model.length,
                 "packing": job.model.packed,
             },
             "optim": {"name": options.optimizer},

@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
+from expertmesh.cli.options import PlanOptions
 from expertmesh.cli.printing import bytes_text, count_text, print_rows
 from expertmesh.distributed.layout import CONFIGURED_AXES, Layout, node_crossing
 from expertmesh.planning.blocks import saved_by_kind
@@ -84,7 +85,29 @@ def cards_lines(job: Job) -> Iterator[str]:
     yield f"one device by itself, one sequence at a time: {needed / GIB:.1f} GiB, which fits on {sizes}"
 
 
-def as_json(found: Plan, best: Candidate, costs: RunCosts) -> dict[str, Any]:
+def assumptions(options: PlanOptions, job: Job) -> Iterator[tuple[str, str]]:
+    """What the figures rest on that no option was given for, by the option or the key of the hardware table."""
+    precision, hardware = job.model.precision, job.devices.hardware
+    values: dict[str, tuple[object, str]] = {
+        "--seq-len": (options.seq_len, f"{job.model.length:,} tokens, and every row is full"),
+        "--global-batch-size": (options.global_batch_size, f"{job.global_batch_size:,} sequences"),
+        "--no-packing": (options.no_packing, "samples share rows, each kept apart" if job.model.packed else ""),
+        "--lora": (options.lora, "all weights train"),
+        "--params": (options.params != "float32", precision.params),
+        "--compute": (options.compute != "bfloat16", precision.compute),
+        "--optimizer": (options.optimizer != "adamw", job.optimizer),
+        "--imbalance": (options.imbalance != 1, "tokens are spread evenly over experts"),
+        "--mtbf": (options.mtbf, f"{hardware.hours_between_failures:,.0f} hours"),
+    }
+    yield from ((option, text) for option, (given, text) in values.items() if not given and text)
+    links = f"{hardware.within_node / 1e9:,g} GB/s within a node"
+    if job.devices.nodes > 1:
+        links += f", {hardware.between_nodes / 1e9:,g} GB/s between nodes"
+    reach = hardware.efficiency
+    yield "--hardware", f"{links}; {reach.links:.0%} of them in gathers, {reach.all_to_all:.0%} in all-to-alls"
+
+
+def as_json(options: PlanOptions, found: Plan, best: Candidate, costs: RunCosts) -> dict[str, Any]:
     def axes(layout: Layout) -> dict[str, int]:
         return {axis: layout.size(axis) for axis in (*CONFIGURED_AXES, "efsdp")}
 
@@ -93,6 +116,12 @@ def as_json(found: Plan, best: Candidate, costs: RunCosts) -> dict[str, Any]:
         "devices": str(found.job.devices),
         "family": model.family,
         "packing": model.packed,
+        "seq_len": model.length,
+        "global_batch_size": found.job.global_batch_size,
+        "optimizer": found.job.optimizer,
+        "imbalance": found.job.imbalance,
+        "precision": model.precision.model_dump(mode="json"),
+        "assumed": dict(assumptions(options, found.job)),
         "parameters": {"dense": model.dense, "expert": model.expert},
         "candidates": [
             {

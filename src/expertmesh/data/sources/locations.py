@@ -17,6 +17,7 @@ from expertmesh.config.errors import InputError
 from expertmesh.data.sources.json_rows import read_json, read_lines
 from expertmesh.data.sources.rows import Columns, RawRow, SourceFile, Takes, with_columns
 from expertmesh.data.sources.tables import read_arrow, read_csv, read_examples, read_parquet, read_table
+from expertmesh.io.hub import hub_mend
 from expertmesh.io.reading import open_file
 
 _READERS = {
@@ -334,9 +335,10 @@ def _hub_data(path: str, streaming: bool) -> tuple[str, Any]:
         table = datasets.load_dataset(match["id"], split=split, streaming=streaming)
     except Exception as error:  # the hub client raises a dozen unrelated classes; every one becomes this sentence
         reason = (str(error).splitlines() or [type(error).__name__])[0]
+        mend = hub_mend(error, "name a file or a directory", "correct the path or the split")
         raise InputError(
             f"the data path {path} is no local file or directory, and split {split!r} of the hub data set "
-            f"{match['id']} cannot be loaded ({reason}); correct the path or the split.",
+            f"{match['id']} cannot be loaded ({reason}); {mend}.",
             key="data.not-found",
         ) from error
     return f"{match['id']}:{split}", table

@@ -84,14 +84,18 @@ def build_schedule(
     return LambdaLR(optimizer, lambda step: learning_rate_factor(config, step, total_steps), last_epoch=done - 1)
 
 
+def warmup_steps(config: ScheduleConfig, total_steps: int) -> int:
+    """Steps of the warm-up."""
+    return math.ceil(config.warmup_ratio * total_steps) if config.warmup_steps is None else config.warmup_steps
+
+
 def learning_rate_factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
     """The share of the peak learning rate at optimizer step `step`, counted from 0.
 
     Warm-up lasts `warmup_steps`, or `ceil(warmup_ratio * total_steps)` steps, and rises linearly; its last step has the
     full rate, so the first step is never lost to a rate of zero.
     """
-    warmup = config.warmup_steps
-    warmup = math.ceil(config.warmup_ratio * total_steps) if warmup is None else warmup
+    warmup = warmup_steps(config, total_steps)
     if step < warmup:
         return (step + 1) / warmup
     if config.name == "constant":

@@ -18,6 +18,7 @@ from expertmesh.distributed.mesh import Mesh
 from expertmesh.experts.layer import ExpertLayer, layer_of
 from expertmesh.io.terminal import duration
 from expertmesh.state.stage_view import stage_names
+from expertmesh.training.reporting.record import MoeLayer
 
 EVAL_SAMPLES = "eval_samples"
 # Characters of a prompt, and of an answer, in a log.
@@ -65,8 +66,8 @@ class StepMetrics:
             key: value for key, value in asdict(self).items() if value is not None and key != "figures"
         } | self.figures
 
-    def line(self, total_steps: int, seconds_left: float, devices: int) -> str:
-        """One line for a log of a job on so many devices."""
+    def line(self, total_steps: int, seconds_left: float, devices: int, layer: MoeLayer | None = None) -> str:
+        """One line for a log of a job on so many devices; `layer` is any of the model's."""
         rate = f"{self.step_seconds:.3g} s/step"
         if self.step_seconds < 1:
             rate = f"{1 / max(self.step_seconds, 1e-9):.3g} steps/s"
@@ -76,16 +77,18 @@ class StepMetrics:
         parts += [f"loss {self.loss:.4f}", *shown(self.figures), f"grad norm {self.grad_norm:.3f}"]
         parts += [f"lr {self.learning_rate:.2e}", rate, speed]
         parts += [f"MFU {self.mfu:.1%}"] if self.mfu is not None else []
-        parts += [f"{self.peak_memory_bytes / 2**30:.2f} GiB", f"load {self.load_summary()}"]
+        parts += [f"{self.peak_memory_bytes / 2**30:.2f} GiB", f"load {self.load_summary(layer)}"]
         parts += [f"{duration(round(seconds_left))} left"] if self.step < total_steps else []
         return "  ".join(parts) + (f"  SKIPPED: {self.skipped}" if self.skipped else "")
 
-    def load_summary(self) -> str:
-        """The worst layer's max/mean, and all dead experts."""
+    def load_summary(self, layer: MoeLayer | None) -> str:
+        """The worst layer's max/mean, and all dead experts; with the most that both can be where `layer` tells it."""
         if not self.expert_load:
             return "-"
-        worst = max(layer["max_over_mean"] for layer in self.expert_load)
-        return f"{worst:.1f}x, {sum(layer['dead'] for layer in self.expert_load)} dead"
+        worst, dead = max(x["max_over_mean"] for x in self.expert_load), sum(x["dead"] for x in self.expert_load)
+        if layer is None:
+            return f"{worst:.1f}x, {dead} dead"
+        return f"{worst:.1f}x of at most {layer.most_load:.3g}, {dead} of {layer.experts * len(self.expert_load)} dead"
 
 
 @dataclass(frozen=True, slots=True)

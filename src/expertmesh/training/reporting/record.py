@@ -35,6 +35,17 @@ class MoeLayer(_Strict):
     experts: int = Field(ge=1)
     top_k: int | None = Field(ge=1)
 
+    @property
+    def most_load(self) -> float:
+        """The busiest expert's tokens over the mean where every token chooses it."""
+        return self.experts / (self.top_k or 1)
+
+    def has_collapsed(self, load: float, dead: float) -> bool:
+        """By the busiest expert's `load` and the experts without a token. One alone may take every token, as a shared
+        expert does; others starve where a router has collapsed.
+        """
+        return dead >= self.experts / 2 or (load >= 0.95 * self.most_load and dead >= self.experts / 4)
+
 
 class DataCounts(_Strict):
     """What became of the rows of a data set; one pass over it has `tokens` tokens."""

@@ -18,9 +18,11 @@ from expertmesh.checkpoint.small_files import read_state_file
 from expertmesh.distributed.all_ranks import raise_on_all_ranks
 from expertmesh.io.terminal import bars, has_bars
 from expertmesh.training.control import Stopped
+from expertmesh.training.optimizers.build import warmup_steps
 from expertmesh.training.reporting.data_record import write_data_record
 from expertmesh.training.reporting.metrics import EvalMetrics, ExpertLoad, StepMetrics
 from expertmesh.training.reporting.metrics_file import MetricsFile
+from expertmesh.training.reporting.record import MoeLayer
 from expertmesh.training.reporting.start import Spent, record_start
 from expertmesh.training.reporting.trackers import Trackers, open_trackers
 
@@ -38,35 +40,50 @@ _TOKENS_PER_EXPERT = 32
 
 @dataclass(slots=True)
 class Collapse:
-    """Signs that a run learns nothing any more, each told once. `vocabulary`: of the model; None where the loss is no
-    cross-entropy. Experts are counted where a step has at least _TOKENS_PER_EXPERT tokens for each.
+    """Signs that a run learns nothing any more, each told once. Experts are counted where a step has at least
+    _TOKENS_PER_EXPERT tokens for each.
     """
 
     vocabulary: int | None
-    experts: int
-    top_k: int
-    _seen: Counter[str] = field(default_factory=Counter)
+    """Of the model; None where the loss is no cross-entropy."""
+    layer: MoeLayer
+    """Any: all have as many experts."""
+    warmup: int = 0
+    """Steps before which routers are not looked at: those of a random model may need as long to spread."""
+    reports: int = 50
+    """For how many in a row routers have collapsed when it is told."""
+    _seen: Counter[int] = field(default_factory=Counter)
 
     def lines(self, metrics: StepMetrics) -> Iterator[str]:
         """What to print after this report."""
         if metrics.skipped:
             return
         uniform = math.log(self.vocabulary) if self.vocabulary is not None else math.inf
-        many = metrics.target_tokens * self.top_k >= _TOKENS_PER_EXPERT * self.experts
-        dead = max((layer["dead"] for layer in metrics.expert_load), default=0) if many else 0
-        signs = {
-            "the gradient norm has been 0: nothing is trained": (metrics.grad_norm == 0, 3),
-            f"the loss has been that of a uniform guess, ln {self.vocabulary or 0:,} = {uniform:.2f}: the model has "
-            "collapsed, or learns nothing": (abs(metrics.loss - uniform) < _NEARLY * uniform, 20),
-            "more than half of a layer's experts have been without a token: the routers have collapsed": (
-                dead > self.experts / 2,
-                20,  # a random model's routers may need as long to spread
+        many = metrics.target_tokens * (self.layer.top_k or 1) >= _TOKENS_PER_EXPERT * self.layer.experts
+        loads = [(load["max_over_mean"], load["dead"]) for load in metrics.expert_load]
+        collapsed = [each for each in loads if self.layer.has_collapsed(*each)] if many else []
+        load, dead = max(collapsed, key=lambda each: each[::-1], default=(0.0, 0))
+        signs = (
+            ("the gradient norm has been 0: nothing is trained", metrics.grad_norm == 0, 3),
+            (
+                f"the loss has been that of a uniform guess, ln {self.vocabulary or 0:,} = {uniform:.2f}: the model "
+                "has collapsed, or learns nothing",
+                abs(metrics.loss - uniform) < _NEARLY * uniform,
+                20,
             ),
-        }
-        for sign, (shows, reports) in signs.items():
-            told = self._seen[sign] >= reports
-            self._seen[sign] = self._seen[sign] + 1 if shows or told else 0
-            if not told and self._seen[sign] == reports:
+            (
+                f"routers have collapsed, now in {len(collapsed)} of {len(loads)} layers: in one {dead} of "
+                f"{self.layer.experts} experts are without a token, and the busiest has {load:.1f} times the mean of "
+                f"at most {self.layer.most_load:.3g}; lower optim.learning_rate, raise moe.aux_loss_coef or "
+                "moe.bias_update_rate, or set moe.router to frozen",
+                bool(collapsed) and metrics.step > self.warmup,
+                self.reports,
+            ),
+        )
+        for number, (sign, shows, reports) in enumerate(signs):
+            told = self._seen[number] >= reports
+            self._seen[number] = self._seen[number] + 1 if shows or told else 0
+            if not told and self._seen[number] == reports:
                 yield f"warning: for {reports} reports in a row {sign}"
 
 
@@ -89,7 +106,8 @@ class Reporter:
         if self.peak_tokens_per_second is not None:
             metrics = replace(metrics, mfu=metrics.tokens_per_second / self.peak_tokens_per_second)
         self._write(metrics.row())
-        log.info(metrics.line(self.total_steps, self._seconds_left(metrics), self.devices))
+        layer = None if self.collapse is None else self.collapse.layer
+        log.info(metrics.line(self.total_steps, self._seconds_left(metrics), self.devices, layer))
         if self.bar is not None:
             self.bar.show(metrics)
         for line in self.collapse.lines(metrics) if self.collapse is not None else ():
@@ -159,7 +177,13 @@ def start_reports(
         if run.mesh.rank == 0:
             experts = run.checked.anatomy.experts[0]
             vocabulary = run.checked.vocab_size if run.config.objective.name == "sft" else None
-            reporter.collapse = Collapse(vocabulary, experts.num_experts, experts.top_k or 1)
+            layer = MoeLayer(name=experts.name, experts=experts.num_experts, top_k=experts.top_k)
+            reporter.collapse = Collapse(
+                vocabulary,
+                layer,
+                warmup_steps(run.config.schedule, run.total_steps),
+                min(50, max(10, run.total_steps // run.config.log.every_steps // 5)),
+            )
             reporter.rows = MetricsFile(Path(run.config.output_dir) / "metrics.jsonl", counters.step)
             write_data_record(run)
             reporter.total_steps, reporter.devices = run.total_steps, run.mesh.layout.world_size
