@@ -20,11 +20,10 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from expertmesh.checkpoint.directory import CHECKPOINTS, find, published
 from expertmesh.checkpoint.manifest import read_manifest
 from expertmesh.checkpoint.small_files import STATE_FILE, read_state_file
-from expertmesh.config import Config, DataSource, ScheduleConfig
+from expertmesh.config import Config, ScheduleConfig
 from expertmesh.config.errors import InputError, IntegrityError
 from expertmesh.config.output import Changeable
 from expertmesh.data import StreamPosition, TokenizedDataset
-from expertmesh.data.report import ODD_ROWS
 from expertmesh.distributed.all_ranks import from_rank_0, raise_on_all_ranks
 from expertmesh.io.versioned_json import first_problem
 from expertmesh.training.optimizers.build import learning_rate_factor
@@ -51,20 +50,6 @@ _FREE_KEYS = (
 )
 # What a run began with, though its section is free.
 _FROM_WEIGHTS = "checkpoint.resume_weights_only"
-# What runs had that were saved before there were these keys.
-_ADDED_LATER = {
-    "objective.name": "sft",
-    "data.format": "auto",
-    "data.template_args": {},
-    "data.thinking": "auto",
-    "data.stream": False,
-    "data.stream_rows": 8192,
-    **{f"data.on_{kind}": "keep" for kind in ODD_ROWS},
-    "optim.stochastic_rounding": False,
-    "schedule.min_ratio": 0.0,
-    _FROM_WEIGHTS: False,
-}
-_SOURCE_BEFORE = DataSource(path="any").model_dump(mode="json")
 # How many of the first sample's token ids a checkpoint keeps, to show where others begin.
 _IDS_KEPT = 512
 
@@ -169,20 +154,20 @@ class Identity:
         if saved["model_sha256"] != self.model_sha256:
             forbidden["model.name_or_path"] = "model.name_or_path has another config.json than the run started with"
         if saved["data_sha256"] != self.data_sha256:
-            forbidden["data.train"] = _data_difference(saved.get("data"), self.data)
+            forbidden["data.train"] = _data_difference(saved["data"], self.data)
         return forbidden, changed
 
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
     """(forbidden by key, allowed) differences between two flat configurations, as sentences."""
-    old, new = _with_keys_added_later(old), _with_keys_added_later(new)
     wanted = new.get("checkpoint.resume_changed", ())
     forbidden: dict[str, str] = {}
     changed: list[str] = []
     for key in sorted(old.keys() | new.keys()):
-        if old.get(key) == new.get(key):
+        then, now = old.get(key), new.get(key)
+        if then == now or (then in ({}, None) and now in ({}, None)):  # keys of an empty mapping say it for themselves
             continue
-        sentence = ", ".join(_changes(key, old.get(key), new.get(key)))
+        sentence = ", ".join(_changes(key, then, now))
         section = key.partition(".")[0]
         asked = key in wanted or section in wanted
         if asked or key in _FREE_KEYS or (section in _FREE_SECTIONS and key != _FROM_WEIGHTS):
@@ -219,19 +204,9 @@ def _changes(key: str, old: Any, new: Any) -> Iterator[str]:
         yield from _changes(f"{key}.{name}", old[name], new[name])
 
 
-def _with_keys_added_later(config: Mapping[str, Any]) -> dict[str, Any]:
-    known: dict[str, Any] = {**_ADDED_LATER, **config}
-    for key in ("data.train", "data.eval"):
-        if isinstance(known.get(key), list):
-            known[key] = [source | _SOURCE_BEFORE | source for source in known[key]]
-    return known
-
-
-def _data_difference(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> str:
-    """How data differ, as far as the checkpoint tells; those of older versions tell nothing."""
+def _data_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Say how data differ, as far as the checkpoint tells."""
     sentence = "data.train has other samples, or other tokens for them, than the run started with"
-    if old is None:
-        return sentence
     counts = [
         f"{old[kind]:,} {kind} then and {new[kind]:,} now" for kind in ("samples", "tokens") if old[kind] != new[kind]
     ]
@@ -248,14 +223,14 @@ def date_of(start: Path | None) -> datetime.date | None:
     """The date that chat templates write: that of the first start of the run whose checkpoint this is; None for a run
     that starts anew.
 
-    Reads the checkpoint's state: call it on one rank. Checkpoints of older versions know none, which is today's.
+    Reads the checkpoint's state: call it on one rank. Raises `IntegrityError` for a state that is none of a run.
     """
     if start is None:
         return None
-    saved = read_state_file(start, read_manifest(start)).state.get("identity", {})
+    saved = read_state_file(start, read_manifest(start)).state
     try:
-        return datetime.date.fromisoformat(saved["date"]) if "date" in saved else datetime.date.today()
-    except (TypeError, ValueError) as error:
+        return datetime.date.fromisoformat(saved["identity"]["date"])
+    except (KeyError, TypeError, ValueError) as error:
         raise IntegrityError(
             f"{start / STATE_FILE}: is not the state of a training run ({error})", key="checkpoint.damaged"
         ) from error
@@ -342,7 +317,7 @@ def check_start(path: Path, identity: Identity, total_steps: int, config: Config
 
 def _rates(config: Config, saved: Mapping[str, Any], step: int, now: int) -> list[str]:
     """What another number of steps, another peak or another schedule makes of the learning rate."""
-    before, known = saved.get("total_steps", now), saved["identity"]["config"]
+    before, known = saved["total_steps"], saved["identity"]["config"]
     then = ScheduleConfig(**{k.removeprefix("schedule."): v for k, v in known.items() if k.startswith("schedule.")})
     old = known["optim.learning_rate"] * learning_rate_factor(then, step, before)
     new = config.optim.learning_rate * learning_rate_factor(config.schedule, step, now)
