@@ -160,8 +160,12 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def refuse_content(content: Mapping[str, Any], path: Path | str) -> None:
     """Raise `InputError` for what an adapter_config.json (of `path`) says that we cannot train exactly, by name."""
-    if content.get("peft_type") != "LORA":
-        raise InputError(f"{path}: is not the config of a LoRA adapter", key="adapter.not-lora")
+    if (kind := content.get("peft_type")) != "LORA":
+        raise InputError(
+            f"{path}: peft_type is {getattr(kind, 'value', kind)}, and only LORA is trained here; give the config of a "
+            "plain LoRA adapter",
+            key="adapter.not-lora",
+        )
     # Zero is set too: `layers_to_transform: 0` means the first layer alone.
     said = [key for key, value in content.items() if key not in _KNOWN and (value or type(value) is int)]
     if said or content.get("bias", "none") != "none":

@@ -145,7 +145,9 @@ def refuse_dtypes(
 ) -> Casts:
     """Raise `InputError` for dtypes that a model does not have, or cannot be computed in. Returns how it is."""
     master, compute = (getattr(torch, name) for name in (precision.params, precision.compute))
-    _refuse_mixed_dtypes(model, master, master if adapter_state(model) is None else compute, kept_in_fp32)
+    # What adapters have frozen is in the compute dtype; of a model in memory it may be as wide as the masters.
+    wide = adapter_state(model) is None or all(parameter.dtype == master for parameter in model.parameters())
+    _refuse_mixed_dtypes(model, master, master if wide else compute, kept_in_fp32)
     casts = Casts() if compute == master else plan_compute(model, anatomy, compute, kept_in_fp32, twin.module)
     if router_dtype == "compute" or compute.itemsize > 2:
         return casts
@@ -163,8 +165,9 @@ def _refuse_mixed_dtypes(
     for name, parameter in model.named_parameters():
         expected = master if is_adapter(name) or not frozen else base
         if parameter.dtype != expected and not (frozen and kept_in_fp32(name) and parameter.dtype == torch.float32):
+            to_float32 = "" if master == torch.float32 else "set precision.params to float32, or "
             raise InputError(
-                f"precision: {name} is {parameter.dtype}, not {expected}; set precision.params to float32, or give a "
-                "model in memory one dtype first",
+                f"precision: {name} is {parameter.dtype}, not {expected}; {to_float32}give a model in memory one dtype "
+                f"first: model.to({expected})",
                 key="precision.mixed-dtypes",
             )
