@@ -145,7 +145,7 @@ def test_a_rank_that_hangs_under_torchrun_is_named_with_its_stack(tmp_path: Path
 
 RANK = """
 import sys
-from expertmesh.cli.main import _report
+from expertmesh.launcher.torchrun import report
 from expertmesh.config import ExpertmeshError
 from expertmesh.launcher.launch import run
 from expertmesh.launcher.worker import leave
@@ -153,7 +153,7 @@ from tests.cli.jobs import CONFIG
 try:
     code = run(CONFIG.model_copy(update={"output_dir": sys.argv[1]}), "tests.cli.fake_training:hang_on_rank_1")
 except ExpertmeshError as error:
-    code = _report(error, {})
+    code = report(error)
 leave(code)
 """
 

@@ -6,7 +6,6 @@ heavy is imported before the configuration is read.
 """
 
 import gc
-import json
 import os
 import select
 import signal
@@ -17,10 +16,9 @@ from typing import NoReturn
 import typer
 
 from expertmesh.cli.verbs import app
-from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError
-from expertmesh.io.terminal import prepare_output, printable
-from expertmesh.launcher.failures import VERDICTS
-from expertmesh.launcher.torchrun import has_to_tell
+from expertmesh.config.errors import ExpertmeshError, InputError
+from expertmesh.io.terminal import prepare_output
+from expertmesh.launcher.torchrun import report
 from expertmesh.launcher.worker import leave
 
 INTERRUPTED = 130
@@ -36,9 +34,9 @@ def main(arguments: Sequence[str]) -> int:
         # reader that has gone.
         return verb if isinstance(verb, int) else int(verb())
     except typer.TyperException as error:
-        return _report(_usage_error(error), said)
+        return report(_usage_error(error), as_json=said.get("error_format") == "json")
     except ExpertmeshError as error:
-        return _report(error, said)
+        return report(error, as_json=said.get("error_format") == "json")
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -81,17 +79,3 @@ def _usage_error(error: typer.TyperException) -> InputError:
         message = f"{error.message}. Did you mean {' or '.join(sorted(meant))}?"
     more = "" if message.endswith("?") else f"; {command} --help tells more"
     return InputError(f"{message}{more}", key="cli.usage")
-
-
-def _report(error: ExpertmeshError, said: dict[str, str]) -> int:
-    """Print the error as the command line asks for it; returns its exit code."""
-    rank = os.environ.get("RANK", "")
-    if not has_to_tell(str(error), may_follow=isinstance(error, DistributedFailure) and error.key not in VERDICTS):
-        return error.exit_code
-    if said.get("error_format") == "json":
-        record = {"key": error.key, "exit_code": error.exit_code, "message": str(error)}
-        print(json.dumps({"rank": int(rank), **record} if rank.isdigit() else record), file=sys.stderr)
-    else:
-        first, *more = printable(f"rank {rank}: {error}" if rank else str(error)).splitlines()
-        print("\n       ".join([f"error: {first}", *more]), file=sys.stderr)
-    return error.exit_code

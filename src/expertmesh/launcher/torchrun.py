@@ -10,17 +10,20 @@ import contextlib
 import hashlib
 import json
 import os
+import sys
 import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 
 from expertmesh.config import Config
 from expertmesh.config.errors import DistributedFailure, ExpertmeshError, InputError
 from expertmesh.distributed.environment import Node, Rank
 from expertmesh.io.parent import watch_parent
-from expertmesh.io.terminal import tell
+from expertmesh.io.terminal import printable, tell
+from expertmesh.launcher.failures import VERDICTS
 from expertmesh.launcher.rank_files import UNEXPECTED, RankFailure
 from expertmesh.launcher.roll_call import open_roll_call
 from expertmesh.launcher.worker import run_rank
@@ -130,6 +133,40 @@ def refuse_elastic(ranks: tuple[int, int], place: Rank | Node | None, environmen
             "one that no other job has",
             key="launch.elastic-start",
         )
+
+
+def report(error: ExpertmeshError, *, as_json: bool = False) -> int:
+    """Print the sentence of the error that ends this process, on one of the ranks that end by it; its exit code."""
+    rank = os.environ.get("RANK", "")
+    if not has_to_tell(str(error), may_follow=isinstance(error, DistributedFailure) and error.key not in VERDICTS):
+        return error.exit_code
+    if as_json:
+        record = {"key": error.key, "exit_code": error.exit_code, "message": str(error)}
+        print(json.dumps({"rank": int(rank), **record} if rank.isdigit() else record), file=sys.stderr)
+    else:
+        first, *more = printable(f"rank {rank}: {error}" if rank else str(error)).splitlines()
+        print("\n       ".join([f"error: {first}", *more]), file=sys.stderr)
+    return error.exit_code
+
+
+class OneSentence:
+    """A `sys.excepthook` for scripts that train by this package: what a user can mend ends them as it ends the command
+    line, by one sentence and its exit code. Every other exception goes to the hook that was there.
+
+    Only what ends the process gets here: not what a notebook, a debugger or a test catches.
+    """
+
+    def __init__(self) -> None:
+        self.before = sys.excepthook
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        interactive = hasattr(sys, "ps1") or sys.flags.interactive  # a prompt goes on after an exception
+        if isinstance(error, ExpertmeshError) and not interactive:
+            # torch's own hook, in front of this one once ranks have met, collects what is printed and would not get on.
+            with contextlib.redirect_stderr(sys.__stderr__):
+                code = report(error)
+            raise SystemExit(code)
+        self.before(kind, error, trace)
 
 
 def has_to_tell(message: str, *, may_follow: bool) -> bool:
