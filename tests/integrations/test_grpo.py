@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOTrainer
 from trl.generation import vllm_generation
+from trl.models import unwrap_model_for_generation
 
 import expertmesh as em
 from expertmesh.integrations import refusals
-from tests.integrations.support import Job, compare, sharded, stock
+from tests.integrations.support import Job, compare, sharded, stock, tokenizer
 from tests.integrations.test_dpo import pairs
 from tests.support.models import tiny_model
 
@@ -67,6 +69,88 @@ def test_completions_rewards_and_steps_are_the_stock_trainers(args: dict[str, An
     # Advantages of a group add up to zero, and so do the terms of the first losses: 1e-6 is 1e-5 of the terms.
     compare(ours, theirs, keys=LOGGED, absolute=1e-6)
     assert ours.series("kl") == pytest.approx(theirs.series("kl"), rel=1e-3, abs=1e-6)
+
+
+class _CallsTools(PreTrainedTokenizerFast):  # type: ignore[misc]
+    """A tokenizer of whose model's completions some call a tool, once or several times, by their tokens."""
+
+    def parse_response(self, response: Any, **kwargs: Any) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "w7"}}}
+        return {"role": "assistant", "content": self.decode(response)} | (
+            {"tool_calls": [call]} if sum(response) % 5 < 2 else {}
+        )
+
+
+def _calls_tools() -> Any:
+    words = tokenizer()
+    found = _CallsTools(
+        tokenizer_object=words.backend_tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    found.response_template = {}
+    found.chat_template = (
+        "{% for message in messages %}{{ message.role }} {{ message.content }} "
+        "{% for call in message.tool_calls or [] %}{{ call.function.name }} "
+        "{{ call.function.arguments }} {% endfor %}<eos> {% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    return found
+
+
+def look_up(word: str) -> str:
+    """Looks up a word.
+
+    Args:
+        word: The word.
+    """
+    return f"{word} w9 w9"
+
+
+class _Environment:
+    """Whose one method is a tool."""
+
+    def reset(self, **kwargs: Any) -> None: ...
+
+    def look_up(self, word: str) -> str:
+        """Looks up a word.
+
+        Args:
+            word: The word.
+        """
+        return look_up(word)
+
+
+def _rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    """Calls the model as often as a rank likes: for each prompt once, and again for those whose completion is odd."""
+    found: dict[str, list[Any]] = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
+    for prompt in prompts:
+        ids, completion = trainer.processing_class(prompt)["input_ids"], [3]
+        while completion[-1] % 2 and len(completion) < 13:
+            entered = torch.tensor([ids + completion])
+            with torch.no_grad(), unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
+                completion = model.generate(entered, max_new_tokens=4, do_sample=True)[0, len(ids) :].tolist()
+        found["prompt_ids"].append(ids)
+        found["completion_ids"].append(completion)
+        found["logprobs"].append([0.0] * len(completion))
+    return found
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "tools": {"tools": [look_up]},
+    "environment_factory": {"environment_factory": _Environment},
+    "rollout_func": {"rollout_func": _rollout},
+}
+
+
+@pytest.mark.parametrize("calls", CALLS)
+def test_ranks_that_generate_in_different_numbers_do_as_the_stock_trainer(calls: str, tmp_path: Path) -> None:
+    given = CALLS[calls]
+    if calls != "rollout_func":
+        rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in prompts()]
+        given = {**given, "processing_class": _calls_tools(), "train_dataset": Dataset.from_list(rows)}
+    job = _job(tmp_path, {"max_completion_length": 24, "max_tool_calling_iterations": 3}, **given)
+    theirs = stock(job, 2)
+    assert calls == "rollout_func" or min(theirs.series("tools/call_frequency")) > 0
+    compare(sharded(job, 2, ep=2), theirs, keys=(*LOGGED, "tools/call_frequency"), absolute=1e-6)
 
 
 class _Server:

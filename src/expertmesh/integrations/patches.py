@@ -1,9 +1,10 @@
 """What transformers, TRL and accelerate leave no other way than to set on the model itself.
 
-Each line says which code asks for it. Nothing here communicates.
+Each line says which code asks for it. `Lockstep` alone communicates.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,8 +55,54 @@ class RowNumbers:
         ids_BS = kwargs["inputs_embeds"] if ids_BS is None else ids_BS
         rows = len(ids_BS)
         first = (step << _BITS_OF_ROWS) + self.rows + dist.get_rank() * rows
-        self.rows += ranks * rows
+        if torch.is_grad_enabled():  # generation has forwards of its own on each rank, and a different number of them
+            self.rows += ranks * rows
         return args, {**kwargs, "row_numbers": torch.arange(first, first + rows, device=ids_BS.device)}
+
+
+class Lockstep:
+    """Lets ranks call the model in different numbers: where only some completions call a tool, only those go on.
+
+    While a function that was wrapped runs, each forward waits for the others', and a rank that is through takes part
+    in theirs with a row of its own until all are through.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model: Any = model
+        self.inside = False
+        model.register_forward_pre_hook(self._before_forward, prepend=True)
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, which every rank calls. One all-reduce of a number for each forward of any rank, and one more."""
+
+        @functools.wraps(function)
+        def in_lockstep(*args: Any, **kwargs: Any) -> Any:
+            self._enter(True)
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self._enter(False)
+            while self._anyone(False):
+                with torch.no_grad():
+                    self.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.model.device), use_cache=False)
+            return result
+
+        return in_lockstep
+
+    def _before_forward(self, *args: Any) -> None:
+        if self.inside:
+            self._anyone(True)
+
+    def _enter(self, inside: bool) -> None:
+        self.inside = inside
+        # Or transformers would let each call of `generate` wait for one of every other rank.
+        self.model._is_fsdp_managed_module = not inside
+
+    def _anyone(self, calls: bool) -> bool:
+        """Whether a rank calls the model now. One all-reduce, whose ranks each say so or are through."""
+        number = torch.tensor(int(calls), device=self.model.device)
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+        return bool(number)
 
 
 def _is_own(kind: type) -> bool:

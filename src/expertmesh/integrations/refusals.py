@@ -40,7 +40,7 @@ OVERRIDDEN = {
 # Of a class's module, what TRL gets another one of while a trainer is made (`reference.handed_over`).
 EXCHANGED = {
     "DPOTrainer": ("hash_module",),
-    "GRPOTrainer": ("create_model_from_path", "VLLMGeneration._iter_named_params"),
+    "GRPOTrainer": ("create_model_from_path", "VLLMGeneration._iter_named_params", "GRPOTrainer._tool_call_loop"),
 }
 
 _ARGUMENTS = {
@@ -64,7 +64,6 @@ _ARGUMENTS = {
     "debug": "its hooks read whole weights; leave it out",
 }
 _GIVEN = {
-    "peft_config": "PEFT would wrap adapters around shards; give it as lora=",
     "model_init": "a model is sharded once, when the trainer is made; give model=",
     "quantization_config": "quantised files are read as plain weights, as their config says; leave it out",
     "optimizers": "their parameters would be those from before sharding; use args.optim or optimizer_cls_and_kwargs",
@@ -123,8 +122,6 @@ def refuse_class(trainer_class: type[Trainer]) -> None:
 
 def refuse_arguments(args: Any, given: Mapping[str, Any]) -> None:
     """Raise `InputError` for what is asked of the Trainer; `given` are its arguments by name, `args` one of them."""
-    if args is None:
-        raise InputError("args is not given, and it says what to train; give args=", key="trainer.unsupported-argument")
     for name, why in _ARGUMENTS.items():
         if value := getattr(args, name, None):
             raise InputError(f"args.{name} is {value!r}: {why}", key="trainer.unsupported-argument")
@@ -144,6 +141,13 @@ def refuse_arguments(args: Any, given: Mapping[str, Any]) -> None:
         raise InputError(
             "args.use_vllm is True, but vllm is not installed; install trl[vllm], or leave it out, and the sharded "
             "model generates",
+            key="trainer.unsupported-argument",
+        )
+    tools = next((name for name in ("tools", "environment_factory") if given.get(name)), None)
+    if tools and args.use_vllm and (args.vllm_mode == "server" or args.vllm_tensor_parallel_size > 1):
+        raise InputError(
+            f"{tools}= is given with args.use_vllm: ranks ask vLLM together, and only some have completions that call "
+            'a tool; set vllm_mode to "colocate" with vllm_tensor_parallel_size 1, or use_vllm to False',
             key="trainer.unsupported-argument",
         )
     template = getattr(args, "chat_template_path", None)
@@ -210,7 +214,14 @@ def known_init_options(args: Any) -> dict[str, Any]:
 
 
 def refuse_parallel(parallel: ParallelConfig | None) -> None:
-    """Trainers give each process rows of its own."""
+    """An ep is given, and no axis that Trainers know nothing of: they give each process rows of its own."""
+    if parallel is None or parallel.ep == "auto":
+        what = "parallel= is not given" if parallel is None else "parallel.ep is auto"
+        raise InputError(
+            f"{what}, and a Trainer has to be told how many ranks share the experts; give "
+            "parallel=em.ParallelConfig(ep=N), where N divides the number of ranks and that of experts",
+            key="layout.auto-ep-without-experts",
+        )
     for axis in ("tp", "cp", "pp"):
         size = getattr(parallel, axis, 1)
         if size > 1:

@@ -7,17 +7,21 @@ schedules, losses, metrics and callbacks stay the Trainer's own.
 
 import copy
 import inspect
+import sys
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.trainer_utils import rotate_checkpoints
 
 import expertmesh as em
 from expertmesh import LoraConfig, MoeConfig, ParallelConfig, PrecisionConfig
-from expertmesh.integrations import checkpoints, patches, reference, refusals
+from expertmesh.config.errors import InputError
+from expertmesh.integrations import callbacks, checkpoints, patches, reference, refusals
+from expertmesh.launcher.torchrun import OneSentence
 
 T = TypeVar("T", bound=Trainer)
 
@@ -29,13 +33,16 @@ def trainer(trainer_class: type[T]) -> type[T]:
         trainer = SFTTrainer(model="Qwen/Qwen3-30B-A3B", parallel=em.ParallelConfig(ep=8), args=..., train_dataset=...)
 
     Every rank makes it and calls its methods. Beside the class's own arguments it takes `parallel` (`fsdp`, `replicate`
-    and `ep`), `precision`, `moe` and `lora` (`em.LoraConfig`, or PEFT's `LoraConfig`). `model` is a name, a directory,
-    or a model in memory that is the same on every rank. Losses, gradients, gradient norms and weights are those of the
-    stock class under DDP; docs/trainers.md says what is refused. Raises `InputError` for a class, or a version of one,
-    that is not known to train right.
+    and `ep`), `precision`, `moe` and `lora` (`em.LoraConfig`, or PEFT's `LoraConfig`, which `peft_config` takes too).
+    `model` is a name, a directory, or a model in memory that is the same on every rank. Losses, gradients, gradient
+    norms and weights are those of the stock class under DDP; docs/trainers.md says what is refused. From here on an
+    error that a user can mend ends the script by one sentence and its exit code. Raises `InputError` for a class, or a
+    version of one, that is not known to train right.
     """
     if isinstance(trainer_class, type) and issubclass(trainer_class, ShardedTrainer):
         return trainer_class
+    if not isinstance(sys.excepthook, OneSentence):
+        sys.excepthook = OneSentence()
     refusals.refuse_class(trainer_class)
     namespace = {"__doc__": trainer_class.__doc__, "__module__": __name__, "__qualname__": trainer_class.__qualname__}
     made: type[T] = type(trainer_class.__name__, (ShardedTrainer, trainer_class), namespace)
@@ -54,12 +61,14 @@ class ShardedTrainer(Trainer):
         lora: Any = None,
         **kwargs: Any,
     ) -> None:
-        if lora is not None and not isinstance(lora, LoraConfig):
-            lora = em.lora_from_peft(lora)
         given = _by_name(super().__init__, args, kwargs)
-        arguments, model, of_trl = given.get("args"), given.get("model"), refusals.trl_class(type(self))
+        model, of_trl = given.get("model"), refusals.trl_class(type(self))
+        arguments = given["args"] = given.get("args") or _stock_arguments(of_trl, model)
         refusals.refuse_arguments(arguments, given)
+        reporting = get_reporting_integration_callbacks(arguments.report_to)
+        callbacks.refuse_callbacks([*(given.get("callbacks") or ()), *reporting], ranks=1)
         refusals.refuse_parallel(parallel)
+        lora = _lora(lora, given.pop("peft_config", None))
         refusals.refuse_moe(moe, arguments, of_trl)
         refusals.refuse_lora(lora, arguments, of_trl)
         options = {"precision": precision, "moe": moe, "lora": lora, **_checkpointing(arguments)}
@@ -91,6 +100,13 @@ class ShardedTrainer(Trainer):
             super().__init__(**given)
         if self._has_adapters:
             sharded.register_forward_pre_hook(patches.RowNumbers(self), with_kwargs=True, prepend=True)
+        handler: Any = self.callback_handler
+        handler.call_event = callbacks.on_shards(handler.call_event)
+        if of_trl == "GRPOTrainer":
+            lockstep = patches.Lockstep(sharded)
+            for name in ("rollout_func", "_tool_call_loop"):
+                if (calls := getattr(self, name)) is not None:
+                    setattr(self, name, lockstep(calls))
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -115,6 +131,7 @@ class ShardedTrainer(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
+        callbacks.refuse_callbacks(self.callback_handler.callbacks, self.args.world_size)
         saves = self.args.save_strategy != "no"
         start = checkpoints.find_start(self._output, resume_from_checkpoint, saves=saves)
         return super().train(None if start is None else str(start), trial, ignore_keys_for_eval)
@@ -162,6 +179,23 @@ class ShardedTrainer(Trainer):
     @property
     def _output(self) -> Path:
         return Path(cast(str, self.args.output_dir))
+
+
+def _stock_arguments(of_trl: str | None, model: Any) -> Any:
+    """What the stock class takes where `args` is not given."""
+    if of_trl is None:
+        return TrainingArguments(output_dir="tmp_trainer")
+    kind = of_trl.removesuffix("Trainer")
+    name = model if isinstance(model, str | Path) else getattr(getattr(model, "config", None), "_name_or_path", "")
+    return getattr(sys.modules["trl"], f"{kind}Config")(f"{Path(name).name}-{kind}")
+
+
+def _lora(lora: Any, peft_config: Any) -> LoraConfig | None:
+    """The adapters that are asked for, by either argument, as ours."""
+    if lora is not None and peft_config is not None:
+        raise InputError("lora= and peft_config= are both given; leave one out", key="trainer.unsupported-argument")
+    asked = peft_config if lora is None else lora
+    return em.lora_from_peft(asked) if asked is not None and not isinstance(asked, LoraConfig) else asked
 
 
 def _by_name(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

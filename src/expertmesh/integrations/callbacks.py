@@ -1,0 +1,102 @@
+"""What callbacks of a Trainer do with weights that are in shards: right, or refused.
+
+A callback finds DTensors in the model. What it computes element by element, as an average of weights is, is right on
+shards. Callbacks of transformers and TRL that need whole weights are refused by name before training, and a number that
+would be of one rank's shards stops the callback that reads it.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from expertmesh.config.errors import InputError
+
+# Callbacks of transformers and TRL, and those derived from them, that read whole weights, whatever they are set to.
+REFUSED = {
+    "BEMACallback": "it copies the whole model to every rank; average model.parameters() in a callback of your "
+    "own, each rank its shards",
+    "SyncRefModelCallback": "the reference is a model in shards of its own; leave it out",
+    "JITCheckpointCallback": "it saves on one rank when that gets its signal; leave it out",
+}
+# Variables of the environment by which others save or watch weights, on rank 0 alone.
+_VARIABLES = {
+    "WandbCallback": ("WANDB_LOG_MODEL", "WANDB_WATCH"),
+    "DVCLiveCallback": ("HF_DVCLIVE_LOG_MODEL",),
+}
+_OFF = ("", "false", "0", "no", "n", "off", "f")
+_GENERATING = ("LogCompletionsCallback", "WeaveCallback")
+
+
+def refuse_callbacks(callbacks: Iterable[Any], ranks: int) -> None:
+    """Raise `InputError` for a callback, an instance or a class, that cannot work on shards. No communication."""
+    for callback in callbacks:
+        kind = callback if isinstance(callback, type) else type(callback)
+        for base in kind.__mro__:
+            if base.__module__.partition(".")[0] in ("transformers", "trl") and (
+                why := _why(base.__name__, callback, ranks)
+            ):
+                raise InputError(f"the callback {kind.__name__} is given: {why}", key="trainer.unsupported-callback")
+
+
+def _why(name: str, callback: Any, ranks: int) -> str | None:
+    """What is wrong with a callback of the class `name`."""
+    if name in REFUSED:
+        return REFUSED[name]
+    for variable in _VARIABLES.get(name, ()):
+        value = os.environ.get(variable, "")
+        sends_directories = (name, value.lower()) == ("DVCLiveCallback", "all")  # of checkpoints, which are whole
+        if value.lower() not in _OFF and not sends_directories:
+            return f"{variable} is {value!r}, by which rank 0 alone would read weights that are in shards; unset it"
+    if name == "DVCLiveCallback" and getattr(callback, "_log_model", None) is True:
+        return (
+            'log_model is True, by which rank 0 alone would save weights that are in shards; set it to "all" or False'
+        )
+    if name in _GENERATING and (prompts := len(getattr(callback, "eval_dataset", ()))) % ranks:
+        return (
+            f"its {prompts} prompts cannot be shared out evenly over {ranks} ranks, which generate together; set "
+            f"num_prompts to a multiple of {ranks}"
+        )
+    return None
+
+
+def on_shards(call_event: Callable[..., Any]) -> Callable[..., Any]:
+    """`CallbackHandler.call_event` where a number of one rank's shards is an `InputError`, not a wrong number."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _Shards():
+            return call_event(*args, **kwargs)
+
+    return call
+
+
+class _Shards(TorchDispatchMode):
+    """Looks at what is computed of DTensors: torch gives `weight.norm().item()` without the other ranks' part."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        shards = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+        if func is torch.ops.aten._local_scalar_dense.default and any(
+            placement.is_partial() for shard in shards for placement in shard.placements
+        ):
+            raise _in_shards("reads a number that is of this rank's shards alone")
+        try:
+            return func(*args, **(kwargs or {}))
+        except (RuntimeError, NotImplementedError) as error:
+            meshes = {shard.device_mesh for shard in shards}
+            if shards and (
+                len(meshes) > 1 or any(tensor.dim() for tensor in tensors if not isinstance(tensor, DTensor))
+            ):
+                raise _in_shards(f"calls {func} of shards together with whole tensors, or shards of experts") from error
+            raise
+
+
+def _in_shards(what: str) -> InputError:
+    return InputError(
+        f"a callback {what}; call .full_tensor() of the parameter, or of its norm or sum, on every rank",
+        key="trainer.unsupported-callback",
+    )
