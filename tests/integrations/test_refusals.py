@@ -1,6 +1,9 @@
 """What Trainers cannot do with a sharded model stops with one sentence that names it, before anything is loaded."""
 
+import copy
 import json
+import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -9,38 +12,24 @@ from typing import Any
 import peft
 import pytest
 import torch
+import trl
+from datasets import Dataset
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_pt_utils import AcceleratorConfig
-from trl import DPOConfig, DPOTrainer, GRPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer
+from trl import BEMACallback, DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer
 
 import expertmesh as em
+from expertmesh.config.errors import InputError
 from expertmesh.integrations import refusals
-from tests.integrations.support import Job, sharded
+from tests.integrations.support import Job, even_rows, sharded, tokenizer
 from tests.support.errors import refused, refused_on_ranks
 from tests.support.models import tiny_model
 from tests.support.ranks import run_ranks
 
+# Parts of arguments, and those that say whatever they say; arguments that are refused whole are in test_arguments.py.
 ARGUMENTS: dict[str, dict[str, Any]] = {
-    "args.fsdp is": {"fsdp": "full_shard"},
-    "args.deepspeed is": {"deepspeed": "ds.json"},
-    "args.parallelism_config is": {"parallelism_config": object()},
-    "args.fp16 is": {"fp16": True},
-    "args.fp16_full_eval is": {"fp16_full_eval": True},
-    "args.bf16_full_eval is": {"bf16_full_eval": True},
-    "args.use_liger_kernel is": {"use_liger_kernel": True},
-    "args.torch_compile is": {"torch_compile": True},
-    "args.auto_find_batch_size is": {"auto_find_batch_size": True},
-    "args.activation_offloading is": {"activation_offloading": True},
-    "args.push_to_hub is": {"push_to_hub": True},
-    "args.save_on_each_node is": {"save_on_each_node": True},
-    "args.enable_jit_checkpoint is": {"enable_jit_checkpoint": True},
-    "args.optim_target_modules is": {"optim_target_modules": "all-linear"},
     "even_batches is False": {"accelerator_config": AcceleratorConfig(even_batches=False)},
-    "args.sync_ref_model is": {"sync_ref_model": True},
     "args.use_vllm is": {"use_vllm": True},
-    "args.use_transformers_continuous_batching is": {"use_transformers_continuous_batching": True},
-    "args.cast_lm_head_to_fp32 is": {"cast_lm_head_to_fp32": True},
-    "args.debug is": {"debug": ["underflow_overflow"]},
     "mixed precision is fp8": {"mixed_precision": "fp8"},
     "args.chat_template_path is": {"chat_template_path": "Qwen/Qwen3-0.6B"},
     "model_init_kwargs has use_kernels": {"model_init_kwargs": {"use_kernels": True}},
@@ -68,19 +57,60 @@ def test_arguments_by_name(naming: str, args: Any) -> None:
         _make(args)
 
 
-@pytest.mark.parametrize("name", ["peft_config", "quantization_config", "optimizers"])
+@pytest.mark.parametrize("name", ["quantization_config", "optimizers"])
 def test_what_is_given_beside_them(name: str, args: Any) -> None:
     with refused("trainer.unsupported-argument", naming=name):
         _make(args, **{name: (object(), None) if name == "optimizers" else object()})
 
 
-def test_a_model_made_later_and_no_args(args: Any) -> None:
+@pytest.mark.parametrize("name", ["tools", "environment_factory"])
+def test_a_server_that_only_some_ranks_would_ask(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "_has_vllm", lambda: True)
+    for own in ({"vllm_mode": "server"}, {"vllm_tensor_parallel_size": 2}):
+        args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", use_vllm=True, **own)
+        with refused("trainer.unsupported-argument", naming=name):
+            _make(args, GRPOTrainer, **{name: [print]})
+
+
+@pytest.mark.parametrize("parallel", [None, em.ParallelConfig()], ids=["none", "auto"])
+def test_without_an_ep_the_argument_is_named(parallel: Any, args: Any) -> None:
+    with refused("layout.auto-ep-without-experts", naming="parallel=em.ParallelConfig(ep=N)"):
+        _make(args, parallel=parallel)
+
+
+def test_a_model_made_later_and_no_model(args: Any) -> None:
     with refused("trainer.unsupported-argument", naming="model_init"):
         _make(args, Trainer, model=None, model_init=lambda: tiny_model("qwen3_moe"))
-    with refused("trainer.unsupported-argument", naming="args is not given"):
-        _make(None)
     with refused("trainer.unsupported-model", naming="not given"):
         _make(args, Trainer, model=None)
+
+
+class _OnCpu(SFTConfig):  # type: ignore[misc]
+    """TRL's own are for bf16, which transformers has on GPUs alone."""
+
+    def __init__(self, output_dir: str) -> None:
+        super().__init__(output_dir, use_cpu=True, bf16=False)
+
+
+def _without_args() -> list[dict[str, Any]]:
+    for module in (trl, sys.modules[SFTTrainer.__module__]):
+        module.SFTConfig = _OnCpu
+    os.environ |= {"HF_HUB_OFFLINE": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    given = {"model": tiny_model("qwen3_moe"), "processing_class": tokenizer()}
+    found = []
+    for kind in (SFTTrainer, Trainer):
+        rows = {"train_dataset": Dataset.from_list(even_rows())}
+        ours: Any = em.trainer(kind)
+        found += [ours(parallel=em.ParallelConfig(ep=1), **copy.deepcopy(given), **rows).args.to_dict()]
+        found += [kind(**copy.deepcopy(given), **rows).args.to_dict()]
+    return found
+
+
+def test_without_args_the_stock_ones_are_taken() -> None:
+    ours, stock, plain, stock_plain = run_ranks(_without_args, 1)[0]
+    assert ours == stock
+    assert ours["output_dir"].endswith("-SFT")
+    assert plain == stock_plain
 
 
 def test_arguments_are_bound_by_name_wherever_they_stand(args: Any) -> None:
@@ -163,11 +193,71 @@ def test_adapters_of_peft(args: Any, preferences: DPOConfig) -> None:
         _make(args, lora=peft.LoraConfig(target_modules=["q_proj"], use_dora=True))
     with refused("adapter.unsupported-option", naming="modules_to_save"):
         _make(args, model=adapted(modules_to_save=["lm_head"]))
+    with refused("adapter.not-lora", naming="PROMPT_TUNING"):
+        _make(args, peft_config=peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with refused("adapter.ambiguous-targets", naming="down_proj"):
+        _make(args, peft_config=peft.LoraConfig(target_modules=["down_proj"]))
+    with refused("trainer.unsupported-argument", naming="peft_config"):
+        _make(args, peft_config=peft.LoraConfig(target_modules=["q_proj"]), lora=em.LoraConfig())
     on_head = peft.LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM")
     with refused("trainer.lora-on-head", naming="lm_head"):
         _make(args, model=peft.get_peft_model(tiny_model("qwen3_moe"), on_head))  # type: ignore[arg-type]
     with refused("trainer.unsupported-model", naming="copy of the adapters"):
         _make(preferences, DPOTrainer, model=adapted())
+
+
+def test_callbacks_that_need_whole_weights(args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Derived(BEMACallback):  # type: ignore[misc]
+        pass
+
+    for callback in (BEMACallback(), BEMACallback, Derived()):
+        with refused("trainer.unsupported-callback", naming="model.parameters()"):
+            _make(args, callbacks=[callback])
+    monkeypatch.setenv("WANDB_WATCH", "gradients")
+    args.report_to = ["wandb"]
+    with refused("trainer.unsupported-callback", naming="WANDB_WATCH"):
+        _make(args)
+
+
+def test_a_refusal_ends_a_script_as_it_ends_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    others: list[Any] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *what: others.append(what))
+    em.trainer(SFTTrainer)
+    with pytest.raises(SystemExit) as ended:
+        sys.excepthook(InputError, InputError("no such thing"), None)
+    assert ended.value.code == 2
+    assert capfd.readouterr().err == "error: no such thing\n"
+    bug = ValueError("of somebody else's")
+    sys.excepthook(ValueError, bug, None)
+    assert others == [(ValueError, bug, None)]
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    sys.excepthook(InputError, InputError("at a prompt"), None)
+    assert len(others) == 2
+
+
+SCRIPT = """
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
+import expertmesh as em
+args = SFTConfig("out", use_cpu=True, bf16=False, report_to="none")
+data = Dataset.from_list([{"text": "a"}])
+em.trainer(SFTTrainer)(model="nowhere", args=args, parallel=em.ParallelConfig(ep=2, tp=2), train_dataset=data)
+"""
+
+
+def test_under_torchrun_a_refusal_is_one_sentence_of_one_rank(tmp_path: Path) -> None:
+    """Beside what torchrun says itself, whose summary has it as well."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(launch, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    told = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert len(told) == 1, ended.stderr
+    assert "parallel.tp is 2" in told[0]
+    assert ended.stderr.count("Traceback") == 1
+    assert "failed (exitcode: 2)" in ended.stderr
 
 
 def test_classes_that_are_not_known_to_train_right() -> None:
