@@ -52,6 +52,8 @@ _FREE_KEYS = (
 )
 # What a run began with, though its section is free.
 _FROM_WEIGHTS = "checkpoint.resume_weights_only"
+# Keys that may differ as well, where it names them; no change by itself.
+_WANTED = "checkpoint.resume_changed"
 # What runs had that were saved before there were these keys.
 _ADDED_LATER = {
     "objective.name": "sft",
@@ -177,11 +179,11 @@ class Identity:
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
     """(forbidden by key, allowed) differences between two flat configurations, as sentences."""
     old, new = _with_keys_added_later(old), _with_keys_added_later(new)
-    wanted = new.get("checkpoint.resume_changed", ())
+    wanted = new.get(_WANTED, ())
     forbidden: dict[str, str] = {}
     changed: list[str] = []
     for key in sorted(old.keys() | new.keys()):
-        if old.get(key) == new.get(key):
+        if old.get(key) == new.get(key) or key == _WANTED:
             continue
         sentence = ", ".join(_changes(key, old.get(key), new.get(key)))
         section = key.partition(".")[0]
