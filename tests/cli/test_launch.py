@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertmesh.config import DistributedFailure, InputError, IntegrityError
+from expertmesh.config import Config, DistributedFailure, InputError, IntegrityError
 from expertmesh.io.parent import watch_parent
 from expertmesh.launcher.failures import stopped_sentence
 from expertmesh.launcher.launch import RunOptions, _continued, join_job, launch, local_ranks, run
@@ -159,6 +159,17 @@ def test_under_a_launcher_rank_0_says_that_it_was_stopped_before_its_loop(
         run(CONFIG, f"{FAKE}:interrupted")
     line = "stopped by Ctrl-C before the first step, loading weights: nothing was saved"
     assert capsys.readouterr().err == f"{line}; the same command starts again\n"
+
+
+def test_a_launcher_that_is_stopped_before_its_ranks_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(config: Config, ranks: int, ranks_per_node: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(CONFIG, f"{FAKE}:succeed", preflight=interrupted)
+    assert capsys.readouterr().err.startswith(
+        "stopped by Ctrl-C before ranks were started: nothing was saved; the same"
+    )
 
 
 def test_what_a_start_after_a_stop_continues_from(tmp_path: Path) -> None:

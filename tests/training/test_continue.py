@@ -321,6 +321,7 @@ def test_a_run_goes_on_with_another_learning_rate_and_its_moments(
     run_ranks(train, 2, run_config(inputs, tmp_path / "changed", *RUN, *triple, five))
     line = next(line for line in capfd.readouterr().out.splitlines() if line.startswith("resume "))
     assert "; optim.learning_rate was 0.01 and is 0.03; " in line
+    assert "resume_changed" not in line
     assert line.endswith("by the constant schedule the next has learning rate 3.00e-02, not 1.00e-02")
     assert main(["export", str(newest), "--output", str(tmp_path / "after-4"), "--dtype", "float32"]) == 0
     before = load_file(tmp_path / "after-4" / "model.safetensors")

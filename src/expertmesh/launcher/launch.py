@@ -95,13 +95,13 @@ def _run(
             ranks = local_ranks(options.nproc or node.ranks)
         if preflight is not None:
             preflight(config, ranks * node.count, ranks)
-    except KeyboardInterrupt:
+        where = "" if node.count == 1 else f" (node {node.number} of {node.count}, {node.address}:{node.port})"
+        each = "each of which imports torch and transformers"
+        log.info(f"           {ranks} rank{'s' * (ranks > 1)} on this machine{where}, {each}")
+        return launch(config, ranks, function, options, deadline, node)
+    except KeyboardInterrupt:  # outside of `launch`, which notes it
         tell(stopped_sentence(signal.SIGINT, None, _run_of(config, options)), error=True)
         raise
-    where = "" if node.count == 1 else f" (node {node.number} of {node.count}, {node.address}:{node.port})"
-    each = "each of which imports torch and transformers"
-    log.info(f"           {ranks} rank{'s' * (ranks > 1)} on this machine{where}, {each}")
-    return launch(config, ranks, function, options, deadline, node)
 
 
 def join_job(options: RunOptions) -> Rank | Node | None:

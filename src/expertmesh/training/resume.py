@@ -50,6 +50,8 @@ _FREE_KEYS = (
 )
 # What a run began with, though its section is free.
 _FROM_WEIGHTS = "checkpoint.resume_weights_only"
+# Keys that may differ as well, where it names them; no change by itself.
+_WANTED = "checkpoint.resume_changed"
 # How many of the first sample's token ids a checkpoint keeps, to show where others begin.
 _IDS_KEPT = 512
 
@@ -160,12 +162,14 @@ class Identity:
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
     """(forbidden by key, allowed) differences between two flat configurations, as sentences."""
-    wanted = new.get("checkpoint.resume_changed", ())
+    wanted = new.get(_WANTED, ())
     forbidden: dict[str, str] = {}
     changed: list[str] = []
     for key in sorted(old.keys() | new.keys()):
         then, now = old.get(key), new.get(key)
-        if then == now or (then in ({}, None) and now in ({}, None)):  # keys of an empty mapping say it for themselves
+        if key == _WANTED or then == now:
+            continue
+        if then in ({}, None) and now in ({}, None):  # keys of an empty mapping speak for themselves
             continue
         sentence = ", ".join(_changes(key, then, now))
         section = key.partition(".")[0]

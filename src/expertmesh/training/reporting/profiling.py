@@ -7,6 +7,7 @@ own viewer shows it. Nothing is recorded, and nothing costs, outside of these st
 
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,7 +54,9 @@ def profiling(steps: tuple[int, int] | None, directory: Path, rank: int) -> Iter
         profiler.step()
 
     warm_up = min(1, first - 1)
-    when = schedule(wait=first - 1 - warm_up, warmup=warm_up, active=last - first + 1, repeat=1)
+    with warnings.catch_warnings():  # of a first step, before which there is none to warm up in
+        warnings.filterwarnings("ignore", "Profiler won't be using warmup")
+        when = schedule(wait=first - 1 - warm_up, warmup=warm_up, active=last - first + 1, repeat=1)
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     with profile(activities=kinds, schedule=when, on_trace_ready=write) as profiler:
         yield end_step
