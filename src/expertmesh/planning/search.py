@@ -115,7 +115,7 @@ def plan(job: Job, goal: Goal = "speed", fixed: ParallelConfig | None = None) ->
     # Thousands of layouts of a large job are told apart by their most frugal form; the best get all their variants.
     frugal.sort(key=order)
     for place, least in enumerate(frugal[:FULLY_CONSIDERED]):
-        fitting = [candidate for candidate in _variants(job, least.layout) if candidate.fits(job)]
+        fitting = [candidate for candidate in variants(job, least.layout) if candidate.fits(job)]
         frugal[place] = min([least, *fitting], key=order)
     return Plan(job, tuple(sorted(frugal, key=order)), tuple(rejected))
 
@@ -246,7 +246,7 @@ def _refusal(job: Job, layout: Layout) -> str | None:
     return None
 
 
-def _variants(job: Job, layout: Layout) -> Iterator[Candidate]:
+def variants(job: Job, layout: Layout) -> Iterator[Candidate]:
     """Each mode with every micro-batch size from one sequence up to the first that does not fit."""
     each = job.global_batch_size // layout.data_ranks
     for mode in modes(job.model):
