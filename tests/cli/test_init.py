@@ -19,7 +19,7 @@ from tests.data.tokenizers_on_the_fly import CHATML, bpe_tokenizer
 from tests.training.tiny_run import write_inputs
 
 CHAT = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Nothing special."}]
-FOR_ONE_H100 = "full fine-tuning does not fit: 463."
+FOR_ONE_H100 = "full fine-tuning does not fit: 461."
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def test_key_value_is_what_the_file_says_and_what_is_planned(
 def test_nothing_is_written_where_nothing_fits(large: Path, data: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", str(large), "--data", data, "--devices", "1 h100", "--full"]) == 2
     said = capsys.readouterr().err
-    assert "does not fit on 1x1 h100 at --max-length 4,096" in said
+    assert "does not fit on 1x1 h100 with rows of 64 tokens" in said
     assert FOR_ONE_H100 in said
     assert not list(Path().glob("*.yaml"))
 

@@ -137,7 +137,7 @@ def choose(options: InitOptions, wishes: Wishes, config: PreTrainedConfig, devic
     raise InputError(
         "\n".join(
             [
-                f"{options.model} does not fit on {devices} at --max-length {sizes.length:,}; more devices may",
+                f"{options.model} does not fit on {devices} with rows of {sizes.length:,} tokens; more devices may",
                 *passed_over,
             ]
         ),
