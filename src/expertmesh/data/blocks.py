@@ -86,8 +86,8 @@ class BlockEncoder:
             if isinstance(result, MalformedRow):
                 self._skip(block, raw, str(result))
                 continue
-            odd = {kind: None for each in result for kind in each.odd if kind not in counted}
-            if self._keeps(block, raw, list(odd)):
+            in_text = dict.fromkeys(kind for each in result for kind in each.odd if kind not in counted)
+            if self._keeps(block, raw, list(in_text)):
                 lengths += [len(each.input_ids) for each in result]
                 self._add_samples(block, raw, result)
         block.report.dated = int(self._encoder.date_written is not None)

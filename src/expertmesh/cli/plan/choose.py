@@ -159,7 +159,7 @@ def _ways(lora: bool | None, wishes: Wishes, *, quantised: bool) -> Iterator[Way
     given = wishes.config.lora
     if "lora" in wishes.given:
         lora = given is not None
-    frozen_as = ("as_published",) if quantised else (None, "nf4")
+    frozen_as: tuple[str | None, ...] = ("as_published",) if quantised else (None, "nf4")
     if wishes.has("precision", "frozen"):
         frozen_as, lora = (wishes.config.precision.frozen,), True
     if lora is not True:

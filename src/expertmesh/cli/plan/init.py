@@ -117,7 +117,7 @@ def _values(wishes: Wishes, path: Path, choice: Choice, sizes: Sizes) -> dict[st
     if given.model.trust_remote_code:
         values["model"]["trust_remote_code"] = True
     compute = choice.job.model.precision.compute
-    precision = {"compute": compute} if compute != "bfloat16" else {}
+    precision: dict[str, Any] = {"compute": compute} if compute != "bfloat16" else {}
     precision |= {"frozen": way.frozen} if way.frozen else {}
     if precision:
         values["precision"] = precision

@@ -89,7 +89,7 @@ def _parts_of_message(message: Mapping[str, Any], path: tuple[str | int, ...]) -
 
 def with_words(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], words: Mapping[Part, str]
-) -> tuple[Messages, list[Mapping[str, Any]]]:
+) -> tuple[Messages, list[dict[str, Any]]]:
     """The conversation and its tools with a word in the place of each of these parts."""
     changed: Any = copy.deepcopy({"messages": list(messages), TOOLS: list(tools)})
     for part, word in words.items():

@@ -68,7 +68,7 @@ def preflight(
         checked = check_model(_without_extras(config), model_config, directory, world_size, ranks_per_node)
     load_tokenizer(model, config.data.chat_template)
     with _noted(notes):
-        return replace(checked, checkpoint_bytes=refuse_disk(config, checked.model))
+        checked = replace(checked, checkpoint_bytes=refuse_disk(config, checked.model))
     return checked
 
 
